@@ -23,7 +23,8 @@ FILES = sorted(Path().glob("*/native/*.[ch]"))
 IS_POSSIBLE = (
     sys.platform == "linux"
     and sys.implementation.name == "cpython"
-    and not sysconfig.get_config_var("Py_GIL_DISABLED")  # without a stable ABI before Python 3.15
+    # Without a stable ABI before Python 3.15.
+    and not sysconfig.get_config_var("Py_GIL_DISABLED")
 )
 
 #: Checksum of the C sources. `workers.native` does not load an extension that was built from other sources.
@@ -48,7 +49,9 @@ RELATIVE = re.compile(r"""(\]\(|src(?:set)?=")(?!\w+:|#)([^)"\s]+)""")
 
 def at_tag(path: str) -> str:
     """Return the URL of a file at the tag of this version; for a picture, the URL of the raw file."""
-    version = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    version = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))[
+        "project"
+    ]["version"]
     return f"{URL}/{'raw' if path.endswith('.png') else 'blob'}/v{version}/{path}"
 
 
@@ -57,7 +60,9 @@ def description() -> str:
     text = Path("README.md").read_text(encoding="utf-8")
     if not URL:
         return text
-    return RELATIVE.sub(lambda found: found[1] + at_tag(found[2]), text).replace("<this repository>", URL)
+    return RELATIVE.sub(lambda found: found[1] + at_tag(found[2]), text).replace(
+        "<this repository>", URL
+    )
 
 
 def urls() -> dict[str, str]:
@@ -69,7 +74,9 @@ def urls() -> dict[str, str]:
     if not URL:
         return {}
     if not re.fullmatch(r"https://[^\s/]+/\S+", URL):
-        raise ValueError(f"building failed: expected ENVHERD_URL as https://HOST/OWNER/NAME, got {URL!r}.")
+        raise ValueError(
+            f"building failed: expected ENVHERD_URL as https://HOST/OWNER/NAME, got {URL!r}."
+        )
     return {
         "Homepage": URL,
         "Documentation": at_tag("docs/index.md"),

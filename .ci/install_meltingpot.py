@@ -53,7 +53,13 @@ class BuildFailed(Exception):
 def main() -> int:
     """Build and install dm-meltingpot unless it is installed; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("-c", "--constraint", type=Path, required=True, help="pip constraints file with the pin")
+    parser.add_argument(
+        "-c",
+        "--constraint",
+        type=Path,
+        required=True,
+        help="pip constraints file with the pin",
+    )
     constraint = parser.parse_args().constraint
     if is_installed(constraint):
         report(has_models=installed_models())
@@ -62,7 +68,9 @@ def main() -> int:
         try:
             wheel = build_best(constraint, tmpdir)
         except BuildFailed as error:
-            print(f"{error}\nBuilding {REQUIREMENT} failed; see above.", file=sys.stderr)
+            print(
+                f"{error}\nBuilding {REQUIREMENT} failed; see above.", file=sys.stderr
+            )
             return 1
         pip("install", "--quiet", "--no-deps", str(wheel))
     report(has_models=installed_models())
@@ -150,12 +158,29 @@ def build(constraint: Path, tmpdir: Path, options: list[str]) -> Path:
     """
     out = Path(tempfile.mkdtemp(dir=tmpdir))
     log = out / "pip.log"
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--wheel-dir",
+        str(out),
+    ]
     command += ["--constraint", str(constraint), *options, REQUIREMENT]
-    environment = {**os.environ, "TMPDIR": str(tmpdir), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    environment = {
+        **os.environ,
+        "TMPDIR": str(tmpdir),
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    }
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=environment, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=sink,
+            env=environment,
+            start_new_session=True,
         )
         try:
             watch(process, tmpdir)
@@ -219,7 +244,10 @@ def private_tmpdir() -> Iterator[Path]:
 
 def pip(*arguments: str) -> None:
     """Run pip in this environment; its errors are for the reader to see."""
-    subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments],
+        check=True,
+    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,9 @@ def on_files(files: Any, *, config: Any, **_: Any) -> Any:
     """Return the site's files, with a page for each example."""
     for path in sorted(_EXAMPLES.iterdir()):
         if path.suffix in (".py", ".ipynb"):
-            text = _notebook(path) if path.suffix == ".ipynb" else _block(path.read_text())
+            text = (
+                _notebook(path) if path.suffix == ".ipynb" else _block(path.read_text())
+            )
             content = f"# {path.name}\n\nThe file `examples/{path.name}`.\n\n{text}\n"
             page = File.generated(config, f"examples/{path.name}.md", content=content)
             page.inclusion = InclusionLevel.NOT_IN_NAV
@@ -27,18 +29,30 @@ def on_files(files: Any, *, config: Any, **_: Any) -> Any:
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Return a page's text with links that stay on the site."""
     up = "../" * page.file.src_uri.count("/")
-    markdown = re.sub(rf"\]\({re.escape(up)}\.\./examples/([\w.]+)\)", rf"]({up}examples/\1.md)", markdown)
-    return re.sub(rf"\[([^\]]+)\]\({re.escape(up)}\.\./(?!\.\./)[^)]+\)", r"\1", markdown)
+    markdown = re.sub(
+        rf"\]\({re.escape(up)}\.\./examples/([\w.]+)\)",
+        rf"]({up}examples/\1.md)",
+        markdown,
+    )
+    return re.sub(
+        rf"\[([^\]]+)\]\({re.escape(up)}\.\./(?!\.\./)[^)]+\)", r"\1", markdown
+    )
 
 
 def on_page_content(html: str, **_: Any) -> str:
     """Return a page's HTML: no line ends at the hyphen of an option or a range, and pictures open in full size."""
-    html = re.sub(r"(?<!</span>)(<code>|<td[^>]*>)([^<]+)(?=</code>|</td>)", _with_whole_words, html)
+    html = re.sub(
+        r"(?<!</span>)(<code>|<td[^>]*>)([^<]+)(?=</code>|</td>)",
+        _with_whole_words,
+        html,
+    )
     return re.sub(r'<img [^>]*src="([^"]+)"[^>]*>', r'<a href="\1">\g<0></a>', html)
 
 
 def _with_whole_words(found: re.Match[str]) -> str:
-    words = re.sub(r"(?<!\S)(?=\S{,32}(?!\S))\S*-\S*", r'<span class="word">\g<0></span>', found[2])
+    words = re.sub(
+        r"(?<!\S)(?=\S{,32}(?!\S))\S*-\S*", r'<span class="word">\g<0></span>', found[2]
+    )
     return found[1] + words
 
 
@@ -51,5 +65,9 @@ def _notebook(path: Path) -> str:
     cells = []
     for cell in json.loads(path.read_text())["cells"]:
         text = "".join(cell["source"])
-        cells.append(_block(text) if cell["cell_type"] == "code" else text.replace("](../docs/", "](../"))
+        cells.append(
+            _block(text)
+            if cell["cell_type"] == "code"
+            else text.replace("](../docs/", "](../")
+        )
     return "\n\n".join(cells)

@@ -23,15 +23,28 @@ _NEEDED = {"gymnasium": "gymnasium", "matplotlib": "matplotlib"}
 
 def bench(  # noqa: PLR0913  # the command line's options, read by typer
     *,
-    quick: Annotated[bool, typer.Option("--quick", help="Run a few workloads and libraries, within a minute.")] = False,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick", help="Run a few workloads and libraries, within a minute."
+        ),
+    ] = False,
     only: Annotated[
-        list[str] | None, typer.Option(metavar="A,B,...", help="Run only these workloads (see --list).")
+        list[str] | None,
+        typer.Option(metavar="A,B,...", help="Run only these workloads (see --list)."),
     ] = None,
     peers: Annotated[
-        list[str] | None, typer.Option(metavar="A,B,...", help="Run only these libraries; 'none' runs only envherd.")
+        list[str] | None,
+        typer.Option(
+            metavar="A,B,...",
+            help="Run only these libraries; 'none' runs only envherd.",
+        ),
     ] = None,
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="Rounds of each workload; default: set by the workload.")
+        int | None,
+        typer.Option(
+            min=1, help="Rounds of each workload; default: set by the workload."
+        ),
     ] = None,
     json: Annotated[
         str | None,
@@ -41,15 +54,29 @@ def bench(  # noqa: PLR0913  # the command line's options, read by typer
             help="File to which results are added (default: ./envherd-bench.json); - prints them and keeps no file.",
         ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Skip workloads that the JSON file already has.")] = False,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Skip workloads that the JSON file already has."),
+    ] = False,
     plots: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", file_okay=False, callback=new_folder, help="Write charts (PNG) to this folder."),
+        typer.Option(
+            metavar="DIR",
+            file_okay=False,
+            callback=new_folder,
+            help="Write charts (PNG) to this folder.",
+        ),
     ] = None,
     render: Annotated[
-        bool, typer.Option("--render", help="Show or plot the results in the JSON file, without measuring.")
+        bool,
+        typer.Option(
+            "--render",
+            help="Show or plot the results in the JSON file, without measuring.",
+        ),
     ] = False,
-    listing: Annotated[bool, typer.Option("--list", help="List the workloads and the libraries.")] = False,
+    listing: Annotated[
+        bool, typer.Option("--list", help="List the workloads and the libraries.")
+    ] = False,
 ) -> None:
     """Run envs under envherd and under other libraries in one run, and compare their speed.
 
@@ -63,13 +90,23 @@ def bench(  # noqa: PLR0913  # the command line's options, read by typer
     from benchmarks.workloads import PEERS
 
     is_printed = json == "-"
-    console = Console(stderr=is_printed, width=None if Console(stderr=is_printed).is_terminal else 180)
+    console = Console(
+        stderr=is_printed, width=None if Console(stderr=is_printed).is_terminal else 180
+    )
     if listing:
         _list(console)
         return
     if is_printed and (resume or render):
-        _refuse(f"expected a file as --json with {'--resume' if resume else '--render'}, got '-'.")
-    path = None if is_printed else Path(json or ("envherd-bench-quick.json" if quick else "envherd-bench.json"))
+        _refuse(
+            f"expected a file as --json with {'--resume' if resume else '--render'}, got '-'."
+        )
+    path = (
+        None
+        if is_printed
+        else Path(
+            json or ("envherd-bench-quick.json" if quick else "envherd-bench.json")
+        )
+    )
     request = suite.SuiteRequest(
         names=_known(only, suite.NAMES, "--only"),
         peers=_known(peers, (*PEERS, "none"), "--peers"),
@@ -79,7 +116,9 @@ def bench(  # noqa: PLR0913  # the command line's options, read by typer
         path=path,
     )
     try:
-        results, is_interrupted = _shown(path, console) if render and path else _measured(request, console)
+        results, is_interrupted = (
+            _shown(path, console) if render and path else _measured(request, console)
+        )
     except ValueError as error:
         _refuse(str(error).removeprefix("bench failed: "))
     if plots is not None and not is_interrupted:
@@ -96,9 +135,15 @@ def bench(  # noqa: PLR0913  # the command line's options, read by typer
 
 
 def _need_packages() -> None:
-    missing = [name for name, package in _NEEDED.items() if importlib.util.find_spec(package) is None]
+    missing = [
+        name
+        for name, package in _NEEDED.items()
+        if importlib.util.find_spec(package) is None
+    ]
     if missing:
-        _refuse(f"expected the packages {', '.join(missing)}, got none. pip install 'envherd[bench]'")
+        _refuse(
+            f"expected the packages {', '.join(missing)}, got none. pip install 'envherd[bench]'"
+        )
 
 
 def _refuse(text: str) -> None:
@@ -106,14 +151,18 @@ def _refuse(text: str) -> None:
     raise typer.Exit(EXIT_USAGE)
 
 
-def _known(lists: list[str] | None, known: tuple[str, ...], option: str) -> tuple[str, ...]:
+def _known(
+    lists: list[str] | None, known: tuple[str, ...], option: str
+) -> tuple[str, ...]:
     """Return the names in comma-separated lists; refuse unknown names."""
     from envherd.workers.errors import closest
 
     names = [name.strip() for one in lists or () for name in one.split(",")]
     for name in names:
         if name not in known:
-            _refuse(f"expected {option} to be one of {', '.join(known)}, got {name!r}.{closest(name, [*known])}")
+            _refuse(
+                f"expected {option} to be one of {', '.join(known)}, got {name!r}.{closest(name, [*known])}"
+            )
     return tuple(names)
 
 
@@ -125,11 +174,15 @@ def _list(console: Console) -> None:
         table.add_row(one.name, one.title, f"{one.minutes:g}")
     console.print(table)
     peers = {one.peer: one.is_installed for one in ALL.values() if one.peer}
-    shown = ", ".join(name if there else f"{name} (not installed)" for name, there in peers.items())
+    shown = ", ".join(
+        name if there else f"{name} (not installed)" for name, there in peers.items()
+    )
     console.print(f"libraries (--peers): {shown}")
 
 
-def _measured(request: suite.SuiteRequest, console: Console) -> tuple[dict[str, Any], bool]:
+def _measured(
+    request: suite.SuiteRequest, console: Console
+) -> tuple[dict[str, Any], bool]:
     """Run the suite; return the results, and whether Ctrl-C ended it."""
     from benchmarks.suite import Suite
 
@@ -137,7 +190,11 @@ def _measured(request: suite.SuiteRequest, console: Console) -> tuple[dict[str, 
     try:
         return suite.run(), False
     except KeyboardInterrupt:
-        kept = f"; the results so far are in {request.path}; --resume continues" if request.path else ""
+        kept = (
+            f"; the results so far are in {request.path}; --resume continues"
+            if request.path
+            else ""
+        )
         console.print(f"interrupted{kept}")
         return suite.results, True
 

@@ -33,7 +33,9 @@ class Usage(NamedTuple):
 
     def since(self, before: Usage) -> Usage:
         """Return the increase since an earlier reading; never negative (the time of a thread that ended is gone)."""
-        return Usage(max(0, self.run_ns - before.run_ns), max(0, self.delay_ns - before.delay_ns))
+        return Usage(
+            max(0, self.run_ns - before.run_ns), max(0, self.delay_ns - before.delay_ns)
+        )
 
 
 def usage_of(pids: Iterable[int]) -> Usage:
@@ -59,7 +61,9 @@ class Meter:
         for pid in pids:
             for task in _tasks(pid):
                 with contextlib.suppress(OSError):
-                    self._fds.append(os.open(f"/proc/{pid}/task/{task}/schedstat", os.O_RDONLY))
+                    self._fds.append(
+                        os.open(f"/proc/{pid}/task/{task}/schedstat", os.O_RDONLY)
+                    )
 
     def run_ns(self) -> int:
         """Return the nanoseconds that they have run, without threads that have ended."""
@@ -82,7 +86,9 @@ def started_by(pid: int) -> list[int]:
 
 def busy_ns() -> int:
     """Return the nanoseconds that all processors were busy, also for the hypervisor (in steps of 10 ms)."""
-    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    user, nice, system, _, _, irq, softirq, steal = map(
+        int, Path("/proc/stat").read_text().split()[1:9]
+    )
     return (user + nice + system + irq + softirq + steal) * _NS_PER_TICK
 
 

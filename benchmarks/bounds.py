@@ -19,7 +19,11 @@ import numpy as np
 from benchmarks.pools import Contender, Job, Pool
 from benchmarks.watching import die_with_parent
 
-IDEAL, SERIAL, INSTALLED = "measured ideal", "serial loop", "serial loop of substrate.build"
+IDEAL, SERIAL, INSTALLED = (
+    "measured ideal",
+    "serial loop",
+    "serial loop of substrate.build",
+)
 #: Seconds that the owner of free-running processes sleeps at a time.
 _NAP_S = 5e-3
 _NUM_DRAWN = 64
@@ -43,13 +47,18 @@ def stepper(job: Job) -> Callable[[], bool]:
 
 
 def _dm_stepper(env: Any, episode: int) -> Callable[[], bool]:
-    drawn = [[random.randrange(int(spec.num_values)) for spec in env.action_spec()] for _ in range(_NUM_DRAWN)]
+    drawn = [
+        [random.randrange(int(spec.num_values)) for spec in env.action_spec()]
+        for _ in range(_NUM_DRAWN)
+    ]
     turn = 0
 
     def step() -> bool:
         nonlocal turn
         turn += 1
-        has_ended = bool(env.step(drawn[turn % _NUM_DRAWN]).last()) or turn % episode == 0
+        has_ended = (
+            bool(env.step(drawn[turn % _NUM_DRAWN]).last()) or turn % episode == 0
+        )
         if has_ended:
             env.reset()
         return has_ended
@@ -77,7 +86,9 @@ def installed_loop(job: Job) -> Pool:
 
     name = job.make_env.name  # type: ignore[attr-defined]  # its factory
     roles = substrate.get_config(name).default_player_roles
-    return serial_loop(replace(job, make_env=functools.partial(substrate.build, name, roles=roles)))
+    return serial_loop(
+        replace(job, make_env=functools.partial(substrate.build, name, roles=roles))
+    )
 
 
 def free_running(job: Job) -> Pool:
@@ -86,8 +97,12 @@ def free_running(job: Job) -> Pool:
     counts = multiprocessing.RawArray("q", 16 * 2 * job.num_workers)
     words: Any = np.frombuffer(counts, np.int64).reshape(job.num_workers, 2, 16)
     processes = [
-        context.Process(target=_run_freely, args=(job, words[worker], len(block)), daemon=True)
-        for worker, block in enumerate(np.array_split(np.arange(job.num_envs), job.num_workers))
+        context.Process(
+            target=_run_freely, args=(job, words[worker], len(block)), daemon=True
+        )
+        for worker, block in enumerate(
+            np.array_split(np.arange(job.num_envs), job.num_workers)
+        )
     ]
     for process in processes:
         process.start()
@@ -120,7 +135,13 @@ def free_running(job: Job) -> Pool:
             process.join()
             process.close()
 
-    pool = Pool(step, close, lambda: int(words[:, 1, 0].sum()), wake, lambda: signal_all(signal.SIGSTOP))
+    pool = Pool(
+        step,
+        close,
+        lambda: int(words[:, 1, 0].sum()),
+        wake,
+        lambda: signal_all(signal.SIGSTOP),
+    )
     pool.rest()
     return pool
 
@@ -137,7 +158,19 @@ def _run_freely(job: Job, words: Any, num_envs: int) -> None:
 
 
 CONTENDERS = (
-    Contender(name=IDEAL, build=free_running, kind="bound", families=("gymnasium", "meltingpot")),
-    Contender(name=SERIAL, build=serial_loop, kind="bound", families=("gymnasium", "meltingpot")),
-    Contender(name=INSTALLED, build=installed_loop, kind="bound", families=("meltingpot",)),
+    Contender(
+        name=IDEAL,
+        build=free_running,
+        kind="bound",
+        families=("gymnasium", "meltingpot"),
+    ),
+    Contender(
+        name=SERIAL,
+        build=serial_loop,
+        kind="bound",
+        families=("gymnasium", "meltingpot"),
+    ),
+    Contender(
+        name=INSTALLED, build=installed_loop, kind="bound", families=("meltingpot",)
+    ),
 )

@@ -58,7 +58,9 @@ class Faulty(gymnasium.Env[np.ndarray, Any]):
         self._fault, self._stamp = fault, stamp
         self._count = 0
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: Any = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
         """Begin to count."""
         super().reset(seed=seed, options=options)
         self._count = 0
@@ -67,7 +69,11 @@ class Faulty(gymnasium.Env[np.ndarray, Any]):
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:  # noqa: ARG002  # it only counts
         """Count, or break; once."""
         self._count += 1
-        if self._fault is not None and self._count == FAULT_STEP and not Path(self._stamp).exists():
+        if (
+            self._fault is not None
+            and self._count == FAULT_STEP
+            and not Path(self._stamp).exists()
+        ):
             Path(self._stamp).write_text(str(time.monotonic()))
             _break(self._fault)
         return np.full(4, self._count, np.float32), 0.0, False, False, {}
@@ -128,7 +134,11 @@ def torchrl(makers: list[Callable[[], Any]]) -> Pool:
     """Build TorchRL's `ParallelEnv`, forked: spawned workers take half a minute to import it on a busy machine."""
     from torchrl.envs import GymWrapper, ParallelEnv
 
-    env = ParallelEnv(NUM_ENVS, [lambda make=make: GymWrapper(make()) for make in makers], mp_start_method="fork")
+    env = ParallelEnv(
+        NUM_ENVS,
+        [lambda make=make: GymWrapper(make()) for make in makers],
+        mp_start_method="fork",
+    )
     return env.close, env.reset, lambda: env.step(env.rand_action())
 
 
@@ -157,7 +167,11 @@ def run_case(executor: str, fault: str, folder: str) -> None:
         say(stage="seen", what="nothing", seconds=None)
     except BaseException as error:
         text = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
-        say(stage="seen", what=text, seconds=time.monotonic() - float(Path(stamp).read_text()))
+        say(
+            stage="seen",
+            what=text,
+            seconds=time.monotonic() - float(Path(stamp).read_text()),
+        )
     try:
         reset()
         step()
@@ -195,7 +209,10 @@ def measure(executor: str, fault: str) -> dict[str, Any]:
         with contextlib.suppress(OSError):
             os.kill(one, signal.SIGKILL)
             os.waitpid(one, 0)
-    heard["processes"], heard["names"] = len(left), len(set(os.listdir("/dev/shm")) - before)
+    heard["processes"], heard["names"] = (
+        len(left),
+        len(set(os.listdir("/dev/shm")) - before),
+    )
     for name in set(os.listdir("/dev/shm")) - before:
         with contextlib.suppress(OSError):
             os.unlink(f"/dev/shm/{name}")
@@ -208,7 +225,9 @@ def _follow(pid: int, folder: Path, fault: str) -> dict[str, Any]:
     limit = time.monotonic() + 60
     while True:
         reported = folder / "reported"
-        for line in map(json.loads, reported.read_text().splitlines() if reported.exists() else ()):
+        for line in map(
+            json.loads, reported.read_text().splitlines() if reported.exists() else ()
+        ):
             if line["stage"] not in heard:
                 heard[line["stage"]] = line
                 limit = time.monotonic() + LIMIT_S
@@ -229,7 +248,10 @@ def _children() -> list[int]:
     found = []
     for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
         with contextlib.suppress(OSError):
-            if Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            if (
+                Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
+                == "Z"
+            ):
                 os.waitpid(int(child), 0)
             else:
                 found.append(int(child))
@@ -238,7 +260,9 @@ def _children() -> list[int]:
 
 def cell(heard: dict[str, Any], fault: str) -> str:
     """Return a short text for the outcome of a case."""
-    left = f"{heard['processes']} processes" + (f" and {heard['names']} names in /dev/shm" if heard["names"] else "")
+    left = f"{heard['processes']} processes" + (
+        f" and {heard['names']} names in /dev/shm" if heard["names"] else ""
+    )
     left = "nothing left" if left == "0 processes" else f"**{left} left**"
     if fault == "owner":
         return left
@@ -247,7 +271,12 @@ def cell(heard: dict[str, Any], fault: str) -> str:
     if "seen" not in heard:
         return f"**hangs**; {left}"
     seen, used, closed = heard["seen"], heard.get("used"), heard.get("closed")
-    what = seen["what"].partition(": the env br")[0][:60].replace("RuntimeError: rows", "rows").replace("|", "/")
+    what = (
+        seen["what"]
+        .partition(": the env br")[0][:60]
+        .replace("RuntimeError: rows", "rows")
+        .replace("|", "/")
+    )
     usable = "**hangs when used**" if used is None else f"usable: {used['what']}"
     if used is not None and closed is None:
         usable += ", **`close` hangs**"
@@ -259,9 +288,16 @@ def cell(heard: dict[str, Any], fault: str) -> str:
 
 def as_table(found: dict[str, dict[str, dict[str, Any]]]) -> str:
     """Return the table in Markdown."""
-    lines = ["| fault | " + " | ".join(EXECUTORS) + " |", "|---" * (1 + len(EXECUTORS)) + "|"]
+    lines = [
+        "| fault | " + " | ".join(EXECUTORS) + " |",
+        "|---" * (1 + len(EXECUTORS)) + "|",
+    ]
     for fault, title in FAULTS.items():
-        lines.append(f"| {title} | " + " | ".join(cell(found[name][fault], fault) for name in EXECUTORS) + " |")
+        lines.append(
+            f"| {title} | "
+            + " | ".join(cell(found[name][fault], fault) for name in EXECUTORS)
+            + " |"
+        )
     return "\n".join(lines)
 
 
@@ -289,19 +325,37 @@ def _be_alone_in_shm() -> None:
     if "--alone" in sys.argv or os.getuid() != 0:
         return
     program = 'mount -t tmpfs -o size=1g none /dev/shm && exec "$0" "$@"'
-    os.execvp("unshare", ["unshare", "-m", "sh", "-c", program, sys.executable, *sys.argv, "--alone"])
+    os.execvp(
+        "unshare",
+        ["unshare", "-m", "sh", "-c", program, sys.executable, *sys.argv, "--alone"],
+    )
 
 
 def main() -> None:
     """Run from the shell."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--write", action="store_true", help="put the table into docs/reports/faults.md")
-    parser.add_argument("--only", nargs="*", default=list(FAULTS), choices=list(FAULTS), help="these faults")
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else ""
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="put the table into docs/reports/faults.md"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        default=list(FAULTS),
+        choices=list(FAULTS),
+        help="these faults",
+    )
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     _be_alone_in_shm()
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    for name in (*PACKAGES, "torchrl.envs", "stable_baselines3.common.vec_env", "envherd.executor.parallel"):
+    for name in (
+        *PACKAGES,
+        "torchrl.envs",
+        "stable_baselines3.common.vec_env",
+        "envherd.executor.parallel",
+    ):
         __import__(name)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     found: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in EXECUTORS}

@@ -71,7 +71,9 @@ def tries_for(num_tries: int, opened: Sequence[bool]) -> int:
 
 def is_judged_by_wall(num_open: int, pressure_at_rest: float | None) -> bool:
     """Return whether wall-clock figures may be published, from the number of rounds in which both slots were kept."""
-    return num_open >= FEWEST_OPEN and (pressure_at_rest is None or pressure_at_rest <= MOST_PRESSURE)
+    return num_open >= FEWEST_OPEN and (
+        pressure_at_rest is None or pressure_at_rest <= MOST_PRESSURE
+    )
 
 
 class Probe:

@@ -20,7 +20,11 @@ from benchmarks.targets import ratio_of
 
 RESULTS = ROOT / "benchmarks/results/bench.json"
 #: Path of the page, from the root of the repository.
-PAGE, PICTURES, README = Path("docs/reports/benchmarks.md"), Path("docs/images"), Path("README.md")
+PAGE, PICTURES, README = (
+    Path("docs/reports/benchmarks.md"),
+    Path("docs/images"),
+    Path("README.md"),
+)
 
 #: Workload -> its name in the summary.
 _TITLES = {
@@ -33,7 +37,13 @@ _TITLES = {
 }
 #: Workloads of the README: synchronous steps, of one run on one machine. It has only the first three of `_OTHERS`.
 _README_WORKLOADS = ("w200", "cartpole")
-_OTHERS = (peers.GYMNASIUM_ASYNC, peers.SB3_SUBPROC, peers.TORCHRL_PARALLEL, peers.TIANSHOU, peers.PUFFERLIB)
+_OTHERS = (
+    peers.GYMNASIUM_ASYNC,
+    peers.SB3_SUBPROC,
+    peers.TORCHRL_PARALLEL,
+    peers.TIANSHOU,
+    peers.PUFFERLIB,
+)
 _FACADES = (
     (peers.GYMNASIUM_ASYNC, ours.AS_GYMNASIUM),
     (peers.GYMNASIUM_ASYNC, ours.AS_GYMNASIUM_WIDE),
@@ -54,7 +64,8 @@ _HEAD = (
     "How to run and read them: [benchmarks/README.md](../../benchmarks/README.md)."
 )
 _MACHINE = (
-    "**Machine.** {cpu}, {usable_cores} usable cores, Linux {kernel}, Python {python}; {packages}. Measured {dates}."
+    "**Machine.** {cpu}, {usable_cores} usable cores, Linux {kernel}, Python {python}; "
+    "{packages}. Measured {dates}."
 )
 _METHOD = """\
 **How it was measured.** All pools of a table were alive at the same time, each under a separate process, and took
@@ -72,8 +83,12 @@ processors among processes.
 def render(results: Mapping[str, Any]) -> str:
     """Return the page of results, as `suite` writes them."""
     machine = results["machine"]
-    packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items() if version)
-    dates = dict.fromkeys(workload.get("date", "earlier") for workload in results["workloads"].values())
+    packages = ", ".join(
+        f"{name} {version}" for name, version in machine["packages"].items() if version
+    )
+    dates = dict.fromkeys(
+        workload.get("date", "earlier") for workload in results["workloads"].values()
+    )
     parts = [
         "# Benchmarks",
         _HEAD,
@@ -87,11 +102,17 @@ def render(results: Mapping[str, Any]) -> str:
         to_markdown(sheet_of_facades(results)),
         "[What limits the speed](performance.md) shows where the rest of the time goes.",
         "## Workloads",
-        *(_section(sheet_of_workload(one), f"{name}: ") for name, one in results.get("workloads", {}).items()),
+        *(
+            _section(sheet_of_workload(one), f"{name}: ")
+            for name, one in results.get("workloads", {}).items()
+        ),
     ]
     failed = results.get("failed", {})
     if failed:
-        parts += ["## Not measured", "\n".join(f"- {name}: {why}" for name, why in failed.items())]
+        parts += [
+            "## Not measured",
+            "\n".join(f"- {name}: {why}" for name, why in failed.items()),
+        ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -100,7 +121,9 @@ def _section(sheet: Sheet, name: str = "") -> str:
 
 
 def _slots(results: Mapping[str, Any]) -> str:
-    seconds = sorted({one["plan"]["slot_s"] for one in results.get("workloads", {}).values()})
+    seconds = sorted(
+        {one["plan"]["slot_s"] for one in results.get("workloads", {}).values()}
+    )
     return " or ".join(f"{one:g}" for one in seconds) or "no"
 
 
@@ -114,9 +137,16 @@ def _gate_text(results: Mapping[str, Any]) -> str:
     ]
     if not rows:
         return "No workload was run."
-    slots, noisy = sum(row["rounds"] for row in rows), sum(row["noisy_slots"] for row in rows)
+    slots, noisy = (
+        sum(row["rounds"] for row in rows),
+        sum(row["noisy_slots"] for row in rows),
+    )
     thrown = sum(sum(row["discarded"].values()) for row in rows)
-    rests = [one["pressure_at_rest"] for one in results["workloads"].values() if one["pressure_at_rest"] is not None]
+    rests = [
+        one["pressure_at_rest"]
+        for one in results["workloads"].values()
+        if one["pressure_at_rest"] is not None
+    ]
     text = f"**How quiet it was.** Of {slots} slots that were kept, {slots - noisy} passed the gate; "
     text += f"{thrown} tries did not."
     if rests:
@@ -130,10 +160,19 @@ def _gate_text(results: Mapping[str, Any]) -> str:
 
 
 def sheet_of_others(
-    results: Mapping[str, Any], workloads: Sequence[str] = tuple(_TITLES), others: Sequence[str] = _OTHERS
+    results: Mapping[str, Any],
+    workloads: Sequence[str] = tuple(_TITLES),
+    others: Sequence[str] = _OTHERS,
 ) -> Sheet:
     """Return the summary: envherd compared with other libraries' executors, for the workloads of most interest."""
-    columns = ("8 envs", "compared with", "its µs per batch", "envherd's", "faster", "less CPU")
+    columns = (
+        "8 envs",
+        "compared with",
+        "its µs per batch",
+        "envherd's",
+        "faster",
+        "less CPU",
+    )
     rows = []
     for workload in workloads:
         found = results.get("workloads", {}).get(workload, {})
@@ -159,10 +198,23 @@ def sheet_of_facades(results: Mapping[str, Any]) -> Sheet:
     table = results.get("workloads", {}).get("cartpole", {}).get("contenders", {})
     rows = []
     for theirs, mine in _FACADES:
-        if table.get(theirs, {}).get("status") == table.get(mine, {}).get("status") == "measured":
+        if (
+            table.get(theirs, {}).get("status")
+            == table.get(mine, {}).get("status")
+            == "measured"
+        ):
             us = [f"{table[name]['batch_us'][1]:,.0f}" for name in (theirs, mine)]
-            ratios = [ratio_of(results, "cartpole", mine, theirs, by=f"{by}_ratio") for by in ("wall", "cpu")]
-            rows.append([f"{mine}: {theirs}", *us, *("-" if one is None else f"{one:.1f}x" for one in ratios)])
+            ratios = [
+                ratio_of(results, "cartpole", mine, theirs, by=f"{by}_ratio")
+                for by in ("wall", "cpu")
+            ]
+            rows.append(
+                [
+                    f"{mine}: {theirs}",
+                    *us,
+                    *("-" if one is None else f"{one:.1f}x" for one in ratios),
+                ]
+            )
     return Sheet("", columns, rows)
 
 
@@ -180,8 +232,14 @@ def write(results: Mapping[str, Any], root: Path) -> list[Path]:
 
 def main() -> None:
     """Print the page, or write it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the page, its pictures and the README's table")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="write the page, its pictures and the README's table",
+    )
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     results = json.loads(arguments.results.read_text())

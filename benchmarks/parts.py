@@ -14,7 +14,10 @@ def write_part(page: Path, script: str, lines: Sequence[str]) -> None:
         script: its name, in the two enclosing lines.
         lines: without line ends.
     """
-    begin, end = f"<!-- written by {script} -->", f"<!-- end of what {script} writes -->"
+    begin, end = (
+        f"<!-- written by {script} -->",
+        f"<!-- end of what {script} writes -->",
+    )
     text = page.read_text() if page.exists() else ""
     if begin not in text:
         text = f"{text}\n{begin}\n{end}\n"

@@ -16,20 +16,36 @@ from benchmarks.pools import Contender, EndCounter, Job, Pool
 
 GYMNASIUM_SYNC, GYMNASIUM_ASYNC = "Gymnasium SyncVectorEnv", "Gymnasium AsyncVectorEnv"
 SB3_DUMMY, SB3_SUBPROC = "SB3 DummyVecEnv", "SB3 SubprocVecEnv"
-TORCHRL_SERIAL, TORCHRL_PARALLEL, TORCHRL_ASYNC = "TorchRL SerialEnv", "TorchRL ParallelEnv", "TorchRL AsyncEnvPool"
-TIANSHOU, ENVPOOL, PUFFERLIB = "tianshou ShmemVectorEnv", "EnvPool", "PufferLib Multiprocessing"
+TORCHRL_SERIAL, TORCHRL_PARALLEL, TORCHRL_ASYNC = (
+    "TorchRL SerialEnv",
+    "TorchRL ParallelEnv",
+    "TorchRL AsyncEnvPool",
+)
+TIANSHOU, ENVPOOL, PUFFERLIB = (
+    "tianshou ShmemVectorEnv",
+    "EnvPool",
+    "PufferLib Multiprocessing",
+)
 
 
 def _gymnasium(kind: str, job: Job) -> Pool:
     import gymnasium
 
-    return stepped_arrays(getattr(gymnasium.vector, kind)([job.make_env] * job.num_envs), job, has_two_flags=True)
+    return stepped_arrays(
+        getattr(gymnasium.vector, kind)([job.make_env] * job.num_envs),
+        job,
+        has_two_flags=True,
+    )
 
 
 def _sb3(kind: str, job: Job, **kwargs: Any) -> Pool:
     from stable_baselines3.common import vec_env
 
-    return stepped_arrays(getattr(vec_env, kind)([job.make_env] * job.num_envs, **kwargs), job, has_two_flags=False)
+    return stepped_arrays(
+        getattr(vec_env, kind)([job.make_env] * job.num_envs, **kwargs),
+        job,
+        has_two_flags=False,
+    )
 
 
 def torchrl_factory(job: Job) -> Any:
@@ -37,7 +53,11 @@ def torchrl_factory(job: Job) -> Any:
     from torchrl.envs import GymWrapper, MeltingpotEnv
 
     if job.family == "meltingpot":
-        return functools.partial(MeltingpotEnv, job.make_env.name, max_steps=job.episode or None)  # type: ignore[attr-defined]  # its factory
+        return functools.partial(
+            MeltingpotEnv,
+            job.make_env.name,  # type: ignore[attr-defined]  # its factory
+            max_steps=job.episode or None,
+        )
     return functools.partial(_wrapped, GymWrapper, job.make_env)
 
 
@@ -65,13 +85,20 @@ def stepped_tensordicts(env: Any, job: Job) -> Pool:
 def _torchrl(kind: str, job: Job, **kwargs: Any) -> Pool:
     from torchrl import envs
 
-    return stepped_tensordicts(getattr(envs, kind)(job.num_envs, torchrl_factory(job), **kwargs), job)
+    return stepped_tensordicts(
+        getattr(envs, kind)(job.num_envs, torchrl_factory(job), **kwargs), job
+    )
 
 
 def _torchrl_async(job: Job) -> Pool:
     from torchrl.envs import AsyncEnvPool
 
-    env = AsyncEnvPool([torchrl_factory(job)] * job.num_envs, backend="multiprocessing", exchange="shm", stack="dense")
+    env = AsyncEnvPool(
+        [torchrl_factory(job)] * job.num_envs,
+        backend="multiprocessing",
+        exchange="shm",
+        stack="dense",
+    )
     root = env.reset()
     key, wanted = env.action_key, min(job.num_workers, job.num_envs)
     actions = torch.arange(job.num_envs) % 2
@@ -116,7 +143,12 @@ def _tianshou(job: Job) -> Pool:
 def _envpool(job: Job) -> Pool:
     import envpool
 
-    env = envpool.make("CartPole-v1", env_type="gymnasium", num_envs=job.num_envs, num_threads=job.num_workers)
+    env = envpool.make(
+        "CartPole-v1",
+        env_type="gymnasium",
+        num_envs=job.num_envs,
+        num_threads=job.num_workers,
+    )
     return stepped_arrays(env, job, has_two_flags=True)
 
 
@@ -129,10 +161,16 @@ def _pufferlib(job: Job) -> Pool:
     import pufferlib.vector
 
     env = pufferlib.vector.make(
-        functools.partial(pufferlib.emulation.GymnasiumPufferEnv, env_creator=job.make_env),
+        functools.partial(
+            pufferlib.emulation.GymnasiumPufferEnv, env_creator=job.make_env
+        ),
         backend=pufferlib.vector.Multiprocessing,
         num_envs=job.num_envs,
-        num_workers=next(n for n in range(max(1, job.num_workers - 1), 0, -1) if job.num_envs % n == 0),
+        num_workers=next(
+            n
+            for n in range(max(1, job.num_workers - 1), 0, -1)
+            if job.num_envs % n == 0
+        ),
         overwork=True,  # it counts cores without hyperthreads, and refuses more workers
     )
     env.async_reset()
@@ -150,17 +188,40 @@ def _pufferlib(job: Job) -> Pool:
     return Pool(step, env.close, ends.read if job.has_ends else Pool.episodes)
 
 
-def _peer(name: str, build: Any, peer: str, package: str, *, takes_meltingpot: bool = False) -> Contender:
+def _peer(
+    name: str, build: Any, peer: str, package: str, *, takes_meltingpot: bool = False
+) -> Contender:
     families = ("gymnasium", "meltingpot") if takes_meltingpot else ("gymnasium",)
-    return Contender(name=name, build=build, peer=peer, package=package, families=families)
+    return Contender(
+        name=name, build=build, peer=peer, package=package, families=families
+    )
 
 
 CONTENDERS = (
-    _peer(GYMNASIUM_SYNC, functools.partial(_gymnasium, "SyncVectorEnv"), "gymnasium", "gymnasium"),
-    _peer(GYMNASIUM_ASYNC, functools.partial(_gymnasium, "AsyncVectorEnv"), "gymnasium", "gymnasium"),
-    _peer(SB3_DUMMY, functools.partial(_sb3, "DummyVecEnv"), "sb3", "stable_baselines3"),
-    _peer(SB3_SUBPROC, functools.partial(_sb3, "SubprocVecEnv", start_method="fork"), "sb3", "stable_baselines3"),
-    _peer(TORCHRL_SERIAL, functools.partial(_torchrl, "SerialEnv"), "torchrl", "torchrl"),
+    _peer(
+        GYMNASIUM_SYNC,
+        functools.partial(_gymnasium, "SyncVectorEnv"),
+        "gymnasium",
+        "gymnasium",
+    ),
+    _peer(
+        GYMNASIUM_ASYNC,
+        functools.partial(_gymnasium, "AsyncVectorEnv"),
+        "gymnasium",
+        "gymnasium",
+    ),
+    _peer(
+        SB3_DUMMY, functools.partial(_sb3, "DummyVecEnv"), "sb3", "stable_baselines3"
+    ),
+    _peer(
+        SB3_SUBPROC,
+        functools.partial(_sb3, "SubprocVecEnv", start_method="fork"),
+        "sb3",
+        "stable_baselines3",
+    ),
+    _peer(
+        TORCHRL_SERIAL, functools.partial(_torchrl, "SerialEnv"), "torchrl", "torchrl"
+    ),
     _peer(
         TORCHRL_PARALLEL,
         functools.partial(_torchrl, "ParallelEnv", mp_start_method="fork"),

@@ -39,7 +39,9 @@ def draw_all(results: Mapping[str, Any], folder: Path) -> list[Path]:
     return drawn
 
 
-def summary(results: Mapping[str, Any], ink: str, fills: Sequence[str]) -> Figure | None:
+def summary(
+    results: Mapping[str, Any], ink: str, fills: Sequence[str]
+) -> Figure | None:
     """Bars: the reference's throughput as a multiple of other libraries', in wall time, for a few workloads.
 
     Args:
@@ -59,15 +61,32 @@ def summary(results: Mapping[str, Any], ink: str, fills: Sequence[str]) -> Figur
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for row, ratios in enumerate(found.values()):
-        there = [(peer, ratio) for peer, ratio in enumerate(ratios) if ratio is not None]
+        there = [
+            (peer, ratio) for peer, ratio in enumerate(ratios) if ratio is not None
+        ]
         for place, (peer, (_, mid, _)) in enumerate(there):
             y = row + 0.26 * (place - (len(there) - 1) / 2)
-            axes.barh(y, mid - 1, 0.24, left=1, color=fills[peer], label=_SUMMARY_PEERS[peer])
+            axes.barh(
+                y, mid - 1, 0.24, left=1, color=fills[peer], label=_SUMMARY_PEERS[peer]
+            )
             axes.annotate(
-                f"{short(mid)}x", (mid, y), (4, 0), textcoords="offset points", va="center", fontsize=8, color=ink
+                f"{short(mid)}x",
+                (mid, y),
+                (4, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
+                color=ink,
             )
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    axes.legend(handles.values(), handles, loc="upper right", fontsize=8, labelcolor=ink, frameon=False)
+    axes.legend(
+        handles.values(),
+        handles,
+        loc="upper right",
+        fontsize=8,
+        labelcolor=ink,
+        frameon=False,
+    )
     axes.set_xscale("log")
     axes.margins(x=0.14)
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -76,7 +95,11 @@ def summary(results: Mapping[str, Any], ink: str, fills: Sequence[str]) -> Figur
     axes.set_yticks(range(len(found)), found, fontsize=9)
     axes.invert_yaxis()
     axes.set_xlabel("logarithmic scale", fontsize=8, color=ink)
-    axes.set_title("Synchronous steps per second of envherd, divided by those of", fontsize=10, color=ink)
+    axes.set_title(
+        "Synchronous steps per second of envherd, divided by those of",
+        fontsize=10,
+        color=ink,
+    )
     axes.tick_params(which="both", colors=ink, labelsize=9, length=0)
     for side, spine in axes.spines.items():
         spine.set_visible(side == "left")

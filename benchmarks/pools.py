@@ -79,7 +79,9 @@ class Contender:
     @property
     def is_installed(self) -> bool:
         """Whether its package is installed."""
-        return self.package is None or importlib.util.find_spec(self.package) is not None
+        return (
+            self.package is None or importlib.util.find_spec(self.package) is not None
+        )
 
 
 class EndCounter:

@@ -26,7 +26,10 @@ def quartiles(values: Sequence[float]) -> Quartiles:
 
 
 def per_round(
-    ours: Sequence[float], theirs: Sequence[float], *, valid: Sequence[bool] | None = None
+    ours: Sequence[float],
+    theirs: Sequence[float],
+    *,
+    valid: Sequence[bool] | None = None,
 ) -> Quartiles | None:
     """Return the quartiles of `ours / theirs`, divided round by round.
 
@@ -39,12 +42,19 @@ def per_round(
         None if no round counts.
     """
     keep = [True] * len(ours) if valid is None else valid
-    found = [one / other for one, other, kept in zip(ours, theirs, keep, strict=True) if kept and other > 0]
+    found = [
+        one / other
+        for one, other, kept in zip(ours, theirs, keep, strict=True)
+        if kept and other > 0
+    ]
     return quartiles(found) if found else None
 
 
 def of_totals(
-    ours: Sequence[tuple[float, float]], theirs: Sequence[tuple[float, float]], *, num_draws: int = 400
+    ours: Sequence[tuple[float, float]],
+    theirs: Sequence[tuple[float, float]],
+    *,
+    num_draws: int = 400,
 ) -> Quartiles | None:
     """Return the ratio of two rates over all rounds together, and its quartiles by bootstrap.
 
@@ -63,7 +73,10 @@ def of_totals(
     rng = np.random.default_rng(0)
     drawn = []
     for _ in range(num_draws):
-        a, b = mine[rng.integers(len(mine), size=len(mine))], other[rng.integers(len(other), size=len(other))]
+        a, b = (
+            mine[rng.integers(len(mine), size=len(mine))],
+            other[rng.integers(len(other), size=len(other))],
+        )
         if a[:, 0].sum() > 0 and b[:, 0].sum() > 0:
             drawn.append(_rate(a) / _rate(b))
     spread = quartiles(drawn)

@@ -29,7 +29,12 @@ class Sheet(NamedTuple):
 
 def to_rich(sheet: Sheet) -> Table:
     """Return a table for the terminal."""
-    table = Table(title=sheet.title, title_justify="left", caption=sheet.note or None, caption_justify="left")
+    table = Table(
+        title=sheet.title,
+        title_justify="left",
+        caption=sheet.note or None,
+        caption_justify="left",
+    )
     for index, name in enumerate(sheet.columns):
         table.add_column(name, justify="right" if index else "left", overflow="fold")
     for row in sheet.rows:
@@ -39,8 +44,14 @@ def to_rich(sheet: Sheet) -> Table:
 
 def to_markdown(sheet: Sheet) -> str:
     """Return a table for the page."""
-    lines = ["| " + " | ".join(sheet.columns) + " |", "|---" + "|---:" * (len(sheet.columns) - 1) + "|"]
-    lines += ["| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in sheet.rows]
+    lines = [
+        "| " + " | ".join(sheet.columns) + " |",
+        "|---" + "|---:" * (len(sheet.columns) - 1) + "|",
+    ]
+    lines += [
+        "| " + " | ".join(cell.replace("|", "/") for cell in row) + " |"
+        for row in sheet.rows
+    ]
     return "\n".join(lines) + (f"\n\n{sheet.note}" if sheet.note else "")
 
 
@@ -49,8 +60,13 @@ def sheet_of_workload(workload: Mapping[str, Any]) -> Sheet:
     reference = workload["reference"]
     us = ("us/call", "p99 us/call", "CPU us/step", "caller's CPU us/step")
     columns = ("", "processes", "env steps/s", *us, "by CPU", "by the clock")
-    rows = [_contender_row(name, row, reference) for name, row in workload["contenders"].items()]
-    measured = [row for row in workload["contenders"].values() if row["status"] == "measured"]
+    rows = [
+        _contender_row(name, row, reference)
+        for name, row in workload["contenders"].items()
+    ]
+    measured = [
+        row for row in workload["contenders"].values() if row["status"] == "measured"
+    ]
     kept = sum(row["rounds"] for row in measured)
     noisy = sum(row["noisy_slots"] for row in measured)
     thrown = sum(sum(row["discarded"].values()) for row in measured)
@@ -66,9 +82,15 @@ def sheet_of_workload(workload: Mapping[str, Any]) -> Sheet:
         note += "Too few slots passed: no figures by the clock. "
     if workload["has_ends"]:
         ends = {
-            name: row["episodes"] for name, row in workload["contenders"].items() if row.get("episodes") is not None
+            name: row["episodes"]
+            for name, row in workload["contenders"].items()
+            if row.get("episodes") is not None
         }
-        note += "Episodes that ended: " + ", ".join(f"{name} {count}" for name, count in ends.items()) + "."
+        note += (
+            "Episodes that ended: "
+            + ", ".join(f"{name} {count}" for name, count in ends.items())
+            + "."
+        )
     if "measured_on" in workload:
         note += f" Measured on another machine: {workload['measured_on']}."
     note += f" Measured {workload['date']}." if "date" in workload else ""
@@ -83,7 +105,11 @@ def _contender_row(name: str, row: Mapping[str, Any], reference: str) -> list[st
         name,
         str(1 + row["processes"]),
         f"{row['steps_per_s']:,.0f}",
-        *(["", ""] if name == IDEAL else [f"{median:,.0f}" if median >= 100 else f"{median:.1f}", f"{p99:,.0f}"]),
+        *(
+            ["", ""]
+            if name == IDEAL
+            else [f"{median:,.0f}" if median >= 100 else f"{median:.1f}", f"{p99:,.0f}"]
+        ),
         f"{row['cpu_us_per_step']:,.2f}",
         f"{row['parent_cpu_us_per_step']:,.2f}",
         "" if name == reference else spread(row.get("cpu_ratio")),
@@ -108,7 +134,9 @@ def spread(values: Sequence[float] | None) -> str:
 
 def sheet_of_targets(results: Mapping[str, Any], *, has_all: bool = True) -> Sheet:
     """Return every target with its measurement and whether it was met; without `has_all` only measured ones."""
-    verdicts = [one for one in judge(results) if has_all or not one.measured.endswith("not run")]
+    verdicts = [
+        one for one in judge(results) if has_all or not one.measured.endswith("not run")
+    ]
     rows = [[one.text, one.measured, one.basis, _status(one)] for one in verdicts]
     return Sheet("Targets", ("target", "measured", "by", ""), rows)
 

@@ -67,7 +67,9 @@ class Entry:
     build_s: float = 0.0
 
 
-def measure(pairs: Sequence[tuple[Contender, Job]], plan: Plan, say: Callable[[str], None]) -> tuple[list[Entry], bool]:
+def measure(
+    pairs: Sequence[tuple[Contender, Job]], plan: Plan, say: Callable[[str], None]
+) -> tuple[list[Entry], bool]:
     """Start every pool, run them in turns in random order, and end them.
 
     Args:
@@ -119,7 +121,13 @@ def _start(entry: Entry, running: dict[str, Runner], limit_s: float) -> None:
     entry.build_s = time.monotonic() - began
 
 
-def _take_turn(entry: Entry, running: dict[str, Runner], plan: Plan, probe: Probe, opened: list[bool]) -> None:
+def _take_turn(
+    entry: Entry,
+    running: dict[str, Runner],
+    plan: Plan,
+    probe: Probe,
+    opened: list[bool],
+) -> None:
     """Run a slot, repeated while other processes use the machine and tries are left; keep the quietest one."""
     tries: list[Turn] = []
     limit_s = plan.slot_s * (1 + 0.2) + SLOT_GRACE_S + CALL_GRACE_S * entry.job.episode
@@ -138,6 +146,8 @@ def _take_turn(entry: Entry, running: dict[str, Runner], plan: Plan, probe: Prob
             break
         for reason in reasons:
             entry.discarded[reason] = entry.discarded.get(reason, 0) + 1
-    best = min(tries, key=lambda turn: (not turn.is_open, turn.delay + turn.slot.others))
+    best = min(
+        tries, key=lambda turn: (not turn.is_open, turn.delay + turn.slot.others)
+    )
     opened.append(best.is_open)
     entry.turns.append(best)

@@ -92,7 +92,11 @@ def run_slot(pool: Pool, seconds: float, least_calls: int = 0) -> Slot:
     while ticks[-1] < end or len(ticks) <= least_calls:
         steps += step()
         ticks.append(clock())
-    own, theirs, busy = usage_of([os.getpid()]).since(own), usage_of(pids).since(theirs), busy_ns() - busy
+    own, theirs, busy = (
+        usage_of([os.getpid()]).since(own),
+        usage_of(pids).since(theirs),
+        busy_ns() - busy,
+    )
     ended = pool.episodes() - ended if ended >= 0 else -1
     pool.rest()
     wall_ns, run_ns = ticks[-1] - ticks[0], own.run_ns + theirs.run_ns
@@ -129,7 +133,9 @@ class Runner:
         self._log: Any = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed by stop()
         context = multiprocessing.get_context("fork")
         self._pipe, self._theirs = context.Pipe()
-        self._process = context.Process(target=_host, args=(contender, job, self._theirs, self._log.fileno()))
+        self._process = context.Process(
+            target=_host, args=(contender, job, self._theirs, self._log.fileno())
+        )
 
     def start(self, limit_s: float) -> None:
         """Start it, and wait until its pool is ready.
@@ -147,7 +153,13 @@ class Runner:
         Raises:
             PoolError: the pool raised, or did not answer within `limit_s` seconds; it is no longer usable.
         """
-        return Slot(**self.ask(functools.partial(slot_of, least_calls=self._job.episode), seconds, limit_s))
+        return Slot(
+            **self.ask(
+                functools.partial(slot_of, least_calls=self._job.episode),
+                seconds,
+                limit_s,
+            )
+        )
 
     def ask(self, measure: Measure, seconds: float, limit_s: float) -> dict[str, Any]:
         """Run another measurement of the pool in its process; raises as `run`.
@@ -186,7 +198,9 @@ class Runner:
                 raise PoolError(f"{what}: no answer within {limit_s:.0f} s")
             answer = self._pipe.recv()
         except (EOFError, ConnectionError):
-            raise PoolError(f"{what}: its process ended. {self._last_lines()}".strip()) from None
+            raise PoolError(
+                f"{what}: its process ended. {self._last_lines()}".strip()
+            ) from None
         if isinstance(answer, str):
             raise PoolError(f"{what}: {answer}")
         return answer
@@ -199,7 +213,9 @@ class Runner:
 def _kill_left(pids: list[int]) -> None:
     """Kill processes of a pool that remain after its end."""
     end = time.monotonic() + 2.0
-    while time.monotonic() < end and any(os.path.exists(f"/proc/{pid}") for pid in pids):
+    while time.monotonic() < end and any(
+        os.path.exists(f"/proc/{pid}") for pid in pids
+    ):
         time.sleep(0.02)
     for pid in pids:
         with contextlib.suppress(OSError):

@@ -48,10 +48,20 @@ ENVS: dict[str, Any] = {
 }
 SETTINGS = (
     *(Setting(num_envs=NUM_ENVS, num_workers=count) for count in (0, 1, 2, 4, 8)),
-    *(Setting(num_envs=NUM_ENVS, num_workers=count, mode="first-k") for count in (2, 8)),
+    *(
+        Setting(num_envs=NUM_ENVS, num_workers=count, mode="first-k")
+        for count in (2, 8)
+    ),
 )
 #: Figures of the probe that the rule uses.
-PROBE = ("step_mean_s", "step_median_s", "step_p99_s", "cpu_per_step_s", "reset_mean_s", "end_share")
+PROBE = (
+    "step_mean_s",
+    "step_median_s",
+    "step_p99_s",
+    "cpu_per_step_s",
+    "reset_mean_s",
+    "end_share",
+)
 
 
 def run_one(name: str, num_rounds: int) -> dict[str, Any]:
@@ -70,7 +80,10 @@ def run_one(name: str, num_rounds: int) -> dict[str, Any]:
         "sized_steps_per_s": sizing.chosen.steps_per_s,
         "best": str(best),
         "steps_per_s": {str(one): rate for one, rate in typical.items()},
-        "share_of_best": [float(share) for share in np.percentile(shares_of_best(rates, chosen), (25, 50, 75))],
+        "share_of_best": [
+            float(share)
+            for share in np.percentile(shares_of_best(rates, chosen), (25, 50, 75))
+        ],
         "took_s": took_s,
         "others": others.share(),
         "date": time.strftime("%d %b %Y"),
@@ -79,7 +92,11 @@ def run_one(name: str, num_rounds: int) -> dict[str, Any]:
 
 
 def sweep(
-    factory: Any, settings: Sequence[Setting], measured: Measurement, num_rounds: int, others: Others
+    factory: Any,
+    settings: Sequence[Setting],
+    measured: Measurement,
+    num_rounds: int,
+    others: Others,
 ) -> dict[Setting, list[float]]:
     """Run settings in rounds, all alive together; return the env-steps per second of each, by round.
 
@@ -95,7 +112,11 @@ def sweep(
     drivers: dict[int, Driver] = {}
     with subject.helper(), contextlib.ExitStack() as stack:
         for count in dict.fromkeys(one.num_workers for one in settings):
-            env = subject.start(NUM_ENVS, count, _PATIENCE_S) if count else SerialEnv(NUM_ENVS, factory, seed=0)
+            env = (
+                subject.start(NUM_ENVS, count, _PATIENCE_S)
+                if count
+                else SerialEnv(NUM_ENVS, factory, seed=0)
+            )
             drivers[count] = Driver(stack.enter_context(env), _SPAN_S)
         for _ in range(num_rounds):
             for setting in order.sample(settings, len(settings)):
@@ -103,7 +124,9 @@ def sweep(
     is_busy, work = others.share() > _BUSY, measured.whole_steps
     return {
         setting: [
-            work(one.steps, one.resets) / (one.undisturbed_s(is_even=True) if is_busy else one.seconds) for one in made
+            work(one.steps, one.resets)
+            / (one.undisturbed_s(is_even=True) if is_busy else one.seconds)
+            for one in made
         ]
         for setting, made in turns.items()
     }
@@ -121,14 +144,26 @@ def shares_of_best(rates: Mapping[Any, Sequence[float]], chosen: Any) -> list[fl
     """
     shares = []
     for i in range(len(rates[chosen])):
-        others = {setting: np.median([*own[:i], *own[i + 1 :]] or own) for setting, own in rates.items()}
+        others = {
+            setting: np.median([*own[:i], *own[i + 1 :]] or own)
+            for setting, own in rates.items()
+        }
         shares.append(rates[chosen][i] / rates[max(others, key=others.__getitem__)][i])
     return shares
 
 
 def as_sheet(rows: Sequence[Mapping[str, Any]]) -> Sheet:
     """Return the figures of all envs as a table."""
-    columns = ("8 envs", "chosen", "best", "chosen / best", "sized/s", "measured/s", "took", "other programs")
+    columns = (
+        "8 envs",
+        "chosen",
+        "best",
+        "chosen / best",
+        "sized/s",
+        "measured/s",
+        "took",
+        "other programs",
+    )
     cells = [
         (
             row["env"],
@@ -147,19 +182,36 @@ def as_sheet(rows: Sequence[Mapping[str, Any]]) -> Sheet:
 
 def main() -> None:
     """Measure, print, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--env", action="append", choices=ENVS, help="only these; results of the others stay")
-    parser.add_argument("--rounds", type=int, default=20, help="of a sweep; 0 measures nothing")
-    parser.add_argument("--write", action="store_true", help="write the table to docs/reports/sizing.md")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--env",
+        action="append",
+        choices=ENVS,
+        help="only these; results of the others stay",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=20, help="of a sweep; 0 measures nothing"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write the table to docs/reports/sizing.md"
+    )
     arguments = parser.parse_args()
     known = {row["env"]: row for row in json.loads(RESULTS.read_text())}
     for name in (arguments.env or ENVS) if arguments.rounds else ():
         known[name] = run_one(name, arguments.rounds)
-        RESULTS.write_text(json.dumps([known[one] for one in ENVS if one in known], indent=1) + "\n")
+        RESULTS.write_text(
+            json.dumps([known[one] for one in ENVS if one in known], indent=1) + "\n"
+        )
     sheet = as_sheet([known[one] for one in ENVS if one in known])
     Console(width=170).print(to_rich(sheet))
     if arguments.write:
-        write_part(ROOT / "docs/reports/sizing.md", "benchmarks/sizing.py", to_markdown(sheet).split("\n"))
+        write_part(
+            ROOT / "docs/reports/sizing.md",
+            "benchmarks/sizing.py",
+            to_markdown(sheet).split("\n"),
+        )
 
 
 if __name__ == "__main__":

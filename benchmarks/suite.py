@@ -22,7 +22,14 @@ from benchmarks.accounting import pressure_line, pressure_while_idle
 from benchmarks.report import sheet_of_targets, sheet_of_workload, to_rich
 from benchmarks.rounds import measure
 from benchmarks.summary import summarise
-from benchmarks.workloads import PEERS, QUICK, WORKLOADS, Workload, calibrate, usable_cores
+from benchmarks.workloads import (
+    PEERS,
+    QUICK,
+    WORKLOADS,
+    Workload,
+    calibrate,
+    usable_cores,
+)
 
 SCHEMA = "envherd.bench/1"
 NAMES = tuple(one.name for one in WORKLOADS)
@@ -69,7 +76,11 @@ class SuiteRequest:
 def describe_machine() -> dict[str, Any]:
     """Return a description of the machine."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line for line in lines if "model name" in line), ": ?").split(":", 1)[1].strip()
+    model = (
+        next((line for line in lines if "model name" in line), ": ?")
+        .split(":", 1)[1]
+        .strip()
+    )
     return {
         "cpu": model,
         "usable_cores": usable_cores(),
@@ -95,9 +106,13 @@ def load(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"bench failed: expected results in {path}, got {error}.") from None
+        raise ValueError(
+            f"bench failed: expected results in {path}, got {error}."
+        ) from None
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
-        raise ValueError(f"bench failed: expected results ({SCHEMA}) in {path}, got something else.")
+        raise ValueError(
+            f"bench failed: expected results ({SCHEMA}) in {path}, got something else."
+        )
     return found
 
 
@@ -138,7 +153,13 @@ class Suite:
                 self.results["failed"][name] = "no time was left in a quick run"
                 continue
             if not is_prepared:
-                prepare([peer for peer in PEERS if not request.peers or peer in request.peers])
+                prepare(
+                    [
+                        peer
+                        for peer in PEERS
+                        if not request.peers or peer in request.peers
+                    ]
+                )
                 self.results["calibration"], is_prepared = calibrate(), True
             self._measure(name)
             if request.path is not None:
@@ -149,13 +170,20 @@ class Suite:
         return self.results
 
     def _begin(self) -> dict[str, Any]:
-        fresh: dict[str, Any] = {"schema": SCHEMA, "machine": describe_machine(), "workloads": {}, "failed": {}}
+        fresh: dict[str, Any] = {
+            "schema": SCHEMA,
+            "machine": describe_machine(),
+            "workloads": {},
+            "failed": {},
+        }
         if self._request.path is None or not self._request.path.exists():
             return fresh
         found = load(self._request.path)
         if found["machine"] == fresh["machine"]:
             return found
-        self._console.print(f"{self._request.path} is of another machine or of other versions: all is measured anew")
+        self._console.print(
+            f"{self._request.path} is of another machine or of other versions: all is measured anew"
+        )
         return fresh
 
     def _measure(self, name: str) -> None:
@@ -165,10 +193,18 @@ class Suite:
         try:
             workload = next(one for one in WORKLOADS if one.name == name)
             self.results["workloads"][name] = self._workload(workload)
-            self._console.print(to_rich(sheet_of_workload(self.results["workloads"][name])))
-        except Exception as error:  # the next one may work, and hours of measurements must not be lost
+            self._console.print(
+                to_rich(sheet_of_workload(self.results["workloads"][name]))
+            )
+        except (
+            Exception
+        ) as error:  # the next one may work, and hours of measurements must not be lost
             self.results["failed"][name] = f"{type(error).__name__}: {error}"
-            self._console.print(f"{name} failed: {type(error).__name__}: {error}", style="red", markup=False)
+            self._console.print(
+                f"{name} failed: {type(error).__name__}: {error}",
+                style="red",
+                markup=False,
+            )
 
     def _workload(self, workload: Workload) -> dict[str, Any]:
         request, began = self._request, time.monotonic()
@@ -176,7 +212,9 @@ class Suite:
         contenders = workload.chosen(request.peers, is_quick=request.is_quick)
         job = workload.job(self.results["calibration"], self._num_workers)
         rest = None if request.is_quick else pressure_while_idle(_REST_S)
-        entries, is_complete = measure([(one, job) for one in contenders], plan, self._say)
+        entries, is_complete = measure(
+            [(one, job) for one in contenders], plan, self._say
+        )
         return {
             "title": workload.title,
             "reference": workload.reference,
@@ -190,13 +228,20 @@ class Suite:
             "pressure_at_rest": rest,
             "pressure_after": pressure_line(),
             "seconds": time.monotonic() - began,
-            "contenders": summarise(entries, workload.reference, judged_by=workload.judged_by, pressure_at_rest=rest),
+            "contenders": summarise(
+                entries,
+                workload.reference,
+                judged_by=workload.judged_by,
+                pressure_at_rest=rest,
+            ),
         }
 
     def _say(self, text: str) -> None:
         """On a terminal, print the current activity in a line that the next one replaces."""
         if self._console.is_terminal:
-            self._console.print(f"{text:<100}", end="\r", style="dim", markup=False, highlight=False)
+            self._console.print(
+                f"{text:<100}", end="\r", style="dim", markup=False, highlight=False
+            )
 
 
 def prepare(peers: list[str]) -> None:
@@ -211,8 +256,14 @@ def prepare(peers: list[str]) -> None:
     kept = sys.modules.get("torch.utils.tensorboard")
     sys.modules["torch.utils.tensorboard"] = None  # type: ignore[assignment]  # SB3 would import it, and TensorFlow by it
     try:
-        for peer, module in (("torchrl", "torchrl.envs"), ("sb3", "stable_baselines3.common.vec_env")):
-            if peer in peers and importlib.util.find_spec(module.partition(".")[0]) is not None:
+        for peer, module in (
+            ("torchrl", "torchrl.envs"),
+            ("sb3", "stable_baselines3.common.vec_env"),
+        ):
+            if (
+                peer in peers
+                and importlib.util.find_spec(module.partition(".")[0]) is not None
+            ):
                 importlib.import_module(module)
     finally:
         del sys.modules["torch.utils.tensorboard"]

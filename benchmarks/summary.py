@@ -12,7 +12,11 @@ from benchmarks.rounds import Entry, Turn
 
 
 def summarise(
-    entries: Sequence[Entry], reference: str, *, judged_by: str, pressure_at_rest: float | None
+    entries: Sequence[Entry],
+    reference: str,
+    *,
+    judged_by: str,
+    pressure_at_rest: float | None,
 ) -> dict[str, dict[str, Any]]:
     """Return, per contender, its figures and the reference's throughput as a multiple of its own.
 
@@ -34,11 +38,16 @@ def summarise(
     found = {}
     for name, entry in by_name.items():
         if entry.failure or not entry.turns:
-            found[name] = {"status": entry.failure or "no round", "kind": entry.contender.kind}
+            found[name] = {
+                "status": entry.failure or "no round",
+                "kind": entry.contender.kind,
+            }
             continue
         found[name] = _figures(entry)
         if base is not None and not base.failure:
-            found[name].update(_ratios(base.turns, entry.turns, judged_by, pressure_at_rest))
+            found[name].update(
+                _ratios(base.turns, entry.turns, judged_by, pressure_at_rest)
+            )
     return found
 
 
@@ -52,12 +61,19 @@ def _figures(entry: Entry) -> dict[str, Any]:
         "processes": slots[-1].num_processes,
         "rounds": len(slots),
         "steps_per_s": statistics.median(slot.steps_per_s for slot in believed),
-        "cpu_us_per_step": sum(slot.run_ns for slot in slots) / 1e3 / max(1, sum(slot.steps for slot in slots)),
-        "parent_cpu_us_per_step": statistics.median(slot.parent_run_ns / 1e3 / max(1, slot.steps) for slot in slots),
-        "own_delay": sum(slot.delay_ns for slot in slots) / max(1, sum(slot.run_ns for slot in slots)),
+        "cpu_us_per_step": sum(slot.run_ns for slot in slots)
+        / 1e3
+        / max(1, sum(slot.steps for slot in slots)),
+        "parent_cpu_us_per_step": statistics.median(
+            slot.parent_run_ns / 1e3 / max(1, slot.steps) for slot in slots
+        ),
+        "own_delay": sum(slot.delay_ns for slot in slots)
+        / max(1, sum(slot.run_ns for slot in slots)),
         "batch_us": [levels[10], levels[50], levels[99]],
         "batch_levels": levels,
-        "episodes": sum(slot.episodes for slot in slots) if entry.job.has_ends and slots[-1].episodes >= 0 else None,
+        "episodes": sum(slot.episodes for slot in slots)
+        if entry.job.has_ends and slots[-1].episodes >= 0
+        else None,
         "others": statistics.median(slot.others for slot in slots),
         "probe_delay": statistics.median(turn.delay for turn in entry.turns),
         "noisy_slots": sum(not turn.is_open for turn in entry.turns),
@@ -67,7 +83,10 @@ def _figures(entry: Entry) -> dict[str, Any]:
 
 
 def _ratios(
-    base: Sequence[Turn], turns: Sequence[Turn], judged_by: str, pressure_at_rest: float | None
+    base: Sequence[Turn],
+    turns: Sequence[Turn],
+    judged_by: str,
+    pressure_at_rest: float | None,
 ) -> dict[str, Any]:
     """Return the reference's throughput divided by a contender's, in processor time and in wall time."""
     pairs = list(zip(base, turns, strict=False))
@@ -85,9 +104,14 @@ def _ratios(
             [(two.slot.steps, two.slot.wall_ns) for _, two in kept],
         )
     else:
-        cpu = per_round([other.slot.cpu_us for _, other in pairs], [one.slot.cpu_us for one, _ in pairs])
+        cpu = per_round(
+            [other.slot.cpu_us for _, other in pairs],
+            [one.slot.cpu_us for one, _ in pairs],
+        )
         wall = per_round(
-            [one.slot.steps_per_s for one, _ in pairs], [other.slot.steps_per_s for _, other in pairs], valid=are_open
+            [one.slot.steps_per_s for one, _ in pairs],
+            [other.slot.steps_per_s for _, other in pairs],
+            valid=are_open,
         )
     is_published = is_judged_by_wall(sum(are_open), pressure_at_rest)
     return {

@@ -29,7 +29,9 @@ class Verdict:
     status: Literal["met", "not met", "not measured"]
 
 
-def _verdict(text: str, value: float | None, *, is_met: bool, unit: str, basis: str) -> Verdict:
+def _verdict(
+    text: str, value: float | None, *, is_met: bool, unit: str, basis: str
+) -> Verdict:
     if value is None:
         return Verdict(text, unit, basis, "not measured")
     return Verdict(text, f"{value:.3g}{unit}", basis, "met" if is_met else "not met")
@@ -52,7 +54,9 @@ def _missing(results: Results, workload: str, *names: str) -> str:
     return ""
 
 
-def ratio_of(results: Results, workload: str, mine: str, theirs: str, *, by: str) -> float | None:
+def ratio_of(
+    results: Results, workload: str, mine: str, theirs: str, *, by: str
+) -> float | None:
     """Return one contender's throughput as a multiple of another's in a workload; None if unknown.
 
     Args:
@@ -70,24 +74,48 @@ def ratio_of(results: Results, workload: str, mine: str, theirs: str, *, by: str
 
 
 def _faster(
-    results: Results, workload: str, peer: str, least: float, *, mine: str = ours.OURS, wall_only: bool = False
+    results: Results,
+    workload: str,
+    peer: str,
+    least: float,
+    *,
+    mine: str = ours.OURS,
+    wall_only: bool = False,
 ) -> Verdict:
     text = f"{workload}: {mine} at least {least:.3g} times {peer}"
     missing = _missing(results, workload, mine, peer)
     if missing:
         return Verdict(text, missing, "", "not measured")
-    value, basis = ratio_of(results, workload, mine, peer, by="wall_ratio"), "wall clock"
+    value, basis = (
+        ratio_of(results, workload, mine, peer, by="wall_ratio"),
+        "wall clock",
+    )
     if value is None and wall_only:
-        return Verdict(text, "too few slots without others' load", "wall clock", "not measured")
+        return Verdict(
+            text, "too few slots without others' load", "wall clock", "not measured"
+        )
     if value is None:
         value, basis = ratio_of(results, workload, mine, peer, by="cpu_ratio"), "CPU"
-    return _verdict(text, value, is_met=value is not None and value >= least, unit=" times", basis=basis)
+    return _verdict(
+        text,
+        value,
+        is_met=value is not None and value >= least,
+        unit=" times",
+        basis=basis,
+    )
 
 
-def _of_ideal(results: Results, workload: str, least: float, *, mine: str = ours.OURS) -> Verdict:
+def _of_ideal(
+    results: Results, workload: str, least: float, *, mine: str = ours.OURS
+) -> Verdict:
     verdict = _faster(results, workload, bounds.IDEAL, least, mine=mine)
     text = f"{workload}: {mine} at least {least:g} of the measured ideal"
-    return Verdict(text, verdict.measured.replace(" times", " of it"), verdict.basis, verdict.status)
+    return Verdict(
+        text,
+        verdict.measured.replace(" times", " of it"),
+        verdict.basis,
+        verdict.status,
+    )
 
 
 def _median_us(results: Results, workload: str, mine: str) -> float:
@@ -96,19 +124,36 @@ def _median_us(results: Results, workload: str, mine: str) -> float:
 
 def _batch(results: Results, workload: str, mine: str, limit_us: float) -> Verdict:
     text = f"{workload}: {mine} at most {limit_us:g} us per batch"
-    return _figure(text, limit_us, " us", lambda: _median_us(results, workload, mine), basis="wall clock")
+    return _figure(
+        text,
+        limit_us,
+        " us",
+        lambda: _median_us(results, workload, mine),
+        basis="wall clock",
+    )
 
 
 def _per_env(results: Results, limit_us: float) -> Verdict:
     text = f"each further env that costs nothing at most {limit_us:g} us per batch (8 to 32 envs)"
 
     def slope() -> float:
-        return (_median_us(results, "tiny32", ours.AUTO) - _median_us(results, "tiny", ours.AUTO)) / 24
+        return (
+            _median_us(results, "tiny32", ours.AUTO)
+            - _median_us(results, "tiny", ours.AUTO)
+        ) / 24
 
     return _figure(text, limit_us, " us", slope, basis="wall clock")
 
 
-def _figure(text: str, limit: float, unit: str, get: Callable[[], float], *, basis: str, scale: float = 1.0) -> Verdict:
+def _figure(
+    text: str,
+    limit: float,
+    unit: str,
+    get: Callable[[], float],
+    *,
+    basis: str,
+    scale: float = 1.0,
+) -> Verdict:
     """Return the verdict on a figure with an upper limit."""
     try:
         value = get() / scale
@@ -128,8 +173,17 @@ def judge(results: Results) -> list[Verdict]:
             (peers.TORCHRL_PARALLEL, 140),
         )
     ]
-    batches = (("tiny", ours.AUTO, 8), ("tiny", ours.OURS, 13), ("tiny32", ours.AUTO, 20), ("image", ours.AUTO, 12))
-    images = ((peers.GYMNASIUM_ASYNC, 10), (peers.SB3_SUBPROC, 12), (peers.TORCHRL_PARALLEL, 40))
+    batches = (
+        ("tiny", ours.AUTO, 8),
+        ("tiny", ours.OURS, 13),
+        ("tiny32", ours.AUTO, 20),
+        ("image", ours.AUTO, 12),
+    )
+    images = (
+        (peers.GYMNASIUM_ASYNC, 10),
+        (peers.SB3_SUBPROC, 12),
+        (peers.TORCHRL_PARALLEL, 40),
+    )
     steady = ((peers.GYMNASIUM_ASYNC, 1.3), (peers.TORCHRL_PARALLEL, 2))
     cartpole = (
         (peers.GYMNASIUM_ASYNC, 7),
@@ -142,8 +196,22 @@ def judge(results: Results) -> list[Verdict]:
         for workload in ("lognormal", "spikes")
         for verdict in (
             _of_ideal(results, workload, 0.8, mine=ours.FIRST_K),
-            _faster(results, workload, peers.GYMNASIUM_ASYNC, 1.8, mine=ours.FIRST_K, wall_only=True),
-            _faster(results, workload, peers.SB3_SUBPROC, 1.8, mine=ours.FIRST_K, wall_only=True),
+            _faster(
+                results,
+                workload,
+                peers.GYMNASIUM_ASYNC,
+                1.8,
+                mine=ours.FIRST_K,
+                wall_only=True,
+            ),
+            _faster(
+                results,
+                workload,
+                peers.SB3_SUBPROC,
+                1.8,
+                mine=ours.FIRST_K,
+                wall_only=True,
+            ),
         )
     ]
     harvest = "commons_harvest"
@@ -154,16 +222,32 @@ def judge(results: Results) -> list[Verdict]:
     )
     return [
         *cheap,
-        *(_batch(results, workload, mine, limit_us) for workload, mine, limit_us in batches),
+        *(
+            _batch(results, workload, mine, limit_us)
+            for workload, mine, limit_us in batches
+        ),
         _per_env(results, 0.3),
-        *(_faster(results, "image", peer, least, mine=ours.AUTO) for peer, least in images),
+        *(
+            _faster(results, "image", peer, least, mine=ours.AUTO)
+            for peer, least in images
+        ),
         *(_faster(results, "w200", peer, least) for peer, least in steady),
         *(_faster(results, "cartpole", peer, least) for peer, least in cartpole),
-        *(_faster(results, "cartpole", peer, least, mine=facade) for facade, peer, least in facades),
+        *(
+            _faster(results, "cartpole", peer, least, mine=facade)
+            for facade, peer, least in facades
+        ),
         _of_ideal(results, "w200", 0.95),
         _of_ideal(results, "w1000", 0.97),
         *tails,
-        _faster(results, harvest, peers.TORCHRL_PARALLEL, 3, mine=ours.FIRST_K, wall_only=True),
+        _faster(
+            results,
+            harvest,
+            peers.TORCHRL_PARALLEL,
+            3,
+            mine=ours.FIRST_K,
+            wall_only=True,
+        ),
         _faster(results, harvest, ours.OURS, 1.4, mine=ours.FIRST_K, wall_only=True),
         _faster(results, harvest, peers.TORCHRL_PARALLEL, 2),
     ]

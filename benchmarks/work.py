@@ -65,16 +65,28 @@ class Steady(gymnasium.Env[np.ndarray, Any]):
     action_space = Discrete(2)
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: str, mean: float = 0.0, law: Law = "even", sleep_s: float = 0.0
+        self,
+        shape: tuple[int, ...],
+        dtype: str,
+        mean: float = 0.0,
+        law: Law = "even",
+        sleep_s: float = 0.0,
     ) -> None:
         is_float = np.issubdtype(np.dtype(dtype), np.floating)
-        self.observation_space = Box(-1.0 if is_float else 0, 1.0 if is_float else 255, shape, np.dtype(dtype).type)
+        self.observation_space = Box(
+            -1.0 if is_float else 0,
+            1.0 if is_float else 255,
+            shape,
+            np.dtype(dtype).type,
+        )
         self._observation = np.zeros(shape, dtype)
         self._lengths = drawn_iterations(law, mean).tolist() if mean else []
         self._next = int.from_bytes(os.urandom(2), "little") % _NUM_DRAWN
         self._sleep_s = sleep_s
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: Any = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
         """Return the observation."""
         super().reset(seed=seed, options=options)
         return self._observation, {}
@@ -114,9 +126,13 @@ class NamedFactory:
     def __call__(self) -> Any:
         """Build it."""
         if self.wrapper == "atari":
-            screen = gymnasium.wrappers.AtariPreprocessing(gymnasium.make(self.name, frameskip=1))
+            screen = gymnasium.wrappers.AtariPreprocessing(
+                gymnasium.make(self.name, frameskip=1)
+            )
             return gymnasium.wrappers.FrameStackObservation(screen, 4)
         env = gymnasium.make(self.name)
         if self.wrapper == "monitor":
-            return importlib.import_module("stable_baselines3.common.monitor").Monitor(env)
+            return importlib.import_module("stable_baselines3.common.monitor").Monitor(
+                env
+            )
         return gymnasium.wrappers.RecordEpisodeStatistics(env) if self.wrapper else env

@@ -12,13 +12,26 @@ from benchmarks.pools import Contender, Job
 from benchmarks.rounds import Plan
 from benchmarks.work import NamedFactory, SteadyFactory, iterations_per_us
 
-ALL = {one.name: one for one in (*bounds.CONTENDERS, *ours.CONTENDERS, *peers.CONTENDERS)}
+ALL = {
+    one.name: one for one in (*bounds.CONTENDERS, *ours.CONTENDERS, *peers.CONTENDERS)
+}
 PEERS = tuple(dict.fromkeys(one.peer for one in peers.CONTENDERS))
 
-_PROCESSES = (peers.GYMNASIUM_ASYNC, peers.SB3_SUBPROC, peers.TORCHRL_PARALLEL, peers.TIANSHOU, peers.PUFFERLIB)
+_PROCESSES = (
+    peers.GYMNASIUM_ASYNC,
+    peers.SB3_SUBPROC,
+    peers.TORCHRL_PARALLEL,
+    peers.TIANSHOU,
+    peers.PUFFERLIB,
+)
 _IN_PROCESS = (peers.GYMNASIUM_SYNC, peers.SB3_DUMMY, peers.TORCHRL_SERIAL)
 _USUAL = (bounds.IDEAL, bounds.SERIAL, ours.OURS, *_PROCESSES)
-_QUICK_LEFT_OUT = (peers.TORCHRL_ASYNC, peers.TORCHRL_SERIAL, peers.SB3_DUMMY, ours.WIDE)
+_QUICK_LEFT_OUT = (
+    peers.TORCHRL_ASYNC,
+    peers.TORCHRL_SERIAL,
+    peers.SB3_DUMMY,
+    ours.WIDE,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +80,9 @@ class Workload:
         return [one for one in found if one.kind != "peer" or one.peer in peers_wanted]
 
 
-def _steady(num_envs: int = 8, us: float = 0.0, **kwargs: Any) -> Callable[[float], Job]:
+def _steady(
+    num_envs: int = 8, us: float = 0.0, **kwargs: Any
+) -> Callable[[float], Job]:
     def make(calibration: float) -> Job:
         factory = SteadyFactory(mean=us * calibration, **kwargs)
         return Job(make_env=factory, num_envs=num_envs)
@@ -81,16 +96,30 @@ def _cartpole(_calibration: float) -> Job:
     return Job(make_env=NamedFactory("gymnasium", "CartPole-v1"), has_ends=True)
 
 
-def _with_infos(name: str, wrapper: str = "", num_envs: int = 8) -> Callable[[float], Job]:
-    return lambda _: Job(make_env=NamedFactory(name, wrapper), num_envs=num_envs, has_ends="CartPole" in name)
+def _with_infos(
+    name: str, wrapper: str = "", num_envs: int = 8
+) -> Callable[[float], Job]:
+    return lambda _: Job(
+        make_env=NamedFactory(name, wrapper),
+        num_envs=num_envs,
+        has_ends="CartPole" in name,
+    )
 
 
-def _melting_pot(name: str, num_envs: int = 8, episode: int = 0) -> Callable[[float], Job]:
+def _melting_pot(
+    name: str, num_envs: int = 8, episode: int = 0
+) -> Callable[[float], Job]:
     def make(_calibration: float) -> Job:
         from envherd.executor import MeltingPotFactory
 
         factory = MeltingPotFactory(name, max_steps=episode or None)
-        return Job(make_env=factory, num_envs=num_envs, family="meltingpot", has_ends=True, episode=episode)
+        return Job(
+            make_env=factory,
+            num_envs=num_envs,
+            family="meltingpot",
+            has_ends=True,
+            episode=episode,
+        )
 
     return make
 
@@ -112,7 +141,13 @@ _HOSTS = (
     peers.PUFFERLIB,
 )
 _SB3 = (ours.AS_SB3_WIDE, peers.SB3_SUBPROC, peers.SB3_DUMMY)
-_WHOLE_EPISODES = (bounds.INSTALLED, ours.SERIAL, ours.OURS, ours.AS_TORCHRL, peers.TORCHRL_PARALLEL)
+_WHOLE_EPISODES = (
+    bounds.INSTALLED,
+    ours.SERIAL,
+    ours.OURS,
+    ours.AS_TORCHRL,
+    peers.TORCHRL_PARALLEL,
+)
 #: Of Melting Pot: name, substrate, and minutes that a run takes.
 _EPISODES = (
     ("commons_harvest", "commons_harvest__open", 3.0),
@@ -151,7 +186,13 @@ WORKLOADS = (
     Workload(
         name="w200",
         title="8 envs of 200 us a step",
-        contenders=(*_USUAL, ours.WIDE, ours.FIRST_K, *_IN_PROCESS, peers.TORCHRL_ASYNC),
+        contenders=(
+            *_USUAL,
+            ours.WIDE,
+            ours.FIRST_K,
+            *_IN_PROCESS,
+            peers.TORCHRL_ASYNC,
+        ),
         make_job=_steady(us=200.0),
         minutes=2.5,
     ),

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from envherd.executor.batched import BatchedEnv
     from envherd.executor.cluster.rollouts import RayRollouts
     from envherd.executor.cluster.shares import ClusterError
-    from envherd.executor.guests.collectors.async_collector import AsyncCollector, AsyncStatistics
+    from envherd.executor.guests.collectors.async_collector import (
+        AsyncCollector,
+        AsyncStatistics,
+    )
     from envherd.executor.guests.collectors.collector import Collector
     from envherd.executor.guests.collectors.policy import swapped_parameters, uncopied
     from envherd.executor.guests.leases import Lease, LeasePool
@@ -48,7 +51,11 @@ if TYPE_CHECKING:
     from envherd.shm.specs import OneHot as OneHot
     from envherd.shm.specs import Unbounded as Unbounded
     from envherd.workers.adapters.base import Adapter
-    from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory, scenario_names, substrate_names
+    from envherd.workers.adapters.meltingpot.factory import (
+        MeltingPotFactory,
+        scenario_names,
+        substrate_names,
+    )
     from envherd.workers.adapters.named import PettingZooFactory
     from envherd.workers.adapters.registry import register as register
     from envherd.workers.current import WorkerInfo, worker
@@ -238,7 +245,9 @@ if not TYPE_CHECKING:  # to a type checker, unknown names remain unknown
             value = importlib.import_module(f"{__name__}.{name}")
         # `from envherd import NAME` would replace the text of an AttributeError.
         elif name in _GONE:
-            raise ImportError(f"importing {name} failed: envherd has it no more. Instead: {_GONE[name]}.")
+            raise ImportError(
+                f"importing {name} failed: envherd has it no more. Instead: {_GONE[name]}."
+            )
         elif name in _ELSEWHERE:
             facade, _, there = _ELSEWHERE[name].partition(".")
             raise ImportError(
@@ -248,10 +257,17 @@ if not TYPE_CHECKING:  # to a type checker, unknown names remain unknown
         else:
             import difflib
 
-            similar = [] if name.startswith("_") else difflib.get_close_matches(name, (*_HOMES, *_FACADES), 1)
+            similar = (
+                []
+                if name.startswith("_")
+                else difflib.get_close_matches(name, (*_HOMES, *_FACADES), 1)
+            )
             advice = f". Did you mean {similar[0]}?" if similar else ""
             # Without `name`: Python's own tracebacks would append a second suggestion.
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}", obj=sys.modules[__name__])
+            raise AttributeError(
+                f"module {__name__!r} has no attribute {name!r}{advice}",
+                obj=sys.modules[__name__],
+            )
         globals()[name] = value
         return value
 

@@ -64,14 +64,21 @@ MOVED = {
 class _Finder:
     """Finds the old names, and loads them."""
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:  # noqa: ARG002
+    def find_spec(
+        self,
+        name: str,
+        path: Any = None,  # noqa: ARG002
+        target: Any = None,  # noqa: ARG002
+    ) -> ModuleSpec | None:
         """Return a spec of an old name, None of any other."""
         is_old = name.startswith("envherd.") and name.removeprefix("envherd.") in MOVED
         return ModuleSpec(name, self) if is_old else None  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
         """Return the module that has the new name."""
-        module = importlib.import_module("envherd." + MOVED[spec.name.removeprefix("envherd.")])
+        module = importlib.import_module(
+            "envherd." + MOVED[spec.name.removeprefix("envherd.")]
+        )
         spec.loader_state = module.__spec__
         return module
 

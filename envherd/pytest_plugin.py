@@ -28,7 +28,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """With `--envherd`, collect other tests only if the command line names them."""
-    if config.getoption("--envherd") and config.args_source is not pytest.Config.ArgsSource.ARGS:
+    if (
+        config.getoption("--envherd")
+        and config.args_source is not pytest.Config.ArgsSource.ARGS
+    ):
         config.args[:] = []
 
 
@@ -36,7 +39,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make a test of each rule."""
     if "envherd_contract" in metafunc.fixturenames:
         rules = _names(metafunc.config)
-        metafunc.parametrize("envherd_contract", rules, indirect=True, ids=[*rules.values()])
+        metafunc.parametrize(
+            "envherd_contract", rules, indirect=True, ids=[*rules.values()]
+        )
 
 
 @pytest.fixture
@@ -45,10 +50,14 @@ def envherd_contract(request: pytest.FixtureRequest) -> Callable[..., None]:
     from envherd.executor.testing import Contract
 
     together = request.config.getoption("--together")
-    return lambda factory, **options: _check(Contract(factory, **{"together": together, **options}), request.param)
+    return lambda factory, **options: _check(
+        Contract(factory, **{"together": together, **options}), request.param
+    )
 
 
-def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(
+    session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
+) -> None:
     """Add the tests of `--envherd`."""
     name = config.getoption("--envherd")
     if not name:
@@ -63,7 +72,9 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     except FactoryError as error:
         raise pytest.UsageError(f"--envherd: {error}") from None
     for rule, title in _names(config).items():
-        items.append(RuleTest.from_parent(session, name=f"{name}[{title}]", of=(contract, rule)))
+        items.append(
+            RuleTest.from_parent(session, name=f"{name}[{title}]", of=(contract, rule))
+        )
 
 
 class RuleTest(pytest.Item):
@@ -77,7 +88,9 @@ class RuleTest(pytest.Item):
         """Check it."""
         _check(*self._of)
 
-    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+    def repr_failure(
+        self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None
+    ) -> Any:
         """Return the message alone, if it is one of this package."""
         error = excinfo.value
         is_ours = type(error).__module__.startswith("envherd.")

@@ -33,7 +33,9 @@ class Uneven(gymnasium.Env[np.ndarray, Any]):
     observation_space = Box(-1.0, 1.0, (4,), np.float32)
     action_space = Discrete(2)
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: Any = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
         """Start an episode."""
         super().reset(seed=seed, options=options)
         return self._observation(), {}
@@ -41,7 +43,13 @@ class Uneven(gymnasium.Env[np.ndarray, Any]):
     def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         """Sleep, then return a random observation; an episode lasts 100 steps on average."""
         time.sleep(0.03 if self.np_random.random() < 0.05 else 0.001)
-        return self._observation(), float(action), bool(self.np_random.random() < 0.01), False, {}
+        return (
+            self._observation(),
+            float(action),
+            bool(self.np_random.random() < 0.01),
+            False,
+            {},
+        )
 
     def _observation(self) -> np.ndarray:
         return self.np_random.uniform(-1, 1, 4).astype(np.float32)
@@ -61,7 +69,9 @@ def collect_synchronously(env: ParallelEnv, num_transitions: int) -> float:
     return num_transitions / (time.perf_counter() - began)
 
 
-def collect_as_they_come(env: ParallelEnv, num_transitions: int) -> tuple[float, torch.Tensor]:
+def collect_as_they_come(
+    env: ParallelEnv, num_transitions: int
+) -> tuple[float, torch.Tensor]:
     """Act for the first `MIN_ENVS` envs that are ready; return transitions per second, and their number per env."""
     num_of_env = torch.zeros(NUM_ENVS, dtype=torch.int64)
     env.send(policy(env.reset()))
@@ -77,14 +87,18 @@ def collect_as_they_come(env: ParallelEnv, num_transitions: int) -> tuple[float,
 
 def main() -> None:
     """Collect both ways from the same envs and compare."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--transitions", type=int, default=3600)
     num_transitions = parser.parse_args().transitions
     with ParallelEnv(NUM_ENVS, Uneven, num_workers=NUM_WORKERS, seed=0) as env:
         together = collect_synchronously(env, num_transitions)
         as_they_come, num_of_env = collect_as_they_come(env, num_transitions)
     print(f"synchronous:        {together:7.0f} transitions/s")
-    print(f"first {MIN_ENVS} of {NUM_ENVS}:      {as_they_come:7.0f} transitions/s ({as_they_come / together:.1f}x)")
+    print(
+        f"first {MIN_ENVS} of {NUM_ENVS}:      {as_they_come:7.0f} transitions/s ({as_they_come / together:.1f}x)"
+    )
     print(f"transitions per env: {num_of_env.tolist()}")
 
 

@@ -37,7 +37,9 @@ def gradients(num_groups: int, *, branches: bool) -> torch.Tensor:
     def policy(td: TensorDictBase) -> TensorDictBase:
         mean = features(td["observation"]) @ WEIGHTS
         noise = NOISE * torch.randn(mean.shape, generator=generator)
-        return td.set("noise", noise).set("action", (mean + noise).clamp(-2, 2).unsqueeze(-1))
+        return td.set("noise", noise).set(
+            "action", (mean + noise).clamp(-2, 2).unsqueeze(-1)
+        )
 
     make_env = functools.partial(gymnasium.make, "Pendulum-v1")
     with ParallelEnv(NUM_ENVS, make_env, num_workers=NUM_ENVS, seed=0) as env:
@@ -47,24 +49,34 @@ def gradients(num_groups: int, *, branches: bool) -> torch.Tensor:
             if branches:
                 source = group % NUM_ENVS
                 env.branch(source, [row for row in range(NUM_ENVS) if row != source])
-            data = env.rollout(LENGTH, policy, auto_reset=False, break_when_any_done=False)
+            data = env.rollout(
+                LENGTH, policy, auto_reset=False, break_when_any_done=False
+            )
             returns = data["next", "reward"].sum((1, 2))
             advantage = (returns - returns.mean()) / returns.std()
-            scores = (features(data["observation"]) * data["noise"].unsqueeze(-1)).sum(1)  # of log-probabilities
+            # Of log-probabilities.
+            scores = (features(data["observation"]) * data["noise"].unsqueeze(-1)).sum(
+                1
+            )
             found.append((advantage.unsqueeze(-1) * scores).mean(0))
     return torch.stack(found)
 
 
 def main() -> None:
     """Estimate gradients from both kinds of groups, and compare."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--groups", type=int, default=40)
     num_groups = parser.parse_args().groups
     for name, branches in (("different states", False), ("the same state", True)):
         found = gradients(num_groups, branches=branches)
         agreement = torch.cosine_similarity(found, found.mean(0), dim=-1).mean()
         steps = NUM_ENVS * num_groups * LENGTH
-        print(f"groups from {name:16} agreement of gradients {agreement:.2f} in {steps} steps", flush=True)
+        print(
+            f"groups from {name:16} agreement of gradients {agreement:.2f} in {steps} steps",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -76,5 +76,8 @@ if __name__ == "__main__":
     print(f"the contract holds: rules {report.rules}, {report.num_ends} episodes ended")
     with ParallelEnv(4, make_drone, num_workers=2, seed=0) as env:
         data = env.rollout(1000, break_when_any_done=False)
-    crashes, cut = data["next", "terminated"].sum().item(), data["next", "truncated"].sum().item()
+    crashes, cut = (
+        data["next", "terminated"].sum().item(),
+        data["next", "truncated"].sum().item(),
+    )
     print(f"{data.numel()} steps: {crashes} crashes, {cut} flights of 50 steps")

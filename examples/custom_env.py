@@ -85,7 +85,12 @@ class MarbleAdapter(Adapter):
         """Push left, not at all, or right; the episode is terminated by a fall, and truncated after 500 pushes."""
         self.num_pushes += 1
         has_fallen = not self.env.push(action[0] - 1)
-        return [self._look()], [0.0 if has_fallen else 1.0], has_fallen, self.num_pushes == 500
+        return (
+            [self._look()],
+            [0.0 if has_fallen else 1.0],
+            has_fallen,
+            self.num_pushes == 500,
+        )
 
     def _look(self) -> np.ndarray:
         return np.array([self.env.position, self.env.speed], np.float32)
@@ -117,13 +122,17 @@ def show_refusals() -> None:
 def main() -> None:
     """Compare random pushes with `push_back`, in four winds at the same time."""
     show_refusals()
-    with ParallelEnv(len(WINDS), make_marble, env_kwargs=[{"wind": wind} for wind in WINDS], seed=0) as env:
+    with ParallelEnv(
+        len(WINDS), make_marble, env_kwargs=[{"wind": wind} for wind in WINDS], seed=0
+    ) as env:
         for name, policy in (("random pushes", None), ("pushing back", push_back)):
             data = env.rollout(1000, policy, break_when_any_done=False)
             falls = data["next", "terminated"].sum((1, 2)).tolist()
             cuts = data["next", "truncated"].sum((1, 2)).tolist()
             for wind, num_falls, num_cuts in zip(WINDS, falls, cuts, strict=True):
-                print(f"{name:13}  wind {wind:.2f}  falls {num_falls:3d}  cut off {num_cuts:3d}")
+                print(
+                    f"{name:13}  wind {wind:.2f}  falls {num_falls:3d}  cut off {num_cuts:3d}"
+                )
 
 
 if __name__ == "__main__":

@@ -28,7 +28,9 @@ def make_env(length: float) -> gymnasium.Env[Any, Any]:
     return env
 
 
-def policy_for(task: str, env: BatchedEnv) -> Callable[[TensorDictBase], TensorDictBase]:
+def policy_for(
+    task: str, env: BatchedEnv
+) -> Callable[[TensorDictBase], TensorDictBase]:
     """Return the policy of a task: here one gain by the length in its name; a checkpoint of the task, say."""
     weights = torch.zeros(*env.spec.observation[0].shape)
     weights[2:] = torch.tensor([1.0, 0.5 + float(task.split()[1])])
@@ -42,12 +44,25 @@ def stands(_info: Mapping[str, Any], episode: EpisodeRecord) -> bool:
 
 def main() -> None:
     """Evaluate and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--episodes", type=int, default=10)
     parser.add_argument("--out", help="JSON to continue from")
     given = parser.parse_args()
-    tasks = {f"pole {length}": functools.partial(make_env, length) for length in (0.05, 0.5, 2.0)}
-    found = evaluate(None, tasks, given.episodes, policy_for=policy_for, success=stands, num_workers=2, out=given.out)
+    tasks = {
+        f"pole {length}": functools.partial(make_env, length)
+        for length in (0.05, 0.5, 2.0)
+    }
+    found = evaluate(
+        None,
+        tasks,
+        given.episodes,
+        policy_for=policy_for,
+        success=stands,
+        num_workers=2,
+        out=given.out,
+    )
     for name, one in found.tasks.items():
         print(f"{name:10} success {one.success}  length {one.length}")
     print(f"all tasks  success {found.success}, {found.num_failed} episodes failed")

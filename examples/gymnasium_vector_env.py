@@ -18,8 +18,11 @@ def make_env() -> gymnasium.Env:
 
 def main() -> None:
     """Step the envs and print the statistics of their episodes."""
-    options = ExecutorOptions(episode_statistics=True)  # the infos of Gymnasium's RecordEpisodeStatistics
-    envs = AsyncVectorEnv([make_env] * NUM_ENVS, num_workers=2, autoreset_mode="SameStep", options=options)
+    # The infos of Gymnasium's RecordEpisodeStatistics.
+    options = ExecutorOptions(episode_statistics=True)
+    envs = AsyncVectorEnv(
+        [make_env] * NUM_ENVS, num_workers=2, autoreset_mode="SameStep", options=options
+    )
     returns: list[float] = []
     envs.reset(seed=0)
     envs.action_space.seed(0)
@@ -30,7 +33,9 @@ def main() -> None:
             # infos["final_obs"][i] is the true last observation of an episode that ended.
             returns += infos["episode"]["r"][ended].tolist()
     envs.close()
-    print(f"{len(returns)} episodes in {NUM_ENVS * NUM_STEPS} steps, mean return {np.mean(returns):.1f}")
+    print(
+        f"{len(returns)} episodes in {NUM_ENVS * NUM_STEPS} steps, mean return {np.mean(returns):.1f}"
+    )
 
 
 if __name__ == "__main__":

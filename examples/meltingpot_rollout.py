@@ -23,7 +23,18 @@ if __name__ == "__main__":
     with ParallelEnv(4, make_env, seed=0) as env:
         data = env.rollout(200)  # random actions; rollout(200, policy) takes yours
     print("world view  ", tuple(data["RGB"].shape), data["RGB"].dtype)
-    print("observation ", tuple(data["agents", "observation", "RGB"].shape), data["agents", "observation", "RGB"].dtype)
-    print("action      ", tuple(data["agents", "action"].shape), data["agents", "action"].dtype)
+    print(
+        "observation ",
+        tuple(data["agents", "observation", "RGB"].shape),
+        data["agents", "observation", "RGB"].dtype,
+    )
+    print(
+        "action      ",
+        tuple(data["agents", "action"].shape),
+        data["agents", "action"].dtype,
+    )
     mean_returns = data["next", "agents", "reward"].sum(1).mean(0).flatten()
-    print("mean return per agent:", " ".join(f"{value:.2f}" for value in mean_returns.tolist()))
+    print(
+        "mean return per agent:",
+        " ".join(f"{value:.2f}" for value in mean_returns.tolist()),
+    )

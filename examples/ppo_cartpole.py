@@ -50,7 +50,9 @@ class Agent(nn.Module):
 
     def distribution(self, observation: Tensor) -> torch.distributions.Categorical:
         """Return the distribution of actions `[...]` for observations `[..., 4]`."""
-        return torch.distributions.Categorical(logits=self.actor(observation), validate_args=False)
+        return torch.distributions.Categorical(
+            logits=self.actor(observation), validate_args=False
+        )
 
     def forward(self, root: TensorDictBase) -> TensorDictBase:
         """Act: a policy takes a batch and returns it with the action and all keys to keep."""
@@ -60,8 +62,18 @@ class Agent(nn.Module):
 
 
 def _network(num_inputs: int, num_outputs: int, last_gain: float) -> nn.Sequential:
-    layers = [nn.Linear(num_inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, num_outputs)]
-    for layer, gain in ((layers[0], 2**0.5), (layers[2], 2**0.5), (layers[4], last_gain)):
+    layers = [
+        nn.Linear(num_inputs, 64),
+        nn.Tanh(),
+        nn.Linear(64, 64),
+        nn.Tanh(),
+        nn.Linear(64, num_outputs),
+    ]
+    for layer, gain in (
+        (layers[0], 2**0.5),
+        (layers[2], 2**0.5),
+        (layers[4], last_gain),
+    ):
         nn.init.orthogonal_(layer.weight, gain)  # type: ignore[arg-type]  # these three are Linear
         nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
     return nn.Sequential(*layers)
@@ -77,7 +89,9 @@ def advantages_and_targets(agent: Agent, data: TensorDictBase) -> tuple[Tensor, 
     """
     values = agent.critic(data["observation"]).squeeze(-1)
     next_values = agent.critic(data["next", "observation"]).squeeze(-1)
-    reward, done, terminated = (data["next", key].squeeze(-1) for key in ("reward", "done", "terminated"))
+    reward, done, terminated = (
+        data["next", key].squeeze(-1) for key in ("reward", "done", "terminated")
+    )
     errors = reward + GAMMA * next_values * ~terminated - values
     advantages = torch.zeros_like(errors)
     following = torch.zeros(len(errors))
@@ -87,18 +101,30 @@ def advantages_and_targets(agent: Agent, data: TensorDictBase) -> tuple[Tensor, 
     return advantages, advantages + values
 
 
-def update(agent: Agent, optimizer: torch.optim.Optimizer, data: TensorDictBase) -> None:
+def update(
+    agent: Agent, optimizer: torch.optim.Optimizer, data: TensorDictBase
+) -> None:
     """Train the agent on one rollout: the clipped objective, several passes in minibatches."""
     advantages, targets = advantages_and_targets(agent, data)
-    observation, action, log_prob = (data[key].flatten(0, 1) for key in ("observation", "action", "log_prob"))
+    observation, action, log_prob = (
+        data[key].flatten(0, 1) for key in ("observation", "action", "log_prob")
+    )
     advantages, targets = advantages.flatten(), targets.flatten()
     for _ in range(EPOCHS):
         for rows in torch.randperm(len(action)).chunk(NUM_MINIBATCHES):
             distribution = agent.distribution(observation[rows])
             ratio = (distribution.log_prob(action[rows]) - log_prob[rows]).exp()
-            gain = (advantages[rows] - advantages[rows].mean()) / (advantages[rows].std() + 1e-8)
-            policy_loss = -torch.min(ratio * gain, ratio.clamp(1 - CLIP, 1 + CLIP) * gain).mean()
-            value_loss = (agent.critic(observation[rows]).squeeze(-1) - targets[rows]).square().mean()
+            gain = (advantages[rows] - advantages[rows].mean()) / (
+                advantages[rows].std() + 1e-8
+            )
+            policy_loss = -torch.min(
+                ratio * gain, ratio.clamp(1 - CLIP, 1 + CLIP) * gain
+            ).mean()
+            value_loss = (
+                (agent.critic(observation[rows]).squeeze(-1) - targets[rows])
+                .square()
+                .mean()
+            )
             entropy = distribution.entropy().mean()
             loss = policy_loss + VALUE_WEIGHT * value_loss - ENTROPY_WEIGHT * entropy
             optimizer.zero_grad()
@@ -116,7 +142,8 @@ def train(seed: int, max_steps: int) -> EpisodeLogger:
     """Train until the goal or for `max_steps` env steps; print a line every ten updates."""
     torch.manual_seed(seed)
     torch.set_num_threads(1)  # more threads would slow down such small networks
-    logger, began = EpisodeLogger(window=NUM_COUNTED), time.monotonic()  # EpisodeLogger(SummaryWriter(...)) plots it
+    # EpisodeLogger(SummaryWriter(...)) plots it.
+    logger, began = EpisodeLogger(window=NUM_COUNTED), time.monotonic()
     options = ExecutorOptions(episode_statistics=True)
     with ParallelEnv(NUM_ENVS, make_env, seed=seed, options=options) as env:
         agent = Agent(num_inputs=4, num_actions=2)
@@ -125,13 +152,19 @@ def train(seed: int, max_steps: int) -> EpisodeLogger:
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, num_updates)
         ended = torch.ones(NUM_ENVS, 1, dtype=torch.bool)
         for number in range(1, num_updates + 1):
-            env.reset(TensorDict({"_reset": ended}, [NUM_ENVS]))  # only those: the others continue
-            data = env.rollout(NUM_STEPS, agent, auto_reset=False, break_when_any_done=False)
+            # Only those: the others continue.
+            env.reset(TensorDict({"_reset": ended}, [NUM_ENVS]))
+            data = env.rollout(
+                NUM_STEPS, agent, auto_reset=False, break_when_any_done=False
+            )
             ended = data["next", "done"][:, -1]
             logger.add(data)
             if number % 10 == 0 or has_goal(logger):
                 steps, seconds = number * NUM_ENVS * NUM_STEPS, time.monotonic() - began
-                print(f"steps {steps:7d}  mean return {logger.mean_return:6.1f}  {seconds:5.1f} s", flush=True)
+                print(
+                    f"steps {steps:7d}  mean return {logger.mean_return:6.1f}  {seconds:5.1f} s",
+                    flush=True,
+                )
             if has_goal(logger):
                 break
             update(agent, optimizer, data)
@@ -141,13 +174,22 @@ def train(seed: int, max_steps: int) -> EpisodeLogger:
 
 def main() -> int:
     """Read the command line, train, and print the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--max-steps", type=int, default=400_000, help="env steps after which it gives up")
+    parser.add_argument(
+        "--max-steps",
+        type=int,
+        default=400_000,
+        help="env steps after which it gives up",
+    )
     arguments = parser.parse_args()
     logger = train(arguments.seed, arguments.max_steps)
     verdict = "solved" if has_goal(logger) else "not solved"
-    print(f"{verdict}: mean return {logger.mean_return:.1f} over the last {len(logger.last)} episodes (goal {GOAL:g})")
+    print(
+        f"{verdict}: mean return {logger.mean_return:.1f} over the last {len(logger.last)} episodes (goal {GOAL:g})"
+    )
     return 0 if has_goal(logger) else 1
 
 

@@ -38,11 +38,15 @@ class Policy(nn.Module):
         return td.set("action", self.distribution(td).sample())
 
 
-def learn(policy: Policy, optimizer: torch.optim.Optimizer, data: TensorDictBase) -> None:
+def learn(
+    policy: Policy, optimizer: torch.optim.Optimizer, data: TensorDictBase
+) -> None:
     """Make actions before an episode's end less likely, the last ones the most."""
     ended = data["next", "terminated"].squeeze(-1).float()
     to_go = ended.flip(1).cumsum(1).flip(1)
-    loss = (policy.distribution(data).log_prob(data["action"]) * (to_go - to_go.mean())).mean()
+    loss = (
+        policy.distribution(data).log_prob(data["action"]) * (to_go - to_go.mean())
+    ).mean()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -60,14 +64,22 @@ def main() -> None:
     torch.manual_seed(0)
     policy = Policy()
     optimizer = torch.optim.Adam(policy.parameters(), 1e-2)
-    where = {"num_nodes": 2, "resources_per_node": {"CPU": 1}, "address": parser.parse_args().address}
+    where = {
+        "num_nodes": 2,
+        "resources_per_node": {"CPU": 1},
+        "address": parser.parse_args().address,
+    }
     with RayRollouts(NUM_ENVS, make_env, seed=0, **where) as rollouts:
         for data in itertools.islice(rollouts.stream(NUM_STEPS, policy), NUM_BATCHES):
             learn(policy, optimizer, data)
             version = int(data["policy_version"][0, 0])
-            print(f"{tuple(data.shape)} of version {version}, {rollouts.version - version} behind")
+            print(
+                f"{tuple(data.shape)} of version {version}, {rollouts.version - version} behind"
+            )
         whole = rollouts.rollout(NUM_STEPS, policy, auto_reset=False)
-        print(f"{tuple(whole.shape)} of version {rollouts.version}, from all nodes at once")
+        print(
+            f"{tuple(whole.shape)} of version {rollouts.version}, from all nodes at once"
+        )
 
 
 if __name__ == "__main__":

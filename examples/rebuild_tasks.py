@@ -28,7 +28,9 @@ class Room(gymnasium.Env[Any, Any]):
         self.goal = 1 + task % 5
         self.scene = np.ones(megabytes << 17)
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: Any = None
+    ) -> tuple[Any, dict[str, Any]]:
         """Begin at 0."""
         super().reset(seed=seed, options=options)
         self.place = 0.0
@@ -37,12 +39,20 @@ class Room(gymnasium.Env[Any, Any]):
     def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Move to the right or to the left."""
         self.place += self.np_random.random() if action else -1.0
-        return np.array([self.place, self.goal]), -1.0, self.place >= self.goal, False, {}
+        return (
+            np.array([self.place, self.goal]),
+            -1.0,
+            self.place >= self.goal,
+            False,
+            {},
+        )
 
 
 def main() -> None:
     """Play an episode of each task."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tasks", type=int, default=12)
     parser.add_argument("--megabytes", type=int, default=50)
     given = parser.parse_args()
@@ -53,16 +63,21 @@ def main() -> None:
             env.rebuild(env_kwargs=[{"task": first + i, **common} for i in range(4)])
             td = env.reset()
             lengths = np.zeros(4, int)
-            while not td["done"].all():  # envs whose episodes have ended wait for the others
+            # Envs whose episodes have ended wait for the others.
+            while not td["done"].all():
                 running = (~td["done"][:, 0]).nonzero()[:, 0]
                 lengths[running] += 1
                 acting = env.current(running)
                 env.send(acting.set("action", running * 0 + 1), maybe_reset=False)
                 env.recv()
                 td = env.current()
-            peak = max(peak, sum(worker.uss_bytes for worker in env.statistics().workers))
+            peak = max(
+                peak, sum(worker.uss_bytes for worker in env.statistics().workers)
+            )
             print(f"tasks {first}-{first + 3}: episodes of {lengths.tolist()} steps")
-    print(f"largest memory of the workers: {peak / 2**20:.0f} MB, of which scenes {4 * given.megabytes} MB")
+    print(
+        f"largest memory of the workers: {peak / 2**20:.0f} MB, of which scenes {4 * given.megabytes} MB"
+    )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,11 @@ import socket
 
 import gymnasium
 import torch
-from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
+from tensordict.nn import (
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+)
 from torch import nn
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.value import GAE
@@ -71,11 +75,20 @@ def main(num_updates: int) -> float:
         loss_module = ClipPPOLoss(actor, critic, entropy_coeff=0.01)
     advantage = GAE(gamma=0.99, lmbda=0.95, value_network=critic)
     optimiser = torch.optim.Adam(loss_module.parameters(), lr=1e-3)
-    env = ParallelEnv(NUM_ENVS, make_env, num_workers=2, seed=0, options=ExecutorOptions(episode_statistics=True))
+    env = ParallelEnv(
+        NUM_ENVS,
+        make_env,
+        num_workers=2,
+        seed=0,
+        options=ExecutorOptions(episode_statistics=True),
+    )
     episodes = EpisodeLogger(window=50)
     try:
         with Collector(
-            env, actor, frames_per_batch=NUM_ENVS * NUM_STEPS, total_frames=NUM_ENVS * NUM_STEPS * num_updates
+            env,
+            actor,
+            frames_per_batch=NUM_ENVS * NUM_STEPS,
+            total_frames=NUM_ENVS * NUM_STEPS * num_updates,
         ) as collector:
             for index, data in enumerate(collector):
                 episodes.add(data)
@@ -85,12 +98,18 @@ def main(num_updates: int) -> float:
                 for _ in range(NUM_EPOCHS):
                     for rows in torch.randperm(len(flat)).split(MINIBATCH):
                         losses = loss_module(flat[rows])
-                        loss = losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]
+                        loss = (
+                            losses["loss_objective"]
+                            + losses["loss_critic"]
+                            + losses["loss_entropy"]
+                        )
                         optimiser.zero_grad()
                         loss.backward()
                         optimiser.step()
                 if index % 5 == 4:
-                    print(f"{collector.num_frames:6d} frames: mean return {episodes.mean_return:6.1f}")
+                    print(
+                        f"{collector.num_frames:6d} frames: mean return {episodes.mean_return:6.1f}"
+                    )
     finally:
         logits.close()
     return episodes.mean_return

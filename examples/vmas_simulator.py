@@ -37,15 +37,25 @@ class VmasSimulator:
 
     metadata = {"autoreset_mode": "DISABLED"}  # noqa: RUF012  # as Gymnasium has it
 
-    def __init__(self, scenario: str, num_envs: int = 64, device: str = "cpu", max_steps: int = 100) -> None:
+    def __init__(
+        self,
+        scenario: str,
+        num_envs: int = 64,
+        device: str = "cpu",
+        max_steps: int = 100,
+    ) -> None:
         self.num_envs, self.device = num_envs, torch.device(device)
         options = {"num_envs": num_envs, "device": device, "max_steps": max_steps}
         self.vmas = vmas.make_env(scenario, **options, terminated_truncated=True)
         self.random_state = list(self.vmas.vmas_random_state)
         sizes = [agent.action_size for agent in self.vmas.agents]
-        self.single_action_space = gymnasium.spaces.Box(-1.0, 1.0, (len(sizes), sizes[0]))
+        self.single_action_space = gymnasium.spaces.Box(
+            -1.0, 1.0, (len(sizes), sizes[0])
+        )
 
-    def reset(self, *, seed: int | None = None, options: dict[str, torch.Tensor] | None = None) -> Any:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, torch.Tensor] | None = None
+    ) -> Any:
         """Reset all rows, or those of the mask; return the observations of all rows."""
         with self.own_random_state():
             if options is None:
@@ -53,14 +63,24 @@ class VmasSimulator:
             for row in options["reset_mask"].nonzero().view(-1).tolist():
                 self.vmas.reset_at(row, return_observations=False)
             flags = {"get_rewards": False, "get_infos": False, "get_dones": False}
-            (observations,) = self.vmas.get_from_scenario(get_observations=True, **flags)
+            (observations,) = self.vmas.get_from_scenario(
+                get_observations=True, **flags
+            )
             return of_agents(observations), {}
 
     def step(self, actions: torch.Tensor) -> Any:
         """Step all rows."""
         with self.own_random_state():
-            observations, rewards, terminated, truncated, _ = self.vmas.step(list(actions.unbind(1)))
-        return of_agents(observations), of_agents(rewards).mean(1), terminated, truncated, {}
+            observations, rewards, terminated, truncated, _ = self.vmas.step(
+                list(actions.unbind(1))
+            )
+        return (
+            of_agents(observations),
+            of_agents(rewards).mean(1),
+            terminated,
+            truncated,
+            {},
+        )
 
     def close(self) -> None:
         """Release nothing: VMAS holds only tensors."""
@@ -83,16 +103,27 @@ def of_agents(values: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def main() -> None:
     """Step with random actions, and print the speed and how many episodes have ended."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
-    with SerialEnv(1, lambda: VmasSimulator("balance", given.rows, given.device), seed=0, device=given.device) as env:
+    with SerialEnv(
+        1,
+        lambda: VmasSimulator("balance", given.rows, given.device),
+        seed=0,
+        device=given.device,
+    ) as env:
         began = time.monotonic()
         data = env.rollout(120, break_when_any_done=False)
         seconds = time.monotonic() - began
-        print(f"{tuple(data.batch_size)} transitions, {data.numel() / seconds:,.0f} per second")
-        print(f"{int(data['next', 'truncated'].sum())} episodes were truncated, {data['observation'].device}")
+        print(
+            f"{tuple(data.batch_size)} transitions, {data.numel() / seconds:,.0f} per second"
+        )
+        print(
+            f"{int(data['next', 'truncated'].sum())} episodes were truncated, {data['observation'].device}"
+        )
 
 
 if __name__ == "__main__":

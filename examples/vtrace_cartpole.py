@@ -43,27 +43,39 @@ class ActorCritic(nn.Module):
         return root.set("log_prob", chosen.log_prob(root["action"]))
 
 
-def vtrace(data: Any, log_prob: torch.Tensor, critic: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+def vtrace(
+    data: Any, log_prob: torch.Tensor, critic: nn.Module
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the targets of the values and the advantages of a batch, float32 `[B, T]` each."""
     following = data["next"]
-    value, next_value = critic(data["observation"])[..., 0], critic(following["observation"])[..., 0]
+    value, next_value = (
+        critic(data["observation"])[..., 0],
+        critic(following["observation"])[..., 0],
+    )
     reward, done = following["reward"][..., 0], following["done"][..., 0].float()
     bootstrap = DISCOUNT * next_value * (1 - following["terminated"][..., 0].float())
     weight = (log_prob - data["log_prob"]).exp().clamp(max=1.0)
     error = weight * (reward + bootstrap - value)
     correction = torch.zeros_like(value[:, 0])
     corrections = []
-    for t in reversed(range(value.shape[1])):  # the correction of a step ends with its episode
-        correction = error[:, t] + DISCOUNT * (1 - done[:, t]) * weight[:, t] * correction
+    # The correction of a step ends with its episode.
+    for t in reversed(range(value.shape[1])):
+        correction = (
+            error[:, t] + DISCOUNT * (1 - done[:, t]) * weight[:, t] * correction
+        )
         corrections.append(correction)
     corrected = torch.stack(corrections[::-1], 1)
-    later = torch.cat([corrected[:, 1:], torch.zeros_like(corrected[:, :1])], 1) * (1 - done)
+    later = torch.cat([corrected[:, 1:], torch.zeros_like(corrected[:, :1])], 1) * (
+        1 - done
+    )
     return value + corrected, weight * (reward + bootstrap + DISCOUNT * later - value)
 
 
 def main() -> None:
     """Train until the mean return of the last 100 episodes is 475, or until the frames are used up."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--frames", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
@@ -72,7 +84,12 @@ def main() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     running, returns = torch.zeros(NUM_ENVS), deque[float](maxlen=100)
     began, mean = time.monotonic(), 0.0
-    env = ParallelEnv(NUM_ENVS, lambda: gymnasium.make("CartPole-v1"), num_workers=2, seed=arguments.seed)
+    env = ParallelEnv(
+        NUM_ENVS,
+        lambda: gymnasium.make("CartPole-v1"),
+        num_workers=2,
+        seed=arguments.seed,
+    )
     with AsyncCollector(
         env,
         model,
@@ -82,22 +99,33 @@ def main() -> None:
         in_background=1,
     ) as collector:
         for data in collector:
-            for row in data[data["step"][:, 0].argsort()].unbind(0):  # rows of an env, in their order
+            # Rows of an env, in their order.
+            for row in data[data["step"][:, 0].argsort()].unbind(0):
                 env_id = int(row["env_ids"][0])
                 for reward, done in zip(
-                    row["next", "reward"][:, 0].tolist(), row["next", "done"][:, 0].tolist(), strict=True
+                    row["next", "reward"][:, 0].tolist(),
+                    row["next", "done"][:, 0].tolist(),
+                    strict=True,
                 ):
                     running[env_id] += reward
                     if done:
                         returns.append(float(running[env_id]))
                         running[env_id] = 0.0
-            chosen = torch.distributions.Categorical(logits=model.actor(data["observation"]))
+            chosen = torch.distributions.Categorical(
+                logits=model.actor(data["observation"])
+            )
             log_prob = chosen.log_prob(data["action"])
             with torch.no_grad():
                 target, advantage = vtrace(data, log_prob, model.critic)
-            value_loss = (model.critic(data["observation"])[..., 0] - target).pow(2).mean()
+            value_loss = (
+                (model.critic(data["observation"])[..., 0] - target).pow(2).mean()
+            )
             advantage = advantage / (advantage.std() + 1e-6)
-            loss = 0.5 * value_loss / 100 - (log_prob * advantage).mean() - 0.005 * chosen.entropy().mean()
+            loss = (
+                0.5 * value_loss / 100
+                - (log_prob * advantage).mean()
+                - 0.005 * chosen.entropy().mean()
+            )
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -105,12 +133,18 @@ def main() -> None:
             collector.update_policy_()
             mean = sum(returns) / max(1, len(returns))
             if collector.version % 50 == 0:
-                print(f"{time.monotonic() - began:6.1f} s  {collector.num_frames:8,} frames  return {mean:6.1f}")
+                print(
+                    f"{time.monotonic() - began:6.1f} s  {collector.num_frames:8,} frames  return {mean:6.1f}"
+                )
             if mean >= GOAL and len(returns) == returns.maxlen:
                 break
         found = collector.statistics()
-    print(f"Return {mean:.1f} after {collector.num_frames:,} frames and {time.monotonic() - began:.1f} s.")
-    print(f"Bound by the {found.bound_by}; the data were {found.lag_mean:.1f} versions old on average.")
+    print(
+        f"Return {mean:.1f} after {collector.num_frames:,} frames and {time.monotonic() - began:.1f} s."
+    )
+    print(
+        f"Bound by the {found.bound_by}; the data were {found.lag_mean:.1f} versions old on average."
+    )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from envherd.executor.guests.collectors.async_collector import AsyncCollector as AsyncCollector  # re-exported
+    # Re-exported.
+    from envherd.executor.guests.collectors.async_collector import (
+        AsyncCollector as AsyncCollector,
+    )
     from envherd.executor.guests.collectors.collector import Collector
     from envherd.executor.guests.monitor.statistics import Statistics, WorkerStatistics
     from envherd.executor.options import ExecutorOptions
@@ -77,7 +80,9 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first used."""
     if name not in __all__ and name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES.get(name, "envherd.workers.errors")), name)
+    value = getattr(
+        importlib.import_module(_HOMES.get(name, "envherd.workers.errors")), name
+    )
     globals()[name] = value
     return value
 

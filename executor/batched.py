@@ -24,7 +24,12 @@ from tensordict import TensorDictBase
 
 from envherd.executor.assembly import recycle
 from envherd.executor.batches.actions import reset_mask
-from envherd.executor.batches.arguments import as_count, need_batch, need_bools, wrong_rows
+from envherd.executor.batches.arguments import (
+    as_count,
+    need_batch,
+    need_bools,
+    wrong_rows,
+)
 from envherd.executor.batches.fast_tensordict import get_leaf, set_next
 from envherd.executor.keywords import names_right_keyword, no_attribute
 from envherd.executor.options import ExecutorOptions
@@ -86,7 +91,9 @@ class BatchedEnv:
     ) -> None:
         self._pool = pool
         self._finalizer = Finalizer(self, _close_pool, pool, os.getpid())
-        self._engine: Engine = parts.engine(pool, seed=seed, device=device, copy=copy, options=options)
+        self._engine: Engine = parts.engine(
+            pool, seed=seed, device=device, copy=copy, options=options
+        )
         recycle(self._engine)
         self._guard = self._engine.guard
         # At the interpreter's exit it runs before the pool is closed, so a thread that is in a call gets `Closed`.
@@ -104,7 +111,9 @@ class BatchedEnv:
 
     def compile(self) -> None:
         """Compile steps, sends and receives; to be called again after a part of the engine was replaced (in tests)."""
-        self._fast_step, self._fast_step_reset = (compile_step(self._engine, op) for op in (Op.STEP, Op.STEP_RESET))
+        self._fast_step, self._fast_step_reset = (
+            compile_step(self._engine, op) for op in (Op.STEP, Op.STEP_RESET)
+        )
         self._fast_exchange = compile_exchange(self._engine)
 
     # ---- what it is --------------------------------------------------------------------------
@@ -177,7 +186,9 @@ class BatchedEnv:
 
     def __reduce__(self) -> Any:
         """Refuse to be pickled or deep-copied."""
-        raise TypeError(f"pickling failed: a live {type(self).__name__} holds processes. Pickle its factories instead.")
+        raise TypeError(
+            f"pickling failed: a live {type(self).__name__} holds processes. Pickle its factories instead."
+        )
 
     if not TYPE_CHECKING:  # to a type checker, unknown attributes remain unknown
 
@@ -216,12 +227,18 @@ class BatchedEnv:
         if td is not None:
             need_batch("reset", td)
         if list_of_kwargs is not None and not isinstance(list_of_kwargs, (list, tuple)):
-            raise TypeError(f"reset failed: expected list_of_kwargs as a list of dicts, got {list_of_kwargs!r}.")
+            raise TypeError(
+                f"reset failed: expected list_of_kwargs as a list of dicts, got {list_of_kwargs!r}."
+            )
         seeds, root_seed = _seeds_or_root(seed)
         with self._guard:
             self._guard.refuse_rolling()
             mask = reset_mask(td, tuple(self.batch_size))
-            env_ids = engine.all_ids if mask is None else np.flatnonzero(mask.reshape(self.num_envs, -1).any(1))
+            env_ids = (
+                engine.all_ids
+                if mask is None
+                else np.flatnonzero(mask.reshape(self.num_envs, -1).any(1))
+            )
             engine.refuse_under_way(env_ids)
             extras = engine.extras_of(env_ids, seeds, list_of_kwargs, kwargs)
             if root_seed is not None:
@@ -254,7 +271,9 @@ class BatchedEnv:
             return td
         return self._step_all("step", td, Op.STEP)[0]
 
-    def step_and_maybe_reset(self, td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+    def step_and_maybe_reset(
+        self, td: TensorDictBase
+    ) -> tuple[TensorDictBase, TensorDictBase]:
         """Step every env once and reset the envs that ended, in one round trip.
 
         Returns:
@@ -266,7 +285,9 @@ class BatchedEnv:
             return pair
         return self._step_all("step_and_maybe_reset", td, Op.STEP_RESET)
 
-    def _step_all(self, call: str, td: TensorDictBase, op: Op) -> tuple[TensorDictBase, Any]:
+    def _step_all(
+        self, call: str, td: TensorDictBase, op: Op
+    ) -> tuple[TensorDictBase, Any]:
         """Make a step that is not plain; a policy's own entries in `next` are kept and copied to the root."""
         need_batch(call, td)
         with self._guard:
@@ -370,7 +391,13 @@ class BatchedEnv:
         env_ids = None if ids is None else self._exchange.as_ids(ids)
         return self._engine.sampler.fill(td, self.batch_size, self.device, env_ids)
 
-    def rebuild(self, env_ids: Any = None, *, factories: MakeEnv | None = None, env_kwargs: EnvKwargs = None) -> None:
+    def rebuild(
+        self,
+        env_ids: Any = None,
+        *,
+        factories: MakeEnv | None = None,
+        env_kwargs: EnvKwargs = None,
+    ) -> None:
         """Build other envs in place of some, in the same processes: another task, level or scene with an equal spec.
 
         Each env is closed before the new one is built. Afterwards the data are those of an executor that was made with
@@ -398,7 +425,9 @@ class BatchedEnv:
             ids, old = self._exchange.as_ids(env_ids), self._pool.blueprint
             made = [old.callables[i] for i in ids.tolist()]
             if factories is not None and len(ids):
-                made = [*map(self.hosted, as_factories(len(ids), factories), ids.tolist())]
+                made = [
+                    *map(self.hosted, as_factories(len(ids), factories), ids.tolist())
+                ]
             elif env_kwargs is None:
                 env_kwargs = [old.env_kwargs[i] for i in ids.tolist()]
             if len(ids):
@@ -406,7 +435,9 @@ class BatchedEnv:
 
     # ---- send and recv -----------------------------------------------------------------------
 
-    def send(self, td: TensorDictBase, env_ids: Any = None, *, maybe_reset: bool = True) -> None:
+    def send(
+        self, td: TensorDictBase, env_ids: Any = None, *, maybe_reset: bool = True
+    ) -> None:
         """Step some envs without waiting for them.
 
         Args:
@@ -420,7 +451,10 @@ class BatchedEnv:
         fast = self._fast_exchange
         if maybe_reset not in (True, False):
             need_bools("send", maybe_reset=maybe_reset)
-        if fast is not None and fast.send(td, env_ids, maybe_reset=maybe_reset) is not None:
+        if (
+            fast is not None
+            and fast.send(td, env_ids, maybe_reset=maybe_reset) is not None
+        ):
             return
         need_batch("send", td)
         with self._guard:
@@ -465,13 +499,17 @@ class BatchedEnv:
         if with_root not in (True, False):
             need_bools("recv", with_root=with_root)
         if fast is not None:
-            received = fast.recv(min_envs, timeout_s, max_envs, env_ids, with_root=with_root)
+            received = fast.recv(
+                min_envs, timeout_s, max_envs, env_ids, with_root=with_root
+            )
             if received is not None:
                 return received
         with self._guard:
             self._guard.refuse_rolling()
             ids = None if env_ids is None else self._exchange.as_ids(env_ids)
-            return self._exchange.recv(min_envs, max_envs, timeout_s, ids, with_root=with_root)
+            return self._exchange.recv(
+                min_envs, max_envs, timeout_s, ids, with_root=with_root
+            )
 
     def current(self, env_ids: Any = None) -> TensorDictBase:
         """Return the current root batch `[k]` of envs, with their `env_ids`, to act on next.
@@ -483,7 +521,10 @@ class BatchedEnv:
         if fast is not None and (root := fast.current(env_ids)) is not None:
             return root
         with self._guard:
-            if env_ids is not None and (td := self._exchange.recall(env_ids)) is not None:
+            if (
+                env_ids is not None
+                and (td := self._exchange.recall(env_ids)) is not None
+            ):
                 return td
             ids = self._exchange.as_ids(env_ids)
             self._engine.refuse_under_way(ids)
@@ -499,7 +540,9 @@ class BatchedEnv:
             self._engine.set_seed(seed)
             return self._engine.seed
 
-    def call(self, name: str, *args: Any, env_ids: Iterable[int] | None = None, **kwargs: Any) -> list[Any]:
+    def call(
+        self, name: str, *args: Any, env_ids: Iterable[int] | None = None, **kwargs: Any
+    ) -> list[Any]:
         """Call a method of each env (dotted names are followed) and return the results in env order.
 
         An env that was sent makes its step first; `recv` still returns the step. `get`, `set` and `render` likewise.
@@ -656,7 +699,9 @@ class BatchedEnv:
                 f"infos={self.options.infos!r}, which discards the dicts."
             )
         if section not in ("next", "root"):
-            raise ValueError(f"infos failed: expected section 'next' or 'root', got {section!r}.")
+            raise ValueError(
+                f"infos failed: expected section 'next' or 'root', got {section!r}."
+            )
         infos = self._engine.side.infos.own(section)
         return [infos.get(i, {}) for i in range(self.num_envs)]
 
@@ -690,7 +735,9 @@ class BatchedEnv:
             mover.close()
         self._finalizer()
 
-    def ask(self, what: str, env_ids: Iterable[int] | None, **question: Any) -> list[Any]:
+    def ask(
+        self, what: str, env_ids: Iterable[int] | None, **question: Any
+    ) -> list[Any]:
         """Send envs a request other than a step; `call`, `get`, `set` and the facades use it.
 
         Args:
@@ -704,7 +751,9 @@ class BatchedEnv:
         with self._guard:
             return self._ask(what, env_ids, **question)
 
-    def _ask(self, what: str, env_ids: Iterable[int] | None, **question: Any) -> list[Any]:
+    def _ask(
+        self, what: str, env_ids: Iterable[int] | None, **question: Any
+    ) -> list[Any]:
         ids = self._exchange.as_ids(env_ids).tolist()
         answers = self._engine.ask(what, ids, **question)
         return [crossed(answers[i]) for i in ids]
@@ -719,12 +768,18 @@ def _seeds_or_root(seed: Any) -> tuple[Any, int | None]:
     """Return the seeds of all envs and the root seed that `reset` was given: one of them, or neither."""
     if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool) and seed >= 0:
         return None, int(seed)
-    is_list = isinstance(seed, (Sequence, np.ndarray, torch.Tensor)) and not isinstance(seed, (str, bytes))
+    is_list = isinstance(seed, (Sequence, np.ndarray, torch.Tensor)) and not isinstance(
+        seed, (str, bytes)
+    )
     if seed is None or is_list:
         return seed, None
-    raise ValueError(f"reset failed: expected seed as an int of at least 0, a list of them or None, got {seed!r}.")
+    raise ValueError(
+        f"reset failed: expected seed as an int of at least 0, a list of them or None, got {seed!r}."
+    )
 
 
 def _need_name(call: str, name: Any) -> None:
     if not isinstance(name, str):
-        raise TypeError(f"{call} failed: expected the name of a method or attribute of the envs, got {name!r}.")
+        raise TypeError(
+            f"{call} failed: expected the name of a method or attribute of the envs, got {name!r}."
+        )

@@ -37,7 +37,16 @@ _GIB, _MIB = 2**30, 2**20
 _FEWEST_FILES, _LEAST_MEMORY, _LEAST_SHM = 1024, _GIB, _GIB
 _BUSY = 0.3
 #: Packages of the extras, looked up by name without importing them.
-_OPTIONAL = ("gymnasium", "dm_control", "pettingzoo", "stable-baselines3", "vmas", "envpool", "ray", "matplotlib")
+_OPTIONAL = (
+    "gymnasium",
+    "dm_control",
+    "pettingzoo",
+    "stable-baselines3",
+    "vmas",
+    "envpool",
+    "ray",
+    "matplotlib",
+)
 _CORE = ("torch", "tensordict", "numpy", "cloudpickle", "psutil", "torchrl")
 _IMPORT_TIMEOUT_S = 120.0
 
@@ -62,7 +71,10 @@ class Finding:
 #: Name of a check, without a number at its end -> advice if it does not pass. The core packages have one advice.
 _FIXES = {
     "worker pool": "faster with Linux, in a container that allows these calls (docs/portable.md)",
-    **dict.fromkeys(_CORE, "install the versions of constraints.txt: pip install -c constraints.txt -e '.[all]'"),
+    **dict.fromkeys(
+        _CORE,
+        "install the versions of constraints.txt: pip install -c constraints.txt -e '.[all]'",
+    ),
     "plain steps": "install a C compiler, then envherd again; in a checkout: python setup.py build_ext --inplace",
     "dmlab2d": "install the wheel for this Python: 3.11",
     "meltingpot": "reinstall it",
@@ -90,7 +102,9 @@ _FIXES = {
 }
 
 
-def _judged(name: str, found: str, fix: str = "", *, is_ok: bool, otherwise: Level = "warn") -> Finding:
+def _judged(
+    name: str, found: str, fix: str = "", *, is_ok: bool, otherwise: Level = "warn"
+) -> Finding:
     """Return the finding of a check that passed, or else one with a fix, which is that of `_FIXES` by default."""
     return (
         Finding(name, "ok", found)
@@ -119,7 +133,11 @@ def examine(name: str = "", make_env: Factory | None = None) -> Iterator[Finding
         ("egl", _egl),
         ("shared memory", _shared_memory),
         *((f"start method {method}", _starter(method)) for method in methods),
-        *([] if make_env is None else [(f"steps of {name}", lambda: steps_of(name, make_env))]),
+        *(
+            []
+            if make_env is None
+            else [(f"steps of {name}", lambda: steps_of(name, make_env))]
+        ),
         ("cores", lambda: cores(machine)),
         ("torch threads", lambda: torch_threads(machine)),
         ("memory", lambda: memory(machine)),
@@ -131,8 +149,12 @@ def examine(name: str = "", make_env: Factory | None = None) -> Iterator[Finding
     for what, check in checks:
         try:
             yield from check()
-        except Exception as error:  # report it as a finding, and continue with the next check
-            yield Finding(what, "fail", f"the check raised {type(error).__name__}: {error}")
+        except (
+            Exception
+        ) as error:  # report it as a finding, and continue with the next check
+            yield Finding(
+                what, "fail", f"the check raised {type(error).__name__}: {error}"
+            )
 
 
 # ---- installation ----------------------------------------------------------------------------------
@@ -142,20 +164,32 @@ def _python() -> Iterator[Finding]:
     found = f"{platform.python_implementation()} {platform.python_version()} on {platform.platform()}"
     yield Finding("python", "ok", found)
     lacks = ", ".join(platforms.missing())
-    found = f"the portable pool: this system lacks {lacks}" if lacks else "workers are forked; 'portable' is there too"
+    found = (
+        f"the portable pool: this system lacks {lacks}"
+        if lacks
+        else "workers are forked; 'portable' is there too"
+    )
     yield _judged("worker pool", found, is_ok=not lacks)
 
 
 def _packages() -> Iterator[Finding]:
-    yield Finding("envherd", "ok", version_of("envherd") or "not installed as a package")
+    yield Finding(
+        "envherd", "ok", version_of("envherd") or "not installed as a package"
+    )
     for name in _CORE:
         installed = version_of(name)
         if installed is not None:
             wrong = list(unmet(name, installed))
-            yield _judged(name, "; ".join([installed, *wrong]), is_ok=not wrong, otherwise="fail")
+            yield _judged(
+                name, "; ".join([installed, *wrong]), is_ok=not wrong, otherwise="fail"
+            )
         elif name != "torchrl":
             yield Finding(name, "fail", "not installed", f"pip install {name}")
-    families = [f"{name} {version}" for name in _OPTIONAL if (version := version_of(name)) is not None]
+    families = [
+        f"{name} {version}"
+        for name in _OPTIONAL
+        if (version := version_of(name)) is not None
+    ]
     yield Finding("env families", "ok", ", ".join(families) or "none installed")
 
 
@@ -188,8 +222,14 @@ def unmet(name: str, installed: str) -> Iterator[str]:
     for wanting in ("envherd", "torchrl", "tensordict"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             for one in map(Requirement, importlib.metadata.requires(wanting) or []):
-                is_extra = one.marker is not None and not one.marker.evaluate({"extra": ""})
-                if one.name == name and not is_extra and not one.specifier.contains(installed, prereleases=True):
+                is_extra = one.marker is not None and not one.marker.evaluate(
+                    {"extra": ""}
+                )
+                if (
+                    one.name == name
+                    and not is_extra
+                    and not one.specifier.contains(installed, prereleases=True)
+                ):
                     yield f"{wanting} wants {one.specifier}"
 
 
@@ -198,7 +238,9 @@ def _dmlab2d() -> Iterator[Finding]:
     if version is None:
         return
     command = [sys.executable, "-P", "-c", "import dmlab2d"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S, check=False
+    )
     is_ok = done.returncode == 0
     last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     found = version if is_ok else f"{version} cannot be imported: {last}"
@@ -208,19 +250,41 @@ def _dmlab2d() -> Iterator[Finding]:
 def _meltingpot() -> Iterator[Finding]:
     version = version_of("dm-meltingpot")
     if version is None:
-        yield Finding("meltingpot", "ok", "not installed", 'pip install "envherd[meltingpot]", if you want it')
+        yield Finding(
+            "meltingpot",
+            "ok",
+            "not installed",
+            'pip install "envherd[meltingpot]", if you want it',
+        )
         return
     substrates, scenarios = len(substrate_names()), len(scenario_names())
-    yield _judged("meltingpot", f"{version}, {substrates} substrates", is_ok=substrates > 0, otherwise="fail")
+    yield _judged(
+        "meltingpot",
+        f"{version}, {substrates} substrates",
+        is_ok=substrates > 0,
+        otherwise="fail",
+    )
     spec = importlib.util.find_spec("meltingpot")
-    places = [Path(place) for place in (spec.submodule_search_locations or [])] if spec is not None else []
-    models = sum(1 for place in places for _ in (place / "assets" / "saved_models").glob("*/*/saved_model.pb"))
+    places = (
+        [Path(place) for place in (spec.submodule_search_locations or [])]
+        if spec is not None
+        else []
+    )
+    models = sum(
+        1
+        for place in places
+        for _ in (place / "assets" / "saved_models").glob("*/*/saved_model.pb")
+    )
     found = f"{scenarios} scenarios, models of {models} bots"
     if not models:
         found = f"the models of the bots are not installed: {scenarios} scenarios cannot run"
     yield _judged("scenarios", found, is_ok=models > 0)
     reason = lua_tree.why_not_edited()
-    found = f"its Lua runs as it is installed, because of {reason}" if reason else "its Lua runs with faster resets"
+    found = (
+        f"its Lua runs as it is installed, because of {reason}"
+        if reason
+        else "its Lua runs with faster resets"
+    )
     fix = f"install {' and '.join(map('=='.join, lua_edits.VERSIONS.items()))}; a reset takes up to twice as long now"
     yield _judged("meltingpot's Lua", found, fix, is_ok=not reason)
 
@@ -229,8 +293,16 @@ def _mujoco() -> Iterator[Finding]:
     """Look for files of MuJoCo 4 that pip removed with MuJoCo 3, which had the same, in an upgrade in place."""
     version = version_of("mujoco-core")
     if version is not None:
-        lost = [str(file) for file in importlib.metadata.files("mujoco-core") or () if not Path(file.locate()).exists()]
-        found = f"{version}; {len(lost)} of its files are missing, such as {lost[0]}" if lost else version
+        lost = [
+            str(file)
+            for file in importlib.metadata.files("mujoco-core") or ()
+            if not Path(file.locate()).exists()
+        ]
+        found = (
+            f"{version}; {len(lost)} of its files are missing, such as {lost[0]}"
+            if lost
+            else version
+        )
         yield _judged("mujoco", found, is_ok=not lost, otherwise="fail")
 
 
@@ -239,7 +311,11 @@ def _rendering() -> Iterator[Finding]:
         return
     has_display = "DISPLAY" in os.environ or "MUJOCO_GL" in os.environ
     shown = f"MUJOCO_GL={os.environ.get('MUJOCO_GL', '')!r}"
-    found = shown if has_display else "no display, and MUJOCO_GL is not set: MuJoCo cannot draw"
+    found = (
+        shown
+        if has_display
+        else "no display, and MUJOCO_GL is not set: MuJoCo cannot draw"
+    )
     yield _judged("rendering", found, is_ok=has_display)
 
 
@@ -256,20 +332,29 @@ def _shared_memory() -> Iterator[Finding]:
     with contextlib.closing(create(_MIB, "envherd-doctor")) as segment:
         segment.array()[:] = 1
         kind = "with a name" if segment.name else "memfd, sealed"
-        yield Finding("shared memory", "ok", f"{kind}; {segment.nbytes // _MIB} MiB written")
+        yield Finding(
+            "shared memory", "ok", f"{kind}; {segment.nbytes // _MIB} MiB written"
+        )
 
 
 def _starter(name: Any) -> Callable[[], Iterator[Finding]]:
     def check() -> Iterator[Finding]:
-        from envherd.executor.parallel import ParallelEnv  # imported here, so earlier findings need not wait for torch
+        # Imported here, so earlier findings need not wait for torch.
+        from envherd.executor.parallel import ParallelEnv
         from envherd.workers.testing import CountingEnv
 
         began = time.monotonic()
-        with ParallelEnv(2, CountingEnv, num_workers=2, options=ExecutorOptions(start_method=name)) as env:
+        with ParallelEnv(
+            2, CountingEnv, num_workers=2, options=ExecutorOptions(start_method=name)
+        ) as env:
             root = env.reset()
             env.step_and_maybe_reset(env.rand_action(root))
             took = time.monotonic() - began
-        yield Finding(f"start method {name}", "ok", f"two workers started and stepped in {took:.2f} s")
+        yield Finding(
+            f"start method {name}",
+            "ok",
+            f"two workers started and stepped in {took:.2f} s",
+        )
 
     return check
 
@@ -298,7 +383,8 @@ def torch_threads(machine: Machine) -> Iterator[Finding]:
 
     num_threads, free = torch.get_num_threads(), max(0.0, machine.cores - machine.load)
     found = f"{num_threads}, with {free:.1f} of {machine.cores:g} processors free"
-    yield _judged("torch threads", found, is_ok=num_threads <= max(1.0, free + 0.5))  # it is never quite idle
+    # It is never quite idle.
+    yield _judged("torch threads", found, is_ok=num_threads <= max(1.0, free + 0.5))
 
 
 def memory(machine: Machine) -> Iterator[Finding]:
@@ -317,11 +403,22 @@ def limits(machine: Machine) -> Iterator[Finding]:
     left = machine.files_left
     if left is not None and left < _FEWEST_FILES - 64:
         found = f"{left} left: enough for {max(0, left - FILES_FIXED) // FILES_PER_WORKER} workers"
-        yield _judged("open files", found, is_ok=False, otherwise="fail" if left < _FEWEST_FILES // 8 else "warn")
+        yield _judged(
+            "open files",
+            found,
+            is_ok=False,
+            otherwise="fail" if left < _FEWEST_FILES // 8 else "warn",
+        )
     else:
-        yield Finding("open files", "ok", "no limit" if left is None else f"{left:,} left")
+        yield Finding(
+            "open files", "ok", "no limit" if left is None else f"{left:,} left"
+        )
     room = machine.processes_left
-    found = "no limit" if room is None else f"{room:,} more processes and threads are allowed"
+    found = (
+        "no limit"
+        if room is None
+        else f"{room:,} more processes and threads are allowed"
+    )
     yield _judged("processes", found, is_ok=room is None or room >= 64)
     space = machine.limits.get("as")
     if space is not None:
@@ -334,7 +431,11 @@ def dev_shm(machine: Machine) -> Iterator[Finding]:
     if not platforms.HAS_DEV_SHM:
         return
     total = machine.shm_total or 0
-    found = f"{(machine.shm_free or 0) / _MIB:,.0f} of {total / _MIB:,.0f} MiB free" if total else "there is none"
+    found = (
+        f"{(machine.shm_free or 0) / _MIB:,.0f} of {total / _MIB:,.0f} MiB free"
+        if total
+        else "there is none"
+    )
     yield _judged("/dev/shm", found, is_ok=total >= _LEAST_SHM)
 
 
@@ -343,8 +444,12 @@ def gpus(machine: Machine) -> Iterator[Finding]:
     if not machine.gpus:
         yield Finding("gpu", "ok", "none; batches stay on the cpu")
     for gpu in machine.gpus:
-        free = "" if gpu.free_bytes is None else f", {gpu.free_bytes / _GIB:.1f} GiB free"
-        yield Finding("gpu", "ok", f"{gpu.name}, {gpu.memory_bytes / _GIB:.1f} GiB{free}")
+        free = (
+            "" if gpu.free_bytes is None else f", {gpu.free_bytes / _GIB:.1f} GiB free"
+        )
+        yield Finding(
+            "gpu", "ok", f"{gpu.name}, {gpu.memory_bytes / _GIB:.1f} GiB{free}"
+        )
 
 
 def _left_behind() -> Iterator[Finding]:
@@ -353,7 +458,9 @@ def _left_behind() -> Iterator[Finding]:
         return
     orphans = " ".join(str(process.pid) for process in orphans_of(user))
     found = f"workers whose owner has gone: {orphans}" if orphans else "nothing"
-    yield _judged("left behind", found, f"kill -9 {orphans}", is_ok=not orphans, otherwise="fail")
+    yield _judged(
+        "left behind", found, f"kill -9 {orphans}", is_ok=not orphans, otherwise="fail"
+    )
 
 
 def orphans_of(user: int) -> Iterator[psutil.Process]:
@@ -361,7 +468,11 @@ def orphans_of(user: int) -> Iterator[psutil.Process]:
     for process in psutil.process_iter(["cmdline", "uids", "ppid"]):
         info = process.info
         line = " ".join(info["cmdline"] or ())
-        if info["uids"] is None or info["uids"].real != user or "envherd.workers." not in line:
+        if (
+            info["uids"] is None
+            or info["uids"].real != user
+            or "envherd.workers." not in line
+        ):
             continue
         if "zygote import main" in line and info["ppid"] == 1:
             yield process

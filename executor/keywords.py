@@ -41,7 +41,10 @@ _NAMES_ELSEWHERE = {
     "env_fn_kwargs": "env_kwargs",
 }
 _SPACES = "Spaces are attributes of AsyncVectorEnv of envherd.gymnasium."
-_ACTION_SPEC, _OBSERVATION_SPEC = f"Use action_spec. {_SPACES}", f"Use observation_spec. {_SPACES}"
+_ACTION_SPEC, _OBSERVATION_SPEC = (
+    f"Use action_spec. {_SPACES}",
+    f"Use observation_spec. {_SPACES}",
+)
 #: Attribute of envs of Gymnasium, SB3 and TorchRL -> what to use instead.
 _ATTRIBUTES_ELSEWHERE = {
     "action_space": _ACTION_SPEC,
@@ -71,13 +74,19 @@ def no_attribute(owner: object, name: str) -> AttributeError:
 
     It has no `name`: with one, Python's own tracebacks would append a second suggestion.
     """
-    similar = [] if name.startswith("_") else difflib.get_close_matches(name, dir(owner), 1)
-    advice = _ATTRIBUTES_ELSEWHERE.get(name) or (f"Did you mean {similar[0]}?" if similar else "")
+    similar = (
+        [] if name.startswith("_") else difflib.get_close_matches(name, dir(owner), 1)
+    )
+    advice = _ATTRIBUTES_ELSEWHERE.get(name) or (
+        f"Did you mean {similar[0]}?" if similar else ""
+    )
     text = f"{type(owner).__name__!r} object has no attribute {name!r}"
     return AttributeError(f"{text}. {advice}" if advice else text, obj=owner)
 
 
-def names_right_keyword(call: Callable[P, T], instead_of: Mapping[str, str] | None = None) -> Callable[P, T]:
+def names_right_keyword(
+    call: Callable[P, T], instead_of: Mapping[str, str] | None = None
+) -> Callable[P, T]:
     """Make a constructor or method refuse an unknown keyword with a message that suggests the right one.
 
     Args:
@@ -90,12 +99,22 @@ def names_right_keyword(call: Callable[P, T], instead_of: Mapping[str, str] | No
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
         for name in kwargs:
             if name not in names:
-                what = type(args[0]).__name__ if call.__name__ == "__init__" else call.__name__
-                options = getattr(call, "__globals__", {}).get("ExecutorOptions") if "options" in names else None
+                what = (
+                    type(args[0]).__name__
+                    if call.__name__ == "__init__"
+                    else call.__name__
+                )
+                options = (
+                    getattr(call, "__globals__", {}).get("ExecutorOptions")
+                    if "options" in names
+                    else None
+                )
                 refusal = f"{what} failed: it has no argument {name!r}."
                 if advice := (instead_of or {}).get(name):
                     raise ValueError(f"{refusal} {advice}")
-                raise TypeError(f"{refusal} {_advice(name, names, getattr(options, '__dataclass_fields__', ()))}")
+                raise TypeError(
+                    f"{refusal} {_advice(name, names, getattr(options, '__dataclass_fields__', ()))}"
+                )
         return call(*args, **kwargs)
 
     return checked
@@ -106,5 +125,11 @@ def _advice(name: str, names: list[str], options: Container[str]) -> str:
     if name in options:
         return f"It is an option: options=ExecutorOptions({name}=...)."
     known = _NAMES_ELSEWHERE.get(name)
-    meant = known if known in names else next(iter(difflib.get_close_matches(name, names)), None)
-    return f"Did you mean {meant}?" if meant in names else f"It takes {', '.join(names)}."
+    meant = (
+        known
+        if known in names
+        else next(iter(difflib.get_close_matches(name, names)), None)
+    )
+    return (
+        f"Did you mean {meant}?" if meant in names else f"It takes {', '.join(names)}."
+    )

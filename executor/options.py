@@ -183,7 +183,11 @@ class ExecutorOptions:
     @property
     def capsule_rules(self) -> Capsules | None:
         """What `capsules` says, as `Capsules`."""
-        return self.capsules if isinstance(self.capsules, Capsules | None) else Capsules(self.capsules)
+        return (
+            self.capsules
+            if isinstance(self.capsules, Capsules | None)
+            else Capsules(self.capsules)
+        )
 
     @property
     def interrupts(self) -> bool:
@@ -201,7 +205,9 @@ class ExecutorOptions:
     def refuse_capsules(self, where: str) -> None:
         """Raise ValueError if capsules are wanted; `where` is what cannot write them."""
         if self.capsules is not None:
-            raise ValueError(f"{where} failed: expected capsules=None, got {self.capsules!r}: it cannot write them.")
+            raise ValueError(
+                f"{where} failed: expected capsules=None, got {self.capsules!r}: it cannot write them."
+            )
 
     @property
     def info_policy(self) -> InfoPolicy:
@@ -244,15 +250,27 @@ class ExecutorOptions:
         """
         for name, allowed in _CHOICES.items():
             if (value := getattr(self, name)) not in allowed:
-                raise _refusal(name, f"one of {allowed}", value, _INSTEAD_OF.get(f"{name}={value!r}", ""))
+                raise _refusal(
+                    name,
+                    f"one of {allowed}",
+                    value,
+                    _INSTEAD_OF.get(f"{name}={value!r}", ""),
+                )
         for name, limit in _NUMBERS.items():
             limit.check(name, getattr(self, name))
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise _refusal(name, "True or False", getattr(self, name))
         self._check_lists()
-        if not isinstance(self.capsules, (str, os.PathLike, Capsules, type(None))) or self.capsules == "":
-            raise _refusal("capsules", "the path of a directory, Capsules(...), or None", self.capsules)
+        if (
+            not isinstance(self.capsules, (str, os.PathLike, Capsules, type(None)))
+            or self.capsules == ""
+        ):
+            raise _refusal(
+                "capsules",
+                "the path of a directory, Capsules(...), or None",
+                self.capsules,
+            )
         if not isinstance(self.infos, Infos) and self.infos not in _INFO_POLICIES:
             check_keys(self.infos)
         self._check_threads()
@@ -268,12 +286,20 @@ class ExecutorOptions:
                 raise _refusal("preload", "names of modules that are installed", name)
         cpus = set(usable_cpus())
         if self.affinity is not None and not cpus.issuperset(self.affinity):
-            raise _refusal("affinity", f"some of the CPU ids {sorted(cpus)} that this process may use", self.affinity)
+            raise _refusal(
+                "affinity",
+                f"some of the CPU ids {sorted(cpus)} that this process may use",
+                self.affinity,
+            )
 
     def _check_lists(self) -> None:
         if not (self.preload is None or _is_list_of(str, self.preload)):
-            raise _refusal("preload", "a sequence of module names, or None", self.preload)
-        if not (self.affinity is None or (_is_list_of(int, self.affinity) and self.affinity)):
+            raise _refusal(
+                "preload", "a sequence of module names, or None", self.preload
+            )
+        if not (
+            self.affinity is None or (_is_list_of(int, self.affinity) and self.affinity)
+        ):
             raise _refusal("affinity", "a sequence of CPU ids, or None", self.affinity)
         each: Any = self.env_vars if self.has_list else [self.env_vars]
         if not callable(self.env_vars) and not all(map(are_texts, each)):
@@ -282,13 +308,21 @@ class ExecutorOptions:
         gpus: Any = self.gpus
         if gpus not in (None, "all"):
             is_list = _is_list_of(int, gpus) and len(gpus) > 0
-            if not is_list or min(gpus) < 0 or any(isinstance(one, bool) for one in gpus):
-                raise _refusal("gpus", "'all', a sequence of indices of GPUs, or None", gpus)
+            if (
+                not is_list
+                or min(gpus) < 0
+                or any(isinstance(one, bool) for one in gpus)
+            ):
+                raise _refusal(
+                    "gpus", "'all', a sequence of indices of GPUs, or None", gpus
+                )
 
     @property
     def has_list(self) -> bool:
         """Whether `env_vars` is a list of one dict per worker."""
-        return isinstance(self.env_vars, (list, tuple)) and any(isinstance(one, Mapping) for one in self.env_vars)
+        return isinstance(self.env_vars, (list, tuple)) and any(
+            isinstance(one, Mapping) for one in self.env_vars
+        )
 
     @property
     def differ_by_worker(self) -> bool:
@@ -312,13 +346,17 @@ ExecutorOptions.__init__ = names_right_keyword(ExecutorOptions.__init__, _INSTEA
 def are_texts(variables: Any) -> bool:
     """Return whether a value is a dict of texts, or pairs of them."""
     try:
-        return all(isinstance(text, str) for pair in dict(variables).items() for text in pair)
+        return all(
+            isinstance(text, str) for pair in dict(variables).items() for text in pair
+        )
     except (TypeError, ValueError):
         return False
 
 
 def _is_list_of(kind: type, value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(item, kind) for item in value)
+    return isinstance(value, (list, tuple)) and all(
+        isinstance(item, kind) for item in value
+    )
 
 
 class _Number(NamedTuple):
@@ -341,15 +379,25 @@ class _Number(NamedTuple):
             return
         kinds: Any = numbers.Integral if self.is_whole else numbers.Real
         is_kind = isinstance(value, kinds) and not isinstance(value, bool)
-        if is_kind and self.least <= value < math.inf and not (self.is_above and value == self.least):
+        if (
+            is_kind
+            and self.least <= value < math.inf
+            and not (self.is_above and value == self.least)
+        ):
             return
         kind = "an integer" if self.is_whole else "a number"
-        lowest = f"above {self.least:g}" if self.is_above else f"of at least {self.least:g}"
-        raise _refusal(name, f"{kind} {lowest}{', or None' if self.is_optional else ''}", value)
+        lowest = (
+            f"above {self.least:g}" if self.is_above else f"of at least {self.least:g}"
+        )
+        raise _refusal(
+            name, f"{kind} {lowest}{', or None' if self.is_optional else ''}", value
+        )
 
 
 def _refusal(name: str, expected: str, got: Any, advice: str = "") -> ValueError:
-    return ValueError(f"ExecutorOptions failed: expected {name} to be {expected}, got {got!r}. {advice}".rstrip())
+    return ValueError(
+        f"ExecutorOptions failed: expected {name} to be {expected}, got {got!r}. {advice}".rstrip()
+    )
 
 
 #: An env's latest step, the root of a second reset in a row, and its next step are in different frames; see

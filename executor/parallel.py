@@ -70,9 +70,12 @@ class ParallelEnv(BatchedEnv):
         if options.alone and not isinstance(count, str):
             num_workers = choose_apart(count, num_workers)
         if isinstance(count, str) or isinstance(num_workers, str):
-            from envherd.executor.sizing.recommending import resolve  # imported here: only "auto" needs it
+            # Imported here: only "auto" needs it.
+            from envherd.executor.sizing.recommending import resolve
 
-            count, num_workers = resolve(count, num_workers, make_env, env_kwargs, options)
+            count, num_workers = resolve(
+                count, num_workers, make_env, env_kwargs, options
+            )
         factories = as_factories(count, make_env)
         num_workers = choose_workers(count, num_workers, fewest=num_runs(factories))
         blueprint = draw(factories, env_kwargs, num_workers, seed, options)
@@ -81,7 +84,9 @@ class ParallelEnv(BatchedEnv):
             pool.start()
             self._branch_pool = pool
             check_agreement(pool.specs, factories, blueprint.env_kwargs)
-            super().__init__(pool, seed=blueprint.root_seed, device=where, copy=copy, options=options)
+            super().__init__(
+                pool, seed=blueprint.root_seed, device=where, copy=copy, options=options
+            )
         except BaseException:
             pool.close(timeout_s=0)
             raise
@@ -116,10 +121,19 @@ class ParallelEnv(BatchedEnv):
         need_bools("branch", reseed=reseed)
         as_count("branch", "source_id", source_id, least=0)
         with self._guard:
-            (source,), targets = self._exchange.as_ids(source_id).tolist(), self._exchange.as_ids(target_ids)
+            (source,), targets = (
+                self._exchange.as_ids(source_id).tolist(),
+                self._exchange.as_ids(target_ids),
+            )
             self._check_branch(source, targets.tolist())
             if len(targets):
-                branch(self._engine, source, targets, reseed=reseed, fork=self._branch_pool.branch)
+                branch(
+                    self._engine,
+                    source,
+                    targets,
+                    reseed=reseed,
+                    fork=self._branch_pool.branch,
+                )
 
     def _check_branch(self, source: int, targets: list[int]) -> None:
         """Refuse a branch between envs that cannot take each other's place."""
@@ -129,15 +143,24 @@ class ParallelEnv(BatchedEnv):
                 f"`env.restore(env.save([{source}]) * {len(targets)}, {targets})`."
             )
         if source in targets:
-            raise ValueError(f"branch failed: expected targets other than the source, got env {source} as both.")
-        blocks, worker_of = self._branch_pool.blueprint.blocks, self._branch_pool.worker_of
-        if not all(len(blocks[worker_of[env_id]]) == 1 for env_id in (source, *targets)):
+            raise ValueError(
+                f"branch failed: expected targets other than the source, got env {source} as both."
+            )
+        blocks, worker_of = (
+            self._branch_pool.blueprint.blocks,
+            self._branch_pool.worker_of,
+        )
+        if not all(
+            len(blocks[worker_of[env_id]]) == 1 for env_id in (source, *targets)
+        ):
             raise ValueError(
                 f"branch failed: expected a worker process for each env, got {self.num_envs} envs in "
                 f"{self.num_workers}. Pass num_workers={self.num_envs}."
             )
         if self.options.env_threads:
-            raise ValueError("branch failed: expected an executor without env_threads, got env_threads=True.")
+            raise ValueError(
+                "branch failed: expected an executor without env_threads, got env_threads=True."
+            )
         for env_id in targets:
             if self.specs[env_id] != self.specs[source]:
                 raise ValueError(

@@ -42,7 +42,9 @@ def progress(*, after_s: float = 2.0) -> Iterator[None]:
         ValueError: `after_s` is negative.
     """
     if not after_s >= 0:
-        raise ValueError(f"progress failed: expected after_s of at least 0, got {after_s!r}.")
+        raise ValueError(
+            f"progress failed: expected after_s of at least 0, got {after_s!r}."
+        )
     _tqdm()
     _after_s.append(after_s)
     try:
@@ -63,7 +65,13 @@ def showing(what: str, total: int, *, done: int = 0) -> Iterator[Bar]:
     if not _after_s:
         yield _NOTHING
         return
-    with _tqdm()(total=total if total >= 0 else None, initial=done, desc=what, delay=_after_s[-1], leave=False) as bar:
+    with _tqdm()(
+        total=total if total >= 0 else None,
+        initial=done,
+        desc=what,
+        delay=_after_s[-1],
+        leave=False,
+    ) as bar:
         yield bar
 
 
@@ -71,7 +79,9 @@ def counted(count: int, what: str) -> Iterable[int]:
     """Return `range(count)`, with a bar in a block of `progress`."""
     if not _after_s:
         return range(count)
-    bar: Iterable[int] = _tqdm()(range(count), desc=what, delay=_after_s[-1], leave=False)
+    bar: Iterable[int] = _tqdm()(
+        range(count), desc=what, delay=_after_s[-1], leave=False
+    )
     return bar
 
 
@@ -79,7 +89,9 @@ def _tqdm() -> Any:
     try:
         from tqdm.auto import tqdm
     except ImportError:
-        raise ImportError('progress failed: tqdm is not installed. pip install "envherd[progress]"') from None
+        raise ImportError(
+            'progress failed: tqdm is not installed. pip install "envherd[progress]"'
+        ) from None
 
     class Quiet(tqdm):  # type: ignore[misc]  # untyped
         """A bar without tqdm's thread."""

@@ -69,13 +69,23 @@ class SerialEnv(BatchedEnv):
             check_agreement(pool.specs, factories, blueprint.env_kwargs)
             parts = Parts()
             if is_simulator(pool):
-                from envherd.executor.guests.simulator.engine import SimulatorEngine, SimulatorExchange
+                from envherd.executor.guests.simulator.engine import (
+                    SimulatorEngine,
+                    SimulatorExchange,
+                )
                 from envherd.executor.guests.simulator.rollout import SimulatorRun
 
                 parts = Parts(SimulatorEngine, SimulatorExchange, SimulatorRun)
                 options.refuse_capsules("SerialEnv of a torch simulator")
                 options.refuse_interrupts("SerialEnv of a torch simulator")
-            super().__init__(pool, seed=blueprint.root_seed, device=where, copy=copy, options=options, parts=parts)
+            super().__init__(
+                pool,
+                seed=blueprint.root_seed,
+                device=where,
+                copy=copy,
+                options=options,
+                parts=parts,
+            )
         except BaseException:
             pool.close()
             raise
@@ -83,4 +93,8 @@ class SerialEnv(BatchedEnv):
 
 def is_simulator(pool: SerialPool) -> bool:
     """Return whether a pool has one torch simulator, and nothing else."""
-    return pool.num_envs == 1 and pool.adapters[0].takes_tensors and len(pool.specs[0].done) == len(DONE_KEYS)
+    return (
+        pool.num_envs == 1
+        and pool.adapters[0].takes_tensors
+        and len(pool.specs[0].done) == len(DONE_KEYS)
+    )

@@ -20,7 +20,10 @@ _NO_LIMIT = 2**60
 _LIMITS = ("memory.max", "memory.limit_in_bytes", "memory.high")
 _USES = ("memory.current", "memory.usage_in_bytes")
 #: Page cache in memory.stat, of a group and those below it. v1 has separate entries for that total, with longer names.
-_CACHES = (("total_inactive_file", "inactive_file"), ("total_active_file", "active_file"))
+_CACHES = (
+    ("total_inactive_file", "inactive_file"),
+    ("total_active_file", "active_file"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +52,11 @@ def read_memory(root: Path = Path("/")) -> GroupMemory:
     for folder in group_folders(root, "memory"):
         used = _used(folder)
         own_use = used if own_use is None else own_use
-        limits = [limit for name in _LIMITS if (limit := read_count(folder / name)) is not None]
+        limits = [
+            limit
+            for name in _LIMITS
+            if (limit := read_count(folder / name)) is not None
+        ]
         if limits:
             limit = min(limits)
             room = max(0, limit - (used or 0))
@@ -69,9 +76,12 @@ def group_folders(root: Path, controller: str) -> Iterator[Path]:
     mounted_root, mount_point = mounts[name]
     mount = root / mount_point.lstrip("/")
     path = paths[name]
-    inside = path[len(mounted_root.rstrip("/")) :] if _is_below(path, mounted_root) else "/"
+    inside = (
+        path[len(mounted_root.rstrip("/")) :] if _is_below(path, mounted_root) else "/"
+    )
     parts = [part for part in inside.split("/") if part]
-    if ".." in parts:  # a group outside this namespace: only what is mounted can be seen
+    # A group outside this namespace: only what is mounted can be seen.
+    if ".." in parts:
         parts = []
     for count in range(len(parts), -1, -1):
         folder = mount.joinpath(*parts[:count])
@@ -127,9 +137,19 @@ def read_count(path: Path) -> int | None:
 
 
 def _used(folder: Path) -> int | None:
-    used = next((count for name in _USES if (count := read_count(folder / name)) is not None), None)
+    used = next(
+        (count for name in _USES if (count := read_count(folder / name)) is not None),
+        None,
+    )
     if used is None:
         return None
-    stat = dict(line.split() for line in (read_word(folder / "memory.stat") or "").splitlines() if " " in line)
-    cache = sum(int(next((stat[name] for name in names if name in stat), 0)) for names in _CACHES)
+    stat = dict(
+        line.split()
+        for line in (read_word(folder / "memory.stat") or "").splitlines()
+        if " " in line
+    )
+    cache = sum(
+        int(next((stat[name] for name in names if name in stat), 0))
+        for names in _CACHES
+    )
     return max(0, used - cache)

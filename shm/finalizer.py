@@ -20,7 +20,9 @@ class Finalizer:
         *args: of the call.
     """
 
-    def __init__(self, owner: object, call: Callable[..., object], *args: object) -> None:
+    def __init__(
+        self, owner: object, call: Callable[..., object], *args: object
+    ) -> None:
         self._finalizer = weakref.finalize(owner, call, *args)
         self._lock = threading.Lock()
 

@@ -31,7 +31,9 @@ class uninterrupted:  # noqa: N801  # used as a function
                 handler = signal.getsignal(number)
                 if callable(handler):
                     self._before[number] = handler
-                    signal.signal(number, lambda number, _: self._arrived.append(number))
+                    signal.signal(
+                        number, lambda number, _: self._arrived.append(number)
+                    )
         except BaseException:
             self._restore()
             raise
@@ -57,6 +59,8 @@ class ignoring_refusals:  # noqa: N801  # used as a function
     def __enter__(self) -> None:
         """Begin."""
 
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> bool:
+    def __exit__(
+        self, _kind: object, error: BaseException | None, _trace: object
+    ) -> bool:
         """Return True for an error of the operating system: it has a number."""
         return isinstance(error, OSError) and error.errno is not None

@@ -56,7 +56,9 @@ class Layout:
         raise KeyError(name)
 
 
-def lay_out(requests: Iterable[tuple[Name, tuple[int, ...], str]], start: int = 0) -> Layout:
+def lay_out(
+    requests: Iterable[tuple[Name, tuple[int, ...], str]], start: int = 0
+) -> Layout:
     """Place arrays one after the other, each aligned.
 
     Args:
@@ -74,9 +76,13 @@ def lay_out(requests: Iterable[tuple[Name, tuple[int, ...], str]], start: int = 
     offset = align(start)
     for name, shape, dtype in requests:
         if name in seen:
-            raise ValueError(f"lay_out failed: expected unique names, got {name} twice.")
+            raise ValueError(
+                f"lay_out failed: expected unique names, got {name} twice."
+            )
         if any(n < 0 for n in shape):
-            raise ValueError(f"lay_out failed: expected dimensions >= 0, got {shape} for {name}.")
+            raise ValueError(
+                f"lay_out failed: expected dimensions >= 0, got {shape} for {name}."
+            )
         seen.add(name)
         field = Field(name, tuple(shape), np.dtype(dtype).name, offset)
         fields.append(field)
@@ -89,7 +95,15 @@ def view(buffer: np.ndarray, field: Field, base: int = 0) -> np.ndarray:
     return np.ndarray(field.shape, field.dtype, buffer, base + field.offset)
 
 
-def strided_view(buffer: np.ndarray, field: Field, base: int, count: int, stride: int) -> np.ndarray:
+def strided_view(
+    buffer: np.ndarray, field: Field, base: int, count: int, stride: int
+) -> np.ndarray:
     """Return `count` repetitions of a field, `stride` bytes apart, as one array `[count, *shape]` (VIEW)."""
     inner = np.ndarray(field.shape, field.dtype).strides
-    return np.ndarray((count, *field.shape), field.dtype, buffer, base + field.offset, (stride, *inner))
+    return np.ndarray(
+        (count, *field.shape),
+        field.dtype,
+        buffer,
+        base + field.offset,
+        (stride, *inner),
+    )

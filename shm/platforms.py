@@ -74,27 +74,46 @@ _SEMAPHORE_BYTES = 128  # at least those of a sem_t
 F_SETSIG = 10  # fcntl.h of Linux; not in python's fcntl module
 #: Flags of sockets. Without the first, sockets must not block by themselves; without the second there is no SIGPIPE, or
 #: Python ignores it.
-MSG_DONTWAIT, MSG_NOSIGNAL = (getattr(socket, name, 0) for name in ("MSG_DONTWAIT", "MSG_NOSIGNAL"))
-recv_fds: Callable[..., Any] = getattr(socket, "recv_fds", lambda sock, count, _: (sock.recv(count), [], 0, None))
+MSG_DONTWAIT, MSG_NOSIGNAL = (
+    getattr(socket, name, 0) for name in ("MSG_DONTWAIT", "MSG_NOSIGNAL")
+)
+recv_fds: Callable[..., Any] = getattr(
+    socket, "recv_fds", lambda sock, count, _: (sock.recv(count), [], 0, None)
+)
 #: Flag of a file that the system deletes when its last descriptor is closed; 0 where an open file can be deleted.
 O_TEMPORARY: int = getattr(os, "O_TEMPORARY", 0)
 O_BINARY: int = getattr(os, "O_BINARY", 0)
 #: Signals for which programs install Python handlers, which may raise.
 HANDLED_SIGNALS: tuple[int, ...] = tuple(
     getattr(signal, name)
-    for name in ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT")
+    for name in (
+        "SIGINT",
+        "SIGTERM",
+        "SIGALRM",
+        "SIGHUP",
+        "SIGUSR1",
+        "SIGUSR2",
+        "SIGQUIT",
+    )
     if hasattr(signal, name)
 )
 #: Ends a process that does not cooperate.
 SIGKILL: int = getattr(signal, "SIGKILL", signal.SIGTERM)
 #: Makes a worker write its stacks; None where there is no such signal, or none can be sent or handled.
 SIGUSR2: int | None = (
-    getattr(signal, "SIGUSR2", None) if hasattr(faulthandler, "register") and hasattr(os, "kill") else None
+    getattr(signal, "SIGUSR2", None)
+    if hasattr(faulthandler, "register") and hasattr(os, "kill")
+    else None
 )
-_DEFAULT_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGCHLD") if hasattr(signal, name)]
-_OOM_SCORE = "300"  # of 1000: under memory pressure the kernel should kill a worker, not the learner
+_DEFAULT_SIGNALS = [
+    getattr(signal, name) for name in ("SIGTERM", "SIGCHLD") if hasattr(signal, name)
+]
+# Of 1000: under memory pressure the kernel should kill a worker, not the learner.
+_OOM_SCORE = "300"
 _BLOCKED: set[int] = {signal.SIGINT, *(() if SIGUSR2 is None else (SIGUSR2,))}
-register_at_fork: Callable[..., None] = getattr(os, "register_at_fork", lambda **_: None)
+register_at_fork: Callable[..., None] = getattr(
+    os, "register_at_fork", lambda **_: None
+)
 sched_yield = _sched_yield()
 
 
@@ -214,7 +233,9 @@ def catches(pid: int, number: int) -> bool:
     return bool(caught >> (number - 1) & 1)
 
 
-def send_signal(pid: int, number: int, *, is_group: bool = False, pidfd: int | None = None) -> None:
+def send_signal(
+    pid: int, number: int, *, is_group: bool = False, pidfd: int | None = None
+) -> None:
     """Send a signal to another process, or to a process group that this process is not in.
 
     The program sends every signal with this function: the system takes 0 for the caller's process group, and both -1
@@ -230,8 +251,15 @@ def send_signal(pid: int, number: int, *, is_group: bool = False, pidfd: int | N
         ProcessLookupError: there is no such process or group, or `pid` is not that of another one.
         OSError: the system refuses it, or has no groups.
     """
-    if pid <= 1 or pid == os.getpid() or (is_group and pid == getattr(os, "getpgrp", os.getpid)()):
-        raise ProcessLookupError(errno.ESRCH, f"a signal failed: expected the id of another process, got {pid}")
+    if (
+        pid <= 1
+        or pid == os.getpid()
+        or (is_group and pid == getattr(os, "getpgrp", os.getpid)())
+    ):
+        raise ProcessLookupError(
+            errno.ESRCH,
+            f"a signal failed: expected the id of another process, got {pid}",
+        )
     if pidfd is not None:
         signal.pidfd_send_signal(pidfd, number)
     elif not is_group:
@@ -291,7 +319,8 @@ def open_standard_descriptors() -> None:
         try:
             os.fstat(fd)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest number, which is this one
+            # Gets the lowest number, which is this one.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
 def arm_lifeline(fd: int, pid: int) -> None:
@@ -305,7 +334,10 @@ def arm_lifeline(fd: int, pid: int) -> None:
     if not IS_LINUX or SIGUSR2 is None:
         raise OSError(errno.ENOSYS, "this system has no F_SETSIG")
     if pid not in (os.getpid(), -os.getpgrp()) or abs(pid) != os.getpid():
-        raise ProcessLookupError(errno.ESRCH, f"a lifeline failed: expected the id of this process, got {pid}")
+        raise ProcessLookupError(
+            errno.ESRCH,
+            f"a lifeline failed: expected the id of this process, got {pid}",
+        )
     fcntl.fcntl(fd, fcntl.F_SETOWN, pid)
     fcntl.fcntl(fd, F_SETSIG, SIGKILL)
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
@@ -345,7 +377,9 @@ def waiter(sock: socket.socket) -> Callable[[float | None], object]:
         return lambda timeout_s: select.select([sock], [], [], timeout_s)
     poller = select.poll()
     poller.register(sock, select.POLLIN)
-    return lambda timeout_s: poller.poll(None if timeout_s is None else -(-timeout_s * 1000 // 1))
+    return lambda timeout_s: poller.poll(
+        None if timeout_s is None else -(-timeout_s * 1000 // 1)
+    )
 
 
 def _try_memfd() -> None:
@@ -367,7 +401,9 @@ def _try_lifeline() -> None:
     read, write = os.pipe()
     try:
         fcntl.fcntl(read, F_SETSIG, SIGKILL)
-        fcntl.fcntl(read, fcntl.F_SETFL, fcntl.fcntl(read, fcntl.F_GETFL) | os.O_NONBLOCK)
+        fcntl.fcntl(
+            read, fcntl.F_SETFL, fcntl.fcntl(read, fcntl.F_GETFL) | os.O_NONBLOCK
+        )
     finally:
         os.close(read)
         os.close(write)
@@ -394,7 +430,8 @@ def require(what: str, need: str = "") -> None:
     """
     if lacks := [one for one in missing() if need in ("", one)]:
         text = f"{what} failed: expected Linux, got a system that lacks: {', '.join(lacks)}."
-        raise io.UnsupportedOperation(text)  # a ValueError and an OSError, which commands print
+        # A ValueError and an OSError, which commands print.
+        raise io.UnsupportedOperation(text)
 
 
 #: What the pool of forked workers needs -> a function that raises if it is not there.

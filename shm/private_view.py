@@ -22,7 +22,8 @@ from envherd.shm.interrupts import ignoring_refusals
 from envherd.shm.platforms import libc
 
 _MADV_DONTNEED, _MADV_POPULATE_WRITE = 4, 23  # asm-generic/mman-common.h
-_ENTRY_BYTES = 8  # of pagemap, for each page: Documentation/admin-guide/mm/pagemap.rst in Linux's sources
+# Of pagemap, for each page: Documentation/admin-guide/mm/pagemap.rst in Linux's sources.
+_ENTRY_BYTES = 8
 #: The highest byte of entries of pages that were not copied: not mapped (0), or of a file (bit 61) and present (63) or
 #: in swap (62), maybe mapped only once (56).
 _FOLLOWING = bytes([0x00, 0xA0, 0xA1, 0x60, 0x61])
@@ -48,9 +49,14 @@ class PrivateView:
 
     def has_copies(self, start: int, nbytes: int) -> bool:
         """Return whether somebody has written to some bytes of it; `start` is that of a page."""
-        first, count = (self._address + start) // mmap.PAGESIZE, -(-nbytes // mmap.PAGESIZE)
+        first, count = (
+            (self._address + start) // mmap.PAGESIZE,
+            -(-nbytes // mmap.PAGESIZE),
+        )
         entries = os.pread(self._pagemap, count * _ENTRY_BYTES, first * _ENTRY_BYTES)
-        return bool(entries[_ENTRY_BYTES - 1 :: _ENTRY_BYTES].translate(None, _FOLLOWING))
+        return bool(
+            entries[_ENTRY_BYTES - 1 :: _ENTRY_BYTES].translate(None, _FOLLOWING)
+        )
 
     def keep(self, start: int, nbytes: int) -> None:
         """Copy all pages with some bytes, so that they follow no longer; `start` is that of a page.
@@ -58,7 +64,11 @@ class PrivateView:
         No other Python code runs meanwhile. Before Linux 5.14 it writes to a byte of each page the value that it has.
         """
         madvise = ctypes.PyDLL(None).madvise  # holds the GIL
-        if madvise(ctypes.c_void_p(self._address + start), ctypes.c_size_t(nbytes), _MADV_POPULATE_WRITE):
+        if madvise(
+            ctypes.c_void_p(self._address + start),
+            ctypes.c_size_t(nbytes),
+            _MADV_POPULATE_WRITE,
+        ):
             self.array[start : start + nbytes : mmap.PAGESIZE] |= 0
 
     def follow(self, start: int, nbytes: int) -> None:
@@ -72,7 +82,9 @@ def open_view(memory: Any) -> PrivateView | None:
     if sys.byteorder != "little":
         return None
     with ignoring_refusals():
-        view = PrivateView(memory, os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC))
+        view = PrivateView(
+            memory, os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        )
         view.array[0] = 0
         if view.has_copies(0, 1):  # not everywhere is /proc Linux's own
             view.follow(0, 1)

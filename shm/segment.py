@@ -46,7 +46,12 @@ _PAGE = mmap.PAGESIZE
 
 with contextlib.suppress(AttributeError):  # then `_map` raises it
     libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.mmap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        *[ctypes.c_int] * 3,
+        ctypes.c_long,
+    ]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
@@ -108,7 +113,13 @@ class Segment:
     """
 
     def __init__(
-        self, nbytes: int, mapping: Any, *, fd: int = -1, named: _NamedMemory | None = None, is_owner: bool
+        self,
+        nbytes: int,
+        mapping: Any,
+        *,
+        fd: int = -1,
+        named: _NamedMemory | None = None,
+        is_owner: bool,
     ) -> None:
         self.nbytes = nbytes
         self.fd = fd
@@ -121,10 +132,19 @@ class Segment:
         if named is None:
             self._release = weakref.finalize(self, os.close, fd)
         else:
-            self._release = Finalizer(self, _release_named, named, os.getpid() if is_owner else None)
+            self._release = Finalizer(
+                self, _release_named, named, os.getpid() if is_owner else None
+            )
 
     @classmethod
-    def create(cls, nbytes: int, label: str = "envherd", *, is_prefaulted: bool = True, num_sparse: int = 0) -> Segment:
+    def create(
+        cls,
+        nbytes: int,
+        label: str = "envherd",
+        *,
+        is_prefaulted: bool = True,
+        num_sparse: int = 0,
+    ) -> Segment:
         """Create a segment of zeros.
 
         Args:
@@ -164,7 +184,9 @@ class Segment:
         size = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
         admit(size)
         with uninterrupted():
-            memory = _NamedMemory(f"{NAMES}{os.getpid()}-{secrets.token_hex(4)}", create=True, size=size)
+            memory = _NamedMemory(
+                f"{NAMES}{os.getpid()}-{secrets.token_hex(4)}", create=True, size=size
+            )
             try:
                 memory.reserve()
                 return cls(size, memory.bytes(), named=memory, is_owner=True)
@@ -194,7 +216,9 @@ class Segment:
         if self.fd < 0 or start >= self.nbytes:
             return None
         with ignoring_refusals():
-            memory = _map(self.fd, self.nbytes - start, mmap.MAP_PRIVATE | _MAP_NORESERVE, start)
+            memory = _map(
+                self.fd, self.nbytes - start, mmap.MAP_PRIVATE | _MAP_NORESERVE, start
+            )
             self._private_view = open_view(memory)
         return self._private_view
 
@@ -227,7 +251,9 @@ def admit(nbytes: int) -> None:
 
 def available_bytes() -> int | None:
     """Return the bytes this process may still take: the smaller of MemAvailable and the room in its control groups."""
-    rooms = [room for room in (_meminfo_available(), _cgroup_room()) if room is not None]
+    rooms = [
+        room for room in (_meminfo_available(), _cgroup_room()) if room is not None
+    ]
     return min(rooms) if rooms else None
 
 
@@ -239,7 +265,9 @@ def _map(fd: int, nbytes: int, flags: int = MAP_SHARED, start: int = 0) -> Any:
     """
     for dead in [block for block in list(_mapped) if block() is None]:
         _unmap(dead)  # an interrupt has broken that off
-    address = libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, start)
+    address = libc.mmap(
+        None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, start
+    )
     if address == ctypes.c_void_p(-1).value:
         if ctypes.get_errno() == errno.ENOMEM:
             raise MemoryError(
@@ -254,7 +282,12 @@ def _map(fd: int, nbytes: int, flags: int = MAP_SHARED, start: int = 0) -> Any:
 
 def _unmap(dead: weakref.ref[Any]) -> None:
     """Unmap the memory of a block that was freed. An interrupt finds it done or not begun, because it is one call."""
-    deque(itertools.starmap(libc.munmap, filter(None, map(_mapped.pop, (dead,), (None,)))), 0)
+    deque(
+        itertools.starmap(
+            libc.munmap, filter(None, map(_mapped.pop, (dead,), (None,)))
+        ),
+        0,
+    )
 
 
 def _create_memfd(label: str) -> int:

@@ -24,7 +24,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from envherd.shm.layout import ALIGNMENT, Layout, Name, align, lay_out, strided_view, view
+from envherd.shm.layout import (
+    ALIGNMENT,
+    Layout,
+    Name,
+    align,
+    lay_out,
+    strided_view,
+    view,
+)
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.shm.sync import DOORBELL_BYTES
 
@@ -32,31 +40,79 @@ from envherd.shm.sync import DOORBELL_BYTES
 #: writes a worker's words while the worker does not: those of an idle worker ("both"), and of one that is lost, copied
 #: or replaced.
 WORDS: dict[str, tuple[str, str, str]] = {
-    "command_seq": ("env", "parent", "number of the latest command for the env; written last"),
+    "command_seq": (
+        "env",
+        "parent",
+        "number of the latest command for the env; written last",
+    ),
     "command": ("env", "parent", "what to do: see workers.protocol.pack"),
-    "reply_seq": ("env", "worker", "number of the latest command that is finished; written last"),
-    "status": ("env", "both", "how it ended: see workers.protocol.Status; the parent clears it once it has read it"),
-    "episode": ("env", "both", "resets since the root seed was set (which zeroes it); the next begins this episode"),
+    "reply_seq": (
+        "env",
+        "worker",
+        "number of the latest command that is finished; written last",
+    ),
+    "status": (
+        "env",
+        "both",
+        "how it ended: see workers.protocol.Status; the parent clears it once it has read it",
+    ),
+    "episode": (
+        "env",
+        "both",
+        "resets since the root seed was set (which zeroes it); the next begins this episode",
+    ),
     "env_steps": ("env", "worker", "steps of the env whose rows were written, ever"),
     "errors": ("env", "parent", "exceptions of the env that ended its episode, ever"),
     "resets": ("env", "worker", "resets that returned, ever"),
-    "info_ids": ("info", "both", "ids of the schemas of the infos in its rows, of step and reset; 0 for none"),
-    "ends": ("env", "worker", "steps after which the env (or a part of it) had ended, ever"),
+    "info_ids": (
+        "info",
+        "both",
+        "ids of the schemas of the infos in its rows, of step and reset; 0 for none",
+    ),
+    "ends": (
+        "env",
+        "worker",
+        "steps after which the env (or a part of it) had ended, ever",
+    ),
     "mail_seq": (
         "worker",
         "parent",
         "number of the latest message that it is to read from its socket; `workers.protocol.LEAVE` once it must end",
     ),
-    "answered_ns": ("env", "worker", "when it last answered a command that was sent to it alone: monotonic clock"),
+    "answered_ns": (
+        "env",
+        "worker",
+        "when it last answered a command that was sent to it alone: monotonic clock",
+    ),
     "answered": ("worker", "worker", "answers that it has counted, ever: see tally"),
-    "ring_at": ("worker", "parent", "how many answers of all workers together are worth a ring"),
+    "ring_at": (
+        "worker",
+        "parent",
+        "how many answers of all workers together are worth a ring",
+    ),
     "busy_ns": ("worker", "worker", "nanoseconds spent on commands, ever"),
     "pid": ("worker", "worker", "its process id"),
     "starts": ("worker", "worker", "processes that have taken this place, ever"),
-    "since_ns": ("worker", "worker", "when it last began, or finished, what it found to do: monotonic clock"),
-    "reset_ns": ("worker", "worker", "nanoseconds spent on commands with a reset, ever; estimated from samples"),
-    "step_bins": ("bin", "worker", "sampled steps by duration, `NUM_BINS` words of each worker: see `bin_of`"),
-    "phase": ("worker", "worker", "the command and env being worked on, 0 when idle: see workers.protocol"),
+    "since_ns": (
+        "worker",
+        "worker",
+        "when it last began, or finished, what it found to do: monotonic clock",
+    ),
+    "reset_ns": (
+        "worker",
+        "worker",
+        "nanoseconds spent on commands with a reset, ever; estimated from samples",
+    ),
+    "step_bins": (
+        "bin",
+        "worker",
+        "sampled steps by duration, `NUM_BINS` words of each worker: see `bin_of`",
+    ),
+    "phase": (
+        "worker",
+        "worker",
+        "the command and env being worked on, 0 when idle: see workers.protocol",
+    ),
 }
 
 
@@ -82,7 +138,11 @@ def bin_middle(index: int) -> float:
 
 def next_leaves(spec: EnvSpec) -> tuple[LeafSpec, ...]:
     """Return the leaves of a transition's `next` that live in shared memory."""
-    return tuple(leaf for leaf in (*spec.observation, *spec.reward, *spec.done) if not leaf.is_side)
+    return tuple(
+        leaf
+        for leaf in (*spec.observation, *spec.reward, *spec.done)
+        if not leaf.is_side
+    )
 
 
 def root_leaves(spec: EnvSpec) -> tuple[LeafSpec, ...]:
@@ -95,16 +155,29 @@ def input_leaves(spec: EnvSpec) -> tuple[LeafSpec, ...]:
     return tuple(leaf for leaf in (*spec.action, *spec.state) if not leaf.is_side)
 
 
-def section_requests(spec: EnvSpec, lead: tuple[int, ...]) -> list[tuple[Name, tuple[int, ...], str]]:
+def section_requests(
+    spec: EnvSpec, lead: tuple[int, ...]
+) -> list[tuple[Name, tuple[int, ...], str]]:
     """List the arrays of one frame (lead `[n]`) or one storage (lead `[n, T]`): all `next`, then all `root`."""
-    requests = [(("next", *leaf.key), (*lead, *leaf.shape), leaf.dtype) for leaf in next_leaves(spec)]
-    requests += [(("root", *leaf.key), (*lead, *leaf.shape), leaf.dtype) for leaf in root_leaves(spec)]
+    requests = [
+        (("next", *leaf.key), (*lead, *leaf.shape), leaf.dtype)
+        for leaf in next_leaves(spec)
+    ]
+    requests += [
+        (("root", *leaf.key), (*lead, *leaf.shape), leaf.dtype)
+        for leaf in root_leaves(spec)
+    ]
     return requests
 
 
-def input_requests(spec: EnvSpec, lead: tuple[int, ...]) -> list[tuple[Name, tuple[int, ...], str]]:
+def input_requests(
+    spec: EnvSpec, lead: tuple[int, ...]
+) -> list[tuple[Name, tuple[int, ...], str]]:
     """List the input arrays; envs that are themselves a batch also have a reset mask."""
-    requests = [(("input", *leaf.key), (*lead, *leaf.shape), leaf.dtype) for leaf in input_leaves(spec)]
+    requests = [
+        (("input", *leaf.key), (*lead, *leaf.shape), leaf.dtype)
+        for leaf in input_leaves(spec)
+    ]
     if spec.batch_shape:
         requests.append((("reset_mask",), (*lead, *spec.batch_shape, 1), "bool"))
     return requests
@@ -114,13 +187,20 @@ def input_requests(spec: EnvSpec, lead: tuple[int, ...]) -> list[tuple[Name, tup
 JOURNAL_FACTS = ("steps", "episode", "seed", "flags")
 
 
-def journal_requests(spec: EnvSpec, num_rows: int, row_nbytes: int) -> list[tuple[Name, tuple[int, ...], str]]:
+def journal_requests(
+    spec: EnvSpec, num_rows: int, row_nbytes: int
+) -> list[tuple[Name, tuple[int, ...], str]]:
     """List the arrays of the envs' journals: the facts, and the inputs of as many steps as fit `row_nbytes` per env."""
     leaves = input_leaves(spec)
-    nbytes = sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves)
+    nbytes = sum(
+        math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves
+    )
     lead = (num_rows, max(1, row_nbytes // max(nbytes, 1)))
     facts = (("facts",), (num_rows, len(JOURNAL_FACTS)), "int64")
-    return [facts, *((("input", *leaf.key), (*lead, *leaf.shape), leaf.dtype) for leaf in leaves)]
+    return [
+        facts,
+        *((("input", *leaf.key), (*lead, *leaf.shape), leaf.dtype) for leaf in leaves),
+    ]
 
 
 @dataclass(frozen=True)
@@ -173,7 +253,11 @@ class SlabPlan:
     @property
     def ring_nbytes(self) -> int:
         """Bytes up to the first lendable frame."""
-        return self.nbytes - self.sparse_nbytes - self.num_lendable * self.groups[0].frame.nbytes
+        return (
+            self.nbytes
+            - self.sparse_nbytes
+            - self.num_lendable * self.groups[0].frame.nbytes
+        )
 
     def go_offset(self, worker_id: int) -> int:
         """Return the offset of a worker's `go` doorbell."""
@@ -218,8 +302,15 @@ def plan_slab(
         has_infos: add rows for infos.
     """
     num_envs = len(specs)
-    counts = {"env": num_envs, "info": 2 * num_envs, "worker": num_workers, "bin": num_workers * NUM_BINS}
-    words = lay_out(((name,), (counts[length],), "int64") for name, (length, _, _) in WORDS.items())
+    counts = {
+        "env": num_envs,
+        "info": 2 * num_envs,
+        "worker": num_workers,
+        "bin": num_workers * NUM_BINS,
+    }
+    words = lay_out(
+        ((name,), (counts[length],), "int64") for name, (length, _, _) in WORDS.items()
+    )
     offset = words.nbytes + (1 + num_workers) * DOORBELL_BYTES
     groups: list[GroupPlan] = []
     num_lendable = 0
@@ -227,27 +318,43 @@ def plan_slab(
         lead = (len(env_ids),)
         inputs = lay_out(input_requests(spec, lead), start=offset)
         frame = lay_out(section_requests(spec, lead))
-        first_root = next((f.offset for f in frame if f.name[0] == "root"), frame.nbytes)
+        first_root = next(
+            (f.offset for f in frame if f.name[0] == "root"), frame.nbytes
+        )
         alignment = ALIGNMENT
-        if lends and len(env_ids) == num_envs and _LENT_FROM <= first_root <= _LARGEST_LENT:
+        if (
+            lends
+            and len(env_ids) == num_envs
+            and _LENT_FROM <= first_root <= _LARGEST_LENT
+        ):
             alignment = mmap.PAGESIZE
             frame = replace(frame, nbytes=align(frame.nbytes, alignment))
-            num_lendable = max(_FEWEST_LENDABLE, min(_MOST_LENDABLE, _LENDABLE_BYTES // frame.nbytes))
+            num_lendable = max(
+                _FEWEST_LENDABLE, min(_MOST_LENDABLE, _LENDABLE_BYTES // frame.nbytes)
+            )
         base = align(inputs.nbytes, alignment)
         groups.append(GroupPlan(env_ids, spec, frame, first_root, base, inputs))
         offset = base + (num_ring + num_lendable) * frame.nbytes
     frames_end = offset
     for index, group in enumerate(groups if journal_nbytes else ()):
-        journal = lay_out(journal_requests(group.spec, len(group.env_ids), journal_nbytes), start=offset)
+        journal = lay_out(
+            journal_requests(group.spec, len(group.env_ids), journal_nbytes),
+            start=offset,
+        )
         groups[index] = replace(group, journal=journal)
         offset = journal.nbytes
     infos = None
     if has_infos:
-        infos = lay_out([(("infos",), (num_envs, 2, INFO_BYTES), "uint8")], start=align(offset, mmap.PAGESIZE))
+        infos = lay_out(
+            [(("infos",), (num_envs, 2, INFO_BYTES), "uint8")],
+            start=align(offset, mmap.PAGESIZE),
+        )
         offset = infos.nbytes
     num_frames, sparse_nbytes = num_ring + num_lendable, offset - frames_end
     where = words, words.nbytes, tuple(groups), offset
-    return SlabPlan(num_envs, num_workers, num_frames, *where, num_lendable, sparse_nbytes, infos)
+    return SlabPlan(
+        num_envs, num_workers, num_frames, *where, num_lendable, sparse_nbytes, infos
+    )
 
 
 def _group_equal(specs: Sequence[EnvSpec]) -> list[tuple[EnvSpec, tuple[int, ...]]]:
@@ -277,7 +384,10 @@ class GroupSlab:
         self.plan = plan
         self.spec = plan.spec
         self.columns = {
-            field.name: strided_view(buffer, field, plan.base, num_frames, plan.frame.nbytes) for field in plan.frame
+            field.name: strided_view(
+                buffer, field, plan.base, num_frames, plan.frame.nbytes
+            )
+            for field in plan.frame
         }
         self.inputs = {field.name: view(buffer, field) for field in plan.inputs}
         self.journal = {field.name: view(buffer, field) for field in plan.journal or ()}
@@ -303,8 +413,12 @@ class Slab:
     def __init__(self, plan: SlabPlan, buffer: np.ndarray) -> None:
         self.plan = plan
         self.buffer = buffer
-        self.words: dict[str, np.ndarray] = {field.name[0]: view(buffer, field) for field in plan.words}
-        self.groups = tuple(GroupSlab(group, plan.num_frames, buffer) for group in plan.groups)
+        self.words: dict[str, np.ndarray] = {
+            field.name[0]: view(buffer, field) for field in plan.words
+        }
+        self.groups = tuple(
+            GroupSlab(group, plan.num_frames, buffer) for group in plan.groups
+        )
         self.infos = None if plan.infos is None else view(buffer, plan.infos["infos",])
 
 
@@ -323,7 +437,11 @@ def plan_storage(slab: SlabPlan, num_columns: int) -> StoragePlan:
     offset = 0
     for group in slab.groups:
         lead = (len(group.env_ids), num_columns)
-        inputs = [request for request in input_requests(group.spec, lead) if request[0][0] == "input"]
+        inputs = [
+            request
+            for request in input_requests(group.spec, lead)
+            if request[0][0] == "input"
+        ]
         layout = lay_out(section_requests(group.spec, lead) + inputs, start=offset)
         layouts.append(layout)
         offset = layout.nbytes
@@ -335,7 +453,10 @@ class Storage:
 
     def __init__(self, plan: StoragePlan, buffer: np.ndarray) -> None:
         self.plan = plan
-        self.columns = tuple({field.name: view(buffer, field) for field in layout} for layout in plan.groups)
+        self.columns = tuple(
+            {field.name: view(buffer, field) for field in layout}
+            for layout in plan.groups
+        )
 
     def of_row(self, group: int, row: int) -> dict[Name, np.ndarray]:
         """Return one env's arrays as `[column, ...]` VIEWS."""

@@ -41,7 +41,11 @@ class Box:
     high: np.ndarray
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Box) and np.array_equal(self.low, other.low) and np.array_equal(self.high, other.high)
+        return (
+            isinstance(other, Box)
+            and np.array_equal(self.low, other.low)
+            and np.array_equal(self.high, other.high)
+        )
 
     __hash__ = None  # type: ignore[assignment]  # holds arrays
 
@@ -145,8 +149,15 @@ class OneForEach(tuple[LeafSpec, ...]):
     __slots__ = ()
 
     def __getattr__(self, name: str) -> Any:
-        owners = {} if name.startswith("_") or not self else {".domain": self[0].domain, "": self[0]}
-        place = next((f"[0]{at}.{name}" for at, owner in owners.items() if hasattr(owner, name)), "[0]")
+        owners = (
+            {}
+            if name.startswith("_") or not self
+            else {".domain": self[0].domain, "": self[0]}
+        )
+        place = next(
+            (f"[0]{at}.{name}" for at, owner in owners.items() if hasattr(owner, name)),
+            "[0]",
+        )
         raise AttributeError(
             f"a tuple of specs of leaves has no attribute {name!r}. Index it first, as in env.action_spec{place}."
         )
@@ -175,7 +186,9 @@ class EnvSpec:
     observation: tuple[LeafSpec, ...]
     action: tuple[LeafSpec, ...]
     reward: tuple[LeafSpec, ...] = (LeafSpec(("reward",), (1,), "float32"),)
-    done: tuple[LeafSpec, ...] = tuple(LeafSpec(k, (1,), "bool", Binary()) for k in DONE_KEYS)
+    done: tuple[LeafSpec, ...] = tuple(
+        LeafSpec(k, (1,), "bool", Binary()) for k in DONE_KEYS
+    )
     state: tuple[LeafSpec, ...] = ()
     batch_shape: tuple[int, ...] = ()
     groups: tuple[tuple[Key, tuple[int, ...]], ...] = ()
@@ -221,7 +234,9 @@ class EnvSpec:
 
     def to_plain(self) -> dict[str, Any]:
         """Return the spec as dicts, lists, strings, numbers and arrays."""
-        plain: dict[str, Any] = {g: [leaf.to_plain() for leaf in getattr(self, g)] for g in self._GROUPS}
+        plain: dict[str, Any] = {
+            g: [leaf.to_plain() for leaf in getattr(self, g)] for g in self._GROUPS
+        }
         plain["batch_shape"] = list(self.batch_shape)
         plain["groups"] = [[list(key), list(shape)] for key, shape in self.groups]
         plain["family"] = self.family
@@ -231,11 +246,17 @@ class EnvSpec:
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> EnvSpec:
         """Rebuild what `to_plain` returned."""
-        groups = {g: tuple(LeafSpec.from_plain(leaf) for leaf in plain[g]) for g in cls._GROUPS}
+        groups = {
+            g: tuple(LeafSpec.from_plain(leaf) for leaf in plain[g])
+            for g in cls._GROUPS
+        }
         return cls(
             **groups,
             batch_shape=tuple(int(n) for n in plain["batch_shape"]),
-            groups=tuple((tuple(key), tuple(int(n) for n in shape)) for key, shape in plain["groups"]),
+            groups=tuple(
+                (tuple(key), tuple(int(n) for n in shape))
+                for key, shape in plain["groups"]
+            ),
             family=str(plain["family"]),
             metadata=dict(plain["metadata"]),
         )
@@ -255,11 +276,16 @@ class EnvSpec:
 
 
 def done_leaves(
-    batch_shape: tuple[int, ...] = (), groups: tuple[tuple[Key, tuple[int, ...]], ...] = ()
+    batch_shape: tuple[int, ...] = (),
+    groups: tuple[tuple[Key, tuple[int, ...]], ...] = (),
 ) -> tuple[LeafSpec, ...]:
     """Return the done leaves of an env: the three root ones, then three for each `(group key, shape)`."""
     root = [LeafSpec(k, (*batch_shape, 1), "bool", Binary()) for k in DONE_KEYS]
-    nested = [LeafSpec((*prefix, *k), shape, "bool", Binary()) for prefix, shape in groups for k in DONE_KEYS]
+    nested = [
+        LeafSpec((*prefix, *k), shape, "bool", Binary())
+        for prefix, shape in groups
+        for k in DONE_KEYS
+    ]
     return (*root, *nested)
 
 
@@ -277,5 +303,7 @@ def _domain_to_plain(domain: Domain) -> dict[str, Any]:
 
 
 def _domain_from_plain(plain: Mapping[str, Any]) -> Domain:
-    kinds: dict[str, Any] = {c.__name__: c for c in (Unbounded, Box, Discrete, MultiDiscrete, Binary, OneHot)}
+    kinds: dict[str, Any] = {
+        c.__name__: c for c in (Unbounded, Box, Discrete, MultiDiscrete, Binary, OneHot)
+    }
     return kinds[plain["kind"]](**{k: v for k, v in plain.items() if k != "kind"})

@@ -61,7 +61,9 @@ _SLICE_S = 60.0
 
 #: Waits by the monotonic clock, for waits with a limit: with the wall clock, one that is set back during a wait delays
 #: its end by as much. glibc has it from 2.30 on, musl does not.
-_clockwait = getattr(libc, "sem_clockwait", None) if hasattr(time, "CLOCK_MONOTONIC") else None
+_clockwait = (
+    getattr(libc, "sem_clockwait", None) if hasattr(time, "CLOCK_MONOTONIC") else None
+)
 
 
 class _Timespec(ctypes.Structure):
@@ -106,11 +108,22 @@ class Bell(Protocol):
 class Doorbell:
     """One counting semaphore in shared memory; call `create` once and `attach` in other processes."""
 
-    __slots__ = ("_acquire", "_address", "_back_off", "_keep", "_spin_s", "_waits_without_spin", "memory", "ring")
+    __slots__ = (
+        "_acquire",
+        "_address",
+        "_back_off",
+        "_keep",
+        "_spin_s",
+        "_waits_without_spin",
+        "memory",
+        "ring",
+    )
 
     def __init__(self, buffer: np.ndarray, offset: int) -> None:
         address = buffer.ctypes.data + offset
-        lock = _multiprocessing.SemLock._rebuild(address, _SEMAPHORE_KIND, _MAX_TOKENS, None)
+        lock = _multiprocessing.SemLock._rebuild(
+            address, _SEMAPHORE_KIND, _MAX_TOKENS, None
+        )
         self._keep: tuple[Any, ...] = (buffer, lock)
         #: uint8 `[DOORBELL_BYTES]` (VIEW): its memory.
         self.memory = buffer[offset : offset + DOORBELL_BYTES]
@@ -135,7 +148,9 @@ class Doorbell:
         bell = cls(buffer, offset)
         bell.ring()
         if not bell.try_wait() or bell.try_wait():
-            raise OSError("SemLock does not work over an unnamed semaphore on this platform")
+            raise OSError(
+                "SemLock does not work over an unnamed semaphore on this platform"
+            )
         return bell
 
     @classmethod
@@ -156,7 +171,9 @@ class Doorbell:
             is_taken = self._block(timeout_s)
         else:
             is_taken = self._wait_in_slices(timeout_s)
-        self._spin_s = LONG_SPIN_S if time.perf_counter() - began < SHORT_WAIT_S else BRIEF_SPIN_S
+        self._spin_s = (
+            LONG_SPIN_S if time.perf_counter() - began < SHORT_WAIT_S else BRIEF_SPIN_S
+        )
         if self._waits_without_spin:
             self._waits_without_spin -= 1
         return is_taken
@@ -165,9 +182,12 @@ class Doorbell:
         """Block until a token comes or the time has passed."""
         if _clockwait is None:
             return bool(self._acquire(True, timeout_s))
-        end = _Timespec(*divmod(time.monotonic_ns() + max(0, int(timeout_s * 1e9)), 1_000_000_000))
+        end = _Timespec(
+            *divmod(time.monotonic_ns() + max(0, int(timeout_s * 1e9)), 1_000_000_000)
+        )
         while _clockwait(self._address, time.CLOCK_MONOTONIC, ctypes.byref(end)) != 0:
-            if ctypes.get_errno() != errno.EINTR:  # a signal: its handler has run by now
+            # A signal: its handler has run by now.
+            if ctypes.get_errno() != errno.EINTR:
                 return False
         return True
 

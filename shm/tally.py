@@ -30,7 +30,8 @@ class Tally:
 
     def total(self) -> int:
         """Return how many answers all workers have counted, ever."""
-        return sum(self._answered.tolist())  # for a few workers, a tenth of numpy's time
+        # For a few workers, a tenth of numpy's time.
+        return sum(self._answered.tolist())
 
     def expect(self, total: int) -> bool:
         """Ask for a ring once `total` answers have been counted; return False if they have been already."""

@@ -34,7 +34,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR2)
 #: TorchRL.
 _TOGETHER = {
     "tests/cluster": ("tests/cluster/",),
-    "TorchRL": ("tests/executor/facades/test_torchrl_", "tests/executor/facades/test_faults.py"),
+    "TorchRL": (
+        "tests/executor/facades/test_torchrl_",
+        "tests/executor/facades/test_faults.py",
+    ),
 }
 #: Groups and files that take long and so begin first: if a long one began last, the other processes would wait for it.
 _LONG = (
@@ -54,7 +57,15 @@ _LONG = (
     "tests/faults/test_fuzz.py",
 )
 #: Modules that a session's helper has imported.
-_PRELOADED = ("torch", "tensordict", "gymnasium", "pytest", "hypothesis", "envherd.executor", "envherd.workers.testing")
+_PRELOADED = (
+    "torch",
+    "tensordict",
+    "gymnasium",
+    "pytest",
+    "hypothesis",
+    "envherd.executor",
+    "envherd.workers.testing",
+)
 #: Tests that start no executors in this process, or few.
 _WITHOUT_HELPER = ("tests/cluster/", "tests/benchmarks/", "tests/shm/", "tests/test_")
 #: Descriptors that libraries open once and keep.
@@ -84,9 +95,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip sweeps except in full runs, and move long tests to the front after shuffling."""
     for item in items:
         if item.get_closest_marker("full") and not IS_FULL:
-            item.add_marker(pytest.mark.skip(reason="a sweep: make test-full (ENVHERD_FULL=1)"))
+            item.add_marker(
+                pytest.mark.skip(reason="a sweep: make test-full (ENVHERD_FULL=1)")
+            )
     groups = {item: _group(item.nodeid) for item in items}
-    items.sort(key=lambda item: _LONG.index(groups[item]) if groups[item] in _LONG else len(_LONG))
+    items.sort(
+        key=lambda item: (
+            _LONG.index(groups[item]) if groups[item] in _LONG else len(_LONG)
+        )
+    )
 
 
 def pytest_collection_finish() -> None:
@@ -109,7 +126,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def _group(nodeid: str) -> str:
     file = nodeid.partition("::")[0]
-    return next((name for name, files in _TOGETHER.items() if file.startswith(files)), file)
+    return next(
+        (name for name, files in _TOGETHER.items() if file.startswith(files)), file
+    )
 
 
 def _children() -> set[int]:
@@ -124,7 +143,9 @@ def _children() -> set[int]:
 def _has_ended(pid: int) -> bool:
     """Return whether a process is gone or waits to be reaped (adopted orphans do)."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        )
     return True
 
 
@@ -138,13 +159,20 @@ def _descriptors() -> dict[int, str]:
 
 def descendants() -> set[int]:
     """Return the pids of all running descendants of this process."""
-    return {pid for pid in processes.descendants(os.getpid())[1:] if not _has_ended(pid)}
+    return {
+        pid for pid in processes.descendants(os.getpid())[1:] if not _has_ended(pid)
+    }
 
 
 def command(pid: int | str) -> str:
     """Return a process's command line."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return (
+            Path(f"/proc/{pid}/cmdline")
+            .read_bytes()
+            .replace(b"\0", b" ")
+            .decode(errors="replace")
+        )
     return "(gone)"
 
 
@@ -173,12 +201,19 @@ def _not_of_others(names: set[str]) -> set[str]:
     names = {name for name in names if not is_of_others(name)}
     if not names:
         return names
-    ours = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    ours = {
+        os.getpid(),
+        *(child.pid for child in psutil.Process().children(recursive=True)),
+    }
     theirs: set[int] = set()
     for pid in psutil.pids():
         with contextlib.suppress(OSError):
             maps = "" if pid in ours else Path(f"/proc/{pid}/maps").read_text()
-            theirs.update(int(line.split()[4]) for line in maps.splitlines() if "/dev/shm/" in line)
+            theirs.update(
+                int(line.split()[4])
+                for line in maps.splitlines()
+                if "/dev/shm/" in line
+            )
     return {name for name in names if _inode(name) not in theirs}
 
 
@@ -200,25 +235,50 @@ class Possessions:
 
     children: set[int] = field(default_factory=_children)
     descriptors: dict[int, str] = field(default_factory=_descriptors)
-    threads: set[int] = field(default_factory=lambda: {id(thread) for thread in threading.enumerate()})
+    threads: set[int] = field(
+        default_factory=lambda: {id(thread) for thread in threading.enumerate()}
+    )
     shm: set[str] = field(default_factory=lambda: set(os.listdir("/dev/shm")))
-    handlers: dict[int, Any] = field(default_factory=lambda: {number: signal.getsignal(number) for number in _SIGNALS})
+    handlers: dict[int, Any] = field(
+        default_factory=lambda: {
+            number: signal.getsignal(number) for number in _SIGNALS
+        }
+    )
     folder: str = field(default_factory=os.getcwd)
-    has_grad: bool = field(default_factory=lambda: "torch" not in sys.modules or sys.modules["torch"].is_grad_enabled())
+    has_grad: bool = field(
+        default_factory=lambda: (
+            "torch" not in sys.modules or sys.modules["torch"].is_grad_enabled()
+        )
+    )
 
     def gained(self) -> list[str]:
         """Return the resources that were gained since."""
         now = Possessions()
         return [
-            *(f"process {pid}: {command(pid)[:200]}" for pid in sorted(now.children - self.children)),
+            *(
+                f"process {pid}: {command(pid)[:200]}"
+                for pid in sorted(now.children - self.children)
+            ),
             *(
                 f"descriptor {fd}: {target}"
                 for fd, target in now.descriptors.items()
-                if self.descriptors.get(fd) != target and not target.startswith(_KEPT_OPEN)
+                if self.descriptors.get(fd) != target
+                and not target.startswith(_KEPT_OPEN)
             ),
-            *(f"thread {t.name}" for t in threading.enumerate() if id(t) not in self.threads and not _is_pool(t)),
-            *(f"/dev/shm/{name}" for name in sorted(_not_of_others(now.shm - self.shm))),
-            *(f"handler of signal {n}" for n, handler in now.handlers.items() if handler != self.handlers[n]),
+            *(
+                f"thread {t.name}"
+                for t in threading.enumerate()
+                if id(t) not in self.threads and not _is_pool(t)
+            ),
+            *(
+                f"/dev/shm/{name}"
+                for name in sorted(_not_of_others(now.shm - self.shm))
+            ),
+            *(
+                f"handler of signal {n}"
+                for n, handler in now.handlers.items()
+                if handler != self.handlers[n]
+            ),
             *(["torch without gradients"] if now.has_grad != self.has_grad else []),
             *([f"current folder {now.folder}"] if now.folder != self.folder else []),
         ]
@@ -233,7 +293,9 @@ def _the_gpu_is_in_use() -> None:
 
 
 @pytest.fixture(scope="session")
-def _helper_of(request: pytest.FixtureRequest) -> Iterator[Callable[[tuple[str, ...]], Any]]:
+def _helper_of(
+    request: pytest.FixtureRequest,
+) -> Iterator[Callable[[tuple[str, ...]], Any]]:
     """Return a function that returns the session's helper, which has imported the modules of most tests.
 
     With the arguments of a mark `preloads(...)`, the helper has also imported these modules, and those with this mark.
@@ -246,9 +308,14 @@ def _helper_of(request: pytest.FixtureRequest) -> Iterator[Callable[[tuple[str, 
     def helper_of(modules: tuple[str, ...]) -> Any:
         if modules not in made:
             items: list[Any] = request.session.items
-            marked = {item.module.__name__ for item in items if _preloads(item.parent) == modules}
+            marked = {
+                item.module.__name__
+                for item in items
+                if _preloads(item.parent) == modules
+            }
             stack.enter_context(preloaded(*_PRELOADED, *modules, *sorted(marked)))
-            made[modules] = preloading._innermost.pop()  # modules put it back for themselves
+            # Modules put it back for themselves.
+            made[modules] = preloading._innermost.pop()
         return made[modules]
 
     with contextlib.ExitStack() as stack:
@@ -271,12 +338,16 @@ def _shared_helper(request: pytest.FixtureRequest) -> Iterator[None]:
     what helpers need.
     """
     modules = _preloads(request.node)
-    if platforms.missing() or (modules is None and request.node.nodeid.startswith(_WITHOUT_HELPER)):
+    if platforms.missing() or (
+        modules is None and request.node.nodeid.startswith(_WITHOUT_HELPER)
+    ):
         yield
     else:
         from envherd.executor.start import preloading
 
-        preloading._innermost.append(request.getfixturevalue("_helper_of")(modules or ()))
+        preloading._innermost.append(
+            request.getfixturevalue("_helper_of")(modules or ())
+        )
         yield
         preloading._innermost.pop()
 
@@ -288,19 +359,30 @@ def script_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptHost
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent  # of the whole run
-    with contextlib.closing(ScriptHost(folder, {"OMP_NUM_THREADS": "1", "PYTHONPATH": path})) as host:
+    with contextlib.closing(
+        ScriptHost(folder, {"OMP_NUM_THREADS": "1", "PYTHONPATH": path})
+    ) as host:
         yield host
 
 
 @pytest.fixture
-def run_example(script_host: ScriptHost, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+def run_example(
+    script_host: ScriptHost, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., str]:
     """Return a function that runs an example in an empty folder, checks its exit code, and returns its output."""
 
     def run(name: str, *arguments: str, timeout_s: float = 240) -> str:
-        folder, output = tmp_path_factory.mktemp("folder"), tmp_path_factory.mktemp("output")
+        folder, output = (
+            tmp_path_factory.mktemp("folder"),
+            tmp_path_factory.mktemp("output"),
+        )
         script = Path(__file__).parents[1] / "examples" / f"{name}.py"
-        done = script_host.run(script, *arguments, folder=folder, output=output, timeout_s=timeout_s)
-        assert done.returncode == 0, f"{name} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+        done = script_host.run(
+            script, *arguments, folder=folder, output=output, timeout_s=timeout_s
+        )
+        assert done.returncode == 0, (
+            f"{name} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+        )
         assert list(folder.iterdir()) == [], "an example leaves nothing behind"
         return done.stdout
 
@@ -351,7 +433,9 @@ def _leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _loses_no_worker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _loses_no_worker(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     """Fail a test that loses a worker without being marked `broken_pool`."""
     supervisor = sys.modules.get("envherd.executor.processes.supervisor")
     if supervisor is None or request.node.get_closest_marker("broken_pool"):
@@ -366,7 +450,10 @@ def _loses_no_worker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(supervisor.Supervisor, "declare_lost", declare)
     yield
-    assert not lost, "the test lost a worker; mark it `broken_pool` if it means to:\n" + "\n".join(lost)
+    assert not lost, (
+        "the test lost a worker; mark it `broken_pool` if it means to:\n"
+        + "\n".join(lost)
+    )
 
 
 @pytest.hookimpl(wrapper=True)

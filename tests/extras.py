@@ -44,7 +44,9 @@ PACKAGES = {
 
 def has_extra(extra: str) -> bool:
     """Return whether all that tests use of an extra is installed; nothing is imported."""
-    return all(importlib.util.find_spec(package) is not None for package in PACKAGES[extra])
+    return all(
+        importlib.util.find_spec(package) is not None for package in PACKAGES[extra]
+    )
 
 
 def needs(*extras: str) -> pytest.MarkDecorator:

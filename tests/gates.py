@@ -50,7 +50,10 @@ def wait_for(happened: Callable[[], Any], complaint: str = "it did not happen") 
 
 def files_of(thread_id: int) -> list[str]:
     """Return the files of the functions that a thread is in."""
-    return [frame.filename for frame in traceback.extract_stack(sys._current_frames()[thread_id])]
+    return [
+        frame.filename
+        for frame in traceback.extract_stack(sys._current_frames()[thread_id])
+    ]
 
 
 def interrupt(gate: Gate, call: Callable[[], Any]) -> None:
@@ -63,8 +66,14 @@ def interrupt(gate: Gate, call: Callable[[], Any]) -> None:
     def kill() -> None:
         with contextlib.suppress(AssertionError):
             gate.await_somebody()
-            wait_for(lambda: any("/executor/" in file and "/tests/" not in file for file in files_of(caller)))
-        time.sleep(0.05)  # an env may have waited before the call: from its begin to its wait
+            wait_for(
+                lambda: any(
+                    "/executor/" in file and "/tests/" not in file
+                    for file in files_of(caller)
+                )
+            )
+        # An env may have waited before the call: from its begin to its wait.
+        time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=kill)
@@ -75,7 +84,8 @@ def interrupt(gate: Gate, call: Callable[[], Any]) -> None:
     except KeyboardInterrupt:
         is_interrupted = True
     finally:
-        with contextlib.suppress(KeyboardInterrupt):  # where it ended by itself: not into another test
+        # Where it ended by itself: not into another test.
+        with contextlib.suppress(KeyboardInterrupt):
             thread.join()
         gate.open()
     assert is_interrupted, "it ended before it was interrupted"
@@ -93,7 +103,8 @@ def is_interrupted(call: Callable[[], Any], number: int, file: str) -> bool:
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal left
-        if frame.f_code.co_filename != file or frame.f_code.co_name == "__del__":  # Python drops what that raises
+        # Python drops what that raises.
+        if frame.f_code.co_filename != file or frame.f_code.co_name == "__del__":
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":

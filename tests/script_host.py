@@ -67,11 +67,16 @@ class ScriptHost:
             listener.listen(64)
             command = [sys.executable, __file__, str(listener.fileno())]
             environ = {**os.environ, **environment}
-            adopt_orphans(
-                is_on=False
-            )  # this process would adopt the host, and see the scripts of all others as its own
+            # This process would adopt the host, and see the scripts of all others as its own.
+            adopt_orphans(is_on=False)
             try:
-                subprocess.run(command, stdin=subprocess.DEVNULL, env=environ, pass_fds=[listener.fileno()], check=True)
+                subprocess.run(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    env=environ,
+                    pass_fds=[listener.fileno()],
+                    check=True,
+                )
             finally:
                 adopt_orphans(is_on=True)
 
@@ -85,7 +90,13 @@ class ScriptHost:
         return connection
 
     def run(
-        self, script: Path, *arguments: str, folder: Path, output: Path, timeout_s: float = 280, **environment: str
+        self,
+        script: Path,
+        *arguments: str,
+        folder: Path,
+        output: Path,
+        timeout_s: float = 280,
+        **environment: str,
     ) -> subprocess.CompletedProcess[str]:
         """Run a script in `folder`; return its exit code, stdout and stderr, which it writes to files in `output`.
 
@@ -98,13 +109,22 @@ class ScriptHost:
             environment: variables to set for it, beyond the host's.
         """
         out, err = output / "stdout", output / "stderr"
-        job = {"command": [str(script), *arguments], "folder": str(folder), "files": [str(out), str(err)]}
+        job = {
+            "command": [str(script), *arguments],
+            "folder": str(folder),
+            "files": [str(out), str(err)],
+        }
         with self._connect() as connection, connection.makefile("rw") as file:
-            file.write(json.dumps({**job, "timeout_s": timeout_s, "environment": environment}) + "\n")
+            file.write(
+                json.dumps({**job, "timeout_s": timeout_s, "environment": environment})
+                + "\n"
+            )
             file.flush()
             code, left = json.loads(file.readline())
         assert not left, f"the script left processes behind: {left}"
-        return subprocess.CompletedProcess(job["command"], code, out.read_text(), err.read_text())
+        return subprocess.CompletedProcess(
+            job["command"], code, out.read_text(), err.read_text()
+        )
 
     def close(self) -> None:
         """Drop this connection. Another test process may still use the host."""
@@ -166,7 +186,13 @@ def answer(connection: socket.socket) -> None:
     _run(**json.loads(line))
 
 
-def _run(command: list[str], folder: str, files: list[str], timeout_s: float, environment: dict[str, str]) -> None:
+def _run(
+    command: list[str],
+    folder: str,
+    files: list[str],
+    timeout_s: float,
+    environment: dict[str, str],
+) -> None:
     signal.alarm(int(timeout_s))  # ends the process
     os.environ.update(environment)
     for number, file in enumerate(files, 1):

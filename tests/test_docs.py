@@ -25,7 +25,10 @@ from tests.extras import needs
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = [*(ROOT / name for name in ("README.md", "AGENTS.md", "llms.txt")), *sorted(DOCS.glob("**/*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "AGENTS.md", "llms.txt")),
+    *sorted(DOCS.glob("**/*.md")),
+]
 #: Page -> the extras that its blocks need.
 NEEDED = {
     "README.md": ("meltingpot", "gymnasium", "sb3", "torchrl"),
@@ -46,7 +49,8 @@ NEEDED = {
     "docs/torchrl.md": ("gymnasium", "torchrl"),
 }
 BLOCK = re.compile(
-    r"(?:^<!-- fragment: (?P<why>[^\n]+) -->\n)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
+    r"(?:^<!-- fragment: (?P<why>[^\n]+) -->\n)?^```python\n(?P<code>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
 )
 SHAPED = re.compile(r"^(\s*)([^#]+?)\s+# (?:(\w+) )?(\[\d+(?:, \d+)*\])")
 #: Takes the line of the page's title.
@@ -59,8 +63,27 @@ CHECK = (
 COLUMNS = 84
 LINK = re.compile(r"""(?:\]\(|src(?:set)?=")([^)"\s]+)[)"]""")
 WORDS = (
-    *("whoever", "so many", "of its own", "of one's own", "beside", "told", "said", "has to see to", "for ever"),
-    *("becomes of", "comes of", "comes to be", "gives and takes", "as far as it goes", "as it comes", "mends", "dear"),
+    *(
+        "whoever",
+        "so many",
+        "of its own",
+        "of one's own",
+        "beside",
+        "told",
+        "said",
+        "has to see to",
+        "for ever",
+    ),
+    *(
+        "becomes of",
+        "comes of",
+        "comes to be",
+        "gives and takes",
+        "as far as it goes",
+        "as it comes",
+        "mends",
+        "dear",
+    ),
     *("save one", "it pays", "lies about"),
 )
 #: The objects on the pages of the reference, from the directives of mkdocstrings.
@@ -123,10 +146,16 @@ def script_of(text: str) -> str:
 
 
 def parameters() -> list[object]:
-    pages = [page for page in PAGES if any(block.why is None for block in blocks_of(page.read_text()))]
+    pages = [
+        page
+        for page in PAGES
+        if any(block.why is None for block in blocks_of(page.read_text()))
+    ]
     return [
         pytest.param(
-            page, marks=[pytest.mark.slow, needs(*NEEDED.get(name_of(page), ("gymnasium",)))], id=name_of(page)
+            page,
+            marks=[pytest.mark.slow, needs(*NEEDED.get(name_of(page), ("gymnasium",)))],
+            id=name_of(page),
         )
         for page in pages
     ]
@@ -137,8 +166,12 @@ def test_the_blocks_of_a_page_run_as_printed(page, script_host, tmp_path):
     script = tmp_path / f"page_of_{page.stem}.py"
     script.write_text(script_of(page.read_text()))
     # Ray would join a cluster that another test has on this machine.
-    done = script_host.run(script, folder=tmp_path, output=tmp_path, RAY_ADDRESS="local")
-    assert done.returncode == 0, f"{name_of(page)}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    done = script_host.run(
+        script, folder=tmp_path, output=tmp_path, RAY_ADDRESS="local"
+    )
+    assert done.returncode == 0, (
+        f"{name_of(page)}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    )
 
 
 def test_fragments_compile():
@@ -154,7 +187,11 @@ def test_each_block_of_the_readme_runs_alone():
             match node:
                 case ast.Name(id=name, ctx=ast.Load()):
                     used.add(name)
-                case ast.Name(id=name) | ast.FunctionDef(name=name) | ast.alias(name=name):
+                case (
+                    ast.Name(id=name)
+                    | ast.FunctionDef(name=name)
+                    | ast.alias(name=name)
+                ):
                     made.add(name)
         assert used <= made, f"README.md:{block.line}"
 
@@ -162,14 +199,24 @@ def test_each_block_of_the_readme_runs_alone():
 def test_the_readmes_installation_begins_with_its_two_commands():
     section = (ROOT / "README.md").read_text().split("## Installation\n")[1]
     before_pip = section[: section.index("pip install")]
-    assert re.findall(r"^make (\w+) +# ", before_pip, re.MULTILINE) == ["rollout", "test"]
-    assert {"rollout", "test"} <= {*re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)}
+    assert re.findall(r"^make (\w+) +# ", before_pip, re.MULTILINE) == [
+        "rollout",
+        "test",
+    ]
+    assert {"rollout", "test"} <= {
+        *re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    }
 
 
 def test_a_wrong_shape_is_noticed():
-    script = script_of("# Title\n```python\nimport torch\ntorch.zeros(2, 3)   # float32 [2, 4]\n```\n")
+    script = script_of(
+        "# Title\n```python\nimport torch\ntorch.zeros(2, 3)   # float32 [2, 4]\n```\n"
+    )
     assert script.splitlines()[3] == "_holds(torch.zeros(2, 3), 'float32', [2, 4])"
-    with pytest.raises(AssertionError, match=re.escape("expected float32 [2, 4], got torch.float32 [2, 3]")):
+    with pytest.raises(
+        AssertionError,
+        match=re.escape("expected float32 [2, 4], got torch.float32 [2, 3]"),
+    ):
         exec(script, {})
 
 
@@ -182,13 +229,23 @@ def prose_of(page: Path) -> str:
 def anchors_of(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub and the site make them."""
     titles = re.findall(r"^#+ (.+)$", prose_of(page), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles}
+    return {
+        re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-")
+        for title in titles
+    }
 
 
 def test_every_link_has_a_target():
     broken = []
-    for page in (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md"):
-        for link in (link for link in LINK.findall(prose_of(page)) if "://" not in link):
+    for page in (
+        *PAGES,
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "CHANGELOG.md",
+        ROOT / "benchmarks" / "README.md",
+    ):
+        for link in (
+            link for link in LINK.findall(prose_of(page)) if "://" not in link
+        ):
             path, _, anchor = link.partition("#")
             target = page if not path else (page.parent / path).resolve()
             if not target.exists() or (anchor and anchor not in anchors_of(target)):
@@ -197,42 +254,78 @@ def test_every_link_has_a_target():
 
 
 def test_the_index_has_every_page_by_its_title():
-    links = re.findall(r"\[([^\]]+)\]\(((?:\w+/)?\w+\.md)\)", (DOCS / "index.md").read_text())
+    links = re.findall(
+        r"\[([^\]]+)\]\(((?:\w+/)?\w+\.md)\)", (DOCS / "index.md").read_text()
+    )
     titles = {DOCS / link: text for text, link in links}
-    pages = [page for page in PAGES if page.is_relative_to(DOCS) and page.name != "index.md"]
+    pages = [
+        page for page in PAGES if page.is_relative_to(DOCS) and page.name != "index.md"
+    ]
     assert {name_of(page): titles.get(page) for page in pages} == {
-        name_of(page): re.search(r"^# (.+)$", prose_of(page), re.MULTILINE).group(1) for page in pages
+        name_of(page): re.search(r"^# (.+)$", prose_of(page), re.MULTILINE).group(1)
+        for page in pages
     }
 
 
 def test_code_fits_the_site():
     for page in PAGES:
         blocks = re.findall(r"^```.*?^```$", page.read_text(), re.MULTILINE | re.DOTALL)
-        assert [line for block in blocks for line in block.splitlines() if len(line) > COLUMNS] == [], name_of(page)
+        assert [
+            line
+            for block in blocks
+            for line in block.splitlines()
+            if len(line) > COLUMNS
+        ] == [], name_of(page)
 
 
 def prose_of_source(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the line and the text of each comment and of each string that has several words."""
     with path.open() as file:
         for token in tokenize.generate_tokens(file.readline):
-            if token.type in (tokenize.COMMENT, tokenize.STRING) and " " in token.string:
+            if (
+                token.type in (tokenize.COMMENT, tokenize.STRING)
+                and " " in token.string
+            ):
                 yield token.start[0], re.sub(r"\{[^{}]*\}|`[^`]*`", "", token.string)
 
 
 def test_pages_and_sources_avoid_the_worst_words():
     worst = re.compile(rf"\b(?:{'|'.join(WORDS)})\b", re.IGNORECASE)
-    files = sorted(path for folder in ("executor", "shm", "workers") for path in (ROOT / folder).glob("**/*.py"))
-    texts = [(f"{path}:{line}", text) for path in files for line, text in prose_of_source(path)]
-    texts += [(name_of(page), re.sub(r"`[^`]*`|\"[^\"]*\"|\]\([^)]*\)", "", prose_of(page))) for page in PAGES]
-    assert [(where, found) for where, text in texts if (found := worst.findall(text))] == []
+    files = sorted(
+        path
+        for folder in ("executor", "shm", "workers")
+        for path in (ROOT / folder).glob("**/*.py")
+    )
+    texts = [
+        (f"{path}:{line}", text)
+        for path in files
+        for line, text in prose_of_source(path)
+    ]
+    texts += [
+        (name_of(page), re.sub(r"`[^`]*`|\"[^\"]*\"|\]\([^)]*\)", "", prose_of(page)))
+        for page in PAGES
+    ]
+    assert [
+        (where, found) for where, text in texts if (found := worst.findall(text))
+    ] == []
 
 
-@pytest.mark.parametrize("folder", ["shm", "workers", "executor", "tests", "tools", "benchmarks", "examples"])
+@pytest.mark.parametrize(
+    "folder", ["shm", "workers", "executor", "tests", "tools", "benchmarks", "examples"]
+)
 def test_names_avoid_the_worst_words(folder):
     for path in sorted((ROOT / folder).glob("**/*.py")):
         with path.open() as file:
-            names = {token.string for token in tokenize.generate_tokens(file.readline) if token.type == tokenize.NAME}
-        assert [name for name in names if {"said", "told", "whoever"} & set(name.lower().split("_"))] == [], path
+            names = {
+                token.string
+                for token in tokenize.generate_tokens(file.readline)
+                if token.type == tokenize.NAME
+            }
+        assert [
+            name
+            for name in names
+            if {"said", "told", "whoever"} & set(name.lower().split("_"))
+        ] == [], path
 
 
 def members_of(path: str) -> dict[str, object]:
@@ -243,7 +336,10 @@ def members_of(path: str) -> dict[str, object]:
     if inspect.isclass(value):
         for name in dir(value):
             member = inspect.getattr_static(value, name)
-            is_ours = any(name in vars(base) and base.__module__.startswith("envherd.") for base in value.__mro__)
+            is_ours = any(
+                name in vars(base) and base.__module__.startswith("envherd.")
+                for base in value.__mro__
+            )
             if not name.startswith("_") and is_ours and isinstance(member, MEMBERS):
                 found[f"{path}.{name}"] = member
     return found
@@ -255,36 +351,62 @@ def test_the_reference_has_every_public_name():
 
 
 def test_what_the_reference_shows_has_a_docstring():
-    members = [one for path in DIRECTIVES if not OF_FACADE.match(path) for one in members_of(path).items()]
+    members = [
+        one
+        for path in DIRECTIVES
+        if not OF_FACADE.match(path)
+        for one in members_of(path).items()
+    ]
     assert [name for name, member in members if not inspect.getdoc(member)] == []
 
 
 def test_the_reference_has_every_option():
     attributes = inspect.getdoc(envherd.ExecutorOptions).partition("Attributes:")[2]
     documented = re.findall(r"^ {4}(\w+): ", attributes, re.MULTILINE)
-    assert documented == [field.name for field in dataclasses.fields(envherd.ExecutorOptions)]
+    assert documented == [
+        field.name for field in dataclasses.fields(envherd.ExecutorOptions)
+    ]
 
 
 def test_the_tutorial_has_every_argument_of_rollout():
     parameters = dict(inspect.signature(RolloutRunner.run).parameters)
     del parameters["self"], parameters["env"]
-    rows = dict(re.findall(r"^\| `(\w+)` \| (\w*) \|", (DOCS / "tutorial.md").read_text(), re.MULTILINE))
+    rows = dict(
+        re.findall(
+            r"^\| `(\w+)` \| (\w*) \|", (DOCS / "tutorial.md").read_text(), re.MULTILINE
+        )
+    )
     rows["max_steps"] = rows["max_steps"] or str(inspect.Parameter.empty)
-    assert rows == {name: str(parameter.default) for name, parameter in parameters.items()}
+    assert rows == {
+        name: str(parameter.default) for name, parameter in parameters.items()
+    }
 
 
 def test_the_page_of_errors_has_the_whole_tree():
-    tree = dict(re.findall(r"^\+-- (\w+) +\((\w+)\)", (DOCS / "errors.md").read_text(), re.MULTILINE))
+    tree = dict(
+        re.findall(
+            r"^\+-- (\w+) +\((\w+)\)", (DOCS / "errors.md").read_text(), re.MULTILINE
+        )
+    )
     known = [getattr(envherd, name) for name in envherd._HOMES]
-    known = [one for one in known if inspect.isclass(one) and issubclass(one, envherd.EnvherdError)]
-    assert tree == {one.__name__: one.__bases__[1].__name__ for one in known if one is not envherd.EnvherdError}
+    known = [
+        one
+        for one in known
+        if inspect.isclass(one) and issubclass(one, envherd.EnvherdError)
+    ]
+    assert tree == {
+        one.__name__: one.__bases__[1].__name__
+        for one in known
+        if one is not envherd.EnvherdError
+    }
 
 
 def test_the_limits_of_torchrl_name_tests_that_exist():
     page = (DOCS / "torchrl_limits.md").read_text()
     folder = ROOT / "tests" / "executor" / "facades"
     texts = {
-        letter: (folder / name).read_text() for letter, name in re.findall(r"\b([A-Z])(?: is)? `(test_\w+\.py)`", page)
+        letter: (folder / name).read_text()
+        for letter, name in re.findall(r"\b([A-Z])(?: is)? `(test_\w+\.py)`", page)
     }
     assert len(texts) == 4
     for row in re.findall(r"^\| .+ \| ([^|]+) \|$", page, re.MULTILINE):
@@ -298,15 +420,22 @@ def test_the_limits_of_torchrl_name_tests_that_exist():
 
 
 def test_the_index_has_every_example():
-    assert {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb")} <= set(
-        re.findall(r"\[(\w+\.\w+)\]", (DOCS / "index.md").read_text())
-    )
+    assert {
+        path.name
+        for path in (ROOT / "examples").iterdir()
+        if path.suffix in (".py", ".ipynb")
+    } <= set(re.findall(r"\[(\w+\.\w+)\]", (DOCS / "index.md").read_text()))
 
 
 def test_the_readmes_first_screen_has_the_ratios_of_its_tables():
     text = (ROOT / "README.md").read_text()
-    row = re.compile(r"^\| ([^|]+) \| ([^|]+) \| [\d,]+ \| [\d,]+ \| ([\d.]+)x ", re.MULTILINE)
-    ratios = {(work.split(" ")[0].strip(","), other): float(ratio) for work, other, ratio in row.findall(text)}
+    row = re.compile(
+        r"^\| ([^|]+) \| ([^|]+) \| [\d,]+ \| [\d,]+ \| ([\d.]+)x ", re.MULTILINE
+    )
+    ratios = {
+        (work.split(" ")[0].strip(","), other): float(ratio)
+        for work, other, ratio in row.findall(text)
+    }
     assert len(ratios) == 6
     claim = re.search(
         r"has ([\d.]+)x the throughput of Gymnasium's `AsyncVectorEnv` at 200 µs a\s+step, and ([\d.]+)x for CartPole"
@@ -318,6 +447,10 @@ def test_the_readmes_first_screen_has_the_ratios_of_its_tables():
     assert steady == f"{ratios['200', 'Gymnasium AsyncVectorEnv']:.1f}"
     assert cartpole == f"{ratios['CartPole', 'Gymnasium AsyncVectorEnv']:.1f}"
     scripts = re.findall(
-        r"^\| 4 `MeltingpotEnv\([^|]+ \| [^|]+ \| ([\d.]+) ", (DOCS / "torchrl.md").read_text(), re.MULTILINE
+        r"^\| 4 `MeltingpotEnv\([^|]+ \| [^|]+ \| ([\d.]+) ",
+        (DOCS / "torchrl.md").read_text(),
+        re.MULTILINE,
     )
-    assert [least, most] == [f"{bound(map(float, scripts)):.0f}" for bound in (min, max)]
+    assert [least, most] == [
+        f"{bound(map(float, scripts)):.0f}" for bound in (min, max)
+    ]

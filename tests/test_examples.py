@@ -43,12 +43,16 @@ TESTED = {
 
 
 def test_no_example_is_forgotten():
-    assert {path.stem for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")} == TESTED
+    assert {
+        path.stem for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")
+    } == TESTED
 
 
 @pytest.mark.usefixtures("script_host")
 def test_no_test_process_sees_the_scripts_of_others():
-    assert not [name for name in map(command, descendants()) if "script_host.py" in name]
+    assert not [
+        name for name in map(command, descendants()) if "script_host.py" in name
+    ]
 
 
 @pytest.mark.slow
@@ -59,7 +63,9 @@ def test_no_test_process_sees_the_scripts_of_others():
         ("branch_groups", ("--groups", "5"), r"gradients ([\d.]+)"),
     ],
 )
-def test_branches_do_better_than_the_same_steps_without(run_example, name, short, number):
+def test_branches_do_better_than_the_same_steps_without(
+    run_example, name, short, number
+):
     without, with_branches = map(float, re.findall(number, run_example(name, *short)))
     assert with_branches > without
 
@@ -69,7 +75,11 @@ def test_branches_do_better_than_the_same_steps_without(run_example, name, short
     ("name", "short", "expected"),
     [
         ("evaluate_suite", ("--episodes", "3"), r"all tasks .*\(\d/9\)"),
-        ("rebuild_tasks", ("--tasks", "8", "--megabytes", "4"), r"tasks 4-7: .*\n.* scenes 16 MB"),
+        (
+            "rebuild_tasks",
+            ("--tasks", "8", "--megabytes", "4"),
+            r"tasks 4-7: .*\n.* scenes 16 MB",
+        ),
         ("agents_text_world", (), r"32 episodes, mean score 1\.00"),
         ("agents_hanging_grader", (), "24 answers: 6 right, 12 wrong, 6 not graded"),
     ],
@@ -94,22 +104,38 @@ def test_meltingpot_rollout_prints_shapes_and_returns(run_example):
     assert "(4, 200, 144, 192, 3) torch.uint8" in printed
     assert "(4, 200, 7, 88, 88, 3) torch.uint8" in printed
     assert "(4, 200, 7) torch.int64" in printed
-    mean_returns = [float(word) for word in printed.split("mean return per agent:")[1].split()]
+    mean_returns = [
+        float(word) for word in printed.split("mean return per agent:")[1].split()
+    ]
     assert len(mean_returns) == 7
     assert sum(mean_returns) > 0, "random players do eat apples"
 
 
 @needs("meltingpot")
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [(), pytest.param(("--separate",), marks=pytest.mark.full)], ids=["shared", "separate"])
+@pytest.mark.parametrize(
+    "how",
+    [(), pytest.param(("--separate",), marks=pytest.mark.full)],
+    ids=["shared", "separate"],
+)
 def test_ippo_trains_saves_and_continues(script_host, tmp_path, how):
-    short = ("--substrate", "prisoners_dilemma_in_the_matrix__repeated", "--episode", "100", "--seed", "1", *how)
+    short = (
+        "--substrate",
+        "prisoners_dilemma_in_the_matrix__repeated",
+        "--episode",
+        "100",
+        "--seed",
+        "1",
+        *how,
+    )
     command = [EXAMPLES / "meltingpot_ippo.py", *short, "--checkpoint", "agents.pt"]
     printed = []
     for more in (("--steps", "400"), ("--steps", "800", "--asynchronous")):
         run = script_host.run(*command, *more, folder=tmp_path, output=tmp_path)
         assert run.returncode == 0, run.stderr
-        printed.append([int(number) for number in re.findall(r"steps +(\d+)  return", run.stdout)])
+        printed.append(
+            [int(number) for number in re.findall(r"steps +(\d+)  return", run.stdout)]
+        )
     assert printed == [[400], [800]]
     curve = json.loads((tmp_path / "agents.json").read_text())
     assert [steps for steps, _, _ in curve] == [400, 800]
@@ -122,7 +148,9 @@ def test_ippo_trains_saves_and_continues(script_host, tmp_path, how):
 @pytest.mark.timeout(1200)
 def test_ippo_learns_to_harvest(run_example):
     printed = run_example("meltingpot_ippo", "--steps", "60000", timeout_s=1100)
-    returns = [float(number) for number in re.findall(r"return per player +([\d.]+)", printed)]
+    returns = [
+        float(number) for number in re.findall(r"return per player +([\d.]+)", printed)
+    ]
     assert returns[-1] > 1.5 * returns[0]
 
 
@@ -131,19 +159,33 @@ def test_ippo_learns_to_harvest(run_example):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_ippo_learns_to_meet_in_a_game_of_two(run_example):
-    game = ("--substrate", "prisoners_dilemma_in_the_matrix__repeated", "--episode", "1000", "--sparse")
-    printed = run_example("meltingpot_ippo", *game, "--steps", "1500000", timeout_s=1100)
-    returns = [float(number) for number in re.findall(r"return per player +([\d.]+)", printed)]
+    game = (
+        "--substrate",
+        "prisoners_dilemma_in_the_matrix__repeated",
+        "--episode",
+        "1000",
+        "--sparse",
+    )
+    printed = run_example(
+        "meltingpot_ippo", *game, "--steps", "1500000", timeout_s=1100
+    )
+    returns = [
+        float(number) for number in re.findall(r"return per player +([\d.]+)", printed)
+    ]
     assert returns[-1] > 5.0, "random actions give 1.5"
 
 
 @needs("meltingpot", "torchrl")
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "steps", [800, pytest.param(40_000, marks=[pytest.mark.full, pytest.mark.timeout(1200)])], ids=str
+    "steps",
+    [800, pytest.param(40_000, marks=[pytest.mark.full, pytest.mark.timeout(1200)])],
+    ids=str,
 )
 def test_torchrls_losses_train_on_melting_pot(run_example, steps):
-    printed = run_example("meltingpot_torchrl", "--steps", str(steps), "--episode", "200", timeout_s=1100)
+    printed = run_example(
+        "meltingpot_torchrl", "--steps", str(steps), "--episode", "200", timeout_s=1100
+    )
     found = re.findall(r"steps +(\d+)  return per player +([\d.]+)", printed)
     assert found[-1][0] == str(steps)
     if steps > 800:
@@ -154,7 +196,11 @@ def test_torchrls_losses_train_on_melting_pot(run_example, steps):
 @pytest.mark.timeout(600)
 def test_ppo_solves_cartpole(run_example):
     printed = run_example("ppo_cartpole", "--seed", "1", timeout_s=560)
-    solved = re.search(r"^solved: mean return ([\d.]+) over the last (\d+) episodes", printed, re.MULTILINE)
+    solved = re.search(
+        r"^solved: mean return ([\d.]+) over the last (\d+) episodes",
+        printed,
+        re.MULTILINE,
+    )
     assert solved is not None, printed
     assert float(solved.group(1)) >= 475
     assert int(solved.group(2)) >= 20
@@ -162,7 +208,9 @@ def test_ppo_solves_cartpole(run_example):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "frames", [2048, pytest.param(1_000_000, marks=[pytest.mark.full, pytest.mark.timeout(600)])], ids=str
+    "frames",
+    [2048, pytest.param(1_000_000, marks=[pytest.mark.full, pytest.mark.timeout(600)])],
+    ids=str,
 )
 def test_vtrace_learns_from_older_data(run_example, frames):
     printed = run_example("vtrace_cartpole", "--frames", str(frames), timeout_s=560)
@@ -172,7 +220,9 @@ def test_vtrace_learns_from_older_data(run_example, frames):
         assert found.group(2) == "2,048"
     else:
         assert float(found.group(1)) >= 475
-    assert re.search(r"^Bound by the \w+; the data were [\d.]+ versions old", printed, re.MULTILINE)
+    assert re.search(
+        r"^Bound by the \w+; the data were [\d.]+ versions old", printed, re.MULTILINE
+    )
 
 
 @needs("torchrl")
@@ -189,7 +239,9 @@ def test_torchrls_ppo_solves_cartpole(run_example):
 @pytest.mark.slow
 def test_ppo_says_when_it_fails(tmp_path):
     command = [sys.executable, str(EXAMPLES / "ppo_cartpole.py"), "--max-steps", "2048"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 1, done.stderr
     assert "not solved" in done.stdout
 
@@ -200,7 +252,9 @@ def test_ppo_says_when_it_fails(tmp_path):
 @pytest.mark.timeout(400)
 def test_a_policy_that_cannot_be_copied_is_trained(run_example):
     printed = run_example("uncopyable_policy", timeout_s=380)
-    returns = [float(number) for number in re.findall(r"mean return +([\d.]+)", printed)]
+    returns = [
+        float(number) for number in re.findall(r"mean return +([\d.]+)", printed)
+    ]
     assert len(returns) == 4
     assert returns[-1] > 100
 
@@ -213,19 +267,31 @@ def test_custom_env_refuses_instances_and_runs_its_factory(run_example):
     assert "got an env" in refusals[0] or "got __main__.Marble" in refusals[0]
     assert "captured the variable `built_here`" in refusals[1]
     rows = re.findall(
-        r"^(random pushes|pushing back) +wind ([\d.]+) +falls +(\d+) +cut off +(\d+)$", printed, re.MULTILINE
+        r"^(random pushes|pushing back) +wind ([\d.]+) +falls +(\d+) +cut off +(\d+)$",
+        printed,
+        re.MULTILINE,
     )
     falls = {(name, wind): int(count) for name, wind, count, _ in rows}
     assert len(falls) == 8
-    assert all(falls["pushing back", wind] < falls["random pushes", wind] for wind in ("0.02", "0.04", "0.08", "0.16"))
-    assert falls["random pushes", "0.02"] < falls["random pushes", "0.16"], "each env got a wind of its own"
+    assert all(
+        falls["pushing back", wind] < falls["random pushes", wind]
+        for wind in ("0.02", "0.04", "0.08", "0.16")
+    )
+    assert falls["random pushes", "0.02"] < falls["random pushes", "0.16"], (
+        "each env got a wind of its own"
+    )
 
 
 @pytest.mark.slow
 def test_ctypes_env_keeps_the_contract_and_runs(run_example):
     printed = run_example("ctypes_env")
-    assert re.search(r"the contract holds: rules \(1, 5, 6, 7, 3, 2, 4, 8\), (\d+) episodes ended", printed)
-    steps, crashes, cut = map(int, re.search(r"(\d+) steps: (\d+) crashes, (\d+) flights", printed).groups())
+    assert re.search(
+        r"the contract holds: rules \(1, 5, 6, 7, 3, 2, 4, 8\), (\d+) episodes ended",
+        printed,
+    )
+    steps, crashes, cut = map(
+        int, re.search(r"(\d+) steps: (\d+) crashes, (\d+) flights", printed).groups()
+    )
     assert steps == 4000
     assert crashes > 0
     assert cut > 0
@@ -234,30 +300,65 @@ def test_ctypes_env_keeps_the_contract_and_runs(run_example):
 def test_the_page_on_envs_of_ones_own_has_the_example_itself():
     example = (EXAMPLES / "ctypes_env.py").read_text()
     page = (EXAMPLES.parent / "docs" / "custom_envs.md").read_text()
-    blocks = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class Drone" in block]
+    blocks = [
+        block
+        for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+        if "class Drone" in block
+    ]
     assert len(blocks) == 2
     assert all(block.strip() in example for block in blocks)
     assert sum(len(block.strip().splitlines()) for block in blocks) < 60
 
 
 @needs("gymnasium", "media", "progress", "box2d")
-@pytest.mark.skipif(importlib.util.find_spec("nbclient") is None, reason="needs nbclient and ipykernel")
+@pytest.mark.skipif(
+    importlib.util.find_spec("nbclient") is None, reason="needs nbclient and ipykernel"
+)
 @pytest.mark.slow
 def test_the_notebook_runs_in_a_kernel(tmp_path):
     notebook = Path(shutil.copy(EXAMPLES / "first_steps.ipynb", tmp_path))
-    homes = {name: str(tmp_path / "jupyter") for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR")}
+    homes = {
+        name: str(tmp_path / "jupyter")
+        for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR")
+    }
     code = "from nbclient.cli import main; main()"
-    command = [sys.executable, "-c", code, "--inplace", "--kernel_name=python3", "--timeout=120", str(notebook)]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "--inplace",
+        "--kernel_name=python3",
+        "--timeout=120",
+        str(notebook),
+    ]
     done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, **homes}, capture_output=True, text=True, check=False
+        command,
+        cwd=tmp_path,
+        env={**os.environ, **homes},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+    cells = [
+        cell
+        for cell in json.loads(notebook.read_text())["cells"]
+        if cell["cell_type"] == "code"
+    ]
     assert [cell["execution_count"] for cell in cells] == list(range(1, 1 + len(cells)))
     outputs = [output for cell in cells for output in cell["outputs"]]
     assert any("image/png" in output.get("data", {}) for output in outputs)
-    printed = "".join(text for output in outputs for text in output.get("text", ()) if output["name"] == "stdout")
-    assert re.search(r"^[1-9]\d* episodes, mean return \d+\.\d, mean length \d+\.\d$", printed, re.MULTILINE)
+    printed = "".join(
+        text
+        for output in outputs
+        for text in output.get("text", ())
+        if output["name"] == "stdout"
+    )
+    assert re.search(
+        r"^[1-9]\d* episodes, mean return \d+\.\d, mean length \d+\.\d$",
+        printed,
+        re.MULTILINE,
+    )
 
 
 @pytest.mark.slow
@@ -266,7 +367,9 @@ def test_async_rollout_shows_both_ways_to_step(run_example):
     rates = [float(rate) for rate in re.findall(r"(\d+) transitions/s", printed)]
     assert len(rates) == 2
     assert min(rates) > 0
-    per_env = [int(count) for count in re.findall(r"per env: \[(.*)\]", printed)[0].split(", ")]
+    per_env = [
+        int(count) for count in re.findall(r"per env: \[(.*)\]", printed)[0].split(", ")
+    ]
     assert len(per_env) == 12
     assert min(per_env) > 0
     assert sum(per_env) >= 1800
@@ -275,9 +378,13 @@ def test_async_rollout_shows_both_ways_to_step(run_example):
 @pytest.mark.slow
 def test_gymnasium_vector_env_prints_returns(run_example):
     printed = run_example("gymnasium_vector_env")
-    num_episodes, mean_return = re.match(r"(\d+) episodes in 1200 steps, mean return ([\d.]+)", printed).groups()
+    num_episodes, mean_return = re.match(
+        r"(\d+) episodes in 1200 steps, mean return ([\d.]+)", printed
+    ).groups()
     assert int(num_episodes) > 20
-    assert 10 < float(mean_return) < 60, "random actions keep the pole up for some 20 steps"
+    assert 10 < float(mean_return) < 60, (
+        "random actions keep the pole up for some 20 steps"
+    )
 
 
 @needs("sb3", "meltingpot")

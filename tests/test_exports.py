@@ -71,7 +71,9 @@ def test_all_names_are_in_one_place():
 def test_the_package_imports_nothing_until_it_is_asked():
     heavy = ("envherd.", "torch", "numpy")
     code = f"import sys, envherd; print([name for name in sys.modules if name.startswith({heavy})])"
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    )
     assert done.stdout.strip() == "['envherd.moved']"
 
 
@@ -98,13 +100,25 @@ def test_public_methods_have_a_docstring_or_inherit_one():
     classes = _classes()
 
     def bases(node: ast.ClassDef) -> list[str]:
-        named = (base.value if isinstance(base, ast.Subscript) else base for base in node.bases)
+        named = (
+            base.value if isinstance(base, ast.Subscript) else base
+            for base in node.bases
+        )
         return [ast.unparse(base).rpartition(".")[2] for base in named]
 
     def is_documented(name: str, method: str, seen: frozenset[str]) -> bool:
         return any(
-            any(isinstance(m, ast.FunctionDef) and m.name == method and ast.get_docstring(m) for m in node.body)
-            or any(is_documented(base, method, seen | {name}) for base in bases(node) if base not in seen)
+            any(
+                isinstance(m, ast.FunctionDef)
+                and m.name == method
+                and ast.get_docstring(m)
+                for m in node.body
+            )
+            or any(
+                is_documented(base, method, seen | {name})
+                for base in bases(node)
+                if base not in seen
+            )
             for node in classes.get(name, ())
         )
 
@@ -115,9 +129,14 @@ def test_public_methods_have_a_docstring_or_inherit_one():
         for node in nodes
         for method in node.body
         if isinstance(method, ast.FunctionDef) and not method.name.startswith("_")
-        if not any(ast.unparse(one).endswith((".setter", "overload")) for one in method.decorator_list)
+        if not any(
+            ast.unparse(one).endswith((".setter", "overload"))
+            for one in method.decorator_list
+        )
         if not ast.get_docstring(method)
-        if not any(is_documented(base, method.name, frozenset({name})) for base in bases(node))
+        if not any(
+            is_documented(base, method.name, frozenset({name})) for base in bases(node)
+        )
     }
     assert lacking == set()
 
@@ -139,11 +158,19 @@ def test_every_exception_is_exported():
 
 
 def test_every_folder_of_code_is_packaged():
-    folders = {file.parent.relative_to(ROOT) for layer in LAYERS for file in (ROOT / layer).rglob("*.py")}
-    packages = {"envherd", *(".".join(("envherd", *folder.parts)) for folder in folders)}
+    folders = {
+        file.parent.relative_to(ROOT)
+        for layer in LAYERS
+        for file in (ROOT / layer).rglob("*.py")
+    }
+    packages = {
+        "envherd",
+        *(".".join(("envherd", *folder.parts)) for folder in folders),
+    }
     assert packages == set(find_packages(str(ROOT), include=["envherd*"]))
     for package in packages:
-        spec = importlib.util.find_spec(package)  # not imported: a facade needs an extra
+        # Not imported: a facade needs an extra.
+        spec = importlib.util.find_spec(package)
         assert getattr(spec, "origin", None), f"{package} has no __init__.py"
 
 
@@ -209,14 +236,22 @@ def test_a_star_import_hides_no_name_of_gymnasium_and_no_spec_of_torchrl():
     import torchrl.data
 
     theirs = {*gymnasium.__all__, *gymnasium.spaces.__all__, *dir(torchrl.data)}
-    assert envherd._HOMES.keys() & theirs == envherd._HOMES.keys() - set(envherd.__all__) != set()
+    assert (
+        envherd._HOMES.keys() & theirs
+        == envherd._HOMES.keys() - set(envherd.__all__)
+        != set()
+    )
 
 
 @pytest.mark.slow
 def test_names_need_no_extra_and_a_facade_without_its_library_names_the_extra():
-    hidden = sorted({"yaml", *(package for packages in PACKAGES.values() for package in packages)})
+    hidden = sorted(
+        {"yaml", *(package for packages in PACKAGES.values() for package in packages)}
+    )
     command = [sys.executable, "-c", HIDING, json.dumps([hidden, FACADES])]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     num_names, *refusals = done.stdout.splitlines()
     assert int(num_names) > len(envherd.__all__)
@@ -232,16 +267,31 @@ def test_names_need_no_extra_and_a_facade_without_its_library_names_the_extra():
 def test_a_facade_has_the_same_names_at_both_of_its_places(facade):
     def names(folder: str) -> set[str]:
         path = ROOT / folder / facade
-        text = (path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py").read_text()
-        return set(re.findall(r'"(\w+)"', re.search(r"^__all__ = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)[1]))  # type: ignore[index]
+        text = (
+            path.with_suffix(".py")
+            if path.with_suffix(".py").is_file()
+            else path / "__init__.py"
+        ).read_text()
+        return set(
+            re.findall(
+                r'"(\w+)"',
+                re.search(r"^__all__ = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)[1],  # type: ignore[index]
+            )
+        )
 
     assert names("envherd") == names("executor/facades")
     assert names("envherd").issuperset(
-        there for where, _, there in (path.partition(".") for path in envherd._ELSEWHERE.values()) if where == facade
+        there
+        for where, _, there in (
+            path.partition(".") for path in envherd._ELSEWHERE.values()
+        )
+        if where == facade
     )
 
 
-@pytest.mark.parametrize(("facade", "package", "extra"), [(facade, *more) for facade, _, *more in FACADES])
+@pytest.mark.parametrize(
+    ("facade", "package", "extra"), [(facade, *more) for facade, _, *more in FACADES]
+)
 def test_the_host_is_a_direct_base_of_its_classes(facade, package, extra):
     """Some libraries look at the direct bases only, such as skrl's `wrap_env`."""
     extras.skip_without(extra)
@@ -251,26 +301,42 @@ def test_the_host_is_a_direct_base_of_its_classes(facade, package, extra):
     def of_host(classes: Iterable[type]) -> bool:
         return any(cls.__module__.startswith(f"{package}.") for cls in classes)
 
-    hosted = [one for one in public.values() if inspect.isclass(one) and of_host(one.__mro__)]
+    hosted = [
+        one for one in public.values() if inspect.isclass(one) and of_host(one.__mro__)
+    ]
     assert [cls.__name__ for cls in hosted if not of_host(cls.__bases__)] == []
 
 
 @needs("gymnasium")
 def test_a_facade_is_an_attribute_of_the_package_and_hides_no_library():
     facade = envherd.gymnasium
-    assert facade.AsyncVectorEnv is importlib.import_module("envherd.executor.facades.gymnasium").AsyncVectorEnv
+    assert (
+        facade.AsyncVectorEnv
+        is importlib.import_module("envherd.executor.facades.gymnasium").AsyncVectorEnv
+    )
     assert importlib.import_module("gymnasium").__name__ == "gymnasium"
-    with pytest.raises(AttributeError, match=r"no attribute 'gymnasum'\. Did you mean gymnasium\?"):
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'gymnasum'\. Did you mean gymnasium\?"
+    ):
         _ = envherd.gymnasum
 
 
 def test_a_library_that_lacks_a_package_of_its_own_is_not_taken_for_missing():
-    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'no_such_package_x'$"), needing("it", "library"):
+    with (
+        pytest.raises(
+            ModuleNotFoundError, match=r"^No module named 'no_such_package_x'$"
+        ),
+        needing("it", "library"),
+    ):
         importlib.import_module("no_such_package_x")
 
 
 def test_the_console_script_is_there():
-    (script,) = (s for s in importlib.metadata.entry_points(group="console_scripts") if s.name == "envherd")
+    (script,) = (
+        s
+        for s in importlib.metadata.entry_points(group="console_scripts")
+        if s.name == "envherd"
+    )
     assert callable(script.load())
 
 
@@ -298,13 +364,23 @@ def test_constraints_are_pins_and_nothing_else():
 
 def test_every_dependency_is_pinned():
     extras = PYPROJECT["project"]["optional-dependencies"]
-    wanted = [*PYPROJECT["project"]["dependencies"], *(r for name in set(extras) - APART for r in extras[name])]
-    wanted = [requirement for requirement in wanted if not requirement.startswith("envherd[")]
-    assert {normalized(requirement) for requirement in wanted} <= {normalized(line) for line in CONSTRAINTS}
+    wanted = [
+        *PYPROJECT["project"]["dependencies"],
+        *(r for name in set(extras) - APART for r in extras[name]),
+    ]
+    wanted = [
+        requirement for requirement in wanted if not requirement.startswith("envherd[")
+    ]
+    assert {normalized(requirement) for requirement in wanted} <= {
+        normalized(line) for line in CONSTRAINTS
+    }
 
 
 @pytest.mark.parametrize("name", envherd._GONE)
 def test_names_that_are_gone_say_what_to_use(name):
-    with pytest.raises(ImportError, match=rf"importing {name} failed: envherd has it no more. Instead: \w+"):
+    with pytest.raises(
+        ImportError,
+        match=rf"importing {name} failed: envherd has it no more. Instead: \w+",
+    ):
         getattr(envherd, name)
     assert name not in (*envherd._HOMES, *envherd._FACADES, *envherd.__all__)

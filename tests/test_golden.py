@@ -11,8 +11,12 @@ skip_without("torchrl", "sb3")  # their versions are part of the name of the fil
 from tools import golden
 
 
-@pytest.mark.skipif(not golden.golden_file().exists(), reason="no traces are kept for these versions")
-@pytest.mark.parametrize("pattern", ["^(counting|agents)/", "^cartpole/gymnasium SameStep"])
+@pytest.mark.skipif(
+    not golden.golden_file().exists(), reason="no traces are kept for these versions"
+)
+@pytest.mark.parametrize(
+    "pattern", ["^(counting|agents)/", "^cartpole/gymnasium SameStep"]
+)
 def test_data_are_those_of_the_golden_traces(pattern):
     """A difference is listed by `python -m tools.golden`; a wanted one is recorded with `--write`."""
     kept = json.loads(golden.golden_file().read_text())

@@ -23,7 +23,11 @@ from tests.extras import has_extra, needs
 
 ROOT = Path(__file__).parents[1]
 LAYERS = ("shm", "workers", "executor", "benchmarks")
-FILES = sorted(path.relative_to(ROOT).as_posix() for layer in LAYERS for path in (ROOT / layer).rglob("*.py"))
+FILES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for layer in LAYERS
+    for path in (ROOT / layer).rglob("*.py")
+)
 
 #: A file may import what any pattern that matches it allows, anywhere in the file.
 ALLOWED = {
@@ -37,7 +41,15 @@ ALLOWED = {
     "workers/adapters/pettingzoo/*": {"pettingzoo", "gymnasium"},
     "workers/adapters/simulators/*": {"torch", "tensordict"},
     "workers/adapters/torchrl/*": {"torch", "tensordict", "torchrl"},
-    "executor/*": {"numpy", "torch", "tensordict", "psutil", "envherd.shm", "envherd.workers", "envherd.executor"},
+    "executor/*": {
+        "numpy",
+        "torch",
+        "tensordict",
+        "psutil",
+        "envherd.shm",
+        "envherd.workers",
+        "envherd.executor",
+    },
     "executor/cli/*": {"typer", "rich"},
     "executor/cli/env_template.py": {"envherd"},  # a file of the user
     "executor/cli/media.py": {"PIL"},
@@ -59,28 +71,98 @@ ALLOWED = {
     "benchmarks/__main__.py": {"typer"},
     "benchmarks/bounds.py": {"meltingpot"},
     "benchmarks/faults.py": {"stable_baselines3", "torchrl"},
-    "benchmarks/peers.py": {"envpool", "pufferlib", "stable_baselines3", "tianshou", "torchrl"},
+    "benchmarks/peers.py": {
+        "envpool",
+        "pufferlib",
+        "stable_baselines3",
+        "tianshou",
+        "torchrl",
+    },
     "benchmarks/plots.py": {"matplotlib"},
 }
 #: The parts of each layer, packages and single modules: each imports only itself and earlier parts.
 ORDER = {
     "shm": (
-        *("platforms", "interrupts", "finalizer", "specs", "layout", "sync", "tally", "cgroups", "private_view"),
+        *(
+            "platforms",
+            "interrupts",
+            "finalizer",
+            "specs",
+            "layout",
+            "sync",
+            "tally",
+            "cgroups",
+            "private_view",
+        ),
         *("segment", "nameplate", "slab", "__init__"),
     ),
     "workers": (
-        *("state_tables", "__init__", "errors", "plain", "options", "current", "guest", "sending"),
-        *("infos", "info_keys", "messages", "protocol", "reply", "seeding", "random_values", "processes", "writers"),
+        *(
+            "state_tables",
+            "__init__",
+            "errors",
+            "plain",
+            "options",
+            "current",
+            "guest",
+            "sending",
+        ),
+        *(
+            "infos",
+            "info_keys",
+            "messages",
+            "protocol",
+            "reply",
+            "seeding",
+            "random_values",
+            "processes",
+            "writers",
+        ),
         *("adapters.base", "adapters.registry", "adapters.common"),
-        *("adapters.gymnasium", "adapters.gymnasium_vector", "adapters.envpool", "adapters.dm_env"),
-        *("adapters.meltingpot", "adapters.pettingzoo", "adapters.torchrl", "adapters.simulators"),
+        *(
+            "adapters.gymnasium",
+            "adapters.gymnasium_vector",
+            "adapters.envpool",
+            "adapters.dm_env",
+        ),
+        *(
+            "adapters.meltingpot",
+            "adapters.pettingzoo",
+            "adapters.torchrl",
+            "adapters.simulators",
+        ),
         *("adapters.torch_native", "adapters.named", "adapters.env_names", "adapters"),
-        *("wrappers", "native", "info_rows", "block", "build", "process", "guests", "testing"),
+        *(
+            "wrappers",
+            "native",
+            "info_rows",
+            "block",
+            "build",
+            "process",
+            "guests",
+            "testing",
+        ),
     ),
     "executor": (
-        *("keywords", "progress", "options", "machine", "sending", "start", "processes"),
+        *(
+            "keywords",
+            "progress",
+            "options",
+            "machine",
+            "sending",
+            "start",
+            "processes",
+        ),
         *("batches", "pools", "protocol", "rollouts"),
-        *("guests.monitor", "guests.simulator", "guests", "assembly", "batched", "guests.collectors", "serial"),
+        *(
+            "guests.monitor",
+            "guests.simulator",
+            "guests",
+            "assembly",
+            "batched",
+            "guests.collectors",
+            "serial",
+        ),
         *("sizing", "parallel", "testing", "show", "__init__"),
         *("doctor", "facades", "cluster", "cli"),
     ),
@@ -89,14 +171,30 @@ ORDER = {
 KERNEL = (
     "shm/*",
     "workers/*",
-    *("executor/options.py", "executor/batches/*", "executor/pools/*", "executor/processes/*", "executor/protocol/*"),
+    *(
+        "executor/options.py",
+        "executor/batches/*",
+        "executor/pools/*",
+        "executor/processes/*",
+        "executor/protocol/*",
+    ),
     *("executor/rollouts/*", "executor/start/*"),
 )
 #: Tests of the kernel that need no guest.
 OF_THE_KERNEL = (
-    *("tests/shm/test_slab.py", "tests/workers/test_slot.py", "tests/workers/test_loop.py"),
-    *("tests/executor/batches/test_intake.py", "tests/executor/pools/test_command_words.py"),
-    *("tests/executor/protocol/test_losses.py::TestReplacing", "tests/executor/protocol/test_losses.py::TestDeadlines"),
+    *(
+        "tests/shm/test_slab.py",
+        "tests/workers/test_slot.py",
+        "tests/workers/test_loop.py",
+    ),
+    *(
+        "tests/executor/batches/test_intake.py",
+        "tests/executor/pools/test_command_words.py",
+    ),
+    *(
+        "tests/executor/protocol/test_losses.py::TestReplacing",
+        "tests/executor/protocol/test_losses.py::TestDeadlines",
+    ),
 )
 #: Packages that only the adapter of their family imports, when there is an env of it.
 HEAVY = {
@@ -113,7 +211,15 @@ HEAVY = {
     "torch",
     "torchrl",
 }
-FAMILIES = ("dm_env", "envpool", "gymnasium", "meltingpot", "pettingzoo", "simulators", "torch")
+FAMILIES = (
+    "dm_env",
+    "envpool",
+    "gymnasium",
+    "meltingpot",
+    "pettingzoo",
+    "simulators",
+    "torch",
+)
 
 
 @functools.cache
@@ -139,20 +245,32 @@ def imported_packages(path: Path) -> Iterator[str]:
 def test_a_file_imports_only_what_its_layer_may():
     beyond = {}
     for file in FILES:
-        allowed = set().union(*(packages for pattern, packages in ALLOWED.items() if fnmatch(file, pattern)))
-        beyond[file] = set(imported_packages(ROOT / file)) - allowed - {"_multiprocessing"}
+        allowed = set().union(
+            *(
+                packages
+                for pattern, packages in ALLOWED.items()
+                if fnmatch(file, pattern)
+            )
+        )
+        beyond[file] = (
+            set(imported_packages(ROOT / file)) - allowed - {"_multiprocessing"}
+        )
     assert {file: packages for file, packages in beyond.items() if packages} == {}
 
 
 def test_a_worker_process_names_no_family():
     for file in (file for file in FILES if file.startswith("workers/process/")):
         source = (ROOT / file).read_text().lower()
-        assert [family for family in FAMILIES if f"adapters.{family}" in source] == [], file
+        assert [
+            family for family in FAMILIES if f"adapters.{family}" in source
+        ] == [], file
 
 
 def module_name(file: str) -> str:
     """Return the module that a source file is."""
-    return "envherd." + file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return "envherd." + file.removesuffix(".py").removesuffix("/__init__").replace(
+        "/", "."
+    )
 
 
 MODULES = {module_name(file).removeprefix("envherd."): ROOT / file for file in FILES}
@@ -163,7 +281,9 @@ def part_of(module: str) -> tuple[str, str]:
     layer, _, rest = module.partition(".")
     names = (rest or "__init__").split(".")
     parts = (".".join(names[:count]) for count in range(len(names), 0, -1))
-    return layer, next((part for part in parts if part in ORDER.get(layer, ())), names[0])
+    return layer, next(
+        (part for part in parts if part in ORDER.get(layer, ())), names[0]
+    )
 
 
 @functools.cache
@@ -175,10 +295,17 @@ def imported_modules(module: str) -> set[str]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             inside = [f"{node.module}.{alias.name}" for alias in node.names]
-            names = [name if name.removeprefix("envherd.") in MODULES else str(node.module) for name in inside]
+            names = [
+                name if name.removeprefix("envherd.") in MODULES else str(node.module)
+                for name in inside
+            ]
         else:
             continue
-        found |= {name.removeprefix("envherd.") for name in names if name.startswith("envherd.")}
+        found |= {
+            name.removeprefix("envherd.")
+            for name in names
+            if name.startswith("envherd.")
+        }
     return found & MODULES.keys()
 
 
@@ -186,8 +313,16 @@ def against_order(module: str) -> set[tuple[str, str]]:
     """Return a module's imports of its own layer that violate the order."""
     layer, part = part_of(module)
     order = ORDER[layer]
-    own = ((other, part_of(other)[1]) for other in imported_modules(module) if part_of(other)[0] == layer)
-    return {(module, other) for other, its_part in own if order.index(its_part) > order.index(part)}
+    own = (
+        (other, part_of(other)[1])
+        for other in imported_modules(module)
+        if part_of(other)[0] == layer
+    )
+    return {
+        (module, other)
+        for other, its_part in own
+        if order.index(its_part) > order.index(part)
+    }
 
 
 ORDERED = [module for module in MODULES if part_of(module)[0] in ORDER]
@@ -205,7 +340,10 @@ def is_kernel(module: str) -> bool:
 def test_the_kernel_imports_no_guest():
     kernel = [module for module in MODULES if is_kernel(module)]
     assert len(kernel) > 80
-    found = {module: {name for name in imported_modules(module) if ".guests" in name} for module in kernel}
+    found = {
+        module: {name for name in imported_modules(module) if ".guests" in name}
+        for module in kernel
+    }
     assert {module: guests for module, guests in found.items() if guests} == {}
 
 
@@ -215,10 +353,26 @@ def test_the_kernel_works_without_any_guest(tmp_path):
         guests = shutil.ignore_patterns("__pycache__", "guests", "golden")
         shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=guests)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    command = [sys.executable, "-P", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:randomly",
+    ]
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
-        [*command, *OF_THE_KERNEL], cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
+        [*command, *OF_THE_KERNEL],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -232,13 +386,20 @@ def test_an_old_name_of_a_module_is_the_new_module():
 
 def test_no_modules_import_each_other_in_a_circle():
     graph = {one: set(imported_modules(one)) for one in ORDERED}
-    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules of one
+    # Raises CycleError, which names the modules of one.
+    graphlib.TopologicalSorter(graph).prepare()
 
 
 LIGHT = [
     file
     for file in FILES
-    if not file.startswith(("executor/", "benchmarks/", *(f"workers/adapters/{family}" for family in FAMILIES)))
+    if not file.startswith(
+        (
+            "executor/",
+            "benchmarks/",
+            *(f"workers/adapters/{family}" for family in FAMILIES),
+        )
+    )
 ]
 _ADAPTERS, _FACADES = "envherd.workers.adapters", "envherd.executor.facades"
 #: Modules that a worker imports -> the heavy packages that they may load. `worker` and `factory` are a facade's half in
@@ -247,7 +408,11 @@ MAY_LOAD: dict[tuple[str, ...], set[str]] = {
     tuple(map(module_name, LIGHT)): set(),
     (f"{_ADAPTERS}.gymnasium.adapter",): {"gymnasium"},
     (f"{_ADAPTERS}.dm_env.adapter",): {"dm_env"},
-    (f"{_ADAPTERS}.meltingpot.adapter", f"{_ADAPTERS}.meltingpot.factory", f"{_ADAPTERS}.named"): set(),
+    (
+        f"{_ADAPTERS}.meltingpot.adapter",
+        f"{_ADAPTERS}.meltingpot.factory",
+        f"{_ADAPTERS}.named",
+    ): set(),
     (f"{_ADAPTERS}.pettingzoo.adapter",): {"gymnasium"},
     **{
         (f"{_FACADES}.{facade}.worker",): {"gymnasium"}
@@ -272,10 +437,16 @@ for line in sys.argv[2:]:
 def test_what_a_worker_imports_loads_only_its_family():
     assert len(LIGHT) > 20
     lacking = set() if has_extra("dm-control") else {"dm_env"}
-    tried = {names: allowed for names, allowed in MAY_LOAD.items() if not lacking & allowed}
+    tried = {
+        names: allowed for names, allowed in MAY_LOAD.items() if not lacking & allowed
+    }
     command = [sys.executable, "-c", LOADING, " ".join(HEAVY), *map(" ".join, tried)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    for line, (names, allowed) in zip(done.stdout.splitlines(), tried.items(), strict=True):
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=120
+    )
+    for line, (names, allowed) in zip(
+        done.stdout.splitlines(), tried.items(), strict=True
+    ):
         assert set(line.split()) <= allowed, names
 
 
@@ -285,27 +456,40 @@ def test_what_a_worker_imports_loads_only_its_family():
     [
         CountingEnv,
         NamedFactory("gymnasium", "CartPole-v1"),
-        pytest.param(NamedFactory("dm_control", "cartpole/balance"), marks=needs("dm-control")),
-        pytest.param(MeltingPotFactory("collaborative_cooking__cramped"), marks=needs("meltingpot")),
-        pytest.param(PettingZooFactory("mpe2.simple_spread_v3"), marks=needs("pettingzoo")),
+        pytest.param(
+            NamedFactory("dm_control", "cartpole/balance"), marks=needs("dm-control")
+        ),
+        pytest.param(
+            MeltingPotFactory("collaborative_cooking__cramped"),
+            marks=needs("meltingpot"),
+        ),
+        pytest.param(
+            PettingZooFactory("mpe2.simple_spread_v3"), marks=needs("pettingzoo")
+        ),
     ],
     ids=["plain", "gymnasium", "dm_control", "meltingpot", "pettingzoo"],
 )
 def test_a_running_worker_has_no_torch_tensorflow_or_jax(factory):
     assert_light(factory)
-    assert "libtorch" in Path("/proc/self/maps").read_text(), "this is how it would show"
+    assert "libtorch" in Path("/proc/self/maps").read_text(), (
+        "this is how it would show"
+    )
 
 
 @needs("meltingpot")
 @pytest.mark.slow
 @pytest.mark.parametrize("start_method", ["zygote", "spawn"])
-def test_a_function_that_builds_a_substrate_itself_does_not_load_tensorflow_or_jax(start_method):
+def test_a_function_that_builds_a_substrate_itself_does_not_load_tensorflow_or_jax(
+    start_method,
+):
     assert_light(build_substrate, start_method=start_method)
 
 
 def assert_light(factory, **options):
     """Run an env in a worker and look for heavy libraries in the worker's memory."""
-    with ParallelEnv(1, factory, num_workers=1, seed=0, options=ExecutorOptions(**options)) as env:
+    with ParallelEnv(
+        1, factory, num_workers=1, seed=0, options=ExecutorOptions(**options)
+    ) as env:
         env.rollout(3)
         pid = env.statistics().workers[0].pid
         libraries = Path(f"/proc/{pid}/maps").read_text()

@@ -48,11 +48,19 @@ def test_a_supplied_archive_survives_the_build_without_models(script, tmp_path):
 
 
 def test_wheels_with_and_without_models_are_distinguished(script, tmp_path):
-    assert script.wheel_has_models(write_wheel(tmp_path / "a.whl", "meltingpot/assets/saved_models/x/saved_model.pb"))
-    assert not script.wheel_has_models(write_wheel(tmp_path / "b.whl", "meltingpot/__init__.py", "meltingpot/assets/"))
+    assert script.wheel_has_models(
+        write_wheel(
+            tmp_path / "a.whl", "meltingpot/assets/saved_models/x/saved_model.pb"
+        )
+    )
+    assert not script.wheel_has_models(
+        write_wheel(tmp_path / "b.whl", "meltingpot/__init__.py", "meltingpot/assets/")
+    )
 
 
-WRITES = "import sys, time\nwhile True: open(sys.argv[1], 'a').write('x'); time.sleep(0.01)"
+WRITES = (
+    "import sys, time\nwhile True: open(sys.argv[1], 'a').write('x'); time.sleep(0.01)"
+)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +70,9 @@ WRITES = "import sys, time\nwhile True: open(sys.argv[1], 'a').write('x'); time.
         (("LIMIT_S", 0.15), WRITES, "took more than"),  # it moves for ever
     ],
 )
-def test_a_build_that_does_not_end_is_given_up(script, tmp_path, monkeypatch, limit, code, message):
+def test_a_build_that_does_not_end_is_given_up(
+    script, tmp_path, monkeypatch, limit, code, message
+):
     monkeypatch.setattr(script, *limit)
     monkeypatch.setattr(script, "POLL_S", 0.02)
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "download")])
@@ -91,15 +101,23 @@ def test_the_reason_is_the_last_line_of_the_builds_own_output(script):
       note: This error originates from a subprocess, and is likely not a problem with pip.
     ERROR: Failed to build one or more wheels
     """
-    assert script.reason_in(log).splitlines()[-1] == "error: <urlopen error [Errno -2] Name or service not known>"
+    assert (
+        script.reason_in(log).splitlines()[-1]
+        == "error: <urlopen error [Errno -2] Name or service not known>"
+    )
 
 
 @pytest.mark.parametrize(
     ("pins", "expected"),
-    [("dm-meltingpot==0.0.1\n", False), pytest.param("numpy==2.0\n", True, marks=needs("meltingpot"))],
+    [
+        ("dm-meltingpot==0.0.1\n", False),
+        pytest.param("numpy==2.0\n", True, marks=needs("meltingpot")),
+    ],
     ids=["another version is pinned", "no pin"],
 )
-def test_what_is_installed_counts_only_in_the_pinned_version(script, tmp_path, pins, expected):
+def test_what_is_installed_counts_only_in_the_pinned_version(
+    script, tmp_path, pins, expected
+):
     constraint = tmp_path / "constraints.txt"
     constraint.write_text(pins)
     assert script.is_installed(constraint) is expected

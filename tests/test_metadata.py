@@ -24,7 +24,14 @@ def build(folder: Path, url: str, code: str = CODE) -> subprocess.CompletedProce
         shutil.copy(ROOT / name, folder)
     surroundings = {**os.environ, "ENVHERD_URL": url}
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, cwd=folder, env=surroundings, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=surroundings,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def metadata(folder: Path, url: str) -> Message:
@@ -38,19 +45,33 @@ def metadata(folder: Path, url: str) -> Message:
 def test_with_an_address_every_link_and_picture_is_absolute_and_there(tmp_path):
     built = metadata(tmp_path, f"{URL}/")
     version = built["Version"]
-    links = [link for link in LINK.findall(built.get_payload()) if not link.startswith("#")]
+    links = [
+        link for link in LINK.findall(built.get_payload()) if not link.startswith("#")
+    ]
     ours = [link for link in links if link.startswith(URL)]
     assert {link for link in links if not link.startswith("https://")} == set()
     for link in ours:
-        kind, tag, path = re.fullmatch(rf"{URL}/(raw|blob)/(v[^/]+)/([^#]+)(?:#.*)?", link).groups()
+        kind, tag, path = re.fullmatch(
+            rf"{URL}/(raw|blob)/(v[^/]+)/([^#]+)(?:#.*)?", link
+        ).groups()
         assert (kind == "raw", tag) == (path.endswith(".png"), f"v{version}")
         assert (ROOT / path).is_file(), link
-    relative = [link for link in LINK.findall((ROOT / "README.md").read_text()) if not re.match(r"#|\w+:", link)]
+    relative = [
+        link
+        for link in LINK.findall((ROOT / "README.md").read_text())
+        if not re.match(r"#|\w+:", link)
+    ]
     assert len(ours) == len(relative)
     assert any("speed_dark.png" in link for link in ours), "the srcset of a picture"
     assert f"git clone {URL} " in built.get_payload()
     named = dict(line.split(", ") for line in built.get_all("Project-URL"))
-    assert named.keys() == {"Homepage", "Documentation", "Changelog", "Issues", "Source"}
+    assert named.keys() == {
+        "Homepage",
+        "Documentation",
+        "Changelog",
+        "Issues",
+        "Source",
+    }
     assert all(link.startswith(URL) for link in named.values())
 
 
@@ -63,7 +84,11 @@ def test_without_an_address_the_readme_is_unchanged(tmp_path):
 
 @pytest.mark.slow
 def test_an_address_that_is_not_https_is_refused(tmp_path):
-    urls = ["http://git.example.org/owner/envherd", "git@example.org:owner/envherd", "https://"]
+    urls = [
+        "http://git.example.org/owner/envherd",
+        "git@example.org:owner/envherd",
+        "https://",
+    ]
     tries = f"""
 import os
 for url in {urls!r}:
@@ -79,6 +104,11 @@ for url in {urls!r}:
         assert refusal in printed
 
 
-@pytest.mark.parametrize("pattern", [*RUN_ABOVE, *(pattern for patterns in GROUPS.values() for pattern in patterns)])
+@pytest.mark.parametrize(
+    "pattern",
+    [*RUN_ABOVE, *(pattern for patterns in GROUPS.values() for pattern in patterns)],
+)
 def test_the_tests_for_other_versions_of_the_libraries_exist(pattern):
-    assert list((ROOT / "tests").glob(pattern)), f"tools.compat runs tests/{pattern}, which is not there"
+    assert list((ROOT / "tests").glob(pattern)), (
+        f"tools.compat runs tests/{pattern}, which is not there"
+    )

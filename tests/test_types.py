@@ -52,7 +52,9 @@ print(gym, AsyncVectorEnv, ParallelVectorEnv, SubprocVecEnv, TorchRLParallelEnv)
 ParallelEnv(4, make, num_worker=2)  # wrong: a keyword
 ExecutorOptions(on_worker_loss="restrat")  # wrong: a word
 """
-WRONG = {number for number, line in enumerate(SCRIPT.splitlines(), 1) if "# wrong" in line}
+WRONG = {
+    number for number, line in enumerate(SCRIPT.splitlines(), 1) if "# wrong" in line
+}
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +66,15 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in ("envherd", "executor", "shm", "workers"):
-        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+        shutil.copytree(
+            ROOT / name,
+            source / name,
+            symlinks=True,
+            ignore=shutil.ignore_patterns("__pycache__", "*.so"),
+        )
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True
+    )
     (site,) = (folder / "venv").glob("lib/python*/site-packages")
     command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(site)]
     subprocess.run(command, cwd=source, check=True, capture_output=True)
@@ -75,10 +84,28 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_mypy_finds_all_mistakes_and_has_nothing_against_the_rest(installed):
-    mypy = [sys.executable, "-m", "mypy", "--strict", "--no-incremental", "--config-file=", "--show-column-numbers"]
-    command = [*mypy, "--python-executable", str(installed / "venv" / "bin" / "python"), "script.py"]
-    done = subprocess.run(command, cwd=installed, capture_output=True, text=True, check=False)
-    found = {int(number) for number in re.findall(r"^script\.py:(\d+):", done.stdout, re.MULTILINE)}
+    mypy = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--no-incremental",
+        "--config-file=",
+        "--show-column-numbers",
+    ]
+    command = [
+        *mypy,
+        "--python-executable",
+        str(installed / "venv" / "bin" / "python"),
+        "script.py",
+    ]
+    done = subprocess.run(
+        command, cwd=installed, capture_output=True, text=True, check=False
+    )
+    found = {
+        int(number)
+        for number in re.findall(r"^script\.py:(\d+):", done.stdout, re.MULTILINE)
+    }
     assert found == WRONG, f"{done.stdout}\n{done.stderr}"
     assert "py.typed" not in done.stdout
     assert 'did you mean "num_workers"?' in done.stdout

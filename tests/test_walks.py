@@ -42,7 +42,9 @@ TOUCHED = {
 }
 LENGTH = 3
 SIDE = 100  # of pictures, so that their frames are lent
-needs_c = pytest.mark.skipif(native.load() is None, reason="the C extension was not built, or is switched off")
+needs_c = pytest.mark.skipif(
+    native.load() is None, reason="the C extension was not built, or is switched off"
+)
 #: Files of the hops in a worker.
 IN_WORKER = re.compile(r"workers/|shm/")
 
@@ -51,7 +53,11 @@ IN_WORKER = re.compile(r"workers/|shm/")
 def file_of(name: str) -> str | None:
     """Return a file of the package relative to the checkout, or None for another file."""
     file = Path(name).resolve()
-    is_ours = file.is_relative_to(ROOT) and file.relative_to(ROOT).parts[0] in ("executor", "workers", "shm")
+    is_ours = file.is_relative_to(ROOT) and file.relative_to(ROOT).parts[0] in (
+        "executor",
+        "workers",
+        "shm",
+    )
     return file.relative_to(ROOT).as_posix() if is_ours else None
 
 
@@ -63,7 +69,9 @@ def calls_in(call: Callable[[], Any]) -> list[Call]:
         if event == "call":
             if file := file_of(frame.f_code.co_filename):
                 found.append((file, frame.f_code.co_qualname.partition(".<locals>")[0]))
-        elif event == "c_call" and type(getattr(arg, "__self__", None)).__module__.endswith("_native"):
+        elif event == "c_call" and type(
+            getattr(arg, "__self__", None)
+        ).__module__.endswith("_native"):
             kind = type(arg.__self__).__name__.lower()
             found.append((f"executor/native/{kind}.c", f"{kind}_{arg.__name__}"))
 
@@ -97,7 +105,9 @@ def goes_on(tries: list[list[Call]], most: int) -> Iterator[int]:
     """Count until there are some tries, and until one has at most `most` calls: a busy machine takes some time."""
     end = time.monotonic() + 20
     for index in itertools.count(1):
-        if len(tries) >= 4 * LENGTH and (len(least(tries)) <= most or not most or time.monotonic() > end):
+        if len(tries) >= 4 * LENGTH and (
+            len(least(tries)) <= most or not most or time.monotonic() > end
+        ):
             return
         yield index
 
@@ -126,12 +136,18 @@ def received(env: Any, most: int = 0) -> list[Call]:
 
 def opened(*, is_plain: bool, size: int = 0) -> ParallelEnv:
     why = dict.fromkeys(() if is_plain else ("step", "send", "recv"), ("it is a test",))
-    with patch.object(engine, "what_is_plain", lambda *facts: what_is_plain(*facts)._replace(**why)):
-        return ParallelEnv(4, functools.partial(CountingEnv, LENGTH, size=size), num_workers=1, seed=0)
+    with patch.object(
+        engine, "what_is_plain", lambda *facts: what_is_plain(*facts)._replace(**why)
+    ):
+        return ParallelEnv(
+            4, functools.partial(CountingEnv, LENGTH, size=size), num_workers=1, seed=0
+        )
 
 
 @needs_c
-@pytest.mark.parametrize(("section", "is_plain"), [("A plain step", True), ("A step", False)])
+@pytest.mark.parametrize(
+    ("section", "is_plain"), [("A plain step", True), ("A step", False)]
+)
 def test_the_caller_makes_the_hops_of_a_step_in_this_order(section, is_plain):
     with opened(is_plain=is_plain) as env:
         assert missing(section, stepped(env, ends=True), is_in_worker=False) == []
@@ -154,7 +170,11 @@ def lose_and_step(env: ParallelEnv) -> None:
 @pytest.mark.parametrize(
     ("section", "options", "call"),
     [
-        ("A reset", ExecutorOptions(recycle_after=100), lambda env: env.reset(seed=[1, 2])),
+        (
+            "A reset",
+            ExecutorOptions(recycle_after=100),
+            lambda env: env.reset(seed=[1, 2]),
+        ),
         ("A restart", ExecutorOptions(on_worker_loss="restart"), lose_and_step),
         ("A branch", ExecutorOptions(), lambda env: env.branch(0, [1])),
     ],
@@ -184,9 +204,15 @@ def test_a_hop_that_is_not_made_is_noticed():
 @needs_c
 @pytest.mark.parametrize("name", TOUCHED)
 def test_calls_touch_no_more_files_than_they_did(name):
-    with opened(is_plain=name.startswith("plain"), size=SIDE if "lent" in name else 0) as env:
+    with opened(
+        is_plain=name.startswith("plain"), size=SIDE if "lent" in name else 0
+    ) as env:
         most = TOUCHED[name][1]
-        calls = received(env, most) if name.endswith("recv") else stepped(env, ends=False, most=most)
+        calls = (
+            received(env, most)
+            if name.endswith("recv")
+            else stepped(env, ends=False, most=most)
+        )
     touched = {file for file, _ in calls}
     assert ("Loans.leaves" in {function for _, function in calls}) is ("lent" in name)
     assert (len(touched), len(calls)) <= TOUCHED[name], sorted(touched)
@@ -195,7 +221,11 @@ def test_calls_touch_no_more_files_than_they_did(name):
 
 def test_walks_are_short():
     """They read from top to bottom: nearly all files are entered once or twice."""
-    limits = {"A plain step": (10, 9, 3), "A step": (16, 14, 2), "A receive": (11, 7, 3)}
+    limits = {
+        "A plain step": (10, 9, 3),
+        "A step": (16, 14, 2),
+        "A receive": (11, 7, 3),
+    }
     for section, (most, most_files, visits) in limits.items():
         found = [file for file, _ in hops(section)]
         entered = Counter(file for file, _ in itertools.groupby(found))

@@ -50,15 +50,30 @@ class Box(NamedTuple):
 #: Label -> box, in the order of the table: from the public API down to the memory.
 BOXES = {
     "executor/cli/": Box(("executor/cli/*",), "the commands, a file each", 10, (1, 2)),
-    "executor/doctor.py": Box(("executor/doctor.py",), "checks of the installation", 9, (4, 4)),
-    "executor/show/": Box(("executor/show/*",), "evaluation, films, loggers", 9, (1, 1)),
-    "executor/facades/": Box(("executor/facades/*",), "classes of other libraries", 9, (3, 3)),
-    "executor/testing/": Box(("executor/testing/*",), "contract tests for any env", 9, (0, 0)),
-    "executor/cluster/": Box(("executor/cluster/*",), "rollouts on the nodes of Ray", 9, (2, 2)),
+    "executor/doctor.py": Box(
+        ("executor/doctor.py",), "checks of the installation", 9, (4, 4)
+    ),
+    "executor/show/": Box(
+        ("executor/show/*",), "evaluation, films, loggers", 9, (1, 1)
+    ),
+    "executor/facades/": Box(
+        ("executor/facades/*",), "classes of other libraries", 9, (3, 3)
+    ),
+    "executor/testing/": Box(
+        ("executor/testing/*",), "contract tests for any env", 9, (0, 0)
+    ),
+    "executor/cluster/": Box(
+        ("executor/cluster/*",), "rollouts on the nodes of Ray", 9, (2, 2)
+    ),
     "executor/*.py": Box(
         (
             *("executor/__init__.py", "executor/assembly.py", "executor/batched.py"),
-            *("executor/parallel.py", "executor/serial.py", "executor/sizing/*", "executor/guests/collectors/*"),
+            *(
+                "executor/parallel.py",
+                "executor/serial.py",
+                "executor/sizing/*",
+                "executor/guests/collectors/*",
+            ),
         ),
         "what users call: ParallelEnv, SerialEnv, collectors, sizing; here guests join the kernel",
         8,
@@ -71,13 +86,25 @@ BOXES = {
         (0, 4),
     ),
     "executor/{protocol,rollouts}/": Box(
-        ("executor/protocol/*", "executor/rollouts/*"), "env states, flights, losses, rollouts", 6, (1, 2)
+        ("executor/protocol/*", "executor/rollouts/*"),
+        "env states, flights, losses, rollouts",
+        6,
+        (1, 2),
     ),
-    "executor/pools/": Box(("executor/pools/*",), "commands and answers of envs", 5, (1, 1)),
-    "executor/batches/": Box(("executor/batches/*",), "actions to rows, rows to TensorDicts", 5, (2, 2)),
+    "executor/pools/": Box(
+        ("executor/pools/*",), "commands and answers of envs", 5, (1, 1)
+    ),
+    "executor/batches/": Box(
+        ("executor/batches/*",), "actions to rows, rows to TensorDicts", 5, (2, 2)
+    ),
     "executor/{options,machine,sending,start,processes}": Box(
         (
-            *("executor/options.py", "executor/keywords.py", "executor/progress.py", "executor/machine/*"),
+            *(
+                "executor/options.py",
+                "executor/keywords.py",
+                "executor/progress.py",
+                "executor/machine/*",
+            ),
             *("executor/sending/*", "executor/start/*", "executor/processes/*"),
         ),
         "options; worker processes: what they get, how they start, how they are watched",
@@ -86,7 +113,12 @@ BOXES = {
     ),
     "workers/{block,process,guests}/": Box(
         (
-            *("workers/block/*", "workers/process/*", "workers/wrappers/*", "workers/build.py"),
+            *(
+                "workers/block/*",
+                "workers/process/*",
+                "workers/wrappers/*",
+                "workers/build.py",
+            ),
             *("workers/native/*", "workers/info_rows.py", "workers/guests/*"),
         ),
         "one worker: its envs, its loop, its start; and its halves of guests",
@@ -94,11 +126,18 @@ BOXES = {
         (0, 2),
     ),
     "workers/testing/": Box(("workers/testing/*",), "envs for tests", 3, (3, 3)),
-    "workers/adapters/": Box(("workers/adapters/*",), "a folder or file per env family", 2, (1, 2)),
-    "workers/*.py": Box(
-        ("workers/*",), "commands as tables, messages, errors, seeds, writers of rows, what is sent", 1, (1, 2)
+    "workers/adapters/": Box(
+        ("workers/adapters/*",), "a folder or file per env family", 2, (1, 2)
     ),
-    "shm/": Box(("shm/*",), "specs, layout of bytes, segment, slab, doorbells", 0, (0, 4)),
+    "workers/*.py": Box(
+        ("workers/*",),
+        "commands as tables, messages, errors, seeds, writers of rows, what is sent",
+        1,
+        (1, 2),
+    ),
+    "shm/": Box(
+        ("shm/*",), "specs, layout of bytes, segment, slab, doorbells", 0, (0, 4)
+    ),
 }
 #: Layer -> its rows in the picture, the colour of its area, and the colour of its boxes.
 LAYERS = {
@@ -115,7 +154,9 @@ def box_of(module: str) -> str:
     for label, box in BOXES.items():
         if any(fnmatch(file, pattern) for pattern in box.files):
             return label
-    raise KeyError(f"{file} has no box: add it to BOXES in tools/architecture.py, then run `{COMMAND}`.")
+    raise KeyError(
+        f"{file} has no box: add it to BOXES in tools/architecture.py, then run `{COMMAND}`."
+    )
 
 
 def imported_boxes() -> dict[str, set[str]]:
@@ -127,11 +168,16 @@ def imported_boxes() -> dict[str, set[str]]:
     direct: dict[str, set[str]] = {label: set() for label in BOXES}
     for module in ORDERED:
         label = box_of(module)
-        direct[label] |= {box_of(other) for other in imported_modules(module) & set(ORDERED)} - {label}
+        direct[label] |= {
+            box_of(other) for other in imported_modules(module) & set(ORDERED)
+        } - {label}
     below: dict[str, set[str]] = {}
     for label in graphlib.TopologicalSorter(direct).static_order():
         below[label] = direct[label].union(*(below[other] for other in direct[label]))
-    return {label: others.difference(*(below[other] for other in others)) for label, others in direct.items()}
+    return {
+        label: others.difference(*(below[other] for other in others))
+        for label, others in direct.items()
+    }
 
 
 def parts_table() -> list[str]:
@@ -140,12 +186,16 @@ def parts_table() -> list[str]:
     order = list(BOXES)
     lines = ["| part | what it is | imports |", "|---|---|---|"]
     for label, box in BOXES.items():
-        others = ", ".join(f"`{other}`" for other in sorted(imports[label], key=order.index))
+        others = ", ".join(
+            f"`{other}`" for other in sorted(imports[label], key=order.index)
+        )
         lines.append(f"| `{label}` | {box.what} | {others} |")
     return lines
 
 
-def states_table(module: ModuleType, states: type[IntEnum], events: type[IntEnum]) -> list[str]:
+def states_table(
+    module: ModuleType, states: type[IntEnum], events: type[IntEnum]
+) -> list[str]:
     """Return a module's `table()` with a column for each state and a row for each event, as lines of Markdown."""
     cells = {}
     for line in module.table().splitlines():
@@ -163,7 +213,9 @@ def states_table(module: ModuleType, states: type[IntEnum], events: type[IntEnum
 #: Part of the page -> function that makes its lines.
 PARTS: dict[str, Callable[[], list[str]]] = {
     "tools/architecture.py, parts": parts_table,
-    "tools/architecture.py, states": partial(states_table, env_states, env_states.State, env_states.Event),
+    "tools/architecture.py, states": partial(
+        states_table, env_states, env_states.State, env_states.Event
+    ),
     "tools/architecture.py, states in a worker": partial(
         states_table, slot_states, slot_states.SlotState, slot_states.SlotEvent
     ),
@@ -180,12 +232,18 @@ def hops(section: str) -> list[tuple[str, list[str]]]:
 
 def stepped_boxes() -> set[str]:
     """Return the boxes on the path of a step."""
-    return {box_of(file.removesuffix(".py").replace("/", ".")) for file, _ in hops("A step") if file.endswith(".py")}
+    return {
+        box_of(file.removesuffix(".py").replace("/", "."))
+        for file, _ in hops("A step")
+        if file.endswith(".py")
+    }
 
 
 def digest() -> str:
     """Return the hash of the picture's content, which is stored in the picture."""
-    imports = sorted((label, sorted(others)) for label, others in imported_boxes().items())
+    imports = sorted(
+        (label, sorted(others)) for label, others in imported_boxes().items()
+    )
     shown = repr((BOXES, LAYERS, imports, sorted(stepped_boxes())))
     return hashlib.sha256(shown.encode()).hexdigest()
 
@@ -214,9 +272,17 @@ def _draw_arrow(axes: Any, source: Box, target: Box) -> None:
         begin, end = own_right - _WIDTH / 4, left + _WIDTH / 4
     elif right <= own_left:
         begin, end = own_left + _WIDTH / 4, right - _WIDTH / 4
-    style = {"arrowstyle": "-|>,head_width=0.28,head_length=0.55", "color": "#444444", "lw": 1.6} | _NO_GAP
+    style = {
+        "arrowstyle": "-|>,head_width=0.28,head_length=0.55",
+        "color": "#444444",
+        "lw": 1.6,
+    } | _NO_GAP
     axes.annotate(
-        "", (end, _bottom(target) + _BOX_HEIGHT), (begin, _bottom(source)), arrowprops=style, zorder=1
+        "",
+        (end, _bottom(target) + _BOX_HEIGHT),
+        (begin, _bottom(source)),
+        arrowprops=style,
+        zorder=1,
     )  # behind boxes that it crosses
 
 
@@ -226,12 +292,29 @@ def _draw_box(axes: Any, label: str, *, is_stepped: bool) -> None:
     box = BOXES[label]
     (left, right), bottom = _span(box), _bottom(box)
     layer, _, name = label.partition("/")
-    frame = FancyBboxPatch((left + 4, bottom + 4), right - left - 8, _BOX_HEIGHT - 8, boxstyle="round,pad=4", zorder=2)
-    frame.set(facecolor=LAYERS[layer][2], edgecolor="#333333", linewidth=3.5 if is_stepped else 1.0)
+    frame = FancyBboxPatch(
+        (left + 4, bottom + 4),
+        right - left - 8,
+        _BOX_HEIGHT - 8,
+        boxstyle="round,pad=4",
+        zorder=2,
+    )
+    frame.set(
+        facecolor=LAYERS[layer][2],
+        edgecolor="#333333",
+        linewidth=3.5 if is_stepped else 1.0,
+    )
     axes.add_patch(frame)
     centred: dict[str, Any] = {"ha": "center", "va": "center", "zorder": 3}
     size = 11 if box.columns[0] == box.columns[1] and len(name) > _LONG_NAME else 12
-    axes.text((left + right) / 2, bottom + 39, name or label, fontsize=size, weight="bold", **centred)
+    axes.text(
+        (left + right) / 2,
+        bottom + 39,
+        name or label,
+        fontsize=size,
+        weight="bold",
+        **centred,
+    )
     axes.text((left + right) / 2, bottom + 17, box.what, fontsize=11, **centred)
 
 
@@ -253,7 +336,16 @@ def draw(path: Path) -> None:
         bottom, top = 14 + first * _PITCH, 8 + (last + 1) * _PITCH
         axes.add_patch(Rectangle((2, bottom), 1596, top - bottom, color=area, zorder=0))
         if first < last:
-            axes.text(16, top - 12, name, ha="left", va="top", fontsize=18, weight="bold", color="#666666")
+            axes.text(
+                16,
+                top - 12,
+                name,
+                ha="left",
+                va="top",
+                fontsize=18,
+                weight="bold",
+                color="#666666",
+            )
     for label, others in imported_boxes().items():
         for other in others:
             _draw_arrow(axes, BOXES[label], BOXES[other])
@@ -266,7 +358,12 @@ def draw(path: Path) -> None:
 def main() -> None:
     """Write the picture and the tables."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--write", action="store_true", required=True, help=f"write {PAGE.name} and {PICTURE.name}")
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        required=True,
+        help=f"write {PAGE.name} and {PICTURE.name}",
+    )
     parser.parse_args()
     draw(PICTURE)
     for name, make in PARTS.items():

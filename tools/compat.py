@@ -70,8 +70,14 @@ GROUPS = {
         "executor/batches/test_tensordict_access.py",
         "workers/test_loop.py",
     ),
-    "Gymnasium": ("executor/facades/test_gymnasium_*.py", "workers/test_gymnasium_*.py"),
-    "SB3": ("executor/facades/test_sb3_equality.py", "executor/facades/test_sb3_vec_env.py"),
+    "Gymnasium": (
+        "executor/facades/test_gymnasium_*.py",
+        "workers/test_gymnasium_*.py",
+    ),
+    "SB3": (
+        "executor/facades/test_sb3_equality.py",
+        "executor/facades/test_sb3_vec_env.py",
+    ),
     "TorchRL": ("executor/facades/test_torchrl_*.py", "workers/test_torchrl_*.py"),
     "envs": (
         "contracts/test_matrix.py",
@@ -134,7 +140,14 @@ def rows() -> list[Row]:
     first = PYTHONS[0]
     for python in PYTHONS:
         # The oldest MuJoCo has no wheel for the last Python, so only the first has the oldest of envs.
-        found.append(Row(python, "oldest", USUAL, "oldest" if python == first else "oldest facades"))
+        found.append(
+            Row(
+                python,
+                "oldest",
+                USUAL,
+                "oldest" if python == first else "oldest facades",
+            )
+        )
         found.append(Row(python, "newest", USUAL, "newest"))
     found.append(Row(first, RLLIB, (RLLIB,), RLLIB))
     found.append(Row(first, ALONE, ("core", "Gymnasium", "SB3"), ALONE))
@@ -142,7 +155,9 @@ def rows() -> list[Row]:
     for version in torchrl_versions()[1:-1]:
         pins = (f"torchrl=={version}.*", f"tensordict=={version}.*")
         found.append(Row(first, f"TorchRL {version}", ("TorchRL",), "newest", pins))
-    return sorted(found, key=lambda row: (PYTHONS.index(row.python), row.which != "oldest"))
+    return sorted(
+        found, key=lambda row: (PYTHONS.index(row.python), row.which != "oldest")
+    )
 
 
 def released_rows() -> list[Row]:
@@ -153,14 +168,19 @@ def released_rows() -> list[Row]:
 
 def torchrl_versions() -> list[str]:
     """Return the minor versions of TorchRL within the bounds, the oldest first."""
-    bounds = {one.operator: Version(one.version) for one in _requirement("torchrl").specifier}
+    bounds = {
+        one.operator: Version(one.version) for one in _requirement("torchrl").specifier
+    }
     return [f"0.{minor}" for minor in range(bounds[">="].minor, bounds["<"].minor)]
 
 
 def requirements(extras: tuple[str, ...] = EXTRAS) -> list[Requirement]:
     """Return this package's requirements with some extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    texts = [*project["dependencies"], *(one for extra in extras for one in project["optional-dependencies"][extra])]
+    texts = [
+        *project["dependencies"],
+        *(one for extra in extras for one in project["optional-dependencies"][extra]),
+    ]
     return [Requirement(text) for text in dict.fromkeys(texts)]
 
 
@@ -201,9 +221,17 @@ def find_python(version: str) -> str | None:
     """Return an interpreter of a minor version: from PATH, or from pyenv's folder."""
     if version == THIS_PYTHON:
         return sys.executable
-    inside = sorted((Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python"))
+    inside = sorted(
+        (Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python")
+    )
     for candidate in (shutil.which(f"python{version}"), *map(str, inside)):
-        if candidate and subprocess.run([candidate, "--version"], capture_output=True, check=False).returncode == 0:
+        if (
+            candidate
+            and subprocess.run(
+                [candidate, "--version"], capture_output=True, check=False
+            ).returncode
+            == 0
+        ):
             return candidate
     return None
 
@@ -214,7 +242,12 @@ def make(folder: Path, interpreter: str, wanted: list[str]) -> Path:
     if not (folder / ".complete").exists():
         subprocess.run([interpreter, "-m", "venv", "--clear", folder], check=True)
         if any(one.startswith("dm-meltingpot") for one in wanted):
-            install: list[Any] = [python, ROOT / ".ci" / "install_meltingpot.py", "-c", ROOT / "constraints.txt"]
+            install: list[Any] = [
+                python,
+                ROOT / ".ci" / "install_meltingpot.py",
+                "-c",
+                ROOT / "constraints.txt",
+            ]
             subprocess.run(install, check=True)
         subprocess.run([*_pip(python), *wanted, *TOOLS], check=True)
         (folder / ".complete").touch()
@@ -225,23 +258,42 @@ def run(row: Row, folder: Path, jobs: str) -> dict[str, Any]:
     """Install a row's packages, run its tests, and return its outcome."""
     interpreter = find_python(row.python)
     if interpreter is None:
-        raise SystemExit(f"{row.name} failed: expected python{row.python} on PATH or in pyenv, got none.")
+        raise SystemExit(
+            f"{row.name} failed: expected python{row.python} on PATH or in pyenv, got none."
+        )
     extras, text_of = ENDS[row.end]
-    python = make(folder / row.environment, interpreter, [text_of(one) for one in requirements(extras)])
+    python = make(
+        folder / row.environment,
+        interpreter,
+        [text_of(one) for one in requirements(extras)],
+    )
     path = [str(ROOT)]
     if row.on_top:
-        path.insert(0, put_above(python, folder / row.name.replace(" ", "-"), row.on_top))
+        path.insert(
+            0, put_above(python, folder / row.name.replace(" ", "-"), row.on_top)
+        )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     report = folder / f"{row.name.replace(' ', '-')}.xml"
     files = [str(file) for group in row.groups for file in _files(group)]
-    subprocess.run([*_pytest(python, jobs), f"--junitxml={report}", *files], cwd=ROOT, env=env, check=False)
-    listing = subprocess.run([python, "-c", _VERSIONS], env=env, capture_output=True, text=True, check=True)
+    subprocess.run(
+        [*_pytest(python, jobs), f"--junitxml={report}", *files],
+        cwd=ROOT,
+        env=env,
+        check=False,
+    )
+    listing = subprocess.run(
+        [python, "-c", _VERSIONS], env=env, capture_output=True, text=True, check=True
+    )
     return {**json.loads(listing.stdout), "groups": _counted(report)}
 
 
 def run_above(folder: Path, jobs: str) -> int:
     """Run quick tests of the facades with the oldest libraries above this environment; return pytest's exit code."""
-    above = put_above(sys.executable, folder / "above", [oldest(one) for one in requirements() if one.name in ABOVE])
+    above = put_above(
+        sys.executable,
+        folder / "above",
+        [oldest(one) for one in requirements() if one.name in ABOVE],
+    )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((above, str(ROOT)))}
     files = [str(ROOT / "tests" / file) for file in RUN_ABOVE]
     command = [*_pytest(sys.executable, jobs), "-m", "not slow", *files]
@@ -251,7 +303,9 @@ def run_above(folder: Path, jobs: str) -> int:
 def put_above(python: Any, folder: Path, wanted: Sequence[str]) -> str:
     """Install packages without their dependencies into a folder for PYTHONPATH, and return it."""
     shutil.rmtree(folder, ignore_errors=True)
-    subprocess.run([*_pip(python), "--no-deps", "--target", folder, *wanted], check=True)
+    subprocess.run(
+        [*_pip(python), "--no-deps", "--target", folder, *wanted], check=True
+    )
     return str(folder)
 
 
@@ -292,10 +346,21 @@ def _files(group: str) -> Iterator[Path]:
 
 def _counted(report: Path) -> dict[str, dict[str, Any]]:
     """Return, for each heading, how many tests passed and were skipped, and which failed."""
-    of_module = {".".join(f.relative_to(ROOT).with_suffix("").parts): g for g in GROUPS for f in _files(g)}
+    of_module = {
+        ".".join(f.relative_to(ROOT).with_suffix("").parts): g
+        for g in GROUPS
+        for f in _files(g)
+    }
     counts: dict[str, dict[str, Any]] = {}
     for case in ET.parse(report).getroot().iter("testcase"):
-        module = next((name for name in of_module if f"{case.get('classname')}.".startswith(f"{name}.")), None)
+        module = next(
+            (
+                name
+                for name in of_module
+                if f"{case.get('classname')}.".startswith(f"{name}.")
+            ),
+            None,
+        )
         # A file that is skipped, or fails, as it is collected has its module as the name of the case.
         group = of_module.get(module or str(case.get("name")), "core")
         count = counts.setdefault(group, {"passed": 0, "skipped": 0, "failed": []})
@@ -329,12 +394,23 @@ Outcomes = dict[str, tuple[str, list[str]]]
 
 def page(outcomes: Outcomes) -> str:
     """Return the text of docs/reports/versions.md."""
-    heads = ["Python", "", *SHOWN.values(), *(f"tests: {group}" for group in GROUPS), "run on"]
+    heads = [
+        "Python",
+        "",
+        *SHOWN.values(),
+        *(f"tests: {group}" for group in GROUPS),
+        "run on",
+    ]
     lines = [_line(heads), _line(["---"] * len(heads))]
     names = [row.name for row in rows() if row.name in outcomes]
     failed = [f"- {name}: `{test}`" for name in names for test in outcomes[name][1]]
     tail = "\n".join(["", "## What fails", "", *failed, ""]) if failed else ""
-    return _INTRODUCTION + "\n".join([*lines, *(outcomes[name][0] for name in names)]) + "\n" + tail
+    return (
+        _INTRODUCTION
+        + "\n".join([*lines, *(outcomes[name][0] for name in names)])
+        + "\n"
+        + tail
+    )
 
 
 def read_page() -> Outcomes:
@@ -351,14 +427,24 @@ def read_page() -> Outcomes:
 def outcome(row: Row, ran: dict[str, Any]) -> tuple[str, list[str]]:
     """Return a row's line of the page and its failed tests."""
     cells = [ran["python"], row.which, *(ran["versions"][name] for name in SHOWN)]
-    line = _line([*cells, *(_cell(ran["groups"].get(group)) for group in GROUPS), date.today().isoformat()])
+    line = _line(
+        [
+            *cells,
+            *(_cell(ran["groups"].get(group)) for group in GROUPS),
+            date.today().isoformat(),
+        ]
+    )
     return line, [test for group in ran["groups"].values() for test in group["failed"]]
 
 
 def _cell(count: dict[str, Any] | None) -> str:
     if count is None or not count["passed"] + len(count["failed"]):
         return "-"
-    return f"{count['passed']}, {len(count['failed'])} fail" if count["failed"] else str(count["passed"])
+    return (
+        f"{count['passed']}, {len(count['failed'])} fail"
+        if count["failed"]
+        else str(count["passed"])
+    )
 
 
 def _line(cells: list[str]) -> str:
@@ -368,12 +454,31 @@ def _line(cells: list[str]) -> str:
 def main() -> int:
     """Run rows and write the page; return 1 if a test failed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rows", default="", help="regular expression: rows whose names it finds")
-    parser.add_argument("--above", action="store_true", help="the oldest libraries above this environment; no page")
-    parser.add_argument("--released", action="store_true", help="the newest releases for this Python; no page")
-    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "compat", help="where environments are made")
-    parser.add_argument("--keep", action="store_true", help="leave the environments for the next run")
-    parser.add_argument("--jobs", default="2", help="test files that run at the same time")
+    parser.add_argument(
+        "--rows", default="", help="regular expression: rows whose names it finds"
+    )
+    parser.add_argument(
+        "--above",
+        action="store_true",
+        help="the oldest libraries above this environment; no page",
+    )
+    parser.add_argument(
+        "--released",
+        action="store_true",
+        help="the newest releases for this Python; no page",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=ROOT / "build" / "compat",
+        help="where environments are made",
+    )
+    parser.add_argument(
+        "--keep", action="store_true", help="leave the environments for the next run"
+    )
+    parser.add_argument(
+        "--jobs", default="2", help="test files that run at the same time"
+    )
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     if options.above:
@@ -389,7 +494,9 @@ def main() -> int:
         else:
             PAGE.write_text(page({**read_page(), row.name: ran}))
         has_failed |= bool(ran[1])
-        if not options.keep and row.environment not in {one.environment for one in chosen[index + 1 :]}:
+        if not options.keep and row.environment not in {
+            one.environment for one in chosen[index + 1 :]
+        }:
             shutil.rmtree(options.folder / row.environment)
     return int(has_failed)
 

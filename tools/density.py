@@ -17,7 +17,13 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 _REFERENCE = re.compile(r"\b[Ss]ee [`A-Z]|[Ll]ikewise")
-_NO_CODE = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+_NO_CODE = (
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+)
 _HEAD = f"{'folder':<44} names/line  tuples  ternaries  comments  see"
 
 
@@ -81,10 +87,19 @@ class Counts(NamedTuple):
 
 
 def _docstring_lines(node: ast.AST) -> Iterator[int]:
-    if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or not node.body:
+    if (
+        not isinstance(
+            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        )
+        or not node.body
+    ):
         return
     first = node.body[0]
-    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+    if (
+        isinstance(first, ast.Expr)
+        and isinstance(first.value, ast.Constant)
+        and isinstance(first.value.value, str)
+    ):
         yield from range(first.lineno, (first.end_lineno or first.lineno) + 1)
 
 

@@ -39,9 +39,16 @@ def write_page(path: Path, rows: Mapping[str, Mapping[str, str]]) -> None:
         path: of the page.
         rows: title -> column -> cell.
     """
-    lines = ["| family | " + " | ".join(COLUMNS) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
+    lines = [
+        "| family | " + " | ".join(COLUMNS) + " |",
+        "|---" * (1 + len(COLUMNS)) + "|",
+    ]
     for title, cells in rows.items():
-        lines.append(f"| {title} | " + " | ".join(cells.get(column, "not run") for column in COLUMNS) + " |")
+        lines.append(
+            f"| {title} | "
+            + " | ".join(cells.get(column, "not run") for column in COLUMNS)
+            + " |"
+        )
     legend = [f"- **{column}**: {meaning}." for column, meaning in COLUMNS.items()]
     path.write_text(_HEAD + "\n".join(lines) + "\n\n" + "\n".join(legend) + "\n")
 

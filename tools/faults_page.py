@@ -80,12 +80,20 @@ def record(name: str, **found: Any) -> None:
 
 def table(recorded: dict[str, dict[str, Any]], policy: str) -> list[str]:
     """Return the lines of the table of faults by states, for one policy of `Cell`."""
-    states = [state for state in STATES if policy == "raise" or state not in ("build", "close")]
+    states = [
+        state
+        for state in STATES
+        if policy == "raise" or state not in ("build", "close")
+    ]
     lines = ["| fault | " + " | ".join(states) + " |", "|---" * (1 + len(states)) + "|"]
     for fault in FAULTS:
         cells = [Cell(fault, state, policy) for state in states]
         if any(cell in CELLS for cell in cells):
-            lines.append(f"| {fault} | " + " | ".join(_text(recorded, cell) for cell in cells) + " |")
+            lines.append(
+                f"| {fault} | "
+                + " | ".join(_text(recorded, cell) for cell in cells)
+                + " |"
+            )
     return lines
 
 
@@ -100,9 +108,16 @@ def _text(recorded: dict[str, dict[str, Any]], cell: Cell) -> str:
 
 def methods(recorded: dict[str, dict[str, Any]]) -> list[str]:
     """Return the lines of the table of start methods."""
-    lines = ["| start method | fault | " + " | ".join(STATES) + " |", "|---" * (2 + len(STATES)) + "|"]
-    for method, fault in itertools.product(("spawn", "portable"), ("segfault", "kill", "gil")):
-        cells = [_text(recorded, Cell(fault, state, "raise", method)) for state in STATES]
+    lines = [
+        "| start method | fault | " + " | ".join(STATES) + " |",
+        "|---" * (2 + len(STATES)) + "|",
+    ]
+    for method, fault in itertools.product(
+        ("spawn", "portable"), ("segfault", "kill", "gil")
+    ):
+        cells = [
+            _text(recorded, Cell(fault, state, "raise", method)) for state in STATES
+        ]
         lines.append(f"| {method} | {fault} | " + " | ".join(cells) + " |")
     return lines
 
@@ -113,10 +128,20 @@ def write(recorded: dict[str, dict[str, Any]], page: Path = PAGE) -> None:
     machine = f"{date.today():%d %b %Y}; {machine}"
     parts = [_HEAD.format(machine=machine), "## Envs and workers\n\n"]
     parts += [f"- **{state}**: {meaning}.\n" for state, (_, meaning) in STATES.items()]
-    parts += ["\n", "\n".join(table(recorded, "raise")), "\n", _INTERLUDE, "\n".join(table(recorded, "restart"))]
+    parts += [
+        "\n",
+        "\n".join(table(recorded, "raise")),
+        "\n",
+        _INTERLUDE,
+        "\n".join(table(recorded, "restart")),
+    ]
     parts += [_RAISING, "\n".join(table(recorded, "interrupt"))]
     parts += [_METHODS, "\n".join(methods(recorded)), "\n\n", _SURROUNDINGS]
-    parts += sorted(f"| {found['what']} | {found['seen']} |\n" for found in recorded.values() if "what" in found)
+    parts += sorted(
+        f"| {found['what']} | {found['seen']} |\n"
+        for found in recorded.values()
+        if "what" in found
+    )
     old = page.read_text() if page.exists() else ""
     peers = old[old.index(PEERS) :] if PEERS in old else ""
     page.write_text("".join(parts) + ("\n" + peers if peers else ""))

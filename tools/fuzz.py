@@ -23,7 +23,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 #: Set before numpy is imported: a process that forks should have one thread. Cases start threads themselves.
-os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+os.environ |= {
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
 
 from tests.oracles import fuzz_executor, fuzzing  # see above
 
@@ -63,18 +67,27 @@ def run_case(variant: str, seed: int, operations: int, log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()
     if any(line.startswith("Timeout (") for line in lines):
         return "hung"
-    causes = [line for line in lines if line[:1].strip() and not line.startswith(("Traceback", "During", "The above"))]
+    causes = [
+        line
+        for line in lines
+        if line[:1].strip()
+        and not line.startswith(("Traceback", "During", "The above"))
+    ]
     return causes[-1] if causes else f"exit code {code}"
 
 
 def _is_runnable(variant: str) -> bool:
     """Return whether what a variant needs is installed."""
     names = {name: name for name in ("gymnasium", "pettingzoo", "torchrl")}
-    needed = {**names, "sb3": "stable_baselines3"}.get(variant.removeprefix("interrupted "))
+    needed = {**names, "sb3": "stable_baselines3"}.get(
+        variant.removeprefix("interrupted ")
+    )
     return needed is None or importlib.util.find_spec(needed) is not None
 
 
-def cases(variant: str | None, first: int, skipped: Sequence[str] = ()) -> Iterator[tuple[str, int]]:
+def cases(
+    variant: str | None, first: int, skipped: Sequence[str] = ()
+) -> Iterator[tuple[str, int]]:
     """Yield option set and seed of cases: all option sets in a random order, again and again."""
     found = [one for one in fuzz_executor.VARIANTS if variant in (None, one)]
     found = [one for one in found if one not in skipped and _is_runnable(one)]
@@ -87,29 +100,64 @@ def _tail(log: Path) -> list[str]:
     """Return the options, the last operations and what came after them."""
     lines = log.read_text(errors="replace").splitlines()
     is_operation = [bool(re.match(r" *\d+\.\d{3} ", line)) for line in lines]
-    opened = max((i for i, line in enumerate(lines) if is_operation[i] and " open " in line), default=0)
-    operations = [line for line, is_one in zip(lines[opened + 1 :], is_operation[opened + 1 :], strict=True) if is_one]
-    rest = [line for line, is_one in zip(lines[opened + 1 :], is_operation[opened + 1 :], strict=True) if not is_one]
+    opened = max(
+        (i for i, line in enumerate(lines) if is_operation[i] and " open " in line),
+        default=0,
+    )
+    operations = [
+        line
+        for line, is_one in zip(
+            lines[opened + 1 :], is_operation[opened + 1 :], strict=True
+        )
+        if is_one
+    ]
+    rest = [
+        line
+        for line, is_one in zip(
+            lines[opened + 1 :], is_operation[opened + 1 :], strict=True
+        )
+        if not is_one
+    ]
     return [lines[opened] if lines else "", *operations[-TAIL:], *rest[-TAIL:]]
 
 
 def main() -> int:
     """Run from the shell."""
-    parser = argparse.ArgumentParser(prog="python -m tools.fuzz", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.fuzz", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--cases", type=int, default=0, help="stop after so many; default: when the time is over")
+    parser.add_argument(
+        "--cases",
+        type=int,
+        default=0,
+        help="stop after so many; default: when the time is over",
+    )
     parser.add_argument("--variant", help="one option set alone")
-    parser.add_argument("--skip", action="append", default=[], help="leave an option set out")
-    parser.add_argument("--seed", type=int, help="of the first case; default: a fresh one")
+    parser.add_argument(
+        "--skip", action="append", default=[], help="leave an option set out"
+    )
+    parser.add_argument(
+        "--seed", type=int, help="of the first case; default: a fresh one"
+    )
     parser.add_argument("--operations", type=int, default=120, help="of each case")
-    parser.add_argument("--logs", type=Path, default=Path("build/fuzz"), help="where the logs of failed cases go")
+    parser.add_argument(
+        "--logs",
+        type=Path,
+        default=Path("build/fuzz"),
+        help="where the logs of failed cases go",
+    )
     arguments = parser.parse_args()
     arguments.logs.mkdir(parents=True, exist_ok=True)
-    first = secrets.randbelow(10**6) * 1000 if arguments.seed is None else arguments.seed
+    first = (
+        secrets.randbelow(10**6) * 1000 if arguments.seed is None else arguments.seed
+    )
     end = time.monotonic() + 60 * arguments.minutes
     passed: Counter[str] = Counter()
     failed: list[str] = []
-    for number, (variant, seed) in enumerate(cases(arguments.variant, first, arguments.skip)):
+    for number, (variant, seed) in enumerate(
+        cases(arguments.variant, first, arguments.skip)
+    ):
         if time.monotonic() > end or (arguments.cases and number >= arguments.cases):
             break
         log = arguments.logs / f"{re.sub(r'[ ,]+', '_', variant)}-{seed}.log"

@@ -53,8 +53,21 @@ VERSIONS = ("torchrl", "gymnasium")
 FOLDER = Path(__file__).parents[1] / "tests" / "golden"
 #: The families that are driven in every mode: one for each adapter, and for each kind of spec.
 NAMES = (
-    *("gymnasium_cartpole", "gymnasium_nested", "gymnasium_taxi", "dm_control", "dmlab2d"),
-    *("pettingzoo_spread", "pettingzoo_village", "torchrl", "meltingpot", "own", "vector_sync_same_step"),
+    *(
+        "gymnasium_cartpole",
+        "gymnasium_nested",
+        "gymnasium_taxi",
+        "dm_control",
+        "dmlab2d",
+    ),
+    *(
+        "pettingzoo_spread",
+        "pettingzoo_village",
+        "torchrl",
+        "meltingpot",
+        "own",
+        "vector_sync_same_step",
+    ),
     "envpool_async",
 )
 _OWN = {
@@ -83,18 +96,27 @@ class Trace:
         if isinstance(value, dict):
             for key in sorted(value, key=str):
                 self.add(value[key], f"{name}.{key}", env_id)
-        elif isinstance(value, (list, tuple)) and not all(isinstance(one, (int, float, str)) for one in value):
+        elif isinstance(value, (list, tuple)) and not all(
+            isinstance(one, (int, float, str)) for one in value
+        ):
             for i, one in enumerate(value):
                 self.add(one, f"{name}.{i}", env_id)
         else:
             data = value.numpy() if isinstance(value, torch.Tensor) else value
             data = np.asarray(data)
             is_plain = data.dtype != object
-            content = np.ascontiguousarray(data).tobytes() if is_plain else repr(data.tolist()).encode()
+            content = (
+                np.ascontiguousarray(data).tobytes()
+                if is_plain
+                else repr(data.tolist()).encode()
+            )
             head = f"{name} {data.dtype} {data.shape} ".encode()
             if self._prints:
                 print(
-                    env_id, head.decode(), hashlib.sha256(content).hexdigest()[:12], np.array2string(data, threshold=8)
+                    env_id,
+                    head.decode(),
+                    hashlib.sha256(content).hexdigest()[:12],
+                    np.array2string(data, threshold=8),
                 )
             self._hashes.setdefault(env_id, hashlib.sha256()).update(head + content)
 
@@ -104,7 +126,11 @@ class Trace:
         for key in sorted(td.keys(include_nested=True, leaves_only=True), key=str):
             if key != "env_ids":
                 values = td.get(key)
-                values = values.numpy() if isinstance(values, torch.Tensor) else values.tolist()
+                values = (
+                    values.numpy()
+                    if isinstance(values, torch.Tensor)
+                    else values.tolist()
+                )
                 for row, env_id in enumerate(ids):
                     self.add(values[row], str(key), int(env_id))
 
@@ -140,7 +166,10 @@ class Run:
         """Set the next action of each env of a batch `[k]`."""
         ids = self.ids_of(td)
         for key in self._plans[0]:
-            rows = [self._plans[env_id][key][self.counts[env_id] % NUM_STEPS] for env_id in ids]
+            rows = [
+                self._plans[env_id][key][self.counts[env_id] % NUM_STEPS]
+                for env_id in ids
+            ]
             td.set(key, torch.from_numpy(np.stack(rows)))
         self.counts[ids] += 1
         return td
@@ -148,7 +177,11 @@ class Run:
     def ids_of(self, td: Any) -> Any:
         """Return the env ids of a batch `[k]`; each row of an env that is a batch has the id."""
         ids = td.get("env_ids", None)
-        return np.arange(td.shape[0]) if ids is None else ids.numpy().reshape(td.shape[0], -1)[:, 0]
+        return (
+            np.arange(td.shape[0])
+            if ids is None
+            else ids.numpy().reshape(td.shape[0], -1)[:, 0]
+        )
 
 
 def _draw(leaf: LeafSpec, rng: np.random.Generator) -> np.ndarray:
@@ -218,7 +251,9 @@ def rolled(run: Run) -> None:
     """Rollouts: one, one that continues it in the same memory, and one that ends with the first episode."""
     data = run.env.rollout(NUM_STEPS // 2, run.act, break_when_any_done=False)
     run.trace.add_rollout(data)
-    data = run.env.rollout(NUM_STEPS // 2, run.act, auto_reset=False, break_when_any_done=False, out=data)
+    data = run.env.rollout(
+        NUM_STEPS // 2, run.act, auto_reset=False, break_when_any_done=False, out=data
+    )
     run.trace.add_rollout(data)
     run.trace.add_rollout(run.env.rollout(50, run.act, break_when_any_done=True))
 
@@ -229,9 +264,16 @@ def recurrent(run: Run) -> None:
     def policy(td: Any) -> Any:
         return run.act(td).set(("next", "state"), td["state"] * 0.5 + 1)
 
-    primer = TensorDict({"state": torch.zeros(*run.env.batch_size, 2)}, run.env.batch_size)
-    frames = {"frames_per_batch": 50 * run.env.num_envs, "total_frames": NUM_STEPS * run.env.num_envs}
-    with Collector(run.env, policy, primer=primer, close_env=False, **frames) as collector:
+    primer = TensorDict(
+        {"state": torch.zeros(*run.env.batch_size, 2)}, run.env.batch_size
+    )
+    frames = {
+        "frames_per_batch": 50 * run.env.num_envs,
+        "total_frames": NUM_STEPS * run.env.num_envs,
+    }
+    with Collector(
+        run.env, policy, primer=primer, close_env=False, **frames
+    ) as collector:
         for data in collector:
             run.trace.add_rollout(data)
 
@@ -239,24 +281,30 @@ def recurrent(run: Run) -> None:
 def gathered(run: Run) -> None:
     """`AsyncCollector`; the first `NUM_STEPS` steps of each env."""
     num_left, parts = NUM_STEPS * run.env.num_envs, list[TensorDictBase]()
-    with AsyncCollector(run.env, run.act, frames_per_batch=10 * run.env.num_envs, close_env=False) as collector:
+    with AsyncCollector(
+        run.env, run.act, frames_per_batch=10 * run.env.num_envs, close_env=False
+    ) as collector:
         while num_left:
             rows = collector.collect().flatten(0, 1)
             parts.append(rows[rows["step"] < NUM_STEPS].exclude("policy_version"))
             num_left -= len(parts[-1])
     rows = TensorDict.cat(parts)
-    rows = rows[rows["step"].argsort(stable=True)]  # the rows of a batch are in the order in which they were completed
+    # The rows of a batch are in the order in which they were completed.
+    rows = rows[rows["step"].argsort(stable=True)]
     run.trace.add_rows(rows, rows["env_ids"])
 
 
 MODES: dict[str, Callable[[Run], None]] = {
-    one.__name__: one for one in (fused, stepped, sent, first, rolled, recurrent, gathered)
+    one.__name__: one
+    for one in (fused, stepped, sent, first, rolled, recurrent, gathered)
 }
 
 
 def _suits(mode: str, env: Any) -> bool:
     """Return whether `AsyncCollector` takes the envs, if it is the mode."""
-    return mode != "gathered" or not (env.spec.batch_shape or any(leaf.is_side for leaf in env.spec.leaves()))
+    return mode != "gathered" or not (
+        env.spec.batch_shape or any(leaf.is_side for leaf in env.spec.leaves())
+    )
 
 
 # ---- the facades -----------------------------------------------------------------------------
@@ -282,7 +330,9 @@ def _drive_sb3(env: Any, seed: int, trace: Trace) -> None:
     env.action_space.seed(seed)
     trace.add((env.reset(), env.reset_infos))
     for _ in range(NUM_STEPS):
-        result = env.step(np.stack([env.action_space.sample() for _ in range(env.num_envs)]))
+        result = env.step(
+            np.stack([env.action_space.sample() for _ in range(env.num_envs)])
+        )
         trace.add((result, env.reset_infos))
 
 
@@ -291,7 +341,9 @@ def _drive_pettingzoo(env: Any, seed: int, trace: Trace) -> None:
         env.action_space(agent).seed(seed)
     trace.add(env.reset(seed=seed))
     for _ in range(NUM_STEPS):
-        result = env.step({agent: env.action_space(agent).sample() for agent in env.possible_agents})
+        result = env.step(
+            {agent: env.action_space(agent).sample() for agent in env.possible_agents}
+        )
         trace.add((result, env.active))
         ended = ~np.stack([*env.active.values()], -1).any(-1)
         if _needs_reset(env) and ended.any():
@@ -355,10 +407,17 @@ def _dm_control_torchrl() -> Any:
 _CARTPOLE = functools.partial(gymnasium_env, "CartPole-v1", draws=False)
 _NESTED = FAMILIES["gymnasium_nested"].make_env
 #: Name -> extra, factory, a function that makes a facade of factories, and one that drives it.
-FACADES: dict[str, tuple[str, Any, Callable[[Any], Any], Callable[[Any, int, Trace], None]]] = {}
+FACADES: dict[
+    str, tuple[str, Any, Callable[[Any], Any], Callable[[Any, int, Trace], None]]
+] = {}
 for _mode in ("NextStep", "SameStep", "Disabled"):
     _open: Any = functools.partial(_open_gymnasium, "AsyncVectorEnv", _mode)
-    FACADES[f"cartpole/gymnasium {_mode}"] = ("gymnasium", _CARTPOLE, _open, _drive_gymnasium)
+    FACADES[f"cartpole/gymnasium {_mode}"] = (
+        "gymnasium",
+        _CARTPOLE,
+        _open,
+        _drive_gymnasium,
+    )
     _open = functools.partial(_open_pettingzoo, _mode)
     FACADES[f"spread/pettingzoo {_mode}"] = (
         "pettingzoo",
@@ -374,7 +433,12 @@ FACADES["nested/gymnasium sync"] = (
 )
 FACADES["cartpole/cleanrl"] = ("gymnasium", _CARTPOLE, _open_cleanrl, _drive_gymnasium)
 for _name in ("SubprocVecEnv", "DummyVecEnv"):
-    FACADES[f"cartpole/sb3 {_name}"] = ("sb3", _CARTPOLE, functools.partial(_open_sb3, _name), _drive_sb3)
+    FACADES[f"cartpole/sb3 {_name}"] = (
+        "sb3",
+        _CARTPOLE,
+        functools.partial(_open_sb3, _name),
+        _drive_sb3,
+    )
 for _name, _make, _drive in (
     ("ParallelEnv", FAMILIES["torchrl"].make_env, _drive_torchrl),
     ("SerialEnv", FAMILIES["torchrl"].make_env, _drive_torchrl),
@@ -392,10 +456,16 @@ for _name, _make, _drive in (
 # ---- recording -------------------------------------------------------------------------------
 
 
-def record(pattern: str = "", *, prints: bool = False) -> Iterator[tuple[str, list[str]]]:
+def record(
+    pattern: str = "", *, prints: bool = False
+) -> Iterator[tuple[str, list[str]]]:
     """Yield the name of each case that matches, and its hash for each seed."""
-    own: dict[str, tuple[str, Any]] = {name: ("gymnasium", make) for name, make in _OWN.items()}
-    families = own | {name: (FAMILIES[name].extra, FAMILIES[name].make_env) for name in NAMES}
+    own: dict[str, tuple[str, Any]] = {
+        name: ("gymnasium", make) for name, make in _OWN.items()
+    }
+    families = own | {
+        name: (FAMILIES[name].extra, FAMILIES[name].make_env) for name in NAMES
+    }
     for name, (extra, make) in families.items():
         cases = [f"{name}/{mode}" for mode in MODES] + [f"{name}/serial"]
         if not has_extra(extra) or not any(re.search(pattern, case) for case in cases):
@@ -403,10 +473,16 @@ def record(pattern: str = "", *, prints: bool = False) -> Iterator[tuple[str, li
         with ParallelEnv(NUM_ENVS, make, num_workers=2) as env:
             for mode in MODES:
                 if re.search(pattern, f"{name}/{mode}") and _suits(mode, env):
-                    yield f"{name}/{mode}", [_drive_core(env, mode, seed, prints=prints) for seed in SEEDS]
+                    yield (
+                        f"{name}/{mode}",
+                        [_drive_core(env, mode, seed, prints=prints) for seed in SEEDS],
+                    )
         if re.search(pattern, f"{name}/serial"):
             with SerialEnv(NUM_ENVS, make) as env:
-                yield f"{name}/serial", [_drive_core(env, "fused", seed, prints=prints) for seed in SEEDS]
+                yield (
+                    f"{name}/serial",
+                    [_drive_core(env, "fused", seed, prints=prints) for seed in SEEDS],
+                )
     for name, (extra, make, open_env, drive) in FACADES.items():
         if has_extra(extra) and re.search(pattern, name):
             with contextlib.closing(open_env([make] * NUM_ENVS)) as env:
@@ -430,10 +506,21 @@ def golden_file() -> Path:
 
 def main() -> int:
     """Compare or write; return the exit status."""
-    parser = argparse.ArgumentParser(description="Compare the data of all envs and modes with a file of hashes.")
-    parser.add_argument("pattern", nargs="?", default="", help="regular expression for the names of cases")
-    parser.add_argument("--write", action="store_true", help="write the hashes of these cases")
-    parser.add_argument("--print", action="store_true", dest="prints", help="print every value instead")
+    parser = argparse.ArgumentParser(
+        description="Compare the data of all envs and modes with a file of hashes."
+    )
+    parser.add_argument(
+        "pattern",
+        nargs="?",
+        default="",
+        help="regular expression for the names of cases",
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write the hashes of these cases"
+    )
+    parser.add_argument(
+        "--print", action="store_true", dest="prints", help="print every value instead"
+    )
     args = parser.parse_args()
     path = golden_file()
     kept = json.loads(path.read_text()) if path.exists() else {}

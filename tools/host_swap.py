@@ -14,7 +14,11 @@ import sys
 HOSTS: dict[str, tuple[str, tuple[str, ...], str, tuple[str, ...]]] = {
     "gymnasium": (
         "gymnasium",
-        ("gymnasium.vector", "gymnasium.wrappers.vector", "gymnasium.envs.registration"),
+        (
+            "gymnasium.vector",
+            "gymnasium.wrappers.vector",
+            "gymnasium.envs.registration",
+        ),
         "envherd.executor.facades.gymnasium",
         ("AsyncVectorEnv", "SyncVectorEnv"),
     ),
@@ -26,7 +30,12 @@ HOSTS: dict[str, tuple[str, tuple[str, ...], str, tuple[str, ...]]] = {
     ),
     "torchrl": (
         "torchrl",
-        ("torchrl.envs", "torchrl.envs.batched_envs", "torchrl.collectors", "torchrl.testing"),
+        (
+            "torchrl.envs",
+            "torchrl.envs.batched_envs",
+            "torchrl.collectors",
+            "torchrl.testing",
+        ),
         "envherd.executor.facades.torchrl",
         ("ParallelEnv",),
     ),

@@ -49,7 +49,11 @@ TESTS = {
         "executor/protocol/test_side_actions.py",
     ),
     "executor/pools/worker_pool.py": (*_STEPS, *_LOSSES),
-    "executor/pools/command_words.py": ("executor/pools/test_command_words.py", *_STEPS, *_LOSSES),
+    "executor/pools/command_words.py": (
+        "executor/pools/test_command_words.py",
+        *_STEPS,
+        *_LOSSES,
+    ),
     "executor/pools/fast_commands.py": (
         "executor/pools/test_fast_commands.py",
         "executor/protocol/test_fast_calls.py",
@@ -69,7 +73,10 @@ TESTS = {
         "executor/rollouts/test_rollout.py",
     ),
     "executor/protocol/env_batches.py": (*_STEPS, "executor/rollouts/test_rollout.py"),
-    "executor/protocol/side_data.py": ("executor/protocol/test_infos.py", "executor/protocol/test_side_actions.py"),
+    "executor/protocol/side_data.py": (
+        "executor/protocol/test_infos.py",
+        "executor/protocol/test_side_actions.py",
+    ),
     "executor/rollouts/rollout.py": (
         "executor/rollouts/test_rollout.py",
         "executor/collectors/test_collector.py",
@@ -84,12 +91,18 @@ TESTS = {
         "executor/facades/test_gymnasium_errors.py",
     ),
     "executor/protocol/losses.py": (*_LOSSES, "executor/protocol/test_exchange.py"),
-    "executor/processes/supervisor.py": (*_LOSSES, "executor/protocol/test_recycling.py"),
+    "executor/processes/supervisor.py": (
+        *_LOSSES,
+        "executor/protocol/test_recycling.py",
+    ),
     "executor/batches/actions.py": (
         "executor/batches/test_intake.py",
         "executor/protocol/test_stepping.py",
     ),
-    "executor/batches/step_data.py": ("executor/protocol/test_stepping.py", "executor/protocol/test_fast_calls.py"),
+    "executor/batches/step_data.py": (
+        "executor/protocol/test_stepping.py",
+        "executor/protocol/test_fast_calls.py",
+    ),
     "workers/block/block.py": (
         "workers/test_protocol.py",
         "executor/protocol/test_stepping.py",
@@ -98,26 +111,42 @@ TESTS = {
         "workers/test_gymnasium_vector.py",
         "executor/protocol/test_lifetime.py",
     ),
-    "workers/process/loop.py": ("workers/test_loop.py", *_STEPS, "executor/monitor/test_watching.py"),
+    "workers/process/loop.py": (
+        "workers/test_loop.py",
+        *_STEPS,
+        "executor/monitor/test_watching.py",
+    ),
     "workers/block/slot.py": (
         "workers/test_slot.py",
         "executor/protocol/test_infos.py",
         *_STEPS,
     ),
     "workers/block/slot_states.py": ("workers/test_slot_states.py",),
-    "shm/tally.py": ("shm/test_tally.py", "shm/test_tally_model.py", "executor/protocol/test_exchange.py"),
+    "shm/tally.py": (
+        "shm/test_tally.py",
+        "shm/test_tally_model.py",
+        "executor/protocol/test_exchange.py",
+    ),
 }
 
 _FACADES = "executor/facades"
 _CONTRACT = ("contracts/test_oracles.py", "contracts/test_violations.py")
 #: Folder or file that TESTS does not name -> the tests that should notice a change below it; the longest that fits.
 BELOW: dict[str, tuple[str, ...]] = {
-    "executor/": ("executor/test_options.py", "executor/test_first_mistakes.py", *_STEPS),
-    "executor/guests/collectors/async_collector.py": ("executor/collectors/test_async_collector.py",),
+    "executor/": (
+        "executor/test_options.py",
+        "executor/test_first_mistakes.py",
+        *_STEPS,
+    ),
+    "executor/guests/collectors/async_collector.py": (
+        "executor/collectors/test_async_collector.py",
+    ),
     "executor/batches/": ("executor/batches", *_STEPS),
     "executor/cli/": ("executor/cli", "executor/show/test_per_player.py"),
     "executor/cluster/": ("cluster",),
-    "executor/guests/collectors/collector.py": ("executor/collectors/test_collector.py",),
+    "executor/guests/collectors/collector.py": (
+        "executor/collectors/test_collector.py",
+    ),
     "executor/doctor.py": ("executor/test_doctor.py",),
     f"{_FACADES}/": (f"{_FACADES}/test_faults.py", _FACADES),
     f"{_FACADES}/cleanrl/": (f"{_FACADES}/test_cleanrl.py",),
@@ -126,7 +155,10 @@ BELOW: dict[str, tuple[str, ...]] = {
         f"{_FACADES}/test_gymnasium_errors.py",
         f"{_FACADES}/test_faults.py",
     ),
-    f"{_FACADES}/pettingzoo/": (f"{_FACADES}/test_pettingzoo_vector_env.py", f"{_FACADES}/test_faults.py"),
+    f"{_FACADES}/pettingzoo/": (
+        f"{_FACADES}/test_pettingzoo_vector_env.py",
+        f"{_FACADES}/test_faults.py",
+    ),
     f"{_FACADES}/sb3/": (
         f"{_FACADES}/test_sb3_vec_env.py",
         f"{_FACADES}/test_sb3_equality.py",
@@ -143,7 +175,10 @@ BELOW: dict[str, tuple[str, ...]] = {
     "executor/monitor/": ("executor/monitor",),
     "executor/pools/": ("executor/pools", *_STEPS, *_LOSSES),
     "executor/protocol/": ("executor/protocol", *_LOSSES),
-    "executor/rollouts/": ("executor/rollouts", "executor/collectors/test_collector.py"),
+    "executor/rollouts/": (
+        "executor/rollouts",
+        "executor/collectors/test_collector.py",
+    ),
     "executor/show/": ("executor/show", "executor/cli/test_cli_figures.py"),
     "executor/simulator/": ("executor/simulator", "workers/test_torch_native.py"),
     "executor/sizing/": ("executor/sizing",),
@@ -151,9 +186,19 @@ BELOW: dict[str, tuple[str, ...]] = {
     "executor/testing/together.py": ("workers/test_together.py", *_CONTRACT),
     "shm/": ("shm", *_STEPS),
     "workers/": ("workers", *_STEPS),
-    "workers/adapters/": ("workers/test_refusals.py", "workers/test_checks.py", "contracts/test_families.py"),
-    "workers/adapters/dm_env/": ("workers/test_dm_env_adapter.py", "workers/test_refusals.py"),
-    "workers/adapters/envpool.py": ("workers/test_envpool.py", "workers/test_refusals.py"),
+    "workers/adapters/": (
+        "workers/test_refusals.py",
+        "workers/test_checks.py",
+        "contracts/test_families.py",
+    ),
+    "workers/adapters/dm_env/": (
+        "workers/test_dm_env_adapter.py",
+        "workers/test_refusals.py",
+    ),
+    "workers/adapters/envpool.py": (
+        "workers/test_envpool.py",
+        "workers/test_refusals.py",
+    ),
     "workers/adapters/gymnasium/": (
         "workers/test_gymnasium_adapter.py",
         "workers/test_gymnasium_spaces.py",
@@ -170,8 +215,14 @@ BELOW: dict[str, tuple[str, ...]] = {
         "workers/test_pettingzoo_batches.py",
         "workers/test_refusals.py",
     ),
-    "workers/adapters/simulators/": ("workers/test_isaaclab.py", "workers/test_maniskill.py"),
-    "workers/adapters/torch_native.py": ("workers/test_torch_native.py", "executor/simulator"),
+    "workers/adapters/simulators/": (
+        "workers/test_isaaclab.py",
+        "workers/test_maniskill.py",
+    ),
+    "workers/adapters/torch_native.py": (
+        "workers/test_torch_native.py",
+        "executor/simulator",
+    ),
     "workers/adapters/torchrl/": (
         "workers/test_torchrl_adapter.py",
         "workers/test_torchrl_direct.py",
@@ -189,7 +240,11 @@ def tests_of(path: str) -> tuple[str, ...]:
 
 def all_files() -> list[str]:
     """Return the files of the source that have tests here, in the order of their names."""
-    found = (str(file.relative_to(ROOT)) for part in PARTS for file in (ROOT / part).rglob("*.py"))
+    found = (
+        str(file.relative_to(ROOT))
+        for part in PARTS
+        for file in (ROOT / part).rglob("*.py")
+    )
     return sorted(filter(tests_of, found))
 
 
@@ -197,7 +252,14 @@ _COMPARED = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
     ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
 }  # fmt: skip
-_COMPUTED = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.FloorDiv: "*", ast.BitAnd: "|", ast.BitOr: "&"}
+_COMPUTED = {
+    ast.Add: "-",
+    ast.Sub: "+",
+    ast.Mult: "+",
+    ast.FloorDiv: "*",
+    ast.BitAnd: "|",
+    ast.BitOr: "&",
+}
 _SWAPPED = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 
@@ -218,7 +280,9 @@ class Mutant:
     def diff(self, source: bytes) -> str:
         """Return the change as a diff."""
         old, new = (text.decode().splitlines() for text in (source, self.apply(source)))
-        return "\n".join(difflib.unified_diff(old, new, self.path, self.path, lineterm="", n=2))
+        return "\n".join(
+            difflib.unified_diff(old, new, self.path, self.path, lineterm="", n=2)
+        )
 
 
 def mutants_of(path: str, source: bytes) -> list[Mutant]:
@@ -231,27 +295,40 @@ def mutants_of(path: str, source: bytes) -> list[Mutant]:
         start = offsets[node.lineno - 1] + node.col_offset
         end = offsets[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
         found[start, end, text] = Mutant(path, node.lineno, start, end, text)
-    return sorted(found.values(), key=lambda mutant: (mutant.start, mutant.end, mutant.text))
+    return sorted(
+        found.values(), key=lambda mutant: (mutant.start, mutant.end, mutant.text)
+    )
 
 
 def _changes(tree: ast.Module) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
     """Yield nodes in functions, and the text that may stand there instead."""
-    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+    for function in (
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
+    ):
         for statement in function.body:
             for node in _code_under(statement):
-                if function.name == "__init__" and isinstance(node, ast.Assign | ast.AnnAssign):
+                if function.name == "__init__" and isinstance(
+                    node, ast.Assign | ast.AnnAssign
+                ):
                     continue  # an attribute that is missing is always found
-                if isinstance(node, ast.Raise) and (message := _message_of(node)) is not None:
+                if (
+                    isinstance(node, ast.Raise)
+                    and (message := _message_of(node)) is not None
+                ):
                     yield message, '""'
                 yield from ((node, text) for text in _texts_for(node))
-                if isinstance(node, ast.If | ast.While | ast.IfExp) and not any(_texts_for(node.test)):
+                if isinstance(node, ast.If | ast.While | ast.IfExp) and not any(
+                    _texts_for(node.test)
+                ):
                     yield node.test, f"not {_in_brackets(node.test)}"
 
 
 def _message_of(node: ast.Raise) -> ast.expr | None:
     """Return the text of an error that is raised, if it is written there."""
     arguments = node.exc.args if isinstance(node.exc, ast.Call) else []
-    texts = [part for part in arguments if isinstance(part, ast.JoinedStr | ast.Constant)]
+    texts = [
+        part for part in arguments if isinstance(part, ast.JoinedStr | ast.Constant)
+    ]
     return texts[0] if texts else None
 
 
@@ -273,9 +350,18 @@ def _texts_for(node: ast.expr | ast.stmt) -> Iterator[str]:
 
 def _for_statement(node: ast.stmt) -> Iterator[str]:
     match node:
-        case ast.Expr(value=ast.Call()) | ast.AugAssign() | ast.Raise() | ast.Delete() | ast.Break() | ast.Continue():
+        case (
+            ast.Expr(value=ast.Call())
+            | ast.AugAssign()
+            | ast.Raise()
+            | ast.Delete()
+            | ast.Break()
+            | ast.Continue()
+        ):
             yield "pass"
-        case ast.Assign(targets=[*targets]) if not any(isinstance(t, ast.Name | ast.Tuple) for t in targets):
+        case ast.Assign(targets=[*targets]) if not any(
+            isinstance(t, ast.Name | ast.Tuple) for t in targets
+        ):
             yield "pass"
         case ast.Return(value=None):
             yield "pass"
@@ -285,11 +371,15 @@ def _for_expression(node: ast.expr) -> Iterator[str]:
     match node:
         case ast.BoolOp(op=op, values=values):
             for left_out in values:
-                kept = [_in_brackets(value) for value in values if value is not left_out]
+                kept = [
+                    _in_brackets(value) for value in values if value is not left_out
+                ]
                 yield f"({(' and ' if isinstance(op, ast.And) else ' or ').join(kept)})"
         case ast.UnaryOp(op=ast.Not() | ast.Invert(), operand=operand):
             yield _in_brackets(operand)
-        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARED:
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if (
+            type(op) in _COMPARED
+        ):
             yield f"{_in_brackets(left)} {_COMPARED[type(op)]} {_in_brackets(right)}"
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _COMPUTED:
             yield f"({_in_brackets(left)} {_COMPUTED[type(op)]} {_in_brackets(right)})"
@@ -297,16 +387,30 @@ def _for_expression(node: ast.expr) -> Iterator[str]:
             yield str(not value)
         case ast.Constant(value=int() as value):
             yield str(value + 1)
-        case ast.Call(func=ast.Attribute(value=value, attr="copy"), args=[], keywords=[]):
+        case ast.Call(
+            func=ast.Attribute(value=value, attr="copy"), args=[], keywords=[]
+        ):
             yield _in_brackets(value)
-        case ast.Call(func=(ast.Name(id=name) | ast.Attribute(attr=name)) as called) if name in _SWAPPED:
+        case ast.Call(
+            func=(ast.Name(id=name) | ast.Attribute(attr=name)) as called
+        ) if name in _SWAPPED:
             text = ast.unparse(called)
-            yield text.removesuffix(name) + _SWAPPED[name] + ast.unparse(node).removeprefix(text)
+            yield (
+                text.removesuffix(name)
+                + _SWAPPED[name]
+                + ast.unparse(node).removeprefix(text)
+            )
 
 
 def _in_brackets(node: ast.expr) -> str:
     text = ast.unparse(node)
-    return text if isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.Constant | ast.Subscript) else f"({text})"
+    return (
+        text
+        if isinstance(
+            node, ast.Name | ast.Attribute | ast.Call | ast.Constant | ast.Subscript
+        )
+        else f"({text})"
+    )
 
 
 # ---- a copy of the tree, and tests in it ---------------------------------------------------------
@@ -315,13 +419,18 @@ def _in_brackets(node: ast.expr) -> str:
 def copy_tree(folder: Path) -> None:
     """Copy the working tree to a folder, from which `envherd` is imported."""
     listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).exists():  # the links of `envherd/` too, which stay links
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
-    for library in ROOT.glob("*/native/*.so"):  # built, so git ignores it; without it no call is plain
+    # Built, so git ignores it; without it no call is plain.
+    for library in ROOT.glob("*/native/*.so"):
         shutil.copy(library, folder / library.relative_to(ROOT))
 
 
@@ -343,9 +452,18 @@ def run_tests(folder: Path, path: str, limit_s: float | None) -> tuple[str, floa
     ]
     began = time.monotonic()
     with tempfile.TemporaryFile("w+") as output:
-        environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": ""}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(folder),
+            "PYTHONDONTWRITEBYTECODE": "",
+        }
         process = subprocess.Popen(
-            [*command, *tests], cwd=folder, env=environment, stdout=output, stderr=output, start_new_session=True
+            [*command, *tests],
+            cwd=folder,
+            env=environment,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
         )
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(limit_s)
@@ -419,7 +537,11 @@ def sample(where: str, size: int, seed: int) -> list[Mutant]:
 
 def sample_of_all(size: int, seed: int) -> dict[str, list[Mutant]]:
     """Return a fixed number of changes of the whole source, by file; files with more places have more of them."""
-    mutants = [mutant for path in all_files() for mutant in mutants_of(path, (ROOT / path).read_bytes())]
+    mutants = [
+        mutant
+        for path in all_files()
+        for mutant in mutants_of(path, (ROOT / path).read_bytes())
+    ]
     chosen = random.Random(seed).sample(range(len(mutants)), min(size, len(mutants)))
     found: dict[str, list[Mutant]] = {}
     for number in sorted(chosen):
@@ -430,29 +552,46 @@ def sample_of_all(size: int, seed: int) -> dict[str, list[Mutant]]:
 def main() -> int:
     """Try mutants, print each and the survivors' diffs; return 1 if the tests fail without any."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("files", nargs="*", metavar="FILE[:LINE]", help="default: the core (TESTS)")
+    parser.add_argument(
+        "files", nargs="*", metavar="FILE[:LINE]", help="default: the core (TESTS)"
+    )
     parser.add_argument("--sample", type=int, default=10, help="mutants of each file")
-    parser.add_argument("--total", type=int, help="instead: mutants of the whole source, satellites included")
+    parser.add_argument(
+        "--total",
+        type=int,
+        help="instead: mutants of the whole source, satellites included",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time")
     options = parser.parse_args()
-    chosen = {where: sample(where, options.sample, options.seed) for where in options.files or TESTS}
+    chosen = {
+        where: sample(where, options.sample, options.seed)
+        for where in options.files or TESTS
+    }
     if options.total:
         chosen = sample_of_all(options.total, options.seed)
     with (
         tempfile.TemporaryDirectory(prefix="envherd-mutants-") as parent,
-        ProcessPoolExecutor(options.jobs, initializer=_make_ready, initargs=(parent,)) as pool,
+        ProcessPoolExecutor(
+            options.jobs, initializer=_make_ready, initargs=(parent,)
+        ) as pool,
     ):
         return _try_all(pool, chosen)
 
 
 def _try_all(pool: ProcessPoolExecutor, chosen: dict[str, list[Mutant]]) -> int:
     paths = {where: where.partition(":")[0] for where in chosen}
-    sources = {path: (ROOT / path).read_bytes() for path in paths.values()}  # they may be edited later
+    # They may be edited later.
+    sources = {path: (ROOT / path).read_bytes() for path in paths.values()}
     originals = {}
-    for where, (outcome, took) in zip(chosen, pool.map(_try_original, paths.values()), strict=True):
+    for where, (outcome, took) in zip(
+        chosen, pool.map(_try_original, paths.values()), strict=True
+    ):
         originals[where] = outcome, took
-        print(f"{where}: {len(chosen[where])} mutants; tests of the original: {outcome} in {took:.0f} s", flush=True)
+        print(
+            f"{where}: {len(chosen[where])} mutants; tests of the original: {outcome} in {took:.0f} s",
+            flush=True,
+        )
         if outcome != "passed":
             return 1
     tried = [
@@ -464,12 +603,17 @@ def _try_all(pool: ProcessPoolExecutor, chosen: dict[str, list[Mutant]]) -> int:
     for mutant, future in tried:
         outcome, took = future.result()
         verdict = "SURVIVED" if outcome == "passed" else "killed"
-        print(f"{mutant.path}:{mutant.line} {verdict} after {took:.0f} s: {mutant.text!r} {outcome}", flush=True)
+        print(
+            f"{mutant.path}:{mutant.line} {verdict} after {took:.0f} s: {mutant.text!r} {outcome}",
+            flush=True,
+        )
         if outcome == "passed":
             survivors.append(mutant)
             print(mutant.diff(sources[mutant.path]), flush=True)
     for where, mutants in chosen.items():
-        print(f"{where}: {sum(mutant not in survivors for mutant in mutants)} of {len(mutants)} killed")
+        print(
+            f"{where}: {sum(mutant not in survivors for mutant in mutants)} of {len(mutants)} killed"
+        )
     print(f"all: {len(tried) - len(survivors)} of {len(tried)} killed")
     return 0
 

@@ -61,10 +61,15 @@ CONSTANTS: dict[str, dict[str, int]] = {
 
 def header() -> str:
     """Return the text of the file."""
-    lines = ["/* Written from the constants in Python by `python -m tools.native_header --write`. */"]
+    lines = [
+        "/* Written from the constants in Python by `python -m tools.native_header --write`. */"
+    ]
     for place, constants in CONSTANTS.items():
         lines += ["", f"/* {place} */"]
-        lines += [f"#define {name} {literal(value, place)}" for name, value in constants.items()]
+        lines += [
+            f"#define {name} {literal(value, place)}"
+            for name, value in constants.items()
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -76,8 +81,12 @@ def literal(value: int, place: str) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the file instead of printing it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write the file instead of printing it"
+    )
     if parser.parse_args().write:
         HEADER.write_text(header(), encoding="utf-8")
     else:

@@ -66,20 +66,33 @@ class Report:
         assert self.before is not None
         assert self.after is not None
         names = ("descriptors", "threads", "children")
-        found = [name for name in names if getattr(self.after, name) > getattr(self.before, name)]
+        found = [
+            name
+            for name in names
+            if getattr(self.after, name) > getattr(self.before, name)
+        ]
         return found + (["memory"] if self.growth_mb() * 2**20 > MAX_GROWTH else [])
 
     def growth_mb(self) -> float:
         """Return by how much memory grew from the second tenth of the samples to the last one."""
         tenth = max(1, len(self.samples) // 10)
         early = [sample.rss_mb for sample in self.samples[tenth : 2 * tenth + 1]]
-        return statistics.median([s.rss_mb for s in self.samples[-tenth:]]) - statistics.median(early)
+        return statistics.median(
+            [s.rss_mb for s in self.samples[-tenth:]]
+        ) - statistics.median(early)
 
 
 def look(began: float) -> Sample:
     """Return this process's resources now."""
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    names = [name for name in os.listdir("/dev/shm") if not name.startswith(("sem.mp-", "psm_"))]  # other programs'
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf(
+        "SC_PAGE_SIZE"
+    )
+    # Other programs'.
+    names = [
+        name
+        for name in os.listdir("/dev/shm")
+        if not name.startswith(("sem.mp-", "psm_"))
+    ]
     return Sample(
         time.monotonic() - began,
         resident / 2**20,
@@ -139,7 +152,12 @@ class Soak:
 
     def _session(self) -> None:
         """Open an executor, use and break it for some time, and close it."""
-        session = play(self._rng, self._rng.choice(VARIANTS), self._sampler, self._rng.randint(20, 60))
+        session = play(
+            self._rng,
+            self._rng.choice(VARIANTS),
+            self._sampler,
+            self._rng.randint(20, 60),
+        )
         oracle, done = session.oracle, self.report.done
         done["opened"] += 1
         done["env steps"] += sum(oracle.steps.values())
@@ -160,7 +178,9 @@ def draw(report: Report, path: Path) -> None:
 
     figure, axes = plt.subplots(4, 1, sharex=True, figsize=(8, 8), layout="constrained")
     minutes = [sample.at_s / 60 for sample in report.samples]
-    for axis, name in zip(axes, ("rss_mb", "descriptors", "threads", "children"), strict=True):
+    for axis, name in zip(
+        axes, ("rss_mb", "descriptors", "threads", "children"), strict=True
+    ):
         values = [getattr(sample, name) for sample in report.samples]
         axis.plot(minutes, values, linewidth=0.8)
         axis.set_ylabel(name.replace("rss_mb", "memory, MiB"))
@@ -182,7 +202,10 @@ def write(report: Report) -> None:
     lines += [f"| {name} | {count:,} |" for name, count in sorted(report.done.items())]
     held = ["| held with every executor closed | before | after |", "|---|---|---|"]
     names = ("rss_mb", "descriptors", "threads", "children", "shm_names")
-    held += [f"| {name} | {getattr(before, name):.0f} | {getattr(after, name):.0f} |" for name in names]
+    held += [
+        f"| {name} | {getattr(before, name):.0f} | {getattr(after, name):.0f} |"
+        for name in names
+    ]
     (DOCS / "reports" / "soak.md").write_text(
         "# Soak\n\n"
         f"Written by `make soak`: {after.at_s / 60:.0f} minutes, seed {report.seed}, {date.today():%d %b %Y}. The "
@@ -200,13 +223,18 @@ def write(report: Report) -> None:
 
 def main() -> None:
     """Run from the shell."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0] if __doc__ else ""
+    )
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--write", action="store_true", help="write docs/reports/soak.md and its plot")
+    parser.add_argument(
+        "--write", action="store_true", help="write docs/reports/soak.md and its plot"
+    )
     arguments = parser.parse_args()
     report = Soak(arguments.seed).run(60 * arguments.minutes)
-    print(json.dumps({"done": report.done, "samples": len(report.samples)}, indent=1))  # a report
+    # A report.
+    print(json.dumps({"done": report.done, "samples": len(report.samples)}, indent=1))
     if arguments.write:
         write(report)
     if report.leaks():

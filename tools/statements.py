@@ -15,7 +15,11 @@ _C_TEXT = re.compile(r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\])*"', re.DOTALL)
 
 
 def _is_text(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
 
 
 def statements_of(path: Path) -> int:
@@ -23,12 +27,19 @@ def statements_of(path: Path) -> int:
     text = path.read_text()
     if path.suffix in (".c", ".h"):
         return _C_TEXT.sub("", text).count(";")
-    return sum(isinstance(node, ast.stmt) and not _is_text(node) for node in ast.walk(ast.parse(text)))
+    return sum(
+        isinstance(node, ast.stmt) and not _is_text(node)
+        for node in ast.walk(ast.parse(text))
+    )
 
 
 def statements_below(folder: Path) -> int:
     """Return the number of statements of all files of Python and C below a folder."""
-    return sum(statements_of(path) for path in folder.rglob("*") if path.suffix in (".py", ".c", ".h"))
+    return sum(
+        statements_of(path)
+        for path in folder.rglob("*")
+        if path.suffix in (".py", ".c", ".h")
+    )
 
 
 if __name__ == "__main__":

@@ -23,7 +23,12 @@ from envherd.workers.sending import importing
 from envherd.workers.sending.pickling import building, captures, dumps, find_culprit
 from envherd.workers.sending.sharing import is_meant_to_be_shared
 from envherd.workers.wrappers.episode_leaves import EpisodeLeaves
-from envherd.workers.wrappers.info_leaves import InfoEntry, InfoLeaves, declared_fields, find_fields
+from envherd.workers.wrappers.info_leaves import (
+    InfoEntry,
+    InfoLeaves,
+    declared_fields,
+    find_fields,
+)
 from envherd.workers.wrappers.wrapping import Wrapping
 
 Factory = Callable[..., Any]
@@ -75,7 +80,11 @@ def check_factory(factory: Any, example: str = "gymnasium.make('CartPole-v1')") 
 def _how_to_build(env: Any) -> str:
     """Return an expression that builds an env like this one, for messages."""
     env_id = getattr(getattr(env, "spec", None), "id", None)  # of Gymnasium's registry
-    return f"gymnasium.make({env_id!r})" if isinstance(env_id, str) else f"{type(env).__name__}(...)"
+    return (
+        f"gymnasium.make({env_id!r})"
+        if isinstance(env_id, str)
+        else f"{type(env).__name__}(...)"
+    )
 
 
 def pickle_factory(factory: Factory) -> bytes:
@@ -95,17 +104,29 @@ def pickle_factory(factory: Factory) -> bytes:
 def _pickle_message(factory: Factory, error: Exception) -> str:
     way = find_culprit(factory)
     # a function or a cache of the script is no cause: what it captures is
-    links = [link for link in way if not isinstance(link[1], (types.FunctionType, staticmethod, classmethod, property))]
+    links = [
+        link
+        for link in way
+        if not isinstance(
+            link[1], (types.FunctionType, staticmethod, classmethod, property)
+        )
+    ]
     if not links:
         what = f"cannot be pickled: {error}"
     else:
         (variable, value), cause = links[0], links[-1][1]
         found = re.search(r"'([\w.]+)' object", str(error))
         inside = found.group(1) if found and len(links) == 1 else _type_name(cause)
-        holder = "" if inside == _type_name(value) else f" {_type_name(value)}, which holds a"
+        holder = (
+            ""
+            if inside == _type_name(value)
+            else f" {_type_name(value)}, which holds a"
+        )
         what = f"captured the variable `{variable}`, a{holder} {inside} that cannot be pickled"
         if isinstance(value, type):
-            inner = f": {_name_way(way)} is a {inside}" if len(links) > 1 else f" ({error})"
+            inner = (
+                f": {_name_way(way)} is a {inside}" if len(links) > 1 else f" ({error})"
+            )
             what = f"uses the class {value.__name__}, which was defined here and cannot be pickled{inner}"
         elif len(way) > 1:
             what += f" ({_name_way(way)})"
@@ -123,7 +144,8 @@ def _advice(links: list[tuple[str, Any]]) -> str:
     if links and isinstance(links[0][1], type):
         return f"Put {links[0][1].__name__} into a module that workers import: from my_module import ..."
     return (
-        "Build it inside the factory instead: make_env=lambda: make_the_env(...), with only names and numbers captured."
+        "Build it inside the factory instead: make_env=lambda: make_the_env(...), "
+        "with only names and numbers captured."
     )
 
 
@@ -145,8 +167,16 @@ def modules_of(factory: Any) -> list[str]:
     """Return the modules that a factory refers to, so that a helper can import them before it forks."""
     modules: dict[str, None] = {}
     for _, value in [("", factory), *captures(factory)]:
-        name = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
-        if isinstance(name, str) and name != "builtins" and importing.place_of(name) is importing.Place.SAME:
+        name = (
+            value.__name__
+            if isinstance(value, types.ModuleType)
+            else getattr(value, "__module__", None)
+        )
+        if (
+            isinstance(name, str)
+            and name != "builtins"
+            and importing.place_of(name) is importing.Place.SAME
+        ):
             modules[name] = None
     modules.update(dict.fromkeys(getattr(factory, "preload", ())))
     return list(modules)
@@ -165,7 +195,10 @@ def _hinting() -> Iterator[None]:
     except Exception as error:
         names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(error).__mro__}
         note = ""
-        if names & _UNKNOWN_NAMES or re.match(r"Domain '.*' does not exist", str(error)):  # the latter of dm_control
+        # The latter of dm_control.
+        if names & _UNKNOWN_NAMES or re.match(
+            r"Domain '.*' does not exist", str(error)
+        ):
             note = (
                 "If an import registers the name, import that module in the script or in the factory, or name it: "
                 "options=ExecutorOptions(preload=('my_envs',))."
@@ -175,7 +208,8 @@ def _hinting() -> Iterator[None]:
         for text, extra in _EXTRAS.items():
             if text in str(error):
                 note = f'Install what it needs: pip install "envherd[{extra}]". {note}'.strip()
-        if note and hasattr(error, "add_note"):  # from Python 3.11: a worker may be older
+        # From Python 3.11: a worker may be older.
+        if note and hasattr(error, "add_note"):
             error.add_note(note)
         raise
 
@@ -190,14 +224,19 @@ class Builder:
     """
 
     def __init__(
-        self, info_keys: InfoKeys | None = None, env_type: EnvType = "auto", *, episode_statistics: bool = False
+        self,
+        info_keys: InfoKeys | None = None,
+        env_type: EnvType = "auto",
+        *,
+        episode_statistics: bool = False,
     ) -> None:
         self._info_keys = info_keys
         self._env_type = env_type
         self._has_statistics = episode_statistics
         self._alone: Any = None
         self._factories: dict[bytes, Factory] = {}
-        self._built: list[tuple[Adapter, Any]] = []  # with the env that the factory has returned
+        # With the env that the factory has returned.
+        self._built: list[tuple[Adapter, Any]] = []
         self._found: list[tuple[Factory, Mapping[str, Any], list[InfoEntry]]] = []
 
     def build(self, pickled: bytes, kwargs: Mapping[str, Any]) -> Adapter:
@@ -213,7 +252,9 @@ class Builder:
                         self._factories[pickled] = pickle.loads(pickled)
                 return self.adopt(self._factories[pickled], kwargs)
         except SystemExit as error:
-            raise FactoryError(f"make_env failed: the factory raised {importing.explain_exit(error)}.") from error
+            raise FactoryError(
+                f"make_env failed: the factory raised {importing.explain_exit(error)}."
+            ) from error
 
     def adopt(self, factory: Factory, kwargs: Mapping[str, Any]) -> Adapter:
         """Call a factory and return its env's adapter, or the adapter that it returned; see `build`."""
@@ -229,7 +270,9 @@ class Builder:
     def forget(self, closed: Adapter) -> None:
         """Forget an env that is closed, so that another one can take its place."""
         own = closed
-        while isinstance(own, Wrapping) and not any(own is built for built, _ in self._built):
+        while isinstance(own, Wrapping) and not any(
+            own is built for built, _ in self._built
+        ):
             own = own.inner
         self._built = [pair for pair in self._built if pair[0] is not own]
         if own.is_alone:
@@ -237,9 +280,13 @@ class Builder:
 
     def keep(self, pickled: Collection[bytes]) -> None:
         """Forget all factories but these."""
-        self._factories = {one: factory for one, factory in self._factories.items() if one in pickled}
+        self._factories = {
+            one: factory for one, factory in self._factories.items() if one in pickled
+        }
 
-    def _found_fields(self, factory: Factory, kwargs: Mapping[str, Any], keys: Any) -> list[InfoEntry]:
+    def _found_fields(
+        self, factory: Factory, kwargs: Mapping[str, Any], keys: Any
+    ) -> list[InfoEntry]:
         """Return the fields that a separate env shows, once for each factory and its arguments."""
         for known, its_kwargs, fields in self._found:
             if known is factory and are_equal(its_kwargs, kwargs):
@@ -271,7 +318,11 @@ class Builder:
                 f"Call what it returns, or return the env that it builds."
             )
         # every family's constructor takes the env
-        adapter = made if isinstance(made, Adapter) else find_adapter(env, self._env_type)(env)  # type: ignore[call-arg]
+        adapter = (
+            made
+            if isinstance(made, Adapter)
+            else find_adapter(env, self._env_type)(env)  # type: ignore[call-arg]
+        )
         adapter.origin = describe(factory)
         self._built.append((adapter, env))
         if adapter.is_alone:
@@ -294,7 +345,9 @@ class Builder:
                 f"make_env failed: the factory {describe(factory)} returned the same {_type_name(env)} twice. "
                 f"Every call must build a new env: make_env=lambda: {_how_to_build(env)}."
             )
-        captured = next((variable for variable, value in captures(factory) if value is env), None)
+        captured = next(
+            (variable for variable, value in captures(factory) if value is env), None
+        )
         if captured is not None and is_env_like(env):
             raise FactoryError(
                 f"make_env failed: the factory {describe(factory)} returned the captured variable `{captured}`, "
@@ -306,7 +359,9 @@ def are_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Return whether the keyword arguments of two factory calls are known to be equal."""
     try:
         return bool(one == other)
-    except ValueError:  # arrays: not comparable as a whole; then they are taken to differ
+    except (
+        ValueError
+    ):  # arrays: not comparable as a whole; then they are taken to differ
         return False
 
 

@@ -64,7 +64,9 @@ def building(info: WorkerInfo | None, env_id: int) -> Iterator[None]:
 def enter(info: WorkerInfo) -> None:
     """Make this process the worker that `worker` names, until it ends."""
     global _info  # noqa: PLW0603
-    _info = dataclasses.replace(info, env_id=info.env_ids[0] if len(info.env_ids) == 1 else None)
+    _info = dataclasses.replace(
+        info, env_id=info.env_ids[0] if len(info.env_ids) == 1 else None
+    )
 
 
 def mark_of(helper: int, worker: int | str) -> str:

@@ -43,7 +43,9 @@ class EnvherdError(Exception):
         **context: `env_ids`, `worker_id`, `pid`, `phase`, ...; kept in `context`.
     """
 
-    def __init__(self, message: str, *, remote_traceback: str | None = None, **context: Any) -> None:
+    def __init__(
+        self, message: str, *, remote_traceback: str | None = None, **context: Any
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.remote_traceback = remote_traceback
@@ -60,10 +62,15 @@ class EnvherdError(Exception):
         return tuple(self.context.get("env_ids", ()))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (type(self), self.message, self.remote_traceback, self.context))
+        return (
+            _rebuild,
+            (type(self), self.message, self.remote_traceback, self.context),
+        )
 
 
-def _rebuild(cls: type[EnvherdError], message: str, remote: str | None, context: dict[str, Any]) -> EnvherdError:
+def _rebuild(
+    cls: type[EnvherdError], message: str, remote: str | None, context: dict[str, Any]
+) -> EnvherdError:
     return cls(message, remote_traceback=remote, **context)
 
 

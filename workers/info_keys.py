@@ -23,7 +23,9 @@ def check_keys(keys: Any) -> None:
         return
     problem = None
     if isinstance(keys, str) or not isinstance(keys, (Sequence, Mapping)):
-        problem = f"{keys!r}." + (f" Write ({keys!r},)." if isinstance(keys, str) else "")
+        problem = f"{keys!r}." + (
+            f" Write ({keys!r},)." if isinstance(keys, str) else ""
+        )
     else:
         bad = [name for name in keys if not _is_path(as_path(name))]
         problem = f"the name {bad[0]!r}." if bad else None

@@ -42,8 +42,16 @@ Reader = Callable[[np.ndarray], list[Any]]
 Kind = IntEnum("Kind", "DICT LIST TUPLE NONE BOOL INT FLOAT TEXT SCALAR ARRAY", start=0)
 _TYPES = (dict, list, tuple, type(None), bool, int, float, str, np.generic, np.ndarray)
 #: By identity: the hash of a class may be code of the user's.
-_KINDS = dict.fromkeys(map(id, np.sctypeDict.values()), Kind.SCALAR) | dict(zip(map(id, _TYPES), Kind, strict=True))
-_DTYPES = {Kind.NONE: "", Kind.BOOL: "|b1", Kind.INT: "<i8", Kind.FLOAT: "<f8", Kind.TEXT: "|u1"}
+_KINDS = dict.fromkeys(map(id, np.sctypeDict.values()), Kind.SCALAR) | dict(
+    zip(map(id, _TYPES), Kind, strict=True)
+)
+_DTYPES = {
+    Kind.NONE: "",
+    Kind.BOOL: "|b1",
+    Kind.INT: "<i8",
+    Kind.FLOAT: "<f8",
+    Kind.TEXT: "|u1",
+}
 
 
 class DoesNotFit(Exception):
@@ -77,14 +85,29 @@ class SchemaField(NamedTuple):
         """
         kind, place, keys, items, dtype, shape = parts
         if dtype and np.dtype(dtype).kind not in _NUMBERS:
-            raise ValueError(f"reading a schema failed: expected a numeric dtype, got {dtype}.")
-        return cls(kind, place, tuple(keys), tuple(map(cls.from_plain, items)), dtype, tuple(shape))
+            raise ValueError(
+                f"reading a schema failed: expected a numeric dtype, got {dtype}."
+            )
+        return cls(
+            kind,
+            place,
+            tuple(keys),
+            tuple(map(cls.from_plain, items)),
+            dtype,
+            tuple(shape),
+        )
 
     def facts(self) -> tuple[Any, ...]:
         """Return the field as the `Schema` in C takes it, with a value of the stored type and shape."""
         like = np.zeros(self.shape, self.dtype or "u1")
         value = like[()] if self.kind == Kind.SCALAR else like
-        return self.kind, self.place, self.keys, tuple(item.facts() for item in self.items), value
+        return (
+            self.kind,
+            self.place,
+            self.keys,
+            tuple(item.facts() for item in self.items),
+            value,
+        )
 
     def stored(self) -> Iterator[SchemaField]:
         """Return the fields below this one that have a place."""
@@ -126,7 +149,9 @@ class _Description:
             if any(type(key) is not str for key in keys):
                 raise DoesNotFit
             items = value.values() if kind == Kind.DICT else value
-            return SchemaField(kind, 0, keys, tuple(self.field_of(item, depth + 1) for item in items))
+            return SchemaField(
+                kind, 0, keys, tuple(self.field_of(item, depth + 1) for item in items)
+            )
         dtype = _DTYPES.get(kind, "")
         shape: tuple[int, ...] = ()
         if kind >= Kind.SCALAR:
@@ -180,10 +205,13 @@ class Schema:
 
     def __init__(self, root: SchemaField, nbytes: int) -> None:
         self.root, self.nbytes = root, nbytes
-        digest = hashlib.blake2b(json.dumps([root, nbytes]).encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(
+            json.dumps([root, nbytes]).encode(), digest_size=8
+        ).digest()
         self.id = int.from_bytes(digest, "little") >> 1 or 1
         self._records: dict[int, np.dtype] = {}
-        self.infos = compile_reader(root)  # records -> infos, with values in their own memory
+        # Records -> infos, with values in their own memory.
+        self.infos = compile_reader(root)
 
     @classmethod
     def of(cls, info: dict[Any, Any]) -> Schema:
@@ -199,7 +227,11 @@ class Schema:
     def in_c(self) -> Any:
         """Return an object with the same `write` in C; this one without the extension."""
         module = native.load()
-        return self if module is None else module.Schema(self.id, self.nbytes, self.root.facts())
+        return (
+            self
+            if module is None
+            else module.Schema(self.id, self.nbytes, self.root.facts())
+        )
 
     def write(self, info: dict[Any, Any], to: np.ndarray) -> int:
         """Write an info to a row, uint8 `[nbytes]` or longer.
@@ -221,7 +253,12 @@ class Schema:
         if width not in self._records:
             fields = {str(field.place): field for field in self.root.stored()}
             formats = [(field.dtype, field.shape) for field in fields.values()]
-            layout = {"names": [*fields], "formats": formats, "offsets": [*map(int, fields)], "itemsize": width}
+            layout = {
+                "names": [*fields],
+                "formats": formats,
+                "offsets": [*map(int, fields)],
+                "itemsize": width,
+            }
             self._records[width] = np.dtype(layout)  # type: ignore[call-overload]  # numpy's types lack it
         return np.ndarray(len(rows), self._records[width], rows)
 
@@ -232,7 +269,9 @@ def compile_reader(field: SchemaField) -> Reader:
     readers: dict[int, Reader] = {
         Kind.NONE: lambda records: [None] * len(records),
         Kind.TEXT: lambda records: [_decoded(text.tobytes()) for text in records[name]],
-        Kind.ARRAY: lambda records: [records[name][i, ...].copy() for i in range(len(records))],
+        Kind.ARRAY: lambda records: [
+            records[name][i, ...].copy() for i in range(len(records))
+        ],
         Kind.SCALAR: lambda records: list(records[name]),
     }
     if kind > Kind.TUPLE:
@@ -261,7 +300,9 @@ class InfoWriter:
         rows: of its step and its reset, uint8 `[2, INFO_BYTES]` (VIEW).
     """
 
-    def __init__(self, slab: Slab, env_id: int, report: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self, slab: Slab, env_id: int, report: Callable[[dict[str, Any]], None]
+    ) -> None:
         assert slab.infos is not None
         self.schemas: list[Any] = []
         self.rows = slab.infos[env_id]
@@ -280,10 +321,18 @@ class InfoWriter:
             return type(info) is dict
         index = SECTIONS.index(section)
         try:
-            found = next(filter(None, (schema.write(info, self.rows[index]) for schema in self.schemas)), 0)
+            found = next(
+                filter(
+                    None,
+                    (schema.write(info, self.rows[index]) for schema in self.schemas),
+                ),
+                0,
+            )
             if not found and self._num_tried < MOST_SCHEMAS:
                 self._learn(info)
-        except Exception:  # it has no schema, or a thread of the env has changed it meanwhile
+        except (
+            Exception
+        ):  # it has no schema, or a thread of the env has changed it meanwhile
             return False
         self._ids[index] = found
         return bool(found)

@@ -36,7 +36,9 @@ def packer(policy: InfoPolicy) -> Pack | None:
 
 def unpack(data: bytes, policy: InfoPolicy) -> dict[str, Any]:
     """Unpack an info into its own memory; if it cannot be unpickled here, log that and return an empty one."""
-    load: Callable[[bytes], dict[str, Any]] = pickle.loads if policy == "pickle" else plain.decode
+    load: Callable[[bytes], dict[str, Any]] = (
+        pickle.loads if policy == "pickle" else plain.decode
+    )
     try:
         return load(data)
     except _ANY as error:
@@ -44,7 +46,10 @@ def unpack(data: bytes, policy: InfoPolicy) -> dict[str, Any]:
             try:
                 load(data)
             except _ANY:
-                _LOG.warning("an info was lost, as it could not be unpickled in this process (%s).", explain(error))
+                _LOG.warning(
+                    "an info was lost, as it could not be unpickled in this process (%s).",
+                    explain(error),
+                )
                 return {}
         raise  # the info can be loaded, so a signal handler of this program raised
 
@@ -75,7 +80,9 @@ def _pack(info: Any, encode: Callable[[dict[Any, Any]], bytes]) -> Packed:
     return _pack_each(entries, encode)
 
 
-def _pack_each(entries: dict[Any, Any], encode: Callable[[dict[Any, Any]], bytes]) -> Packed:
+def _pack_each(
+    entries: dict[Any, Any], encode: Callable[[dict[Any, Any]], bytes]
+) -> Packed:
     """Pack the entries that can be packed."""
     kept, left_out, size = {}, {}, 0
     for key, value in entries.items():
@@ -85,7 +92,9 @@ def _pack_each(entries: dict[Any, Any], encode: Callable[[dict[Any, Any]], bytes
             left_out[_name(key)] = explain(error)
             continue
         if size + num_bytes > _MAX_BYTES:
-            left_out[_name(key)] = f"its {num_bytes} bytes are more than the {_MAX_BYTES} that an info may have"
+            left_out[_name(key)] = (
+                f"its {num_bytes} bytes are more than the {_MAX_BYTES} that an info may have"
+            )
             continue
         size += num_bytes
         kept[key] = value

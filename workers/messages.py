@@ -31,7 +31,8 @@ from envherd.workers.sending.pickling import dumps
 
 _HEAD = struct.Struct("<QQI")
 _MAX_FDS = 4
-_SEND_FLAGS = MSG_DONTWAIT | MSG_NOSIGNAL  # SIGPIPE would end a program that has not changed its default
+# SIGPIPE would end a program that has not changed its default.
+_SEND_FLAGS = MSG_DONTWAIT | MSG_NOSIGNAL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +170,18 @@ class Close:
     """Close the envs and leave."""
 
 
-Message = Register | Build | Attach | AttachStorage | DetachStorage | Seed | Prepare | Ask | Branch | Close
+Message = (
+    Register
+    | Build
+    | Attach
+    | AttachStorage
+    | DetachStorage
+    | Seed
+    | Prepare
+    | Ask
+    | Branch
+    | Close
+)
 
 
 def _frames_in(data: bytes | bytearray) -> tuple[list[tuple[int, bytes, int]], int]:
@@ -260,7 +272,9 @@ class Channel:
         """Queue a message for `flush_nowait`, with copies of its descriptors."""
         payload, number = dumps(message, shares=True), next(self._numbers)
         data = memoryview(_HEAD.pack(len(payload), number, len(fds)) + payload)
-        self._unsent.append(_Outgoing(number, data, _Descriptors(fds) if fds else None, []))
+        self._unsent.append(
+            _Outgoing(number, data, _Descriptors(fds) if fds else None, [])
+        )
 
     @property
     def num_queued(self) -> int:
@@ -285,20 +299,32 @@ class Channel:
             while self._unsent:
                 first = self._unsent[0]
                 while (done := sum(first.sent)) < len(first.data):
-                    fds = first.descriptors.fds if first.descriptors is not None and not done else ()
+                    fds = (
+                        first.descriptors.fds
+                        if first.descriptors is not None and not done
+                        else ()
+                    )
                     send: Callable[..., int] = self.sock.send
-                    rest = memoryview(first.data)[done:]  # a slice of the bytes would copy them at each send
+                    # A slice of the bytes would copy them at each send.
+                    rest = memoryview(first.data)[done:]
                     arguments: tuple[tuple[Any], ...] = (rest,), (_SEND_FLAGS,)
                     if fds:
-                        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))]
-                        send, arguments = self.sock.sendmsg, (([rest],), (ancillary,), (_SEND_FLAGS,))
+                        ancillary = [
+                            (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))
+                        ]
+                        send, arguments = (
+                            self.sock.sendmsg,
+                            (([rest],), (ancillary,), (_SEND_FLAGS,)),
+                        )
                     try:
                         first.sent.extend(map(send, *arguments))
                     except BlockingIOError:
                         return False
-                self._last_sent = first.number  # before it leaves the queue: see `num_queued`
+                # Before it leaves the queue: see `num_queued`.
+                self._last_sent = first.number
                 if first.descriptors is not None:
-                    first.descriptors.close()  # an exception may keep this frame, and `first` in it
+                    # An exception may keep this frame, and `first` in it.
+                    first.descriptors.close()
                 self._unsent.popleft()
         return True
 
@@ -308,12 +334,20 @@ class Channel:
             incoming = self._incoming
             with contextlib.suppress(BlockingIOError, ConnectionError):
                 incoming.pieces.extend(iter(self._receive, b""))
-            if incoming.pieces and sum(map(len, incoming.pieces)) >= incoming.num_needed:
+            if (
+                incoming.pieces
+                and sum(map(len, incoming.pieces)) >= incoming.num_needed
+            ):
                 received = b"".join(incoming.pieces)
                 found, size = _frames_in(received)
                 rest = received[size:]
-                frames = [*incoming.frames, *(plain.decode(payload) for _, payload, _ in found)]
-                num_needed = _HEAD.size + (_HEAD.unpack_from(rest)[0] if len(rest) >= _HEAD.size else 0)
+                frames = [
+                    *incoming.frames,
+                    *(plain.decode(payload) for _, payload, _ in found),
+                ]
+                num_needed = _HEAD.size + (
+                    _HEAD.unpack_from(rest)[0] if len(rest) >= _HEAD.size else 0
+                )
                 self._incoming = _Incoming(frames, [rest] if rest else [], num_needed)
             return self._incoming.frames
 
@@ -367,7 +401,9 @@ class WorkerChannel:
         """Send plain data to the owner."""
         payload = plain.encode(value)
         with self._sending:
-            self.sock.sendall(_HEAD.pack(len(payload), 0, 0) + payload, _SEND_FLAGS & ~MSG_DONTWAIT)
+            self.sock.sendall(
+                _HEAD.pack(len(payload), 0, 0) + payload, _SEND_FLAGS & ~MSG_DONTWAIT
+            )
 
     def move_to(self, sock: socket.socket) -> None:
         """Talk over another socket from now on, in a copy of the worker."""

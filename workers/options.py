@@ -13,7 +13,11 @@ EnvType = Literal["torch", "numpy", "auto"]
 InfoPolicy = Literal["drop", "plain", "pickle"]
 
 #: Info entries that become leaves: "all", names, or a dict from each name to an example value or a type.
-InfoKeys = Literal["all"] | Sequence[str | tuple[str, ...]] | Mapping[str | tuple[str, ...], Any]
+InfoKeys = (
+    Literal["all"]
+    | Sequence[str | tuple[str, ...]]
+    | Mapping[str | tuple[str, ...], Any]
+)
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,9 @@ def decode(data: bytes | memoryview) -> Any:
     text = bytes(data[at : at + text_size])
     at += text_size
     if at + sum(sizes) != len(data):
-        raise ValueError(f"decode failed: expected {at + sum(sizes)} bytes, got {len(data)}.")
+        raise ValueError(
+            f"decode failed: expected {at + sum(sizes)} bytes, got {len(data)}."
+        )
     buffers = []
     for size in sizes:
         buffers.append(bytes(data[at : at + size]))
@@ -56,17 +58,27 @@ def decode(data: bytes | memoryview) -> Any:
 
 def _lower(value: Any, buffers: list[bytes], where: str) -> Any:
     if isinstance(value, np.generic):
-        return _lower_array(value, buffers, where)  # before float and str, of which some are subclasses
+        # Before float and str, of which some are subclasses.
+        return _lower_array(value, buffers, where)
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):
         return int(value) if abs(value) < 2**53 else {_TAG: "i", "v": str(int(value))}
     if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {_TAG: "f", "v": repr(float(value))}
+        return (
+            float(value)
+            if math.isfinite(value)
+            else {_TAG: "f", "v": repr(float(value))}
+        )
     if isinstance(value, list):
         return [_lower(item, buffers, f"{where}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, tuple):
-        return {_TAG: "t", "v": [_lower(item, buffers, f"{where}[{i}]") for i, item in enumerate(value)]}
+        return {
+            _TAG: "t",
+            "v": [
+                _lower(item, buffers, f"{where}[{i}]") for i, item in enumerate(value)
+            ],
+        }
     if isinstance(value, dict):
         return _lower_dict(value, buffers, where)
     if isinstance(value, (bytes, bytearray, memoryview)):
@@ -77,8 +89,14 @@ def _lower(value: Any, buffers: list[bytes], where: str) -> Any:
 
 def _lower_dict(value: dict[Any, Any], buffers: list[bytes], where: str) -> Any:
     if all(isinstance(key, str) and key != _TAG for key in value):
-        return {key: _lower(item, buffers, f"{where}[{key!r}]") for key, item in value.items()}
-    pairs = [[_lower(k, buffers, f"key of {where}"), _lower(v, buffers, f"{where}[{k!r}]")] for k, v in value.items()]
+        return {
+            key: _lower(item, buffers, f"{where}[{key!r}]")
+            for key, item in value.items()
+        }
+    pairs = [
+        [_lower(k, buffers, f"key of {where}"), _lower(v, buffers, f"{where}[{k!r}]")]
+        for k, v in value.items()
+    ]
     return {_TAG: "d", "v": pairs}
 
 
@@ -86,14 +104,23 @@ def _lower_array(value: Any, buffers: list[bytes], where: str) -> Any:
     if not isinstance(value, (np.ndarray, np.generic)):
         numpy = getattr(value, "numpy", None)
         if type(value).__module__.partition(".")[0] != "torch" or numpy is None:
-            raise NotPlain(f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which is not plain data")
+            raise NotPlain(
+                f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which is not plain data"
+            )
         value = value.detach().cpu().numpy()
     if value.dtype.kind not in _KINDS:
-        raise NotPlain(f"{where} is an array of dtype {value.dtype}, which is not plain data")
+        raise NotPlain(
+            f"{where} is an array of dtype {value.dtype}, which is not plain data"
+        )
     array = np.asarray(value)  # an array of empty texts reserves one character each
     buffers.append(array.tobytes())
     tag = "g" if isinstance(value, np.generic) else "a"
-    return {_TAG: tag, "v": len(buffers) - 1, "s": list(array.shape), "d": array.dtype.str}
+    return {
+        _TAG: tag,
+        "v": len(buffers) - 1,
+        "s": list(array.shape),
+        "d": array.dtype.str,
+    }
 
 
 def _raise(value: Any, buffers: list[bytes]) -> Any:

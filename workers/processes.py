@@ -12,7 +12,12 @@ import os
 from envherd.shm.interrupts import ignoring_refusals
 from envherd.shm.platforms import clock_ticks
 
-_MEMORY_FIELDS = {"Private_Clean": "clean", "Private_Dirty": "dirty", "Private_Hugetlb": "dirty", "Pss": "pss"}
+_MEMORY_FIELDS = {
+    "Private_Clean": "clean",
+    "Private_Dirty": "dirty",
+    "Private_Hugetlb": "dirty",
+    "Pss": "pss",
+}
 _TICKS_PER_S = clock_ticks()
 
 
@@ -21,7 +26,9 @@ def descendants(pid: int) -> list[int]:
     found = [pid]
     for parent in found:
         for task in _entries(f"/proc/{parent}/task"):
-            found.extend(map(int, _text(f"/proc/{parent}/task/{task}/children").split()))
+            found.extend(
+                map(int, _text(f"/proc/{parent}/task/{task}/children").split())
+            )
     return found
 
 
@@ -67,7 +74,11 @@ def processor_ns(pid: int) -> tuple[int, int, int]:
 def cpu_ns(pid: int) -> int:
     """Return nanoseconds of processor time of a process, without its descendants, in steps of 10 ms."""
     fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return int((int(fields[11]) + int(fields[12])) * 1e9 / _TICKS_PER_S) if len(fields) > 12 else 0
+    return (
+        int((int(fields[11]) + int(fields[12])) * 1e9 / _TICKS_PER_S)
+        if len(fields) > 12
+        else 0
+    )
 
 
 def cpu_of(pid: int) -> int | None:

@@ -78,10 +78,21 @@ OP_BITS, FLAG_BITS, TARGET_BITS = 4, 4, 24
 
 def pack(op: Any, target: int, column: Any, flags: int = 0) -> Any:
     """Return the command word for an op on a column of a target; of int arrays, an int array."""
-    return op | flags << OP_BITS | target << (OP_BITS + FLAG_BITS) | column << (OP_BITS + FLAG_BITS + TARGET_BITS)
+    return (
+        op
+        | flags << OP_BITS
+        | target << (OP_BITS + FLAG_BITS)
+        | column << (OP_BITS + FLAG_BITS + TARGET_BITS)
+    )
 
 
-def pack_each(op: Op | np.ndarray, target: int, columns: np.ndarray | int, flags: int, num_frames: int) -> Any:
+def pack_each(
+    op: Op | np.ndarray,
+    target: int,
+    columns: np.ndarray | int,
+    flags: int,
+    num_frames: int,
+) -> Any:
     """Return `pack`'s word, or those for different columns, int64 `[k]`; from a table for a ring."""
     if target == RING and isinstance(op, Op) and columns.__class__ is not int:
         return _ring_words(op, flags, num_frames)[columns]

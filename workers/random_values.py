@@ -7,7 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from envherd.shm.specs import Binary, Box, Discrete, EnvSpec, Key, LeafSpec, MultiDiscrete, OneHot
+from envherd.shm.specs import (
+    Binary,
+    Box,
+    Discrete,
+    EnvSpec,
+    Key,
+    LeafSpec,
+    MultiDiscrete,
+    OneHot,
+)
 
 #: Width of the interval sampled where a Box has no bound on a side.
 _UNBOUNDED_WIDTH = 2.0
@@ -23,11 +32,15 @@ def draw(leaf: LeafSpec, rng: np.random.Generator) -> np.ndarray:
     """
     draw_values = drawer(leaf)
     if draw_values is None:
-        raise ValueError(f"drawing an action failed: {leaf} has no uniform distribution. Give `actions`.")
+        raise ValueError(
+            f"drawing an action failed: {leaf} has no uniform distribution. Give `actions`."
+        )
     return draw_values(rng, leaf.shape)
 
 
-def draw_masked(rng: np.random.Generator, mask: np.ndarray, leaf: LeafSpec) -> np.ndarray:
+def draw_masked(
+    rng: np.random.Generator, mask: np.ndarray, leaf: LeafSpec
+) -> np.ndarray:
     """Return indices `[...]` drawn uniformly from those that a mask `[..., n]` allows; 0 if it allows none."""
     order = np.where(mask.astype(bool), rng.random(mask.shape), -1.0)
     return np.asarray(order.argmax(-1), leaf.dtype)
@@ -39,7 +52,11 @@ def mask_key(spec: EnvSpec, leaf: LeafSpec) -> Key | None:
         return None
     key = (*leaf.key[:-1], "action_mask")
     shape = (*leaf.shape, leaf.domain.n)
-    return key if any(seen.key == key and seen.shape == shape for seen in spec.observation) else None
+    return (
+        key
+        if any(seen.key == key and seen.shape == shape for seen in spec.observation)
+        else None
+    )
 
 
 def drawer(leaf: LeafSpec) -> Draw | None:
@@ -54,11 +71,15 @@ def drawer(leaf: LeafSpec) -> Draw | None:
     if isinstance(domain, MultiDiscrete):
         nvec = np.asarray(domain.nvec)
         # A copy: for uint64, numpy reads a broadcast array of bounds in another order than it writes the values.
-        return lambda rng, shape: rng.integers(0, np.broadcast_to(nvec, shape).copy(), dtype=dtype)
+        return lambda rng, shape: rng.integers(
+            0, np.broadcast_to(nvec, shape).copy(), dtype=dtype
+        )
     if isinstance(domain, Binary):
         return lambda rng, shape: rng.integers(0, 2, shape).astype(dtype)
     if isinstance(domain, OneHot):
-        return lambda rng, shape: np.eye(domain.n, dtype=dtype)[rng.integers(0, domain.n, shape[:-1])]
+        return lambda rng, shape: np.eye(domain.n, dtype=dtype)[
+            rng.integers(0, domain.n, shape[:-1])
+        ]
     if leaf.is_side:
         return None
     if isinstance(domain, Box):
@@ -71,15 +92,24 @@ def _box_drawer(domain: Box, dtype: np.dtype) -> Draw:
         return _integer_drawer(domain, dtype)
     low, high = (np.asarray(bound, np.float64) for bound in (domain.low, domain.high))
     has_low, has_high = np.isfinite(low), np.isfinite(high)
-    safe_low: Any = np.where(has_low, low, np.where(has_high, high - _UNBOUNDED_WIDTH, -_UNBOUNDED_WIDTH / 2))
-    safe_high: Any = np.where(has_high, high, np.where(has_low, low + _UNBOUNDED_WIDTH, _UNBOUNDED_WIDTH / 2))
+    safe_low: Any = np.where(
+        has_low, low, np.where(has_high, high - _UNBOUNDED_WIDTH, -_UNBOUNDED_WIDTH / 2)
+    )
+    safe_high: Any = np.where(
+        has_high, high, np.where(has_low, low + _UNBOUNDED_WIDTH, _UNBOUNDED_WIDTH / 2)
+    )
     low_cast, high_cast = safe_low.astype(dtype), safe_high.astype(dtype)
     with np.errstate(over="ignore"):
         is_finite = np.isfinite(safe_high - safe_low).all()
     if is_finite:
-        return lambda rng, shape: np.clip(rng.uniform(safe_low, safe_high, shape).astype(dtype), low_cast, high_cast)
-    half_low, half_high = safe_low / 2, safe_high / 2  # numpy accepts no interval wider than the largest float
-    return lambda rng, shape: np.clip((2 * rng.uniform(half_low, half_high, shape)).astype(dtype), low_cast, high_cast)
+        return lambda rng, shape: np.clip(
+            rng.uniform(safe_low, safe_high, shape).astype(dtype), low_cast, high_cast
+        )
+    # Numpy accepts no interval wider than the largest float.
+    half_low, half_high = safe_low / 2, safe_high / 2
+    return lambda rng, shape: np.clip(
+        (2 * rng.uniform(half_low, half_high, shape)).astype(dtype), low_cast, high_cast
+    )
 
 
 def _integer_drawer(domain: Box, dtype: np.dtype) -> Draw:
@@ -87,15 +117,29 @@ def _integer_drawer(domain: Box, dtype: np.dtype) -> Draw:
     wide = np.dtype(np.uint64 if dtype == np.uint64 else np.int64)
     low, high = np.broadcast_arrays(domain.low, domain.high)
     if low.dtype.kind == "f" or high.dtype.kind == "f":  # perhaps without a bound
-        pairs = [_integer_bounds(*ends, np.iinfo(dtype)) for ends in zip(low.flat, high.flat, strict=True)]
-        low, high = (np.array([pair[side] for pair in pairs], wide).reshape(low.shape) for side in (0, 1))
+        pairs = [
+            _integer_bounds(*ends, np.iinfo(dtype))
+            for ends in zip(low.flat, high.flat, strict=True)
+        ]
+        low, high = (
+            np.array([pair[side] for pair in pairs], wide).reshape(low.shape)
+            for side in (0, 1)
+        )
     lowest, highest = low.astype(wide), high.astype(wide)
-    return lambda rng, shape: rng.integers(lowest, highest, shape, dtype=wide.type, endpoint=True).astype(dtype)
+    return lambda rng, shape: rng.integers(
+        lowest, highest, shape, dtype=wide.type, endpoint=True
+    ).astype(dtype)
 
 
 def _integer_bounds(low: Any, high: Any, limits: Any) -> tuple[int, int]:
     """Return bounds as Python integers; an infinite one is put `_UNBOUNDED_WIDTH` from the other, or from 0."""
     width = int(_UNBOUNDED_WIDTH)
-    first = int(low) if np.isfinite(low) else int(high) - width if np.isfinite(high) else -width // 2
+    first = (
+        int(low)
+        if np.isfinite(low)
+        else int(high) - width
+        if np.isfinite(high)
+        else -width // 2
+    )
     last = int(high) if np.isfinite(high) else first + width
     return max(first, limits.min), min(last, limits.max)

@@ -43,7 +43,14 @@ class Fault(Reply):
         except Exception:
             text = "".join(traceback.format_tb(error.__traceback__))
         kind = type(error)
-        return cls(env_id, phase, kind.__qualname__, message[:_MAX_TEXT], text[-_MAX_TEXT:], kind.__module__)
+        return cls(
+            env_id,
+            phase,
+            kind.__qualname__,
+            message[:_MAX_TEXT],
+            text[-_MAX_TEXT:],
+            kind.__module__,
+        )
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,9 @@ def as_root_seed(seed: Any, what: str = "seed") -> int:
     except TypeError:
         found = -1
     if found < 0 or isinstance(seed, bool):
-        raise ValueError(f"{what} failed: expected an integer of at least 0, or None, got {seed!r}.")
+        raise ValueError(
+            f"{what} failed: expected an integer of at least 0, or None, got {seed!r}."
+        )
     return found
 
 
@@ -95,7 +97,9 @@ MIX_L, MIX_R = 0xCA01F9DD, 0x4973F715
 
 def _words_of(number: int) -> list[int]:
     """Return the 32-bit words of a number, lowest first; one word for 0."""
-    return [number >> shift & _MASK for shift in range(0, max(number.bit_length(), 1), 32)]
+    return [
+        number >> shift & _MASK for shift in range(0, max(number.bit_length(), 1), 32)
+    ]
 
 
 def _mixed(words: list[int]) -> tuple[list[int], int]:
@@ -134,7 +138,9 @@ def branch_seed(root_seed: int, env_id: int, number: int) -> int:
 
 
 def _first_word(root_seed: int, *spawn_key: int) -> int:
-    return int(np.random.SeedSequence(root_seed, spawn_key=spawn_key).generate_state(1)[0])
+    return int(
+        np.random.SeedSequence(root_seed, spawn_key=spawn_key).generate_state(1)[0]
+    )
 
 
 def seed_globals(seed: int) -> None:
@@ -173,7 +179,9 @@ def _generators(env: Any) -> list[Any]:
         seen[id(layer)] = layer
         values = vars(layer).values() if hasattr(layer, "__dict__") else ()
         for value in values:
-            if isinstance(value, (np.random.Generator, np.random.RandomState, random.Random)):
+            if isinstance(
+                value, (np.random.Generator, np.random.RandomState, random.Random)
+            ):
                 found.setdefault(id(value), value)
         for name in _INNER:
             with contextlib.suppress(Exception):  # a property may raise anything
@@ -183,7 +191,13 @@ def _generators(env: Any) -> list[Any]:
 
 _BITS = {
     kind.__name__: kind
-    for kind in (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
+    for kind in (
+        np.random.MT19937,
+        np.random.PCG64,
+        np.random.PCG64DXSM,
+        np.random.Philox,
+        np.random.SFC64,
+    )
 }
 #: Where the generators read from a block of words next; numpy does not check it.
 _MOST = {"pos": 624, "buffer_pos": 4}
@@ -204,7 +218,9 @@ def bits_of(state: Mapping[str, Any], seeds: Any = None) -> np.random.BitGenerat
     for name, place in {**state, **state["state"]}.items():
         if name in _MOST and not (type(place) is int and 0 <= place <= _MOST[name]):
             raise ValueError(f"{name}={place!r:.80}")
-    bits: Any = _BITS[state["bit_generator"]](np.random.SeedSequence(0) if seeds is None else seeds)
+    bits: Any = _BITS[state["bit_generator"]](
+        np.random.SeedSequence(0) if seeds is None else seeds
+    )
     bits.state = state
     found: np.random.BitGenerator = bits
     return found
@@ -242,14 +258,20 @@ def as_plain(state: tuple[Any, ...]) -> dict[str, Any]:
     (version, words, gauss), legacy = state
     key = legacy["state"]["key"].astype("<u4").tobytes()
     numpy = {**legacy, "state": {**legacy["state"], "key": key}}
-    return {"python": [version, np.array(words, "<u4").tobytes(), gauss], "numpy": numpy}
+    return {
+        "python": [version, np.array(words, "<u4").tobytes(), gauss],
+        "numpy": numpy,
+    }
 
 
 def from_plain(state: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the state that `as_plain` was given; raises as `bits_of`, if it was given none."""
     version, words, gauss = state["python"]
     legacy = dict(state["numpy"])
-    legacy["state"] = {**legacy["state"], "key": np.frombuffer(legacy["state"]["key"], "<u4")}
+    legacy["state"] = {
+        **legacy["state"],
+        "key": np.frombuffer(legacy["state"]["key"], "<u4"),
+    }
     if legacy["bit_generator"] != "MT19937":
         raise ValueError(f"the global generator {legacy['bit_generator']!r:.80}")
     python = python_of(version, np.frombuffer(words, "<u4").tolist(), gauss)

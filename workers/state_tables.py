@@ -49,5 +49,7 @@ def as_text(
             if event in row:
                 lines.append(f"{state.name:15} {event.name:15} {row[event].name}")
             elif event in commands:
-                lines.append(f"{state.name:15} {event.name:15} refused: {refused_with[state].__name__}")
+                lines.append(
+                    f"{state.name:15} {event.name:15} refused: {refused_with[state].__name__}"
+                )
     return "\n".join(lines)

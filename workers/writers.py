@@ -39,7 +39,9 @@ def coerce(leaf: LeafSpec, value: Any) -> Any:
         raise _mismatch(leaf, f"{type(value).__name__} of dtype {array.dtype}")
     if array.shape != leaf.shape:
         raise _mismatch(leaf, f"{array.dtype} {array.shape}")
-    if not np.can_cast(array.dtype, dtype, "same_kind") and not _is_exact_integer(array, dtype):
+    if not np.can_cast(array.dtype, dtype, "same_kind") and not _is_exact_integer(
+        array, dtype
+    ):
         raise _mismatch(leaf, f"{array.dtype} {array.shape}")
     return array.astype(dtype)
 
@@ -70,7 +72,9 @@ def not_finite(leaf: LeafSpec, values: Any, is_finite: Any) -> SpecError:
     )
 
 
-def writer_for(leaf: LeafSpec, array: np.ndarray, *, check_finite: bool = False) -> Writer:
+def writer_for(
+    leaf: LeafSpec, array: np.ndarray, *, check_finite: bool = False
+) -> Writer:
     """Return a writer of one leaf.
 
     Args:
@@ -92,12 +96,20 @@ def _array_writer(leaf: LeafSpec, array: np.ndarray) -> Writer:
     columns = list(array) if len(array) <= _MOST_VIEWS else array
 
     def is_row(value: Any) -> bool:
-        return value.__class__ is ndarray and value.dtype is dtype and value.shape == shape[1:]
+        return (
+            value.__class__ is ndarray
+            and value.dtype is dtype
+            and value.shape == shape[1:]
+        )
 
     def write(column: int, value: Any) -> None:
         if value.__class__ is ndarray and value.dtype is dtype and value.shape == shape:
             columns[column][...] = value
-        elif value.__class__ is tuple and len(value) == shape[0] and all(map(is_row, value)):
+        elif (
+            value.__class__ is tuple
+            and len(value) == shape[0]
+            and all(map(is_row, value))
+        ):
             for place, row in zip(columns[column], value, strict=True):
                 place[...] = row
         else:
@@ -122,7 +134,13 @@ def _single_float_writer(leaf: LeafSpec, array: np.ndarray) -> Writer:
 
 
 def _scalar_writer(leaf: LeafSpec, array: np.ndarray) -> Writer:
-    kind = int if np.dtype(leaf.dtype).kind in "iu" else float if np.dtype(leaf.dtype).kind == "f" else bool
+    kind = (
+        int
+        if np.dtype(leaf.dtype).kind in "iu"
+        else float
+        if np.dtype(leaf.dtype).kind == "f"
+        else bool
+    )
 
     def write(column: int, value: Any) -> None:
         if value.__class__ is kind:

@@ -16,10 +16,23 @@ from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
 from envherd.executor.batches.arguments import MASK_ADVICE
 from envherd.executor.batches.fast_tensordict import IS_AS_EXPECTED
-from envherd.executor.batches.step_data import Check, PlainIntake, compile_intake, finite
+from envherd.executor.batches.step_data import (
+    Check,
+    PlainIntake,
+    compile_intake,
+    finite,
+)
 from envherd.executor.options import ActionCheck
 from envherd.shm.slab import GroupSlab
-from envherd.shm.specs import Binary, Box, Discrete, Key, LeafSpec, MultiDiscrete, OneHot
+from envherd.shm.specs import (
+    Binary,
+    Box,
+    Discrete,
+    Key,
+    LeafSpec,
+    MultiDiscrete,
+    OneHot,
+)
 from envherd.workers.errors import ActionError
 
 RESET_KEY = "_reset"
@@ -35,7 +48,9 @@ def to_numpy(value: Any) -> np.ndarray:
         if value.requires_grad:
             value = value.detach()
         if value.is_meta:
-            raise ActionError("the call failed: expected values, got a tensor on the meta device, which holds none.")
+            raise ActionError(
+                "the call failed: expected values, got a tensor on the meta device, which holds none."
+            )
         if value.device.type != "cpu":
             value = value.cpu()
         try:
@@ -90,7 +105,9 @@ def check_for(leaf: LeafSpec, level: ActionCheck) -> Check | None:
     if isinstance(leaf.domain, Discrete) and dtype.kind in "iu":
         return _unsigned_below(leaf.domain.n, dtype)
     if isinstance(leaf.domain, MultiDiscrete) and dtype.kind in "iu":
-        return _unsigned_below(np.asarray(leaf.domain.nvec).astype(f"u{dtype.itemsize}"), dtype)
+        return _unsigned_below(
+            np.asarray(leaf.domain.nvec).astype(f"u{dtype.itemsize}"), dtype
+        )
     if level == "strict":
         if isinstance(leaf.domain, Box):
             return _within(leaf.domain)
@@ -114,15 +131,22 @@ class GroupIntake:
         plain: the fast path for plain batches; None if no batch is plain.
     """
 
-    def __init__(self, slab: GroupSlab, level: ActionCheck, present: Present | None = None) -> None:
+    def __init__(
+        self, slab: GroupSlab, level: ActionCheck, present: Present | None = None
+    ) -> None:
         self._env_ids = slab.plan.env_ids
         spec = slab.spec
         self.leaves = [leaf for leaf in (*spec.action, *spec.state) if not leaf.is_side]
-        self.side_leaves = [leaf for leaf in (*spec.action, *spec.state) if leaf.is_side]
+        self.side_leaves = [
+            leaf for leaf in (*spec.action, *spec.state) if leaf.is_side
+        ]
         self.side_keys = list(enumerate(leaf.key for leaf in self.side_leaves))
         self.targets = [slab.inputs["input", *leaf.key] for leaf in self.leaves]
         self._dtypes = [np.dtype(leaf.dtype) for leaf in self.leaves]
-        self._checks = [check_for(leaf, level) if leaf in spec.action else None for leaf in self.leaves]
+        self._checks = [
+            check_for(leaf, level) if leaf in spec.action else None
+            for leaf in self.leaves
+        ]
         self.plain = self._compile()
         self._present = present
 
@@ -170,7 +194,10 @@ class GroupIntake:
         Raises:
             ActionError: a key is missing, or a shape, dtype or value is wrong; names the first bad env.
         """
-        return [self._read_leaf(index, self._get(td, leaf, rows), rows) for index, leaf in enumerate(self.leaves)]
+        return [
+            self._read_leaf(index, self._get(td, leaf, rows), rows)
+            for index, leaf in enumerate(self.leaves)
+        ]
 
     def read_side(self, td: TensorDictBase, rows: np.ndarray | None) -> list[list[Any]]:
         """Return the inputs that do not go through the slab: for each env one value per side leaf (copies).
@@ -185,15 +212,29 @@ class GroupIntake:
 
     def _read_leaf(self, index: int, given: Any, rows: np.ndarray | None) -> np.ndarray:
         """Return one leaf's values, checked."""
-        leaf, dtype, check = self.leaves[index], self._dtypes[index], self._checks[index]
+        leaf, dtype, check = (
+            self.leaves[index],
+            self._dtypes[index],
+            self._checks[index],
+        )
         num_rows = len(self._env_ids) if rows is None else len(rows)
         value = to_numpy(given)
         if value.shape != (num_rows, *leaf.shape):
-            advice = _reshaping(leaf, value.shape[1:]) if value.shape[:1] == (num_rows,) else ""
-            raise self._refuse(leaf, f"shape {(num_rows, *leaf.shape)}", f"shape {value.shape}", advice=advice)
+            advice = (
+                _reshaping(leaf, value.shape[1:])
+                if value.shape[:1] == (num_rows,)
+                else ""
+            )
+            raise self._refuse(
+                leaf,
+                f"shape {(num_rows, *leaf.shape)}",
+                f"shape {value.shape}",
+                advice=advice,
+            )
         if value.dtype is not dtype and value.dtype != dtype:
             given, value = value, self._cast(leaf, value)
-            if dtype.kind in "iu" and (changed := value != given).any():  # too large: it wrapped around
+            # Too large: it wrapped around.
+            if dtype.kind in "iu" and (changed := value != given).any():
                 raise self._refuse_first(leaf, given, changed, rows)
         if check is not None and (illegal := check(value)) is not None:
             raise self._refuse_first(leaf, value, illegal, rows, _WHAT_IS_CHECKED)
@@ -214,25 +255,48 @@ class GroupIntake:
         if value is None:
             names = _names_next_to(leaf.key, td)
             got = f"none among {names}" if names else "none"
-            raise self._refuse(leaf, f"a key {leaf.key}", got, advice=" The policy must set it.")
+            raise self._refuse(
+                leaf, f"a key {leaf.key}", got, advice=" The policy must set it."
+            )
         return value
 
     def _cast(self, leaf: LeafSpec, value: np.ndarray) -> np.ndarray:
         if not np.can_cast(value.dtype, leaf.dtype, "same_kind"):
-            raise self._refuse(leaf, leaf.dtype, str(value.dtype), advice=f" Pass action.to(torch.{leaf.dtype}).")
+            raise self._refuse(
+                leaf,
+                leaf.dtype,
+                str(value.dtype),
+                advice=f" Pass action.to(torch.{leaf.dtype}).",
+            )
         return value.astype(leaf.dtype)
 
     def _refuse_first(
-        self, leaf: LeafSpec, value: np.ndarray, illegal: np.ndarray, rows: np.ndarray | None, advice: str = ""
+        self,
+        leaf: LeafSpec,
+        value: np.ndarray,
+        illegal: np.ndarray,
+        rows: np.ndarray | None,
+        advice: str = "",
     ) -> ActionError:
         first = tuple(np.argwhere(illegal)[0].tolist())
         env_id = self._env_ids[first[0] if rows is None else int(rows[first[0]])]
-        return self._refuse(leaf, str(leaf.domain), f"{value[first]} at {first}", env_id, advice)
+        return self._refuse(
+            leaf, str(leaf.domain), f"{value[first]} at {first}", env_id, advice
+        )
 
     def _refuse(
-        self, leaf: LeafSpec, expected: str, got: str, env_id: int | None = None, advice: str = ""
+        self,
+        leaf: LeafSpec,
+        expected: str,
+        got: str,
+        env_id: int | None = None,
+        advice: str = "",
     ) -> ActionError:
-        first, last = (self._env_ids[0], self._env_ids[-1]) if env_id is None else (env_id, env_id)
+        first, last = (
+            (self._env_ids[0], self._env_ids[-1])
+            if env_id is None
+            else (env_id, env_id)
+        )
         where = f"env {first}" if first == last else f"envs {first}-{last}"
         return ActionError(
             f"step failed: {'/'.join(leaf.key)} expected {expected}, got {got} ({where}). No env was stepped.{advice}",
@@ -254,10 +318,15 @@ def _side_values(given: Any) -> list[Any]:
     """Return the value of each row of a batch of non-tensor data, or of a tensor."""
     if isinstance(given, torch.Tensor):
         return [*to_numpy(given)]
-    return [row.tolist() if isinstance(row, NonTensorStack) else row.data for row in given.unbind(0)]
+    return [
+        row.tolist() if isinstance(row, NonTensorStack) else row.data
+        for row in given.unbind(0)
+    ]
 
 
-def reset_mask(td: TensorDictBase | None, batch_shape: tuple[int, ...]) -> np.ndarray | None:
+def reset_mask(
+    td: TensorDictBase | None, batch_shape: tuple[int, ...]
+) -> np.ndarray | None:
     """Return which envs the caller's mask selects, bool `batch_shape`; None if the td has no mask.
 
     The root `_reset` takes precedence; without one, an env is selected if any entry of its nested masks
@@ -285,7 +354,11 @@ def reset_mask(td: TensorDictBase | None, batch_shape: tuple[int, ...]) -> np.nd
 
 def _nested_masks(td: TensorDictBase) -> list[Any]:
     keys = td.keys(include_nested=True)
-    return [td.get(key) for key in keys if isinstance(key, tuple) and key[-1] == RESET_KEY and key[0] != "next"]
+    return [
+        td.get(key)
+        for key in keys
+        if isinstance(key, tuple) and key[-1] == RESET_KEY and key[0] != "next"
+    ]
 
 
 def _names_next_to(key: Key, td: TensorDictBase) -> list[str]:

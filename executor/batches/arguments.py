@@ -13,16 +13,21 @@ _ADVICE = (
     "of envherd.gymnasium."
 )
 MASK_ADVICE = (
-    "A mask of the envs to reset goes into one: TensorDict({'_reset': mask}, [num_envs]), a bool for each env."
+    "A mask of the envs to reset goes into one: "
+    "TensorDict({'_reset': mask}, [num_envs]), a bool for each env."
 )
-WRAP = "Wrap it: TensorDictModule(policy, in_keys=['observation'], out_keys=['action'])."
+WRAP = (
+    "Wrap it: TensorDictModule(policy, in_keys=['observation'], out_keys=['action'])."
+)
 WRAP_MODEL = (
     "Wrap a model of Stable-Baselines3: "
     "lambda td: td.set('action', torch.as_tensor(model.predict(td['observation'].numpy())[0]))."
 )
 
 
-def as_count(call: str, name: str, value: Any, *, least: int = 1, or_none: bool = False) -> Any:
+def as_count(
+    call: str, name: str, value: Any, *, least: int = 1, or_none: bool = False
+) -> Any:
     """Return an integer of at least `least` as `int`, or None if that is allowed.
 
     Raises:
@@ -37,7 +42,9 @@ def as_count(call: str, name: str, value: Any, *, least: int = 1, or_none: bool 
     if found < least:
         others = " or None" if or_none else ""
         kind = "" if type(value) is int else f"{type(value).__name__} "
-        raise ValueError(f"{call} failed: expected {name} as an int of at least {least}{others}, got {kind}{value!r}.")
+        raise ValueError(
+            f"{call} failed: expected {name} as an int of at least {least}{others}, got {kind}{value!r}."
+        )
     return found
 
 
@@ -45,14 +52,18 @@ def need_seconds(call: str, name: str, value: Any) -> None:
     """Refuse anything but None and numbers of at least 0."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if value is not None and not (is_number and value >= 0):
-        raise ValueError(f"{call} failed: expected {name} as seconds of at least 0 or None, got {value!r}.")
+        raise ValueError(
+            f"{call} failed: expected {name} as seconds of at least 0 or None, got {value!r}."
+        )
 
 
 def need_bools(call: str, **switches: Any) -> None:
     """Refuse anything but True and False."""
     for name, value in switches.items():
         if not isinstance(value, bool):
-            raise ValueError(f"{call} failed: expected {name} to be True or False, got {value!r}.")  # noqa: TRY004
+            raise ValueError(  # noqa: TRY004
+                f"{call} failed: expected {name} to be True or False, got {value!r}."
+            )
 
 
 def need_callables(call: str, **functions: Any) -> None:
@@ -60,14 +71,20 @@ def need_callables(call: str, **functions: Any) -> None:
     for name, value in functions.items():
         if value is not None and not callable(value):
             advice = f" {WRAP_MODEL}" if hasattr(value, "predict") else ""
-            raise TypeError(f"{call} failed: expected {name} to be a callable or None, got {value!r}.{advice}")
+            raise TypeError(
+                f"{call} failed: expected {name} to be a callable or None, got {value!r}.{advice}"
+            )
 
 
 def need_batch(call: str, td: Any, name: str = "a batch") -> None:
     """Refuse anything but a TensorDict."""
     if not isinstance(td, TensorDictBase):
-        advice = _ADVICE if call in _STEPS else f" {MASK_ADVICE}" if call == "reset" else ""
-        raise TypeError(f"{call} failed: expected {name} as a TensorDict, got {_named(td)}.{advice}")
+        advice = (
+            _ADVICE if call in _STEPS else f" {MASK_ADVICE}" if call == "reset" else ""
+        )
+        raise TypeError(
+            f"{call} failed: expected {name} as a TensorDict, got {_named(td)}.{advice}"
+        )
 
 
 def refuse_unused_root(root: TensorDictBase | None, *, auto_reset: bool) -> None:
@@ -88,9 +105,15 @@ def need_state(call: str, name: str, td: Any, num_envs: int) -> None:
         raise wrong_rows(call, num_envs, td, name)
 
 
-def wrong_rows(call: str, num_envs: int, td: TensorDictBase, name: str = "a batch") -> ValueError:
+def wrong_rows(
+    call: str, num_envs: int, td: TensorDictBase, name: str = "a batch"
+) -> ValueError:
     """Return the error for a batch without a row for each env."""
-    advice = "" if td.batch_size else " It is one row: reset() and step() return one TensorDict, which is not unpacked."
+    advice = (
+        ""
+        if td.batch_size
+        else " It is one row: reset() and step() return one TensorDict, which is not unpacked."
+    )
     return ValueError(
         f"{call} failed: expected {name} with a row for each of {num_envs} envs, got batch size {[*td.batch_size]}."
         f"{advice}"
@@ -99,4 +122,8 @@ def wrong_rows(call: str, num_envs: int, td: TensorDictBase, name: str = "a batc
 
 def _named(value: Any) -> str:
     kind = type(value)
-    return f"a {kind.__name__}" if kind.__module__ == "builtins" else f"a {kind.__module__}.{kind.__name__}"
+    return (
+        f"a {kind.__name__}"
+        if kind.__module__ == "builtins"
+        else f"a {kind.__module__}.{kind.__name__}"
+    )

@@ -13,11 +13,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    TensorDictBase,
+)
 
 from envherd.executor.batches.fast_tensordict import Shell, as_tensor
 from envherd.executor.batches.grad_mode import outside_inference_mode
-from envherd.executor.batches.memory import LARGEST_RECORD, Leaves, Loans, ReusedMemory, StepMemory, splitter
+from envherd.executor.batches.memory import (
+    LARGEST_RECORD,
+    Leaves,
+    Loans,
+    ReusedMemory,
+    StepMemory,
+    splitter,
+)
 from envherd.executor.batches.transfer import Mover, apart
 from envherd.shm.slab import GroupSlab, next_leaves, root_leaves
 from envherd.shm.specs import Key
@@ -65,7 +78,9 @@ class GroupBatch:
         self.has_interrupted = has_interrupted
         self.next_keys = [leaf.key for leaf in next_leaves(spec)]
         self.root_keys = [leaf.key for leaf in root_leaves(spec)]
-        self.side_keys = [(i, leaf.key) for i, leaf in enumerate(spec.observation) if leaf.is_side]
+        self.side_keys = [
+            (i, leaf.key) for i, leaf in enumerate(spec.observation) if leaf.is_side
+        ]
         side_inputs = [leaf for leaf in (*spec.action, *spec.state) if leaf.is_side]
         self.side_input_keys = [(i, leaf.key) for i, leaf in enumerate(side_inputs)]
         #: Root leaf i is the same array as next leaf `root_in_next[i]` when nothing was reset.
@@ -73,18 +88,28 @@ class GroupBatch:
         self._done_in_next = self.next_keys.index(("done",))
         self._fields = [f for f in slab.plan.frame if f.name[0] == "next"]
         self._split = splitter(self._fields, slab.plan.next_nbytes)
-        self.memory = StepMemory(ReusedMemory(slab.plan.next_nbytes, self._split), loans)
+        self.memory = StepMemory(
+            ReusedMemory(slab.plan.next_nbytes, self._split), loans
+        )
         self._root_memory = ReusedMemory(slab.plan.next_nbytes, self._split)
         self._bytes = slab.buffer.data
         self.next_bytes = [slab.next_bytes(column) for column in range(num_frames)]
         self._mover = mover
         self._sources = [as_tensor(frame) for frame in self.next_bytes]
-        self._sizes = np.diff([*(f.offset for f in self._fields), slab.plan.next_nbytes]).tolist()
-        self._views = [[as_tensor(slab.columns[f.name][c]) for f in self._fields] for c in range(num_frames)]
+        self._sizes = np.diff(
+            [*(f.offset for f in self._fields), slab.plan.next_nbytes]
+        ).tolist()
+        self._views = [
+            [as_tensor(slab.columns[f.name][c]) for f in self._fields]
+            for c in range(num_frames)
+        ]
         self.next_arrays = [slab.columns["next", *key] for key in self.next_keys]
         self.root_arrays = [slab.columns["root", *key] for key in self.root_keys]
         self._nexts = Gatherer(slab.buffer, [self.next_arrays])
-        self._roots = Gatherer(slab.buffer, [[self.next_arrays[i] for i in self.root_in_next], self.root_arrays])
+        self._roots = Gatherer(
+            slab.buffer,
+            [[self.next_arrays[i] for i in self.root_in_next], self.root_arrays],
+        )
         self._shells: dict[tuple[str, tuple[int, ...]], Shell] = {}
 
     def shell(self, section: str, lead: tuple[int, ...]) -> Shell:
@@ -95,7 +120,13 @@ class GroupBatch:
             if section == "next" and self.has_interrupted:
                 keys = [*keys, ("interrupted",)]
             members = list(enumerate(keys))
-            cached = Shell(members, dict(self.spec.groups), lead, self.spec.batch_shape, self.device)
+            cached = Shell(
+                members,
+                dict(self.spec.groups),
+                lead,
+                self.spec.batch_shape,
+                self.device,
+            )
             self._shells[section, lead] = cached
         return cached
 
@@ -104,7 +135,13 @@ class GroupBatch:
         cached = self._shells.get(("root over next", lead))
         if cached is None:
             members = list(zip(self.root_in_next, self.root_keys, strict=True))
-            cached = Shell(members, dict(self.spec.groups), lead, self.spec.batch_shape, self.device)
+            cached = Shell(
+                members,
+                dict(self.spec.groups),
+                lead,
+                self.spec.batch_shape,
+                self.device,
+            )
             self._shells["root over next", lead] = cached
         return cached
 
@@ -115,7 +152,11 @@ class GroupBatch:
     def next_copies(self, column: int) -> Leaves:
         """Return copies of the `next` leaves of a frame, on the device; a frame that is lent is its own copy."""
         if self._mover is not None:
-            return apart(self._mover.move(self._sources[column], column), self._sizes, self._views[0])
+            return apart(
+                self._mover.move(self._sources[column], column),
+                self._sizes,
+                self._views[0],
+            )
         buffer, leaves = self.memory.take(column)
         if buffer is not None:
             buffer[:] = self.next_bytes[column]
@@ -125,19 +166,27 @@ class GroupBatch:
         """Return the `next` leaves of some rows, each from its own column, as fresh arrays `[k, ...]`."""
         return self._nexts.gather(self._nexts.places(columns, rows))
 
-    def next_at(self, columns: np.ndarray, rows: np.ndarray) -> tuple[TensorDict, Leaves, np.ndarray]:
+    def next_at(
+        self, columns: np.ndarray, rows: np.ndarray
+    ) -> tuple[TensorDict, Leaves, np.ndarray]:
         """Return the `next` of some rows, each from its own column; its leaves, for `root_over`; and the ended rows."""
         arrays = self.gather_next(columns, rows)
         leaves = self.to_tensors(arrays)
         done = arrays[self._done_in_next]
-        ended: np.ndarray = done[:, 0] if done.ndim == 2 else np.asarray(done.reshape(len(done), -1).any(1))
+        ended: np.ndarray = (
+            done[:, 0]
+            if done.ndim == 2
+            else np.asarray(done.reshape(len(done), -1).any(1))
+        )
         return self.shell("next", (len(rows),)).build(leaves), leaves, ended
 
     def root_over(self, leaves: Leaves, count: int) -> TensorDict:
         """Return a root batch `[count]` that shares the leaves of a `next` without resets."""
         return self.root_shell_over_next((count,)).build(leaves)
 
-    def gather_roots(self, columns: np.ndarray, in_root: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
+    def gather_roots(
+        self, columns: np.ndarray, in_root: np.ndarray, rows: np.ndarray
+    ) -> list[np.ndarray]:
         """Return the current root leaves of some rows, fresh `[k, ...]`: from a reset's root or a step's `next`."""
         was_reset = in_root if 1 in in_root.tobytes() else None
         return self._roots.gather(self._roots.places(columns, rows, was_reset))
@@ -146,7 +195,9 @@ class GroupBatch:
         """Return a root batch `[k]` over what `gather_roots` returned (cpu: no copy)."""
         return self.shell("root", (len(arrays[0]),)).build(self.to_tensors(arrays))
 
-    def roots_after(self, leaves: Leaves, column: int, reset_rows: np.ndarray | None) -> Leaves:
+    def roots_after(
+        self, leaves: Leaves, column: int, reset_rows: np.ndarray | None
+    ) -> Leaves:
         """Return the root leaves after a step: those of `next`, or of the reset for the rows that were reset.
 
         Without reset rows the leaves ARE those of `next`, as `step_mdp` shares them; with some, they are copies.
@@ -157,7 +208,8 @@ class GroupBatch:
         if reset_rows is None:
             return roots
         return [
-            self._mend(leaf, array[column], reset_rows) for leaf, array in zip(roots, self.root_arrays, strict=True)
+            self._mend(leaf, array[column], reset_rows)
+            for leaf, array in zip(roots, self.root_arrays, strict=True)
         ]
 
     def mended_roots(self, column: int, reset_rows: np.ndarray) -> Leaves:
@@ -183,19 +235,39 @@ class GroupBatch:
         places = []
         for index, array in zip(self.root_in_next, self.root_arrays, strict=True):
             offset = array.__array_interface__["data"][0] - start
-            places.append((self._fields[index].offset, offset, array.strides[0], array[0, :1].nbytes))
+            places.append(
+                (
+                    self._fields[index].offset,
+                    offset,
+                    array.strides[0],
+                    array[0, :1].nbytes,
+                )
+            )
         return places
 
     @outside_inference_mode
-    def _mend(self, leaf: torch.Tensor, roots: np.ndarray, rows: np.ndarray) -> torch.Tensor:
+    def _mend(
+        self, leaf: torch.Tensor, roots: np.ndarray, rows: np.ndarray
+    ) -> torch.Tensor:
         mended = leaf.clone()
-        mended[torch.from_numpy(rows).to(mended.device)] = torch.from_numpy(roots[rows]).to(mended.device)
+        mended[torch.from_numpy(rows).to(mended.device)] = torch.from_numpy(
+            roots[rows]
+        ).to(mended.device)
         return mended
 
     def to_tensors(self, arrays: Sequence[np.ndarray]) -> Leaves:
         """Return arrays as tensors on the device (cpu: no copy)."""
-        tensors = [*map(as_tensor if torch.is_inference_mode_enabled() else torch.from_numpy, arrays)]
-        return tensors if self.is_on_cpu else [_move(tensor, self.device) for tensor in tensors]
+        tensors = [
+            *map(
+                as_tensor if torch.is_inference_mode_enabled() else torch.from_numpy,
+                arrays,
+            )
+        ]
+        return (
+            tensors
+            if self.is_on_cpu
+            else [_move(tensor, self.device) for tensor in tensors]
+        )
 
 
 class Gatherer:
@@ -211,21 +283,28 @@ class Gatherer:
             shape and dtype in every section.
     """
 
-    def __init__(self, buffer: np.ndarray, sections: Sequence[Sequence[np.ndarray]]) -> None:
+    def __init__(
+        self, buffer: np.ndarray, sections: Sequence[Sequence[np.ndarray]]
+    ) -> None:
         num_frames, self._num_rows = sections[0][0].shape[:2]
         self._section = num_frames * self._num_rows
         start = buffer.ctypes.data
         tables: dict[bytes, np.ndarray] = {}
         #: (row shape, dtype, records of one row at every byte from its first row on, place -> record) of each leaf.
-        self._leaves: list[tuple[tuple[int, ...], np.dtype, np.ndarray | None, np.ndarray]] = []
+        self._leaves: list[
+            tuple[tuple[int, ...], np.dtype, np.ndarray | None, np.ndarray]
+        ] = []
         #: Index of a leaf without records -> its arrays.
         self._larger: dict[int, Sequence[np.ndarray]] = {}
         for arrays in zip(*sections, strict=True):
             first = arrays[0]
             nbytes = first[0, 0].nbytes
             least = min(array.ctypes.data for array in arrays)
-            table = np.concatenate([_addresses(array, array.ctypes.data - least) for array in arrays])
-            table = tables.setdefault(table.tobytes(), table)  # leaves of one size often have the same table
+            table = np.concatenate(
+                [_addresses(array, array.ctypes.data - least) for array in arrays]
+            )
+            # Leaves of one size often have the same table.
+            table = tables.setdefault(table.tobytes(), table)
             offset = least - start
             length = len(buffer) - offset - nbytes + 1
             records = None
@@ -235,7 +314,9 @@ class Gatherer:
                 self._larger[len(self._leaves)] = arrays
             self._leaves.append((first.shape[2:], first.dtype, records, table))
 
-    def places(self, columns: np.ndarray, rows: np.ndarray, sections: np.ndarray | None = None) -> np.ndarray:
+    def places(
+        self, columns: np.ndarray, rows: np.ndarray, sections: np.ndarray | None = None
+    ) -> np.ndarray:
         """Return the places of some rows, int64 `[k]`, for `gather`.
 
         Args:
@@ -258,7 +339,11 @@ class Gatherer:
         gathered: list[np.ndarray] = []
         for shape, dtype, records, own_table in self._leaves:
             if records is None:
-                gathered.append(self._gather_larger(len(gathered), places, np.empty((count, *shape), dtype)))
+                gathered.append(
+                    self._gather_larger(
+                        len(gathered), places, np.empty((count, *shape), dtype)
+                    )
+                )
                 continue
             if own_table is not table:
                 table = own_table
@@ -266,7 +351,9 @@ class Gatherer:
             gathered.append(new((count, *shape), dtype, records[addresses]))
         return gathered
 
-    def _gather_larger(self, index: int, places: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    def _gather_larger(
+        self, index: int, places: np.ndarray, rows: np.ndarray
+    ) -> np.ndarray:
         """Return the rows of a leaf without records, whose rows are empty or too large for a record."""
         arrays = self._larger.get(index, ())
         for position, place in enumerate(places.tolist() if arrays else ()):
@@ -277,18 +364,27 @@ class Gatherer:
 
 def _addresses(array: np.ndarray, start: int) -> np.ndarray:
     """Return the address of every row of an array `[frame, row, ...]` that begins at `start`, int64 `[frame * row]`."""
-    frames, rows = (np.arange(n) * stride for n, stride in zip(array.shape[:2], array.strides[:2], strict=True))
+    frames, rows = (
+        np.arange(n) * stride
+        for n, stride in zip(array.shape[:2], array.strides[:2], strict=True)
+    )
     return (start + frames[:, None] + rows).ravel()
 
 
-def add_side(td: TensorDictBase, keys: Sequence[tuple[int, Key]], values: Sequence[Sequence[Any]]) -> None:
+def add_side(
+    td: TensorDictBase, keys: Sequence[tuple[int, Key]], values: Sequence[Sequence[Any]]
+) -> None:
     """Put copies of side-channel leaves into a batch, as non-tensor data: `values[row][leaf index]`."""
     for index, key in keys:
-        stack = NonTensorStack(*(NonTensorData(copy.deepcopy(row[index])) for row in values))
+        stack = NonTensorStack(
+            *(NonTensorData(copy.deepcopy(row[index])) for row in values)
+        )
         td.set(key, stack)
 
 
-def stack_groups(tds: Sequence[TensorDictBase], places: Sequence[tuple[int, int]]) -> TensorDictBase:
+def stack_groups(
+    tds: Sequence[TensorDictBase], places: Sequence[tuple[int, int]]
+) -> TensorDictBase:
     """Return one batch in env order from one batch per group: itself if there is one group, else a lazy stack."""
     if len(tds) == 1 and [row for _, row in places] == list(range(len(places))):
         return tds[0]

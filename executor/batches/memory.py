@@ -44,13 +44,23 @@ _LARGEST_KEPT = 1 << 24
 _LARGEST_SHARED = 1024
 
 
-def splitter(fields: Sequence[Field], nbytes: int) -> Callable[[np.ndarray], list[np.ndarray]]:
+def splitter(
+    fields: Sequence[Field], nbytes: int
+) -> Callable[[np.ndarray], list[np.ndarray]]:
     """Return `split(buffer) -> arrays`, which returns the arrays of some fields (VIEWS) of a buffer of `nbytes`."""
     if nbytes > LARGEST_RECORD:
-        return lambda buffer: [np.ndarray(field.shape, field.dtype, buffer, field.offset) for field in fields]
+        return lambda buffer: [
+            np.ndarray(field.shape, field.dtype, buffer, field.offset)
+            for field in fields
+        ]
     names = [str(index) for index in range(len(fields))]
-    formats, offsets = [(field.dtype, field.shape) for field in fields], [field.offset for field in fields]
-    record = np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": nbytes})
+    formats, offsets = (
+        [(field.dtype, field.shape) for field in fields],
+        [field.offset for field in fields],
+    )
+    record = np.dtype(
+        {"names": names, "formats": formats, "offsets": offsets, "itemsize": nbytes}
+    )
 
     def split(buffer: np.ndarray) -> list[np.ndarray]:
         made = np.ndarray((), record, buffer)
@@ -73,11 +83,13 @@ class BatchMemory:
     def __init__(self, buffer: np.ndarray, split: Split) -> None:
         assert _use_count is not None
         self.buffer = buffer
-        self._masters, self._firsts = _masters_of(buffer, split(buffer))  # never handed out; one for each storage
+        # Never handed out; one for each storage.
+        self._masters, self._firsts = _masters_of(buffer, split(buffer))
         self._storages = [master.untyped_storage() for master in self._firsts]
         self._addresses = [storage._cdata for storage in self._storages]  # noqa: SLF001
         self._pointers = [*map(_data_ptr, self._firsts)]
-        self._users = [*map(_use_count, self._addresses)]  # and references, while no caller holds them
+        # And references, while no caller holds them.
+        self._users = [*map(_use_count, self._addresses)]
         self._references = [*map(sys.getrefcount, self._storages)]
 
     @property
@@ -85,7 +97,8 @@ class BatchMemory:
         """Whether no caller holds any of it."""
         assert _use_count is not None
         return (
-            _use_count(self._addresses[0]) == self._users[0]  # who holds a batch usually holds all of it
+            # Who holds a batch usually holds all of it.
+            _use_count(self._addresses[0]) == self._users[0]
             and [*map(_use_count, self._addresses)] == self._users
             and [*map(sys.getrefcount, self._storages)] == self._references
         )
@@ -104,7 +117,10 @@ class BatchMemory:
         """Whether nobody holds any of it besides what one `hold` has returned."""
         assert _use_count is not None
         users = [users - 1 for users in map(_use_count, self._addresses)]
-        return users == self._users and [*map(sys.getrefcount, self._storages)] == self._references
+        return (
+            users == self._users
+            and [*map(sys.getrefcount, self._storages)] == self._references
+        )
 
     def leaves(self) -> Leaves:
         """Return tensors over the memory, which hold it."""
@@ -134,7 +150,9 @@ class ReusedMemory:
             self._at = at = (self._at + 1) % self.NUM_BLOCKS
             block = self._blocks[at]
             if block is None or ((is_free := block.is_free) and not block.is_in_place):
-                block = self._blocks[at] = BatchMemory(np.empty(self._nbytes, np.uint8), self._split)
+                block = self._blocks[at] = BatchMemory(
+                    np.empty(self._nbytes, np.uint8), self._split
+                )
                 is_free = True
             if is_free:
                 return block.buffer, block.leaves()
@@ -142,7 +160,9 @@ class ReusedMemory:
         return buffer, [*map(as_tensor, self._split(buffer))]
 
 
-def _masters_of(buffer: np.ndarray, arrays: Sequence[np.ndarray]) -> tuple[Leaves, Leaves]:
+def _masters_of(
+    buffer: np.ndarray, arrays: Sequence[np.ndarray]
+) -> tuple[Leaves, Leaves]:
     """Return tensors over arrays of a buffer, and the first one of each storage."""
     masters, firsts = [], []
     for run in _runs(arrays):
@@ -162,7 +182,11 @@ def _runs(arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
     runs: list[list[np.ndarray]] = []
     for array in arrays:
         run = runs[-1] if runs else []
-        if run and array.dtype == run[0].dtype and _address(array) + array.nbytes - _address(run[0]) <= _LARGEST_SHARED:
+        if (
+            run
+            and array.dtype == run[0].dtype
+            and _address(array) + array.nbytes - _address(run[0]) <= _LARGEST_SHARED
+        ):
             run.append(array)
         else:
             runs.append([array])
@@ -183,7 +207,9 @@ class _Frame:
         fields: of its leaves.
     """
 
-    def __init__(self, memory: np.ndarray, split: Split, fields: Sequence[Field]) -> None:
+    def __init__(
+        self, memory: np.ndarray, split: Split, fields: Sequence[Field]
+    ) -> None:
         self._memory, self._split, self._fields = memory, split, fields
         self._block = BatchMemory(memory, split)
         self._arrays: list[np.ndarray] = []
@@ -191,12 +217,19 @@ class _Frame:
 
     def is_free(self) -> bool:
         """Return whether nobody holds it."""
-        return self._block.is_free and [*map(sys.getrefcount, self._arrays)] == self._references
+        return (
+            self._block.is_free
+            and [*map(sys.getrefcount, self._arrays)] == self._references
+        )
 
     def keep(self, is_written: Callable[[], bool], copy: Callable[[], None]) -> None:
         """Copy it if somebody holds it and it is complete."""
-        hold = self._block.hold()  # first: a frame that is held is not picked by another thread
-        is_free = self._block.is_free_but_for_hold and [*map(sys.getrefcount, self._arrays)] == self._references
+        # First: a frame that is held is not picked by another thread.
+        hold = self._block.hold()
+        is_free = (
+            self._block.is_free_but_for_hold
+            and [*map(sys.getrefcount, self._arrays)] == self._references
+        )
         if not is_free and not is_written():
             copy()
         del hold
@@ -210,8 +243,12 @@ class _Frame:
     def arrays(self) -> list[np.ndarray]:
         """Return its leaves as arrays; views of them hold it."""
         if not self._arrays:
-            bounds = [(field, self._memory[field.offset : field.offset + field.nbytes].data) for field in self._fields]
-            self._arrays = [np.frombuffer(part, field.dtype) for field, part in bounds]  # each is the base of its views
+            bounds = [
+                (field, self._memory[field.offset : field.offset + field.nbytes].data)
+                for field in self._fields
+            ]
+            # Each is the base of its views.
+            self._arrays = [np.frombuffer(part, field.dtype) for field, part in bounds]
             self._references = [*map(sys.getrefcount, self._arrays)]
         return self._arrays
 
@@ -238,7 +275,9 @@ class Loans:
         self._stride, self._nbytes = slab.plan.frame.nbytes, slab.plan.next_nbytes
         self._split = splitter(self._fields, self._nbytes)
         self._found: int | None = None  # by `look_ahead`
-        self._frames: list[_Frame | None] = [None] * (len(slab.columns["next", "done"]) - first)
+        self._frames: list[_Frame | None] = [None] * (
+            len(slab.columns["next", "done"]) - first
+        )
         _all_loans.add(self)
 
     def pick(self, present: int) -> int:
@@ -289,7 +328,10 @@ class Loans:
         for index, frame in enumerate(self._frames):
             if frame is not None:
                 is_written = partial(self.is_written, self.first + index)
-                frame.keep(is_written, partial(self._view.keep, index * self._stride, self._nbytes))
+                frame.keep(
+                    is_written,
+                    partial(self._view.keep, index * self._stride, self._nbytes),
+                )
 
     @property
     def num_lent(self) -> int:

@@ -19,21 +19,30 @@ from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers import seeding
 from envherd.workers.random_values import Draw, draw_masked, drawer, mask_key
 
-_STREAM = 2**32 - 2  # spawn_key of the sampler's generator: different from those of envs (workers.seeding)
+# spawn_key of the sampler's generator: different from those of envs (workers.seeding).
+_STREAM = 2**32 - 2
 
 
 class ActionSampler:
     """Draws action batches for a list of envs."""
 
-    def __init__(self, specs: Sequence[EnvSpec], seed: int, first_env_id: int = 0) -> None:
-        share = (first_env_id,) if first_env_id else ()  # executors that run shares of one batch draw different actions
-        self._rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(_STREAM, *share)))
+    def __init__(
+        self, specs: Sequence[EnvSpec], seed: int, first_env_id: int = 0
+    ) -> None:
+        # Executors that run shares of one batch draw different actions.
+        share = (first_env_id,) if first_env_id else ()
+        self._rng = np.random.default_rng(
+            np.random.SeedSequence(seed, spawn_key=(_STREAM, *share))
+        )
         self._specs = specs
         #: For each env, the first env with an equal spec and the function that draws its actions.
         self._kinds = [specs.index(spec) for spec in specs]
         self._is_uniform = not any(self._kinds)
         self._draws = {
-            kind: [(leaf, drawer(leaf) or _refuser(leaf), mask_key(specs[kind], leaf)) for leaf in specs[kind].action]
+            kind: [
+                (leaf, drawer(leaf) or _refuser(leaf), mask_key(specs[kind], leaf))
+                for leaf in specs[kind].action
+            ]
             for kind in set(self._kinds)
         }
 
@@ -69,23 +78,38 @@ class ActionSampler:
         Returns:
             `td` itself; or a lazy stack of its rows, if the envs are different tasks and `td` is no lazy stack.
         """
-        kinds = self._kinds if env_ids is None else [self._kinds[env_id] for env_id in env_ids]
+        kinds = (
+            self._kinds
+            if env_ids is None
+            else [self._kinds[env_id] for env_id in env_ids]
+        )
         is_stack = isinstance(td, LazyStackedTensorDict)
-        if self._is_uniform or (td is not None and not is_stack and len(set(kinds)) == 1):
+        if self._is_uniform or (
+            td is not None and not is_stack and len(set(kinds)) == 1
+        ):
             td = TensorDict({}, batch_size, device=device) if td is None else td
             self._draw(td, kinds[0] if kinds else 0, (len(kinds),))
             return td
-        rows = [TensorDict({}, self._specs[kind].batch_shape) if td is None else td[i] for i, kind in enumerate(kinds)]
+        rows = [
+            TensorDict({}, self._specs[kind].batch_shape) if td is None else td[i]
+            for i, kind in enumerate(kinds)
+        ]
         for row, kind in zip(rows, kinds, strict=True):
             self._draw(row, kind, ())
-        return td if is_stack and td is not None else LazyStackedTensorDict(*rows, stack_dim=0)
+        return (
+            td
+            if is_stack and td is not None
+            else LazyStackedTensorDict(*rows, stack_dim=0)
+        )
 
     def _draw(self, td: TensorDictBase, kind: int, lead: tuple[int, ...]) -> None:
         """Set the action leaves of rows of one kind, `[*lead]`."""
         for leaf, draw, masking in self._draws[kind]:
             mask = None if masking is None else td.get(masking, None)
             drawn = (
-                draw(self._rng, (*lead, *leaf.shape)) if mask is None else draw_masked(self._rng, to_numpy(mask), leaf)
+                draw(self._rng, (*lead, *leaf.shape))
+                if mask is None
+                else draw_masked(self._rng, to_numpy(mask), leaf)
             )
             td.set(leaf.key, torch.from_numpy(np.asarray(drawn)))
 

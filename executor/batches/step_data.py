@@ -63,7 +63,9 @@ class PlainIntake(NamedTuple):
     take_some: Callable[[Any, np.ndarray], bool]
 
 
-def compile_intake(leaf: LeafSpec, target: np.ndarray, check: Check | None) -> PlainIntake:
+def compile_intake(
+    leaf: LeafSpec, target: np.ndarray, check: Check | None
+) -> PlainIntake:
     """Return the intake of a leaf.
 
     Args:
@@ -71,7 +73,11 @@ def compile_intake(leaf: LeafSpec, target: np.ndarray, check: Check | None) -> P
         target: the slab's array, `[num_rows, ...]`.
         check: of its values; None for none.
     """
-    find, dtype, own_shape = finder(leaf.key), torch.from_numpy(target).dtype, target.shape[1:]
+    find, dtype, own_shape = (
+        finder(leaf.key),
+        torch.from_numpy(target).dtype,
+        target.shape[1:],
+    )
     legal, limit = _legal(leaf, check)
 
     def is_plain(value: Any, shape: tuple[int, ...]) -> bool:
@@ -83,8 +89,15 @@ def compile_intake(leaf: LeafSpec, target: np.ndarray, check: Check | None) -> P
             and value.is_cpu
         )
 
-    if leaf.shape == () and isinstance(leaf.domain, Discrete) and leaf.dtype == "int64" and len(target) <= _FEW:
-        takers = _take_numbers(is_plain, target, None if check is None else leaf.domain.n)
+    if (
+        leaf.shape == ()
+        and isinstance(leaf.domain, Discrete)
+        and leaf.dtype == "int64"
+        and len(target) <= _FEW
+    ):
+        takers = _take_numbers(
+            is_plain, target, None if check is None else leaf.domain.n
+        )
         return PlainIntake(find, dtype, target, legal, limit, *takers)
 
     def take(value: Any, rows: Any, shape: tuple[int, ...]) -> bool:
@@ -118,11 +131,17 @@ def _legal(leaf: LeafSpec, check: Check | None) -> tuple[Legal | None, int]:
         return Legal.ANY, 0
     if isinstance(leaf.domain, Discrete) and leaf.dtype == "int64":
         return Legal.INDEX, leaf.domain.n
-    return (Legal.FINITE if check is finite and leaf.dtype in ("float32", "float64") else None), 0
+    return (
+        Legal.FINITE
+        if check is finite and leaf.dtype in ("float32", "float64")
+        else None
+    ), 0
 
 
 def _take_numbers(
-    is_plain: Callable[[Any, tuple[int, ...]], bool], target: np.ndarray, limit: int | None
+    is_plain: Callable[[Any, tuple[int, ...]], bool],
+    target: np.ndarray,
+    limit: int | None,
 ) -> tuple[Callable[[Any], bool], Callable[[Any, np.ndarray], bool]]:
     """Return `take_all` and `take_some` of a few int64 in `0 .. limit - 1` (None: any), as python's own numbers."""
     memory, shape = target.data, torch.Size(target.shape)
@@ -186,12 +205,19 @@ class StepBatches:
         self._build_root = root_shell.build
         self._is_copy = is_copy
         self._interrupted = interrupted
-        self.draft = {op: self._drafter(has_root=op == Op.STEP_RESET) for op in (Op.STEP, Op.STEP_RESET)}
+        self.draft = {
+            op: self._drafter(has_root=op == Op.STEP_RESET)
+            for op in (Op.STEP, Op.STEP_RESET)
+        }
 
     def _drafter(self, *, has_root: bool) -> Callable[[int], Draft]:
         """Return the function that drafts the batches of a step to a column; see `draft`."""
         build_next, build_root = self._build_next, self._build_over_next
-        take, views, to_tensors = self._batch.memory.take, self._batch.next_views, self._batch.to_tensors
+        take, views, to_tensors = (
+            self._batch.memory.take,
+            self._batch.next_views,
+            self._batch.to_tensors,
+        )
         is_copy = self._is_copy
         interrupted = self._interrupted
 
@@ -201,11 +227,18 @@ class StepBatches:
             if interrupted is not None:
                 flags = np.empty_like(interrupted)
                 leaves = [*leaves, *to_tensors([flags])]
-            return buffer, flags, build_next(leaves), build_root(leaves) if has_root else None
+            return (
+                buffer,
+                flags,
+                build_next(leaves),
+                build_root(leaves) if has_root else None,
+            )
 
         return draft
 
-    def finish(self, draft: Draft, column: int, reset_ids: np.ndarray | None) -> tuple[TensorDict, TensorDict | None]:
+    def finish(
+        self, draft: Draft, column: int, reset_ids: np.ndarray | None
+    ) -> tuple[TensorDict, TensorDict | None]:
         """Return the `next` batch `[N]` of a step, and the root after it.
 
         Args:

@@ -30,7 +30,9 @@ _AT_ONCE = 1 << 16
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-def as_device(device: Any, call: str = "device", name: str = "a device") -> torch.device | None:
+def as_device(
+    device: Any, call: str = "device", name: str = "a device"
+) -> torch.device | None:
     """Return an existing device, or None; errors name the call and the argument.
 
     Raises:
@@ -41,11 +43,15 @@ def as_device(device: Any, call: str = "device", name: str = "a device") -> torc
     try:
         wanted = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"{call} failed: expected {name} such as 'cpu' or 'cuda:0', got {device!r}. {error}") from None
+        raise ValueError(
+            f"{call} failed: expected {name} such as 'cpu' or 'cuda:0', got {device!r}. {error}"
+        ) from None
     if wanted.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (wanted.index or 0) >= count:
-            there = f"cuda:0 to cuda:{count - 1}" if count else "no GPU that torch can use"
+            there = (
+                f"cuda:0 to cuda:{count - 1}" if count else "no GPU that torch can use"
+            )
             raise ValueError(
                 f"{call} failed: expected {name} of this machine, got {str(wanted)!r}, but there is {there}. "
                 f"Leave the device out, or install a torch built for your GPU."
@@ -67,7 +73,11 @@ def take_rows(td: TensorDictBase, rows: Any) -> TensorDictBase:
     """Return the rows of a batch of tensors at some indices `[k]`, a copy."""
 
     def taken(leaf: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(as_array(leaf)[rows]).view(leaf.dtype) if leaf.is_cpu else leaf[torch.tensor(rows)]
+        return (
+            torch.from_numpy(as_array(leaf)[rows]).view(leaf.dtype)
+            if leaf.is_cpu
+            else leaf[torch.tensor(rows)]
+        )
 
     return td.apply(taken, batch_size=[len(rows), *td.batch_size[1:]])
 
@@ -92,9 +102,13 @@ def packed(batch: TensorDictBase, device: torch.device) -> TensorDictBase:
     batch.apply(leaves.append, filter_empty=True)
     sizes = [-(-leaf.nbytes // _ALIGNMENT) * _ALIGNMENT for leaf in leaves]
     is_pinned = device.type == "cuda" and sum(sizes) > _AT_ONCE
-    buffer = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
+    buffer = torch.empty(
+        sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=is_pinned
+    )
     parts = zip(leaves, buffer.split_with_sizes(sizes), strict=True)
-    targets = [part[: leaf.nbytes].view(leaf.dtype).view(leaf.shape) for leaf, part in parts]
+    targets = [
+        part[: leaf.nbytes].view(leaf.dtype).view(leaf.shape) for leaf, part in parts
+    ]
     for leaf, target in zip(leaves, targets, strict=True):
         np.copyto(as_array(target), as_array(leaf))
     moved = iter(apart(buffer.to(device, non_blocking=True), sizes, targets))
@@ -102,7 +116,9 @@ def packed(batch: TensorDictBase, device: torch.device) -> TensorDictBase:
 
 
 @outside_inference_mode
-def apart(moved: torch.Tensor, sizes: Sequence[int], like: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def apart(
+    moved: torch.Tensor, sizes: Sequence[int], like: Iterable[torch.Tensor]
+) -> list[torch.Tensor]:
     """Return the leaves of a batch that was moved as bytes, each with its own storage: one copy on the device.
 
     A storage of all leaves could not be saved, because torch saves none as several dtypes, and a leaf would save all of
@@ -113,10 +129,15 @@ def apart(moved: torch.Tensor, sizes: Sequence[int], like: Iterable[torch.Tensor
         sizes: bytes of each leaf, with padding.
         like: contiguous; dtype and shape of each leaf.
     """
-    parts = [torch.empty(size, dtype=torch.uint8, device=moved.device) for size in sizes]
+    parts = [
+        torch.empty(size, dtype=torch.uint8, device=moved.device) for size in sizes
+    ]
     if len(moved):
         torch.split_with_sizes_copy(moved, sizes, out=parts)
-    return [part.view(leaf.dtype).as_strided(leaf.shape, leaf.stride()) for part, leaf in zip(parts, like, strict=True)]
+    return [
+        part.view(leaf.dtype).as_strided(leaf.shape, leaf.stride())
+        for part, leaf in zip(parts, like, strict=True)
+    ]
 
 
 class Lane:
@@ -130,7 +151,8 @@ class Lane:
         is_cuda = device is not None and device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(device))  # for weights that are still being computed
+            # For weights that are still being computed.
+            self._stream.wait_stream(torch.cuda.current_stream(device))
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -166,7 +188,9 @@ class Mover:
         num_frames: of the ring.
     """
 
-    def __init__(self, buffer: np.ndarray, device: torch.device, num_frames: int) -> None:
+    def __init__(
+        self, buffer: np.ndarray, device: torch.device, num_frames: int
+    ) -> None:
         self.device = device
         self._buffer = buffer
         self._events: list[Any] = [None] * num_frames
@@ -209,7 +233,14 @@ def _pin(buffer: np.ndarray, device: torch.device) -> Any:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         address = buffer.ctypes.data
-        if int(runtime.cudaHostRegister(address, buffer.nbytes, _CUDA_REGISTER_PORTABLE)) != 0:
+        if (
+            int(
+                runtime.cudaHostRegister(
+                    address, buffer.nbytes, _CUDA_REGISTER_PORTABLE
+                )
+            )
+            != 0
+        ):
             return None
     undo = weakref.finalize(buffer, runtime.cudaHostUnregister, address)
     undo.atexit = False

@@ -16,16 +16,20 @@ from envherd.shm.platforms import open_standard_descriptors
 def main() -> None:
     """Run the command that `sys.argv` names; the console script `envherd`."""
     open_standard_descriptors()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack characters of tables and paths
+    # Its encoding may lack characters of tables and paths.
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         from envherd.executor.cli.app import app
     except ModuleNotFoundError as error:
         if error.name not in ("rich", "typer"):
             raise
-        sys.exit(f"envherd failed: expected the package {error.name}, got none. pip install 'envherd[cli]'")
+        sys.exit(
+            f"envherd failed: expected the package {error.name}, got none. pip install 'envherd[cli]'"
+        )
     arguments = sys.argv[1:]
-    del sys.argv[1:]  # modules of envs that read the command line when they are imported must not see this one
+    # Modules of envs that read the command line when they are imported must not see this one.
+    del sys.argv[1:]
     try:
         app(arguments)
     except KeyboardInterrupt:
@@ -74,8 +78,16 @@ def _show(error: Exception) -> None:
 
     import typer
 
-    ours = tuple(str(Path(module.__file__).parent) for module in (sys.modules["envherd"], typer) if module.__file__)
+    ours = tuple(
+        str(Path(module.__file__).parent)
+        for module in (sys.modules["envherd"], typer)
+        if module.__file__
+    )
     inside = error.__traceback__
-    while inside is not None and inside.tb_frame.f_code.co_filename.startswith((*ours, sys.argv[0])):
+    while inside is not None and inside.tb_frame.f_code.co_filename.startswith(
+        (*ours, sys.argv[0])
+    ):
         inside = inside.tb_next
-    traceback.print_exception(error.with_traceback(inside) if inside is not None else error)
+    traceback.print_exception(
+        error.with_traceback(inside) if inside is not None else error
+    )

@@ -15,7 +15,15 @@ from envherd.executor.cli.exit_codes import EXIT_USAGE
 from envherd.executor.cli.init import init
 from envherd.executor.cli.listing import list_envs
 from envherd.executor.cli.option_values import require_number
-from envherd.executor.cli.options import Check, Command, Evaluate, Replay, Rollout, Size, Top
+from envherd.executor.cli.options import (
+    Check,
+    Command,
+    Evaluate,
+    Replay,
+    Rollout,
+    Size,
+    Top,
+)
 
 #: What `record` did without options.
 _RECORD = ("--alone", "--envs", "1", "--episodes", "1", "--steps", "1000")
@@ -27,7 +35,9 @@ class _Commands(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Add the value, which typer does not let an option leave out."""
         for at in reversed(range(len(args))):
-            is_bare = at + 1 == len(args) or (args[at + 1].startswith("-") and args[at + 1] != "-")
+            is_bare = at + 1 == len(args) or (
+                args[at + 1].startswith("-") and args[at + 1] != "-"
+            )
             if args[at] == "--json" and is_bare:
                 args.insert(at + 1, "-")
         parsed: list[str] = super().parse_args(ctx, args)
@@ -66,7 +76,13 @@ def _say_version(is_asked: bool) -> None:  # noqa: FBT001  # typer passes it by 
 @app.callback()
 def _main(
     _version: Annotated[  # noqa: FBT002  # a flag
-        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Show the version and exit.")
+        bool,
+        typer.Option(
+            "--version",
+            callback=_say_version,
+            is_eager=True,
+            help="Show the version and exit.",
+        ),
     ] = False,
 ) -> None:
     """Read the options that come before the command."""
@@ -85,10 +101,17 @@ app.command()(doctor)
 
 @app.command(
     hidden=True,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    },
 )
 def record(ctx: typer.Context) -> None:
     """Print the options of `rollout` that replace this command."""
     line = shlex.join(["envherd", "rollout", *_RECORD, *ctx.args])
-    typer.echo(f"error: record failed: expected rollout, which makes films now, got record. Run\n  {line}", err=True)
+    typer.echo(
+        f"error: record failed: expected rollout, which makes films now, got record. Run\n  {line}",
+        err=True,
+    )
     raise typer.Exit(EXIT_USAGE)

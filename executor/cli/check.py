@@ -23,7 +23,9 @@ SCHEMA = "envherd.check/1"
 
 def run(options: Check) -> int:
     """Check every rule and print a line for each; return the exit code."""
-    return carry_out(lambda: _prepare(options), lambda contract: _check(options, contract))
+    return carry_out(
+        lambda: _prepare(options), lambda contract: _check(options, contract)
+    )
 
 
 def _prepare(options: Check) -> Contract:
@@ -41,17 +43,32 @@ def _check(options: Check, contract: Contract) -> int:
     """Check and report every rule; return the exit code."""
     console, rules = Console(stderr=options.json == "-"), list[dict[str, Any]]()
     code = _check_rules(options.env, contract, console, rules)
-    report = {"schema": SCHEMA, "env": options.env, "is_ok": code == 0, "num_steps": contract.num_steps, "rules": rules}
+    report = {
+        "schema": SCHEMA,
+        "env": options.env,
+        "is_ok": code == 0,
+        "num_steps": contract.num_steps,
+        "rules": rules,
+    }
     write_text(options.json, json.dumps(report, indent=2) + "\n")
     return code
 
 
-def _check_rules(env: str, contract: Contract, console: Console, rules: list[dict[str, Any]]) -> int:
+def _check_rules(
+    env: str, contract: Contract, console: Console, rules: list[dict[str, Any]]
+) -> int:
     """Check and print every rule, and add it to `rules`; return the exit code."""
     num_broken = 0
 
     def note(rule: int, result: str, found: str = "") -> None:
-        rules.append({"rule": rule, "title": contract.TITLES[rule], "result": result, "found": found})
+        rules.append(
+            {
+                "rule": rule,
+                "title": contract.TITLES[rule],
+                "result": result,
+                "found": found,
+            }
+        )
 
     for rule in sorted(contract.rules):
         what = f"{rule:2}  {contract.TITLES[rule]}"
@@ -60,22 +77,32 @@ def _check_rules(env: str, contract: Contract, console: Console, rules: list[dic
                 contract.check(rule)
         except NoEpisodeEnd as error:
             note(rule, "unknown", str(error))
-            console.print(Text("error: ", "bold red").append(str(error), "default"), soft_wrap=True)
+            console.print(
+                Text("error: ", "bold red").append(str(error), "default"),
+                soft_wrap=True,
+            )
             return EXIT_FAILED
         except ContractViolation as error:
             num_broken += 1
             note(rule, "broken", str(error))
-            console.print(Text("broken  ", "bold red").append(what, "default"), soft_wrap=True)
+            console.print(
+                Text("broken  ", "bold red").append(what, "default"), soft_wrap=True
+            )
             console.print(Text(f"            {error}"), soft_wrap=True)
             continue
         is_partial = not contract.is_deterministic and rule in contract.COMPARES
         note(rule, "skipped" if is_partial else "ok")
-        mark = Text("skipped " if is_partial else "ok      ", "yellow" if is_partial else "green")
+        mark = Text(
+            "skipped " if is_partial else "ok      ",
+            "yellow" if is_partial else "green",
+        )
         console.print(mark.append(what, "default"), soft_wrap=True)
     if num_broken:
         broken = f"{env} breaks {num_broken} of {len(contract.rules)} rules."
         console.print(Text(broken, "bold red"), soft_wrap=True)
         return EXIT_FAILED
-    proof = f"{contract.num_steps} steps of 2 envs, {contract.num_ends} ends of episodes."
+    proof = (
+        f"{contract.num_steps} steps of 2 envs, {contract.num_ends} ends of episodes."
+    )
     console.print(Text(f"{env} keeps the contract: {proof}", "green"), soft_wrap=True)
     return 0

@@ -45,7 +45,12 @@ Prepared = TypeVar("Prepared")
 _OWN = re.compile(r"[^:\n]+ failed: expected ")
 
 
-def carry_out(prepare: Callable[[], Prepared], work: Callable[[Prepared], int], *, searches_here: bool = True) -> int:
+def carry_out(
+    prepare: Callable[[], Prepared],
+    work: Callable[[Prepared], int],
+    *,
+    searches_here: bool = True,
+) -> int:
     """Run a command in two parts; return its exit code.
 
     Prints `EnvherdError`, `MediaError`, `StoreError`, `OSError`, `MemoryError`, Ctrl-C, and those `TypeError` and
@@ -69,7 +74,11 @@ def carry_out(prepare: Callable[[], Prepared], work: Callable[[Prepared], int], 
         raise
     except (EnvherdError, MediaError, StoreError, OSError, MemoryError) as error:
         complain(errors, error)
-        return EXIT_USAGE if isinstance(error, (ClusterError, CapsuleError, DamagedFile, TooMany)) else code
+        return (
+            EXIT_USAGE
+            if isinstance(error, (ClusterError, CapsuleError, DamagedFile, TooMany))
+            else code
+        )
     except (TypeError, ValueError) as error:
         if _OWN.match(str(error)) is None:  # of a policy or another part of the user's
             raise
@@ -83,13 +92,22 @@ def carry_out(prepare: Callable[[], Prepared], work: Callable[[Prepared], int], 
 def complain(console: Console, error: Exception) -> None:
     """Print the message of an error, and the traceback in the worker if it shows more than the message."""
     text = "\n".join([str(error), *getattr(error, "__notes__", ())])
-    if isinstance(error, OSError) and error.strerror is not None and not isinstance(error, EnvherdError):
+    if (
+        isinstance(error, OSError)
+        and error.strerror is not None
+        and not isinstance(error, EnvherdError)
+    ):
         where = "" if error.filename is None else f"accessing {error.filename} failed: "
         text = f"{where}{error.strerror}."
     console.print(Text("error: ", "bold red").append(text, "default"), soft_wrap=True)
     remote = getattr(error, "remote_traceback", None)
-    is_refusal = remote and "envherd.workers.errors." in remote.rstrip().rpartition("\n")[2]
-    is_call = remote and isinstance(error, FactoryError) and not has_frames_of_others(remote)  # of wrong arguments
+    is_refusal = (
+        remote and "envherd.workers.errors." in remote.rstrip().rpartition("\n")[2]
+    )
+    # Of wrong arguments.
+    is_call = (
+        remote and isinstance(error, FactoryError) and not has_frames_of_others(remote)
+    )
     if remote and not (is_refusal or is_call or remote in text):
         console.print(Text(f"\nin the worker:\n{remote}", "dim"), soft_wrap=True)
 
@@ -114,7 +132,9 @@ def noting_interrupt() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, before)
 
 
-def started(made: Made, num_envs: int, *, is_drawn: bool = False, **how: Any) -> ParallelEnv:
+def started(
+    made: Made, num_envs: int, *, is_drawn: bool = False, **how: Any
+) -> ParallelEnv:
     """Return an executor of a named env.
 
     Args:
@@ -141,7 +161,9 @@ def started_on_ray(made: Made, num_envs: int, address: str, **how: Any) -> RayRo
     from envherd.executor.cluster.rollouts import RayRollouts
 
     factory, kwargs = made
-    return RayRollouts(num_envs, factory, env_kwargs=kwargs or None, address=address, **how)
+    return RayRollouts(
+        num_envs, factory, env_kwargs=kwargs or None, address=address, **how
+    )
 
 
 def drawing(options: ExecutorOptions) -> ExecutorOptions:
@@ -150,12 +172,18 @@ def drawing(options: ExecutorOptions) -> ExecutorOptions:
     return options if has_display else replace(options, env_vars={"MUJOCO_GL": "egl"})
 
 
-def acting(make_policy: Callable[[Any], Any], env: BatchedEnv | RayRollouts) -> Callable[[Any], Any]:
+def acting(
+    make_policy: Callable[[Any], Any], env: BatchedEnv | RayRollouts
+) -> Callable[[Any], Any]:
     """Return what sets the actions in a batch: the policy that `policy_maker` makes."""
-    return functools.partial(run_policy, as_policy("--policy", make_policy(env), env.specs[0]))
+    return functools.partial(
+        run_policy, as_policy("--policy", make_policy(env), env.specs[0])
+    )
 
 
-def policy_maker(name: str | None, option: str = "--policy") -> Callable[[BatchedEnv], Any] | None:
+def policy_maker(
+    name: str | None, option: str = "--policy"
+) -> Callable[[BatchedEnv], Any] | None:
     """Return what makes the policy that an option MODULE:FACTORY names, from an executor; None without the option.
 
     The factory may take the executor, or nothing.
@@ -169,16 +197,23 @@ def policy_maker(name: str | None, option: str = "--policy") -> Callable[[Batche
     takes_env = True
     with contextlib.suppress(ValueError):  # a builtin may have no signature
         kinds = {one.kind for one in inspect.signature(factory).parameters.values()}
-        takes_env = not kinds <= {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}
+        takes_env = not kinds <= {
+            inspect.Parameter.KEYWORD_ONLY,
+            inspect.Parameter.VAR_KEYWORD,
+        }
 
     def make_policy(env: BatchedEnv) -> Any:
         try:
             policy = factory(env) if takes_env else factory()
         except Exception as error:
-            error.add_note(f"{option} names a function that gets the executor and returns the policy; {name} raised.")
+            error.add_note(
+                f"{option} names a function that gets the executor and returns the policy; {name} raised."
+            )
             raise
         if policy is None:  # which would stand for random actions
-            raise FactoryError(f"{option} {name} failed: expected a policy, got None. Return it from the function.")
+            raise FactoryError(
+                f"{option} {name} failed: expected a policy, got None. Return it from the function."
+            )
         return policy
 
     return make_policy

@@ -12,7 +12,10 @@ from envherd.executor.cli.option_values import Json, write_text
 def doctor(
     *,
     env: Annotated[
-        str | None, typer.Option(metavar="ENV", help="Also build this env, and show whether C steps it.")
+        str | None,
+        typer.Option(
+            metavar="ENV", help="Also build this env, and show whether C steps it."
+        ),
     ] = None,
     json: Json = None,
 ) -> None:
@@ -22,10 +25,15 @@ def doctor(
     """
     if env is None:
         raise typer.Exit(_report("", None, json))
-    from envherd.executor.cli.commands import carry_out  # imported here: they need packages that may be missing
+    # Imported here: they need packages that may be missing.
+    from envherd.executor.cli.commands import carry_out
     from envherd.workers.adapters.env_names import factory_for
 
-    raise typer.Exit(carry_out(lambda: factory_for(env), lambda make_env: _report(env, make_env, json)))
+    raise typer.Exit(
+        carry_out(
+            lambda: factory_for(env), lambda make_env: _report(env, make_env, json)
+        )
+    )
 
 
 def _report(env: str, make_env: Any, path: str | None) -> int:
@@ -43,11 +51,17 @@ def _report(env: str, make_env: Any, path: str | None) -> int:
     findings: list[Finding] = []
     for finding in examine(env, make_env):
         findings.append(finding)
-        line = Text(f"{finding.level:>4}  ", styles[finding.level]).append(f"{finding.name}: ", "bold")
+        line = Text(f"{finding.level:>4}  ", styles[finding.level]).append(
+            f"{finding.name}: ", "bold"
+        )
         console.print(line.append(finding.found, "default"), soft_wrap=True)
         if finding.fix and finding.level != "ok":
             console.print(Text(f"      fix: {finding.fix}", "cyan"), soft_wrap=True)
     has_failed = any(finding.level == "fail" for finding in findings)
-    report = {"schema": "envherd.doctor/1", "is_ok": not has_failed, "findings": [vars(one) for one in findings]}
+    report = {
+        "schema": "envherd.doctor/1",
+        "is_ok": not has_failed,
+        "findings": [vars(one) for one in findings],
+    }
     write_text(path, json_module.dumps(report, indent=2) + "\n")
     return EXIT_FAILED if has_failed else 0

@@ -49,7 +49,9 @@ class MyAdapter(Adapter):
             family=self.family,
         )
 
-    def reset(self, seed: int | None, options: Any = None, mask: Any = None) -> list[Any]:
+    def reset(
+        self, seed: int | None, options: Any = None, mask: Any = None
+    ) -> list[Any]:
         """Start an episode; return the observation, a value for each leaf of the spec.
 
         A seed determines this episode; with None, the env's generator continues. `options` come from the caller's

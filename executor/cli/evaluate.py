@@ -15,7 +15,12 @@ from envherd.executor.cli.commands import carry_out, drawing, policy_maker
 from envherd.executor.cli.exit_codes import EXIT_FAILED
 from envherd.executor.cli.option_values import write_text
 from envherd.executor.cli.options import Evaluate
-from envherd.executor.show.evaluate import default_options, evaluate, join_policies, named_task
+from envherd.executor.show.evaluate import (
+    default_options,
+    evaluate,
+    join_policies,
+    named_task,
+)
 from envherd.executor.show.per_player import OTHERS
 from envherd.executor.show.results import Evaluation, Evaluations
 from envherd.executor.show.video import require_imageio
@@ -27,7 +32,9 @@ _RANDOM = "random"
 
 def run(options: Evaluate) -> int:
     """Evaluate and report; return the exit code."""
-    return carry_out(lambda: _prepare(options), lambda prepared: _work(options, *prepared))
+    return carry_out(
+        lambda: _prepare(options), lambda prepared: _work(options, *prepared)
+    )
 
 
 def _prepare(options: Evaluate) -> tuple[dict[str, Any], Any, Any]:
@@ -35,16 +42,26 @@ def _prepare(options: Evaluate) -> tuple[dict[str, Any], Any, Any]:
     if options.videos is not None:
         require_imageio()
     tasks: dict[str, Any] = {}
-    how = {"has_background": options.background is not None, "with_frames": options.videos is not None}
+    how = {
+        "has_background": options.background is not None,
+        "with_frames": options.videos is not None,
+    }
     for name in options.env:
         if name in tasks:
-            raise FactoryError(f"evaluate failed: expected each ENV once, got {name!r} again.")
+            raise FactoryError(
+                f"evaluate failed: expected each ENV once, got {name!r} again."
+            )
         tasks[name] = named_task(name, options.env_kwargs, **how)
-    names = [None if name == _RANDOM else name for name in (options.policy, options.background)]
+    names = [
+        None if name == _RANDOM else name
+        for name in (options.policy, options.background)
+    ]
     return tasks, policy_maker(names[0]), policy_maker(names[1], "--background")
 
 
-def _work(options: Evaluate, tasks: dict[str, Any], maker: Any, background_maker: Any) -> int:
+def _work(
+    options: Evaluate, tasks: dict[str, Any], maker: Any, background_maker: Any
+) -> int:
     """Play and report; return the exit code."""
     console = Console(stderr=options.json == "-", quiet=options.quiet)
     with console.status(f"playing {options.episodes} episodes of {len(tasks)} envs"):
@@ -54,19 +71,36 @@ def _work(options: Evaluate, tasks: dict[str, Any], maker: Any, background_maker
     console.print(table(one) if is_single else table_of_tasks(found))
     for name, task in found.tasks.items():
         for failed in task.failures[:3]:
-            console.print(f"{name}: episode {failed.episode} failed: {failed.error}", highlight=False, markup=False)
-    write_text(options.json, json.dumps((one if is_single else found).to_dict(), indent=2) + "\n")
+            console.print(
+                f"{name}: episode {failed.episode} failed: {failed.error}",
+                highlight=False,
+                markup=False,
+            )
+    write_text(
+        options.json,
+        json.dumps((one if is_single else found).to_dict(), indent=2) + "\n",
+    )
     return EXIT_FAILED if found.num_failed else 0
 
 
-def _evaluate(options: Evaluate, tasks: dict[str, Any], maker: Any, background_maker: Any) -> Evaluations:
-    focal = None if options.focal is None else [_player(name) for name in options.focal.split(",")]
+def _evaluate(
+    options: Evaluate, tasks: dict[str, Any], maker: Any, background_maker: Any
+) -> Evaluations:
+    focal = (
+        None
+        if options.focal is None
+        else [_player(name) for name in options.focal.split(",")]
+    )
 
     def policy_for(_task: str, env: BatchedEnv) -> Any:
         background: Any = None
         if options.background is not None:
-            background = {OTHERS: None} if background_maker is None else background_maker(env)
-        return join_policies(None if maker is None else maker(env), env.spec, background, focal)
+            background = (
+                {OTHERS: None} if background_maker is None else background_maker(env)
+            )
+        return join_policies(
+            None if maker is None else maker(env), env.spec, background, focal
+        )
 
     return evaluate(
         None,
@@ -92,26 +126,41 @@ def _player(name: str) -> int | str:
 def table(found: Evaluation) -> Table:
     """Return the results of one env as a table for the terminal."""
     title = f"{found.env}: {found.num_episodes} episodes, seed {found.seed}"
-    grid = Table(title=Text(title, "bold"), title_justify="left", box=box.ROUNDED, show_header=False)
+    grid = Table(
+        title=Text(title, "bold"),
+        title_justify="left",
+        box=box.ROUNDED,
+        show_header=False,
+    )
     grid.add_column(style="dim")
     grid.add_column(justify="right")
     rows = {
         "episodes that failed": found.num_failed or None,
         "success": found.success,
-        "success in any step": None if found.success_once == found.success else found.success_once,
-        "success, with failed episodes": found.success_of_all if found.num_failed else None,
+        "success in any step": None
+        if found.success_once == found.success
+        else found.success_once,
+        "success, with failed episodes": found.success_of_all
+        if found.num_failed
+        else None,
         "length": found.length,
     }
     if len(found.players) == 1:
         rows |= {"return": found.collective}
     else:
-        kinds = {(role, "focal" if is_focal else "background"): one for (role, is_focal), one in found.by_role.items()}
+        kinds = {
+            (role, "focal" if is_focal else "background"): one
+            for (role, is_focal), one in found.by_role.items()
+        }
         rows |= {
             "focal return per capita": found.focal_per_capita,
             "background return per capita": found.background_per_capita,
             "collective return": found.collective,
             "equality": found.equality,
-            **{f"role {role}, {kind}, per capita": one for (role, kind), one in kinds.items()},
+            **{
+                f"role {role}, {kind}, per capita": one
+                for (role, kind), one in kinds.items()
+            },
         }
     for name, measure in rows.items():
         if measure is not None:
@@ -121,7 +170,11 @@ def table(found: Evaluation) -> Table:
 
 def table_of_tasks(found: Evaluations) -> Table:
     """Return the results of several tasks as a table for the terminal."""
-    grid = Table(title=Text(f"{len(found.tasks)} tasks", "bold"), title_justify="left", box=box.ROUNDED)
+    grid = Table(
+        title=Text(f"{len(found.tasks)} tasks", "bold"),
+        title_justify="left",
+        box=box.ROUNDED,
+    )
     grid.add_column("task")
     for name in ("episodes", "failed", "success", "return", "length"):
         grid.add_column(name, justify="right")
@@ -129,8 +182,21 @@ def table_of_tasks(found: Evaluations) -> Table:
         success = "" if one.success is None else str(one.success)
         measures = (success, str(one.focal_per_capita), str(one.length))
         is_last = name == next(reversed(found.tasks))
-        grid.add_row(name, str(one.num_episodes), str(one.num_failed), *measures, end_section=is_last)
+        grid.add_row(
+            name,
+            str(one.num_episodes),
+            str(one.num_failed),
+            *measures,
+            end_section=is_last,
+        )
     number = sum(one.num_episodes for one in found.tasks.values())
     success = "" if found.success is None else str(found.success)
-    grid.add_row("all", str(number), str(found.num_failed), success, str(found.focal_per_capita), "")
+    grid.add_row(
+        "all",
+        str(number),
+        str(found.num_failed),
+        success,
+        str(found.focal_per_capita),
+        "",
+    )
     return grid

@@ -14,18 +14,26 @@ _TEMPLATE = Path(__file__).with_name("env_template.py")
 
 
 def init(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The Python file to write.")] = Path("my_env.py"),
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="The Python file to write.")
+    ] = Path("my_env.py"),
     *,
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a file that exists.")
+    ] = False,
 ) -> None:
     """Write a small env with its adapter and factory; replace it by your env.
 
     The file runs unchanged: `envherd check my_env:make_env`.
     """
     if file.suffix != ".py" or not file.stem.isidentifier():
-        raise typer.BadParameter(f"expected the name of a Python module, e.g. my_env.py, got {str(file)!r}.")
+        raise typer.BadParameter(
+            f"expected the name of a Python module, e.g. my_env.py, got {str(file)!r}."
+        )
     if file.exists() and not force:
-        raise typer.BadParameter(f"expected a new file, got {str(file)!r}, which exists. --force replaces it.")
+        raise typer.BadParameter(
+            f"expected a new file, got {str(file)!r}, which exists. --force replaces it."
+        )
     require_place(file)
     name = f"{_module(file)}:make_env"
     file.write_text(_TEMPLATE.read_text().replace(f"{_TEMPLATE.stem}:make_env", name))
@@ -35,5 +43,11 @@ def init(
 def _module(file: Path) -> str:
     """Return the dotted module name of a file below the current folder; of other files, only the file's own name."""
     here, path = Path.cwd(), file.resolve()
-    is_below = path.is_relative_to(here) and all(part.isidentifier() for part in path.relative_to(here).parent.parts)
-    return ".".join(path.relative_to(here).with_suffix("").parts) if is_below else file.stem
+    is_below = path.is_relative_to(here) and all(
+        part.isidentifier() for part in path.relative_to(here).parent.parts
+    )
+    return (
+        ".".join(path.relative_to(here).with_suffix("").parts)
+        if is_below
+        else file.stem
+    )

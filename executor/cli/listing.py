@@ -10,9 +10,15 @@ import typer
 def list_envs(
     family: Annotated[
         str | None,
-        typer.Argument(metavar="FAMILY", help="meltingpot, gymnasium, dm_control or pettingzoo; default: all."),
+        typer.Argument(
+            metavar="FAMILY",
+            help="meltingpot, gymnasium, dm_control or pettingzoo; default: all.",
+        ),
     ] = None,
-    part: Annotated[str | None, typer.Argument(metavar="FILTER", help="Print only names that contain this.")] = None,
+    part: Annotated[
+        str | None,
+        typer.Argument(metavar="FILTER", help="Print only names that contain this."),
+    ] = None,
 ) -> None:
     """List the names of installed envs, in the form that `envherd rollout` accepts. No env is built.
 
@@ -40,12 +46,19 @@ def list_envs(
                 raise typer.Exit(EXIT_USAGE) from None
             continue
         if one == "gymnasium":
-            names += tuple(f"{plug_in}:{env_id}" for env_id, plug_in in plug_in_ids().items() if env_id not in names)
+            names += tuple(
+                f"{plug_in}:{env_id}"
+                for env_id, plug_in in plug_in_ids().items()
+                if env_id not in names
+            )
         for name in names:
             if part is None or part.lower() in name.lower():
                 typer.echo(f"{one}:{name}")
                 is_empty = False
     if is_empty:
         wanted = "names" if part is None else f"names that contain {part!r}"
-        typer.echo("\n".join([*absent, f"error: list failed: expected {wanted}, got none."]), err=True)
+        typer.echo(
+            "\n".join([*absent, f"error: list failed: expected {wanted}, got none."]),
+            err=True,
+        )
         raise typer.Exit(EXIT_FAILED)

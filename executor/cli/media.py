@@ -121,7 +121,9 @@ class Pictures:
         self.are_wanted = self._is_kept or mp4 is not None
         self.are_drawn = self.are_wanted and agent is None
         self._film = Film(_ALONE_FRAMES if self._is_alone else 120, num_steps)
-        self._look: Callable[[TensorDictBase, list[int]], list[np.ndarray | None]] | None = None
+        self._look: (
+            Callable[[TensorDictBase, list[int]], list[np.ndarray | None]] | None
+        ) = None
         self._video: Video | None = None
         self._latest: dict[int, np.ndarray] = {}
         if self._is_kept or views:
@@ -141,19 +143,34 @@ class Pictures:
             MediaError: at the first call, if no env has a picture.
         """
         is_kept = self._is_kept and self._film.wants(step)
-        if not (is_kept or self._mp4 is not None or self._has_views):  # views sum up the rewards of all steps
+        # Views sum up the rewards of all steps.
+        if not (is_kept or self._mp4 is not None or self._has_views):
             return
         if self._look is None:
-            self._look = _Views(env).look if self._has_views else Camera(env, self._agent).look
-        env_ids = list(range(min(env.num_envs, 1 if self._is_alone or not self._is_kept else MAX_GIF_ENVS)))
+            self._look = (
+                _Views(env).look if self._has_views else Camera(env, self._agent).look
+            )
+        env_ids = list(
+            range(
+                min(
+                    env.num_envs,
+                    1 if self._is_alone or not self._is_kept else MAX_GIF_ENVS,
+                )
+            )
+        )
         frames = self._look(td, env_ids)
         if self._mp4 is not None and frames[0] is not None:
             self._video = self._video or Video(self._mp4, self._fps)
             self._video.add(enlarged(frames[0]))
         if is_kept:
             for env_id, frame in zip(env_ids, frames, strict=True):
-                if frame is not None:  # an env without a frame for a while keeps its last one
-                    self._latest[env_id] = reduced(enlarged(frame), _ALONE_PX) if self._is_alone else reduced(frame)
+                # An env without a frame for a while keeps its last one.
+                if frame is not None:
+                    self._latest[env_id] = (
+                        reduced(enlarged(frame), _ALONE_PX)
+                        if self._is_alone
+                        else reduced(frame)
+                    )
             self._film.add(step, dict(self._latest))
 
     def close(self) -> None:
@@ -166,7 +183,9 @@ class Pictures:
         self.close()
         moments, env_ids = self._film.moments, sorted(self._latest)
         if self._gif is not None and self._is_alone:
-            alone = [require_pillow().Image.fromarray(frames[0]) for _, frames in moments]
+            alone = [
+                require_pillow().Image.fromarray(frames[0]) for _, frames in moments
+            ]
             save_animation(self._gif, alone, frames_per_s=self._fps / self._film.stride)
         elif self._gif is not None:
             frames = [
@@ -180,14 +199,22 @@ class Pictures:
             ]
             save_animation(self._gif, frames, frames_per_s=GIF_FRAMES_PER_S)
         if self._png is not None:
-            picked = np.unique(np.linspace(0, len(moments) - 1, SHEET_COLUMNS).round().astype(int))
+            picked = np.unique(
+                np.linspace(0, len(moments) - 1, SHEET_COLUMNS).round().astype(int)
+            )
             tiles = [
-                (f"env {i}", f"step {moments[at][0]}", frame if frame is None else reduced(frame))
+                (
+                    f"env {i}",
+                    f"step {moments[at][0]}",
+                    frame if frame is None else reduced(frame),
+                )
                 for i in env_ids[:MAX_SHEET_ENVS]
                 for at in picked
                 for frame in [moments[at][1].get(i)]
             ]
-            sheet = grid(tiles, columns=len(picked), title=title, width_px=SHEET_WIDTH_PX)
+            sheet = grid(
+                tiles, columns=len(picked), title=title, width_px=SHEET_WIDTH_PX
+            )
             sheet.save(self._png, optimize=True)
         files = {"gif": self._gif, "png": self._png, "mp4": self._mp4}
         return {name: str(path) for name, path in files.items() if path is not None}
@@ -203,9 +230,16 @@ class _Views:
     def __init__(self, env: BatchedEnv) -> None:
         self._world, self._players = Camera(env), Camera(env, 0).key
         self._returns, self._reward = Returns(env.spec, 1), env.spec.reward[0].key
-        names, roles = self._returns.agents, list(env.spec.metadata.get("agent_roles") or ())
+        names, roles = (
+            self._returns.agents,
+            list(env.spec.metadata.get("agent_roles") or ()),
+        )
         has_roles = len(roles) == len(names) and set(roles) != {"default"}
-        self._names = [f"{name} {role}" for name, role in zip(names, roles, strict=True)] if has_roles else names
+        self._names = (
+            [f"{name} {role}" for name, role in zip(names, roles, strict=True)]
+            if has_roles
+            else names
+        )
         self._title = str(env.spec.metadata.get("name") or env.spec.family)
         self._step = 0
 
@@ -215,10 +249,13 @@ class _Views:
         self._step = 0 if is_root else self._step + 1
         returns = (self._returns.running if is_root else self._returns.add(td[:1]))[0]
         caption = f"step {self._step}  sum {returns.sum():.1f}"
-        tiles: list[Tile] = [(self._title, caption, world) for world in self._world.look(td, env_ids)]
+        tiles: list[Tile] = [
+            (self._title, caption, world) for world in self._world.look(td, env_ids)
+        ]
         views = td[0][self._players].numpy(force=True)
         tiles += [
-            (name, f"return {value:.1f}", view) for name, value, view in zip(self._names, returns, views, strict=True)
+            (name, f"return {value:.1f}", view)
+            for name, value, view in zip(self._names, returns, views, strict=True)
         ]
         if td["done"][0].any():
             self._step = 0
@@ -234,15 +271,28 @@ def reduced(frame: np.ndarray, largest_px: int = KEPT_PX) -> np.ndarray:
     array = np.asarray(frame)
     if array.ndim == 2:
         array = np.repeat(array[:, :, None], 3, axis=2)
-    if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] not in (3, 4) or 0 in array.shape:
-        raise MediaError(f"taking a frame failed: expected uint8 [H, W, 3], got {array.dtype} {list(array.shape)}.")
+    if (
+        array.dtype != np.uint8
+        or array.ndim != 3
+        or array.shape[2] not in (3, 4)
+        or 0 in array.shape
+    ):
+        raise MediaError(
+            f"taking a frame failed: expected uint8 [H, W, 3], got {array.dtype} {list(array.shape)}."
+        )
     array = array[:, :, :3]
     longest = max(array.shape[:2])
     if longest <= largest_px:
         return array.copy()
     pillow = require_pillow()
-    height, width = (max(1, round(side * largest_px / longest)) for side in array.shape[:2])
-    return np.asarray(pillow.Image.fromarray(np.ascontiguousarray(array)).resize((width, height), pillow.Image.BOX))
+    height, width = (
+        max(1, round(side * largest_px / longest)) for side in array.shape[:2]
+    )
+    return np.asarray(
+        pillow.Image.fromarray(np.ascontiguousarray(array)).resize(
+            (width, height), pillow.Image.BOX
+        )
+    )
 
 
 def grid(
@@ -263,9 +313,13 @@ def grid(
         largest: height and width for which to leave room; None for those of the largest frame.
     """
     pillow = require_pillow()
-    height, width = largest or _largest([frame for *_, frame in tiles if frame is not None])
+    height, width = largest or _largest(
+        [frame for *_, frame in tiles if frame is not None]
+    )
     columns = columns or _columns(len(tiles), height, width)
-    factor = max(1, min(ENLARGED_PX // max(height, width), width_px // (columns * width)))
+    factor = max(
+        1, min(ENLARGED_PX // max(height, width), width_px // (columns * width))
+    )
     height, width = height * factor, width * factor
     top = GAP_PX + (CAPTION_PX if title else 0)
     step_x, step_y = width + GAP_PX, height + CAPTION_PX + GAP_PX
@@ -281,7 +335,10 @@ def grid(
         draw.text((x + width - 6, y + CAPTION_PX / 2), right, FAINT, font, anchor="rm")
         if frame is not None:
             picture = pillow.Image.fromarray(enlarged(frame, height, width))
-            at = x + (width - picture.width) // 2, y + CAPTION_PX + (height - picture.height) // 2
+            at = (
+                x + (width - picture.width) // 2,
+                y + CAPTION_PX + (height - picture.height) // 2,
+            )
             canvas.paste(picture, at)
     return canvas
 
@@ -291,26 +348,42 @@ def _columns(count: int, height: int, width: int) -> int:
 
     def badness(columns: int) -> tuple[float, int]:
         rows = math.ceil(count / columns)
-        shape = abs(math.log((columns * width) / (rows * (height + CAPTION_PX)) / (4 / 3)))
+        shape = abs(
+            math.log((columns * width) / (rows * (height + CAPTION_PX)) / (4 / 3))
+        )
         return shape + 0.5 * (rows * columns - count), columns
 
     return min(range(1, count + 1), key=badness)
 
 
-def save_animation(path: Path, pictures: Sequence[Image.Image], *, frames_per_s: float) -> None:
+def save_animation(
+    path: Path, pictures: Sequence[Image.Image], *, frames_per_s: float
+) -> None:
     """Write pictures of one size as a looping GIF.
 
     They share a palette: files are half as large, and colours do not flicker.
     """
     pillow = require_pillow()
-    picked = [pictures[i] for i in np.unique(np.linspace(0, len(pictures) - 1, 8).round().astype(int))]
+    picked = [
+        pictures[i]
+        for i in np.unique(np.linspace(0, len(pictures) - 1, 8).round().astype(int))
+    ]
     height = picked[0].height
     strip = pillow.Image.new("RGB", (picked[0].width, height * len(picked)))
     for index, picture in enumerate(picked):
         strip.paste(picture, (0, height * index))
     palette = strip.quantize(method=pillow.Image.Quantize.MEDIANCUT)
-    first, *rest = (picture.quantize(palette=palette, dither=pillow.Image.Dither.NONE) for picture in pictures)
-    first.save(path, save_all=True, append_images=rest, duration=round(1000 / frames_per_s), loop=0)
+    first, *rest = (
+        picture.quantize(palette=palette, dither=pillow.Image.Dither.NONE)
+        for picture in pictures
+    )
+    first.save(
+        path,
+        save_all=True,
+        append_images=rest,
+        duration=round(1000 / frames_per_s),
+        loop=0,
+    )
 
 
 def _largest(frames: Any) -> tuple[int, int]:

@@ -26,7 +26,9 @@ def picture(suffix: str) -> Callable[[Path | None], Path | None]:
 
     def check(path: Path | None) -> Path | None:
         if path is not None and path.suffix.lower() != suffix:
-            raise typer.BadParameter(f"expected a path that ends in {suffix}, got {str(path)!r}.")
+            raise typer.BadParameter(
+                f"expected a path that ends in {suffix}, got {str(path)!r}."
+            )
         if path is not None:
             require_place(path)
         return path
@@ -37,7 +39,9 @@ def picture(suffix: str) -> Callable[[Path | None], Path | None]:
 def text_file(path: str | None) -> str | None:
     """Check the path of a file to write; the callback of options that also take `-`."""
     if path == "-" and sys.stdout is None:
-        raise typer.BadParameter("expected an open standard output for -, got a closed one.")
+        raise typer.BadParameter(
+            "expected an open standard output for -, got a closed one."
+        )
     if path not in (None, "-"):
         require_place(Path(path))
     return path
@@ -47,7 +51,8 @@ def write_text(path: str | None, text: str) -> None:
     """Write a text to a file, or to standard output if `path` is `-`. If it is None, write nothing."""
     if path == "-":
         sys.stdout.write(text)
-        sys.stdout.flush()  # an error belongs to the command, and a reader of `envherd top` waits for each line
+        # An error belongs to the command, and a reader of `envherd top` waits for each line.
+        sys.stdout.flush()
     elif path is not None:
         Path(path).write_text(text)
 
@@ -95,11 +100,16 @@ def require_place(path: Path) -> None:
             os.path.lexists(real) and not (real.is_file() or real.is_char_device()),
             f"{name!r}: a pipe, a socket, a disk or a circular link",
         ),
-        (not os.access(path if path.exists() else path.parent, os.W_OK), f"{name!r}: permission denied"),
+        (
+            not os.access(path if path.exists() else path.parent, os.W_OK),
+            f"{name!r}: permission denied",
+        ),
         (name.encode(errors="ignore").decode() != name, f"{name!r}: not UTF-8"),
     ):
         if is_refused:
-            raise typer.BadParameter(f"expected a path that can be written to, got {got}.")
+            raise typer.BadParameter(
+                f"expected a path that can be written to, got {got}."
+            )
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -107,9 +117,13 @@ def _json_object(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text_of(Path(text[1:])) if text.startswith("@") else text)
     except OSError as error:
-        raise typer.BadParameter(f"expected a file with a JSON object, got {text!r} ({error.strerror}).") from None
+        raise typer.BadParameter(
+            f"expected a file with a JSON object, got {text!r} ({error.strerror})."
+        ) from None
     except (ValueError, RecursionError) as error:
-        raise typer.BadParameter(f"expected a JSON object, got {text!r} ({error}).") from None
+        raise typer.BadParameter(
+            f"expected a JSON object, got {text!r} ({error})."
+        ) from None
     if not isinstance(found, dict):
         raise typer.BadParameter(f"expected a JSON object, got {text!r}.")
     return found
@@ -123,25 +137,50 @@ ENV_HELP = (
     "returns an env)."
 )
 _ENV_KWARGS_HELP = (
-    "Keyword arguments of the env as a JSON object, e.g. '{\"max_episode_steps\": 50}', or @FILE that holds one."
+    "Keyword arguments of the env as a JSON object, "
+    "e.g. '{\"max_episode_steps\": 50}', or @FILE that holds one."
 )
-_MAX_STEPS_HELP = "Truncate episodes after this number of steps (meltingpot, gymnasium, pettingzoo)."
+_MAX_STEPS_HELP = (
+    "Truncate episodes after this number of steps (meltingpot, gymnasium, pettingzoo)."
+)
 _WORKERS_HELP = "Number of worker processes; default: one per usable core."
 _POLICY_HELP = "FACTORY(env) returns the policy; default: random actions."
 
 Env = Annotated[str, typer.Argument(metavar="ENV", help=ENV_HELP, show_default=False)]
-EnvKwargs = Annotated[dict[str, Any] | None, typer.Option(metavar="JSON", parser=_json_object, help=_ENV_KWARGS_HELP)]
+EnvKwargs = Annotated[
+    dict[str, Any] | None,
+    typer.Option(metavar="JSON", parser=_json_object, help=_ENV_KWARGS_HELP),
+]
 MaxSteps = Annotated[int | None, typer.Option(min=1, help=_MAX_STEPS_HELP)]
 NumEnvs = Annotated[int, typer.Option(min=1, help="Number of envs.")]
 Workers = Annotated[int | None, typer.Option(min=1, help=_WORKERS_HELP)]
-Seed = Annotated[int | None, typer.Option(min=0, help="Root seed; default: drawn and printed.")]
-Policy = Annotated[str | None, typer.Option(metavar="MODULE:FACTORY", help=_POLICY_HELP)]
-Gif = Annotated[Path | None, typer.Option(metavar="PATH", callback=picture(".gif"), help="Write an animation (GIF).")]
+Seed = Annotated[
+    int | None, typer.Option(min=0, help="Root seed; default: drawn and printed.")
+]
+Policy = Annotated[
+    str | None, typer.Option(metavar="MODULE:FACTORY", help=_POLICY_HELP)
+]
+Gif = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PATH", callback=picture(".gif"), help="Write an animation (GIF)."
+    ),
+]
 Sheet = Annotated[
-    Path | None, typer.Option(metavar="PATH", callback=picture(".png"), help="Write a contact sheet (PNG).")
+    Path | None,
+    typer.Option(
+        metavar="PATH", callback=picture(".png"), help="Write a contact sheet (PNG)."
+    ),
 ]
 Json = Annotated[
     str | None,
-    typer.Option(metavar="[PATH]", callback=text_file, help="Write the results as JSON; - or no PATH prints them."),
+    typer.Option(
+        metavar="[PATH]",
+        callback=text_file,
+        help="Write the results as JSON; - or no PATH prints them.",
+    ),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors, and what is written to -.")]
+Quiet = Annotated[
+    bool,
+    typer.Option("--quiet", "-q", help="Print only errors, and what is written to -."),
+]

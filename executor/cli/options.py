@@ -79,9 +79,18 @@ class Rollout(Command):
             help="Run on the nodes of a Ray cluster: HOST:PORT of its head, auto, or local (a new one).",
         ),
     ] = None
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each env; envs whose episode ends are reset.")] = 200
+    steps: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Steps of each env; envs whose episode ends are reset."
+        ),
+    ] = 200
     episodes: Annotated[
-        int | None, typer.Option(min=1, help="Stop as soon as this number of episodes, of all envs, has ended.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Stop as soon as this number of episodes, of all envs, has ended.",
+        ),
     ] = None
     seed: Seed = None
     policy: Policy = None
@@ -89,17 +98,28 @@ class Rollout(Command):
     env_kwargs: EnvKwargs = None
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", callback=new_folder, help="Write the data: a memory-mapped TensorDict."),
+        typer.Option(
+            metavar="DIR",
+            callback=new_folder,
+            help="Write the data: a memory-mapped TensorDict.",
+        ),
     ] = None
     gif: Gif = None
     png: Sheet = None
     mp4: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", callback=picture(".mp4"), help="Write a video of the first env (MP4)."),
+        typer.Option(
+            metavar="PATH",
+            callback=picture(".mp4"),
+            help="Write a video of the first env (MP4).",
+        ),
     ] = None
-    alone: Annotated[bool, typer.Option("--alone", help="Show the first env alone; in the GIF without captions.")] = (
-        False
-    )
+    alone: Annotated[
+        bool,
+        typer.Option(
+            "--alone", help="Show the first env alone; in the GIF without captions."
+        ),
+    ] = False
     views: Annotated[
         bool,
         typer.Option(
@@ -108,10 +128,18 @@ class Rollout(Command):
         ),
     ] = False
     agent: Annotated[
-        int | None, typer.Option(min=0, metavar="I", help="Show what agent I of the first env observes.")
+        int | None,
+        typer.Option(
+            min=0, metavar="I", help="Show what agent I of the first env observes."
+        ),
     ] = None
     fps: Annotated[
-        float, typer.Option(min=1, max=240, help="Steps per second of a video, and of a GIF of the first env alone.")
+        float,
+        typer.Option(
+            min=1,
+            max=240,
+            help="Steps per second of a video, and of a GIF of the first env alone.",
+        ),
     ] = 20.0
     json: Json = None
     quiet: Quiet = False
@@ -122,7 +150,9 @@ class Rollout(Command):
         if is_of_one and (self.gif, self.png, self.mp4) == (None, None, None):
             raise typer.BadParameter("expected --mp4 or --gif, got neither.")
         if self.views and self.agent is not None:
-            raise typer.BadParameter("expected --views or --agent, got both. Leave one out.")
+            raise typer.BadParameter(
+                "expected --views or --agent, got both. Leave one out."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +163,10 @@ class Evaluate(Command):
     """
 
     env: Annotated[
-        list[str], typer.Argument(metavar="ENV...", help=f"One or several of: {ENV_HELP}", show_default=False)
+        list[str],
+        typer.Argument(
+            metavar="ENV...", help=f"One or several of: {ENV_HELP}", show_default=False
+        ),
     ]
     policy: Annotated[
         str | None,
@@ -146,26 +179,44 @@ class Evaluate(Command):
     background: Annotated[
         str | None,
         typer.Option(
-            metavar="MODULE:FACTORY", help="The same for other players, or random; default: the bots of a scenario."
+            metavar="MODULE:FACTORY",
+            help="The same for other players, or random; default: the bots of a scenario.",
         ),
     ] = None
     focal: Annotated[
         str | None,
-        typer.Option(metavar="I,J,...", help="The focal players; default: those of the scenario, or all."),
+        typer.Option(
+            metavar="I,J,...",
+            help="The focal players; default: those of the scenario, or all.",
+        ),
     ] = None
-    episodes: Annotated[int, typer.Option(min=1, help="Number of episodes of each ENV.")] = 10
+    episodes: Annotated[
+        int, typer.Option(min=1, help="Number of episodes of each ENV.")
+    ] = 10
     workers: Workers = None
     seed: Annotated[int, typer.Option(min=0, help="Root seed.")] = 0
     max_steps: MaxSteps = None
     env_kwargs: EnvKwargs = None
     out: Annotated[
         str | None,
-        typer.Option(metavar="PATH", callback=text_file, help="Keep the episodes in this JSON, and continue from it."),
+        typer.Option(
+            metavar="PATH",
+            callback=text_file,
+            help="Keep the episodes in this JSON, and continue from it.",
+        ),
     ] = None
     videos: Annotated[
-        Path | None, typer.Option(metavar="DIR", callback=new_folder, help="Write films of episodes (MP4).")
+        Path | None,
+        typer.Option(
+            metavar="DIR", callback=new_folder, help="Write films of episodes (MP4)."
+        ),
     ] = None
-    filmed: Annotated[int, typer.Option(min=1, help="With --videos: how many episodes of each ENV to film.")] = 1
+    filmed: Annotated[
+        int,
+        typer.Option(
+            min=1, help="With --videos: how many episodes of each ENV to film."
+        ),
+    ] = 1
     json: Json = None
     quiet: Quiet = False
 
@@ -188,17 +239,34 @@ class Replay(Command):
             show_default=False,
         ),
     ]
-    env: Annotated[str | None, typer.Option(metavar="ENV", help="Run this env, in place of the one in PATH.")] = None
+    env: Annotated[
+        str | None,
+        typer.Option(metavar="ENV", help="Run this env, in place of the one in PATH."),
+    ] = None
     env_kwargs: EnvKwargs = None
     workers: Workers = None
     gif: Gif = None
     png: Sheet = None
     trust: Annotated[
-        bool, typer.Option("--trust", help="Run whatever code a capsule names: import its env, load its pickle.")
+        bool,
+        typer.Option(
+            "--trust",
+            help="Run whatever code a capsule names: import its env, load its pickle.",
+        ),
     ] = False
-    pdb: Annotated[bool, typer.Option("--pdb", help="Capsule: stop in the debugger before the last step.")] = False
+    pdb: Annotated[
+        bool,
+        typer.Option(
+            "--pdb", help="Capsule: stop in the debugger before the last step."
+        ),
+    ] = False
     record: Annotated[
-        Path | None, typer.Option(metavar="PATH", callback=picture(".mp4"), help="Capsule: write a video (MP4).")
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            callback=picture(".mp4"),
+            help="Capsule: write a video (MP4).",
+        ),
     ] = None
     quiet: Quiet = False
 
@@ -206,9 +274,13 @@ class Replay(Command):
         """Refuse options that PATH does not take."""
         if self.directory.is_file():
             if self.workers or self.gif or self.png:
-                raise typer.BadParameter("expected no --workers, --gif or --png for a capsule, which has one env.")
+                raise typer.BadParameter(
+                    "expected no --workers, --gif or --png for a capsule, which has one env."
+                )
         elif self.trust or self.pdb or self.record:
-            raise typer.BadParameter(f"expected a capsule for --trust, --pdb and --record, got {self.directory}.")
+            raise typer.BadParameter(
+                f"expected a capsule for --trust, --pdb and --record, got {self.directory}."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,15 +294,25 @@ class Check(Command):
     env: Env
     steps: Annotated[
         int,
-        typer.Option(min=1, max=_MOST_CHECKED, help="Steps of each of two envs; episodes must end within them."),
+        typer.Option(
+            min=1,
+            max=_MOST_CHECKED,
+            help="Steps of each of two envs; episodes must end within them.",
+        ),
     ] = 200
     random: Annotated[
         bool,
-        typer.Option("--random", help="Skip the comparisons of two runs, for envs that seeds do not determine."),
+        typer.Option(
+            "--random",
+            help="Skip the comparisons of two runs, for envs that seeds do not determine.",
+        ),
     ] = False
     together: Annotated[
         int,
-        typer.Option(min=0, help="Also compare this many envs in one process with envs in a process each."),
+        typer.Option(
+            min=0,
+            help="Also compare this many envs in one process with envs in a process each.",
+        ),
     ] = 0
     env_kwargs: EnvKwargs = None
     json: Json = None
@@ -244,19 +326,42 @@ class Size(Command):
     """
 
     env: Env
-    envs: Annotated[int | None, typer.Option(min=1, help="Fix the number of envs; default: chosen.")] = None
-    workers: Annotated[int | None, typer.Option(min=1, help="Fix the number of workers; default: chosen.")] = None
+    envs: Annotated[
+        int | None, typer.Option(min=1, help="Fix the number of envs; default: chosen.")
+    ] = None
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Fix the number of workers; default: chosen."),
+    ] = None
     policy_ms: Annotated[
-        float, typer.Option(min=0.0, max=_MINUTE_MS, help="Milliseconds that the policy takes per batch.")
+        float,
+        typer.Option(
+            min=0.0,
+            max=_MINUTE_MS,
+            help="Milliseconds that the policy takes per batch.",
+        ),
     ] = 0.0
     target_steps_per_s: Annotated[
-        float | None, typer.Option(min=0.0, help="Recommend the smallest setting with this many env-steps per second.")
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Recommend the smallest setting with this many env-steps per second.",
+        ),
     ] = None
     episode_steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps of an episode; default: measured. Set it for very long episodes.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Steps of an episode; default: measured. Set it for very long episodes.",
+        ),
     ] = None
-    budget: Annotated[float, typer.Option(min=0.5, max=_DAY_S, help="Maximum seconds of the measurement.")] = 20.0
-    headroom: Annotated[float, typer.Option(min=0.0, max=0.9, help="Share of the memory to leave free.")] = 0.2
+    budget: Annotated[
+        float,
+        typer.Option(min=0.5, max=_DAY_S, help="Maximum seconds of the measurement."),
+    ] = 20.0
+    headroom: Annotated[
+        float, typer.Option(min=0.0, max=0.9, help="Share of the memory to leave free.")
+    ] = 0.2
     env_kwargs: EnvKwargs = None
     json: Json = None
     quiet: Quiet = False
@@ -278,8 +383,16 @@ class Top(Command):
             help="Write the latest reading as JSON; - or no PATH prints it: one object with --once, else one per line.",
         ),
     ] = None
-    interval: Annotated[float, typer.Option(min=0.1, max=_DAY_S, help="Refresh interval in seconds.")] = 1.0
-    pid: Annotated[int | None, typer.Option(help="Show only the executors of this process.")] = None
+    interval: Annotated[
+        float, typer.Option(min=0.1, max=_DAY_S, help="Refresh interval in seconds.")
+    ] = 1.0
+    pid: Annotated[
+        int | None, typer.Option(help="Show only the executors of this process.")
+    ] = None
     stack: Annotated[
-        int | None, typer.Option(metavar="WORKER", help="Also show the Python stack of the worker in this row, from 0.")
+        int | None,
+        typer.Option(
+            metavar="WORKER",
+            help="Also show the Python stack of the worker in this row, from 0.",
+        ),
     ] = None

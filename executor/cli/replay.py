@@ -30,7 +30,11 @@ def run(options: Replay) -> int:
     if options.directory.is_file():
         rerun = Rerun(options)
         return carry_out(rerun.prepare, rerun.report, searches_here=is_named)
-    return carry_out(lambda: _prepare(options), lambda prepared: _report(options, *prepared), searches_here=is_named)
+    return carry_out(
+        lambda: _prepare(options),
+        lambda prepared: _report(options, *prepared),
+        searches_here=is_named,
+    )
 
 
 def _prepare(options: Replay) -> tuple[TensorDictBase, dict[str, Any], Made, Pictures]:
@@ -45,15 +49,27 @@ def _prepare(options: Replay) -> tuple[TensorDictBase, dict[str, Any], Made, Pic
         FactoryError: no such env.
     """
     data, facts = load_rollout(options.directory)
-    refuse_code(options.directory, (facts["env"], facts["env_kwargs"]), (options.env, options.env_kwargs))
+    refuse_code(
+        options.directory,
+        (facts["env"], facts["env_kwargs"]),
+        (options.env, options.env_kwargs),
+    )
     pictures = Pictures(options.gif, options.png, data.shape[1])
     facts["env"] = facts["env"] if options.env is None else options.env
     kwargs = facts["env_kwargs"] if options.env_kwargs is None else options.env_kwargs
-    made = made_for(facts["env"], kwargs, facts["max_steps"], with_frames=pictures.are_wanted)
+    made = made_for(
+        facts["env"], kwargs, facts["max_steps"], with_frames=pictures.are_wanted
+    )
     return data, facts, made, pictures
 
 
-def _report(options: Replay, data: TensorDictBase, facts: dict[str, Any], made: Made, pictures: Pictures) -> int:
+def _report(
+    options: Replay,
+    data: TensorDictBase,
+    facts: dict[str, Any],
+    made: Made,
+    pictures: Pictures,
+) -> int:
     """Run the rollout again and report; return the exit code."""
     console, env = Console(quiet=options.quiet), facts["env"]
     difference = _replay(options, data, facts, made, pictures)
@@ -68,7 +84,13 @@ def _report(options: Replay, data: TensorDictBase, facts: dict[str, Any], made: 
     return 0
 
 
-def _replay(options: Replay, data: TensorDictBase, facts: dict[str, Any], made: Made, pictures: Pictures) -> str:
+def _replay(
+    options: Replay,
+    data: TensorDictBase,
+    facts: dict[str, Any],
+    made: Made,
+    pictures: Pictures,
+) -> str:
     """Run the rollout again; return the first difference as text, or an empty string."""
     console, (num_envs, num_steps) = Console(quiet=options.quiet), data.shape[:2]
     how: dict[str, Any] = {"num_workers": options.workers, "seed": facts["seed"]}
@@ -89,23 +111,37 @@ def _replay(options: Replay, data: TensorDictBase, facts: dict[str, Any], made: 
             for key in inputs:
                 root.set(key, then[key].clone())
             td, root = env.step_and_maybe_reset(root)
-            difference = difference or _difference(step, then["next"], td["next"], set(), "next/")
+            difference = difference or _difference(
+                step, then["next"], td["next"], set(), "next/"
+            )
             pictures.look(env, step + 1, td["next"])
             if difference and not pictures.are_wanted:
                 break
     return difference
 
 
-def _difference(step: int, stored: TensorDictBase, found: TensorDictBase, without: set[Any], prefix: str = "") -> str:
+def _difference(
+    step: int,
+    stored: TensorDictBase,
+    found: TensorDictBase,
+    without: set[Any],
+    prefix: str = "",
+) -> str:
     """Return the first leaf of the envs in which two batches `[N]` differ, as text; empty if none does."""
     for one, value in found.items(include_nested=True, leaves_only=True):
         key = (one,) if isinstance(one, str) else one
-        is_compared = isinstance(value, torch.Tensor) and not {key, key[-2:]} & _NOT_COMPARED
+        is_compared = (
+            isinstance(value, torch.Tensor) and not {key, key[-2:]} & _NOT_COMPARED
+        )
         if key in without or not is_compared:
             continue
         name, other = prefix + "/".join(key), stored.get(key, None)
         if not isinstance(other, torch.Tensor) or other.shape != value.shape:
-            got = "none" if not isinstance(other, torch.Tensor) else f"shape {list(other.shape)}"
+            got = (
+                "none"
+                if not isinstance(other, torch.Tensor)
+                else f"shape {list(other.shape)}"
+            )
             return f"{name} has shape {list(value.shape)}, stored was {got}."
         is_same = (value == other) | ((value != value) & (other != other))  # noqa: PLR0124  # NaN equals NaN here
         rows = (~is_same.reshape(len(value), -1).all(1)).nonzero().flatten().tolist()

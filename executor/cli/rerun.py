@@ -55,9 +55,13 @@ class Rerun:
         capsule = load_capsule(self._path)
         facts = capsule.facts
         if lost := [what for what in facts["missing"] if what in FATAL]:
-            raise CapsuleError(f"replay failed: expected all of the episode, but {self._path} lacks {', '.join(lost)}.")
+            raise CapsuleError(
+                f"replay failed: expected all of the episode, but {self._path} lacks {', '.join(lost)}."
+            )
         if any(len(values) != facts["num_steps"] for values in capsule.inputs.values()):
-            raise CapsuleError(f"reading {self._path} failed: expected actions of {facts['num_steps']} steps.")
+            raise CapsuleError(
+                f"reading {self._path} failed: expected actions of {facts['num_steps']} steps."
+            )
         try:
             options = ExecutorOptions(
                 **{name: facts["options"][name] for name in OPTIONS},
@@ -65,21 +69,35 @@ class Rerun:
                 check_actions="off",
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise CapsuleError(f"reading {self._path} failed: expected options of an executor, got {error}") from None
+            raise CapsuleError(
+                f"reading {self._path} failed: expected options of an executor, got {error}"
+            ) from None
         self._pictures = Pictures(None, None, 0, mp4=self._options.record)
         return capsule, self._made(capsule), options
 
     def _made(self, capsule: Capsule) -> Made:
         """Return the factory and its arguments that the command line, or else the capsule, names."""
         facts, name = capsule.facts, self._options.env or capsule.facts["env"]
-        kwargs: dict[str, Any] = facts["env_kwargs"] if self._options.env_kwargs is None else self._options.env_kwargs
+        kwargs: dict[str, Any] = (
+            facts["env_kwargs"]
+            if self._options.env_kwargs is None
+            else self._options.env_kwargs
+        )
         if self._options.trust:
             sys.path += [folder for folder in facts["search"] if folder not in sys.path]
-        if self._options.trust and self._options.env is None and capsule.pickled is not None:
+        if (
+            self._options.trust
+            and self._options.env is None
+            and capsule.pickled is not None
+        ):
             factory, kwargs = pickle.loads(capsule.pickled)  # which the user trusts
             return pickle.loads(factory), kwargs
         if name is None:
-            trusted = ", or --trust, which loads the pickled factory" if capsule.pickled is not None else ""
+            trusted = (
+                ", or --trust, which loads the pickled factory"
+                if capsule.pickled is not None
+                else ""
+            )
             raise CapsuleError(
                 f"replay failed: expected the name of an env, but {self._path} has none: its factory is not a function "
                 f"of a module. Pass --env MODULE:CALLABLE{trusted}. (Capsules(pickle=True) keeps such factories.)"
@@ -91,13 +109,22 @@ class Rerun:
                     f"{facts['reset_options']}. If you trust it, pass --trust."
                 )
             or_trust = f"\nor\n  envherd replay {shlex.quote(str(self._path))} --trust"
-            refuse_code(self._path, (name, kwargs), (self._options.env, self._options.env_kwargs), or_trust)
-        factory, kwargs = made_for(name, kwargs, None, with_frames=self._pictures.are_drawn)
+            refuse_code(
+                self._path,
+                (name, kwargs),
+                (self._options.env, self._options.env_kwargs),
+                or_trust,
+            )
+        factory, kwargs = made_for(
+            name, kwargs, None, with_frames=self._pictures.are_drawn
+        )
         if name == facts["env"] and facts["fields"]:
             try:
                 factory = replace(factory, **facts["fields"])  # type: ignore[type-var]  # those with fields are
             except TypeError as error:
-                raise CapsuleError(f"reading {self._path} failed: expected options of {name}, got {error}.") from None
+                raise CapsuleError(
+                    f"reading {self._path} failed: expected options of {name}, got {error}."
+                ) from None
         return factory, kwargs
 
     def report(self, prepared: tuple[Capsule, Made, ExecutorOptions]) -> int:
@@ -105,7 +132,9 @@ class Rerun:
         capsule, made, options = prepared
         console = Console(quiet=self._options.quiet)
         facts = capsule.facts
-        failure = _in_words(facts["failure"], facts["failure"].get("phase"), facts["num_steps"])
+        failure = _in_words(
+            facts["failure"], facts["failure"].get("phase"), facts["num_steps"]
+        )
         console.print(
             f"env {facts['env_id']}, episode {facts['episode']}, seed {facts['seed']}, {facts['num_steps']} steps: "
             f"{failure}",
@@ -119,9 +148,15 @@ class Rerun:
         if self._options.record is not None:
             console.print(f"{self._options.record} written", highlight=False)
         if not found:
-            code, text = EXIT_NO_FAILURE, f"It did not fail: {facts['num_steps']} steps went through."
+            code, text = (
+                EXIT_NO_FAILURE,
+                f"It did not fail: {facts['num_steps']} steps went through.",
+            )
             if difference:
-                code, text = EXIT_FAILED, f"It did not fail, and differed before: {difference}"
+                code, text = (
+                    EXIT_FAILED,
+                    f"It did not fail, and differed before: {difference}",
+                )
         elif found == failure:
             code, text = 0, f"It failed again: {found}"
         else:
@@ -132,18 +167,26 @@ class Rerun:
         where.print(Text(text, "green" if code == 0 else "bold red"), soft_wrap=True)
         return code
 
-    def _run(self, capsule: Capsule, made: Made, options: ExecutorOptions) -> tuple[str, str]:
+    def _run(
+        self, capsule: Capsule, made: Made, options: ExecutorOptions
+    ) -> tuple[str, str]:
         """Run the episode again; return how it failed and how it differed before, each empty if it did not."""
         how: dict[str, Any] = {"seed": capsule.facts["root_seed"], "options": options}
         try:
             if self._options.pdb:
-                env: BatchedEnv = SerialEnv(1, made[0], env_kwargs=made[1] or None, **how)
+                env: BatchedEnv = SerialEnv(
+                    1, made[0], env_kwargs=made[1] or None, **how
+                )
             else:
-                env = started(made, 1, is_drawn=self._pictures.are_drawn, num_workers=1, **how)
+                env = started(
+                    made, 1, is_drawn=self._pictures.are_drawn, num_workers=1, **how
+                )
         except Exception as error:  # of an env with other arguments, or of a machine that lacks what it needs
             raise CapsuleError(
                 f"replay failed: expected an env as {self._path} describes it, got {type(error).__name__}: {error}",
-                remote_traceback=getattr(error, "remote_traceback", None) if self._options.trust else None,
+                remote_traceback=getattr(error, "remote_traceback", None)
+                if self._options.trust
+                else None,
             ) from error
         with env, contextlib.closing(self._pictures), torch.no_grad():
             episode = _Episode(capsule, env, self._options.pdb, self._pictures)
@@ -151,9 +194,15 @@ class Rerun:
                 return "", episode.run()
             except (EnvError, WorkerLost, WorkerTimeout) as error:
                 known = error.context
-                found = {"error": type(error).__name__, "type": known.get("type_name"), "message": known.get("reason")}
+                found = {
+                    "error": type(error).__name__,
+                    "type": known.get("type_name"),
+                    "message": known.get("reason"),
+                }
                 found["exit_code"] = known.get("exit_code")
-                return _in_words(found, known["phase"], episode.num_steps), episode.difference
+                return _in_words(
+                    found, known["phase"], episode.num_steps
+                ), episode.difference
 
 
 class _Episode:
@@ -164,14 +213,32 @@ class _Episode:
         difference: what differed before the failure, as text.
     """
 
-    def __init__(self, capsule: Capsule, env: BatchedEnv, stops: bool, pictures: Pictures) -> None:  # noqa: FBT001
-        self._facts, self._env, self._stops, self._pictures = capsule.facts, env, stops, pictures
+    def __init__(
+        self,
+        capsule: Capsule,
+        env: BatchedEnv,
+        stops: bool,  # noqa: FBT001
+        pictures: Pictures,
+    ) -> None:
+        self._facts, self._env, self._stops, self._pictures = (
+            capsule.facts,
+            env,
+            stops,
+            pictures,
+        )
         self.num_steps, self.difference = 0, ""
         leaves = [*env.spec.action, *env.spec.state]
-        stored = [(array.shape[1:], str(array.dtype)) for array in capsule.inputs.values()]
+        stored = [
+            (array.shape[1:], str(array.dtype)) for array in capsule.inputs.values()
+        ]
         if stored != (found := [(leaf.shape, leaf.dtype) for leaf in leaves]):
-            raise CapsuleError(f"replay failed: expected an env with actions of {stored}, got one with {found}.")
-        self._inputs = dict(zip([leaf.key for leaf in leaves], capsule.inputs.values(), strict=True))  # or a facade's
+            raise CapsuleError(
+                f"replay failed: expected an env with actions of {stored}, got one with {found}."
+            )
+        # Or a facade's.
+        self._inputs = dict(
+            zip([leaf.key for leaf in leaves], capsule.inputs.values(), strict=True)
+        )
 
     def run(self) -> str:
         """Reset and step the env; return what differed, as text.
@@ -180,13 +247,22 @@ class _Episode:
             EnvError, WorkerLost, WorkerTimeout: the failure.
         """
         facts, env, last = self._facts, self._env, self._facts["num_steps"]
-        root = self._stopping(lambda: env.reset(seed=[facts["seed"]], list_of_kwargs=[facts["reset_options"] or {}]))
+        root = self._stopping(
+            lambda: env.reset(
+                seed=[facts["seed"]], list_of_kwargs=[facts["reset_options"] or {}]
+            )
+        )
         self._pictures.look(env, 0, root)
         while self.num_steps < last:
-            if self.num_steps == last - 1 and facts["observation"] not in (None, self._digest(root)):
+            if self.num_steps == last - 1 and facts["observation"] not in (
+                None,
+                self._digest(root),
+            ):
                 self.difference = f"the observation before step {last} is another."
             for key, values in self._inputs.items():
-                root.set(key, torch.from_numpy(values[self.num_steps : self.num_steps + 1]))
+                root.set(
+                    key, torch.from_numpy(values[self.num_steps : self.num_steps + 1])
+                )
             self.num_steps += 1
             root = self._stopping(lambda: env.step(root)["next"])  # noqa: B023  # called at once
             self._pictures.look(env, self.num_steps, root)
@@ -223,7 +299,11 @@ def _in_words(facts: Mapping[str, Any], phase: Any, step: int) -> str:
     elif error == WorkerTimeout.__name__:
         what = f"{error} (a hang)"
     else:
-        message = re.sub(r"0x[0-9a-fA-F]+", "0x...", str(facts.get("message", "")).partition(" Built by ")[0])
+        message = re.sub(
+            r"0x[0-9a-fA-F]+",
+            "0x...",
+            str(facts.get("message", "")).partition(" Built by ")[0],
+        )
         what = f"{error} ({facts.get('type', '')}: {message})"
     shown = "".join(one if one.isprintable() else " " for one in what)
     return f"{shown} in step {step}." if phase == "step" else f"{shown} in the reset."
@@ -233,7 +313,9 @@ def _warnings(facts: dict[str, Any]) -> list[str]:
     """Return why the episode may be another one this time."""
     found = [f"the capsule lacks {what}." for what in facts["missing"]]
     if facts["episode"]:
-        found.append("its env had earlier episodes; an env whose state outlives a reset may behave otherwise here.")
+        found.append(
+            "its env had earlier episodes; an env whose state outlives a reset may behave otherwise here."
+        )
     return found
 
 
@@ -242,7 +324,9 @@ def _stop_before(call: Callable[[], Any], env: Any, step: int) -> Any:
     from pdb import Pdb
 
     debugger = Pdb(nosigint=True)
-    code = getattr(getattr(type(env), "step" if step else "reset", None), "__code__", None)
+    code = getattr(
+        getattr(type(env), "step" if step else "reset", None), "__code__", None
+    )
     if code is not None:
         debugger.set_break(code.co_filename, code.co_firstlineno, funcname=code.co_name)
     debugger.set_trace()

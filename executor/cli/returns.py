@@ -23,7 +23,9 @@ class Returns:
 
     def __init__(self, spec: EnvSpec, num_envs: int) -> None:
         self.agents = spec.reward_names()
-        self.running = np.zeros((num_envs * int(np.prod(spec.batch_shape, dtype=int)), len(self.agents)))
+        self.running = np.zeros(
+            (num_envs * int(np.prod(spec.batch_shape, dtype=int)), len(self.agents))
+        )
         self.num_episodes = 0
         self._total = np.zeros(len(self.agents))
         self._keys = [leaf.key for leaf in spec.reward]
@@ -38,7 +40,9 @@ class Returns:
             float64 `[rows, agents]`, the returns of the episodes, this step included.
         """
         rows = len(self.running)
-        rewards = [following[key].numpy(force=True).reshape(rows, -1) for key in self._keys]
+        rewards = [
+            following[key].numpy(force=True).reshape(rows, -1) for key in self._keys
+        ]
         returns = self.running + np.concatenate(rewards, axis=1)
         ended = following["done"].numpy(force=True).reshape(rows)
         counted = ended
@@ -51,5 +55,9 @@ class Returns:
 
     def means(self) -> dict[str, float]:
         """Return the mean return of each agent over the episodes that ended; if none did, over the unfinished ones."""
-        means = self._total / self.num_episodes if self.num_episodes else self.running.mean(axis=0)
+        means = (
+            self._total / self.num_episodes
+            if self.num_episodes
+            else self.running.mean(axis=0)
+        )
         return dict(zip(self.agents, means.tolist(), strict=True))

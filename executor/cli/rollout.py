@@ -49,7 +49,14 @@ SCHEMA = "envherd.rollout/1"
 #: Fields of `WorkerStatistics` in the figures.
 _OF_WORKER = ("worker_id", "pid", "env_ids", "busy_share", "uss_bytes", "pss_bytes")
 #: Counts that are summed over the nodes of a cluster.
-_SUMMED = ("env_steps", "agent_steps", "resets", "env_errors", "worker_losses", "interrupted")
+_SUMMED = (
+    "env_steps",
+    "agent_steps",
+    "resets",
+    "env_errors",
+    "worker_losses",
+    "interrupted",
+)
 #: Steps of a rollout on a cluster; the bar moves, and Ctrl-C ends the command, after this number.
 _CHUNK = 50
 #: Agents shown by name in the table; the JSON has all of them.
@@ -60,7 +67,9 @@ _REFRESH_S = 0.1
 
 def run(options: Rollout) -> int:
     """Run a rollout and report it; return the exit code."""
-    return carry_out(lambda: _prepare(options), lambda prepared: _work(options, *prepared))
+    return carry_out(
+        lambda: _prepare(options), lambda prepared: _work(options, *prepared)
+    )
 
 
 def _prepare(options: Rollout) -> tuple[Made, Any, Pictures, RolloutStore | None]:
@@ -69,16 +78,32 @@ def _prepare(options: Rollout) -> tuple[Made, Any, Pictures, RolloutStore | None
     Returns:
         The factory and its arguments, what makes the policy or None, the pictures, and the store or None.
     """
-    how = {name: getattr(options, name) for name in ("mp4", "alone", "views", "agent", "fps")}
+    how = {
+        name: getattr(options, name)
+        for name in ("mp4", "alone", "views", "agent", "fps")
+    }
     pictures = Pictures(options.gif, options.png, options.steps, **how)
     if pictures.are_wanted and options.ray is not None:
-        raise MediaError("--gif, --png or --mp4 failed: expected envs on this machine, got --ray. Leave one out.")
-    made = made_for(options.env, options.env_kwargs, options.max_steps, with_frames=pictures.are_drawn)
+        raise MediaError(
+            "--gif, --png or --mp4 failed: expected envs on this machine, got --ray. Leave one out."
+        )
+    made = made_for(
+        options.env,
+        options.env_kwargs,
+        options.max_steps,
+        with_frames=pictures.are_drawn,
+    )
     store = None if options.out is None else RolloutStore(options.out, options.steps)
     return made, policy_maker(options.policy), pictures, store
 
 
-def _work(options: Rollout, made: Made, make_policy: Any, pictures: Pictures, store: RolloutStore | None) -> int:
+def _work(
+    options: Rollout,
+    made: Made,
+    make_policy: Any,
+    pictures: Pictures,
+    store: RolloutStore | None,
+) -> int:
     """Collect, write and report; return the exit code."""
     console = Console(stderr=options.json == "-", quiet=options.quiet)
     if make_policy is None:
@@ -94,16 +119,33 @@ def _work(options: Rollout, made: Made, make_policy: Any, pictures: Pictures, st
             env = started_on_ray(made, options.envs, options.ray, **how)
     with env, contextlib.closing(pictures):
         act = None if make_policy is None else acting(make_policy, env)
-        counted, returns, failure = _collect(options, env, act, pictures, store, console)
+        counted, returns, failure = _collect(
+            options, env, act, pictures, store, console
+        )
         memory = memory_of(os.getpid(), is_alone=True)
-        requested = {"env": options.env, "num_envs": options.envs, "num_workers": env.num_workers, "seed": env.seed}
-        found = figures({**requested, "steps": options.steps}, counted, returns, _totals(env), memory)
+        requested = {
+            "env": options.env,
+            "num_envs": options.envs,
+            "num_workers": env.num_workers,
+            "seed": env.seed,
+        }
+        found = figures(
+            {**requested, "steps": options.steps},
+            counted,
+            returns,
+            _totals(env),
+            memory,
+        )
     unwritten: Exception | None = None
     try:
         if counted["steps_done"]:
             with console.status("writing"):
                 if store is not None:
-                    facts = {"env": full_name(options.env), "env_kwargs": options.env_kwargs or {}, "seed": env.seed}
+                    facts = {
+                        "env": full_name(options.env),
+                        "env_kwargs": options.env_kwargs or {},
+                        "seed": env.seed,
+                    }
                     store.finish({**facts, "max_steps": options.max_steps})
                     found["files"]["out"] = str(options.out)
                 found["files"] |= pictures.write(options.env)
@@ -124,11 +166,20 @@ def _totals(env: ParallelEnv | RayRollouts) -> Statistics:
     if isinstance(env, ParallelEnv):
         return env.statistics()
     nodes = env.statistics()
-    return replace(nodes[0], workers=(), **{name: sum(getattr(one, name) for one in nodes) for name in _SUMMED})
+    return replace(
+        nodes[0],
+        workers=(),
+        **{name: sum(getattr(one, name) for one in nodes) for name in _SUMMED},
+    )
 
 
 def _stepped(
-    env: ParallelEnv | RayRollouts, act: Callable[[Any], Any] | None, root: Any, num_steps: int, *, is_drawn: bool
+    env: ParallelEnv | RayRollouts,
+    act: Callable[[Any], Any] | None,
+    root: Any,
+    num_steps: int,
+    *,
+    is_drawn: bool,
 ) -> Iterator[TensorDictBase]:
     """Yield each step of all envs, from their root. Envs that are drawn are reset after it, not by it."""
     if isinstance(env, ParallelEnv):
@@ -137,7 +188,9 @@ def _stepped(
             if is_drawn:
                 td = env.step(act(root))
                 yield td
-                root = env.reset(TensorDict({"_reset": td["next", "done"]}, env.batch_size))
+                root = env.reset(
+                    TensorDict({"_reset": td["next", "done"]}, env.batch_size)
+                )
             else:
                 td, root = env.step_and_maybe_reset(act(root))
                 yield td
@@ -165,12 +218,23 @@ def _collect(
         MediaError: pictures are wanted, but no env has one. Raised before the first step.
         EnvherdError: an env or a worker failed in the first reset or step.
     """
-    counted: dict[str, Any] = {"steps_done": 0, "collect_s": 0.0, "keep_s": 0.0, "interrupted": False, "error": None}
+    counted: dict[str, Any] = {
+        "steps_done": 0,
+        "collect_s": 0.0,
+        "keep_s": 0.0,
+        "interrupted": False,
+        "error": None,
+    }
     returns = Returns(env.specs[0], env.num_envs)
     failure: EnvherdError | None = None
     clock, shown = time.perf_counter, 0.0
-    speed = TextColumn("{task.fields[rate]:,.0f} env-steps/s  {task.fields[episodes]} episodes", style="green")
-    bar = Progress(*Progress.get_default_columns(), MofNCompleteColumn(), speed, console=console)
+    speed = TextColumn(
+        "{task.fields[rate]:,.0f} env-steps/s  {task.fields[episodes]} episodes",
+        style="green",
+    )
+    bar = Progress(
+        *Progress.get_default_columns(), MofNCompleteColumn(), speed, console=console
+    )
     task = bar.add_task("steps", total=options.steps, rate=0.0, episodes=0)
     with bar, torch.no_grad():
         root = None
@@ -193,11 +257,21 @@ def _collect(
                     counted["collect_s"] += stepped - start
                     counted["keep_s"] += clock() - stepped
                     if clock() - shown > _REFRESH_S or step == options.steps:
-                        shown, rate = clock(), step * env.num_envs / counted["collect_s"]
-                        bar.update(task, completed=step, rate=rate, episodes=returns.num_episodes)
+                        shown, rate = (
+                            clock(),
+                            step * env.num_envs / counted["collect_s"],
+                        )
+                        bar.update(
+                            task,
+                            completed=step,
+                            rate=rate,
+                            episodes=returns.num_episodes,
+                        )
                     if pressed:
                         counted["interrupted"] = True
-                    if pressed or returns.num_episodes >= (options.episodes or math.inf):
+                    if pressed or returns.num_episodes >= (
+                        options.episodes or math.inf
+                    ):
                         break
             except EnvherdError as error:
                 if not counted["steps_done"]:
@@ -223,16 +297,23 @@ def figures(
         parent: bytes of this process, "uss" (private) and "pss" (with its share of shared memory).
     """
     env_steps = counted["steps_done"] * requested["num_envs"]
-    env_steps_per_s = env_steps / counted["collect_s"] if counted["collect_s"] > 0 else 0.0
+    env_steps_per_s = (
+        env_steps / counted["collect_s"] if counted["collect_s"] > 0 else 0.0
+    )
     # If the envs run in this process, its memory includes theirs.
-    workers = [] if any(worker.pid == os.getpid() for worker in done.workers) else done.workers
+    workers = (
+        []
+        if any(worker.pid == os.getpid() for worker in done.workers)
+        else done.workers
+    )
     return {
         "schema": SCHEMA,
         **requested,
         **counted,
         "env_steps": env_steps,
         "env_steps_per_s": env_steps_per_s,
-        "agent_steps_per_s": env_steps_per_s * (done.agent_steps / done.env_steps if done.env_steps else 1),
+        "agent_steps_per_s": env_steps_per_s
+        * (done.agent_steps / done.env_steps if done.env_steps else 1),
         "episodes": returns.num_episodes,
         "mean_return": returns.means(),
         "mean_return_is_partial": returns.num_episodes == 0,
@@ -240,7 +321,10 @@ def figures(
         "env_errors": done.env_errors,
         "worker_losses": done.worker_losses,
         "interrupted_rows": done.interrupted,
-        "workers": [{name: getattr(worker, name) for name in _OF_WORKER} for worker in done.workers],
+        "workers": [
+            {name: getattr(worker, name) for name in _OF_WORKER}
+            for worker in done.workers
+        ],
         "memory": {
             "workers_uss_bytes": sum(worker.uss_bytes for worker in workers),
             "workers_pss_bytes": sum(worker.pss_bytes for worker in workers),
@@ -257,24 +341,44 @@ def table(found: Mapping[str, Any]) -> RenderableType:
 
 
 def _summary(found: Mapping[str, Any]) -> Table:
-    grid = Table(title=Text(found["env"], "bold"), title_justify="left", box=box.ROUNDED, show_header=False)
+    grid = Table(
+        title=Text(found["env"], "bold"),
+        title_justify="left",
+        box=box.ROUNDED,
+        show_header=False,
+    )
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
-    why = "interrupted" if found["interrupted"] else "failed" if found["error"] else "enough episodes"
+    why = (
+        "interrupted"
+        if found["interrupted"]
+        else "failed"
+        if found["error"]
+        else "enough episodes"
+    )
     done, collect_s, keep_s = found["steps_done"], found["collect_s"], found["keep_s"]
     asked = f" of {found['steps']} ({why})" if done < found["steps"] else ""
     keep = f", and {keep_s:.2f} s to draw and store" if keep_s > 0.1 * collect_s else ""
     names = list(found["mean_return"].items())
     more = f"  and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     returns = "  ".join(f"{name} {mean:.2f}" for name, mean in names[:_MAX_NAMES])
-    troubles = {"env errors": "env_errors", "workers lost": "worker_losses", "rows interrupted": "interrupted_rows"}
+    troubles = {
+        "env errors": "env_errors",
+        "workers lost": "worker_losses",
+        "rows interrupted": "interrupted_rows",
+    }
     rows: dict[str, RenderableType] = {
         "env-steps/s": Text(f"{found['env_steps_per_s']:,.0f}", "bold green"),
         "agent-steps/s": Text(f"{found['agent_steps_per_s']:,.0f}", "bold green"),
         "steps": f"{done}{asked} x {found['num_envs']} envs in {collect_s:.2f} s{keep}",
         "episodes": f"{found['episodes']} ended",
-        "return so far" if found["mean_return_is_partial"] else "mean return": returns + more,
-        **{name: Text(str(found[key]), "bold red") for name, key in troubles.items() if found[key]},
+        "return so far" if found["mean_return_is_partial"] else "mean return": returns
+        + more,
+        **{
+            name: Text(str(found[key]), "bold red")
+            for name, key in troubles.items()
+            if found[key]
+        },
         "seed": str(found["seed"]),
         **{kind: Text(path, "cyan") for kind, path in found["files"].items()},
     }
@@ -295,10 +399,19 @@ def _workers(found: Mapping[str, Any]) -> Table:
         total = memory[f"workers_{kind}_bytes"] + memory[f"parent_{kind}_bytes"]
         grid.add_column(name, size_text(total), justify="right")
     for worker in workers:
-        sizes = (size_text(worker["uss_bytes"]), size_text(worker["pss_bytes"])) if has_own else ("", "")
+        sizes = (
+            (size_text(worker["uss_bytes"]), size_text(worker["pss_bytes"]))
+            if has_own
+            else ("", "")
+        )
         ids = worker["env_ids"]
         shown = str(ids[0]) if len(ids) == 1 else f"{ids[0]}-{ids[-1]}"
-        grid.add_row(f"worker {worker['worker_id']}", shown, f"{worker['busy_share']:.0%}", *sizes)
+        grid.add_row(
+            f"worker {worker['worker_id']}",
+            shown,
+            f"{worker['busy_share']:.0%}",
+            *sizes,
+        )
     own = (size_text(memory[f"parent_{kind}_bytes"]) for kind in ("uss", "pss"))
     grid.add_row("parent", "", "", *own, style="dim")
     return grid

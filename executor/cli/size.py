@@ -16,7 +16,13 @@ from envherd.executor.cli.option_values import write_text
 from envherd.executor.cli.options import Size
 from envherd.executor.machine.machine import Machine
 from envherd.executor.sizing.recommending import Sizing, recommend
-from envherd.executor.sizing.settings import Goal, Measurement, counted, size_text, time_text
+from envherd.executor.sizing.settings import (
+    Goal,
+    Measurement,
+    counted,
+    size_text,
+    time_text,
+)
 from envherd.workers.adapters.env_names import Factory, factory_for
 
 SCHEMA = "envherd.size/6"
@@ -26,7 +32,9 @@ _CHOSEN = ("num_envs", "num_workers", "mode", "steps_per_s", "memory_bytes", "st
 
 def run(options: Size) -> int:
     """Size the env and report it; return the exit code."""
-    return carry_out(lambda: _prepare(options), lambda prepared: _work(options, *prepared))
+    return carry_out(
+        lambda: _prepare(options), lambda prepared: _work(options, *prepared)
+    )
 
 
 def _prepare(options: Size) -> tuple[Factory, Goal]:
@@ -52,29 +60,52 @@ def _work(options: Size, factory: Factory, goal: Goal) -> int:
             env_kwargs=options.env_kwargs or None,
             goal=goal,
             budget_s=options.budget,
-            progress=lambda text, share: status.update(f"{text} ({share:.0%} of {options.budget:g} s)"),
+            progress=lambda text, share: status.update(
+                f"{text} ({share:.0%} of {options.budget:g} s)"
+            ),
         )
     reasons = Table.grid(padding=(0, 1))
     for index, line in enumerate(sizing.why):
         reasons.add_row("" if index else "why:", Text(line))
-    refused = [f"not run: {one.setting}: {one.refusal.text}" for one in sizing.runs if one.refusal is not None]
+    refused = [
+        f"not run: {one.setting}: {one.refusal.text}"
+        for one in sizing.runs
+        if one.refusal is not None
+    ]
     console.print(
-        _advice(options.env, sizing), reasons, _runs(sizing), *(Text(line, "dim") for line in refused), sep="\n"
+        _advice(options.env, sizing),
+        reasons,
+        _runs(sizing),
+        *(Text(line, "dim") for line in refused),
+        sep="\n",
     )
-    write_text(options.json, json.dumps(plain_report(options.env, sizing), indent=2) + "\n")
+    write_text(
+        options.json, json.dumps(plain_report(options.env, sizing), indent=2) + "\n"
+    )
     return 0
 
 
 def _advice(env: str, sizing: Sizing) -> Table:
     chosen, setting, machine = sizing.chosen, sizing.setting, sizing.machine
-    grid = Table(title=Text(env, "bold"), title_justify="left", box=box.ROUNDED, show_header=False)
+    grid = Table(
+        title=Text(env, "bold"),
+        title_justify="left",
+        box=box.ROUNDED,
+        show_header=False,
+    )
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
     in_process = f"{counted(setting.num_envs, 'env')} in the caller's process: SerialEnv({setting.num_envs}, make_env)"
-    grid.add_row("run", Text(str(setting) if setting.num_workers else in_process, "bold green"))
-    grid.add_row("env-steps/s", f"{chosen.steps_per_s:,.0f} measured ({time_text(chosen.batch_s)} a batch)")
     grid.add_row(
-        "memory", f"{size_text(chosen.memory_bytes)} of {size_text(sizing.machine.memory_available)} available"
+        "run", Text(str(setting) if setting.num_workers else in_process, "bold green")
+    )
+    grid.add_row(
+        "env-steps/s",
+        f"{chosen.steps_per_s:,.0f} measured ({time_text(chosen.batch_s)} a batch)",
+    )
+    grid.add_row(
+        "memory",
+        f"{size_text(chosen.memory_bytes)} of {size_text(sizing.machine.memory_available)} available",
     )
     grid.add_row("start-up", time_text(chosen.start_s))
     grid.add_row("machine", machine_text(machine))
@@ -86,7 +117,10 @@ def _advice(env: str, sizing: Sizing) -> Table:
 
 def machine_text(machine: Machine) -> str:
     """Describe the resources that may be used in one line."""
-    parts = [f"{machine.cores:g} of {machine.num_cpus} cores", f"{size_text(machine.memory_available)} memory"]
+    parts = [
+        f"{machine.cores:g} of {machine.num_cpus} cores",
+        f"{size_text(machine.memory_available)} memory",
+    ]
     if machine.is_throttled:
         parts[0] += " (quota)"
     if machine.cgroup.memory_limit is not None:
@@ -106,9 +140,18 @@ def _measured(measured: Measurement) -> list[tuple[str, str]]:
         f"{size_text(measured.further_env_bytes)} each further env, {size_text(measured.shared_bytes)} shared by all"
     )
     return [
-        ("build", f"{time_text(measured.build_s)} first, {time_text(measured.build_further_s)} further"),
-        ("reset", f"{time_text(measured.first_reset_s)} first, {time_text(measured.reset_mean_s)} later"),
-        ("step", f"{time_text(measured.step_median_s)} median, {time_text(measured.step_p99_s)} p99"),
+        (
+            "build",
+            f"{time_text(measured.build_s)} first, {time_text(measured.build_further_s)} further",
+        ),
+        (
+            "reset",
+            f"{time_text(measured.first_reset_s)} first, {time_text(measured.reset_mean_s)} later",
+        ),
+        (
+            "step",
+            f"{time_text(measured.step_median_s)} median, {time_text(measured.step_p99_s)} p99",
+        ),
         ("cpu of a step", cpu),
         ("memory of envs", memory),
         ("row of a batch", size_text(measured.row_bytes)),
@@ -118,11 +161,27 @@ def _measured(measured: Measurement) -> list[tuple[str, str]]:
 def _runs(sizing: Sizing) -> Table:
     """Return a table of the settings that were run."""
     title = Text("compared on this machine", "bold")
-    grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title, title_justify="left")
+    grid = Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        title=title,
+        title_justify="left",
+    )
     for name in ("setting", "env-steps/s", "of best", "busy", "memory", "turns"):
-        grid.add_column(name, justify="left" if name == "setting" else "right", no_wrap=True)
-    for one in sorted((one for one in sizing.runs if one.refusal is None), key=lambda one: -one.relative):
-        figures = f"{one.steps_per_s:,.0f}", f"{one.relative:.0%}", f"{one.busy_share:.0%}", size_text(one.memory_bytes)
+        grid.add_column(
+            name, justify="left" if name == "setting" else "right", no_wrap=True
+        )
+    for one in sorted(
+        (one for one in sizing.runs if one.refusal is None),
+        key=lambda one: -one.relative,
+    ):
+        figures = (
+            f"{one.steps_per_s:,.0f}",
+            f"{one.relative:.0%}",
+            f"{one.busy_share:.0%}",
+            size_text(one.memory_bytes),
+        )
         style = "bold" if one.setting == sizing.setting else ""
         grid.add_row(str(one.setting), *figures, str(one.rounds), style=style)
     return grid
@@ -139,7 +198,10 @@ def plain_report(env: str, sizing: Sizing) -> dict[str, Any]:
         "env": env,
         "executor": "ParallelEnv" if sizing.setting.num_workers else "SerialEnv",
         **{name: chosen[name] for name in _CHOSEN},
-        **{name: getattr(sizing, name) for name in ("binding", "why", "most_envs_in_memory", "meets_target")},
+        **{
+            name: getattr(sizing, name)
+            for name in ("binding", "why", "most_envs_in_memory", "meets_target")
+        },
         "settings": [one.to_plain() for one in sizing.runs],
         "measured": sizing.measured.to_plain(),
         "machine": machine,

@@ -21,9 +21,19 @@ from typing import Any
 from urllib.parse import quote
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_tensor_collection
+from tensordict import (
+    LazyStackedTensorDict,
+    TensorDict,
+    TensorDictBase,
+    is_tensor_collection,
+)
 
-from envherd.executor.guests.capsules.file import is_count, is_line, is_root_seed, text_of
+from envherd.executor.guests.capsules.file import (
+    is_count,
+    is_line,
+    is_root_seed,
+    text_of,
+)
 from envherd.workers.adapters.env_names import is_only_looked_up
 
 SCHEMA = "envherd.stored/1"
@@ -68,7 +78,9 @@ class RolloutStore:
         if self.num_stored == 0:
             self._require_room(td.bytes() * self.num_steps)
             if not has_odd_leaves(td):
-                whole = td.unsqueeze(1).expand(td.shape[0], self.num_steps, *td.shape[1:])
+                whole = td.unsqueeze(1).expand(
+                    td.shape[0], self.num_steps, *td.shape[1:]
+                )
                 self._on_disk = whole.memmap_like(self.directory)
         if self._on_disk is None:
             self._in_memory.append(td.clone())
@@ -85,14 +97,20 @@ class RolloutStore:
         if self.num_stored == 0:
             return
         if self._on_disk is None:
-            LazyStackedTensorDict.maybe_dense_stack(self._in_memory, 1).memmap(self.directory)
+            LazyStackedTensorDict.maybe_dense_stack(self._in_memory, 1).memmap(
+                self.directory
+            )
         elif self.num_stored < self.num_steps:
-            with tempfile.TemporaryDirectory(prefix=".shorter-", dir=self.directory) as shorter:
+            with tempfile.TemporaryDirectory(
+                prefix=".shorter-", dir=self.directory
+            ) as shorter:
                 self._on_disk[:, : self.num_stored].contiguous().memmap(shorter)
                 for path in Path(shorter).rglob("*"):
                     if path.is_file():
                         os.replace(path, self.directory / path.relative_to(shorter))
-        (self.directory / _FACTS).write_text(json.dumps({"schema": SCHEMA, **facts}, indent=2) + "\n")
+        (self.directory / _FACTS).write_text(
+            json.dumps({"schema": SCHEMA, **facts}, indent=2) + "\n"
+        )
 
     def _require_room(self, size: int) -> None:
         # Checked first, because writing to a memory map on a full disk kills the process.
@@ -152,24 +170,44 @@ def _refuse_growth(directory: Path) -> None:
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise ValueError(f"{path.name!r}, which is no file or folder")
     for path in directory.rglob("meta.json"):
-        sizes = {file.name: file.stat().st_size for file in path.parent.glob("*.memmap")}
+        sizes = {
+            file.name: file.stat().st_size for file in path.parent.glob("*.memmap")
+        }
         for key, leaf in json.loads(text_of(path)).items():
             if isinstance(leaf, dict) and leaf.get("dtype") is not None:
-                names = {f"{key}.memmap", f"{quote(key, safe=_UNQUOTED)}.memmap"} & sizes.keys()
-                size = math.prod(leaf["shape"]) * getattr(torch, leaf["dtype"].removeprefix("torch.")).itemsize
-                is_alone = len(names) == 1 or not (names or size)  # a leaf without elements may have no file
-                if leaf.get("is_nested") or not is_alone or not all(0 <= size <= sizes[name] for name in names):
-                    raise ValueError(f"{size} bytes of {key!r}, whose files have {[sizes[name] for name in names]}")
+                names = {
+                    f"{key}.memmap",
+                    f"{quote(key, safe=_UNQUOTED)}.memmap",
+                } & sizes.keys()
+                size = (
+                    math.prod(leaf["shape"])
+                    * getattr(torch, leaf["dtype"].removeprefix("torch.")).itemsize
+                )
+                # A leaf without elements may have no file.
+                is_alone = len(names) == 1 or not (names or size)
+                if (
+                    leaf.get("is_nested")
+                    or not is_alone
+                    or not all(0 <= size <= sizes[name] for name in names)
+                ):
+                    raise ValueError(
+                        f"{size} bytes of {key!r}, whose files have {[sizes[name] for name in names]}"
+                    )
 
 
 #: Characters that TensorDict keeps in the names of files.
-_UNQUOTED = "".join(map(chr, range(33, 127))).translate(str.maketrans("", "", '/<>:"|?*\\%'))
+_UNQUOTED = "".join(map(chr, range(33, 127))).translate(
+    str.maketrans("", "", '/<>:"|?*\\%')
+)
 #: Fact -> its form, and what checks it.
 _FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "schema": (SCHEMA, lambda value: value == SCHEMA),
     "env": ("a printable text", is_line),
     "env_kwargs": ("an object", lambda value: isinstance(value, dict)),
-    "max_steps": ("an integer of at least 1 or null", lambda value: value is None or is_count(value, 1)),
+    "max_steps": (
+        "an integer of at least 1 or null",
+        lambda value: value is None or is_count(value, 1),
+    ),
     "seed": ("an integer of at least 0", is_root_seed),
 }
 
@@ -178,11 +216,16 @@ def has_odd_leaves(td: TensorDictBase) -> bool:
     """Return whether a batch has leaves without a fixed size on disk: text, objects, differing shapes."""
     if isinstance(td, LazyStackedTensorDict) or not isinstance(td, TensorDict):
         return True
-    return any(is_tensor_collection(value) and has_odd_leaves(value) for value in td.values())
+    return any(
+        is_tensor_collection(value) and has_odd_leaves(value) for value in td.values()
+    )
 
 
 def refuse_code(
-    path: Path, stored: tuple[str, dict[str, Any]], given: tuple[str | None, dict[str, Any] | None], or_else: str = ""
+    path: Path,
+    stored: tuple[str, dict[str, Any]],
+    given: tuple[str | None, dict[str, Any] | None],
+    or_else: str = "",
 ) -> None:
     """Refuse a file or folder that names code, unless the command line names it.
 
@@ -214,4 +257,6 @@ def has_text(value: Any) -> bool:
     """Return whether there is a text in plain data, other than the keys of dicts."""
     if isinstance(value, dict):
         return any(map(has_text, value.values()))
-    return any(map(has_text, value)) if isinstance(value, list) else isinstance(value, str)
+    return (
+        any(map(has_text, value)) if isinstance(value, list) else isinstance(value, str)
+    )

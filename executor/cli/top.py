@@ -30,13 +30,21 @@ _LONG_S = 5.0
 def run(options: Top) -> int:
     """Show the running executors; return the exit code."""
     console = Console()
-    with contextlib.closing(Watcher(options.pid)) as watcher, contextlib.ExitStack() as until_end:
+    with (
+        contextlib.closing(Watcher(options.pid)) as watcher,
+        contextlib.ExitStack() as until_end,
+    ):
         if refusal := _refusal(options, watcher.look()):
-            Console(stderr=True).print(f"error: top failed: {refusal}", soft_wrap=True, highlight=False)
+            Console(stderr=True).print(
+                f"error: top failed: {refusal}", soft_wrap=True, highlight=False
+            )
             return EXIT_USAGE
         live: Live | None = None
-        if console.is_terminal and not (options.once or options.json):  # elsewhere, one table after the other
-            live = until_end.enter_context(Live(console=console, screen=True, auto_refresh=False))
+        # Elsewhere, one table after the other.
+        if console.is_terminal and not (options.once or options.json):
+            live = until_end.enter_context(
+                Live(console=console, screen=True, auto_refresh=False)
+            )
         try:
             while True:
                 time.sleep(options.interval)
@@ -45,7 +53,9 @@ def run(options: Top) -> int:
                 if options.json:
                     _write_json(options, watches, stack)
                 elif live is None:
-                    console.print(Text(stack), soft_wrap=True, end="\n" if stack else "")
+                    console.print(
+                        Text(stack), soft_wrap=True, end="\n" if stack else ""
+                    )
                     console.print(screen(watches, "", console.width))
                 else:
                     live.update(screen(watches, stack, console.width), refresh=True)
@@ -70,9 +80,14 @@ def _refusal(options: Top, watches: list[Watch]) -> str:
 
 
 def _write_json(options: Top, watches: list[Watch], stack: str) -> None:
-    plain: dict[str, Any] = {"schema": SCHEMA, "executors": [watch.to_plain() for watch in watches]}
+    plain: dict[str, Any] = {
+        "schema": SCHEMA,
+        "executors": [watch.to_plain() for watch in watches],
+    }
     plain |= {"stack": stack} if stack else {}
-    write_text(options.json, json.dumps(plain, indent=2 if options.once else None) + "\n")
+    write_text(
+        options.json, json.dumps(plain, indent=2 if options.once else None) + "\n"
+    )
 
 
 class Watcher:
@@ -84,7 +99,11 @@ class Watcher:
 
     def look(self) -> list[Watch]:
         """Return the activity of each executor since the previous call; that of a new executor is empty."""
-        found = {(one.pid, one.inode): one for one in plates() if self._pid is None or one.pid == self._pid}
+        found = {
+            (one.pid, one.inode): one
+            for one in plates()
+            if self._pid is None or one.pid == self._pid
+        }
         for key in [key for key in self._watches if key not in found]:
             self._watches.pop(key).close()
         for key, plate in found.items():
@@ -113,13 +132,32 @@ def _stack(watches: list[Watch], row: int | None) -> str:
 def screen(watches: list[Watch], stack: str, width: int) -> RenderableType:
     """Return the executors as tables of at most `width` characters; a narrow table lacks the columns of `_DROPPED`."""
     if not watches:
-        return Text("no executor of this user is running (`SerialEnv` has no workers to show)", "dim")
-    return Group(*([Text(stack)] if stack else []), *(_executor(watch, width) for watch in watches))
+        return Text(
+            "no executor of this user is running (`SerialEnv` has no workers to show)",
+            "dim",
+        )
+    return Group(
+        *([Text(stack)] if stack else []),
+        *(_executor(watch, width) for watch in watches),
+    )
 
 
 #: The columns of a table, and those that a narrow terminal drops, in the order in which they are dropped.
 _COLUMNS = (
-    *("worker", "pid", "envs", "steps/s", "busy", "reset", "wait", "p50", "p99", "resets", "errors", "restarts"),
+    *(
+        "worker",
+        "pid",
+        "envs",
+        "steps/s",
+        "busy",
+        "reset",
+        "wait",
+        "p50",
+        "p99",
+        "resets",
+        "errors",
+        "restarts",
+    ),
     *("USS", "PSS", "cpu", "gpu", "at"),
 )
 _DROPPED = ("PSS", "p50", "cpu", "errors", "restarts", "reset", "p99", "resets", "wait")
@@ -127,16 +165,26 @@ _DROPPED = ("PSS", "p50", "cpu", "errors", "restarts", "reset", "p99", "resets",
 
 def _executor(watch: Watch, width: int) -> Table:
     title = f"{watch.env} x {watch.num_envs}, process {watch.pid}: {watch.steps_per_s:,.0f} env-steps/s"
-    rows = [dict(zip(_COLUMNS, _cells(worker), strict=True)) for worker in watch.workers]
+    rows = [
+        dict(zip(_COLUMNS, _cells(worker), strict=True)) for worker in watch.workers
+    ]
     has_gpus = any(worker.gpu is not None for worker in watch.workers)
     names = [name for name in _COLUMNS if name != "gpu" or has_gpus]
     for name in _DROPPED:
         if _width_of(names, rows) > width:
             names.remove(name)
     heading = Text(f"{title}   {watch.command[:60]}", overflow="ellipsis", no_wrap=True)
-    table = Table(title=heading, caption=watch.path, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(
+        title=heading,
+        caption=watch.path,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
     for name in names:
-        table.add_column(name, justify="left" if name == "at" else "right", no_wrap=name != "at")
+        table.add_column(
+            name, justify="left" if name == "at" else "right", no_wrap=name != "at"
+        )
     for row in rows:
         table.add_row(*(row[name] for name in names))
     return table
@@ -144,11 +192,18 @@ def _executor(watch: Watch, width: int) -> Table:
 
 def _width_of(names: list[str], rows: list[dict[str, Any]]) -> int:
     """Return the characters that a line of the table needs, with three between columns."""
-    return sum(3 + max(len(name), *(len(row[name]) for row in rows), 0) for name in names) + 2
+    return (
+        sum(3 + max(len(name), *(len(row[name]) for row in rows), 0) for name in names)
+        + 2
+    )
 
 
 def _cells(worker: WorkerStatistics) -> list[Any]:
-    at = worker.phase if worker.phase_env_id is None else f"{worker.phase} of env {worker.phase_env_id}"
+    at = (
+        worker.phase
+        if worker.phase_env_id is None
+        else f"{worker.phase} of env {worker.phase_env_id}"
+    )
     is_long = worker.phase != "idle" and worker.phase_s > _LONG_S
     return [
         str(worker.worker_id),
@@ -158,7 +213,10 @@ def _cells(worker: WorkerStatistics) -> list[Any]:
         f"{worker.busy_share:.0%}",
         f"{worker.reset_share:.0%}",
         f"{worker.wait_share:.0%}",
-        *("-" if seconds is None else time_text(seconds) for seconds in (worker.step_p50_s, worker.step_p99_s)),
+        *(
+            "-" if seconds is None else time_text(seconds)
+            for seconds in (worker.step_p50_s, worker.step_p99_s)
+        ),
         f"{worker.resets:,}",
         f"{worker.env_errors:,}",
         str(worker.generation),

@@ -35,13 +35,17 @@ from envherd.workers.sending import registries
 
 #: Seconds between checks of the parent.
 _PARENT_S = 0.5
-_STREAM = 2**32 - 3  # spawn_key of the policy's generator: different from those of envs and of random actions
+# spawn_key of the policy's generator: different from those of envs and of random actions.
+_STREAM = 2**32 - 3
 
 
 def versions() -> dict[str, str]:
     """Return the versions that must be equal on all nodes, by name."""
     names = ("envherd", "ray", "numpy", "torch", "tensordict", "cloudpickle")
-    return {"python": platform.python_version().rpartition(".")[0], **{name: metadata.version(name) for name in names}}
+    return {
+        "python": platform.python_version().rpartition(".")[0],
+        **{name: metadata.version(name) for name in names},
+    }
 
 
 class Node:
@@ -60,7 +64,9 @@ class Node:
     _rows: TensorDictBase | None = None
 
     def __init__(self, *task: Any) -> None:
-        threading.Thread(target=_end_with, args=(os.getppid(),), name="envherd-parent", daemon=True).start()
+        threading.Thread(
+            target=_end_with, args=(os.getppid(),), name="envherd-parent", daemon=True
+        ).start()
         node_id = ray.get_runtime_context().get_node_id()[:8]
         self._place = f"node {socket.gethostname()}/{node_id}, pid {os.getpid()}"
         self._task = task
@@ -82,7 +88,11 @@ class Node:
                 self._continue_from(pickle.loads(state))
             self._is_current = True
             result = getattr(self, call)(*args, **how)
-            return result, self._place, pickle.dumps({**self.save(with_envs=False), "rows": self._rows})
+            return (
+                result,
+                self._place,
+                pickle.dumps({**self.save(with_envs=False), "rows": self._rows}),
+            )
         except EnvherdError as error:
             error.partial = None
             return error
@@ -121,16 +131,28 @@ class Node:
                     f"{version} on {self._place}. Install the same environment on all nodes."
                 )
         numbering.first_env_id, numbering.place = first, self._place.partition(",")[0]
-        options = dataclasses.replace(how["options"], first_env_id=how["options"].first_env_id + first)
+        options = dataclasses.replace(
+            how["options"], first_env_id=how["options"].first_env_id + first
+        )
         cores = min(usable_cores(), cores or usable_cores())
         num_workers = how["num_workers"] or min(max(1, int(cores)), len(factories))
         spawn_key = (_STREAM, options.first_env_id)
-        torch.manual_seed(int(np.random.SeedSequence(how["seed"], spawn_key=spawn_key).generate_state(1)[0]))
+        torch.manual_seed(
+            int(
+                np.random.SeedSequence(how["seed"], spawn_key=spawn_key).generate_state(
+                    1
+                )[0]
+            )
+        )
         try:
             registries.install(registered)
-            made = {pickled: pickle.loads(pickled) for pickled in dict.fromkeys(factories)}
+            made = {
+                pickled: pickle.loads(pickled) for pickled in dict.fromkeys(factories)
+            }
             own = [made[pickled] for pickled in factories]
-            return ParallelEnv(own, **{**how, "options": options, "num_workers": num_workers})
+            return ParallelEnv(
+                own, **{**how, "options": options, "num_workers": num_workers}
+            )
         except EnvherdError:
             raise
         except Exception as error:
@@ -143,7 +165,14 @@ class Node:
         """Return the specs of the envs, and the number of workers."""
         return self._env.specs, self._env.num_workers
 
-    def roll(self, num_steps: int, acting: tuple[Any, Any] | None, how: dict[str, Any], *, keeps_state: bool) -> Any:
+    def roll(
+        self,
+        num_steps: int,
+        acting: tuple[Any, Any] | None,
+        how: dict[str, Any],
+        *,
+        keeps_state: bool,
+    ) -> Any:
         """Make a rollout.
 
         Args:
@@ -200,7 +229,11 @@ class Node:
 def load_weights(policy: Any, weights: Sequence[np.ndarray]) -> None:
     """Write a module's parameters, then its buffers; a policy that is no module has none."""
     with torch.no_grad():
-        for mine, array in zip((*policy.parameters(), *policy.buffers()) if weights else (), weights, strict=True):
+        for mine, array in zip(
+            (*policy.parameters(), *policy.buffers()) if weights else (),
+            weights,
+            strict=True,
+        ):
             mine.copy_(torch.tensor(array, device="cpu"))
 
 
@@ -209,11 +242,21 @@ def as_arrays(data: TensorDictBase) -> Any:
 
     A batch of different tasks, or with anything but tensors, is returned unchanged.
     """
-    found = {key: data.get(key) for key in data.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor)}
+    found = {
+        key: data.get(key)
+        for key in data.keys(
+            include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor
+        )
+    }
     is_plain = type(data) is TensorDict and all(
-        isinstance(value, torch.Tensor) and value.dtype != torch.bfloat16 for value in found.values()
+        isinstance(value, torch.Tensor) and value.dtype != torch.bfloat16
+        for value in found.values()
     )
-    return (tuple(data.batch_size), {key: value.numpy() for key, value in found.items()}) if is_plain else data
+    return (
+        (tuple(data.batch_size), {key: value.numpy() for key, value in found.items()})
+        if is_plain
+        else data
+    )
 
 
 def _end_with(parent: int) -> None:

@@ -26,7 +26,13 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
-from envherd.executor.batches.arguments import as_count, need_bools, need_callables, need_state, refuse_unused_root
+from envherd.executor.batches.arguments import (
+    as_count,
+    need_bools,
+    need_callables,
+    need_state,
+    refuse_unused_root,
+)
 from envherd.executor.cluster.shares import ClusterError, bundles_for, no_room, spread
 from envherd.executor.guests.collectors.policy import Placed, Policy
 from envherd.executor.guests.monitor.statistics import Statistics
@@ -182,7 +188,13 @@ class RayRollouts:
         groups: list[Any] = []
         begun = _connect(address)
         self._finalizer = weakref.finalize(
-            self, _release, groups, self._shares, self._options, os.getpid(), has_begun_ray=begun
+            self,
+            _release,
+            groups,
+            self._shares,
+            self._options,
+            os.getpid(),
+            has_begun_ray=begun,
         )
         how = {"num_workers": num_workers, "seed": self.seed, "options": self._options}
         try:
@@ -191,8 +203,12 @@ class RayRollouts:
             group = placement_group(bundles, strategy=strategy)
             groups.append(group)
             _await_room(group, bundles, placement_timeout_s)
-            for index, env_ids in enumerate(spread(self.num_envs, [bundle.get("CPU") or 1.0 for bundle in bundles])):
-                actor = _actor(group, index, bundles[index], runtime_env, self._options).remote(
+            for index, env_ids in enumerate(
+                spread(self.num_envs, [bundle.get("CPU") or 1.0 for bundle in bundles])
+            ):
+                actor = _actor(
+                    group, index, bundles[index], runtime_env, self._options
+                ).remote(
                     versions(),
                     registries.collect(),
                     [pickled[id(factories[i])] for i in env_ids],
@@ -200,7 +216,9 @@ class RayRollouts:
                     env_ids[0],
                     {**how, "env_kwargs": [kwargs[i] for i in env_ids]},
                 )
-                self._shares.append(_Share(env_ids=env_ids, actor=actor, place=_place_of(group, index)))
+                self._shares.append(
+                    _Share(env_ids=env_ids, actor=actor, place=_place_of(group, index))
+                )
             reports = self._ask("report")
             self.specs = tuple(spec for specs, _ in reports for spec in specs)
             check_agreement(self.specs, factories, kwargs)
@@ -244,7 +262,9 @@ class RayRollouts:
         """
         max_steps = as_count("rollout", "max_steps", max_steps)
         need_callables("rollout", policy=policy)
-        need_bools("rollout", auto_reset=auto_reset, break_when_any_done=break_when_any_done)
+        need_bools(
+            "rollout", auto_reset=auto_reset, break_when_any_done=break_when_any_done
+        )
         if break_when_any_done or callback is not None:
             raise ValueError(
                 "rollout failed: expected break_when_any_done=False and no callback: nodes act separately."
@@ -285,7 +305,9 @@ class RayRollouts:
         need_callables("stream", policy=policy)
         need_bools("stream", overlap=overlap)
         need_state("stream", "primer", primer, self.num_envs)
-        begin = functools.partial(self._roll, max_steps=max_steps, states={"primer": primer}, keeps_state=True)
+        begin = functools.partial(
+            self._roll, max_steps=max_steps, states={"primer": primer}, keeps_state=True
+        )
         with self._guard:
             self._take(policy)
             stream = self._stream = object()
@@ -293,12 +315,18 @@ class RayRollouts:
         while True:
             with self._guard:
                 if self._stream is not stream:
-                    raise Busy("stream failed: another call was made since. Iterate over a new stream.")
+                    raise Busy(
+                        "stream failed: another call was made since. Iterate over a new stream."
+                    )
                 for share in waiting:
                     begin(share)
                 share, part = self._next_answer()
                 data = _join([part])
-                data["env_ids"] = torch.tensor(share.env_ids, device="cpu")[:, None].expand(data.batch_size[:2]).clone()
+                data["env_ids"] = (
+                    torch.tensor(share.env_ids, device="cpu")[:, None]
+                    .expand(data.batch_size[:2])
+                    .clone()
+                )
                 data["policy_version"] = torch.full_like(data["env_ids"], share.version)
                 waiting = [share]
                 if overlap:
@@ -324,10 +352,21 @@ class RayRollouts:
             auto_reset: see `rollout`.
             keeps_state: see `Node.roll`.
         """
-        own = {name: state[share.env_ids].cpu() for name, state in states.items() if state is not None}
+        own = {
+            name: state[share.env_ids].cpu()
+            for name, state in states.items()
+            if state is not None
+        }
         acting = None if self._policy is None else self._refreshed()
         share.version = self.version
-        self._begin(share, "roll", max_steps, acting, {"auto_reset": auto_reset, **own}, keeps_state=keeps_state)
+        self._begin(
+            share,
+            "roll",
+            max_steps,
+            acting,
+            {"auto_reset": auto_reset, **own},
+            keeps_state=keeps_state,
+        )
 
     def _take(self, policy: Any) -> None:
         """Use a policy from now on; answers to earlier calls are dropped."""
@@ -345,8 +384,15 @@ class RayRollouts:
         """
         policy = self._policy
         is_module = isinstance(policy, torch.nn.Module)
-        weights = [_as_array(tensor) for tensor in (*policy.parameters(), *policy.buffers())] if is_module else []
-        present = policy if is_module else self._pickle(), [array.tobytes() for array in weights]
+        weights = (
+            [_as_array(tensor) for tensor in (*policy.parameters(), *policy.buffers())]
+            if is_module
+            else []
+        )
+        present = (
+            policy if is_module else self._pickle(),
+            [array.tobytes() for array in weights],
+        )
         if present[0] != self._sent[0]:
             self._made = ray.put(self._pickle())
         if present != self._sent:
@@ -386,7 +432,10 @@ class RayRollouts:
             self._look()
             refs = [*self._pending]
             # All that have arrived, in this order: a wait for one returns any of them.
-            ready = ray.wait(refs, num_returns=len(refs), timeout=0)[0] or ray.wait(refs, timeout=_LOOK_S)[0]
+            ready = (
+                ray.wait(refs, num_returns=len(refs), timeout=0)[0]
+                or ray.wait(refs, timeout=_LOOK_S)[0]
+            )
             for ref in ready:
                 share = self._pending.pop(ref)
                 try:
@@ -395,7 +444,9 @@ class RayRollouts:
                     raise
                 except ray.exceptions.RayError as error:
                     text = " ".join(str(getattr(error, "cause", None) or error).split())
-                    raise self._loss(share, f"{type(error).__name__}: {text[:_MAX_LENGTH]}") from None
+                    raise self._loss(
+                        share, f"{type(error).__name__}: {text[:_MAX_LENGTH]}"
+                    ) from None
                 if isinstance(answer, EnvherdError):
                     raise answer
                 result, place, share.state = answer
@@ -408,16 +459,30 @@ class RayRollouts:
         """Raise the loss of a node that is silent, and log which nodes have not been heard for some time."""
         now = time.monotonic()
         for share in self._pending.values():
-            if share.ping is None or (now - share.heard_at > _LOOK_S and ray.wait([share.ping], timeout=0)[0]):
-                share.ping, share.heard_at = share.actor.ping.options(concurrency_group="watch").remote(), now
+            if share.ping is None or (
+                now - share.heard_at > _LOOK_S and ray.wait([share.ping], timeout=0)[0]
+            ):
+                share.ping, share.heard_at = (
+                    share.actor.ping.options(concurrency_group="watch").remote(),
+                    now,
+                )
             if now - share.heard_at > self._node_timeout_s:
                 share.ping = None  # the next call reports that the actor has died
                 ray.kill(share.actor)
-                raise self._loss(share, f"it gave no sign of life for {self._node_timeout_s:g} s")
-        late = [str(one) for one in self._pending.values() if one.state is None or now - one.heard_at > _LOG_S]
+                raise self._loss(
+                    share, f"it gave no sign of life for {self._node_timeout_s:g} s"
+                )
+        late = [
+            str(one)
+            for one in self._pending.values()
+            if one.state is None or now - one.heard_at > _LOG_S
+        ]
         if late and now - self._logged_at > _LOG_S:
             self._logged_at = now
-            _log.warning("RayRollouts waits for nodes that are still starting, or are silent: %s.", ", ".join(late))
+            _log.warning(
+                "RayRollouts waits for nodes that are still starting, or are silent: %s.",
+                ", ".join(late),
+            )
 
     def _loss(self, share: _Share, why: str) -> WorkerLost:
         return WorkerLost(
@@ -444,7 +509,9 @@ class RayRollouts:
         parts = state.get("nodes", ())
         sizes = [len(share.env_ids) for share in self._shares]
         if [len(part["ended"]) for part in parts] != sizes:
-            raise ValueError(f"load_state_dict failed: expected a state of nodes with {sizes} envs, got another.")
+            raise ValueError(
+                f"load_state_dict failed: expected a state of nodes with {sizes} envs, got another."
+            )
         self._ask("load", parts=parts)
         for share, part in zip(self._shares, parts, strict=True):
             share.state = pickle.dumps(part)
@@ -488,7 +555,9 @@ def _connect(address: str | None) -> bool:
     host, _, port = (address or "").rpartition(":")
     try:
         if host and port.isdigit():
-            socket.create_connection((host.removeprefix("ray://"), int(port)), _CONNECT_S).close()
+            socket.create_connection(
+                (host.removeprefix("ray://"), int(port)), _CONNECT_S
+            ).close()
         ray.init(address=address, log_to_driver=False, configure_logging=False)
     except (OSError, RuntimeError, ValueError) as error:
         raise ClusterError(
@@ -498,10 +567,14 @@ def _connect(address: str | None) -> bool:
     return True
 
 
-def _await_room(group: Any, bundles: Sequence[Mapping[str, float]], timeout_s: float) -> None:
+def _await_room(
+    group: Any, bundles: Sequence[Mapping[str, float]], timeout_s: float
+) -> None:
     """Wait until Ray has reserved a placement group; raise a `ClusterError` if that takes too long."""
     if not group.wait(timeout_s):
-        raise no_room(bundles, [dict(node["Resources"]) for node in _nodes()], timeout_s)
+        raise no_room(
+            bundles, [dict(node["Resources"]) for node in _nodes()], timeout_s
+        )
 
 
 def _place_of(group: Any, index: int) -> str:
@@ -511,7 +584,13 @@ def _place_of(group: Any, index: int) -> str:
     return f"node {hosts.get(node_id)}/{node_id[:8]}"
 
 
-def _actor(group: Any, index: int, bundle: Mapping[str, float], runtime_env: Any, options: ExecutorOptions) -> Any:
+def _actor(
+    group: Any,
+    index: int,
+    bundle: Mapping[str, float],
+    runtime_env: Any,
+    options: ExecutorOptions,
+) -> Any:
     """Return the class of actors that run in a bundle of a placement group."""
     restarts = options.max_restarts if options.on_worker_loss == "restart" else 0
     remote: Any = ray.remote  # its types know no concurrency groups
@@ -519,23 +598,38 @@ def _actor(group: Any, index: int, bundle: Mapping[str, float], runtime_env: Any
         num_cpus=bundle.get("CPU", 0),
         num_gpus=bundle.get("GPU", 0),
         memory=bundle.get("memory"),
-        resources={name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU", "memory")},
+        resources={
+            name: amount
+            for name, amount in bundle.items()
+            if name not in ("CPU", "GPU", "memory")
+        },
         scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
         runtime_env=runtime_env,
         max_restarts=restarts,
-        max_task_retries=-1 if restarts else 0,  # a call is made again where the actor was started again
+        # A call is made again where the actor was started again.
+        max_task_retries=-1 if restarts else 0,
     )
 
 
 def _release(
-    groups: Sequence[Any], shares: Sequence[_Share], options: ExecutorOptions, owner: int, *, has_begun_ray: bool
+    groups: Sequence[Any],
+    shares: Sequence[_Share],
+    options: ExecutorOptions,
+    owner: int,
+    *,
+    has_begun_ray: bool,
 ) -> None:
     """Close the envs, end the actors, and release the reservation; end Ray if it was started for it."""
     if not ray.is_initialized() or os.getpid() != owner:  # in a fork of the owner
         return
     try:
-        calls = [share.actor.close.options(concurrency_group="watch").remote() for share in shares]
-        ray.wait(calls, num_returns=len(calls), timeout=options.close_timeout_s) if calls else None
+        calls = [
+            share.actor.close.options(concurrency_group="watch").remote()
+            for share in shares
+        ]
+        ray.wait(
+            calls, num_returns=len(calls), timeout=options.close_timeout_s
+        ) if calls else None
     finally:
         for share in shares:
             ray.kill(share.actor)
@@ -561,12 +655,17 @@ def _join(parts: Sequence[Any]) -> TensorDictBase:
     """Return rollouts of nodes as one batch, in its own memory; see `as_arrays`."""
     if len(parts) == 1 and isinstance(parts[0], TensorDictBase):
         return parts[0]
-    if any(isinstance(part, TensorDictBase) or part[1].keys() != parts[0][1].keys() for part in parts):
+    if any(
+        isinstance(part, TensorDictBase) or part[1].keys() != parts[0][1].keys()
+        for part in parts
+    ):
         rows = [row for part in parts for row in _join([part]).unbind(0)]
         return LazyStackedTensorDict(*rows, stack_dim=0)
     shapes = [shape for shape, _ in parts]
     data = TensorDict({}, (sum(shape[0] for shape in shapes), *shapes[0][1:]))
     for key in parts[0][1]:
-        data.set(key, torch.from_numpy(np.concatenate([arrays[key] for _, arrays in parts])))
+        data.set(
+            key, torch.from_numpy(np.concatenate([arrays[key] for _, arrays in parts]))
+        )
     data.refine_names(None, "time", ...)
     return data

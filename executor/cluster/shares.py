@@ -29,11 +29,16 @@ def spread(num_envs: int, weights: Sequence[float]) -> list[list[int]]:
     counts = np.ones(len(weights), int)
     for _ in range(num_envs - len(weights)):
         counts[np.argmax(exact - counts)] += 1
-    return [ids.tolist() for ids in np.split(np.arange(num_envs), np.cumsum(counts)[:-1])]
+    return [
+        ids.tolist() for ids in np.split(np.arange(num_envs), np.cumsum(counts)[:-1])
+    ]
 
 
 def bundles_for(
-    free: Sequence[Resources], num_envs: int, num_nodes: int | None, per_node: Resources | None
+    free: Sequence[Resources],
+    num_envs: int,
+    num_nodes: int | None,
+    per_node: Resources | None,
 ) -> list[dict[str, float]]:
     """Return the resources to request from each node.
 
@@ -47,7 +52,11 @@ def bundles_for(
         ClusterError: no node has the requested resources.
     """
     asked = {"CPU": 1.0} if per_node is None else per_node
-    fitting = [node for node in free if all(node.get(name, 0) >= amount for name, amount in asked.items())]
+    fitting = [
+        node
+        for node in free
+        if all(node.get(name, 0) >= amount for name, amount in asked.items())
+    ]
     count = min(num_nodes or len(fitting), num_envs)
     if not fitting or (per_node is None and count > len(fitting)):
         raise no_room([asked] * max(1, count), free)
@@ -57,7 +66,9 @@ def bundles_for(
     return [{"CPU": number} for number in cpus[:count]]
 
 
-def no_room(asked: Sequence[Resources], free: Sequence[Resources], waited_s: float = 0.0) -> ClusterError:
+def no_room(
+    asked: Sequence[Resources], free: Sequence[Resources], waited_s: float = 0.0
+) -> ClusterError:
     """Return the error for bundles that cannot be placed, or were not placed in time."""
     return ClusterError(
         f"RayRollouts failed: expected room for {len(asked)} shares of {_in_words(asked[0])}, got none within "
@@ -67,5 +78,11 @@ def no_room(asked: Sequence[Resources], free: Sequence[Resources], waited_s: flo
 
 
 def _in_words(resources: Resources) -> str:
-    named = {name: n for name, n in sorted(resources.items()) if not name.startswith(("node:", "memory", "object_"))}
-    return ", ".join(f"{amount:g} {name}" for name, amount in named.items()) or "nothing"
+    named = {
+        name: n
+        for name, n in sorted(resources.items())
+        if not name.startswith(("node:", "memory", "object_"))
+    }
+    return (
+        ", ".join(f"{amount:g} {name}" for name, amount in named.items()) or "nothing"
+    )

@@ -21,7 +21,8 @@ def needing(install: str, *packages: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        for one in (error, error.__cause__):  # Ray raises others from those of its imports
+        # Ray raises others from those of its imports.
+        for one in (error, error.__cause__):
             if isinstance(one, ModuleNotFoundError) and one.name in packages:
                 raise ModuleNotFoundError(
                     f"importing a facade failed: expected the package {one.name}, which is not installed. Install it: "
@@ -31,7 +32,9 @@ def needing(install: str, *packages: str) -> Iterator[None]:
         raise
 
 
-def lazy_names(facade: str, homes: Mapping[str, str], install: str, *packages: str) -> Callable[[str], Any]:
+def lazy_names(
+    facade: str, homes: Mapping[str, str], install: str, *packages: str
+) -> Callable[[str], Any]:
     """Return the `__getattr__` of a facade's package, which imports a public name when it is first used.
 
     Workers import the facade's other half from the same package, without the host library and without torch.
@@ -48,8 +51,13 @@ def lazy_names(facade: str, homes: Mapping[str, str], install: str, *packages: s
             raise AttributeError(f"module {facade!r} has no attribute {name!r}")
         with needing(install, *packages):
             for package in packages:  # a module that others use too may do without one
-                if package not in sys.modules and importlib.util.find_spec(package) is None:
-                    raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+                if (
+                    package not in sys.modules
+                    and importlib.util.find_spec(package) is None
+                ):
+                    raise ModuleNotFoundError(
+                        f"No module named {package!r}", name=package
+                    )
             value = getattr(importlib.import_module(f"{facade}.{homes[name]}"), name)
         setattr(sys.modules[facade], name, value)
         return value

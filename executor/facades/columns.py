@@ -36,18 +36,25 @@ class Column:
         shape: tuple[int, ...],
         loans: Loans | None = None,
     ) -> None:
-        arrays = [group.columns[section, *key] for group, key in zip(slab.groups, keys, strict=True)]
+        arrays = [
+            group.columns[section, *key]
+            for group, key in zip(slab.groups, keys, strict=True)
+        ]
         self._views = [list(array) for array in arrays]
         self._env_ids = [np.array(group.plan.env_ids) for group in slab.groups]
         self._shape = (num_rows, *shape)
         self._num_envs = slab.plan.num_envs
         self._only = self._views[0]
-        self._is_plain = len(arrays) == 1 and all(view.flags.c_contiguous for view in self._only)
+        self._is_plain = len(arrays) == 1 and all(
+            view.flags.c_contiguous for view in self._only
+        )
         if self._is_plain:
             self._only = [view.reshape(self._shape) for view in self._only]
         self._loans = loans if self._is_plain and section == "next" else None
         if self._loans is not None:
-            self._index = [leaf.key for leaf in next_leaves(slab.groups[0].spec)].index(tuple(keys[0]))
+            self._index = [leaf.key for leaf in next_leaves(slab.groups[0].spec)].index(
+                tuple(keys[0])
+            )
 
     def own(self, column: int) -> np.ndarray:
         """Return all rows at a column, for the caller: copied, or the frame itself if it can be lent."""
@@ -92,12 +99,15 @@ class LatestColumn:
         fresh: the leaf of "root", which is present after a reset.
     """
 
-    def __init__(self, positions: Positions, key: Key, num_rows: int, shape: tuple[int, ...]) -> None:
+    def __init__(
+        self, positions: Positions, key: Key, num_rows: int, shape: tuple[int, ...]
+    ) -> None:
         self._positions = positions
         self._repeats = num_rows // positions.slab.plan.num_envs
         keys = [key] * len(positions.slab.groups)
         self.after, self.fresh = (
-            Column(positions.slab, section, keys, num_rows, shape, positions.loans) for section in ("next", "root")
+            Column(positions.slab, section, keys, num_rows, shape, positions.loans)
+            for section in ("next", "root")
         )
 
     def read(self) -> np.ndarray:

@@ -27,7 +27,14 @@ def episode_reader(slab: Slab, num_agents: int = 1) -> ReadEpisodes | None:
         return None
     kinds = ((0, (num_agents,), np.float64), (-2, (), np.int64), (-1, (), np.float64))
     columns = [
-        (Column(slab, "next", [own[place] for own in keys], slab.plan.num_envs, shape), dtype)
+        (
+            Column(
+                slab, "next", [own[place] for own in keys], slab.plan.num_envs, shape
+            ),
+            dtype,
+        )
         for place, shape, dtype in kinds
     ]
-    return lambda column: tuple(leaf.read(column).astype(dtype) for leaf, dtype in columns)
+    return lambda column: tuple(
+        leaf.read(column).astype(dtype) for leaf, dtype in columns
+    )

@@ -25,12 +25,18 @@ def listed(operation: str, env_fns: Any) -> tuple[Any, ...]:
         FactoryError: an entry is no factory.
     """
     if callable(env_fns) or isinstance(env_fns, str):
-        got, entry = ("one name", repr(env_fns)) if isinstance(env_fns, str) else ("one function", "make_env")
+        got, entry = (
+            ("one name", repr(env_fns))
+            if isinstance(env_fns, str)
+            else ("one function", "make_env")
+        )
         raise TypeError(
             f"{operation} failed: expected a list of functions, one per env, got {got}. Write [{entry}] * 8."
         )
     if not (found := tuple(map(as_factory, env_fns))):
-        raise ValueError(f"{operation} failed: expected at least one function, got an empty list.")
+        raise ValueError(
+            f"{operation} failed: expected at least one function, got an empty list."
+        )
     return found
 
 
@@ -44,13 +50,18 @@ def as_raised(error: EnvherdError, call: str = "") -> EnvherdError:
     if not isinstance(error, (EnvError, FactoryError)):
         return error
     if call:
-        error.message = call + error.message.removeprefix(error.context.get("phase", ""))
+        error.message = call + error.message.removeprefix(
+            error.context.get("phase", "")
+        )
         error.args = (error.message,)
     cause = error.__cause__
-    if isinstance(cause, Exception) and not isinstance(cause, RemoteTraceback):  # raised in this process
+    # Raised in this process.
+    if isinstance(cause, Exception) and not isinstance(cause, RemoteTraceback):
         native: type[Exception] | None = type(cause)
     else:
-        native = _find_type(error.context.get("type_module", ""), error.context.get("type_name", ""))
+        native = _find_type(
+            error.context.get("type_module", ""), error.context.get("type_name", "")
+        )
     return error if native is None or isinstance(error, native) else twin(error, native)
 
 
@@ -77,7 +88,9 @@ def twin(error: EnvherdError, native: type[Exception]) -> EnvherdError:
     return twin
 
 
-def _blank(kind: type[EnvherdError], native: type[Exception], message: str) -> EnvherdError | None:
+def _blank(
+    kind: type[EnvherdError], native: type[Exception], message: str
+) -> EnvherdError | None:
     """Return an instance without calling constructors, as a native one may require other arguments."""
     for base in (Exception, native):  # `native` if its instances have their own fields
         try:
@@ -87,7 +100,9 @@ def _blank(kind: type[EnvherdError], native: type[Exception], message: str) -> E
     return None
 
 
-def _joined(ours: type[EnvherdError], native: type[Exception]) -> type[EnvherdError] | None:
+def _joined(
+    ours: type[EnvherdError], native: type[Exception]
+) -> type[EnvherdError] | None:
     """Return a class derived from both; None if Python cannot create it."""
     namespace = {
         "__str__": lambda error: error.message,
@@ -103,4 +118,7 @@ def _joined(ours: type[EnvherdError], native: type[Exception]) -> type[EnvherdEr
 
 def _reduce(error: EnvherdError) -> tuple[Any, ...]:
     ours, native = type(error).__bases__
-    return twin, (ours(error.message, remote_traceback=error.remote_traceback, **error.context), native)
+    return twin, (
+        ours(error.message, remote_traceback=error.remote_traceback, **error.context),
+        native,
+    )

@@ -10,7 +10,9 @@ import numpy as np
 from envherd.workers.errors import ActionError
 
 
-def fitted(values: Any, shape: tuple[int, ...], dtype: np.dtype[Any], of_agent: str = "") -> np.ndarray:
+def fitted(
+    values: Any, shape: tuple[int, ...], dtype: np.dtype[Any], of_agent: str = ""
+) -> np.ndarray:
     """Return actions as an array of a shape and dtype; the same array if it is one.
 
     Args:
@@ -39,7 +41,9 @@ def fitted(values: Any, shape: tuple[int, ...], dtype: np.dtype[Any], of_agent: 
     return cast
 
 
-def as_array(values: Any, dtype: np.dtype[Any] | None = None, of_agent: str = "") -> np.ndarray:
+def as_array(
+    values: Any, dtype: np.dtype[Any] | None = None, of_agent: str = ""
+) -> np.ndarray:
     """Return actions as an array, of a dtype if one is passed.
 
     Raises:

@@ -8,7 +8,15 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from envherd.shm.specs import Binary, Box, Discrete, Domain, Key, LeafSpec, MultiDiscrete
+from envherd.shm.specs import (
+    Binary,
+    Box,
+    Discrete,
+    Domain,
+    Key,
+    LeafSpec,
+    MultiDiscrete,
+)
 
 Space = spaces.Space[Any]
 
@@ -22,10 +30,15 @@ def space_of(leaf: LeafSpec, lead: int) -> Space:
     if isinstance(domain, Discrete) and shape == ():
         return spaces.Discrete(domain.n, start=domain.start)
     if isinstance(domain, MultiDiscrete) and dtype.kind in "iu":
-        return spaces.MultiDiscrete(np.broadcast_to(np.asarray(domain.nvec), leaf.shape)[(0,) * lead])
+        return spaces.MultiDiscrete(
+            np.broadcast_to(np.asarray(domain.nvec), leaf.shape)[(0,) * lead]
+        )
     if isinstance(domain, Binary) and dtype.kind in "iu":
         return spaces.MultiBinary(shape)
-    low, high = (np.broadcast_to(bound, leaf.shape)[(0,) * lead] for bound in _bounds(domain, dtype))
+    low, high = (
+        np.broadcast_to(bound, leaf.shape)[(0,) * lead]
+        for bound in _bounds(domain, dtype)
+    )
     return spaces.Box(low.astype(dtype), high.astype(dtype), shape, dtype.type)
 
 
@@ -46,7 +59,11 @@ def single_or_dict(found: Mapping[str, Space]) -> Space:
 
 def name_below(key: Key, *prefixes: Key) -> str:
     """Return a key as one name, without the first of the prefixes that it is below."""
-    below = (key[len(prefix) :] for prefix in prefixes if key[: len(prefix)] == prefix and len(key) > len(prefix))
+    below = (
+        key[len(prefix) :]
+        for prefix in prefixes
+        if key[: len(prefix)] == prefix and len(key) > len(prefix)
+    )
     return "/".join(next(below, key))
 
 

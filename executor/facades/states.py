@@ -38,13 +38,25 @@ AsyncState = Enum(
 FOLLOWS: dict[str, dict[AsyncState, AsyncState]] = {
     "open": {AsyncState.CLOSED: AsyncState.DEFAULT},
     "begin": {AsyncState.DEFAULT: AsyncState.BEGUN, AsyncState.BEGUN: AsyncState.BEGUN},
-    "reset_async": {AsyncState.BEGUN: AsyncState.WAITING_RESET, AsyncState.CLOSED: AsyncState.CLOSED},
-    "step_async": {AsyncState.BEGUN: AsyncState.WAITING_STEP, AsyncState.CLOSED: AsyncState.CLOSED},
-    "call_async": {AsyncState.BEGUN: AsyncState.WAITING_CALL, AsyncState.CLOSED: AsyncState.CLOSED},
+    "reset_async": {
+        AsyncState.BEGUN: AsyncState.WAITING_RESET,
+        AsyncState.CLOSED: AsyncState.CLOSED,
+    },
+    "step_async": {
+        AsyncState.BEGUN: AsyncState.WAITING_STEP,
+        AsyncState.CLOSED: AsyncState.CLOSED,
+    },
+    "call_async": {
+        AsyncState.BEGUN: AsyncState.WAITING_CALL,
+        AsyncState.CLOSED: AsyncState.CLOSED,
+    },
     "reset_wait": {AsyncState.WAITING_RESET: AsyncState.BEGUN},
     "step_wait": {AsyncState.WAITING_STEP: AsyncState.BEGUN},
     "call_wait": {AsyncState.WAITING_CALL: AsyncState.BEGUN},
-    "land": {AsyncState.BEGUN: AsyncState.DEFAULT, AsyncState.CLOSED: AsyncState.CLOSED},
+    "land": {
+        AsyncState.BEGUN: AsyncState.DEFAULT,
+        AsyncState.CLOSED: AsyncState.CLOSED,
+    },
     "close": dict.fromkeys(AsyncState, AsyncState.CLOSED),
 }
 

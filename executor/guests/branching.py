@@ -16,7 +16,9 @@ from envherd.workers.seeding import branch_seed
 Fork = Callable[[int, np.ndarray, Sequence[int | None], Callable[[], None]], None]
 
 
-def branch(engine: Engine, source: int, targets: np.ndarray, *, reseed: bool, fork: Fork) -> None:
+def branch(
+    engine: Engine, source: int, targets: np.ndarray, *, reseed: bool, fork: Fork
+) -> None:
     """Replace envs by copies of another; see `ParallelEnv.branch`.
 
     Args:
@@ -34,11 +36,19 @@ def branch(engine: Engine, source: int, targets: np.ndarray, *, reseed: bool, fo
             f"branch failed: expected an env that was reset, got env {source}, which has no episode. Reset it first.",
             env_ids=(source,),
         )
-    has_ended, number, first = bool(states.needs_reset[source]), engine.num_branches, engine.options.first_env_id
-    seeds = [branch_seed(engine.seed, first + i, number) if reseed else None for i in targets.tolist()]
+    has_ended, number, first = (
+        bool(states.needs_reset[source]),
+        engine.num_branches,
+        engine.options.first_env_id,
+    )
+    seeds = [
+        branch_seed(engine.seed, first + i, number) if reseed else None
+        for i in targets.tolist()
+    ]
 
     def give_up() -> None:
-        engine.num_branches, engine.received = number + 1, None  # not before: a refused branch changes nothing
+        # Not before: a refused branch changes nothing.
+        engine.num_branches, engine.received = number + 1, None
         engine.flights.losses.lose(targets)
 
     try:
@@ -53,16 +63,25 @@ def branch(engine: Engine, source: int, targets: np.ndarray, *, reseed: bool, fo
     states.restore(targets, np.full(len(targets), has_ended))
 
 
-def _copy_journals(engine: Engine, source: int, targets: np.ndarray, *, is_changed: bool) -> None:
+def _copy_journals(
+    engine: Engine, source: int, targets: np.ndarray, *, is_changed: bool
+) -> None:
     """Make the inputs of an env's episode also those of its copies; see `workers.block.journal`."""
     group, row = engine.positions.places.pairs[source]
-    journal, rows = dict(engine.pool.slab.groups[group].journal), engine.positions.places.row_of[targets]
+    journal, rows = (
+        dict(engine.pool.slab.groups[group].journal),
+        engine.positions.places.row_of[targets],
+    )
     if not journal:
         return
     facts = journal.pop(("facts",))
     facts[rows] = facts[row]
     # A copy whose own factory call builds another task cannot be run again by that call.
-    cannot = [is_changed or not engine.pool.blueprint.is_equal_call(source, i) for i in targets.tolist()]
+    cannot = [
+        is_changed or not engine.pool.blueprint.is_equal_call(source, i)
+        for i in targets.tolist()
+    ]
     facts[rows[cannot], FLAGS] |= JournalFlag.CHANGED
     for inputs in journal.values():
-        inputs[rows, : facts[row, STEPS]] = inputs[row, : facts[row, STEPS]]  # the rest takes no memory yet
+        # The rest takes no memory yet.
+        inputs[rows, : facts[row, STEPS]] = inputs[row, : facts[row, STEPS]]

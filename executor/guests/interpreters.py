@@ -77,16 +77,23 @@ def check_interpreter(python: str) -> None:
                 pass_fds=(file.fileno(),) if hasattr(os, "fork") else (),
             )
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise FactoryError(f"InPython failed: expected a Python interpreter, got {python} ({error}).") from None
+        raise FactoryError(
+            f"InPython failed: expected a Python interpreter, got {python} ({error})."
+        ) from None
     found = _ANSWER.search(done.stdout + done.stderr)
     if found is None:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         why = lines[-1] if lines else f"exit code {done.returncode}"
-        raise FactoryError(f"InPython failed: expected a Python interpreter, got {python} ({why}).")
+        raise FactoryError(
+            f"InPython failed: expected a Python interpreter, got {python} ({why})."
+        )
     answer: dict[str, Any] = json.loads(found.group(1))
     # 0: the leader of the group is outside of its namespace, so the group is the caller's
     others = answer.get("group", 0) not in (0, getattr(os, "getpgrp", int)())
-    if lost := [*answer.get("lost", ()), *(["its process group, by which it is ended"] if others else [])]:
+    if lost := [
+        *answer.get("lost", ()),
+        *(["its process group, by which it is ended"] if others else []),
+    ]:
         raise FactoryError(
             f"InPython failed: expected a command that leaves a worker what it needs, got {python}, which loses "
             f"{' and '.join(lost)}. See 'Another interpreter' in docs/custom_envs.md."
@@ -99,7 +106,9 @@ def check_interpreter(python: str) -> None:
             f"virtual environment with a newer interpreter."
         )
     if answer["lacks"]:
-        why = "; ".join(f"{name} ({reason})" for name, reason in answer["lacks"].items())
+        why = "; ".join(
+            f"{name} ({reason})" for name, reason in answer["lacks"].items()
+        )
         raise FactoryError(
             f"InPython failed: the workers of {python} (Python {version}) cannot import {why}. Run: {python} -m pip "
             f"install {' '.join(answer['lacks'])}"
@@ -109,7 +118,12 @@ def check_interpreter(python: str) -> None:
 def start_in(python: str, config: dict[str, Any]) -> None:
     """Change the settings of a worker so that it executes an interpreter, imports this package, and has what it can."""
     command = shlex.split(python)
-    config["python"] = {"executable": python, "command": command, "package": _PACKAGE, "path": own_folders()}
+    config["python"] = {
+        "executable": python,
+        "command": command,
+        "package": _PACKAGE,
+        "path": own_folders(),
+    }
     caller = surroundings.for_other_python(config["caller"])
     config["caller"] = {**caller, "environ": environment_for(caller["environ"])}
 
@@ -129,24 +143,38 @@ def in_interpreters(blueprint: Blueprint) -> Blueprint:
     pythons = blueprint.interpreters
     for python in {one for one in pythons if one is not None}:
         check_interpreter(python)
-    starts = tuple(None if python is None else partial(start_in, python) for python in pythons)
-    return replace(blueprint, blocks=spread_apart(pythons, len(blueprint.blocks)), starts=starts)
+    starts = tuple(
+        None if python is None else partial(start_in, python) for python in pythons
+    )
+    return replace(
+        blueprint, blocks=spread_apart(pythons, len(blueprint.blocks)), starts=starts
+    )
 
 
-def spread_apart(interpreters: Sequence[str | None], num_workers: int) -> tuple[tuple[int, ...], ...]:
+def spread_apart(
+    interpreters: Sequence[str | None], num_workers: int
+) -> tuple[tuple[int, ...], ...]:
     """Return contiguous blocks of env ids, one for each worker, each with envs of one interpreter.
 
     Raises:
         ValueError: there are too few workers.
     """
-    runs = [[i for i, _ in run] for _, run in itertools.groupby(enumerate(interpreters), lambda pair: pair[1])]
+    runs = [
+        [i for i, _ in run]
+        for _, run in itertools.groupby(enumerate(interpreters), lambda pair: pair[1])
+    ]
     if num_workers < len(runs):
         raise ValueError(
             f"num_workers failed: expected at least {len(runs)}, got {num_workers}: envs of different interpreters "
             f"need different workers, and a worker has consecutive envs. Order the factories by interpreter."
         )
     counts = [1] * len(runs)
-    for _ in range(num_workers - len(runs)):  # each further worker goes where one has the most envs
+    # Each further worker goes where one has the most envs.
+    for _ in range(num_workers - len(runs)):
         counts[max(range(len(runs)), key=lambda i: len(runs[i]) / counts[i])] += 1
-    split = [block for run, count in zip(runs, counts, strict=True) for block in np.array_split(run, count)]
+    split = [
+        block
+        for run, count in zip(runs, counts, strict=True)
+        for block in np.array_split(run, count)
+    ]
     return tuple(tuple(block.tolist()) for block in split)

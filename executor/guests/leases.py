@@ -53,7 +53,13 @@ from envherd.executor.processes.error_messages import (
     worker_late,
     worker_lost,
 )
-from envherd.executor.sending.blueprint import EnvKwargs, MakeEnv, as_factories, checked_options, draw
+from envherd.executor.sending.blueprint import (
+    EnvKwargs,
+    MakeEnv,
+    as_factories,
+    checked_options,
+    draw,
+)
 from envherd.executor.start.process_log import without_own_frames
 from envherd.shm.finalizer import Finalizer
 from envherd.shm.nameplate import create_named
@@ -113,11 +119,17 @@ class Seat:
 
     def is_over(self) -> bool:
         """Return whether nobody wants the env any more."""
-        return self.over is not None or self.owner() is None or (self.loop is not None and self.loop.is_closed())
+        return (
+            self.over is not None
+            or self.owner() is None
+            or (self.loop is not None and self.loop.is_closed())
+        )
 
     def end(self, why: str) -> None:
         """Give the slot back, from any thread; a call that is running ends with its process. Idempotent."""
-        self.over = self.over or Closed(f"the call failed: this lease is over ({why}). Enter another.")
+        self.over = self.over or Closed(
+            f"the call failed: this lease is over ({why}). Enter another."
+        )
         self.calls.put(Call())  # the slot looks at once
 
     def refuse(self) -> None:
@@ -136,7 +148,8 @@ class Desk:
         max_bytes: of a result.
     """
 
-    _release: Callable[[], object] = staticmethod(lambda: None)  # of the segment that `envherd top` reads
+    # Of the segment that `envherd top` reads.
+    _release: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(self, crew: Crew, on_return: str | Call, max_bytes: int) -> None:
         self.crew = crew
@@ -150,15 +163,26 @@ class Desk:
         """Build the envs, and begin to serve."""
         specs = self.crew.start()
         plan = plan_slab(specs, len(specs), self.crew.options.num_frames)
-        plate = describe(plan, self.crew.blueprint.blocks, "lease", [worker.gpu for worker in self.crew.workers])
+        plate = describe(
+            plan,
+            self.crew.blueprint.blocks,
+            "lease",
+            [worker.gpu for worker in self.crew.workers],
+        )
         plate["words"]["lessees"] = [plan.nbytes, len(specs) * _NAME_WORDS]
         plate["nbytes"] = plan.nbytes + len(specs) * _NAME_WORDS * 8
-        segment = create_named(plate["nbytes"], LABEL, plate)  # by its descriptor, `top` finds it
+        # By its descriptor, `top` finds it.
+        segment = create_named(plate["nbytes"], LABEL, plate)
         self._release = segment.close
         self._words = Slab(plan, segment.array()).words
         self._names = segment.array()[plan.nbytes : plate["nbytes"]].view("S64")
         for slot_id in range(len(specs)):
-            thread = threading.Thread(target=self._serve, args=(slot_id,), name=f"envherd-slot-{slot_id}", daemon=True)
+            thread = threading.Thread(
+                target=self._serve,
+                args=(slot_id,),
+                name=f"envherd-slot-{slot_id}",
+                daemon=True,
+            )
             self._threads.append(thread)
             thread.start()
 
@@ -201,7 +225,9 @@ class Desk:
         self._note(slot_id, seat.name)
         while not (self.crew.is_closing or seat.is_over()):
             if self.crew.workers[slot_id].has_exited():
-                seat.over = with_sentence(worker_lost(self.crew.workers[slot_id], (slot_id,), "lease"), _OVER)
+                seat.over = with_sentence(
+                    worker_lost(self.crew.workers[slot_id], (slot_id,), "lease"), _OVER
+                )
             with contextlib.suppress(Empty):
                 self._answer(slot_id, seat, seat.calls.get(timeout=_LOOK_S))
         seat.end("its pool is closed")
@@ -227,7 +253,9 @@ class Desk:
             return None
         try:
             self.crew.replace(slot_id)
-            self._wait(slot_id, "build", self.crew.options.build_timeout_s, lambda: False)
+            self._wait(
+                slot_id, "build", self.crew.options.build_timeout_s, lambda: False
+            )
             self.crew.collect_specs(slot_id)
         except Exception as error:
             self._end(slot_id)
@@ -255,7 +283,11 @@ class Desk:
             answer = self._make(slot_id, self._on_return, lambda: False)
             is_kept = not isinstance(answer, Exception) and not answer[1]
             if not (is_kept or self.crew.is_closing):
-                log.warning("slot %d is built anew, because on_return has failed: %s", slot_id, answer)
+                log.warning(
+                    "slot %d is built anew, because on_return has failed: %s",
+                    slot_id,
+                    answer,
+                )
         if not is_kept or (limit is not None and memory_of(worker.pid)["uss"] > limit):
             self.crew.dismiss(slot_id, self.crew.options.close_timeout_s)
             self._end(slot_id)
@@ -266,21 +298,34 @@ class Desk:
         phase = f"call {call.name}"
         args = call.payload, self._max_bytes
         try:
-            worker.channel.queue_message(Ask(what="call", env_ids=(slot_id,), name="run", args=args))
+            worker.channel.queue_message(
+                Ask(what="call", env_ids=(slot_id,), name="run", args=args)
+            )
             self._wait(slot_id, phase, call.timeout_s, is_over)
             frame = self.crew.await_frame(slot_id, phase, None, 0)
             if frame["kind"] == "values":
                 return frame["values"][0]["plain"]
-            raise env_error([{**frame, "phase": phase}], slot_id, worker.pid, worker.gpu)  # noqa: TRY301  # as the crew's
+            raise env_error(  # noqa: TRY301  # as the crew's
+                [{**frame, "phase": phase}], slot_id, worker.pid, worker.gpu
+            )
         except Exception as error:
             self._end(slot_id)
-            if isinstance(error, EnvherdError):  # their advice is for callers of a batch
-                text = error.message.replace("ExecutorOptions.build_timeout_s", "timeout_s of the pool or call")
+            # Their advice is for callers of a batch.
+            if isinstance(error, EnvherdError):
+                text = error.message.replace(
+                    "ExecutorOptions.build_timeout_s", "timeout_s of the pool or call"
+                )
                 error.message = text.replace(" Its episode goes on.", "")
                 return with_sentence(error, _OVER)
             return error  # such as a MemoryError
 
-    def _wait(self, slot_id: int, phase: str, timeout_s: float | None, is_over: Callable[[], bool]) -> None:
+    def _wait(
+        self,
+        slot_id: int,
+        phase: str,
+        timeout_s: float | None,
+        is_over: Callable[[], bool],
+    ) -> None:
         """Wait for the answer or the death of a worker.
 
         Raises:
@@ -292,13 +337,18 @@ class Desk:
         while not self.crew.has_answered(slot_id):
             left_s = end_s - time.monotonic()
             if self.crew.is_closing or is_over():
-                raise Closed(f"{phase} failed: its lease has ended, or the pool was closed.")
+                raise Closed(
+                    f"{phase} failed: its lease has ended, or the pool was closed."
+                )
             if left_s <= 0:
                 raise worker_late(worker, (slot_id,), phase, timeout_s or 0.0)
             worker.wait_for_any([worker], min(left_s, _LOOK_S))
 
 
-class LeasePool(contextlib.AbstractContextManager["LeasePool"], contextlib.AbstractAsyncContextManager["LeasePool"]):
+class LeasePool(
+    contextlib.AbstractContextManager["LeasePool"],
+    contextlib.AbstractAsyncContextManager["LeasePool"],
+):
     """Envs in worker processes, each leased to one caller at a time.
 
         async with LeasePool(make_env, num_envs=64, timeout_s=30) as pool:
@@ -346,29 +396,60 @@ class LeasePool(contextlib.AbstractContextManager["LeasePool"], contextlib.Abstr
         options: ExecutorOptions | None = None,
     ) -> None:
         require("LeasePool")
-        options = replace(checked_options(options), infos="drop", episode_statistics=False, env_threads=False)
+        options = replace(
+            checked_options(options),
+            infos="drop",
+            episode_statistics=False,
+            env_threads=False,
+        )
         for name, is_right, expected, got in (
             ("the process", worker() is None, "the program's own", worker()),
-            ("timeout_s", timeout_s is None or timeout_s > 0, "seconds above 0 or None", timeout_s),
+            (
+                "timeout_s",
+                timeout_s is None or timeout_s > 0,
+                "seconds above 0 or None",
+                timeout_s,
+            ),
             (
                 "on_return",
                 on_return in ("keep", "rebuild") or callable(on_return),
                 "'keep', 'rebuild' or a function",
                 on_return,
             ),
-            ("max_result_bytes", max_result_bytes > 0, "a positive int", max_result_bytes),
+            (
+                "max_result_bytes",
+                max_result_bytes > 0,
+                "a positive int",
+                max_result_bytes,
+            ),
             ("capsules", options.capsules is None, "None", options.capsules),
-            ("start_method", options.start_method != "portable", "'zygote' or 'spawn'", options.start_method),
+            (
+                "start_method",
+                options.start_method != "portable",
+                "'zygote' or 'spawn'",
+                options.start_method,
+            ),
         ):
             if not is_right:
-                raise ValueError(f"LeasePool failed: expected {name} to be {expected}, got {got!r}.")
-        blueprint = in_interpreters(draw(as_factories(num_envs, make_env), env_kwargs, num_envs, None, options))
-        leased = {one: dumps(LeasedFactory(one)) for one in blueprint.factories}  # equal ones remain the same object
-        blueprint = replace(blueprint, factories=tuple(leased[one] for one in blueprint.factories))
-        between = _packed(on_return, (), {}, timeout_s) if callable(on_return) else on_return
+                raise ValueError(
+                    f"LeasePool failed: expected {name} to be {expected}, got {got!r}."
+                )
+        blueprint = in_interpreters(
+            draw(as_factories(num_envs, make_env), env_kwargs, num_envs, None, options)
+        )
+        # Equal ones remain the same object.
+        leased = {one: dumps(LeasedFactory(one)) for one in blueprint.factories}
+        blueprint = replace(
+            blueprint, factories=tuple(leased[one] for one in blueprint.factories)
+        )
+        between = (
+            _packed(on_return, (), {}, timeout_s) if callable(on_return) else on_return
+        )
         self.num_envs = num_envs
         self.timeout_s = timeout_s
-        self.desk = Desk(Crew(blueprint, options, log_notice), between, max_result_bytes)
+        self.desk = Desk(
+            Crew(blueprint, options, log_notice), between, max_result_bytes
+        )
         self._finalizer = Finalizer(self, self.desk.close)
         try:
             self.desk.start()
@@ -387,7 +468,13 @@ class LeasePool(contextlib.AbstractContextManager["LeasePool"], contextlib.Abstr
         """
         return Lease(self, str(name or threading.current_thread().name))
 
-    def map(self, function: Callable[[Any, T], R], tasks: Iterable[T], *, ordered: bool = True) -> Iterator[R]:
+    def map(
+        self,
+        function: Callable[[Any, T], R],
+        tasks: Iterable[T],
+        *,
+        ordered: bool = True,
+    ) -> Iterator[R]:
         """Run `function(env, task)` for each task with a leased env, in threads, at most `num_envs` at once.
 
         Its first exception is raised. That, or leaving the iteration, ends the leases of the other tasks. In an event
@@ -403,11 +490,15 @@ class LeasePool(contextlib.AbstractContextManager["LeasePool"], contextlib.Abstr
             with lease as env:
                 return function(env, task)
 
-        pairs = [(self.lease(f"task {number}"), task) for number, task in enumerate(tasks)]
+        pairs = [
+            (self.lease(f"task {number}"), task) for number, task in enumerate(tasks)
+        ]
         with ThreadPoolExecutor(self.num_envs, "envherd-map") as threads:
             try:
                 futures = [threads.submit(run, *pair) for pair in pairs]
-                yield from map(Future.result, futures if ordered else as_completed(futures))
+                yield from map(
+                    Future.result, futures if ordered else as_completed(futures)
+                )
             finally:
                 threads.shutdown(wait=False, cancel_futures=True)
                 for lease, _ in pairs:
@@ -433,7 +524,9 @@ class LeasePool(contextlib.AbstractContextManager["LeasePool"], contextlib.Abstr
 
         def __getattr__(self, name: str) -> Any:
             """Refuse the methods of a batch of envs."""
-            raise AttributeError(f"a LeasePool has no {name}: it has no batch. Lease an env, or use ParallelEnv.")
+            raise AttributeError(
+                f"a LeasePool has no {name}: it has no batch. Lease an env, or use ParallelEnv."
+            )
 
 
 class Lease:
@@ -447,7 +540,12 @@ class Lease:
         self._seat = Seat(name, weakref.ref(self))
 
     def call(
-        self, method: str | Callable[..., Any], /, *args: Any, timeout_s: float | None = 0.0, **kwargs: Any
+        self,
+        method: str | Callable[..., Any],
+        /,
+        *args: Any,
+        timeout_s: float | None = 0.0,
+        **kwargs: Any,
     ) -> Any:
         """Call a method of the env by name, or a function that gets the env first.
 
@@ -463,23 +561,40 @@ class Lease:
             Also what pickling an argument raises; nothing was sent then.
         """
         if timeout_s is not None and not timeout_s >= 0:
-            raise ValueError(f"call failed: expected timeout_s of 0 seconds or more, or None, got {timeout_s!r}.")
-        return self._send(_packed(method, args, kwargs, self._pool.timeout_s if timeout_s == 0 else timeout_s))
+            raise ValueError(
+                f"call failed: expected timeout_s of 0 seconds or more, or None, got {timeout_s!r}."
+            )
+        return self._send(
+            _packed(
+                method,
+                args,
+                kwargs,
+                self._pool.timeout_s if timeout_s == 0 else timeout_s,
+            )
+        )
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Return a method of the env."""
-        if name.startswith("_"):  # other libraries try such names on any object, to copy or to show it
-            raise AttributeError(f"{name!r} is private. If the env has that method, use call({name!r}, ...).")
-        return lambda *args, **kwargs: self._send(_packed(name, args, kwargs, self._pool.timeout_s))
+        # Other libraries try such names on any object, to copy or to show it.
+        if name.startswith("_"):
+            raise AttributeError(
+                f"{name!r} is private. If the env has that method, use call({name!r}, ...)."
+            )
+        return lambda *args, **kwargs: self._send(
+            _packed(name, args, kwargs, self._pool.timeout_s)
+        )
 
     def _send(self, call: Call) -> Any:
         if not self._seat.is_entered:
-            raise Closed("call failed: expected a lease that was entered. Write `with pool.lease() as env`.")
+            raise Closed(
+                "call failed: expected a lease that was entered. Write `with pool.lease() as env`."
+            )
         return self._wait(call) if self._seat.loop is None else self._wait_async(call)
 
     def _wait(self, call: Call) -> Any:
         """Make a call; an interrupt ends the lease."""
-        answers: SimpleQueue[Any] = SimpleQueue()  # in C: an interrupt of a `Future` may leave its lock held
+        # In C: an interrupt of a `Future` may leave its lock held.
+        answers: SimpleQueue[Any] = SimpleQueue()
         try:
             self._pool.desk.send(self._seat, call._replace(answer=answers.put))
             answer = answers.get()
@@ -503,7 +618,9 @@ class Lease:
 
     def _enter(self, loop: asyncio.AbstractEventLoop | None) -> Any:
         if self._seat.is_entered:
-            raise Closed("lease failed: expected a new lease, got one that was entered before. Call lease() again.")
+            raise Closed(
+                "lease failed: expected a new lease, got one that was entered before. Call lease() again."
+            )
         self._seat.loop = loop
         self._seat.is_entered = True
         return self._send(Call())
@@ -533,9 +650,15 @@ def _complete(future: asyncio.Future[Any], answer: Any) -> None:
         future.set_result(answer)
 
 
-def _packed(method: str | Callable[..., Any], args: Any, kwargs: Any, timeout_s: float | None) -> Call:
+def _packed(
+    method: str | Callable[..., Any], args: Any, kwargs: Any, timeout_s: float | None
+) -> Call:
     """Return a call that can be sent."""
-    name = method if isinstance(method, str) else getattr(method, "__qualname__", type(method).__qualname__)
+    name = (
+        method
+        if isinstance(method, str)
+        else getattr(method, "__qualname__", type(method).__qualname__)
+    )
     return Call(name, dumps((method, args, kwargs), shares=True), timeout_s)
 
 
@@ -550,9 +673,16 @@ def _opened(answer: Any) -> Any:
         if text:  # also checks that it is an exception
             value.with_traceback(None).__cause__ = RemoteTraceback(text)
     except Exception as error:
-        what = f"the env raised {text.strip().splitlines()[-1]}" if text else "got a result that cannot be read here"
+        what = (
+            f"the env raised {text.strip().splitlines()[-1]}"
+            if text
+            else "got a result that cannot be read here"
+        )
         cause = RemoteTraceback(text) if text else error
-        raise EnvError(f"the call failed: {what} ({error}). The lease continues.", remote_traceback=text) from cause
+        raise EnvError(
+            f"the call failed: {what} ({error}). The lease continues.",
+            remote_traceback=text,
+        ) from cause
     if text:
         raise value
     return value

@@ -20,7 +20,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from multiprocessing import connection, popen_spawn_posix, process, resource_tracker, spawn
+from multiprocessing import (
+    connection,
+    popen_spawn_posix,
+    process,
+    resource_tracker,
+    spawn,
+)
 from typing import Any
 
 import numpy as np
@@ -45,8 +51,10 @@ from envherd.workers.sending.importing import refuse_at_import
 _NEEDED = popen_spawn_posix, resource_tracker
 _CONTEXT = multiprocessing.get_context("spawn")
 _NAME = "envherd-worker"
-_SOON_S = 0.001  # between attempts to send the rest of a message, and looks whether a killed process has ended
-_LOOK_S = 0.3  # between looks whether a process has ended, if one that it has started keeps its descriptors open
+# Between attempts to send the rest of a message, and looks whether a killed process has ended.
+_SOON_S = 0.001
+# Between looks whether a process has ended, if one that it has started keeps its descriptors open.
+_LOOK_S = 0.3
 _REAP_S = 1.0  # for the end of a killed process
 #: Held while `multiprocessing` prepares a start, while pipes are created that a fork must close, and by every fork: a
 #: child could never acquire it otherwise.
@@ -62,20 +70,26 @@ def _let_go_in_fork() -> None:
 
 
 platforms.register_at_fork(
-    before=_start_lock.acquire, after_in_parent=_start_lock.release, after_in_child=_let_go_in_fork
+    before=_start_lock.acquire,
+    after_in_parent=_start_lock.release,
+    after_in_child=_let_go_in_fork,
 )
 
 
 @functools.cache
 def _log_lack(lacks: tuple[str, ...]) -> None:
-    log.warning("workers run in the portable pool, because this system lacks: %s", ", ".join(lacks))
+    log.warning(
+        "workers run in the portable pool, because this system lacks: %s",
+        ", ".join(lacks),
+    )
 
 
 def _refuse(blueprint: Blueprint, options: ExecutorOptions) -> None:
     """Raise ValueError for options that need forked workers, or calls that this system lacks."""
     refused = {
         "affinity": options.affinity is not None and not platforms.can_pin(),
-        "max_worker_memory": options.max_worker_memory is not None and "/proc" in platforms.missing(),
+        "max_worker_memory": options.max_worker_memory is not None
+        and "/proc" in platforms.missing(),
         "InPython": any(blueprint.interpreters),
     }
     for name, is_set in refused.items():
@@ -145,15 +159,27 @@ class PortableProcess(WorkerProcess):
         """Close the end of the pipe whose close ends the worker. Idempotent."""
         self._watch.close()
 
-    def spawn(self, config: dict[str, Any], bells: tuple[SocketBell, SocketBell]) -> None:
+    def spawn(
+        self, config: dict[str, Any], bells: tuple[SocketBell, SocketBell]
+    ) -> None:
         """Start the process; after an error it must be killed and released.
 
         Args:
             config: see `worker_config`.
             bells: `go` and `done` of the worker.
         """
-        args = self._theirs, (bells[0].reader, bells[1].writer), self._watched, self._log_path, config
-        self._popen = _launch(_CONTEXT.Process(target=main, args=args, name=f"{_NAME}-{self.worker_id}", daemon=False))
+        args = (
+            self._theirs,
+            (bells[0].reader, bells[1].writer),
+            self._watched,
+            self._log_path,
+            config,
+        )
+        self._popen = _launch(
+            _CONTEXT.Process(
+                target=main, args=args, name=f"{_NAME}-{self.worker_id}", daemon=False
+            )
+        )
         self.pid, self.sentinel = self._popen.pid, self._popen.sentinel
         self._theirs.close()
         self._watched.close()
@@ -162,7 +188,9 @@ class PortableProcess(WorkerProcess):
         self.log_fd, self._log_path = tempfile.mkstemp(prefix="envherd-log-")
         if platforms.O_TEMPORARY:
             os.close(vars(self).pop("log_fd"))
-            self.log_fd = os.open(self._log_path, os.O_RDWR | platforms.O_TEMPORARY | platforms.O_BINARY)
+            self.log_fd = os.open(
+                self._log_path, os.O_RDWR | platforms.O_TEMPORARY | platforms.O_BINARY
+            )
 
     def has_exited(self) -> bool:
         """Return whether the process has ended; never blocks."""
@@ -172,12 +200,17 @@ class PortableProcess(WorkerProcess):
             if not self._has_ended and platforms.has_ended(self._popen):
                 self._has_ended = True
                 with ignoring_refusals():
-                    platforms.kill_rest_of_group(self._popen.pid)  # what its envs had started
+                    # What its envs had started.
+                    platforms.kill_rest_of_group(self._popen.pid)
         return self._has_ended
 
     def exit_code(self) -> int | None:
         """Return the exit code, negative for a signal; None if the process lives or its exit code is unknown."""
-        return self._popen.returncode if self._popen is not None and self.has_exited() else None
+        return (
+            self._popen.returncode
+            if self._popen is not None and self.has_exited()
+            else None
+        )
 
     def exit_description(self) -> str:
         if self.has_exited() and self.exit_code() is None:
@@ -206,15 +239,22 @@ class PortableProcess(WorkerProcess):
         """Wait for the process to end, up to `timeout_s`; return whether it has."""
         end = time.monotonic() + timeout_s
         while not self.has_exited() and time.monotonic() < end:
-            time.sleep(_SOON_S)  # the sentinel is no help: its envs' processes and envs that close descriptors have it
+            # The sentinel is no help: its envs' processes and envs that close descriptors have it.
+            time.sleep(_SOON_S)
         return self.has_exited()
 
     @staticmethod
-    def wait_for_any(workers: Sequence[WorkerProcess], timeout_s: float | None = None) -> bool:
+    def wait_for_any(
+        workers: Sequence[WorkerProcess], timeout_s: float | None = None
+    ) -> bool:
         """Wait until a worker has written, has ended, or can be sent the rest of a message; False after `timeout_s`."""
         ready: list[Any] = [worker.channel.sock for worker in workers]
-        ready += [worker.sentinel for worker in workers if isinstance(worker, PortableProcess)]
-        most_s = _SOON_S if any(worker.channel.has_unsent for worker in workers) else _LOOK_S
+        ready += [
+            worker.sentinel for worker in workers if isinstance(worker, PortableProcess)
+        ]
+        most_s = (
+            _SOON_S if any(worker.channel.has_unsent for worker in workers) else _LOOK_S
+        )
         if timeout_s is None or timeout_s > most_s:
             connection.wait(ready, most_s)
             return True
@@ -242,12 +282,18 @@ class PortableCrew(Crew):
     """
 
     def __init__(
-        self, blueprint: Blueprint, options: ExecutorOptions, on_row_frame: Callable[[dict[str, Any]], None]
+        self,
+        blueprint: Blueprint,
+        options: ExecutorOptions,
+        on_row_frame: Callable[[dict[str, Any]], None],
     ) -> None:
         super().__init__(blueprint, options, on_row_frame)
         platforms.open_standard_descriptors()
         with uninterrupted():
-            self.bells = [SocketBell.create() for _ in blueprint.blocks], SocketBell.create()
+            self.bells = (
+                [SocketBell.create() for _ in blueprint.blocks],
+                SocketBell.create(),
+            )
 
     def _get_helper(self) -> None:
         """Refuse to start workers while the program is imported again."""

@@ -22,7 +22,9 @@ from envherd.executor.protocol.side_data import SideData
 
 
 @contextlib.contextmanager
-def keeping_steps(positions: Positions, side: SideData, env_ids: np.ndarray, columns: np.ndarray) -> Iterator[None]:
+def keeping_steps(
+    positions: Positions, side: SideData, env_ids: np.ndarray, columns: np.ndarray
+) -> Iterator[None]:
     """Keep the rows of steps, while the envs that they ended are reset by separate commands.
 
     Args:
@@ -40,7 +42,8 @@ def keeping_steps(positions: Positions, side: SideData, env_ids: np.ndarray, col
     try:
         yield
     finally:
-        for flag, end in zip(flags, ends, strict=True):  # a loss in the block ends the next episode, not this one
+        # A loss in the block ends the next episode, not this one.
+        for flag, end in zip(flags, ends, strict=True):
             flag[...] = end
         for env_id in env_ids.tolist():
             side.next[env_id] = values[env_id]
@@ -51,22 +54,34 @@ class Recycler:
     """Replaces the workers of an engine that are due according to the options, when that interrupts no episode."""
 
     def __init__(self, engine: Engine) -> None:
-        self._pool, self._options, self._memory = engine.pool, engine.options, engine.memory
+        self._pool, self._options, self._memory = (
+            engine.pool,
+            engine.options,
+            engine.memory,
+        )
         self._positions, self._side = engine.positions, engine.side
 
-    def before_resets(self, env_ids: np.ndarray, lose: Callable[[np.ndarray], None]) -> None:
+    def before_resets(
+        self, env_ids: np.ndarray, lose: Callable[[np.ndarray], None]
+    ) -> None:
         """Replace due workers all of whose envs are about to be reset; see `Renewal`."""
         for worker_id in self._whole_workers(env_ids):
-            if self._is_due(worker_id, num_begun=0) and self._are_reset_whole(worker_id):
+            if self._is_due(worker_id, num_begun=0) and self._are_reset_whole(
+                worker_id
+            ):
                 lose(np.array(self._pool.blueprint.blocks[worker_id]))
                 self._pool.recycle(worker_id, is_anew=False)
 
-    def after_steps(self, env_ids: np.ndarray, columns: np.ndarray, renew: Renew) -> None:
+    def after_steps(
+        self, env_ids: np.ndarray, columns: np.ndarray, renew: Renew
+    ) -> None:
         """Replace due workers all of whose envs were just reset by the steps that ended them; see `Renewal`."""
         column_of = dict(zip(env_ids.tolist(), columns.tolist(), strict=True))
         with keeping_steps(self._positions, self._side, env_ids, columns):
             for worker_id in self._whole_workers(env_ids):
-                if self._is_due(worker_id, num_begun=1) and not self._has_batches(worker_id):
+                if self._is_due(worker_id, num_begun=1) and not self._has_batches(
+                    worker_id
+                ):
                     ids = np.array(self._pool.blueprint.blocks[worker_id])
                     renew(
                         ids,
@@ -76,13 +91,22 @@ class Recycler:
 
     def _whole_workers(self, env_ids: np.ndarray) -> list[int]:
         """Return the workers in service all of whose envs are among these."""
-        counts = np.bincount(self._pool.worker_of[env_ids], minlength=self._pool.num_workers)
+        counts = np.bincount(
+            self._pool.worker_of[env_ids], minlength=self._pool.num_workers
+        )
         blocks = self._pool.blueprint.blocks
-        return [w for w in np.flatnonzero(counts).tolist() if counts[w] == len(blocks[w]) and self._pool.is_serving(w)]
+        return [
+            w
+            for w in np.flatnonzero(counts).tolist()
+            if counts[w] == len(blocks[w]) and self._pool.is_serving(w)
+        ]
 
     def _has_batches(self, worker_id: int) -> bool:
         """Return whether an env of a worker is a batch: when a part of it ends, the rest is still in an episode."""
-        return any(self._pool.specs[env_id].batch_shape for env_id in self._pool.blueprint.blocks[worker_id])
+        return any(
+            self._pool.specs[env_id].batch_shape
+            for env_id in self._pool.blueprint.blocks[worker_id]
+        )
 
     def _are_reset_whole(self, worker_id: int) -> bool:
         """Return whether the next reset begins all episodes of a worker's envs, if an env is a batch."""
@@ -102,7 +126,9 @@ class Recycler:
         if options.max_worker_memory is None:
             return False
         num_bytes = self._pool.memory_of(worker_id)
-        self._memory.note(worker_id, self._pool.generation_of(worker_id), resets, num_bytes)
+        self._memory.note(
+            worker_id, self._pool.generation_of(worker_id), resets, num_bytes
+        )
         return num_bytes > options.max_worker_memory
 
     def _resets(self, worker_id: int) -> int:

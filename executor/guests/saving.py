@@ -32,7 +32,9 @@ def save(engine: Engine, env_ids: np.ndarray) -> list[dict[str, Any]]:
     return _save(engine, env_ids, is_whole=True)
 
 
-def _save(engine: Engine, env_ids: np.ndarray, *, is_whole: bool) -> list[dict[str, Any]]:
+def _save(
+    engine: Engine, env_ids: np.ndarray, *, is_whole: bool
+) -> list[dict[str, Any]]:
     """Return states; with `is_whole`, refuse envs of which a part alone can be saved, which must be reset."""
     ids = env_ids.tolist()
     answers = engine.ask("save", ids, kwargs={"is_whole": is_whole})
@@ -52,7 +54,11 @@ def _save(engine: Engine, env_ids: np.ndarray, *, is_whole: bool) -> list[dict[s
 def restore(engine: Engine, env_ids: np.ndarray, states: Any) -> None:
     """Restore the states of some envs; see `BatchedEnv.restore`."""
     if not isinstance(states, (list, tuple)) or len(states) != len(env_ids):
-        got = f"{len(states)} states" if isinstance(states, (list, tuple)) else f"a {type(states).__name__}"
+        got = (
+            f"{len(states)} states"
+            if isinstance(states, (list, tuple))
+            else f"a {type(states).__name__}"
+        )
         raise ValueError(
             f"restore failed: expected a list of {len(env_ids)} states, one for each env, got {got}. To restore one "
             f"state in several envs: env.restore([state] * {len(env_ids)}, env_ids)."
@@ -60,14 +66,20 @@ def restore(engine: Engine, env_ids: np.ndarray, states: Any) -> None:
     engine.guard.refuse_rolling()
     engine.refuse_under_way(env_ids)
     for env_id, state in zip(env_ids.tolist(), states, strict=True):
-        if not (isinstance(state, Mapping) and {"env", "root", *_FORMS} <= state.keys()):
-            raise _refusal("restore", "states that save() returned", state, f"env {env_id}")
+        if not (
+            isinstance(state, Mapping) and {"env", "root", *_FORMS} <= state.keys()
+        ):
+            raise _refusal(
+                "restore", "states that save() returned", state, f"env {env_id}"
+            )
     _check("restore", engine, env_ids, states)
     engine.give_up(env_ids)  # in case an exception breaks it off
     _put(engine, env_ids, states)
 
 
-def _check(call: str, engine: Engine, env_ids: np.ndarray, states: Sequence[Mapping[str, Any]]) -> None:
+def _check(
+    call: str, engine: Engine, env_ids: np.ndarray, states: Sequence[Mapping[str, Any]]
+) -> None:
     """Refuse states of which any is not of its env, before anything is changed.
 
     Raises:
@@ -79,18 +91,29 @@ def _check(call: str, engine: Engine, env_ids: np.ndarray, states: Sequence[Mapp
                 raise _refusal(call, expected, state[name], f"{name!r} of env {env_id}")
         if "root" in state:
             check_root(state["root"], engine.specs[env_id], env_id, call)
-    answers = engine.ask("check", env_ids.tolist(), args=tuple({"env": state["env"]} for state in states))
+    answers = engine.ask(
+        "check", env_ids.tolist(), args=tuple({"env": state["env"]} for state in states)
+    )
     for env_id in env_ids.tolist():
         if why := answers[env_id]["plain"]:
-            raise ValueError(f"{call} failed: {why.removesuffix('.')} (state of env {env_id}). Nothing was restored.")
+            raise ValueError(
+                f"{call} failed: {why.removesuffix('.')} (state of env {env_id}). Nothing was restored."
+            )
 
 
-def _put(engine: Engine, env_ids: np.ndarray, states: Sequence[Mapping[str, Any]]) -> None:
+def _put(
+    engine: Engine, env_ids: np.ndarray, states: Sequence[Mapping[str, Any]]
+) -> None:
     """Restore states that `_check` has checked."""
-    sent = tuple({name: state.get(name) for name in ("env", "episode", "generators")} for state in states)
+    sent = tuple(
+        {name: state.get(name) for name in ("env", "episode", "generators")}
+        for state in states
+    )
     engine.ask("restore", env_ids.tolist(), args=sent)
     roots = [state["root"] for state in states] if "root" in states[0] else None
-    ended = None if roots is None else np.array([state["ended"] for state in states], bool)
+    ended = (
+        None if roots is None else np.array([state["ended"] for state in states], bool)
+    )
     engine.restore(env_ids, roots, ended)
 
 
@@ -118,7 +141,10 @@ def state_dict(engine: Engine, *, with_envs: bool | None) -> dict[str, Any]:
         )
         return {"executor": kept}
     states = {f"env{i}": one["env"] for i, one in enumerate(saved)}
-    kept["roots"], kept["ended"] = [one["root"] for one in saved], [one["ended"] for one in saved]
+    kept["roots"], kept["ended"] = (
+        [one["root"] for one in saved],
+        [one["ended"] for one in saved],
+    )
     kept["generators"] = [one["generators"] for one in saved]
     return {**states, "executor": kept}
 
@@ -138,7 +164,9 @@ def load_state_dict(engine: Engine, state: Any) -> None:
         _check_number(len(saved_ids) or num_envs, num_envs)
         missing = [i for i in range(num_envs) if f"env{i}" not in state]
         if missing or (kept and "roots" not in kept):
-            got = f"none of env {missing[0]}" if missing else "one without executor.roots"
+            got = (
+                f"none of env {missing[0]}" if missing else "one without executor.roots"
+            )
             raise ValueError(
                 f"{call} failed: expected a state of each env, got {got} among {sorted(map(str, state))[:8]}. Pass "
                 f"what state_dict() returned, not a dict that holds it."
@@ -167,20 +195,40 @@ def _check_kept(engine: Engine, kept: Mapping[str, Any]) -> None:
     """Refuse the executor's part of a state if it is damaged, or of another number of envs."""
     call = "load_state_dict"
     if kept.get("version", _VERSION) != _VERSION:
-        raise _refusal(call, f"version {_VERSION} of the format", kept["version"], "executor.version")
+        raise _refusal(
+            call,
+            f"version {_VERSION} of the format",
+            kept["version"],
+            "executor.version",
+        )
     names = ["episodes", *(_PER_ENV if _PER_ENV.keys() & kept.keys() else ())]
     for name in names:
         if not isinstance(kept.get(name), (list, tuple)):
-            raise _refusal(call, "a list of one item for each env", kept.get(name), f"executor.{name}")
+            raise _refusal(
+                call,
+                "a list of one item for each env",
+                kept.get(name),
+                f"executor.{name}",
+            )
         _check_number(len(kept[name]), engine.num_envs)
     for env_id, episode in enumerate(kept["episodes"]):
         if not _is_count(episode):
-            raise _refusal(call, "an integer from 0 to 2**62", episode, f"executor.episodes[{env_id}]")
+            raise _refusal(
+                call,
+                "an integer from 0 to 2**62",
+                episode,
+                f"executor.episodes[{env_id}]",
+            )
     seed = kept.get("seed")
     if not (isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0):
         raise _refusal(call, "an integer of at least 0", seed, "executor.seed")
     if not _is_state(lambda: engine.sampler.check(kept.get("actions"))):
-        raise _refusal(call, "the state of the generator of rand_action", kept.get("actions"), "executor.actions")
+        raise _refusal(
+            call,
+            "the state of the generator of rand_action",
+            kept.get("actions"),
+            "executor.actions",
+        )
 
 
 def _check_number(num_saved: int, num_envs: int) -> None:
@@ -192,7 +240,11 @@ def _check_number(num_saved: int, num_envs: int) -> None:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_EPISODE
+    return (
+        isinstance(value, int)
+        and not isinstance(value, bool)
+        and 0 <= value <= _MAX_EPISODE
+    )
 
 
 def _is_state(read: Callable[[], Any]) -> bool:
@@ -221,4 +273,6 @@ def _refusal(call: str, expected: str, got: Any, place: str) -> ValueError:
         shown = reprlib.repr(got)
     except Exception:  # an integer of too many digits
         shown = f"a {type(got).__name__}"
-    return ValueError(f"{call} failed: expected {expected}, got {shown} ({place}). Nothing was restored.")
+    return ValueError(
+        f"{call} failed: expected {expected}, got {shown} ({place}). Nothing was restored."
+    )

@@ -39,7 +39,9 @@ def read_cgroup(root: Path = Path("/")) -> Cgroup:
     Args:
         root: folder that holds `proc` and `sys`.
     """
-    folders = {name: list(group_folders(root, name)) for name in ("cpu", "memory", "pids")}
+    folders = {
+        name: list(group_folders(root, name)) for name in ("cpu", "memory", "pids")
+    }
     memory = read_memory(root)
     quotas = [quota for quota in map(_cpu_quota, folders["cpu"]) if quota is not None]
     rooms = [room for room in map(_pids_room, folders["pids"]) if room is not None]
@@ -60,7 +62,9 @@ def count_oom_kills() -> tuple[int, int | None]:
     """
     own = next(group_folders(Path("/"), "memory"), None)
     lines = (read_word(Path("/proc/vmstat")) or "").splitlines()
-    everywhere = next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
+    everywhere = next(
+        (int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None
+    )
     return 0 if own is None else _oom_kills(own), everywhere
 
 
@@ -84,4 +88,8 @@ def _oom_kills(folder: Path) -> int:
 
 def _pids_room(folder: Path) -> int | None:
     most = read_count(folder / "pids.max")
-    return None if most is None else max(0, most - (read_count(folder / "pids.current") or 0))
+    return (
+        None
+        if most is None
+        else max(0, most - (read_count(folder / "pids.current") or 0))
+    )

@@ -36,7 +36,9 @@ def read_gpus() -> tuple[Gpu, ...]:
     """Return the GPUs that `nvidia-smi` lists and `CUDA_VISIBLE_DEVICES` allows, or torch's if it is imported."""
     if shutil.which("nvidia-smi") is None:
         return _torch_gpus()
-    return parse_smi(_ask(f"--query-gpu={_QUERY}"), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return parse_smi(
+        _ask(f"--query-gpu={_QUERY}"), os.environ.get("CUDA_VISIBLE_DEVICES")
+    )
 
 
 def parse_smi(text: str, visible: str | None) -> tuple[Gpu, ...]:
@@ -51,12 +53,21 @@ def parse_smi(text: str, visible: str | None) -> tuple[Gpu, ...]:
         fields = [field.strip() for field in line.split(",")]
         if len(fields) == 5 and fields[3].isdigit():
             free = int(fields[4]) * _MIB if fields[4].isdigit() else None
-            listed.append((fields[0], fields[1], Gpu(fields[2], int(fields[3]) * _MIB, free)))
+            listed.append(
+                (fields[0], fields[1], Gpu(fields[2], int(fields[3]) * _MIB, free))
+            )
     if visible is None:
         return tuple(gpu for _, _, gpu in listed)
     found = []
     for wanted in visible.split(","):
-        match = next((g for index, uuid, g in listed if wanted and (wanted == index or uuid.startswith(wanted))), None)
+        match = next(
+            (
+                g
+                for index, uuid, g in listed
+                if wanted and (wanted == index or uuid.startswith(wanted))
+            ),
+            None,
+        )
         if match is None:
             break  # CUDA also stops at the first missing one
         found.append(match)
@@ -83,7 +94,9 @@ def parse_apps(text: str, pids: Collection[int]) -> int:
 def _ask(query: str) -> str:
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     with contextlib.suppress(subprocess.TimeoutExpired), ignoring_refusals():
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        )
         return done.stdout if done.returncode == 0 else ""
     return ""
 
@@ -92,5 +105,7 @@ def _torch_gpus() -> tuple[Gpu, ...]:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return ()
-    properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    properties = [
+        torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())
+    ]
     return tuple(Gpu(one.name, int(one.total_memory), None) for one in properties)

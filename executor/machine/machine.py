@@ -20,7 +20,13 @@ import psutil
 from envherd.executor.machine.cgroups import Cgroup, read_cgroup
 from envherd.executor.machine.gpus import Gpu, read_gpus
 from envherd.shm.cgroups import read_count, read_word
-from envherd.shm.platforms import bytes_of_disk, open_descriptors, resource, usable_cpus, user_id
+from envherd.shm.platforms import (
+    bytes_of_disk,
+    open_descriptors,
+    resource,
+    usable_cpus,
+    user_id,
+)
 
 _ROOT = Path("/")
 
@@ -64,7 +70,11 @@ class Machine:
     def cores(self) -> float:
         """Processors that this process may use at a time: the smaller of the allowed ones and the quota."""
         quota = self.cgroup.cpu_quota
-        return float(len(self.cpus)) if quota is None else min(float(len(self.cpus)), quota)
+        return (
+            float(len(self.cpus))
+            if quota is None
+            else min(float(len(self.cpus)), quota)
+        )
 
     @property
     def is_throttled(self) -> bool:
@@ -117,15 +127,22 @@ def read_machine(root: Path = _ROOT) -> Machine:
 
 def processes_left() -> int | None:
     """Return how many processes and threads this process may still create, at most; None without a limit."""
-    rooms = (_least_left(read_cgroup(), _limits(), _user_threads()), read_count(Path("/proc/sys/kernel/pid_max")))
+    rooms = (
+        _least_left(read_cgroup(), _limits(), _user_threads()),
+        read_count(Path("/proc/sys/kernel/pid_max")),
+    )
     return min((room for room in rooms if room is not None), default=None)
 
 
-def _least_left(cgroup: Cgroup, limits: dict[str, int | None], user_threads: int) -> int | None:
+def _least_left(
+    cgroup: Cgroup, limits: dict[str, int | None], user_threads: int
+) -> int | None:
     """Return how many processes and threads the tightest limit leaves; root is not held to "nproc"."""
     nproc = None if user_id() == 0 else limits.get("nproc")
     own = None if nproc is None else max(0, nproc - user_threads)
-    return min((room for room in (cgroup.pids_room, own) if room is not None), default=None)
+    return min(
+        (room for room in (cgroup.pids_room, own) if room is not None), default=None
+    )
 
 
 class Others:
@@ -149,11 +166,17 @@ class Others:
         seconds = 0.0
         for cpu, times in enumerate(psutil.cpu_times(percpu=True)):
             if cpu in self._cpus:
-                seconds += times.user + times.system + getattr(times, "nice", 0.0) + getattr(times, "steal", 0.0)
+                seconds += (
+                    times.user
+                    + times.system
+                    + getattr(times, "nice", 0.0)
+                    + getattr(times, "steal", 0.0)
+                )
         own = psutil.Process()
         for process in (own, *own.children(recursive=True)):
             with contextlib.suppress(psutil.Error):
-                seconds -= sum(process.cpu_times()[:4])  # with those of children that have ended
+                # With those of children that have ended.
+                seconds -= sum(process.cpu_times()[:4])
         return seconds
 
 
@@ -167,14 +190,18 @@ def _limits() -> dict[str, int | None]:
     """Return the soft limits that the system has; None for unlimited."""
     limits: dict[str, int | None] = {}
     for name in ("nofile", "nproc", "as"):
-        with contextlib.suppress(OSError, AttributeError):  # there may be no such limit, or no module for limits
+        # There may be no such limit, or no module for limits.
+        with contextlib.suppress(OSError, AttributeError):
             soft = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[0]
             limits[name] = None if soft == resource.RLIM_INFINITY else soft
     return limits
 
 
 def _physical_cores(cpus: Iterable[int]) -> int:
-    files = (Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in cpus)
+    files = (
+        Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        for cpu in cpus
+    )
     return len({read_word(file) or str(file) for file in files})
 
 

@@ -85,7 +85,10 @@ class Renderer:
     @property
     def is_software(self) -> bool:
         """Whether the processor drew."""
-        return any(word in self.name.lower() for word in ("llvmpipe", "softpipe", "swrast", "software"))
+        return any(
+            word in self.name.lower()
+            for word in ("llvmpipe", "softpipe", "swrast", "software")
+        )
 
     def describe(self) -> str:
         """Return what drew and which GPU that is, or the problem."""
@@ -100,7 +103,9 @@ class Renderer:
 
 def find_renderers() -> Iterator[Renderer]:
     """Draw a picture on each device of EGL; yield none where there is no EGL. Takes about 0.2 s a device."""
-    environment = {name: value for name, value in os.environ.items() if name != "DISPLAY"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "DISPLAY"
+    }
     for number in range(_MOST):
         command = [sys.executable, "-I", "-c", _DRAW, str(number)]
         try:
@@ -114,11 +119,15 @@ def find_renderers() -> Iterator[Renderer]:
                 env=environment,
             )
         except subprocess.TimeoutExpired:
-            yield Renderer(number, problem=f"the driver did not answer within {_TIMEOUT_S:g} s")
+            yield Renderer(
+                number, problem=f"the driver did not answer within {_TIMEOUT_S:g} s"
+            )
             return
         lines = done.stdout.splitlines()
         if done.returncode < 0:
-            yield Renderer(number, problem=f"the driver crashed (signal {-done.returncode})")
+            yield Renderer(
+                number, problem=f"the driver crashed (signal {-done.returncode})"
+            )
         elif done.returncode or not lines:
             why = (done.stderr.strip().splitlines() or ["?"])[-1].partition(": ")[2]
             if "libEGL" in why or "eglQueryDevicesEXT" in why:
@@ -128,5 +137,9 @@ def find_renderers() -> Iterator[Renderer]:
             found = json.loads(lines[-1])
             if found is None:
                 return
-            problem = "" if found["is_right"] else f"{found['renderer']} draws wrong pictures"
-            yield Renderer(number, found["renderer"], found["cuda"], found["file"], problem)
+            problem = (
+                "" if found["is_right"] else f"{found['renderer']} draws wrong pictures"
+            )
+            yield Renderer(
+                number, found["renderer"], found["cuda"], found["file"], problem
+            )

@@ -40,7 +40,10 @@ def require_room(num_envs: int = 1, num_workers: int = 0) -> None:
         OSError: EMFILE: the limit on open files.
     """
     available = available_bytes()
-    for name, count, each in (("num_envs", num_envs, _ENV_BYTES), ("num_workers", num_workers, _WORKER_BYTES)):
+    for name, count, each in (
+        ("num_envs", num_envs, _ENV_BYTES),
+        ("num_workers", num_workers, _WORKER_BYTES),
+    ):
         if available is not None and count > _FEW and count * each > available:
             raise TooMany(
                 f"{name} failed: expected at most {available // each:,}, because {available / 2**20:,.0f} MiB of "
@@ -55,7 +58,10 @@ def require_room(num_envs: int = 1, num_workers: int = 0) -> None:
             f"TasksMax=, kernel.pid_max)."
         )
     limit = platforms.files_limit()
-    num_open, num_wanted = platforms.open_descriptors(), num_workers * FILES_PER_WORKER + FILES_FIXED
+    num_open, num_wanted = (
+        platforms.open_descriptors(),
+        num_workers * FILES_PER_WORKER + FILES_FIXED,
+    )
     if num_workers and limit is not None and num_open + num_wanted > limit:
         raise OSError(
             errno.EMFILE,

@@ -46,7 +46,9 @@ class WorkerFigures(NamedTuple):
     gpu: str | None = None
 
     @classmethod
-    def of(cls, pid: int, gpu: str | None = None, *, is_alone: bool = False) -> WorkerFigures:
+    def of(
+        cls, pid: int, gpu: str | None = None, *, is_alone: bool = False
+    ) -> WorkerFigures:
         """Read the figures of a process, with the memory of its descendants unless `is_alone`."""
         memory = memory_of(pid, is_alone=is_alone)
         return cls(memory["uss"], memory["pss"], cpu_ns(pid) / 1e9, cpu_of(pid), gpu)
@@ -56,7 +58,9 @@ def refuse_batches(specs: Sequence[EnvSpec], options: ExecutorOptions) -> None:
     """Raise ValueError if exceptions are to end episodes of envs that are batches: they would end those of all rows."""
     batched = next((spec for spec in specs if spec.batch_shape), None)
     if batched is not None:
-        options.refuse_interrupts(f"making envs that are batches of rows ({batched.batch_shape})")
+        options.refuse_interrupts(
+            f"making envs that are batches of rows ({batched.batch_shape})"
+        )
 
 
 class PoolWatcher(Protocol):
@@ -71,7 +75,9 @@ class PoolWatcher(Protocol):
     def note(self, message: messages.Prepare) -> None:
         """Take notice of the extras of an env's next command."""
 
-    def add_to(self, error: EnvherdError, worker_id: int, fault: Frame | None = None) -> EnvherdError:
+    def add_to(
+        self, error: EnvherdError, worker_id: int, fault: Frame | None = None
+    ) -> EnvherdError:
         """Take notice of a failure in a step or reset; return the error, with what there is to add.
 
         Args:
@@ -159,7 +165,12 @@ class Pool:
         return False
 
     def submit(
-        self, env_ids: np.ndarray, op: Op | np.ndarray, target: int, columns: np.ndarray | int, flags: int = 0
+        self,
+        env_ids: np.ndarray,
+        op: Op | np.ndarray,
+        target: int,
+        columns: np.ndarray | int,
+        flags: int = 0,
     ) -> None:
         """Give each of some envs a command.
 
@@ -176,7 +187,14 @@ class Pool:
         """
         raise NotImplementedError
 
-    def submit_later(self, env_ids: np.ndarray, op: Op, target: int, columns: np.ndarray, flags: int = 0) -> None:
+    def submit_later(
+        self,
+        env_ids: np.ndarray,
+        op: Op,
+        target: int,
+        columns: np.ndarray,
+        flags: int = 0,
+    ) -> None:
         """As `submit`, to complete the latest commands of envs that have failed to: they keep their place in the order.
 
         Envs of a worker that is being replaced get the commands in its successor. Never waits for that.
@@ -253,7 +271,9 @@ class Pool:
         """
         return self.answers(self.question(what, env_ids, **question), what)
 
-    def question(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
+    def question(
+        self, what: str, env_ids: list[int], **question: Any
+    ) -> dict[int, Any]:
         """Begin `ask` without waiting; return the argument for `has_answered` and `answers`."""
         return self.ask(what, env_ids, **question)
 

@@ -38,9 +38,12 @@ class CommandWords:
         self.command, self.command_seq = words["command"], words["command_seq"]
         self.reply_seq, self.status = words["reply_seq"], words["status"]
         self.has_completed = False
-        self._completing = np.zeros(len(self.command_seq), np.int64)  # the number of the latest such command
-        self._completed = np.zeros(len(self.command_seq), np.int64)  # the number of the caller's command before it
-        self.number = np.zeros(1, np.int64).data  # reading an array takes three times as long
+        # The number of the latest such command.
+        self._completing = np.zeros(len(self.command_seq), np.int64)
+        # The number of the caller's command before it.
+        self._completed = np.zeros(len(self.command_seq), np.int64)
+        # Reading an array takes three times as long.
+        self.number = np.zeros(1, np.int64).data
         self.answers_lost = np.zeros(len(self.command_seq), bool)
         self._no_status = bytes(self.status.nbytes)
 
@@ -70,7 +73,9 @@ class CommandWords:
         """Return the numbers of the caller's latest commands to some envs, int64 `[k]`."""
         numbers = self.command_seq[env_ids]
         return (
-            np.where(numbers == self._completing[env_ids], self._completed[env_ids], numbers)
+            np.where(
+                numbers == self._completing[env_ids], self._completed[env_ids], numbers
+            )
             if self.has_completed
             else numbers
         )

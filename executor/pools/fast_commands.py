@@ -21,7 +21,11 @@ LOOK_S = 0.01
 
 
 def native_caller(
-    words: CommandWords, bells: Sequence[Bell], done: Bell, tally: Mapping[str, np.ndarray], worker_of: np.ndarray
+    words: CommandWords,
+    bells: Sequence[Bell],
+    done: Bell,
+    tally: Mapping[str, np.ndarray],
+    worker_of: np.ndarray,
 ) -> Any:
     """Return the `Caller` of the C extension over the words and doorbells of a pool; None without the extension.
 

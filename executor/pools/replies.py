@@ -50,7 +50,9 @@ class Outcome:
                 setattr(given, name, reported)
                 setattr(self, name, {})
             else:
-                setattr(given, name, {i: reported.pop(i) for i in wanted & reported.keys()})
+                setattr(
+                    given, name, {i: reported.pop(i) for i in wanted & reported.keys()}
+                )
         return given
 
     def keep(self, reported: Outcome, env_ids: set[int]) -> None:
@@ -68,7 +70,9 @@ class Outcome:
     def take(self, frame: Frame) -> None:
         """Keep a message that came with rows."""
         if frame.get("env_id") in self.completing:  # keep what its step has reported
-            of_step = {"side": self.side, "infos": self.infos}.get(frame["kind"], {}).get(frame["env_id"])
+            of_step = {"side": self.side, "infos": self.infos}.get(
+                frame["kind"], {}
+            ).get(frame["env_id"])
             frame = frame if of_step is None else {**frame, "next": of_step["next"]}
         if frame["kind"] == "fault":
             self.faults[frame["env_id"]] = frame

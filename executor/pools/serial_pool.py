@@ -17,7 +17,12 @@ from envherd.executor.pools.base import Pool, WorkerFigures, refuse_batches
 from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.fast_commands import native_caller
 from envherd.executor.pools.replies import Outcome
-from envherd.executor.processes.error_messages import env_error, lacks_arguments, log_close_fault, raised
+from envherd.executor.processes.error_messages import (
+    env_error,
+    lacks_arguments,
+    log_close_fault,
+    raised,
+)
 from envherd.executor.sending.blueprint import Blueprint
 from envherd.shm.segment import HAS_MEMFD, Segment
 from envherd.shm.slab import Slab, Storage, StoragePlan, plan_slab
@@ -69,14 +74,20 @@ class SerialPool(Pool):
         """Build the envs; set `specs`, `plan` and `slab`."""
         before = seeding.caller_state()
         self._builder = Builder(
-            self.options.info_keys, self.options.env_type, episode_statistics=self.options.episode_statistics
+            self.options.info_keys,
+            self.options.env_type,
+            episode_statistics=self.options.episode_statistics,
         )
         first = self.options.first_env_id
         env_ids = tuple(range(first, first + self.num_envs))
-        self._info = WorkerInfo(worker_id=0, generation=0, num_workers=0, env_ids=env_ids)
+        self._info = WorkerInfo(
+            worker_id=0, generation=0, num_workers=0, env_ids=env_ids
+        )
         try:
             for env_id in range(self.num_envs):
-                seeding.seed_globals(seeding.build_seed(self.blueprint.root_seed, first + env_id))
+                seeding.seed_globals(
+                    seeding.build_seed(self.blueprint.root_seed, first + env_id)
+                )
                 self._build(env_id)
             self.specs = [self.adapters[i].spec for i in range(self.num_envs)]
             refuse_batches(self.specs, self.options)
@@ -111,16 +122,23 @@ class SerialPool(Pool):
         self._serve = self._make_server()
         go, done = self._bells
         if go.memory is None:
-            self.why_python = [*self.why_python, "this system has no semaphores in shared memory"]
+            self.why_python = [
+                *self.why_python,
+                "this system has no semaphores in shared memory",
+            ]
         if not self.why_python:
-            self._caller = native_caller(self.words, [go], done, self.slab.words, self.worker_of)
+            self._caller = native_caller(
+                self.words, [go], done, self.slab.words, self.worker_of
+            )
 
     def _make_memory(self) -> np.ndarray:
         """Return memory for the slab: with lendable frames it must be mapped twice."""
         nbytes, ring_nbytes = self.plan.nbytes, self.plan.ring_nbytes
         if not self.plan.num_lendable:
             return np.zeros(nbytes, np.uint8)
-        self._segment = segment = Segment.create(nbytes, num_sparse=nbytes - ring_nbytes)
+        self._segment = segment = Segment.create(
+            nbytes, num_sparse=nbytes - ring_nbytes
+        )
         self.lendable = segment.private_view(ring_nbytes)
         return segment.array()
 
@@ -129,12 +147,20 @@ class SerialPool(Pool):
         mail = self.slab.words["mail_seq"]
         kind, bells = self._make_bells()
         self._bells = bells
-        loop = kind(self._block, self.slab, bells, lambda: int(mail[0]), lambda: None, int(mail[0]))
+        loop = kind(
+            self._block,
+            self.slab,
+            bells,
+            lambda: int(mail[0]),
+            lambda: None,
+            int(mail[0]),
+        )
         serve_token, take_token = loop.server(), bells[1].try_wait
 
         def serve() -> None:
             serve_token()
-            while take_token():  # drop the loop's tokens: a semaphore holds only 2**31 - 1
+            # Drop the loop's tokens: a semaphore holds only 2**31 - 1.
+            while take_token():
                 pass
 
         return serve
@@ -155,13 +181,23 @@ class SerialPool(Pool):
     def _build_env(self, env_id: int, *call: Any) -> Adapter:
         with building(self._info, self.options.first_env_id + env_id):
             adapter = self._builder.adopt(
-                *(call or (self.blueprint.factories[env_id], self.blueprint.env_kwargs[env_id]))
+                *(
+                    call
+                    or (
+                        self.blueprint.factories[env_id],
+                        self.blueprint.env_kwargs[env_id],
+                    )
+                )
             )
         self.adapters[env_id] = adapter
         return adapter
 
     def _forget(self, closed: Adapter) -> None:
-        self.adapters = {env_id: adapter for env_id, adapter in self.adapters.items() if adapter is not closed}
+        self.adapters = {
+            env_id: adapter
+            for env_id, adapter in self.adapters.items()
+            if adapter is not closed
+        }
         self._builder.forget(closed)
 
     def _build(self, env_id: int) -> None:
@@ -184,14 +220,22 @@ class SerialPool(Pool):
         self._serve()  # looked up each time: `wake_workers` replaces it
 
     def submit(
-        self, env_ids: np.ndarray, op: Op | np.ndarray, target: int, columns: np.ndarray | int, flags: int = 0
+        self,
+        env_ids: np.ndarray,
+        op: Op | np.ndarray,
+        target: int,
+        columns: np.ndarray | int,
+        flags: int = 0,
     ) -> None:
         """Carry out a command for some envs."""
-        self.words.write(env_ids, pack_each(op, target, columns, flags, self.plan.num_frames))
+        self.words.write(
+            env_ids, pack_each(op, target, columns, flags, self.plan.num_frames)
+        )
         self._serve()
 
     def _take(self, frame: dict[str, Any]) -> None:
-        self.outcome.take(plain.decode(plain.encode(frame)))  # refuses what a worker could not send
+        # Refuses what a worker could not send.
+        self.outcome.take(plain.decode(plain.encode(frame)))
 
     def wake_workers(self) -> None:
         """Drop commands that were broken off: they will not be carried out."""
@@ -244,9 +288,11 @@ class SerialPool(Pool):
 
     def figures(self) -> list[WorkerFigures]:
         """Return the figures of this process."""
-        return [WorkerFigures.of(os.getpid(), is_alone=True)]  # descendants are left out, as some are not the envs'
+        # Descendants are left out, as some are not the envs'.
+        return [WorkerFigures.of(os.getpid(), is_alone=True)]
 
-    def close(self, timeout_s: float | None = None) -> None:  # a call of an env cannot be ended
+    # A call of an env cannot be ended.
+    def close(self, timeout_s: float | None = None) -> None:
         """Close the envs; log their exceptions."""
         if self._segment is not None:
             self._segment.close()

@@ -20,7 +20,10 @@ _PATH_BYTES = 512
 
 
 def describe(
-    plan: SlabPlan, blocks: Sequence[Sequence[int]], family: str, gpus: Sequence[str | None]
+    plan: SlabPlan,
+    blocks: Sequence[Sequence[int]],
+    family: str,
+    gpus: Sequence[str | None],
 ) -> dict[str, Any]:
     """Return the content of the nameplate of a slab of this process.
 
@@ -39,14 +42,19 @@ def describe(
         "path": " " * _PATH_BYTES,
         "blocks": [list(block) for block in blocks],
         "gpus": list(gpus),
-        "words": {field.name[0]: [field.offset, field.shape[0]] for field in plan.words},
+        "words": {
+            field.name[0]: [field.offset, field.shape[0]] for field in plan.words
+        },
         "nbytes": plan.words.nbytes,
     }
 
 
 def show_path(buffer: np.ndarray, path: str) -> None:
     """Write which calls are made in C to the nameplate of a slab; a long text is cut."""
-    nameplate.change(buffer, path=path.encode("ascii", "replace").decode()[: _PATH_BYTES // 2])  # `"` and `\\` take two
+    # `"` and `\\` take two.
+    nameplate.change(
+        buffer, path=path.encode("ascii", "replace").decode()[: _PATH_BYTES // 2]
+    )
 
 
 def namespace() -> str:

@@ -33,7 +33,11 @@ from envherd.executor.pools.fast_commands import LOOK_S, native_caller
 from envherd.executor.pools.replies import Outcome
 from envherd.executor.pools.slab_plate import LABEL, describe, show_path
 from envherd.executor.processes.crew import Crew
-from envherd.executor.processes.error_messages import env_error, log_stall, merge_answers
+from envherd.executor.processes.error_messages import (
+    env_error,
+    log_stall,
+    merge_answers,
+)
 from envherd.executor.processes.supervisor import Supervisor
 from envherd.executor.sending.blueprint import Blueprint
 from envherd.executor.start.waiting import Clock, Deadline, Overdue
@@ -64,14 +68,17 @@ class WorkerPool(Pool):
     _create_segment = staticmethod(Segment.create)
     _lends = True
     can_fork = True  # whether `branch` can work
-    is_recyclable = True  # the engine knows when the envs of a worker are between episodes
+    # The engine knows when the envs of a worker are between episodes.
+    is_recyclable = True
 
     def __init__(self, blueprint: Blueprint, options: ExecutorOptions) -> None:
         self.blueprint, self.options = blueprint, options
         self.num_envs = len(blueprint.factories)
         self.worker_ids = range(len(blueprint.blocks))
         self.num_workers = len(self.worker_ids)
-        self.worker_of = np.repeat(np.arange(self.num_workers), [len(b) for b in blueprint.blocks])
+        self.worker_of = np.repeat(
+            np.arange(self.num_workers), [len(b) for b in blueprint.blocks]
+        )
         self.why_python = native.why_not()
         self.outcome = Outcome()
         self.specs: list[EnvSpec] = []
@@ -99,7 +106,8 @@ class WorkerPool(Pool):
             self.envs_in_python = self.crew.envs_in_python
             self._make_slab()
         except FactoryError:
-            self.close(min(_FAREWELL_S, self.options.close_timeout_s))  # the other workers close their envs
+            # The other workers close their envs.
+            self.close(min(_FAREWELL_S, self.options.close_timeout_s))
             raise
         except BaseException:
             self.close(timeout_s=0)
@@ -116,13 +124,24 @@ class WorkerPool(Pool):
             has_infos=self.options.info_policy != "drop",
         )
         plate = describe(
-            self.plan, self.blueprint.blocks, self.specs[0].family, [worker.gpu for worker in self.crew.workers]
+            self.plan,
+            self.blueprint.blocks,
+            self.specs[0].family,
+            [worker.gpu for worker in self.crew.workers],
         )
         ring_nbytes = self.plan.ring_nbytes
         num_sparse = self.plan.nbytes - ring_nbytes
-        segment = create_named(self.plan.nbytes, LABEL, plate, num_sparse=num_sparse, create=self._create_segment)
+        segment = create_named(
+            self.plan.nbytes,
+            LABEL,
+            plate,
+            num_sparse=num_sparse,
+            create=self._create_segment,
+        )
         buffer = segment.array()
-        self.lendable = segment.private_view(ring_nbytes) if self.plan.num_lendable else None
+        self.lendable = (
+            segment.private_view(ring_nbytes) if self.plan.num_lendable else None
+        )
         self.slab = Slab(self.plan, buffer)
         self._tally = Tally(self.slab.words)
         self._go, self._done = self._make_bells(buffer)
@@ -141,17 +160,25 @@ class WorkerPool(Pool):
 
     def _make_caller(self) -> Any:
         """Return the object that gives commands and waits in C; None if Python must do it."""
-        return native_caller(self.words, self._go, self._done, self.slab.words, self.worker_of)
+        return native_caller(
+            self.words, self._go, self._done, self.slab.words, self.worker_of
+        )
 
     def _make_overdue(self) -> Overdue | None:
         limits = self.options.step_timeout_s, self.options.reset_timeout_s
         if limits == (None, None):
             return None
-        return Overdue(self._clock, *limits, self.phase_of, self.words.command_seq, self.worker_of)
+        return Overdue(
+            self._clock, *limits, self.phase_of, self.words.command_seq, self.worker_of
+        )
 
     def wake_worker(self, worker_id: int) -> None:
         """Make a worker look for commands and messages."""
-        latest = LEAVE if self.crew.is_closing else self.crew.workers[worker_id].channel.num_queued
+        latest = (
+            LEAVE
+            if self.crew.is_closing
+            else self.crew.workers[worker_id].channel.num_queued
+        )
         self.slab.words["mail_seq"][worker_id] = latest
         self._rings[worker_id]()
 
@@ -181,15 +208,27 @@ class WorkerPool(Pool):
     # ---- commands ----------------------------------------------------------------------------
 
     def submit(
-        self, env_ids: np.ndarray, op: Op | np.ndarray, target: int, columns: np.ndarray | int, flags: int = 0
+        self,
+        env_ids: np.ndarray,
+        op: Op | np.ndarray,
+        target: int,
+        columns: np.ndarray | int,
+        flags: int = 0,
     ) -> None:
         commands = pack_each(op, target, columns, flags, self.plan.num_frames)
         in_c = self._caller is not None and not self.supervisor.absent
-        each = np.full(len(env_ids), commands) if in_c and commands.__class__ is int else commands  # as C needs it
+        # As C needs it.
+        each = (
+            np.full(len(env_ids), commands)
+            if in_c and commands.__class__ is int
+            else commands
+        )
         if in_c and self._caller.give_some(env_ids, each):
             return
         is_for_all = len(env_ids) == self.num_envs or self.num_workers == 1
-        worker_ids = self.worker_ids if is_for_all else set(self.worker_of[env_ids].tolist())
+        worker_ids = (
+            self.worker_ids if is_for_all else set(self.worker_of[env_ids].tolist())
+        )
         if self.supervisor.absent:
             self.supervisor.await_serving(worker_ids)
         self.words.write(env_ids, commands)  # 1
@@ -214,16 +253,28 @@ class WorkerPool(Pool):
 
     def lose_answers_of(self, worker_id: int) -> bool:
         """Count a lost worker's envs as answered; return whether they owed anything."""
-        owing = self.words.lose_answers(np.array(self.blueprint.blocks[worker_id]), self.outcome)
+        owing = self.words.lose_answers(
+            np.array(self.blueprint.blocks[worker_id]), self.outcome
+        )
         self.slab.words["info_ids"].reshape(-1, 2)[owing] = 0
         return bool(len(owing))
 
-    def submit_later(self, env_ids: np.ndarray, op: Op, target: int, columns: np.ndarray, flags: int = 0) -> None:
+    def submit_later(
+        self,
+        env_ids: np.ndarray,
+        op: Op,
+        target: int,
+        columns: np.ndarray,
+        flags: int = 0,
+    ) -> None:
         """As `submit`, to complete commands that envs have failed to; never waits for a successor."""
         self.words.complete(env_ids)  # 2
-        self.words.write(env_ids, pack_each(op, target, columns, flags, self.plan.num_frames))
+        self.words.write(
+            env_ids, pack_each(op, target, columns, flags, self.plan.num_frames)
+        )
         for worker_id in filter(self.supervisor.is_serving, self.worker_ids):
-            self._rings[worker_id]()  # after an interrupt, the successor may serve already
+            # After an interrupt, the successor may serve already.
+            self._rings[worker_id]()
 
     def must_look(self) -> bool:
         """Return whether a check of the workers is due, or the pool is reading a large message."""
@@ -240,7 +291,8 @@ class WorkerPool(Pool):
         through_losses: bool = False,
     ) -> np.ndarray:
         """Wait until at least `count` of some envs have answered, and return those that have; see `Pool.wait_some`."""
-        waits = timeout_s is None or timeout_s >= LOOK_S  # else only `_wait_slowly` waits
+        # Else only `_wait_slowly` waits.
+        waits = timeout_s is None or timeout_s >= LOOK_S
         is_of_all = count == self.num_envs and not self.words.command[0] & _EACH
         if is_of_all and waits and self._caller is None and self._has_all():
             self._collect()
@@ -248,7 +300,9 @@ class WorkerPool(Pool):
         if self.must_look():
             self._look_around()
         if self._caller is not None and not self._is_reading:
-            num_found = self._caller.first(env_ids, count, _LOOK_NS if waits else 0, self._found)
+            num_found = self._caller.first(
+                env_ids, count, _LOOK_NS if waits else 0, self._found
+            )
             if num_found >= 0:
                 found = self._found[:num_found].copy()
                 return self.words.by_order(found) if self.words.has_completed else found
@@ -256,7 +310,13 @@ class WorkerPool(Pool):
             pass
         ready = self.words.ready(env_ids)
         if len(ready) < count:
-            deadline = Deadline(self._clock, timeout_s, more_for_resets_s, self.options.stall_log_s, kills=kill_late)
+            deadline = Deadline(
+                self._clock,
+                timeout_s,
+                more_for_resets_s,
+                self.options.stall_log_s,
+                kills=kill_late,
+            )
             self._wait_slowly(env_ids, count, deadline, through_losses=through_losses)
             ready = self.words.ready(env_ids)
         self._collect()
@@ -275,7 +335,12 @@ class WorkerPool(Pool):
         return True
 
     def _wait_slowly(
-        self, env_ids: np.ndarray, count: int, deadline: Deadline, *, through_losses: bool = False
+        self,
+        env_ids: np.ndarray,
+        count: int,
+        deadline: Deadline,
+        *,
+        through_losses: bool = False,
     ) -> None:
         """Wait token by token, and check the workers whenever none comes."""
         num_resets = self.slab.words["resets"].copy()
@@ -285,21 +350,30 @@ class WorkerPool(Pool):
             total, missing = self._tally.total(), count - len(self.words.ready(env_ids))
             if missing <= 0:
                 return
-            left_s = deadline.left_s(_LOOK_WHILE_READING_S if self._is_reading else LOOK_S)
-            if not self._tally.expect(total + missing) or (left_s > 0 and self._done.wait(left_s)):
+            left_s = deadline.left_s(
+                _LOOK_WHILE_READING_S if self._is_reading else LOOK_S
+            )
+            if not self._tally.expect(total + missing) or (
+                left_s > 0 and self._done.wait(left_s)
+            ):
                 continue  # answers came: whether they are enough, only the numbers show
             self._look_around()
             if not through_losses and self.supervisor.must_raise(time.monotonic()):
                 return
-            if deadline.has_passed() and not (deadline.kills and self._give_up_late(deadline, num_resets)):
-                return  # killed workers' envs count as answered; without kills, fewer envs have answered
+            if deadline.has_passed() and not (
+                deadline.kills and self._give_up_late(deadline, num_resets)
+            ):
+                # Killed workers' envs count as answered; without kills, fewer envs have answered.
+                return
             if (waited_s := deadline.stalled_s()) is not None:
                 self._log_stalls(waited_s)
 
     def _give_up_late(self, deadline: Deadline, num_resets: np.ndarray) -> bool:
         """Kill late workers, except those that can get more time for resets; return whether there are such workers."""
         resetting = self._that_reset(num_resets) if deadline.excuses_resets else set()
-        self.supervisor.give_up_late([w for w in self._owing() if w not in resetting], deadline.limit_s)
+        self.supervisor.give_up_late(
+            [w for w in self._owing() if w not in resetting], deadline.limit_s
+        )
         if not resetting.intersection(self._owing()):
             return False
         deadline.extend_for_resets()
@@ -308,13 +382,19 @@ class WorkerPool(Pool):
     def _log_stalls(self, waited_s: float) -> None:
         for worker_id in self._owing():
             if not self.supervisor.is_being_replaced(worker_id):
-                log_stall(self.crew.workers[worker_id], int(self.slab.words["phase"][worker_id]), waited_s)
+                log_stall(
+                    self.crew.workers[worker_id],
+                    int(self.slab.words["phase"][worker_id]),
+                    waited_s,
+                )
 
     def _that_reset(self, num_resets: np.ndarray) -> set[int]:
         """Return the workers that are in a reset, or have made one since the counts `num_resets` (int `[N]`)."""
         words = self.slab.words
         have_reset = set(self.worker_of[words["resets"] != num_resets].tolist())
-        return have_reset | {w for w in self.worker_ids if self.phase_of(w)[0] == "reset"}
+        return have_reset | {
+            w for w in self.worker_ids if self.phase_of(w)[0] == "reset"
+        }
 
     def _owing(self) -> list[int]:
         """Return the ids of workers that have a command to carry out."""
@@ -327,7 +407,9 @@ class WorkerPool(Pool):
         owing = self._owing()
         self._is_reading = self.supervisor.notice_deaths(owing)
         if self._overdue is not None:
-            for worker_id, limit_s in self._overdue.look(w for w in owing if w not in self.supervisor.absent):
+            for worker_id, limit_s in self._overdue.look(
+                w for w in owing if w not in self.supervisor.absent
+            ):
                 self.supervisor.give_up_late([worker_id], limit_s)
 
     def _collect(self) -> None:
@@ -358,19 +440,35 @@ class WorkerPool(Pool):
         self.slab.words["episode"][:] = 0 if episodes is None else episodes
         self.crew.seed(root_seed, episodes)
 
-    def question(self, what: str, env_ids: list[int], **question: Any) -> dict[int, list[int]]:
+    def question(
+        self, what: str, env_ids: list[int], **question: Any
+    ) -> dict[int, list[int]]:
         """Begin `ask` without waiting; return worker id -> its envs, for `answers`."""
         by_worker: dict[int, list[int]] = {}
         for env_id in env_ids:
             by_worker.setdefault(int(self.worker_of[env_id]), []).append(env_id)
         self.supervisor.await_serving(by_worker)
-        if gone := [error for worker_id, error in self.supervisor.lost.items() if worker_id in by_worker]:
+        if gone := [
+            error
+            for worker_id, error in self.supervisor.lost.items()
+            if worker_id in by_worker
+        ]:
             raise gone[0]
         args = question.pop("args", ())
         self._num_questions += 1
         for worker_id, ids in by_worker.items():
-            own = tuple(args[env_ids.index(i)] for i in ids) if what in messages.PER_ENV else args
-            ask = messages.Ask(what=what, env_ids=tuple(ids), args=own, number=self._num_questions, **question)
+            own = (
+                tuple(args[env_ids.index(i)] for i in ids)
+                if what in messages.PER_ENV
+                else args
+            )
+            ask = messages.Ask(
+                what=what,
+                env_ids=tuple(ids),
+                args=own,
+                number=self._num_questions,
+                **question,
+            )
             self.crew.mail(worker_id, ask)
         return by_worker
 
@@ -379,7 +477,10 @@ class WorkerPool(Pool):
 
     def answers(self, by_worker: dict[int, list[int]], what: str) -> dict[int, Any]:
         """Wait for the answers to the latest question."""
-        return merge_answers(by_worker, lambda worker_id: self._answer(worker_id, by_worker[worker_id], what))
+        return merge_answers(
+            by_worker,
+            lambda worker_id: self._answer(worker_id, by_worker[worker_id], what),
+        )
 
     def _answer(self, worker_id: int, env_ids: list[int], what: str) -> dict[int, Any]:
         """Return a worker's answers. Those to earlier questions are dropped; a worker that dies or is late is lost."""
@@ -387,7 +488,9 @@ class WorkerPool(Pool):
             frame = self.crew.await_frame(
                 worker_id,
                 what,
-                self.options.build_timeout_s if what == "rebuild" else self.options.reset_timeout_s,
+                self.options.build_timeout_s
+                if what == "rebuild"
+                else self.options.reset_timeout_s,
                 self._num_questions,
             )
         except EnvherdError as error:
@@ -403,7 +506,9 @@ class WorkerPool(Pool):
     def attach_storage(self, target: int, plan: StoragePlan) -> Segment:
         """Make every worker map a new rollout storage as `target`; the workers touch its pages when they write."""
         self.supervisor.refuse_lost(self.worker_ids)
-        segment = self._create_segment(plan.nbytes, "envherd-rollout", is_prefaulted=False)
+        segment = self._create_segment(
+            plan.nbytes, "envherd-rollout", is_prefaulted=False
+        )
         self.crew.attach_storage(target, plan, segment)
         return segment
 
@@ -441,7 +546,9 @@ class WorkerPool(Pool):
 
     def figures(self) -> list[WorkerFigures]:
         """Return the figures of each worker."""
-        return [WorkerFigures.of(worker.pid, worker.gpu) for worker in self.crew.workers]
+        return [
+            WorkerFigures.of(worker.pid, worker.gpu) for worker in self.crew.workers
+        ]
 
     # ---- losses and the end ------------------------------------------------------------------
 
@@ -449,7 +556,11 @@ class WorkerPool(Pool):
         self.supervisor.begin_restart(worker_id)
 
     def branch(
-        self, source: int, targets: np.ndarray, seeds: Sequence[int | None], give_up: Callable[[], None]
+        self,
+        source: int,
+        targets: np.ndarray,
+        seeds: Sequence[int | None],
+        give_up: Callable[[], None],
     ) -> None:
         """Put copies of the worker of an env into the places of the workers of others; see `Supervisor.branch`.
 
@@ -476,7 +587,9 @@ class WorkerPool(Pool):
     def clear_words(self, worker_id: int) -> None:
         """Clear the announcements of mail and commands to a worker that is replaced."""
         words = self.slab.words
-        self.resets_before_start[worker_id] = words["resets"][list(self.crew.blueprint.blocks[worker_id])].max()
+        self.resets_before_start[worker_id] = words["resets"][
+            list(self.crew.blueprint.blocks[worker_id])
+        ].max()
         words["mail_seq"][worker_id] = words["phase"][worker_id] = 0
         while self._go[worker_id].try_wait():
             pass  # tokens that its predecessor did not take
@@ -487,4 +600,6 @@ class WorkerPool(Pool):
 
     def close(self, timeout_s: float | None = None) -> None:
         """Close the envs and end the workers within `timeout_s` in all (default: the option's). Never raises."""
-        self.crew.close(self.options.close_timeout_s if timeout_s is None else timeout_s)
+        self.crew.close(
+            self.options.close_timeout_s if timeout_s is None else timeout_s
+        )

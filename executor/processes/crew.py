@@ -60,13 +60,20 @@ class Crew:
         is_closing: `close` was called: workers end.
     """
 
-    def __init__(self, blueprint: Blueprint, options: ExecutorOptions, on_row_frame: Callable[[Frame], None]) -> None:
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        options: ExecutorOptions,
+        on_row_frame: Callable[[Frame], None],
+    ) -> None:
         self.blueprint = blueprint
         self.options = options
         self.root_seed = blueprint.root_seed
         self._registered = registries.collect()
-        self._surroundings = surroundings_of(options)  # also of workers that replace others
-        num_workers = len(dict.fromkeys(blueprint.blocks))  # an env's two workers have the same
+        # Also of workers that replace others.
+        self._surroundings = surroundings_of(options)
+        # An env's two workers have the same.
+        num_workers = len(dict.fromkeys(blueprint.blocks))
         self._gpus = gpus_of(options, num_workers)
         self._variables = variables_of(options, self._gpus)
         self._episodes: tuple[int, ...] | None = None  # with which it was set
@@ -112,9 +119,13 @@ class Crew:
             self._zygote = helper_for(self, self.options, self.blueprint.preload)
         self._zygote.wait_ready()
         for name, why in self._zygote.failed_preloads.items():
-            log.info("preload of %s failed (%s); workers import what they need", name, why)
+            log.info(
+                "preload of %s failed (%s); workers import what they need", name, why
+            )
         if self._zygote.num_threads > 1 and self.options.start_method != "spawn":
-            log.info("a preloaded module started threads: workers are exec'd instead of forked")
+            log.info(
+                "a preloaded module started threads: workers are exec'd instead of forked"
+            )
 
     def _make_process(self, worker_id: int, generation: int) -> WorkerProcess:
         return WorkerProcess(worker_id, generation, self._zygote)
@@ -122,7 +133,9 @@ class Crew:
     def _start_process(self, worker: WorkerProcess, config: dict[str, Any]) -> None:
         zygote = self._zygote
         assert zygote is not None
-        worker.start(lambda sock, log: zygote.fork(config, [sock, zygote.lifeline_read, log]))
+        worker.start(
+            lambda sock, log: zygote.fork(config, [sock, zygote.lifeline_read, log])
+        )
 
     def _launch(self, worker_id: int, generation: int) -> WorkerProcess:
         """Start a worker and make it build its envs, without waiting for them; after an error it has ended.
@@ -138,8 +151,11 @@ class Crew:
         except BaseException as error:
             process.kill()
             process.release()
-            if isinstance(error, OSError) and error.errno is not None:  # not one that a signal handler has raised
-                raise not_started(process, self.blueprint.blocks[worker_id], error) from error.with_traceback(None)
+            # Not one that a signal handler has raised.
+            if isinstance(error, OSError) and error.errno is not None:
+                raise not_started(
+                    process, self.blueprint.blocks[worker_id], error
+                ) from error.with_traceback(None)
             raise
 
     def _begin(self, process: WorkerProcess) -> None:
@@ -149,14 +165,21 @@ class Crew:
         env_ids = self.blueprint.blocks[worker_id]
         start = self.blueprint.starts[env_ids[0]] if self.blueprint.starts else None
         config = worker_config(self.options, worker_id)
-        config["caller"] = {**self._surroundings, "environ": environ, "name": f"envherd-worker-{worker_id}"}
+        config["caller"] = {
+            **self._surroundings,
+            "environ": environ,
+            "name": f"envherd-worker-{worker_id}",
+        }
         if start is not None:
             start(config)
         self._start_process(process, config)
         process.gpu = self._gpus[index]
         build = messages.Build(
             worker=WorkerInfo(
-                worker_id=worker_id, generation=process.generation, num_workers=len(self._variables), env_ids=env_ids
+                worker_id=worker_id,
+                generation=process.generation,
+                num_workers=len(self._variables),
+                env_ids=env_ids,
             ),
             first_worker_id=numbering.first_worker_id,
             factories=tuple(self.blueprint.factories[i] for i in env_ids),
@@ -165,16 +188,23 @@ class Crew:
             block=self.options.for_block(),
         )
         process.root_seed = self.root_seed
-        if start is None:  # another interpreter has other versions of the packages that know the names
+        # Another interpreter has other versions of the packages that know the names.
+        if start is None:
             process.channel.queue_message(messages.Register(entries=self._registered))
         process.channel.queue_message(build)
-        with contextlib.suppress(ConnectionError):  # the thread that waits for the worker notices its death
-            process.channel.flush_nowait()  # the rest is sent while waiting for the answer
+        # The thread that waits for the worker notices its death.
+        with contextlib.suppress(ConnectionError):
+            # The rest is sent while waiting for the answer.
+            process.channel.flush_nowait()
 
     def _log_ready(self, num_ready: int) -> None:
         """Log the progress of a start; the record has both numbers, for progress bars (docs/logging.md)."""
         counts = {"num_ready": num_ready, "num_workers": len(self.blueprint.blocks)}
-        log.debug("start: %(num_ready)d of %(num_workers)d workers are ready", counts, extra=counts)
+        log.debug(
+            "start: %(num_ready)d of %(num_workers)d workers are ready",
+            counts,
+            extra=counts,
+        )
 
     def collect_specs(self, worker_id: int) -> list[EnvSpec]:
         """Wait until a worker has built its envs; return their specs."""
@@ -182,10 +212,17 @@ class Crew:
         if frame["kind"] == "fault":
             built = self.blueprint.equal_call_before(frame["env_id"], worker_id)
             raise factory_error(frame, self.workers[worker_id], built)
-        self.envs_in_python += [why for why in frame["why_python"] if why not in self.envs_in_python]
-        return [EnvSpec.from_plain(frame["specs"][str(env_id)]) for env_id in self.blueprint.blocks[worker_id]]
+        self.envs_in_python += [
+            why for why in frame["why_python"] if why not in self.envs_in_python
+        ]
+        return [
+            EnvSpec.from_plain(frame["specs"][str(env_id)])
+            for env_id in self.blueprint.blocks[worker_id]
+        ]
 
-    def hand_over(self, plan: SlabPlan, segment: Segment, wake_worker: Callable[[int], None]) -> None:
+    def hand_over(
+        self, plan: SlabPlan, segment: Segment, wake_worker: Callable[[int], None]
+    ) -> None:
         """Give every worker the slab; from then on `wake_worker(worker_id)` announces mail.
 
         Args:
@@ -202,14 +239,20 @@ class Crew:
         assert self._plan is not None
         assert self._segment is not None
         worker = self.workers[worker_id]
-        message = messages.Attach(plan=self._plan, nbytes=self._segment.nbytes, name=self._segment.name)
+        message = messages.Attach(
+            plan=self._plan, nbytes=self._segment.nbytes, name=self._segment.name
+        )
         worker.channel.queue_message(message, _fds(self._segment))
         self.await_frame(worker_id, "attach", self.options.build_timeout_s)
-        with uninterrupted():  # mail makes it look for commands, so it serves from here on
+        # Mail makes it look for commands, so it serves from here on.
+        with uninterrupted():
             for target, (plan, segment) in self._storages.items():
                 self._send_storage(worker_id, target, plan, segment)
             if worker.root_seed != self.root_seed:
-                self.mail(worker_id, messages.Seed(root_seed=self.root_seed, episodes=self._episodes))
+                self.mail(
+                    worker_id,
+                    messages.Seed(root_seed=self.root_seed, episodes=self._episodes),
+                )
             worker.is_attached = True
 
     def replace(self, worker_id: int, copy: WorkerProcess | None = None) -> None:
@@ -219,18 +262,27 @@ class Crew:
             worker_id: of the worker; it is killed.
             copy: the successor, if it is a copy of another worker.
         """
-        with uninterrupted():  # the only wait inside is for the death of a killed process
+        # The only wait inside is for the death of a killed process.
+        with uninterrupted():
             old = self.workers[worker_id]
             old.kill()
             old.wait_exit(1.0)
             old.release()
             self._inbox[worker_id].clear()
-            self.workers[worker_id] = copy or self._launch(worker_id, old.generation + 1)
+            self.workers[worker_id] = copy or self._launch(
+                worker_id, old.generation + 1
+            )
             if self.is_closing:  # by another thread, which may have missed this worker
                 self.workers[worker_id].kill()
                 self.workers[worker_id].release()
 
-    def fork(self, source_id: int, worker_id: int, seed: int | None, copies: list[WorkerProcess]) -> None:
+    def fork(
+        self,
+        source_id: int,
+        worker_id: int,
+        seed: int | None,
+        copies: list[WorkerProcess],
+    ) -> None:
         """Make a worker fork itself. The copy is for the place of another worker, and waits for `replace` and `attach`.
 
         Args:
@@ -246,20 +298,28 @@ class Crew:
         source, zygote = self.workers[source_id], self._zygote
         assert zygote is not None
         with uninterrupted():
-            copy = WorkerProcess(worker_id, self.workers[worker_id].generation + 1, zygote)
+            copy = WorkerProcess(
+                worker_id, self.workers[worker_id].generation + 1, zygote
+            )
             copies.append(copy)
         copy.gpu, copy.root_seed = source.gpu, self.root_seed
         self._num_forks += 1
-        env_ids, number = self.blueprint.blocks[worker_id], -self._num_forks  # no request has a negative number
+        # No request has a negative number.
+        env_ids, number = self.blueprint.blocks[worker_id], -self._num_forks
         info = WorkerInfo(
-            worker_id=worker_id, generation=copy.generation, num_workers=len(self._variables), env_ids=env_ids
+            worker_id=worker_id,
+            generation=copy.generation,
+            num_workers=len(self._variables),
+            env_ids=env_ids,
         )
         config = worker_config(self.options, worker_id)
         message = messages.Branch(worker=info, config=config, seed=seed, number=number)
 
         def fork(sock: int, log: int) -> int:
             self.mail(source_id, message, [sock, log])
-            frame = self.await_frame(source_id, "branch", self.options.build_timeout_s, number)
+            frame = self.await_frame(
+                source_id, "branch", self.options.build_timeout_s, number
+            )
             if frame["why"]:
                 raise not_forked(source, self.blueprint.blocks[source_id], frame["why"])
             return zygote.adopt(frame["pid"], copy.log_fd)
@@ -268,7 +328,14 @@ class Crew:
 
     # ---- messages ----------------------------------------------------------------------------
 
-    def mail(self, worker_id: int, message: messages.Message, fds: Sequence[int] = (), *, waits: bool = True) -> None:
+    def mail(
+        self,
+        worker_id: int,
+        message: messages.Message,
+        fds: Sequence[int] = (),
+        *,
+        waits: bool = True,
+    ) -> None:
         """Send a message to a worker that serves commands; it reads the message before any later command.
 
         Args:
@@ -279,13 +346,23 @@ class Crew:
         """
         worker = self.workers[worker_id]
         worker.channel.queue_message(message, fds)
-        self._wake_worker(worker_id)  # before everything is sent, because the worker reads only announced messages
+        # Before everything is sent, because the worker reads only announced messages.
+        self._wake_worker(worker_id)
         with contextlib.suppress(ConnectionError):  # waits for answers notice the death
-            while not worker.channel.flush_nowait() and waits and not worker.has_exited():
+            while (
+                not worker.channel.flush_nowait() and waits and not worker.has_exited()
+            ):
                 worker.wait_for_any([worker])
-                self.drain(worker_id)  # the worker may be blocked in a write until this process reads
+                # The worker may be blocked in a write until this process reads.
+                self.drain(worker_id)
 
-    def await_frame(self, worker_id: int, phase: str, timeout_s: float | None, number: int | None = None) -> Frame:
+    def await_frame(
+        self,
+        worker_id: int,
+        phase: str,
+        timeout_s: float | None,
+        number: int | None = None,
+    ) -> Frame:
         """Wait for a worker's next answer.
 
         Args:
@@ -301,13 +378,21 @@ class Crew:
         worker = self.workers[worker_id]
         end = None if timeout_s is None else time.monotonic() + timeout_s
         self.drain(worker_id)
-        while not self._inbox[worker_id] or self._inbox[worker_id][0].get("number") != number:
+        while (
+            not self._inbox[worker_id]
+            or self._inbox[worker_id][0].get("number") != number
+        ):
             if self._inbox[worker_id]:
                 self._inbox[worker_id].pop(0)
                 continue
-            if not worker.wait_for_any([worker], None if end is None else end - time.monotonic()):
-                raise worker_late(worker, self.blueprint.blocks[worker_id], phase, timeout_s or 0.0)
-            has_exited = worker.has_exited()  # asked first: what it wrote before its end is there to be read
+            if not worker.wait_for_any(
+                [worker], None if end is None else end - time.monotonic()
+            ):
+                raise worker_late(
+                    worker, self.blueprint.blocks[worker_id], phase, timeout_s or 0.0
+                )
+            # Asked first: what it wrote before its end is there to be read.
+            has_exited = worker.has_exited()
             self.drain(worker_id)
             if has_exited and not self._inbox[worker_id]:
                 raise worker_lost(worker, self.blueprint.blocks[worker_id], phase)
@@ -326,7 +411,8 @@ class Crew:
         frames = channel.drain_nowait()
         while frames:
             self._deliver(worker_id, frames[0])
-            del frames[0]  # last: after an interrupt the frame is delivered again, which has no effect
+            # Last: after an interrupt the frame is delivered again, which has no effect.
+            del frames[0]
 
     def _deliver(self, worker_id: int, frame: Frame) -> None:
         inbox = self._inbox[worker_id]
@@ -344,15 +430,20 @@ class Crew:
         for worker in self._attached():
             self._send_storage(worker.worker_id, target, plan, segment)
 
-    def _send_storage(self, worker_id: int, target: int, plan: StoragePlan, segment: Segment) -> None:
-        message = messages.AttachStorage(target=target, plan=plan, nbytes=segment.nbytes, name=segment.name)
+    def _send_storage(
+        self, worker_id: int, target: int, plan: StoragePlan, segment: Segment
+    ) -> None:
+        message = messages.AttachStorage(
+            target=target, plan=plan, nbytes=segment.nbytes, name=segment.name
+        )
         self.mail(worker_id, message, _fds(segment))
 
     def detach_storage(self, target: int) -> None:
         """Make every worker forget a rollout storage. May be repeated, as after an interrupt."""
         for worker in self._attached():
             self.mail(worker.worker_id, messages.DetachStorage(target=target))
-        if target in self._storages:  # last: after an interrupt, successors that were attached meanwhile forget it too
+        # Last: after an interrupt, successors that were attached meanwhile forget it too.
+        if target in self._storages:
             self._storages.pop(target)[1].close()
 
     # ---- seeds -------------------------------------------------------------------------------
@@ -362,7 +453,10 @@ class Crew:
         self.root_seed = root_seed
         self._episodes = None if episodes is None else tuple(episodes)
         for worker in self._attached():
-            self.mail(worker.worker_id, messages.Seed(root_seed=root_seed, episodes=self._episodes))
+            self.mail(
+                worker.worker_id,
+                messages.Seed(root_seed=root_seed, episodes=self._episodes),
+            )
 
     def _attached(self) -> list[WorkerProcess]:
         """Return the workers that read mail; `attach` sends everything to the others, which are still building."""
@@ -420,7 +514,8 @@ class Crew:
         while left and (remaining_s := end - time.monotonic()) > 0:
             left[0].wait_for_any(left, remaining_s)
             for worker in list(left):
-                has_exited = worker.has_exited()  # asked first: what it wrote before its end is there to be read
+                # Asked first: what it wrote before its end is there to be read.
+                has_exited = worker.has_exited()
                 with uninterrupted(), contextlib.suppress(Exception):
                     self.drain(worker.worker_id)
                 if has_exited:

@@ -10,7 +10,14 @@ from typing import Any
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.processes.worker_process import WorkerProcess
 from envherd.executor.start.process_log import without_own_frames
-from envherd.workers.errors import EnvError, EnvherdError, FactoryError, SpecError, WorkerLost, WorkerTimeout
+from envherd.workers.errors import (
+    EnvError,
+    EnvherdError,
+    FactoryError,
+    SpecError,
+    WorkerLost,
+    WorkerTimeout,
+)
 from envherd.workers.protocol import IDLE, describe_phase
 
 log = logging.getLogger("envherd")
@@ -36,7 +43,9 @@ class Numbering:
 numbering = Numbering()
 
 
-_REMEDY = "Use fewer envs or workers (`envherd size` says how many fit), or raise the limit."
+_REMEDY = (
+    "Use fewer envs or workers (`envherd size` says how many fit), or raise the limit."
+)
 RESTART = "ExecutorOptions(on_worker_loss='restart') replaces lost workers."
 #: Text about a killed worker, by where the kernel has killed processes for lack of memory since.
 _KILLERS = {
@@ -75,14 +84,17 @@ def worker_lost(
     lines = worker.last_lines()
     return WorkerLost(
         f"{_operation(phase)} failed: worker {_called(worker)} ended with {how} {_in_words(phase, env_id)} "
-        f"({_where(worker, env_ids)}).{hint}" + (f"\nIts last output:\n{lines}" if lines else ""),
+        f"({_where(worker, env_ids)}).{hint}"
+        + (f"\nIts last output:\n{lines}" if lines else ""),
         remote_traceback=lines or None,
         exit_code=worker.exit_code(),
         **_context(worker, env_ids, phase, env_id),
     )
 
 
-def not_started(worker: WorkerProcess, env_ids: Sequence[int], error: OSError) -> WorkerLost:
+def not_started(
+    worker: WorkerProcess, env_ids: Sequence[int], error: OSError
+) -> WorkerLost:
     """Return the error for a worker that the system does not let start."""
     return WorkerLost(
         f"starting a worker failed: expected another process and its descriptors for worker {_called(worker)}, got "
@@ -107,11 +119,19 @@ def with_sentence(error: EnvherdError, sentence: str, **context: Any) -> Envherd
         return error
     head, mark, output = error.message.partition("\nIt")
     context = {**error.context, **context}
-    return type(error)(f"{head} {sentence}{mark}{output}", remote_traceback=error.remote_traceback, **context)
+    return type(error)(
+        f"{head} {sentence}{mark}{output}",
+        remote_traceback=error.remote_traceback,
+        **context,
+    )
 
 
 def worker_late(
-    worker: WorkerProcess, env_ids: Sequence[int], phase: str, timeout_s: float, env_id: int | None = None
+    worker: WorkerProcess,
+    env_ids: Sequence[int],
+    phase: str,
+    timeout_s: float,
+    env_id: int | None = None,
 ) -> WorkerTimeout:
     """Read the stack of a worker that is out of time, kill it, and return the error."""
     stack = without_own_frames(worker.stack())
@@ -128,7 +148,9 @@ def worker_late(
     )
 
 
-def not_forked(worker: WorkerProcess, env_ids: Sequence[int], why: Sequence[str]) -> ValueError:
+def not_forked(
+    worker: WorkerProcess, env_ids: Sequence[int], why: Sequence[str]
+) -> ValueError:
     """Return the error for a worker that cannot be forked, for these reasons."""
     return ValueError(
         f"branch failed: expected a worker that can be forked, got {', '.join(why)} (worker {_called(worker)}, "
@@ -137,7 +159,9 @@ def not_forked(worker: WorkerProcess, env_ids: Sequence[int], why: Sequence[str]
     )
 
 
-def factory_error(fault: Frame, worker: WorkerProcess, built: int | None = None) -> FactoryError:
+def factory_error(
+    fault: Frame, worker: WorkerProcess, built: int | None = None
+) -> FactoryError:
     """Return the error for a factory that raised in a worker, or whose env was refused there.
 
     Args:
@@ -148,7 +172,9 @@ def factory_error(fault: Frame, worker: WorkerProcess, built: int | None = None)
     is_ours = fault["type_name"] in ("FactoryError", "SpecError")
     message = fault["message"]
     if not is_ours:
-        message = f"make_env failed: the factory raised {raised(fault['type_name'], message)}"
+        message = (
+            f"make_env failed: the factory raised {raised(fault['type_name'], message)}"
+        )
     env_id = fault["env_id"]
     advice = lacks_arguments(fault["type_name"], fault["message"])
     if built is not None and not is_ours:
@@ -173,13 +199,22 @@ def raised(type_name: str, message: str) -> str:
 
 def lacks_arguments(type_name: str, message: str) -> str:
     """Return advice for a factory that has arguments which nobody passes, by the exception that it raised; else ""."""
-    if type_name != "TypeError" or " missing " not in message or "argument" not in message:
+    if (
+        type_name != "TypeError"
+        or " missing " not in message
+        or "argument" not in message
+    ):
         return ""
     return " Factories get no arguments but those of env_kwargs=: pass them there, or bind them with functools.partial."
 
 
 def env_error(
-    faults: Sequence[Frame], worker_id: int, pid: int, gpu: str | None = None, *, is_interrupted: bool = False
+    faults: Sequence[Frame],
+    worker_id: int,
+    pid: int,
+    gpu: str | None = None,
+    *,
+    is_interrupted: bool = False,
 ) -> EnvherdError:
     """Return the error for exceptions of envs: about the first env (run by `worker_id`), naming the others.
 
@@ -192,20 +227,42 @@ def env_error(
     """
     fault = first_fault(faults)
     env_id = numbering.first_env_id + fault["env_id"]
-    others = sorted(numbering.first_env_id + one["env_id"] for one in faults if one is not fault)
+    others = sorted(
+        numbering.first_env_id + one["env_id"] for one in faults if one is not fault
+    )
     worker_id += numbering.first_worker_id
     also = f" Envs {others} raised too." if others else ""
     phase, type_name = fault["phase"], fault["type_name"]
-    kind = EnvError if phase != "rebuild" else SpecError if type_name == "SpecError" else FactoryError
+    kind = (
+        EnvError
+        if phase != "rebuild"
+        else SpecError
+        if type_name == "SpecError"
+        else FactoryError
+    )
     what = f"the {'env' if kind is EnvError else 'factory'} raised {raised(type_name, fault['message'])}"
-    is_without_state = phase in ("save", "restore") and type_name == "NotImplementedError"
-    if is_without_state or (kind is not EnvError and type_name in ("FactoryError", "SpecError")):
+    is_without_state = (
+        phase in ("save", "restore") and type_name == "NotImplementedError"
+    )
+    if is_without_state or (
+        kind is not EnvError and type_name in ("FactoryError", "SpecError")
+    ):
         what = fault["message"]  # of the adapter, the builder or the block
-    is_over = phase in ("step", "reset") or (phase == "restore" and not is_without_state)
-    again = "reset these to use them again" if others else "reset this one to use it again"
+    is_over = phase in ("step", "reset") or (
+        phase == "restore" and not is_without_state
+    )
+    again = (
+        "reset these to use them again" if others else "reset this one to use it again"
+    )
     advice = f"The other envs go on; {again}." if is_over else "Its episode goes on."
-    advice = "All envs go on: the rows count as interrupted." if is_interrupted else advice
-    advice = "The envs of this call keep their tasks, and need a reset." if phase == "rebuild" else advice
+    advice = (
+        "All envs go on: the rows count as interrupted." if is_interrupted else advice
+    )
+    advice = (
+        "The envs of this call keep their tasks, and need a reset."
+        if phase == "rebuild"
+        else advice
+    )
     return kind(
         f"{phase} failed: {what} (env {env_id}, worker {worker_id}, pid {pid}{_gpu(gpu)}{_place()}).{also} {advice}",
         remote_traceback=without_own_frames(fault["traceback"]),
@@ -219,7 +276,9 @@ def env_error(
     )
 
 
-def merge_answers(asked: Iterable[int], take: Callable[[int], dict[int, Any]]) -> dict[int, Any]:
+def merge_answers(
+    asked: Iterable[int], take: Callable[[int], dict[int, Any]]
+) -> dict[int, Any]:
     """Collect the answers of several workers or hosts into one dict.
 
     Args:
@@ -237,7 +296,10 @@ def merge_answers(asked: Iterable[int], take: Callable[[int], dict[int, Any]]) -
         except EnvherdError as error:
             errors.append(error)
     if errors:
-        raise min(errors, key=lambda error: isinstance(error, (EnvError, FactoryError, SpecError)))
+        raise min(
+            errors,
+            key=lambda error: isinstance(error, (EnvError, FactoryError, SpecError)),
+        )
     return values
 
 
@@ -263,7 +325,12 @@ def log_notice(frame: Frame) -> None:
     env_id = numbering.first_env_id + frame["env_id"]
     if frame["kind"] == "left_out":
         for name, why in frame["entries"].items():
-            log.warning("env %d: %r of its info is left out (%s). This is logged once.", env_id, name, why)
+            log.warning(
+                "env %d: %r of its info is left out (%s). This is logged once.",
+                env_id,
+                name,
+                why,
+            )
         return
     log.warning(
         "env %d drew from the global generators (%s) during %s: its data depend on which envs share its worker. "
@@ -277,7 +344,9 @@ def log_notice(frame: Frame) -> None:
 def log_close_fault(frame: Frame) -> None:
     """Log the exception of an env's `close`."""
     env_id = numbering.first_env_id + frame["env_id"]
-    log.warning("closing env %s raised %s: %s", env_id, frame["type_name"], frame["message"])
+    log.warning(
+        "closing env %s raised %s: %s", env_id, frame["type_name"], frame["message"]
+    )
 
 
 def _called(worker: WorkerProcess) -> int:
@@ -296,12 +365,20 @@ def _in_words(phase: str, env_id: int | None) -> str:
     """Return a phase in words: "in step of env 0", "in build", "while idle"."""
     if phase == IDLE:
         return "while idle"
-    return f"in {phase}" if env_id is None else f"in {phase} of env {numbering.first_env_id + env_id}"
+    return (
+        f"in {phase}"
+        if env_id is None
+        else f"in {phase} of env {numbering.first_env_id + env_id}"
+    )
 
 
 def _where(worker: WorkerProcess, env_ids: Sequence[int]) -> str:
     first = numbering.first_env_id
-    span = f"envs {first + env_ids[0]}-{first + env_ids[-1]}" if len(env_ids) > 1 else f"env {first + env_ids[0]}"
+    span = (
+        f"envs {first + env_ids[0]}-{first + env_ids[-1]}"
+        if len(env_ids) > 1
+        else f"env {first + env_ids[0]}"
+    )
     pid = f", pid {worker.pid}" if worker.pid else ""
     return f"{span}{pid}, generation {worker.generation}{_gpu(worker.gpu)}{_place()}"
 
@@ -310,7 +387,9 @@ def _gpu(gpu: str | None) -> str:
     return "" if gpu is None else f", gpu {gpu}"
 
 
-def _context(worker: WorkerProcess, env_ids: Sequence[int], phase: str, env_id: int | None) -> dict[str, Any]:
+def _context(
+    worker: WorkerProcess, env_ids: Sequence[int], phase: str, env_id: int | None
+) -> dict[str, Any]:
     return {
         "env_ids": tuple(numbering.first_env_id + i for i in env_ids),
         "env_id": None if env_id is None else numbering.first_env_id + env_id,

@@ -24,8 +24,16 @@ class Restarts:
         is twice the previous one, up to `_LONGEST_BACK_OFF_S`.
         """
         now = time.monotonic()
-        recent = [t for t in self._times.get(worker_id, ()) if now - t < self._options.restart_window_s]
+        recent = [
+            t
+            for t in self._times.get(worker_id, ())
+            if now - t < self._options.restart_window_s
+        ]
         if len(recent) >= self._options.max_restarts:
             return None
         self._times[worker_id] = [*recent, now]
-        return min(_BACK_OFF_S * 2 ** (len(recent) - 1), _LONGEST_BACK_OFF_S) if recent else 0.0
+        return (
+            min(_BACK_OFF_S * 2 ** (len(recent) - 1), _LONGEST_BACK_OFF_S)
+            if recent
+            else 0.0
+        )

@@ -102,7 +102,11 @@ class Supervisor:
     @property
     def lost(self) -> dict[int, EnvherdError]:
         """Worker id -> the error that describes its loss; fresh."""
-        return {worker_id: absence.error for worker_id, absence in self.absent.items() if absence.error is not None}
+        return {
+            worker_id: absence.error
+            for worker_id, absence in self.absent.items()
+            if absence.error is not None
+        }
 
     def is_serving(self, worker_id: int) -> bool:
         """Return whether a worker is neither lost nor being replaced."""
@@ -132,7 +136,9 @@ class Supervisor:
         self._pool.lose_answers_of(worker_id)
         if not self._crew.is_closing:  # by another thread, or at the interpreter's exit
             # Not the error itself: a kept record would keep its frames alive. An error that is raised has the output.
-            log.warning("%s", error.message.partition("\n")[0] if is_raised else error.message)
+            log.warning(
+                "%s", error.message.partition("\n")[0] if is_raised else error.message
+            )
 
     def answer_for_lost(self) -> None:
         """Answer commands to workers that were already lost with that loss."""
@@ -148,8 +154,14 @@ class Supervisor:
             now: monotonic seconds.
         """
         options = self._options
-        is_raised = bool(self._pool.outcome.losses) and options.on_worker_loss == "raise"
-        return is_raised and options.loss_grace_s is not None and now >= self._lost_at + options.loss_grace_s
+        is_raised = (
+            bool(self._pool.outcome.losses) and options.on_worker_loss == "raise"
+        )
+        return (
+            is_raised
+            and options.loss_grace_s is not None
+            and now >= self._lost_at + options.loss_grace_s
+        )
 
     def refuse_lost(self, worker_ids: Iterable[int]) -> None:
         """Raise the loss of a worker that is not replaced."""
@@ -157,7 +169,8 @@ class Supervisor:
             lost = self.lost
             for worker_id in worker_ids:
                 if worker_id in lost:
-                    raise lost[worker_id].with_traceback(None)  # it would keep the frames of each call
+                    # It would keep the frames of each call.
+                    raise lost[worker_id].with_traceback(None)
 
     def notice_deaths(self, owing: Iterable[int]) -> bool:
         """Notice deaths, and read workers' messages so that none blocks on a full socket.
@@ -199,10 +212,15 @@ class Supervisor:
         """
         latest = time.monotonic() - timeout_s
         for worker_id in owing:
-            if not self.is_being_replaced(worker_id) and self._serves_since.get(worker_id, latest) <= latest:
+            if (
+                not self.is_being_replaced(worker_id)
+                and self._serves_since.get(worker_id, latest) <= latest
+            ):
                 phase, env_id = self._pool.phase_of(worker_id)
                 env_ids = self._crew.blueprint.blocks[worker_id]
-                error = worker_late(self._crew.workers[worker_id], env_ids, phase, timeout_s, env_id)
+                error = worker_late(
+                    self._crew.workers[worker_id], env_ids, phase, timeout_s, env_id
+                )
                 self.declare_lost(worker_id, error)
 
     # ---- successors --------------------------------------------------------------------------
@@ -230,7 +248,11 @@ class Supervisor:
         self._to_building(worker_id)
 
     def branch(
-        self, source_id: int, worker_ids: Sequence[int], seeds: Sequence[int | None], give_up: Callable[[], None]
+        self,
+        source_id: int,
+        worker_ids: Sequence[int],
+        seeds: Sequence[int | None],
+        give_up: Callable[[], None],
     ) -> None:
         """Put copies of a worker into the places of others, which are killed. They owe nothing.
 
@@ -255,7 +277,9 @@ class Supervisor:
             give_up()
             for worker_id in worker_ids:
                 self._to_leaving(worker_id)  # 4
-            losses = [loss for copy in copies if (loss := self._put_copy(copy)) is not None]
+            losses = [
+                loss for copy in copies if (loss := self._put_copy(copy)) is not None
+            ]
         finally:
             for copy in copies:
                 if self._crew.workers[copy.worker_id] is not copy:
@@ -265,7 +289,11 @@ class Supervisor:
             raise losses[0]
 
     def _fork(
-        self, source_id: int, worker_ids: Sequence[int], seeds: Sequence[int | None], copies: list[WorkerProcess]
+        self,
+        source_id: int,
+        worker_ids: Sequence[int],
+        seeds: Sequence[int | None],
+        copies: list[WorkerProcess],
     ) -> None:
         try:
             for worker_id, seed in zip(worker_ids, seeds, strict=True):
@@ -304,7 +332,9 @@ class Supervisor:
         for worker_id in worker_ids:
             while self.is_being_replaced(worker_id):
                 if self._is(worker_id, Condition.LEAVING):
-                    time.sleep(max(0.0, self.absent[worker_id].since - time.monotonic()))
+                    time.sleep(
+                        max(0.0, self.absent[worker_id].since - time.monotonic())
+                    )
                     self._to_building(worker_id)
                 self._to_serving(worker_id)
 
@@ -317,7 +347,8 @@ class Supervisor:
                     if now >= since:
                         self._to_building(worker_id)
                 elif condition is Condition.BUILDING and (
-                    self._crew.workers[worker_id].is_attached  # 6: an interrupt came right after that
+                    # 6: an interrupt came right after that.
+                    self._crew.workers[worker_id].is_attached
                     or self._crew.has_answered(worker_id)
                     or (limit is not None and now - since > limit)
                 ):
@@ -357,7 +388,8 @@ class Supervisor:
                 self._to_leaving_or_lost(worker_id, error)
                 return
             except BaseException:  # an interrupt: begin again when the worker is needed
-                if not self._crew.workers[worker_id].is_attached:  # else it may have carried out commands (6)
+                # Else it may have carried out commands (6).
+                if not self._crew.workers[worker_id].is_attached:
                     self._to_leaving(worker_id)
                 raise
         self._serves_since[worker_id] = time.monotonic()  # 6
@@ -377,7 +409,9 @@ class Supervisor:
         self._to_leaving(worker_id, delay_s)
 
     def _check_specs(self, worker_id: int, specs: list[EnvSpec]) -> None:
-        for env_id, spec in zip(self._crew.blueprint.blocks[worker_id], specs, strict=True):
+        for env_id, spec in zip(
+            self._crew.blueprint.blocks[worker_id], specs, strict=True
+        ):
             expected = self._pool.specs[env_id]
             if spec != expected:
                 raise another_spec(env_id, expected.difference(spec))

@@ -18,7 +18,11 @@ import psutil
 
 from envherd.executor.machine.cgroups import count_oom_kills
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.start.process_log import read_log, request_stacks, without_own_frames
+from envherd.executor.start.process_log import (
+    read_log,
+    request_stacks,
+    without_own_frames,
+)
 from envherd.executor.start.zygote import Helper
 from envherd.shm import platforms
 from envherd.shm.interrupts import ignoring_refusals, uninterrupted
@@ -48,7 +52,9 @@ class WorkerProcess:
     is_attached = False
     pid, pidfd, log_fd = 0, -1, -1
 
-    def __init__(self, worker_id: int, generation: int, zygote: Helper | None = None) -> None:
+    def __init__(
+        self, worker_id: int, generation: int, zygote: Helper | None = None
+    ) -> None:
         self.worker_id = worker_id
         self.generation = generation
         self._zygote = zygote
@@ -75,13 +81,18 @@ class WorkerProcess:
         Raises:
             WorkerLost: the process has ended already.
         """
-        with self._theirs, open(f"/proc/self/fd/{self.log_fd}", "a+b", buffering=0) as log:
+        with (
+            self._theirs,
+            open(f"/proc/self/fd/{self.log_fd}", "a+b", buffering=0) as log,
+        ):
             pid = fork(self._theirs.fileno(), log.fileno())
             try:
                 self.pidfd = os.pidfd_open(pid)
             except ProcessLookupError:  # the helper has reaped it
                 message = f"starting worker {self.worker_id} failed: its process (pid {pid}) ended at once."
-                raise WorkerLost(message, remote_traceback=self.log() or None, pid=pid) from None
+                raise WorkerLost(
+                    message, remote_traceback=self.log() or None, pid=pid
+                ) from None
             self.pid = pid
 
     def has_exited(self) -> bool:
@@ -143,16 +154,25 @@ class WorkerProcess:
     def kill(self) -> None:
         """Kill the worker and its envs' processes; safe if it is dead."""
         with ignoring_refusals():
-            platforms.send_signal(self.pid, signal.SIGKILL, is_group=True) if not self.has_exited() else None
+            platforms.send_signal(
+                self.pid, signal.SIGKILL, is_group=True
+            ) if not self.has_exited() else None
 
     @staticmethod
-    def wait_for_any(workers: Sequence[WorkerProcess], timeout_s: float | None = None) -> bool:
+    def wait_for_any(
+        workers: Sequence[WorkerProcess], timeout_s: float | None = None
+    ) -> bool:
         """Wait until a worker has written, has ended, or can be sent the rest of a message; False after `timeout_s`."""
         poller = select.poll()
         for worker in workers:
             poller.register(worker.pidfd, select.POLLIN)
-            poller.register(worker.channel.sock, select.POLLIN | (select.POLLOUT if worker.channel.has_unsent else 0))
-        return bool(poller.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000 + 1))
+            poller.register(
+                worker.channel.sock,
+                select.POLLIN | (select.POLLOUT if worker.channel.has_unsent else 0),
+            )
+        return bool(
+            poller.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000 + 1)
+        )
 
     def wait_exit(self, timeout_s: float) -> bool:
         """Wait for the process to end, up to `timeout_s`; return whether it has."""
@@ -168,7 +188,8 @@ class WorkerProcess:
         self._theirs.close()
         for name in ("pidfd", "log_fd"):
             if name in vars(self):
-                os.close(vars(self).pop(name))  # one line: an interrupt must not have it closed twice or never
+                # One line: an interrupt must not have it closed twice or never.
+                os.close(vars(self).pop(name))
 
 
 def describe_exit(code: int | None) -> str:

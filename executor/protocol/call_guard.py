@@ -35,7 +35,9 @@ def call_name() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module, own = frame.f_globals.get("__name__", ""), frame.f_code.co_name
-        if not module.startswith("envherd.executor.") or module.startswith("envherd.executor.cli."):
+        if not module.startswith("envherd.executor.") or module.startswith(
+            "envherd.executor.cli."
+        ):
             break
         if not own.startswith(("_", "<")) and module not in _WRAPPERS:
             name = own
@@ -62,7 +64,8 @@ class CallGuard:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._holder: dict[str, FrameType] = {}
-        self._hold = self._holder.setdefault  # one C function, so only one of two threads is first
+        # One C function, so only one of two threads is first.
+        self._hold = self._holder.setdefault
         self.is_closed = False
         self.is_foreign = False
         self.dependents: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -81,9 +84,13 @@ class CallGuard:
     def check(self) -> None:
         """Raise `Closed` unless this process can use the executor."""
         if self.is_closed:
-            raise Closed(f"{call_name()} failed: this executor is closed. Make a new one.")
+            raise Closed(
+                f"{call_name()} failed: this executor is closed. Make a new one."
+            )
         if self.is_foreign:
-            raise Closed(f"{call_name()} failed: this executor belongs to the process that made it. Make one here.")
+            raise Closed(
+                f"{call_name()} failed: this executor belongs to the process that made it. Make one here."
+            )
 
     def refuse_rolling(self) -> None:
         """Raise `Busy` inside a rollout."""
@@ -98,10 +105,16 @@ class CallGuard:
         The function does nothing and returns None if another call holds the guard, or if this one must be refused or
         begin with a recovery. Its caller then uses `with`, which decides that.
         """
-        hold, release, engine, frame_of = self._hold, self._holder.clear, self._engine, sys._getframe
+        hold, release, engine, frame_of = (
+            self._hold,
+            self._holder.clear,
+            self._engine,
+            sys._getframe,
+        )
 
         def call_held(*args: Any, **named: Any) -> Any:
-            frame = frame_of(1)  # the caller's: a frame that has itself as a local would keep the batch of the call
+            # The caller's: a frame that has itself as a local would keep the batch of the call.
+            frame = frame_of(1)
             if hold("call", frame) is not frame:
                 return None
             try:
@@ -145,13 +158,18 @@ class CallGuard:
             )
         tops = sys._current_frames()  # noqa: SLF001  # the documented way to the stacks of all threads
         if any(_is_below(holder, top) for top in tops.values()):
-            raise Busy(f"{call_name()} failed: another thread is using this executor. One caller at a time.")
+            raise Busy(
+                f"{call_name()} failed: another thread is using this executor. One caller at a time."
+            )
         self._engine.is_dirty = True
         self._holder["call"] = frame
         return True
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if error is not None:
             self._break_off(sys._getframe(1), error)
@@ -172,8 +190,14 @@ class CallGuard:
             if not isinstance(error, EnvherdError) or self._engine.is_in_flight:
                 self._engine.is_dirty = True
             self._holder.clear()
-        if self.is_closed and isinstance(error, Exception) and not isinstance(error, Closed):
-            raise Closed(f"{call_name()} failed: this executor was closed while it waited. Make a new one.") from error
+        if (
+            self.is_closed
+            and isinstance(error, Exception)
+            and not isinstance(error, Closed)
+        ):
+            raise Closed(
+                f"{call_name()} failed: this executor was closed while it waited. Make a new one."
+            ) from error
 
 
 def _is_below(frame: FrameType, top: FrameType) -> bool:

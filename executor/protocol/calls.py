@@ -42,7 +42,9 @@ class Received(NamedTuple):
 
     def is_of(self, env_ids: Any) -> bool:
         """Return whether an object is `ids`, with the values that they had."""
-        return env_ids is self.ids and self.ids.numpy().tobytes() == self.env_ids.tobytes()
+        return (
+            env_ids is self.ids and self.ids.numpy().tobytes() == self.env_ids.tobytes()
+        )
 
 
 class Rolling:
@@ -124,15 +126,21 @@ class Calls:
             return {}
         for given, name in ((seeds, "seed"), (per_env, "list_of_kwargs")):
             if given is not None and len(given) != self.num_envs:
-                raise ValueError(f"reset failed: expected {self.num_envs} items in {name}, got {len(given)}.")
+                raise ValueError(
+                    f"reset failed: expected {self.num_envs} items in {name}, got {len(given)}."
+                )
         extras = {}
         for env_id in env_ids.tolist():
             own = {} if per_env is None else per_env[env_id]
             if not isinstance(own, Mapping):
-                raise TypeError(f"reset failed: expected a dict in list_of_kwargs, got {own!r} (env {env_id}).")
+                raise TypeError(
+                    f"reset failed: expected a dict in list_of_kwargs, got {own!r} (env {env_id})."
+                )
             seed = None if seeds is None else _as_seed(seeds[env_id], env_id)
             options = {**common, **own} or None
-            extras[env_id] = messages.Prepare(env_id=env_id, seed=seed, has_seed=seeds is not None, options=options)
+            extras[env_id] = messages.Prepare(
+                env_id=env_id, seed=seed, has_seed=seeds is not None, options=options
+            )
         return extras
 
     def use_seed(self, seed: int | None) -> None:
@@ -154,7 +162,12 @@ class Calls:
             self.states.move(env_ids, Event.IS_BROKEN_OFF)
         self.received = None
 
-    def restore(self, env_ids: np.ndarray, roots: Sequence[Mapping[str, Any]] | None, ended: np.ndarray | None) -> None:
+    def restore(
+        self,
+        env_ids: np.ndarray,
+        roots: Sequence[Mapping[str, Any]] | None,
+        ended: np.ndarray | None,
+    ) -> None:
         """Note that envs have been restored.
 
         Args:
@@ -177,4 +190,6 @@ def _as_seed(given: Any, env_id: int) -> int | None:
     if not isinstance(given, bool):
         with contextlib.suppress(TypeError):
             return operator.index(given)
-    raise ValueError(f"reset failed: expected an integer or None as seed, got {given!r} (env {env_id}).")
+    raise ValueError(
+        f"reset failed: expected an integer or None as seed, got {given!r} (env {env_id})."
+    )

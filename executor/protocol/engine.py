@@ -60,7 +60,13 @@ class Engine(Calls):
     """
 
     def __init__(
-        self, pool: Pool, *, seed: int, device: torch.device | None, copy: bool, options: ExecutorOptions
+        self,
+        pool: Pool,
+        *,
+        seed: int,
+        device: torch.device | None,
+        copy: bool,
+        options: ExecutorOptions,
     ) -> None:
         super().__init__(pool, options)
         self.device = device
@@ -71,19 +77,27 @@ class Engine(Calls):
         self.side = SideData(self.specs, infos)
         lends = copy and mover is None and not options.poison
         loans = make_loans(pool.slab, pool.lendable) if lends else None
-        self.positions = Positions(pool.slab, self.side, options, mover=mover, loans=loans)
+        self.positions = Positions(
+            pool.slab, self.side, options, mover=mover, loans=loans
+        )
         if pool.watcher is not None:
             pool.watcher.latest_root = self.positions.latest_root
-        self.batches = EnvBatches(self.positions, self.side, device, mover=mover, is_copy=copy)
-        self.intakes = [self._make_intake(group) for group in range(len(pool.slab.groups))]
+        self.batches = EnvBatches(
+            self.positions, self.side, device, mover=mover, is_copy=copy
+        )
+        self.intakes = [
+            self._make_intake(group) for group in range(len(pool.slab.groups))
+        ]
         self.write_inputs: Callable[..., None] = self._write_unlike_inputs
-        if len(self.intakes) == 1 and not self.intakes[0].side_leaves:  # one group: rows are ids
+        # One group: rows are ids.
+        if len(self.intakes) == 1 and not self.intakes[0].side_leaves:
             self.write_inputs = self.intakes[0].put
         self.flights = Flights(pool, self.positions, self.side, options)
         self.states = self.flights.states
         if loans is not None:
             loans.is_written = self.flights.is_written
-        self.positions.mark_lost(self.all_ids)  # they need a reset, and their roots show it
+        # They need a reset, and their roots show it.
+        self.positions.mark_lost(self.all_ids)
         self.guard = CallGuard(self)
         self.side_inputs: dict[int, list[Any]] = {}
         self._being_rebuilt = self.all_ids[:0]
@@ -114,7 +128,9 @@ class Engine(Calls):
             "inputs": self.intakes[0].targets,
             "done": batch.next_keys.index(("done",)),
             "root_done": batch.root_keys.index(("done",)),
-            "blank": len(batch.next_arrays) - len(batch.spec.reward) - len(batch.spec.done),
+            "blank": len(batch.next_arrays)
+            - len(batch.spec.reward)
+            - len(batch.spec.done),
             "action": None if plain is None else plain.target,
             "check": 0 if plain is None or plain.legal is None else int(plain.legal),
             "limit": 0 if plain is None else plain.limit,
@@ -125,7 +141,9 @@ class Engine(Calls):
 
     def _make_intake(self, index: int) -> GroupIntake:
         group, level = self.pool.slab.groups[index], self.options.check_actions
-        present = functools.partial(self.batches.present, index) if group.spec.state else None
+        present = (
+            functools.partial(self.batches.present, index) if group.spec.state else None
+        )
         return GroupIntake(group, level, present)
 
     @property
@@ -135,7 +153,9 @@ class Engine(Calls):
 
     # ---- inputs ------------------------------------------------------------------------------
 
-    def _write_unlike_inputs(self, td: TensorDictBase, env_ids: np.ndarray | None = None) -> None:
+    def _write_unlike_inputs(
+        self, td: TensorDictBase, env_ids: np.ndarray | None = None
+    ) -> None:
         """As `write_inputs`, for envs of several kinds, or with inputs that do not go through the slab."""
         env_ids = self.all_ids if env_ids is None else env_ids
         checked = []
@@ -145,7 +165,9 @@ class Engine(Calls):
             own = td if len(members) == len(env_ids) else td[members.tolist()]
             ids = env_ids[members]
             rows = self.positions.places.row_of[ids]
-            checked.append((intake, ids, rows, intake.read(own, rows), intake.read_side(own, rows)))
+            checked.append(
+                (intake, ids, rows, intake.read(own, rows), intake.read_side(own, rows))
+            )
         for intake, ids, rows, values, side in checked:
             intake.write(values, rows)
             if side:
@@ -172,7 +194,9 @@ class Engine(Calls):
         if not batch_size or batch_size[0] != self.num_envs:
             raise wrong_rows("step", self.num_envs, td)
         self.guard.refuse_rolling()
-        flight = self.flights.begin(op, cut=cut, write_inputs=partial(self.write_inputs, td))
+        flight = self.flights.begin(
+            op, cut=cut, write_inputs=partial(self.write_inputs, td)
+        )
         draft = None if self.plain.rows else self.batches.steps.draft[op](flight.at)
         return self.land_step(flight, draft)
 
@@ -195,7 +219,9 @@ class Engine(Calls):
             raise
         if draft is not None:
             return (steps or batches.steps).finish(draft, flight.at, flight.ended)
-        return batches.after_step(flight.at, flight.ended, has_root=flight.op == Op.STEP_RESET)
+        return batches.after_step(
+            flight.at, flight.ended, has_root=flight.op == Op.STEP_RESET
+        )
 
     @property
     def plain_intake(self) -> PlainIntake | None:
@@ -208,8 +234,12 @@ class Engine(Calls):
         self.received = None
         self.positions.move_back()
         old = self.pool.blueprint
-        self._send_calls(self._being_rebuilt, [(old.factories[i], old.env_kwargs[i]) for i in self._being_rebuilt])
-        self._being_rebuilt = self.all_ids[:0]  # after an interrupt before this line they are sent once more
+        self._send_calls(
+            self._being_rebuilt,
+            [(old.factories[i], old.env_kwargs[i]) for i in self._being_rebuilt],
+        )
+        # After an interrupt before this line they are sent once more.
+        self._being_rebuilt = self.all_ids[:0]
         self.flights.recover()
         self.is_dirty = False
 
@@ -240,7 +270,9 @@ class Engine(Calls):
 
     # ---- reset -------------------------------------------------------------------------------
 
-    def reset_envs(self, env_ids: np.ndarray, extras: Mapping[int, messages.Prepare] = _NO_EXTRAS) -> None:
+    def reset_envs(
+        self, env_ids: np.ndarray, extras: Mapping[int, messages.Prepare] = _NO_EXTRAS
+    ) -> None:
         """Reset some envs and wait for them.
 
         Args:
@@ -260,7 +292,9 @@ class Engine(Calls):
         self.flights.end_episodes(env_ids)
         self.received, self._being_rebuilt = None, env_ids
         self.is_dirty = True
-        self._send_calls(env_ids, zip(blueprint.factories, blueprint.env_kwargs, strict=True))
+        self._send_calls(
+            env_ids, zip(blueprint.factories, blueprint.env_kwargs, strict=True)
+        )
         self.ask("rebuild", env_ids.tolist())
         with uninterrupted():
             self.pool.blueprint.take_calls(env_ids.tolist(), blueprint)
@@ -268,9 +302,12 @@ class Engine(Calls):
             self._being_rebuilt = self.all_ids[:0]
         self.is_dirty = False
 
-    def _send_calls(self, env_ids: np.ndarray, calls: Iterable[tuple[Any, dict[str, Any]]]) -> None:
+    def _send_calls(
+        self, env_ids: np.ndarray, calls: Iterable[tuple[Any, dict[str, Any]]]
+    ) -> None:
         for env_id, call in zip(env_ids.tolist(), calls, strict=True):
-            if self.pool.is_serving(int(self.pool.worker_of[env_id])):  # successors build by the pool's blueprint
+            # Successors build by the pool's blueprint.
+            if self.pool.is_serving(int(self.pool.worker_of[env_id])):
                 self.pool.prepare(messages.Prepare(env_id=env_id, call=call))
 
     def allow_steps(self) -> None:
@@ -290,7 +327,9 @@ class Engine(Calls):
         self.restore(self.all_ids, roots, ended)
         self.states.move(self.all_ids, Event.IS_CUT)
 
-    def reset_for_rollout(self, *, auto_reset: bool) -> tuple[np.ndarray, np.ndarray | None]:
+    def reset_for_rollout(
+        self, *, auto_reset: bool
+    ) -> tuple[np.ndarray, np.ndarray | None]:
         """Reset all envs, or those that have ended.
 
         Returns:
@@ -307,15 +346,24 @@ class Engine(Calls):
             return needs_reset, None
         fresh = needs_reset & ~was_lost
         positions = self.positions
-        running = np.flatnonzero(~fresh).tolist() if positions.has_interrupted or was_lost.any() else []
+        running = (
+            np.flatnonzero(~fresh).tolist()
+            if positions.has_interrupted or was_lost.any()
+            else []
+        )
         flags = {
-            i: {leaf.key: positions.latest_root(i)[leaf.key].copy() for leaf in self.specs[i].done} for i in running
+            i: {
+                leaf.key: positions.latest_root(i)[leaf.key].copy()
+                for leaf in self.specs[i].done
+            }
+            for i in running
         }
         if fresh.any():
             self.write_reset_masks(self.batches.ended_parts(fresh))
             self.reset_envs(np.flatnonzero(fresh))
         cut = np.flatnonzero(self.states.needs_reset & ~fresh)
-        for env_id in cut.tolist():  # the interrupted row reports the loss, not the row before it
+        # The interrupted row reports the loss, not the row before it.
+        for env_id in cut.tolist():
             for key, flag in flags[env_id].items():
                 positions.latest_root(env_id)[key][...] = flag
         return fresh, cut if len(cut) else None
@@ -325,7 +373,11 @@ class Engine(Calls):
         for group in self.pool.slab.groups:
             target = group.inputs.get(("reset_mask",))
             if target is not None:
-                target[...] = True if mask is None else mask[list(group.plan.env_ids)].reshape(target.shape)
+                target[...] = (
+                    True
+                    if mask is None
+                    else mask[list(group.plan.env_ids)].reshape(target.shape)
+                )
 
     def counts(self) -> dict[str, Any]:
         """Return the part of `Statistics` that the pool does not know."""

@@ -11,7 +11,12 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from envherd.executor.batches.actions import to_numpy
-from envherd.executor.batches.hand_out import GroupBatch, Members, add_side, stack_groups
+from envherd.executor.batches.hand_out import (
+    GroupBatch,
+    Members,
+    add_side,
+    stack_groups,
+)
 from envherd.executor.batches.memory import Leaves
 from envherd.executor.batches.step_data import StepBatches
 from envherd.executor.batches.transfer import Mover
@@ -39,26 +44,50 @@ class EnvBatches:
     """
 
     def __init__(
-        self, positions: Positions, side: SideData, device: torch.device | None, *, mover: Mover | None, is_copy: bool
+        self,
+        positions: Positions,
+        side: SideData,
+        device: torch.device | None,
+        *,
+        mover: Mover | None,
+        is_copy: bool,
     ) -> None:
         self._positions, self._side = positions, side
         self.mover = mover
         self._is_copy = is_copy
         self._places = positions.places
         self._has_interrupted = positions.has_interrupted
-        self.groups = [self._make_group(index, device) for index in range(len(positions.slab.groups))]
+        self.groups = [
+            self._make_group(index, device)
+            for index in range(len(positions.slab.groups))
+        ]
         first = self.groups[0]
         self.root_shell = first.shell("root", (first.num_rows,))
         lead = (first.num_rows,)
-        shells = first.shell("next", lead), first.root_shell_over_next(lead), self.root_shell
-        interrupted = self._interrupted(first, slice(None)) if self._has_interrupted else None
-        self.steps = StepBatches(first, *shells, is_copy=is_copy, interrupted=interrupted)
+        shells = (
+            first.shell("next", lead),
+            first.root_shell_over_next(lead),
+            self.root_shell,
+        )
+        interrupted = (
+            self._interrupted(first, slice(None)) if self._has_interrupted else None
+        )
+        self.steps = StepBatches(
+            first, *shells, is_copy=is_copy, interrupted=interrupted
+        )
 
     def _make_group(self, index: int, device: torch.device | None) -> GroupBatch:
         positions, has_interrupted = self._positions, self._has_interrupted
         group, num_frames = positions.slab.groups[index], positions.num_frames
         loans = positions.loans
-        return GroupBatch(group, num_frames, device, has_interrupted=has_interrupted, mover=self.mover, loans=loans)
+        return GroupBatch(
+            group,
+            num_frames,
+            device,
+            has_interrupted=has_interrupted,
+            mover=self.mover,
+            loans=loans,
+        )
 
     # ---- steps of all envs -------------------------------------------------------------------
 
@@ -67,7 +96,9 @@ class EnvBatches:
     ) -> tuple[TensorDictBase, TensorDictBase | None]:
         """The same as `StepBatches.finish` without a draft, for all rows; with a root only if `has_root`."""
         leaves = self.next_leaves(column)
-        return self.next_td(leaves), self._root_after(leaves, column, reset_ids) if has_root else None
+        return self.next_td(leaves), self._root_after(
+            leaves, column, reset_ids
+        ) if has_root else None
 
     def next_leaves(self, column: int) -> list[Leaves]:
         """Return the `next` leaves of each group at a column: copies, or views if the executor hands out views."""
@@ -78,26 +109,39 @@ class EnvBatches:
     def next_td(self, leaves: list[Leaves]) -> TensorDictBase:
         """Return the `next` batch `[N]` over given leaves (no copy)."""
         tds: list[TensorDictBase] = []
-        for batch, own, env_ids in zip(self.groups, leaves, self._places.env_ids, strict=True):
+        for batch, own, env_ids in zip(
+            self.groups, leaves, self._places.env_ids, strict=True
+        ):
             tds.append(self._group_next(batch, own, env_ids))
         return stack_groups(tds, self._places.pairs)
 
-    def _group_next(self, batch: GroupBatch, leaves: Leaves, env_ids: np.ndarray) -> TensorDict:
+    def _group_next(
+        self, batch: GroupBatch, leaves: Leaves, env_ids: np.ndarray
+    ) -> TensorDict:
         """Return the `next` batch `[k]` of some envs of a group over given leaves, with its other entries."""
         if self._has_interrupted:
-            leaves = [*leaves, *batch.to_tensors([self._interrupted(batch, env_ids).copy()])]
+            leaves = [
+                *leaves,
+                *batch.to_tensors([self._interrupted(batch, env_ids).copy()]),
+            ]
         td = batch.shell("next", (len(env_ids),)).build(leaves)
         if batch.side_keys:
-            add_side(td, batch.side_keys, [self._side.next[i] for i in env_ids.tolist()])
+            add_side(
+                td, batch.side_keys, [self._side.next[i] for i in env_ids.tolist()]
+            )
         return td
 
-    def _interrupted(self, batch: GroupBatch, env_ids: np.ndarray | slice) -> np.ndarray:
+    def _interrupted(
+        self, batch: GroupBatch, env_ids: np.ndarray | slice
+    ) -> np.ndarray:
         """Return which rows of some envs of a group are interrupted, bool `[k, *B, 1]` (VIEW, not to be written)."""
         flags, own_shape = self._positions.interrupted[env_ids], batch.spec.batch_shape
         flags = flags.reshape(len(flags), *(1 for _ in own_shape), 1)
         return np.broadcast_to(flags, (len(flags), *own_shape, 1))
 
-    def _root_after(self, leaves: list[Leaves], column: int, reset_ids: np.ndarray | None) -> TensorDictBase:
+    def _root_after(
+        self, leaves: list[Leaves], column: int, reset_ids: np.ndarray | None
+    ) -> TensorDictBase:
         """Return the root batch `[N]` after a step whose `next` leaves are given."""
         places = self._places
         tds: list[TensorDictBase] = []
@@ -106,7 +150,9 @@ class EnvBatches:
             if reset_ids is not None:
                 rows = places.row_of[reset_ids[places.group_of[reset_ids] == index]]
                 rows = rows if len(rows) else None
-            td = batch.shell("root", (batch.num_rows,)).build(batch.roots_after(own, column, rows))
+            td = batch.shell("root", (batch.num_rows,)).build(
+                batch.roots_after(own, column, rows)
+            )
             self.add_root_side(td, batch, places.env_ids[index].tolist())
             tds.append(td)
         return stack_groups(tds, places.pairs)
@@ -118,7 +164,9 @@ class EnvBatches:
 
         def make(batch: GroupBatch, members: Members) -> TensorDict:
             ids = env_ids[members]
-            leaves = batch.to_tensors(batch.gather_next(columns[members], self._places.row_of[ids]))
+            leaves = batch.to_tensors(
+                batch.gather_next(columns[members], self._places.row_of[ids])
+            )
             return self._group_next(batch, leaves, ids)
 
         return self._by_group(env_ids, make)
@@ -136,18 +184,28 @@ class EnvBatches:
 
         return self._by_group(env_ids, make)
 
-    def present(self, group: int, key: Name, rows: np.ndarray | None) -> np.ndarray | None:
+    def present(
+        self, group: int, key: Name, rows: np.ndarray | None
+    ) -> np.ndarray | None:
         """Return a leaf of the present roots of some rows of a group, fresh; None if roots have no such leaf."""
         batch, env_ids = self.groups[group], self._places.env_ids[group]
         if key not in batch.root_keys:
             return None
-        return self._roots_of(group, env_ids if rows is None else env_ids[rows])[batch.root_keys.index(key)]
+        return self._roots_of(group, env_ids if rows is None else env_ids[rows])[
+            batch.root_keys.index(key)
+        ]
 
-    def add_root_side(self, td: TensorDict, batch: GroupBatch, env_ids: Iterable[int]) -> None:
+    def add_root_side(
+        self, td: TensorDict, batch: GroupBatch, env_ids: Iterable[int]
+    ) -> None:
         """Add the side-channel leaves of some envs' present roots."""
         if batch.side_keys:
             in_root, side = self._positions.in_root, self._side
-            add_side(td, batch.side_keys, [side.root[i] if in_root[i] else side.next[i] for i in env_ids])
+            add_side(
+                td,
+                batch.side_keys,
+                [side.root[i] if in_root[i] else side.next[i] for i in env_ids],
+            )
 
     def _roots_of(self, group: int, env_ids: np.ndarray) -> list[np.ndarray]:
         """Return present root leaves of envs of one group, as fresh arrays `[k, ...]` or tensors on their device."""
@@ -155,9 +213,13 @@ class EnvBatches:
         if positions.where is not positions.ring:
             return positions.gather_roots(group, env_ids)
         rows = self._places.rows_of(env_ids)
-        return self.groups[group].gather_roots(positions.columns[env_ids], positions.in_root[env_ids], rows)
+        return self.groups[group].gather_roots(
+            positions.columns[env_ids], positions.in_root[env_ids], rows
+        )
 
-    def _by_group(self, env_ids: np.ndarray, make: Callable[[GroupBatch, Members], TensorDict]) -> TensorDictBase:
+    def _by_group(
+        self, env_ids: np.ndarray, make: Callable[[GroupBatch, Members], TensorDict]
+    ) -> TensorDictBase:
         """Return a batch in the order of `env_ids` from one batch for each group that has members."""
         if self._places.is_one_group:
             return make(self.groups[0], slice(None))
@@ -190,13 +252,20 @@ class EnvBatches:
         """Return the present roots of envs, as nested dicts of tensors and side values (copies)."""
         return [td.to_dict() for td in self.current(env_ids).unbind(0)]
 
-    def put_roots(self, env_ids: np.ndarray, roots: Sequence[Mapping[str, Any]]) -> None:
+    def put_roots(
+        self, env_ids: np.ndarray, roots: Sequence[Mapping[str, Any]]
+    ) -> None:
         """Set the roots of envs, from `roots`."""
         positions = self._positions
         columns = positions.reset_columns(env_ids)
-        for env_id, root, column in zip(env_ids.tolist(), roots, columns.tolist(), strict=True):
+        for env_id, root, column in zip(
+            env_ids.tolist(), roots, columns.tolist(), strict=True
+        ):
             place, spec = positions.row_at(env_id, column), positions.specs[env_id]
-            side = [entry(root, leaf.key) if leaf.is_side else None for leaf in spec.observation]
+            side = [
+                entry(root, leaf.key) if leaf.is_side else None
+                for leaf in spec.observation
+            ]
             self._side.root[env_id] = copy.deepcopy(side)
             for leaf in (*spec.observation, *spec.done):
                 if not leaf.is_side:
@@ -214,7 +283,9 @@ def check_root(root: Any, spec: EnvSpec, env_id: int, call: str) -> None:
         value = entry(root, leaf.key)
         got = "none" if value is None else "" if leaf.is_side else _why_not(leaf, value)
         if got:
-            raise ValueError(f"{call} failed: expected {leaf}, got {got} (root of env {env_id}). Nothing was restored.")
+            raise ValueError(
+                f"{call} failed: expected {leaf}, got {got} (root of env {env_id}). Nothing was restored."
+            )
 
 
 def _why_not(leaf: LeafSpec, value: Any) -> str:
@@ -223,7 +294,11 @@ def _why_not(leaf: LeafSpec, value: Any) -> str:
         array = to_numpy(value)
     except Exception as error:  # a tensor without memory, or no array
         return f"a {type(value).__name__} ({type(error).__name__}: {error})"
-    return "" if (array.shape, str(array.dtype)) == (leaf.shape, leaf.dtype) else f"{array.dtype} {array.shape}"
+    return (
+        ""
+        if (array.shape, str(array.dtype)) == (leaf.shape, leaf.dtype)
+        else f"{array.dtype} {array.shape}"
+    )
 
 
 def entry(root: Mapping[str, Any], key: Name) -> Any:

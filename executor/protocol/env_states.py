@@ -70,7 +70,11 @@ class Event(IntEnum):
     IS_CUT = 12
 
 
-_UNDONE = {Event.FAILS: State.NEEDS_RESET, Event.IS_LOST: State.NEEDS_RESET, Event.IS_BROKEN_OFF: State.NEEDS_RESET}
+_UNDONE = {
+    Event.FAILS: State.NEEDS_RESET,
+    Event.IS_LOST: State.NEEDS_RESET,
+    Event.IS_BROKEN_OFF: State.NEEDS_RESET,
+}
 _IDLE = {
     Event.RESET: State.RESETTING,
     Event.IS_ALLOWED: State.RUNNING,
@@ -123,7 +127,8 @@ REFUSED_WITH: dict[State, type[EnvherdError]] = {
 }
 COMMANDS = (Event.STEP, Event.STEP_RESET, Event.RESET)
 
-_IMPOSSIBLE_BYTE = 255  # searching bytes takes a tenth of the time of an array, and for an int of bytes
+# Searching bytes takes a tenth of the time of an array, and for an int of bytes.
+_IMPOSSIBLE_BYTE = 255
 #: `FOLLOWS` as bytes: int8 `[event, state]`, the state that follows; -1 where nothing can.
 NEXT = state_tables.as_bytes(FOLLOWS)
 _NEXT = [bytes(row).ljust(256, bytes([_IMPOSSIBLE_BYTE])) for row in NEXT]
@@ -185,10 +190,15 @@ class EnvStates:
         if _IMPOSSIBLE_BYTE not in following:
             return
         refused = env_ids[np.frombuffer(following, np.int8) == state_tables.IMPOSSIBLE]
-        assert event in COMMANDS, f"{Event(event).name} cannot happen to envs in {self.values[refused].tolist()}"
+        assert event in COMMANDS, (
+            f"{Event(event).name} cannot happen to envs in {self.values[refused].tolist()}"
+        )
         busy = tuple(refused[self.values[refused] >= _FIRST_UNDER_WAY].tolist())
         if busy:
-            raise Busy(f"{call_name()} failed: envs {[*busy]} still owe an answer. recv() them first.", env_ids=busy)
+            raise Busy(
+                f"{call_name()} failed: envs {[*busy]} still owe an answer. recv() them first.",
+                env_ids=busy,
+            )
         ended = tuple(refused.tolist())
         raise ResetNeeded(
             f"{call_name()} failed: expected running envs, got envs {[*ended]} that have ended, have lost their "

@@ -23,7 +23,14 @@ from tensordict import NonTensorData, TensorDictBase
 
 from envherd.executor.batches.actions import to_numpy
 from envherd.executor.batches.arguments import as_count, need_seconds, wrong_rows
-from envherd.executor.batches.fast_tensordict import as_tensor, get_leaf, maker, num_writes, set_leaf, set_next
+from envherd.executor.batches.fast_tensordict import (
+    as_tensor,
+    get_leaf,
+    maker,
+    num_writes,
+    set_leaf,
+    set_next,
+)
 from envherd.executor.batches.hand_out import add_side
 from envherd.executor.protocol.call_guard import call_name
 from envherd.executor.protocol.calls import Received
@@ -81,10 +88,13 @@ class Exchange:
                 f"{ids.dtype} of shape {ids.shape}."
             )
         ids = ids.astype(np.int64)
-        if ids.ndim > 1:  # from `set_ids` for envs that are batches: each row holds its env's id
+        # From `set_ids` for envs that are batches: each row holds its env's id.
+        if ids.ndim > 1:
             ids = ids.reshape(len(ids), -1)[:, 0]
         distinct = set(ids.tolist())
-        if distinct and (min(distinct) < 0 or max(distinct) >= num_envs or len(distinct) != len(ids)):
+        if distinct and (
+            min(distinct) < 0 or max(distinct) >= num_envs or len(distinct) != len(ids)
+        ):
             raise ValueError(
                 f"{call_name()} failed: expected different env ids in 0..{num_envs - 1}, got {ids.tolist()}."
             )
@@ -97,9 +107,12 @@ class Exchange:
             return None
         if (pool.words.number[0], pool.num_losses) != received.stamp:
             return None
-        if num_writes(received.leaves) != received.num_writes:  # the caller has changed its `next`
+        # The caller has changed its `next`.
+        if num_writes(received.leaves) != received.num_writes:
             return None
-        td = self._engine.batches.groups[0].root_over(received.leaves, len(received.env_ids))
+        td = self._engine.batches.groups[0].root_over(
+            received.leaves, len(received.env_ids)
+        )
         set_leaf(td, (ENV_IDS,), received.ids)
         return td
 
@@ -113,7 +126,9 @@ class Exchange:
             if positions.has_interrupted:
                 positions.interrupted[env_ids] = False  # of an earlier step of all
 
-        engine.flights.begin(op, env_ids, write_inputs=write_inputs, is_parked=True, flags=_EACH)
+        engine.flights.begin(
+            op, env_ids, write_inputs=write_inputs, is_parked=True, flags=_EACH
+        )
 
     def recv(
         self,
@@ -129,17 +144,33 @@ class Exchange:
         sent = is_sent.nonzero()[0] if env_ids is None else env_ids
         if env_ids is not None and not is_sent[env_ids].all():
             idle = env_ids[~is_sent[env_ids]].tolist()
-            raise ValueError(f"recv failed: expected envs that were sent, got envs {idle} that were not.")
-        least = len(sent) if min_envs is None else as_count("recv", "min_envs", min_envs, least=0, or_none=True)
-        most = least if max_envs is None else as_count("recv", "max_envs", max_envs, least=0, or_none=True)
+            raise ValueError(
+                f"recv failed: expected envs that were sent, got envs {idle} that were not."
+            )
+        least = (
+            len(sent)
+            if min_envs is None
+            else as_count("recv", "min_envs", min_envs, least=0, or_none=True)
+        )
+        most = (
+            least
+            if max_envs is None
+            else as_count("recv", "max_envs", max_envs, least=0, or_none=True)
+        )
         if timeout_s is not None:
             need_seconds("recv", "timeout_s", timeout_s)
         if not len(sent):
-            raise ValueError("recv failed: expected envs that were sent, got none. Call send(...) first.")
+            raise ValueError(
+                "recv failed: expected envs that were sent, got none. Call send(...) first."
+            )
         if not 0 < least <= len(sent):
-            raise ValueError(f"recv failed: expected 1 to {len(sent)} envs (as many as were sent), got {least}.")
+            raise ValueError(
+                f"recv failed: expected 1 to {len(sent)} envs (as many as were sent), got {least}."
+            )
         if most < least:
-            raise ValueError(f"recv failed: expected max_envs of at least {least} (min_envs), got {most}.")
+            raise ValueError(
+                f"recv failed: expected max_envs of at least {least} (min_envs), got {most}."
+            )
         most = min(most, len(sent))
         ready = self._wait_for(sent, least if timeout_s is None else most, timeout_s)
         if len(ready) < least:
@@ -147,14 +178,23 @@ class Exchange:
                 f"recv failed: expected {least} envs within {timeout_s:g} s, got {len(ready)}. "
                 f"Nothing is lost: recv again."
             )
-        return self._take(sent if env_ids is not None and least == len(sent) else ready[:most], with_root=with_root)
+        return self._take(
+            sent if env_ids is not None and least == len(sent) else ready[:most],
+            with_root=with_root,
+        )
 
-    def _wait_for(self, sent: np.ndarray, wanted: int, timeout_s: float | None) -> np.ndarray:
+    def _wait_for(
+        self, sent: np.ndarray, wanted: int, timeout_s: float | None
+    ) -> np.ndarray:
         return self._engine.flights.wait_for(sent, wanted, timeout_s)
 
     def _take(self, ready: np.ndarray, *, with_root: bool) -> TensorDictBase:
         """Build the batch of envs that have answered, and mark them as received."""
-        engine, batches, flights = self._engine, self._engine.batches, self._engine.flights
+        engine, batches, flights = (
+            self._engine,
+            self._engine.batches,
+            self._engine.flights,
+        )
         columns = engine.states.columns[ready]
         td = batches.current(ready) if with_root else None  # 1
         flights.open_delivery(ready)  # 2
@@ -189,7 +229,11 @@ class Exchange:
             for leaf, target in zip(intake.leaves, intake.targets, strict=True):
                 set_leaf(td, leaf.key, as_tensor(target[rows]))
             if intake.side_leaves:
-                add_side(td, intake.side_keys, [engine.side_inputs[i] for i in env_ids.tolist()])
+                add_side(
+                    td,
+                    intake.side_keys,
+                    [engine.side_inputs[i] for i in env_ids.tolist()],
+                )
             return
         for own, env_id in zip(td.unbind(0), env_ids.tolist(), strict=True):
             group, row = places.pairs[env_id]
@@ -202,7 +246,9 @@ class Exchange:
 
 def set_ids(td: TensorDictBase, env_ids: np.ndarray) -> TensorDictBase:
     """Set `env_ids` in a batch: int64 `[k]`; `[k, *B]` for envs that are batches."""
-    ids = (as_tensor if torch.is_inference_mode_enabled() else torch.from_numpy)(env_ids.copy())
+    ids = (as_tensor if torch.is_inference_mode_enabled() else torch.from_numpy)(
+        env_ids.copy()
+    )
     if td.ndim > 1:
         ids = ids.view(-1, *(1,) * (td.ndim - 1)).expand(td.batch_size).clone()
     set_leaf(td, (ENV_IDS,), ids)

@@ -79,15 +79,25 @@ class _Sizes:
         return _Size(
             make=maker(torch.Size(lead), batch.device),
             next=batch.shell("next", lead),
-            before=Shell(list(enumerate([*batch.root_keys, *inputs])), dict(spec.groups), lead, (), batch.device),
+            before=Shell(
+                list(enumerate([*batch.root_keys, *inputs])),
+                dict(spec.groups),
+                lead,
+                (),
+                batch.device,
+            ),
             root=batch.shell("root", lead),
             root_over_next=batch.root_shell_over_next(lead),
             next_layout=lay_out([*next_requests, ((ENV_IDS,), lead, "int64")]),
-            before_layout=lay_out([*root_requests, *_requests("input", input_leaves(spec), count)]),
+            before_layout=lay_out(
+                [*root_requests, *_requests("input", input_leaves(spec), count)]
+            ),
             root_layout=lay_out(root_requests),
         )
 
-    def _kept(self, layout_of: Callable[[_Size], Layout]) -> Callable[[int], ReusedMemory]:
+    def _kept(
+        self, layout_of: Callable[[_Size], Layout]
+    ) -> Callable[[int], ReusedMemory]:
         def make(count: int) -> ReusedMemory:
             layout = layout_of(self.of(count))
             return ReusedMemory(layout.nbytes, splitter(layout.fields, layout.nbytes))
@@ -96,7 +106,9 @@ class _Sizes:
         return functools.lru_cache(max(_LEAST_KEPT, 2 * _KEPT_BYTES // largest))(make)
 
 
-def _requests(section: str, leaves: Iterable[LeafSpec], count: int) -> list[tuple[Name, tuple[int, ...], str]]:
+def _requests(
+    section: str, leaves: Iterable[LeafSpec], count: int
+) -> list[tuple[Name, tuple[int, ...], str]]:
     return [((section, *leaf.key), (count, *leaf.shape), leaf.dtype) for leaf in leaves]
 
 
@@ -116,14 +128,30 @@ class FastExchange:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._pool, self._guard = engine, engine.pool, engine.guard
-        native, self._absent, self._must_look = engine.flights.native, engine.pool.absent, engine.pool.must_look
-        self._give, self._wait, self._take, self._gather_roots = native.send, native.wait, native.take, native.roots
-        self._has_reports, self._begin_mixed = engine.flights.has_reports, engine.positions.begin_mixed
+        native, self._absent, self._must_look = (
+            engine.flights.native,
+            engine.pool.absent,
+            engine.pool.must_look,
+        )
+        self._give, self._wait, self._take, self._gather_roots = (
+            native.send,
+            native.wait,
+            native.take,
+            native.roots,
+        )
+        self._has_reports, self._begin_mixed = (
+            engine.flights.has_reports,
+            engine.positions.begin_mixed,
+        )
         self._sizes = _Sizes(engine.batches.groups[0], len(engine.all_ids))
         self._intake = None if engine.plain.send else engine.plain_intake
         self._stale_roots, self._infos = engine.stale_roots, engine.side.infos
         held = engine.guard.held
-        self.send, self.recv, self.current = held(self._send), held(self._recv), held(self._current)
+        self.send, self.recv, self.current = (
+            held(self._send),
+            held(self._recv),
+            held(self._current),
+        )
 
     def _is_plain(self) -> bool:
         return not (self._guard.is_closed or self._absent or self._has_reports())
@@ -133,9 +161,17 @@ class FastExchange:
         received = self._engine.received
         if received is not None and received.is_of(env_ids):
             return received.env_ids
-        if env_ids.__class__ is torch.Tensor and env_ids.dtype is torch.int64 and env_ids.is_cpu:
+        if (
+            env_ids.__class__ is torch.Tensor
+            and env_ids.dtype is torch.int64
+            and env_ids.is_cpu
+        ):
             env_ids = env_ids.numpy()
-        is_right = env_ids.__class__ is np.ndarray and env_ids.dtype == np.int64 and env_ids.ndim == 1
+        is_right = (
+            env_ids.__class__ is np.ndarray
+            and env_ids.dtype == np.int64
+            and env_ids.ndim == 1
+        )
         return env_ids if is_right else None
 
     # ---- send --------------------------------------------------------------------------------
@@ -160,17 +196,29 @@ class FastExchange:
         ):
             return None
         self._begin_mixed()
-        return self._give(STEP_RESET if maybe_reset else STEP, ids, value.numpy()) or None
+        return (
+            self._give(STEP_RESET if maybe_reset else STEP, ids, value.numpy()) or None
+        )
 
     # ---- recv --------------------------------------------------------------------------------
 
     def _recv(
-        self, min_envs: Any, timeout_s: float | None, max_envs: Any, env_ids: Any, *, with_root: bool
+        self,
+        min_envs: Any,
+        timeout_s: float | None,
+        max_envs: Any,
+        env_ids: Any,
+        *,
+        with_root: bool,
     ) -> TensorDict | None:
         if timeout_s is not None or not self._is_plain() or self._must_look():
             return None
         count = self._wait_for(min_envs, max_envs, env_ids)
-        return self._hand_out(count, with_root=with_root) if count and self._is_plain() else None
+        return (
+            self._hand_out(count, with_root=with_root)
+            if count and self._is_plain()
+            else None
+        )
 
     def _wait_for(self, min_envs: Any, max_envs: Any, env_ids: Any) -> int:
         """Wait; return how many envs to take, or 0 if the request or its outcome is not plain."""
@@ -183,13 +231,19 @@ class FastExchange:
             return 0
         if max_envs is None:
             return min(self._wait(ids, min_envs), min_envs)
-        return min(self._wait(ids, min_envs), max_envs) if max_envs.__class__ is int and max_envs >= min_envs else 0
+        return (
+            min(self._wait(ids, min_envs), max_envs)
+            if max_envs.__class__ is int and max_envs >= min_envs
+            else 0
+        )
 
     def _hand_out(self, count: int, *, with_root: bool) -> TensorDict | None:
         sizes, pool = self._sizes, self._pool
         size = sizes.of(count)
         memory, leaves = sizes.next_memory(count).take()
-        before, before_leaves = sizes.before_memory(count).take() if with_root else (None, [])
+        before, before_leaves = (
+            sizes.before_memory(count).take() if with_root else (None, [])
+        )
         env_ids = np.empty(count, np.int64)
         num_reset = self._take(count, memory, before, env_ids)
         if num_reset < 0:

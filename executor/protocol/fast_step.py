@@ -22,9 +22,13 @@ if TYPE_CHECKING:
     from envherd.executor.protocol.engine import Engine
 
 #: `td -> (next, root)`, or None if the step was not made.
-FastStep = Callable[[TensorDictBase], tuple[TensorDictBase, TensorDictBase | None] | None]
+FastStep = Callable[
+    [TensorDictBase], tuple[TensorDictBase, TensorDictBase | None] | None
+]
 #: See `_compile_give`.
-Give = Callable[[np.ndarray | None, int, Any], tuple[Any, Flight | None, np.ndarray | None]]
+Give = Callable[
+    [np.ndarray | None, int, Any], tuple[Any, Flight | None, np.ndarray | None]
+]
 
 
 def never(_: Any) -> None:
@@ -32,7 +36,10 @@ def never(_: Any) -> None:
 
 
 def compile_step(
-    engine: Engine, op: Op, steps: StepBatches | None = None, device: torch.device | None = None
+    engine: Engine,
+    op: Op,
+    steps: StepBatches | None = None,
+    device: torch.device | None = None,
 ) -> FastStep:
     """Return a step of all envs, which holds the call guard, and sets `next` of its batch.
 
@@ -44,10 +51,22 @@ def compile_step(
     """
     if engine.plain.step:
         return never
-    steps, batch_size, device = steps or engine.batches.steps, engine.batch_size, device or engine.device
-    plain, write_inputs, land = engine.plain_intake, engine.write_inputs, engine.land_step
+    steps, batch_size, device = (
+        steps or engine.batches.steps,
+        engine.batch_size,
+        device or engine.device,
+    )
+    plain, write_inputs, land = (
+        engine.plain_intake,
+        engine.write_inputs,
+        engine.land_step,
+    )
     find, take_all = (never, never) if plain is None else (plain.find, plain.take_all)
-    next_column, draft, finish = engine.positions.next_column, steps.draft[op], steps.finish
+    next_column, draft, finish = (
+        engine.positions.next_column,
+        steps.draft[op],
+        steps.finish,
+    )
     can_give, give = _compile_give(engine, op)
 
     def step(td: Any) -> Any:
@@ -65,7 +84,11 @@ def compile_step(
             write_inputs(td)
         column = next_column()
         drafted, flight, ended = give(None, column, draft)
-        pair = finish(drafted, column, ended) if flight is None else land(flight, drafted, steps)
+        pair = (
+            finish(drafted, column, ended)
+            if flight is None
+            else land(flight, drafted, steps)
+        )
         source["next"] = pair[0]
         return td, pair[1]
 
@@ -95,7 +118,9 @@ def compile_command(engine: Engine, op: Op) -> Callable[..., Flight]:
         is_parked: bool = False,
     ) -> Flight:
         if is_parked or not can_give(resets):
-            return begin(op, at=at, write_inputs=write_inputs, resets=resets, is_parked=is_parked)
+            return begin(
+                op, at=at, write_inputs=write_inputs, resets=resets, is_parked=is_parked
+            )
         if write_inputs is not None:
             write_inputs()
         landed.at = next_column() if at is None else at
@@ -108,7 +133,9 @@ def compile_command(engine: Engine, op: Op) -> Callable[..., Flight]:
     return command
 
 
-def _compile_give(engine: Engine, op: Op) -> tuple[Callable[[np.ndarray | None], bool], Give]:
+def _compile_give(
+    engine: Engine, op: Op
+) -> tuple[Callable[[np.ndarray | None], bool], Give]:
     """Return the two functions that begin and land a command of all envs.
 
     Returns:
@@ -126,14 +153,17 @@ def _compile_give(engine: Engine, op: Op) -> tuple[Callable[[np.ndarray | None],
     def can_give(resets: np.ndarray | None) -> bool:
         return not absent and may_step(own_op, resets)
 
-    def give(resets: np.ndarray | None, column: int, draft: Any) -> tuple[Any, Flight | None, np.ndarray | None]:
+    def give(
+        resets: np.ndarray | None, column: int, draft: Any
+    ) -> tuple[Any, Flight | None, np.ndarray | None]:
         flights.current = under_way
         drafted, num_ended = step(own_op, resets, target, column, serve, draft)
         if num_ended < 0:
             return drafted, flights.adopt(op, column, resets), None
         positions.is_mixed = False
         if positions.has_interrupted:
-            positions.interrupted.fill(0)  # of an earlier step; in this one nothing was lost
+            # Of an earlier step; in this one nothing was lost.
+            positions.interrupted.fill(0)
         if take_infos is not None:
             take_infos()
         flights.current = None

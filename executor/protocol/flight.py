@@ -92,7 +92,9 @@ class Flight:
     was_reset: np.ndarray | None = None
     dead = _NOBODY
 
-    def __init__(self, flights: Flights, op: Op, ids: np.ndarray | None, at: Any) -> None:
+    def __init__(
+        self, flights: Flights, op: Op, ids: np.ndarray | None, at: Any
+    ) -> None:
         self._flights = flights
         self.op = op
         self.is_all = ids is None
@@ -113,7 +115,9 @@ class Flight:
         """Set `was_reset` of a flight all of whose envs have answered, by its `ended` and its `resets`."""
         self.was_reset = self.ended if self.op == STEP_RESET else None
         if resets is not None:
-            self.was_reset = resets if self.was_reset is None else np.union1d(resets, self.was_reset)
+            self.was_reset = (
+                resets if self.was_reset is None else np.union1d(resets, self.was_reset)
+            )
 
     def land(self, timeout_s: float | None = None) -> Flight:
         """Wait for the answers and handle the outcome; see the module.
@@ -137,7 +141,9 @@ class Flight:
 class Renewal(Protocol):
     """Replaces workers of which all envs are between episodes."""
 
-    def before_resets(self, env_ids: np.ndarray, lose: Callable[[np.ndarray], None]) -> None:
+    def before_resets(
+        self, env_ids: np.ndarray, lose: Callable[[np.ndarray], None]
+    ) -> None:
         """Replace workers all of whose envs are about to be reset.
 
         Args:
@@ -145,7 +151,9 @@ class Renewal(Protocol):
             lose: marks envs, int64 `[j]`, as in need of a reset, because an interrupt may come before it.
         """
 
-    def after_steps(self, env_ids: np.ndarray, columns: np.ndarray, renew: Renew) -> None:
+    def after_steps(
+        self, env_ids: np.ndarray, columns: np.ndarray, renew: Renew
+    ) -> None:
         """Replace workers all of whose envs were just reset by the steps that ended them.
 
         Args:
@@ -170,15 +178,23 @@ class Flights:
 
     native: Any = None
 
-    def __init__(self, pool: Pool, positions: Positions, side: SideData, options: ExecutorOptions) -> None:
-        self.pool, self.positions, self.side, self._options = pool, positions, side, options
+    def __init__(
+        self, pool: Pool, positions: Positions, side: SideData, options: ExecutorOptions
+    ) -> None:
+        self.pool, self.positions, self.side, self._options = (
+            pool,
+            positions,
+            side,
+            options,
+        )
         self.all_ids = np.arange(pool.num_envs)
         self.states = EnvStates(pool.num_envs)
         self.current: Flight | None = None
         self.ended = np.empty(pool.num_envs, np.int64)
         self.renewal: Renewal | None = None
         self.losses = Losses(pool, positions, self.states, options)
-        self._num_settled = 0  # number of the pool's losses handled while envs were sent
+        # Number of the pool's losses handled while envs were sent.
+        self._num_settled = 0
 
     # ---- begin -------------------------------------------------------------------------------
 
@@ -216,7 +232,11 @@ class Flights:
         concerned = self.all_ids if ids is None else ids
         is_whole = ids is None and op != RESET and cut is None
         if not (is_whole and resets is None and self.states.are_running()):
-            cut = _some(np.flatnonzero(self.states.values == State.CUT)) if is_whole else cut
+            cut = (
+                _some(np.flatnonzero(self.states.values == State.CUT))
+                if is_whole
+                else cut
+            )
             self._check(op, concerned, resets, cut)
         if op == RESET and self.renewal is not None:
             self.renewal.before_resets(concerned, self.losses.lose)
@@ -231,9 +251,16 @@ class Flights:
         flight.is_parked = is_parked
         self.current = flight  # 1
         try:
-            if is_whole and cut is None and self.native is not None and not (self.pool.absent or flags):
+            if (
+                is_whole
+                and cut is None
+                and self.native is not None
+                and not (self.pool.absent or flags)
+            ):
                 flight.resets = resets
-                self.native.give(op, resets, self.positions.where.in_c, at, self.pool.serve)
+                self.native.give(
+                    op, resets, self.positions.where.in_c, at, self.pool.serve
+                )
             else:
                 self._depart(flight, resets, cut)  # 2
                 self._submit(flight, flags)
@@ -245,11 +272,20 @@ class Flights:
             self.current = flight.outer
         return flight
 
-    def _check(self, op: Op, env_ids: np.ndarray, resets: np.ndarray | None, cut: np.ndarray | None) -> None:
+    def _check(
+        self,
+        op: Op,
+        env_ids: np.ndarray,
+        resets: np.ndarray | None,
+        cut: np.ndarray | None,
+    ) -> None:
         for others in (resets, cut):
             if others is not None:
                 self.states.check(Op.RESET, others)
-        self.states.check(op, env_ids if resets is None and cut is None else self._all_but(resets, cut))
+        self.states.check(
+            op,
+            env_ids if resets is None and cut is None else self._all_but(resets, cut),
+        )
 
     def _all_but(self, *left_out: np.ndarray | None) -> np.ndarray:
         """Return all envs but some, int64 `[k]`, ascending (1 us; numpy's `setdiff1d` takes 20)."""
@@ -262,9 +298,15 @@ class Flights:
     def _next_column(self, op: Op, ids: np.ndarray | None) -> Any:
         if op == RESET:
             return self.positions.reset_columns(self.all_ids if ids is None else ids)
-        return self.positions.next_column() if ids is None else self.positions.next_columns(ids)
+        return (
+            self.positions.next_column()
+            if ids is None
+            else self.positions.next_columns(ids)
+        )
 
-    def _depart(self, flight: Flight, resets: np.ndarray | None, cut: np.ndarray | None) -> None:
+    def _depart(
+        self, flight: Flight, resets: np.ndarray | None, cut: np.ndarray | None
+    ) -> None:
         """Record the command of every env of a flight as under way."""
         op, at, positions, states = flight.op, flight.at, self.positions, self.states
         if resets is None and cut is None:
@@ -282,11 +324,18 @@ class Flights:
         if cut is not None and op == Op.STEP_RESET:
             states.start(cut, Op.RESET, at + positions.where.root_ahead)
         elif cut is not None:
-            states.ops[cut], states.columns[cut] = int(op), at  # no worker gets it, and its row is complete
+            # No worker gets it, and its row is complete.
+            states.ops[cut], states.columns[cut] = int(op), at
             states.move(cut, Event.IS_LOST)
 
     def _submit(self, flight: Flight, flags: int) -> None:
-        pool, op, target, ids, cut = self.pool, flight.op, self.positions.where.target, flight.ids, flight.cut
+        pool, op, target, ids, cut = (
+            self.pool,
+            flight.op,
+            self.positions.where.target,
+            flight.ids,
+            flight.cut,
+        )
         if flight.extras:
             for env_id in ids.tolist():
                 if env_id in flight.extras:
@@ -295,7 +344,11 @@ class Flights:
         if cut is not None and op != STEP_RESET:
             ids = np.setdiff1d(ids, cut)
         is_mixed = cut is not None or flight.resets is not None
-        ops, columns = (self.states.ops[ids], self.states.columns[ids]) if is_mixed else (op, flight.at)
+        ops, columns = (
+            (self.states.ops[ids], self.states.columns[ids])
+            if is_mixed
+            else (op, flight.at)
+        )
         pool.submit(ids, ops, target, columns, flags)
 
     def adopt(self, op: Op, at: int, resets: np.ndarray | None) -> Flight:
@@ -311,9 +364,15 @@ class Flights:
     def land(self, flight: Flight, timeout_s: float | None = None) -> None:
         """Wait for a flight and handle the outcome; see `Flight.land`."""
         if flight.is_parked:
-            given = flight.ids if flight.cut is None or flight.op != STEP else np.setdiff1d(flight.ids, flight.cut)
+            given = (
+                flight.ids
+                if flight.cut is None or flight.op != STEP
+                else np.setdiff1d(flight.ids, flight.cut)
+            )
             if not self.states.under_way[given].all():
-                raise ResetNeeded(f"{call_name()} failed: its step or reset was interrupted. Reset the envs.")
+                raise ResetNeeded(
+                    f"{call_name()} failed: its step or reset was interrupted. Reset the envs."
+                )
             flight.is_parked, flight.outer, self.current = False, self.current, flight
         self._wait(flight, timeout_s)
         if self.pool.outcome or self.renewal is not None:
@@ -342,26 +401,38 @@ class Flights:
             self.side.note_values(outcome.side)
             self.side.infos.take(outcome.infos, env_ids)
         elif self.side.infos.has_rows:
-            self.side.infos.take_all() if env_ids is self.all_ids else self.side.infos.take({}, env_ids)
+            self.side.infos.take_all() if env_ids is self.all_ids else self.side.infos.take(
+                {}, env_ids
+            )
 
     def _wait(self, flight: Flight, timeout_s: float | None) -> None:
         ids, pool = flight.ids, self.pool
         step_s, reset_s = self._options.step_timeout_s, self._options.reset_timeout_s
         limits = (reset_s, 0.0) if flight.op == Op.RESET else (step_s, reset_s)
-        if flight.op == Op.STEP and flight.resets is None:  # no reset can be the reason for more time
+        # No reset can be the reason for more time.
+        if flight.op == Op.STEP and flight.resets is None:
             limits = step_s, 0.0
         try:
             if timeout_s is None:
                 has_all = len(pool.wait_some(ids, len(ids), *limits)) == len(ids)
             else:
-                has_all = len(pool.wait_some(ids, len(ids), timeout_s, kill_late=False)) == len(ids)
+                has_all = len(
+                    pool.wait_some(ids, len(ids), timeout_s, kill_late=False)
+                ) == len(ids)
         except EnvherdError:
             self._close(flight, Event.IS_BROKEN_OFF)
             raise
-        if not has_all and pool.outcome.losses and self._options.on_worker_loss != "restart":
-            raise next(iter(pool.outcome.losses.values()))  # the flight stays open: the next call waits for the others
+        if (
+            not has_all
+            and pool.outcome.losses
+            and self._options.on_worker_loss != "restart"
+        ):
+            # The flight stays open: the next call waits for the others.
+            raise next(iter(pool.outcome.losses.values()))
         if not has_all:
-            raise DeadlinePassed(f"{call_name()} failed: expected {len(ids)} envs within {timeout_s:g} s. Reset them.")
+            raise DeadlinePassed(
+                f"{call_name()} failed: expected {len(ids)} envs within {timeout_s:g} s. Reset them."
+            )
 
     def _close(self, flight: Flight, event: Event | None = None) -> None:
         """End a flight; move its envs' states by an event, unless they have been set."""
@@ -380,7 +451,11 @@ class Flights:
             flight: its envs have answered.
             is_over: bool `[k]`, whether their steps have ended their episodes, if all are steps and that is known.
         """
-        positions, ids, ahead = self.positions, flight.ids, self.positions.where.root_ahead
+        positions, ids, ahead = (
+            self.positions,
+            flight.ids,
+            self.positions.where.root_ahead,
+        )
         has_all = flight.op != RESET and flight.cut is None and not len(flight.dead)
         is_whole = has_all and flight.resets is None
         if flight.is_all and (is_whole or (has_all and self.native is not None)):
@@ -391,8 +466,11 @@ class Flights:
         if flight.op == RESET:
             is_over = np.zeros(len(ids), bool)
         else:
-            steps = at if is_whole else at - ahead * (ops == RESET)  # envs that are reset instead have a `next` as well
-            is_over = positions.where.next_done_of(ids, steps) if is_over is None else is_over
+            # Envs that are reset instead have a `next` as well.
+            steps = at if is_whole else at - ahead * (ops == RESET)
+            is_over = (
+                positions.where.next_done_of(ids, steps) if is_over is None else is_over
+            )
             positions.stepped(ids, steps)  # 4
             positions.is_mixed = positions.is_mixed and not flight.is_all
             if is_whole and 1 not in is_over.tobytes():
@@ -403,7 +481,9 @@ class Flights:
         is_fresh = (is_reset | is_over & (ops == STEP_RESET)) & is_alive
         flight.was_reset = _some(ids[is_fresh])
         if flight.was_reset is not None:
-            is_over[is_fresh] = positions.were_reset(flight.was_reset, (at + ahead * ~is_reset)[is_fresh])
+            is_over[is_fresh] = positions.were_reset(
+                flight.was_reset, (at + ahead * ~is_reset)[is_fresh]
+            )
         has_answered = is_alive & self.states.under_way[ids]
         self.states.move(ids[has_answered & is_over], Event.ENDS)
         self.states.move(ids[has_answered & ~is_over], Event.ANSWERED)
@@ -423,7 +503,9 @@ class Flights:
         positions.stepped(flight.ids, column)  # 4
         positions.is_mixed = False
         if ended is not None and flight.op == STEP_RESET:
-            over = ended[positions.were_reset(ended, column + positions.where.root_ahead)]
+            over = ended[
+                positions.were_reset(ended, column + positions.where.root_ahead)
+            ]
         answered = flight.ids
         if over is not None:
             self.states.move(over, Event.ENDS)
@@ -441,12 +523,17 @@ class Flights:
                 outcome, own = self._note_unusual(flight)
                 raised = self._fault_to_raise(outcome.faults)
                 faults = outcome.faults if raised is None else {}
-                error = self.losses.replace(outcome.losses, own) or self._make_good(flight, own, faults) or raised
+                error = (
+                    self.losses.replace(outcome.losses, own)
+                    or self._make_good(flight, own, faults)
+                    or raised
+                )
                 if error is not None:
                     raise error
             else:
                 self._note_usual(flight)
-            self._recycle(flight)  # inside the `try`: a worker that cannot be replaced ends this flight
+            # Inside the `try`: a worker that cannot be replaced ends this flight.
+            self._recycle(flight)
         except EnvherdError:
             self._close(flight)
             raise
@@ -459,7 +546,8 @@ class Flights:
         lost = self.pool.blueprint.envs_of(outcome.losses)
         own = lost[np.isin(lost, ids)]
         is_stepped = self.states.ops != RESET
-        outcome.forget_rows(own)  # an env may have answered before its worker died in another env's command
+        # An env may have answered before its worker died in another env's command.
+        outcome.forget_rows(own)
         self.side.infos.lose(own)
         self._note_news(ids, outcome)  # 5, until `held` below
         self._forget_interrupted(flight)
@@ -482,7 +570,9 @@ class Flights:
             if flight.cut is not None:
                 self.losses.note_interrupted(flight.cut)
 
-    def _make_good(self, flight: Flight, lost: np.ndarray, faults: Mapping[int, Frame]) -> EnvherdError | None:
+    def _make_good(
+        self, flight: Flight, lost: np.ndarray, faults: Mapping[int, Frame]
+    ) -> EnvherdError | None:
         """Mark the rows of failed envs as interrupted, and reset those that the flight would have reset.
 
         Args:
@@ -490,25 +580,37 @@ class Flights:
             lost: int64 `[k]`, envs of lost workers; they are reset in the successors.
             faults: of envs that have raised. One that has raised in its reset is built again.
         """
-        broken = {i for i, fault in faults.items() if fault["phase"] == "reset"}.difference(lost.tolist())
+        broken = {
+            i for i, fault in faults.items() if fault["phase"] == "reset"
+        }.difference(lost.tolist())
         failed = np.union1d(lost, [*faults]).astype(np.int64)
         ops = self.states.ops[failed]
-        self.losses.note_interrupted(failed[(ops != RESET) & ~np.isin(failed, [*broken])])
+        self.losses.note_interrupted(
+            failed[(ops != RESET) & ~np.isin(failed, [*broken])]
+        )
         is_due = ops != STEP
         if not is_due.any():
             return None
         due = failed[is_due].tolist()
         extras = flight.extras
         if broken:
-            extras = {i: replace(extras.get(i, Prepare(env_id=i)), rebuilds=i in broken) for i in due}
+            extras = {
+                i: replace(extras.get(i, Prepare(env_id=i)), rebuilds=i in broken)
+                for i in due
+            }
         of_steps = self.side.infos.read("next")
-        at = self.states.columns[failed] + self.positions.where.root_ahead * (ops != RESET)
+        at = self.states.columns[failed] + self.positions.where.root_ahead * (
+            ops != RESET
+        )
         try:
             self.begin(Op.RESET, failed[is_due], at=at[is_due], extras=extras).land()
         except EnvherdError as error:
             return error
         self.side.infos.put("next", of_steps, due)
-        flight.was_reset = np.union1d(failed[is_due], flight.was_reset if flight.was_reset is not None else _NOBODY)
+        flight.was_reset = np.union1d(
+            failed[is_due],
+            flight.was_reset if flight.was_reset is not None else _NOBODY,
+        )
         return None
 
     def _recycle(self, flight: Flight) -> None:
@@ -518,15 +620,21 @@ class Flights:
             alive = alive[self.states.ops[alive] == STEP_RESET]
             self.renewal.after_steps(alive, self.states.columns[alive], self._renew)
 
-    def _renew(self, env_ids: np.ndarray, columns: np.ndarray, replace: Callable[[], None]) -> None:
+    def _renew(
+        self, env_ids: np.ndarray, columns: np.ndarray, replace: Callable[[], None]
+    ) -> None:
         """Reset envs, which steps at `columns` have reset, again in new instances, which `replace` begins to build."""
         self.states.move(env_ids, Event.IS_LOST)  # 9
         replace()
-        self.begin(Op.RESET, env_ids, at=columns + self.positions.where.root_ahead).land()
+        self.begin(
+            Op.RESET, env_ids, at=columns + self.positions.where.root_ahead
+        ).land()
 
     # ---- envs that were sent -----------------------------------------------------------------
 
-    def wait_for(self, sent: np.ndarray, wanted: int, timeout_s: float | None) -> np.ndarray:
+    def wait_for(
+        self, sent: np.ndarray, wanted: int, timeout_s: float | None
+    ) -> np.ndarray:
         """Wait until some of the sent envs have answered; return these, in the order in which they were sent.
 
         Args:
@@ -542,11 +650,18 @@ class Flights:
         end = None if deadline is None else time.monotonic() + deadline
         while True:
             left = None if end is None else max(0.0, end - time.monotonic())
-            ready = pool.wait_some(sent, wanted, left, options.reset_timeout_s, kill_late=timeout_s is None)
-            if pool.outcome.losses or pool.outcome.faults or pool.num_losses != self._num_settled:
+            ready = pool.wait_some(
+                sent, wanted, left, options.reset_timeout_s, kill_late=timeout_s is None
+            )
+            if (
+                pool.outcome.losses
+                or pool.outcome.faults
+                or pool.num_losses != self._num_settled
+            ):
                 self._settle_sent()
                 if timeout_s is None and deadline is not None:
-                    end = time.monotonic() + deadline  # the resets that complete the answers have the same time
+                    # The resets that complete the answers have the same time.
+                    end = time.monotonic() + deadline
                 continue  # not with `ready`: such a reset may have raised by now
             if len(ready) >= wanted:
                 return ready
@@ -558,7 +673,9 @@ class Flights:
 
     def let_finish(self, sent: np.ndarray) -> None:
         """Wait until sent envs, int64 `[k]`, have answered or their worker is lost; the answers remain for `recv`."""
-        self.pool.wait_some(sent, len(sent), self._options.step_timeout_s, self._options.reset_timeout_s)
+        self.pool.wait_some(
+            sent, len(sent), self._options.step_timeout_s, self._options.reset_timeout_s
+        )
 
     def end_episodes(self, env_ids: np.ndarray) -> None:
         """End the episodes of envs, int64 `[k]`, whose instances will be replaced, as a loss would.
@@ -569,7 +686,9 @@ class Flights:
             Busy: a parked flight, which lands its envs as one, has some of them.
         """
         sent = env_ids[self.states.under_way[env_ids]]
-        self.states.check(Op.RESET, sent[self.pool.words.command[sent] & (Flag.EACH << OP_BITS) == 0])
+        self.states.check(
+            Op.RESET, sent[self.pool.words.command[sent] & (Flag.EACH << OP_BITS) == 0]
+        )
         self.let_finish(sent)
         self.states.move(env_ids, Event.IS_CUT)
         self.pool.words.answers_lost[sent] = True  # 7
@@ -595,7 +714,9 @@ class Flights:
         # 7: not only `losses`, which an interrupted call may have taken.
         answers_lost = self.states.under_way & pool.words.must_complete()
         workers = {int(w) for w in pool.worker_of[answers_lost]} & set(pool.lost)
-        error = self.losses.replace({**{w: pool.lost[w] for w in workers}, **losses}, _NOBODY)
+        error = self.losses.replace(
+            {**{w: pool.lost[w] for w in workers}, **losses}, _NOBODY
+        )
         left = np.flatnonzero(self.states.under_way & pool.words.must_complete())
         if error is not None:  # the others' answers are not lost by that
             left = np.intersect1d(left, faulty)
@@ -613,7 +734,8 @@ class Flights:
             return False
         while flight is not None and not (flight.is_all and not flight.has_landed):
             flight = flight.outer
-        return flight is not None or column in states.columns[states.under_way]  # parked
+        # Parked.
+        return flight is not None or column in states.columns[states.under_way]
 
     def has_reports(self) -> bool:
         """Return whether the pool reports more than rows, or a loss that was not handled for sent envs."""
@@ -626,9 +748,14 @@ class Flights:
         """
         self.current = Flight(self, Op.STEP, env_ids, None)  # 8
         reported = self.pool.outcome
-        self._note_news(env_ids, reported.hand_out(env_ids) if reported.side or reported.infos else None)
+        self._note_news(
+            env_ids,
+            reported.hand_out(env_ids) if reported.side or reported.infos else None,
+        )
 
-    def deliver(self, env_ids: np.ndarray, is_over: np.ndarray | None) -> np.ndarray | None:
+    def deliver(
+        self, env_ids: np.ndarray, is_over: np.ndarray | None
+    ) -> np.ndarray | None:
         """Update the positions of sent envs that are handed out now; see `open_delivery`.
 
         Args:
@@ -663,18 +790,24 @@ class Flights:
         self.losses.log(error, len(faults))
         return None
 
-    def fault_error(self, faults: Mapping[int, Frame], *, is_interrupted: bool) -> EnvherdError:
+    def fault_error(
+        self, faults: Mapping[int, Frame], *, is_interrupted: bool
+    ) -> EnvherdError:
         """Return the error for envs' exceptions, whose episodes it writes to capsules."""
         frames = list(faults.values())
         worker_id = int(self.pool.worker_of[first_fault(frames)["env_id"]])
         if all(frame["type_name"] == InternalError.__name__ for frame in frames):
             return InternalError(frames[0]["message"], env_ids=tuple(sorted(faults)))
         pid, gpu = self.pool.pid_of(worker_id), self.pool.gpu_of(worker_id)
-        error: EnvherdError = env_error(frames, worker_id, pid, gpu, is_interrupted=is_interrupted)
+        error: EnvherdError = env_error(
+            frames, worker_id, pid, gpu, is_interrupted=is_interrupted
+        )
         watcher = self.pool.watcher
         if watcher is not None:
             for frame in frames:
-                error = watcher.add_to(error, int(self.pool.worker_of[frame["env_id"]]), frame)
+                error = watcher.add_to(
+                    error, int(self.pool.worker_of[frame["env_id"]]), frame
+                )
         return error
 
     # ---- after an interrupt ------------------------------------------------------------------
@@ -686,15 +819,22 @@ class Flights:
             self._break_off(flight)
             flight = flight.outer
         pool, options = self.pool, self._options
-        pool.wake_workers()  # the call may have been broken off between a command and its announcement
+        # The call may have been broken off between a command and its announcement.
+        pool.wake_workers()
         idle = np.flatnonzero(~self.states.under_way)
-        limits = [s for s in (options.step_timeout_s, options.reset_timeout_s) if s is not None]
+        limits = [
+            s
+            for s in (options.step_timeout_s, options.reset_timeout_s)
+            if s is not None
+        ]
         pool.wait_some(idle, len(idle), max(limits, default=None), through_losses=True)
         losses = pool.outcome.hand_out(idle).losses  # this empties the pool's own
         pool.outcome.losses.update(losses)
         self.losses.accept()
         # Also those whose worker was lost, if the interrupt came between `losses` 2's state and root.
-        self.positions.mark_lost(np.flatnonzero(self.states.values == State.NEEDS_RESET))
+        self.positions.mark_lost(
+            np.flatnonzero(self.states.values == State.NEEDS_RESET)
+        )
         self.current = None
 
     def _break_off(self, flight: Flight) -> None:
@@ -706,7 +846,9 @@ class Flights:
         sent = ids[self.states.under_way[ids]]
         not_given = sent[~self.pool.was_given(sent, flight.number)]
         is_in_doubt = self.pool.words.number[0] > flight.number
-        self.states.move(not_given, Event.IS_BROKEN_OFF if is_in_doubt else Event.IS_WITHDRAWN)
+        self.states.move(
+            not_given, Event.IS_BROKEN_OFF if is_in_doubt else Event.IS_WITHDRAWN
+        )
 
 
 def _some(env_ids: np.ndarray) -> np.ndarray | None:

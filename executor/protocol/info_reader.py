@@ -46,7 +46,9 @@ class Part(NamedTuple):
         if self.schema is None:
             return [self.records]
         is_whole = len(self.env_ids) == len(self.records)
-        return self.schema.infos(self.records if is_whole else self.records[self.env_ids])
+        return self.schema.infos(
+            self.records if is_whole else self.records[self.env_ids]
+        )
 
     def of(self, is_wanted: np.ndarray) -> Part | None:
         """Return the part of some envs, bool `[N]`; None if it has none of them."""
@@ -79,10 +81,14 @@ class InfoReader:
         has_any: False only if no env has an info.
     """
 
-    def __init__(self, policy: InfoPolicy, slab: Slab | None, schemas: Mapping[int, Schema]) -> None:
+    def __init__(
+        self, policy: InfoPolicy, slab: Slab | None, schemas: Mapping[int, Schema]
+    ) -> None:
         self._policy, self._schemas = policy, schemas
         #: Section -> env id -> info that is in no row.
-        self._others: dict[str, dict[int, dict[str, Any]]] = {section: {} for section in SECTIONS}
+        self._others: dict[str, dict[int, dict[str, Any]]] = {
+            section: {} for section in SECTIONS
+        }
         self._large: set[int] = set()  # envs whose infos are too large
         self.has_rows, self.has_any = slab is not None and slab.infos is not None, False
         if slab is not None and slab.infos is not None:
@@ -107,14 +113,17 @@ class InfoReader:
         if not (had_any or self.has_any):
             return
         layout = self._layout_of(ids)
-        self._id_words.fill(0)  # first: after an interrupt no row is read by another's schema
+        # First: after an interrupt no row is read by another's schema.
+        self._id_words.fill(0)
         for kept, now in layout.copies:
             np.copyto(kept, now)
         np.copyto(self._id_words, self._words)
         for others in self._others.values():
             others.clear()
 
-    def take(self, messages: Mapping[int, Mapping[str, Any]], env_ids: np.ndarray) -> None:
+    def take(
+        self, messages: Mapping[int, Mapping[str, Any]], env_ids: np.ndarray
+    ) -> None:
         """Replace the infos of some envs by those of their latest command.
 
         Args:
@@ -123,7 +132,9 @@ class InfoReader:
         """
         self.has_any = True
         if self.has_rows:
-            nbytes = max((schema.nbytes for schema in self._schemas.values()), default=0)
+            nbytes = max(
+                (schema.nbytes for schema in self._schemas.values()), default=0
+            )
             self._ids[:, env_ids] = 0
             self._rows[:, env_ids, :nbytes] = self._rows_now[:, env_ids, :nbytes]
             self._ids[:, env_ids] = self._ids_now[:, env_ids]
@@ -157,9 +168,13 @@ class InfoReader:
     def own(self, section: str) -> dict[int, dict[str, Any]]:
         """Return the same as `read`, in separate memory."""
         infos = self.read(section)
-        return infos | {env_id: copy.deepcopy(infos[env_id]) for env_id in self._others[section]}
+        return infos | {
+            env_id: copy.deepcopy(infos[env_id]) for env_id in self._others[section]
+        }
 
-    def put(self, section: str, infos: Mapping[int, dict[str, Any]], env_ids: Sequence[int]) -> None:
+    def put(
+        self, section: str, infos: Mapping[int, dict[str, Any]], env_ids: Sequence[int]
+    ) -> None:
         """Replace infos of some envs by others, env id -> info; those that are missing have none."""
         self.has_any = True
         for env_id in env_ids:
@@ -173,24 +188,38 @@ class InfoReader:
         """Make the infos of an env also those of others."""
         for section in SECTIONS:
             infos = self.own(section)
-            self.put(section, {i: copy.deepcopy(infos[source]) for i in targets if source in infos}, targets)
+            self.put(
+                section,
+                {i: copy.deepcopy(infos[source]) for i in targets if source in infos},
+                targets,
+            )
 
     # ---- read --------------------------------------------------------------------------------
 
     def parts(self, section: str) -> list[Part]:
         """Return the infos of a section by schema, in the order of the first env of each; none of envs without one."""
-        others = [Part(np.array([env_id]), None, info) for env_id, info in self._others[section].items()]
-        rows = self._layout_of(self._id_words.tobytes()).parts[section] if self.has_rows and self.has_any else []
+        others = [
+            Part(np.array([env_id]), None, info)
+            for env_id, info in self._others[section].items()
+        ]
+        rows = (
+            self._layout_of(self._id_words.tobytes()).parts[section]
+            if self.has_rows and self.has_any
+            else []
+        )
         return sorted([*rows, *others], key=first_env) if others else rows
 
     def _lay_out(self, ids: bytes) -> _Layout:
         """Return the layout of infos by the ids of their schemas."""
         layout = _Layout({}, [])
         by_section = np.frombuffer(ids, np.int64).reshape(-1, 2).T
-        for section, own, rows, now in zip(SECTIONS, by_section, self._rows, self._rows_now, strict=True):
+        for section, own, rows, now in zip(
+            SECTIONS, by_section, self._rows, self._rows_now, strict=True
+        ):
             schemas = [self._schemas[i] for i in dict.fromkeys(own.tolist()) if i]
             layout.parts[section] = [
-                Part(np.flatnonzero(own == schema.id), schema, schema.records(rows)) for schema in schemas
+                Part(np.flatnonzero(own == schema.id), schema, schema.records(rows))
+                for schema in schemas
             ]
             if schemas:
                 nbytes = max(schema.nbytes for schema in schemas)

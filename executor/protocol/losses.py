@@ -43,19 +43,32 @@ class Losses:
         num_errors: exceptions of each env, int64 `[N]` (VIEW of the slab).
     """
 
-    def __init__(self, pool: Pool, positions: Positions, states: EnvStates, options: ExecutorOptions) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        positions: Positions,
+        states: EnvStates,
+        options: ExecutorOptions,
+    ) -> None:
         self._pool, self._positions, self._states = pool, positions, states
         self._is_replacing = options.on_worker_loss == "restart"
-        self._is_interrupting, self._max_in_a_row = options.on_env_error == "interrupt", options.max_restarts
+        self._is_interrupting, self._max_in_a_row = (
+            options.on_env_error == "interrupt",
+            options.max_restarts,
+        )
         self.num_interrupted = 0
         self.num_errors = pool.slab.words["errors"]
-        self._num_in_a_row = np.zeros(pool.num_envs, np.int64)  # exceptions of each env since its latest step
-        self._num_steps = np.zeros(pool.num_envs, np.int64)  # that each env had made at its latest exception
+        # Exceptions of each env since its latest step.
+        self._num_in_a_row = np.zeros(pool.num_envs, np.int64)
+        # That each env had made at its latest exception.
+        self._num_steps = np.zeros(pool.num_envs, np.int64)
         self._logged_at, self._num_unlogged = -_LOG_EVERY_S, 0
 
     def note_interrupted(self, env_ids: np.ndarray) -> None:
         """Mark the envs' rows of this step as interrupted."""
-        self.num_interrupted += int(np.count_nonzero(~self._positions.interrupted[env_ids]))
+        self.num_interrupted += int(
+            np.count_nonzero(~self._positions.interrupted[env_ids])
+        )
         self._positions.interrupted[env_ids] = True
 
     def may_interrupt(self, faults: Mapping[int, Mapping[str, Any]]) -> bool:
@@ -70,7 +83,10 @@ class Losses:
         self._num_in_a_row[env_ids] *= steps == self._num_steps[env_ids]
         self._num_in_a_row[env_ids] += 1
         self._num_steps[env_ids] = steps
-        is_ours = any(fault.get("type_name") == InternalError.__name__ for fault in faults.values())
+        is_ours = any(
+            fault.get("type_name") == InternalError.__name__
+            for fault in faults.values()
+        )
         is_loop = (self._num_in_a_row[env_ids] > self._max_in_a_row).any()
         return self._is_interrupting and not (is_ours or is_loop)
 
@@ -80,7 +96,11 @@ class Losses:
         if now < self._logged_at + _LOG_EVERY_S:
             self._num_unlogged += count
             return
-        more = f" There were {self._num_unlogged} others since the last such line." if self._num_unlogged else ""
+        more = (
+            f" There were {self._num_unlogged} others since the last such line."
+            if self._num_unlogged
+            else ""
+        )
         self._logged_at, self._num_unlogged = now, 0
         log.warning("%s%s\n%s", error.message, more, error.remote_traceback)
 
@@ -103,7 +123,9 @@ class Losses:
             # All that are lost, not only the reported ones: an interrupt may have come after the reports were taken.
             self.replace(self._pool.lost, _NOBODY)
 
-    def replace(self, losses: Mapping[int, EnvherdError], own: np.ndarray) -> EnvherdError | None:
+    def replace(
+        self, losses: Mapping[int, EnvherdError], own: np.ndarray
+    ) -> EnvherdError | None:
         """Begin to replace lost workers, and record the losses of envs outside a flight.
 
         Args:
@@ -122,7 +144,11 @@ class Losses:
         self._states.move(idle, Event.IS_LOST)  # 2
         self._positions.mark_lost(idle)
         # 3
-        error = self._begin_restarts(losses) if self._is_replacing else next(iter(losses.values()))
+        error = (
+            self._begin_restarts(losses)
+            if self._is_replacing
+            else next(iter(losses.values()))
+        )
         if error is not None:
             self.drop(sent, Event.IS_LOST)
         elif len(sent):
@@ -132,9 +158,12 @@ class Losses:
     def _begin_restarts(self, worker_ids: Iterable[int]) -> EnvherdError | None:
         for worker_id in worker_ids:
             env_ids = self._pool.blueprint.envs_of([worker_id])
-            for group in self._positions.slab.groups:  # all rows of an env that is a batch must be reset
+            # All rows of an env that is a batch must be reset.
+            for group in self._positions.slab.groups:
                 if ("reset_mask",) in group.inputs:
-                    group.inputs["reset_mask",][np.isin(group.plan.env_ids, env_ids)] = True
+                    group.inputs["reset_mask",][
+                        np.isin(group.plan.env_ids, env_ids)
+                    ] = True
             try:
                 self._pool.begin_restart(worker_id)
             except EnvherdError as error:
@@ -153,12 +182,23 @@ class Losses:
         pool.outcome.forget_rows(lost[~is_rebuilt])
         ops, columns = states.ops[lost], states.columns[lost]
         is_stepped, is_due = (ops != RESET) & ~is_rebuilt, ops != STEP
-        for env_id, column in zip(lost[is_stepped].tolist(), columns[is_stepped].tolist(), strict=True):
+        for env_id, column in zip(
+            lost[is_stepped].tolist(), columns[is_stepped].tolist(), strict=True
+        ):
             positions.cut_off(env_id, column)
         self.note_interrupted(lost[is_stepped])
         pool.words.answers_lost[lost[~is_due]] = False
         for env_id in lost[is_rebuilt].tolist():
             pool.prepare(Prepare(env_id=env_id, rebuilds=True))
-        for is_one, flags in ((is_due & ~is_rebuilt, Flag.EACH), (is_rebuilt, Flag.EACH | Flag.PREPARED)):
+        for is_one, flags in (
+            (is_due & ~is_rebuilt, Flag.EACH),
+            (is_rebuilt, Flag.EACH | Flag.PREPARED),
+        ):
             if is_one.any():
-                pool.submit_later(lost[is_one], Op.RESET, positions.where.target, columns[is_one], flags)
+                pool.submit_later(
+                    lost[is_one],
+                    Op.RESET,
+                    positions.where.target,
+                    columns[is_one],
+                    flags,
+                )

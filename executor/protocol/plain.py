@@ -51,14 +51,26 @@ class Plain(NamedTuple):
 
     def __str__(self) -> str:
         exchange = ("send and recv", self.recv) if self.recv else ("send", self.send)
-        others = [("calls of the envs", tuple(one for one in self.envs if one not in self.step))]
+        others = [
+            (
+                "calls of the envs",
+                tuple(one for one in self.envs if one not in self.step),
+            )
+        ]
         others += [] if self.step else [exchange]
-        parts = [f"{what} in Python, because {_listed(why)}" for what, why in (("steps", self.step), *others) if why]
+        parts = [
+            f"{what} in Python, because {_listed(why)}"
+            for what, why in (("steps", self.step), *others)
+            if why
+        ]
         return "; ".join(parts if self.step else ["steps in C", *parts])
 
 
 def what_is_plain(
-    pool: Pool, options: ExecutorOptions, device: torch.device | None, intake: PlainIntake | None
+    pool: Pool,
+    options: ExecutorOptions,
+    device: torch.device | None,
+    intake: PlainIntake | None,
 ) -> Plain:
     """Return which calls of an executor are plain.
 
@@ -69,7 +81,9 @@ def what_is_plain(
         intake: of all envs' actions; None if they are not one leaf of one group.
     """
     num_groups, spec = len(pool.slab.groups), pool.specs[0]
-    side = {leaf.key: None for one in pool.specs for leaf in one.observation if leaf.is_side}
+    side = {
+        leaf.key: None for one in pool.specs for leaf in one.observation if leaf.is_side
+    }
     recycles = pool.is_recyclable
     rows = _those(
         (num_groups > 1, f"the envs have {num_groups} different specs"),
@@ -82,15 +96,31 @@ def what_is_plain(
     )
     odd = _those(
         (not IS_AS_EXPECTED, f"tensordict {tensordict.__version__} is not known"),
-        (recycles and options.recycle_after is not None, f"recycle_after={options.recycle_after}"),
-        (recycles and options.max_worker_memory is not None, f"max_worker_memory={options.max_worker_memory}"),
+        (
+            recycles and options.recycle_after is not None,
+            f"recycle_after={options.recycle_after}",
+        ),
+        (
+            recycles and options.max_worker_memory is not None,
+            f"max_worker_memory={options.max_worker_memory}",
+        ),
     )
     step = (*pool.why_python, *rows, *odd)
     here = (not pool.num_workers, "the envs run in this process")
-    recv = (*step, *interrupts, *_those(here, (bool(spec.batch_shape), "each env is a batch of rows")))
+    recv = (
+        *step,
+        *interrupts,
+        *_those(here, (bool(spec.batch_shape), "each env is a batch of rows")),
+    )
     inputs = reprlib.repr([leaf.key for leaf in (*spec.action, *spec.state)])
-    unchecked = (intake is not None and intake.legal is None, f"check_actions={options.check_actions!r}")
-    send = (*recv, *_those((intake is None, f"the inputs are not one array: {inputs}"), unchecked))
+    unchecked = (
+        intake is not None and intake.legal is None,
+        f"check_actions={options.check_actions!r}",
+    )
+    send = (
+        *recv,
+        *_those((intake is None, f"the inputs are not one array: {inputs}"), unchecked),
+    )
     return Plain(rows, step, send, recv, tuple(pool.envs_in_python))
 
 

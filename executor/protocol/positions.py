@@ -63,7 +63,12 @@ class Columns:
     """
 
     def __init__(
-        self, target: int, groups: Sequence[Mapping[Name, np.ndarray]], places: Places, *, root_ahead: int
+        self,
+        target: int,
+        groups: Sequence[Mapping[Name, np.ndarray]],
+        places: Places,
+        *,
+        root_ahead: int,
     ) -> None:
         self.target = target
         self.root_ahead = root_ahead
@@ -73,22 +78,33 @@ class Columns:
         self._root_done = [group["root", "done"] for group in groups]
         self.in_c: Any = None
         if target != RING:
-            self.in_c = target, self._next_done[0], self._root_done[0], len(self._next_done[0])
+            self.in_c = (
+                target,
+                self._next_done[0],
+                self._root_done[0],
+                len(self._next_done[0]),
+            )
 
     def row(self, env_id: int, column: int) -> dict[Name, np.ndarray]:
         """Return one env's row by name (VIEWS, also of scalars)."""
         group, row = self._places.pairs[env_id]
         arrays = self.groups[group].items()
-        return {name: array[column, row : row + 1].reshape(array.shape[2:]) for name, array in arrays}
+        return {
+            name: array[column, row : row + 1].reshape(array.shape[2:])
+            for name, array in arrays
+        }
 
     def ended_at(self, column: int) -> np.ndarray | None:
         """Return the envs whose `next` at a column is done, int64 `[k]`, ascending; None for none."""
         for done in self._next_done:
-            if 1 in done[column].tobytes():  # a worker computes it from the env's flags: True is always the byte 1
+            # A worker computes it from the env's flags: True is always the byte 1.
+            if 1 in done[column].tobytes():
                 return self.next_done_of(self._places.all_ids, column).nonzero()[0]
         return None
 
-    def next_done_of(self, env_ids: np.ndarray, columns: np.ndarray | int) -> np.ndarray:
+    def next_done_of(
+        self, env_ids: np.ndarray, columns: np.ndarray | int
+    ) -> np.ndarray:
         """Return whether the `next` of some envs, at one column or each at its own, is done: bool `[k]`, fresh."""
         return self._done_of(self._next_done, env_ids, columns)
 
@@ -96,19 +112,28 @@ class Columns:
         """Return whether the roots of some envs, each at its own column, are done: bool `[k]`, fresh."""
         return self._done_of(self._root_done, env_ids, columns)
 
-    def _done_of(self, arrays: list[np.ndarray], env_ids: np.ndarray, columns: np.ndarray | int) -> np.ndarray:
+    def _done_of(
+        self, arrays: list[np.ndarray], env_ids: np.ndarray, columns: np.ndarray | int
+    ) -> np.ndarray:
         if self._places.is_flat:
             done: np.ndarray = arrays[0][columns, env_ids, 0]
             return done
         group_of, row_of = self._places.group_of, self._places.row_of
         places = zip(env_ids, np.broadcast_to(columns, env_ids.shape), strict=True)
-        return np.array([arrays[group_of[i]][column, row_of[i]].any() for i, column in places], bool)
+        return np.array(
+            [arrays[group_of[i]][column, row_of[i]].any() for i, column in places], bool
+        )
 
 
 def storage_columns(target: int, storage: Storage, places: Places) -> Columns:
     """Return the time steps of a rollout's storage, whose own arrays are `[row, column, ...]`."""
     groups = [
-        {name: array.swapaxes(0, 1) for name, array in group.items() if name[0] != "input"} for group in storage.columns
+        {
+            name: array.swapaxes(0, 1)
+            for name, array in group.items()
+            if name[0] != "input"
+        }
+        for group in storage.columns
     ]
     return Columns(target, groups, places, root_ahead=1)
 
@@ -138,7 +163,8 @@ class Positions:
         is_mixed: whether latest rows may be in several columns.
     """
 
-    _latest: tuple[np.ndarray, np.ndarray | int, bool] | None = None  # the update that `_put` has begun
+    # The update that `_put` has begun.
+    _latest: tuple[np.ndarray, np.ndarray | int, bool] | None = None
 
     def __init__(
         self,
@@ -158,13 +184,17 @@ class Positions:
         self.specs = [slab.groups[group].spec for group, _ in self.places.pairs]
         self.has_interrupted = options.interrupts
         self.interrupted = np.zeros((self.num_envs, 1), bool)
-        self.ring = self.where = Columns(RING, [group.columns for group in slab.groups], self.places, root_ahead=0)
-        self._before: tuple[Columns, np.ndarray, np.ndarray, np.ndarray] | None = None  # a move that is not complete
+        self.ring = self.where = Columns(
+            RING, [group.columns for group in slab.groups], self.places, root_ahead=0
+        )
+        # A move that is not complete.
+        self._before: tuple[Columns, np.ndarray, np.ndarray, np.ndarray] | None = None
         self.held: tuple[Any, ...] | None = None
         self.column = 0
         self._columns = np.zeros(self.num_envs, np.int64)
         self._in_root = np.ones(self.num_envs, bool)
-        self._step_columns = np.zeros(self.num_envs, np.int64)  # of the ring, of each env's latest step
+        # Of the ring, of each env's latest step.
+        self._step_columns = np.zeros(self.num_envs, np.int64)
         following = np.arange(1, self.num_frames + 1)
         self._following = np.where(following < self.num_ring, following, 0)
         self.is_mixed = False
@@ -192,13 +222,20 @@ class Positions:
         if self._latest is not None:
             self._put_latest(*self._latest)
 
-    def _put(self, env_ids: np.ndarray, columns: np.ndarray | int, *, in_root: bool) -> None:
+    def _put(
+        self, env_ids: np.ndarray, columns: np.ndarray | int, *, in_root: bool
+    ) -> None:
         """Update the positions of some envs atomically: after an interrupt `_catch_up` completes the update."""
         self._catch_up()
         self._latest = env_ids, columns, in_root
         self._put_latest(env_ids, columns, in_root)
 
-    def _put_latest(self, env_ids: np.ndarray, columns: np.ndarray | int, in_root: bool) -> None:  # noqa: FBT001
+    def _put_latest(
+        self,
+        env_ids: np.ndarray,
+        columns: np.ndarray | int,
+        in_root: bool,  # noqa: FBT001
+    ) -> None:
         self._columns[env_ids] = columns
         if not in_root:
             self._step_columns[env_ids] = columns
@@ -240,7 +277,8 @@ class Positions:
         columns = self._step_columns[env_ids]
         is_there = self._in_root[env_ids] & (self._columns[env_ids] == columns)
         if is_there.any():
-            self.is_mixed = True  # after interrupted steps, a step of all may write to the previous column
+            # After interrupted steps, a step of all may write to the previous column.
+            self.is_mixed = True
         return np.asarray((columns - is_there) % self.num_frames)
 
     def _keep_latest(self, column: int) -> None:
@@ -287,10 +325,19 @@ class Positions:
             self._move(self.ring, self.column)
 
     def _move(self, where: Columns, column: int) -> None:
-        self._before = self.where, self.columns.copy(), self._in_root.copy(), self._step_columns.copy()
-        for group, (arrays, env_ids) in enumerate(zip(where.groups, self.places.env_ids, strict=True)):
+        self._before = (
+            self.where,
+            self.columns.copy(),
+            self._in_root.copy(),
+            self._step_columns.copy(),
+        )
+        for group, (arrays, env_ids) in enumerate(
+            zip(where.groups, self.places.env_ids, strict=True)
+        ):
             leaves = root_leaves(self.slab.groups[group].spec)
-            for leaf, latest in zip(leaves, self.gather_roots(group, env_ids), strict=True):
+            for leaf, latest in zip(
+                leaves, self.gather_roots(group, env_ids), strict=True
+            ):
                 arrays["root", *leaf.key][column] = latest
         if self._side.has_values:
             self._side.root = self._side.latest(self.in_root)
@@ -300,9 +347,19 @@ class Positions:
         self.where = where
         self._before = None
 
-    def _undo(self, where: Columns, columns: np.ndarray, in_root: np.ndarray, step_columns: np.ndarray) -> None:
+    def _undo(
+        self,
+        where: Columns,
+        columns: np.ndarray,
+        in_root: np.ndarray,
+        step_columns: np.ndarray,
+    ) -> None:
         """Restore the positions before a move, which has written only to roots that no env's position used."""
-        self._columns[:], self._in_root[:], self._step_columns[:] = columns, in_root, step_columns
+        self._columns[:], self._in_root[:], self._step_columns[:] = (
+            columns,
+            in_root,
+            step_columns,
+        )
         self.is_mixed = True
         self.where = where
         self._before = None
@@ -325,7 +382,11 @@ class Positions:
         root_values: dict[int, list[Any]],
     ) -> None:
         self._latest = None
-        self._columns[:], self._in_root[:], self._step_columns[:] = columns, in_root, step_columns
+        self._columns[:], self._in_root[:], self._step_columns[:] = (
+            columns,
+            in_root,
+            step_columns,
+        )
         self._side.next, self._side.root = next_values, root_values
         self.is_mixed = True
         self.held = None
@@ -367,13 +428,19 @@ class Positions:
 
     def gather_roots(self, group: int, env_ids: np.ndarray) -> list[np.ndarray]:
         """Return the present roots of some envs of a group, one fresh array `[k, ...]` per leaf."""
-        columns, in_root, rows = self.columns[env_ids], self.in_root[env_ids], self.places.row_of[env_ids]
+        columns, in_root, rows = (
+            self.columns[env_ids],
+            self.in_root[env_ids],
+            self.places.row_of[env_ids],
+        )
         arrays, gathered = self.where.groups[group], []
         is_all_root = bool(in_root.all())
         for leaf in root_leaves(self.slab.groups[group].spec):
             latest = arrays["root" if is_all_root else "next", *leaf.key][columns, rows]
             if not is_all_root:
-                latest[in_root] = arrays["root", *leaf.key][columns[in_root], rows[in_root]]
+                latest[in_root] = arrays["root", *leaf.key][
+                    columns[in_root], rows[in_root]
+                ]
             gathered.append(latest)
         return gathered
 
@@ -383,7 +450,10 @@ class Positions:
     def _blanks(self) -> list[list[np.ndarray]]:
         """The leaves of `next` other than the observation, by group, each `[column, row, ...]` (VIEWS)."""
         return [
-            [group.columns["next", *leaf.key] for leaf in (*group.spec.reward, *group.spec.done)]
+            [
+                group.columns["next", *leaf.key]
+                for leaf in (*group.spec.reward, *group.spec.done)
+            ]
             for group in self.slab.groups
         ]
 
@@ -391,7 +461,11 @@ class Positions:
         """Write reward 0 and no flag to the `next` of envs that are reset at a column, because no step writes it."""
         row_of, group_of = self.places.row_of, self.places.group_of
         for index, arrays in enumerate(self._blanks):
-            rows = env_ids if len(self._blanks) == 1 else row_of[env_ids[group_of[env_ids] == index]]
+            rows = (
+                env_ids
+                if len(self._blanks) == 1
+                else row_of[env_ids[group_of[env_ids] == index]]
+            )
             for array in arrays:
                 array[column][rows] = 0
 
@@ -424,7 +498,8 @@ class Positions:
         last = len(self.where.groups[0]["root", "done"]) - 1
         for env_id in env_ids.tolist():
             column = int(self.columns[env_id])
-            if not self.in_root[env_id]:  # of a rollout, the root of the step itself is already data
+            # Of a rollout, the root of the step itself is already data.
+            if not self.in_root[env_id]:
                 column = min(column + self.where.root_ahead, last)
             self._move_latest(env_id, column)
             row = self.latest_root(env_id)
@@ -436,4 +511,10 @@ def poison(slab: GroupSlab, column: int) -> None:
     """Fill a frame with values that no env returns: NaN, the largest integer, or True."""
     for array in slab.columns.values():
         kind = array.dtype.kind
-        array[column] = np.nan if kind in "fc" else np.iinfo(array.dtype).max if kind in "iu" else True
+        array[column] = (
+            np.nan
+            if kind in "fc"
+            else np.iinfo(array.dtype).max
+            if kind in "iu"
+            else True
+        )

@@ -22,9 +22,13 @@ class SideData:
     """
 
     def __init__(self, specs: Sequence[EnvSpec], infos: InfoReader) -> None:
-        self.has_values = any(leaf.is_side for spec in specs for leaf in spec.observation)
+        self.has_values = any(
+            leaf.is_side for spec in specs for leaf in spec.observation
+        )
         # An env that was never reset has None for each leaf, just as its numbers are 0.
-        blank: dict[int, list[Any]] = {i: [None] * len(spec.observation) for i, spec in enumerate(specs)}
+        blank: dict[int, list[Any]] = {
+            i: [None] * len(spec.observation) for i, spec in enumerate(specs)
+        }
         self.next = dict(blank)
         self.root = dict(blank)
         self.infos = infos
@@ -32,7 +36,8 @@ class SideData:
     def note_values(self, frames: Mapping[int, Mapping[str, Any]]) -> None:
         """Keep the side-channel values that came with the latest rows."""
         for env_id, frame in frames.items():
-            if any(value is not None for value in frame["next"]):  # otherwise a new instance that has made no step
+            # Otherwise a new instance that has made no step.
+            if any(value is not None for value in frame["next"]):
                 self.next[env_id] = frame["next"]
             self.root[env_id] = frame["root"]
 
@@ -43,4 +48,7 @@ class SideData:
             in_root: bool `[N]`, see `Positions`.
         """
         root, following = self.root, self.next
-        return {i: root[i] if is_root else following[i] for i, is_root in enumerate(in_root.tolist())}
+        return {
+            i: root[i] if is_root else following[i]
+            for i, is_root in enumerate(in_root.tolist())
+        }

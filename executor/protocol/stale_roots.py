@@ -43,7 +43,8 @@ class StaleRoots:
     def __init__(self, keys: Sequence[Any], action_key: Any) -> None:
         self.looks_left = _NUM_LOOKS if keys else 0
         self._keys, self._action_key = keys, action_key
-        self._seen: dict[int, tuple[int, int]] = {}  # env id -> hashes of its rows of the root and of `next`
+        # Env id -> hashes of its rows of the root and of `next`.
+        self._seen: dict[int, tuple[int, int]] = {}
         self._action: Any = lambda: None  # the latest one
 
     @classmethod
@@ -52,7 +53,9 @@ class StaleRoots:
         first = specs[0]
         keys = [leaf.key for leaf in first.observation if not leaf.is_side]
         is_one_kind = all(spec == first for spec in specs)
-        return cls(keys if is_one_kind else [], first.action[0].key if first.action else None)
+        return cls(
+            keys if is_one_kind else [], first.action[0].key if first.action else None
+        )
 
     def forget(self) -> None:
         """Note that envs were reset."""
@@ -61,16 +64,26 @@ class StaleRoots:
     def look(self, td: TensorDictBase, env_ids: np.ndarray) -> None:
         """Look at a batch `[k]` of some envs, which have been given its actions, before its `next` is replaced."""
         following = get_leaf(td, "next")
-        if not self.looks_left or following is None or isinstance(td, LazyStackedTensorDict):
+        if (
+            not self.looks_left
+            or following is None
+            or isinstance(td, LazyStackedTensorDict)
+        ):
             return
         self.looks_left -= 1
         roots, nexts = self._hashes(td), self._hashes(following)
-        done, action = following.get("done", None), None if self._action_key is None else td.get(self._action_key, None)
+        done, action = (
+            following.get("done", None),
+            None if self._action_key is None else td.get(self._action_key, None),
+        )
         if roots is None or nexts is None or done is None:
             return
-        is_repeated = action is not None and action is self._action()  # such as frame skips, which ignore the roots
+        # Such as frame skips, which ignore the roots.
+        is_repeated = action is not None and action is self._action()
         has_left, is_present = [], False
-        for row, (env_id, root, next_) in enumerate(zip(env_ids.tolist(), roots, nexts, strict=True)):
+        for row, (env_id, root, next_) in enumerate(
+            zip(env_ids.tolist(), roots, nexts, strict=True)
+        ):
             before = self._seen.get(env_id, (root, next_))
             self._seen[env_id] = root, next_
             if as_array(done[row].cpu()).any():
@@ -90,4 +103,7 @@ class StaleRoots:
         if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
             return None
         arrays = [as_array(leaf.cpu()) for leaf in leaves]
-        return [hash(tuple(array[row].tobytes() for array in arrays)) for row in range(len(td))]
+        return [
+            hash(tuple(array[row].tobytes() for array in arrays))
+            for row in range(len(td))
+        ]

@@ -25,7 +25,9 @@ class ContiguousRows:
         flags: keys of the envs' done flags.
     """
 
-    def __init__(self, num_envs: int, num_steps: int, num_more: int, flags: Sequence[Key]) -> None:
+    def __init__(
+        self, num_envs: int, num_steps: int, num_more: int, flags: Sequence[Key]
+    ) -> None:
         self.full: list[int] = []
         self._num_steps = num_steps
         self._slots = np.arange(num_envs)
@@ -33,25 +35,34 @@ class ContiguousRows:
         self._num_slots = num_envs + num_more
         self._flags = flags
         self._owners = np.arange(self._num_slots) % num_envs  # slot -> env
-        self._is_open = np.zeros(num_envs, bool)  # whether the latest step that was taken has not ended its episode
+        # Whether the latest step that was taken has not ended its episode.
+        self._is_open = np.zeros(num_envs, bool)
         self._free = list(range(num_envs, self._num_slots))
         self._leaves: dict[Key, torch.Tensor] = {}
-        self._names: dict[bool, tuple[str, ...]] = {False: (), True: ()}  # leaf names of the batches written last
+        # Leaf names of the batches written last.
+        self._names: dict[bool, tuple[str, ...]] = {False: (), True: ()}
         self._targets: dict[bool, list[tuple[Any, np.ndarray, torch.dtype]]] = {}
         self._nested: dict[bool, TensorDictBase] = {}  # how the leaves nest
 
-    def write(self, env_ids: np.ndarray, td: TensorDictBase, *, is_next: bool, **numbers: Any) -> None:
+    def write(
+        self, env_ids: np.ndarray, td: TensorDictBase, *, is_next: bool, **numbers: Any
+    ) -> None:
         """Write entries of the present step of some envs: batch `[k]`, and int64 `[k]` (or one number) by name."""
         names = tuple(td.keys())
         if names != self._names[is_next]:
-            self._targets[is_next] = [self._target(td, key, is_next=is_next) for key in leaf_keys(td)]
+            self._targets[is_next] = [
+                self._target(td, key, is_next=is_next) for key in leaf_keys(td)
+            ]
             self._nested.setdefault(is_next, td[:1].exclude("next").copy().cpu())
             self._names[is_next] = names
         index = self._slots[env_ids] * self._num_steps + self._at[env_ids]
         for key, flat, dtype in self._targets[is_next]:
-            value: torch.Tensor = get_leaf(td, key) if key.__class__ is str else td.get(key)
+            value: torch.Tensor = (
+                get_leaf(td, key) if key.__class__ is str else td.get(key)
+            )
             array = as_array(value if value.is_cpu else value.cpu())
-            if value.dtype is not dtype or array.shape[1:] != flat.shape[1:]:  # numpy would cast and broadcast
+            # Numpy would cast and broadcast.
+            if value.dtype is not dtype or array.shape[1:] != flat.shape[1:]:
                 raise ValueError(
                     f"collect failed: expected {key!r} to stay {dtype} {list(flat.shape[1:])}, got {value.dtype} "
                     f"{list(array.shape[1:])}. Let the policy return the same dtype and shape in every call."
@@ -59,10 +70,14 @@ class ContiguousRows:
             flat[index] = array
         for name, value in numbers.items():
             if (name,) not in self._leaves:
-                self._leaves[(name,)] = as_tensor(np.zeros((self._num_slots, self._num_steps), np.int64))
+                self._leaves[(name,)] = as_tensor(
+                    np.zeros((self._num_slots, self._num_steps), np.int64)
+                )
             self._leaves[(name,)].numpy().reshape(-1)[index] = value
 
-    def _target(self, td: TensorDictBase, key: Key, *, is_next: bool) -> tuple[Any, np.ndarray, torch.dtype]:
+    def _target(
+        self, td: TensorDictBase, key: Key, *, is_next: bool
+    ) -> tuple[Any, np.ndarray, torch.dtype]:
         """Return a leaf's key in `td`, the array that it is written to: `[slots * T, ...]` (VIEW), and its dtype."""
         name, value = ("next", *key) if is_next else key, td.get(key)
         if name not in self._leaves:
@@ -70,7 +85,11 @@ class ContiguousRows:
             blank = np.zeros(shape, as_array(value[:0].cpu()).dtype)
             self._leaves[name] = as_tensor(blank, value.dtype)
         leaf = self._leaves[name]
-        return key[0] if len(key) == 1 else key, as_array(leaf.flatten(0, 1)), leaf.dtype
+        return (
+            key[0] if len(key) == 1 else key,
+            as_array(leaf.flatten(0, 1)),
+            leaf.dtype,
+        )
 
     def advance(self, env_ids: np.ndarray) -> None:
         """Advance some envs to their next step; full rows are put aside."""
@@ -91,7 +110,9 @@ class ContiguousRows:
     def repair(self) -> None:
         """Complete an `advance` that was interrupted at any line."""
         over = (self._at == self._num_steps).nonzero()[0]
-        self.full += [slot for slot in self._slots[over].tolist() if slot not in self.full]
+        self.full += [
+            slot for slot in self._slots[over].tolist() if slot not in self.full
+        ]
         self._begin_rows(np.isin(self._slots, self.full).nonzero()[0])
 
     def cut(self, env_ids: np.ndarray) -> np.ndarray:
@@ -101,20 +122,40 @@ class ContiguousRows:
             Those of the envs whose latest step was taken before and has not ended its episode, int64 `[k]`.
         """
         kept = self.full[:]
-        kept += [slot for slot, at in zip(self._slots.tolist(), self._at.tolist(), strict=True) if at]
+        kept += [
+            slot
+            for slot, at in zip(self._slots.tolist(), self._at.tolist(), strict=True)
+            if at
+        ]
         latest = {int(self._owners[slot]): slot for slot in kept}
         for env_id in env_ids.tolist():
             if env_id in latest:
                 slot = latest[env_id]
-                self._truncate(slot, (int(self._at[env_id]) if slot == self._slots[env_id] else self._num_steps) - 1)
-        return np.array([i for i in env_ids.tolist() if i not in latest and self._is_open[i]], np.int64)
+                self._truncate(
+                    slot,
+                    (
+                        int(self._at[env_id])
+                        if slot == self._slots[env_id]
+                        else self._num_steps
+                    )
+                    - 1,
+                )
+        return np.array(
+            [i for i in env_ids.tolist() if i not in latest and self._is_open[i]],
+            np.int64,
+        )
 
     def _truncate(self, slot: int, at: int) -> None:
         for key in self._flags:
-            truncated, done = (self._leaves.get(("next", *key[:-1], name)) for name in ("truncated", "done"))
-            if key[-1] == "done" and done is not None:  # an interrupt may have come before they were created
+            truncated, done = (
+                self._leaves.get(("next", *key[:-1], name))
+                for name in ("truncated", "done")
+            )
+            # An interrupt may have come before they were created.
+            if key[-1] == "done" and done is not None:
                 if truncated is not None:
-                    truncated[slot, at] |= ~done[slot, at]  # not for episodes that had ended by themselves
+                    # Not for episodes that had ended by themselves.
+                    truncated[slot, at] |= ~done[slot, at]
                 done[slot, at] = True
 
     def stand_in(self, env_ids: np.ndarray, **numbers: int) -> None:
@@ -122,21 +163,31 @@ class ContiguousRows:
 
         Their `next` repeats the observation, with reward 0, and is truncated. Entries by name get numbers.
         """
-        slots, at = torch.from_numpy(self._slots[env_ids]), torch.from_numpy(self._at[env_ids])
+        slots, at = (
+            torch.from_numpy(self._slots[env_ids]),
+            torch.from_numpy(self._at[env_ids]),
+        )
         for key, leaf in self._leaves.items():
             if key[0] == "next":
                 root = self._leaves.get(key[1:])
-                leaf[slots, at] = torch.zeros_like(leaf[slots, at]) if root is None else root[slots, at]
+                leaf[slots, at] = (
+                    torch.zeros_like(leaf[slots, at])
+                    if root is None
+                    else root[slots, at]
+                )
                 if key[1:] in self._flags or key == ("next", "interrupted"):
                     leaf[slots, at] = key[-1] != "terminated"
         for name, number in numbers.items():
             self._leaves[(name,)][slots, at] = number
 
     def _add_rows(self) -> None:
-        self._names = {False: (), True: ()}  # the cached targets are views of the old leaves
+        # The cached targets are views of the old leaves.
+        self._names = {False: (), True: ()}
         for key, leaf in self._leaves.items():
             old = as_array(leaf)
-            self._leaves[key] = as_tensor(np.concatenate([old, np.zeros_like(old)]), leaf.dtype)
+            self._leaves[key] = as_tensor(
+                np.concatenate([old, np.zeros_like(old)]), leaf.dtype
+            )
         self._owners = np.concatenate([self._owners, self._owners])
         self._num_slots *= 2
         self._free += range(self._num_slots // 2, self._num_slots)
@@ -148,7 +199,12 @@ class ContiguousRows:
     def first(self, num_rows: int) -> TensorDictBase:
         """Return the rows that were full first, batch `[num_rows, T]`, a copy; they stay until they are dropped."""
         taken = self.full[:num_rows]
-        template = self._nested[False].copy().set("next", self._nested[True].copy()).unsqueeze(1)
+        template = (
+            self._nested[False]
+            .copy()
+            .set("next", self._nested[True].copy())
+            .unsqueeze(1)
+        )
         data = template.expand(num_rows, self._num_steps).clone(recurse=False)
         for key, leaf in self._leaves.items():
             data.set(key, as_tensor(as_array(leaf)[taken], leaf.dtype))

@@ -20,7 +20,8 @@ from envherd.executor.batches.fast_tensordict import get_leaf
 from envherd.shm.specs import Key
 
 _NOTE = (
-    f"A policy is called with the batch, a TensorDict, and this one seems to take something else. {WRAP} {WRAP_MODEL}"
+    f"A policy is called with the batch, a TensorDict, "
+    f"and this one seems to take something else. {WRAP} {WRAP_MODEL}"
 )
 #: What an error of a policy that takes tensors or arrays may have.
 _SIGNS = ("TensorDict", "__torch_function__", "generator raised StopIteration")
@@ -37,7 +38,12 @@ class Carried:
         primer: batch `[N]`, the state at the beginning of an episode; or None.
     """
 
-    def __init__(self, known: set[Key], start: TensorDictBase | None, primer: TensorDictBase | None) -> None:
+    def __init__(
+        self,
+        known: set[Key],
+        start: TensorDictBase | None,
+        primer: TensorDictBase | None,
+    ) -> None:
         self._known = known
         self._primer = primer
         self._state = None if start is None else own_leaves(start, known)
@@ -76,16 +82,21 @@ class Carried:
         """Copy the state from the policy's result, after its actions were accepted."""
         written = get_leaf(acted, "next")
         own = None if written is None else own_leaves(written, self._known)
-        self._state = None if own is None else own.clone()  # the policy may reuse its memory, as CUDA graphs do
+        # The policy may reuse its memory, as CUDA graphs do.
+        self._state = None if own is None else own.clone()
 
 
 def own_leaves(td: TensorDictBase, known: set[Key]) -> TensorDictBase | None:
     """Return a batch's entries that are the policy's and not the envs' (VIEW); None if there are none."""
-    keys = [key for key in leaf_keys(td) if key not in known and key[0] not in _NOT_STATE]
+    keys = [
+        key for key in leaf_keys(td) if key not in known and key[0] not in _NOT_STATE
+    ]
     return td.select(*keys) if keys else None
 
 
-def run_policy(policy: Callable[[TensorDictBase], Any], root: TensorDictBase) -> TensorDictBase:
+def run_policy(
+    policy: Callable[[TensorDictBase], Any], root: TensorDictBase
+) -> TensorDictBase:
     """Call a policy and return its result.
 
     Raises:
@@ -96,12 +107,16 @@ def run_policy(policy: Callable[[TensorDictBase], Any], root: TensorDictBase) ->
         acted = policy(root)
     except (TypeError, AttributeError, AssertionError, RuntimeError) as error:
         is_of_batch = any(sign in str(error) for sign in _SIGNS)
-        if (is_of_batch or _is_of_call(error)) and _NOTE not in getattr(error, "__notes__", ()):
+        if (is_of_batch or _is_of_call(error)) and _NOTE not in getattr(
+            error, "__notes__", ()
+        ):
             error.add_note(_NOTE)
         raise
     except KeyError as error:
         if "tensordict" in str(error).lower():
-            error.add_note(f"The policy was called with a batch of these keys: {', '.join(map(str, _names(root)))}.")
+            error.add_note(
+                f"The policy was called with a batch of these keys: {', '.join(map(str, _names(root)))}."
+            )
         raise
     if not isinstance(acted, TensorDictBase):
         raise TypeError(
@@ -113,7 +128,10 @@ def run_policy(policy: Callable[[TensorDictBase], Any], root: TensorDictBase) ->
 
 def _is_of_call(error: Exception) -> bool:
     """Return whether a policy does not take one argument: no code of the policy has begun."""
-    modules = {frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in walk_tb(error.__traceback__)}
+    modules = {
+        frame.f_globals.get("__name__", "").partition(".")[0]
+        for frame, _ in walk_tb(error.__traceback__)
+    }
     return "positional argument" in str(error) and modules <= {"envherd", "torch"}
 
 
@@ -124,14 +142,17 @@ def _names(td: TensorDictBase) -> list[str | Key]:
 
 def leaf_keys(td: TensorDictBase) -> list[Key]:
     """Return the keys of a batch's leaves, each as a tuple; of different tasks, those that all rows have."""
-    if isinstance(td, LazyStackedTensorDict):  # whose own keys fail if a row has a leaf where another has a group
+    # Whose own keys fail if a row has a leaf where another has a group.
+    if isinstance(td, LazyStackedTensorDict):
         first, *others = map(leaf_keys, td.tensordicts)
         return [key for key in first if all(key in keys for keys in others)]
     keys: Any = td.keys(include_nested=True, leaves_only=True)
     return [key if isinstance(key, tuple) else (key,) for key in keys]
 
 
-def _where(rows: np.ndarray, chosen: TensorDictBase, other: TensorDictBase) -> TensorDictBase:
+def _where(
+    rows: np.ndarray, chosen: TensorDictBase, other: TensorDictBase
+) -> TensorDictBase:
     """Return `other` with some rows from `chosen`, for keys that `chosen` has."""
     mask = torch.from_numpy(rows)
     result = other.clone(recurse=False)

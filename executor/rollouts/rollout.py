@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDictBase, is_leaf_nontensor
+from tensordict import (
+    LazyStackedTensorDict,
+    NonTensorData,
+    NonTensorStack,
+    TensorDictBase,
+    is_leaf_nontensor,
+)
 
 from envherd.executor.batches.arguments import (
     as_count,
@@ -97,16 +103,28 @@ class RolloutRunner:
     ) -> TensorDictBase:
         """Collect up to `max_steps` steps of all envs; `env` is given to the callback. See `BatchedEnv.rollout`."""
         engine = self._engine
-        _check(max_steps, policy, callback, (auto_reset, break_when_any_done, set_truncated))
+        _check(
+            max_steps,
+            policy,
+            callback,
+            (auto_reset, break_when_any_done, set_truncated),
+        )
         need_state("rollout", "primer", primer, engine.num_envs)
         need_state("rollout", "tensordict", tensordict, engine.num_envs)
-        is_asked, break_when_any_done = break_when_any_done is not None, break_when_any_done in (None, True)
+        is_asked, break_when_any_done = (
+            break_when_any_done is not None,
+            break_when_any_done in (None, True),
+        )
         max_steps = as_count("rollout", "max_steps", max_steps)
         refuse_unused_root(tensordict, auto_reset=auto_reset)
         if out is not None:
             self._check_out(out, max_steps)
-        if primer is not None and (own := [key for key in leaf_keys(primer) if key in engine.known]):
-            raise ValueError(f"rollout failed: expected primer without the envs' own keys, got {own[0]}. Leave it out.")
+        if primer is not None and (
+            own := [key for key in leaf_keys(primer) if key in engine.known]
+        ):
+            raise ValueError(
+                f"rollout failed: expected primer without the envs' own keys, got {own[0]}. Leave it out."
+            )
 
         def finish(data: TensorDictBase) -> TensorDictBase:
             if not is_asked and data.batch_size[1] < max_steps:
@@ -119,15 +137,32 @@ class RolloutRunner:
             engine.guard.refuse_rolling()
             engine.refuse_under_way(engine.all_ids)
             act = self._checked(policy or env.rand_action)
-            watch = None if callback is None else self._checked(functools.partial(callback, env))
+            watch = (
+                None
+                if callback is None
+                else self._checked(functools.partial(callback, env))
+            )
             carried = Carried(engine.known, tensordict, primer)
             if self._run_type is not None:
-                stepwise = self._run_type(engine, act, carried, watch, break_when_any_done=break_when_any_done)
+                stepwise = self._run_type(
+                    engine, act, carried, watch, break_when_any_done=break_when_any_done
+                )
                 with self._leaving(carried):
                     return finish(stepwise.collect(max_steps, auto_reset=auto_reset))
-            reused = self._shelf.find(out) if out is not None and out.batch_size[1] == max_steps else None
+            reused = (
+                self._shelf.find(out)
+                if out is not None and out.batch_size[1] == max_steps
+                else None
+            )
             lease = reused or self._shelf.lend(max_steps)
-            run = _Run(engine, lease, act, watch, carried=carried, break_when_any_done=break_when_any_done)
+            run = _Run(
+                engine,
+                lease,
+                act,
+                watch,
+                carried=carried,
+                break_when_any_done=break_when_any_done,
+            )
             try:
                 with self._leaving(carried):
                     run.start(auto_reset=auto_reset)
@@ -154,13 +189,17 @@ class RolloutRunner:
         shape, own = tuple(out.batch_size), tuple(self._engine.batch_size)
         if len(shape) < 2 or (shape[0], *shape[2:]) != own or not shape[1]:
             expected = ", ".join(map(str, (own[0], "T", *own[1:])))
-            raise ValueError(f"rollout failed: expected out of batch size [{expected}], T at least 1, got {[*shape]}.")
+            raise ValueError(
+                f"rollout failed: expected out of batch size [{expected}], T at least 1, got {[*shape]}."
+            )
         if shape[1] < max_steps:
             raise ValueError(
                 f"rollout failed: expected out of at least {max_steps} steps (max_steps), got {shape[1]}. Pass "
                 f"max_steps={shape[1]}, or a longer out."
             )
-        if len(self._engine.pool.plan.groups) > 1 and not isinstance(out, LazyStackedTensorDict):
+        if len(self._engine.pool.plan.groups) > 1 and not isinstance(
+            out, LazyStackedTensorDict
+        ):
             raise ValueError(
                 f"rollout failed: expected out to be a lazy stack, since the envs are different tasks, got a "
                 f"{type(out).__name__}. Give what an earlier rollout returned."
@@ -177,10 +216,14 @@ class RolloutRunner:
         return checked
 
 
-def _check(max_steps: Any, policy: Any, callback: Any, switches: tuple[Any, Any, Any]) -> None:
+def _check(
+    max_steps: Any, policy: Any, callback: Any, switches: tuple[Any, Any, Any]
+) -> None:
     """Refuse arguments of wrong types."""
     if callable(max_steps):
-        raise TypeError("rollout failed: expected the number of steps first, got a callable. Write (200, policy).")
+        raise TypeError(
+            "rollout failed: expected the number of steps first, got a callable. Write (200, policy)."
+        )
     need_callables("rollout", policy=policy, callback=callback)
     auto_reset, breaks, set_truncated = switches
     need_bools("rollout", auto_reset=auto_reset, set_truncated=set_truncated)
@@ -202,7 +245,11 @@ class _Run:
         break_when_any_done: bool,
     ) -> None:
         self._engine = engine
-        self._positions, self._side, self._batches = engine.positions, engine.side, engine.batches
+        self._positions, self._side, self._batches = (
+            engine.positions,
+            engine.side,
+            engine.batches,
+        )
         self._lease = lease
         self._policy = policy
         self._callback = callback
@@ -220,7 +267,9 @@ class _Run:
         #: The tensors that keep the inputs of a step, and the keys that they are read from.
         self._kept_inputs = [
             (columns["input", *leaf.key], group.inputs["input", *leaf.key])
-            for group, columns in zip(self._positions.slab.groups, lease.storage.columns, strict=True)
+            for group, columns in zip(
+                self._positions.slab.groups, lease.storage.columns, strict=True
+            )
             for leaf in input_leaves(group.spec)
         ]
 
@@ -228,8 +277,12 @@ class _Run:
         """Reset envs as requested, and fill column 0 of the root."""
         self._fresh, self._cut = self._engine.reset_for_rollout(auto_reset=auto_reset)
         lease = self._lease
-        self._positions.move_to(storage_columns(lease.target, lease.storage, self._positions.places))
-        self._commands = {op: compile_command(self._engine, op) for op in (Op.STEP, Op.STEP_RESET)}
+        self._positions.move_to(
+            storage_columns(lease.target, lease.storage, self._positions.places)
+        )
+        self._commands = {
+            op: compile_command(self._engine, op) for op in (Op.STEP, Op.STEP_RESET)
+        }
 
     def go(self, num_steps: int) -> int:
         """Step until the end; return how many steps were made."""
@@ -242,7 +295,11 @@ class _Run:
                 acted = self._act(step)
             op = Op.STEP if is_last or self._breaks else Op.STEP_RESET
             cut, self._cut = self._cut, None
-            flight = self._commands[op](step) if cut is None else flights.begin(op, at=step, cut=cut)
+            flight = (
+                self._commands[op](step)
+                if cut is None
+                else flights.begin(op, at=step, cut=cut)
+            )
             try:
                 if not flight.has_landed:
                     flights.land(flight)
@@ -266,7 +323,9 @@ class _Run:
         """Return a step's batch with its `next` (VIEWS), including the policy's entries there."""
         leaves = [
             [tensors["next", *key][:, step] for key in batch.next_keys]
-            for tensors, batch in zip(self._lease.tensors, self._batches.groups, strict=True)
+            for tensors, batch in zip(
+                self._lease.tensors, self._batches.groups, strict=True
+            )
         ]
         next_td = self._batches.next_td(leaves)
         if self.carried.state is not None:
@@ -307,9 +366,13 @@ class _Run:
     def result(self, num_steps: int) -> TensorDictBase:
         """Return the collected batch `[N, num_steps]`."""
         tds: list[TensorDictBase] = []
-        for tensors, batch in zip(self._lease.tensors, self._batches.groups, strict=True):
+        for tensors, batch in zip(
+            self._lease.tensors, self._batches.groups, strict=True
+        ):
             cut = {
-                n: t if num_steps == self._lease.num_columns else as_tensor(as_array(t)[:, :num_steps].copy())
+                n: t
+                if num_steps == self._lease.num_columns
+                else as_tensor(as_array(t)[:, :num_steps].copy())
                 for n, t in tensors.items()
             }
             tds.append(self._group_result(batch, cut, num_steps))
@@ -319,7 +382,9 @@ class _Run:
         data.refine_names(None, "time", ...)
         return data
 
-    def _group_result(self, batch: Any, tensors: dict[Any, torch.Tensor], num_steps: int) -> TensorDictBase:
+    def _group_result(
+        self, batch: Any, tensors: dict[Any, torch.Tensor], num_steps: int
+    ) -> TensorDictBase:
         lead = (batch.num_rows, num_steps)
         next_leaves = [tensors["next", *key] for key in batch.next_keys]
         ids = list(batch.slab.plan.env_ids)
@@ -327,23 +392,39 @@ class _Run:
             per_env = np.stack([one[ids] for one in self._interrupted], 1)
             shape = batch.spec.batch_shape
             flags = as_tensor(
-                np.broadcast_to(per_env.reshape(*lead, *(1 for _ in shape), 1), (*lead, *shape, 1)).copy()
+                np.broadcast_to(
+                    per_env.reshape(*lead, *(1 for _ in shape), 1), (*lead, *shape, 1)
+                ).copy()
             )
             next_leaves.append(flags)
-        td = batch.shell("root", lead).build([tensors["root", *key] for key in batch.root_keys])
+        td = batch.shell("root", lead).build(
+            [tensors["root", *key] for key in batch.root_keys]
+        )
         td.set("next", batch.shell("next", lead).build(next_leaves))
         for leaf in input_leaves(batch.spec):
             td.set(leaf.key, tensors["input", *leaf.key])
         for index, key in batch.side_keys:
             self._add_side(td, index, key, ids)
         for index, key in batch.side_input_keys:
-            td.set(key, _non_tensor([[step[i][index] for step in self._side_inputs] for i in ids]))
+            td.set(
+                key,
+                _non_tensor(
+                    [[step[i][index] for step in self._side_inputs] for i in ids]
+                ),
+            )
         return td
 
-    def _add_side(self, td: TensorDictBase, index: int, key: Any, ids: list[int]) -> None:
+    def _add_side(
+        self, td: TensorDictBase, index: int, key: Any, ids: list[int]
+    ) -> None:
         """Add a side-channel leaf to the root and to `next`."""
-        for steps, where in ((self._side_roots, key), (self._side_nexts, ("next", *key))):
-            td.set(where, _non_tensor([[step[i][index] for step in steps] for i in ids]))
+        for steps, where in (
+            (self._side_roots, key),
+            (self._side_nexts, ("next", *key)),
+        ):
+            td.set(
+                where, _non_tensor([[step[i][index] for step in steps] for i in ids])
+            )
 
 
 def _mark_truncated(data: TensorDictBase, specs: Sequence[EnvSpec]) -> None:
@@ -369,7 +450,9 @@ def _fill(out: TensorDictBase, data: TensorDictBase) -> TensorDictBase:
 
 
 def _copy(out: TensorDictBase, data: TensorDictBase) -> None:
-    for key in data.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor):
+    for key in data.keys(
+        include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor
+    ):
         value, place = data.get(key), out.get(key, None)
         if not isinstance(value, torch.Tensor) or place is None:
             out.set(key, value)
@@ -377,10 +460,17 @@ def _copy(out: TensorDictBase, data: TensorDictBase) -> None:
             raise ValueError(
                 f"rollout failed: expected out to hold {key} of shape {tuple(value.shape)}, got {tuple(place.shape)}."
             )
-        elif place.data_ptr() != value.data_ptr():  # the workers have not written it there
+        elif (
+            place.data_ptr() != value.data_ptr()
+        ):  # the workers have not written it there
             place.copy_(value)
 
 
 def _non_tensor(values: list[list[Any]]) -> Any:
     """Return copies of `[N, T]` values as non-tensor data."""
-    return NonTensorStack(*(NonTensorStack(*(NonTensorData(copy.deepcopy(v)) for v in row)) for row in values))
+    return NonTensorStack(
+        *(
+            NonTensorStack(*(NonTensorData(copy.deepcopy(v)) for v in row))
+            for row in values
+        )
+    )

@@ -51,8 +51,13 @@ class StepwiseRun:
         self._callback = callback
         self._breaks = break_when_any_done
         self._steps: list[TensorDictBase] = []
-        self._keys: list[list[Key]] | None = None  # the policy's, of each kind of row; in the first step as in all
-        self._root_keys = {leaf.key for spec in engine.specs for leaf in (*spec.observation, *spec.done)}
+        # The policy's, of each kind of row; in the first step as in all.
+        self._keys: list[list[Key]] | None = None
+        self._root_keys = {
+            leaf.key
+            for spec in engine.specs
+            for leaf in (*spec.observation, *spec.done)
+        }
 
     def collect(self, max_steps: int, *, auto_reset: bool) -> TensorDictBase:
         """Return `[N, t]`, on the device."""
@@ -62,7 +67,9 @@ class StepwiseRun:
         for step in counted(max_steps, "rollout"):
             self._carried.hand_over(root, fresh)
             is_last = step == max_steps - 1
-            root = self._step(root, Op.STEP if is_last or self._breaks else Op.STEP_RESET, cut)
+            root = self._step(
+                root, Op.STEP if is_last or self._breaks else Op.STEP_RESET, cut
+            )
             fresh = engine.positions.in_root.copy()
             if self._breaks and (engine.states.needs_reset.any() or cut is not None):
                 break
@@ -71,10 +78,13 @@ class StepwiseRun:
         data.refine_names(None, "time", ...)
         return data
 
-    def _step(self, root: TensorDictBase, op: Op, cut: np.ndarray | None) -> TensorDictBase:
+    def _step(
+        self, root: TensorDictBase, op: Op, cut: np.ndarray | None
+    ) -> TensorDictBase:
         """Make one step; return the root after it."""
         engine = self._engine
-        kept = root.select(*self._root_keys, strict=False)  # the policy may write into the root itself
+        # The policy may write into the root itself.
+        kept = root.select(*self._root_keys, strict=False)
         with engine.rolling():
             acted = run_policy(self._policy, root)
         try:
@@ -91,13 +101,20 @@ class StepwiseRun:
             next_td.update(self._carried.state)
         acted.set("next", next_td)
         rows = [(kept, acted)]
-        if isinstance(kept, LazyStackedTensorDict) and isinstance(acted, LazyStackedTensorDict):
-            rows = [*zip(kept.tensordicts, acted.tensordicts, strict=True)]  # different tasks have different keys
+        if isinstance(kept, LazyStackedTensorDict) and isinstance(
+            acted, LazyStackedTensorDict
+        ):
+            # Different tasks have different keys.
+            rows = [*zip(kept.tensordicts, acted.tensordicts, strict=True)]
         if self._keys is None:
             own = [leaf_keys(row) for _, row in rows]
-            self._keys = [[key for key in keys if key[0] != "next" and key not in self._root_keys] for keys in own]
+            self._keys = [
+                [key for key in keys if key[0] != "next" and key not in self._root_keys]
+                for keys in own
+            ]
         for (target, row), keys in zip(rows, self._keys, strict=True):
-            target.update(row.select(*keys).clone())  # the policy may reuse its memory, as CUDA graphs do
+            # The policy may reuse its memory, as CUDA graphs do.
+            target.update(row.select(*keys).clone())
         self._steps.append(kept.set("next", next_td))
         if self._callback is not None:
             with engine.rolling():

@@ -59,7 +59,8 @@ class Lease:
 
     number = lent_at = address = 0
     is_leaving = False
-    _in_use: Callable[[], np.ndarray | None] = staticmethod(lambda: None)  # the buffer of its latest use
+    # The buffer of its latest use.
+    _in_use: Callable[[], np.ndarray | None] = staticmethod(lambda: None)
 
     def __init__(self, target: int, num_columns: int, plan: StoragePlan) -> None:
         self.target = target
@@ -77,10 +78,19 @@ class Lease:
         assert self.memory is not None
         buffer: np.ndarray = self.memory.array()
         self.storage = Storage(self.plan, buffer)
-        self.tensors = [{n: as_tensor(a) for n, a in group.items()} for group in self.storage.columns]
+        self.tensors = [
+            {n: as_tensor(a) for n, a in group.items()}
+            for group in self.storage.columns
+        ]
         self.address = self.tensors[0]["next", "done"].data_ptr()
         self.roots = [
-            list(zip(*(t.unbind(1) for n, t in group.items() if n[0] == "root"), strict=True)) for group in self.tensors
+            list(
+                zip(
+                    *(t.unbind(1) for n, t in group.items() if n[0] == "root"),
+                    strict=True,
+                )
+            )
+            for group in self.tensors
         ]
         return buffer
 
@@ -93,7 +103,11 @@ class Lease:
         """Return whether the leaves of a batch are exactly these tensors, all of them. The lease must be open."""
         for name, tensor in self.tensors[0].items():
             held = out.get(name if name[0] == "next" else name[1:], None)
-            if not isinstance(held, torch.Tensor) or held.shape != tensor.shape or held.stride() != tensor.stride():
+            if (
+                not isinstance(held, torch.Tensor)
+                or held.shape != tensor.shape
+                or held.stride() != tensor.stride()
+            ):
                 return False
             if held.data_ptr() != tensor.data_ptr():
                 return False
@@ -125,7 +139,14 @@ class StorageShelf:
         for lease in list(self._leases):
             if lease.is_leaving or (lease.is_free and lease.lent_at != _num_forks):
                 self._drop(lease)
-        found = next((one for one in self._leases if one.is_free and one.num_columns == num_columns), None)
+        found = next(
+            (
+                one
+                for one in self._leases
+                if one.is_free and one.num_columns == num_columns
+            ),
+            None,
+        )
         lease = found or self._make(num_columns)
         lease.lend(next(self._numbers))
         return lease
@@ -152,7 +173,9 @@ class StorageShelf:
         """Create a storage; workers forget the oldest ones, free ones first."""
         while len(self._leases) >= _MAX_ATTACHED:
             self._drop(min(self._leases, key=lambda one: (not one.is_free, one.number)))
-        lease = Lease(next(self._targets), num_columns, plan_storage(self._pool.plan, num_columns))
+        lease = Lease(
+            next(self._targets), num_columns, plan_storage(self._pool.plan, num_columns)
+        )
         lease.is_leaving = True  # unless all workers map it
         self._leases.append(lease)
         lease.memory = self._pool.attach_storage(lease.target, lease.plan)

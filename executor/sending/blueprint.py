@@ -84,17 +84,25 @@ class Blueprint:
         """Replace the factory calls of some envs by all those of another blueprint, in that order."""
         for name in ("factories", "env_kwargs", "references", "callables"):
             new = dict(zip(env_ids, getattr(other, name), strict=False))
-            setattr(self, name, tuple(new.get(i, one) for i, one in enumerate(getattr(self, name))))
+            setattr(
+                self,
+                name,
+                tuple(new.get(i, one) for i, one in enumerate(getattr(self, name))),
+            )
 
     def is_equal_call(self, env_id: int, other: int) -> bool:
         """Return whether equal calls build two envs."""
         kwargs = self.env_kwargs
-        return self.factories[other] is self.factories[env_id] and are_equal(kwargs[other], kwargs[env_id])
+        return self.factories[other] is self.factories[env_id] and are_equal(
+            kwargs[other], kwargs[env_id]
+        )
 
     def equal_call_before(self, env_id: int, worker_id: int) -> int | None:
         """Return an env of a worker that an equal call built before this one, or None."""
         earlier = (other for other in self.blocks[worker_id] if other < env_id)
-        return next((other for other in earlier if self.is_equal_call(env_id, other)), None)
+        return next(
+            (other for other in earlier if self.is_equal_call(env_id, other)), None
+        )
 
 
 def counted(num_envs: Any, make_env: MakeEnv | None) -> tuple[Any, MakeEnv]:
@@ -105,7 +113,9 @@ def counted(num_envs: Any, make_env: MakeEnv | None) -> tuple[Any, MakeEnv]:
     """
     if make_env is None and isinstance(num_envs, (list, tuple)):
         if not num_envs:
-            raise ValueError("make_env failed: expected at least one factory, got an empty list.")
+            raise ValueError(
+                "make_env failed: expected at least one factory, got an empty list."
+            )
         return len(num_envs), num_envs
     is_name = isinstance(num_envs, str) and make_env is None
     if callable(num_envs) or isinstance(num_envs, (list, tuple)) or is_name:
@@ -123,13 +133,21 @@ def as_factories(num_envs: int, make_env: MakeEnv) -> list[Factory]:
         FactoryError: an env instance, something that cannot be called, or a name of no env.
         ValueError: `num_envs` below 1 or far more than the machine can hold, or a list of another length.
     """
-    if isinstance(num_envs, bool) or not isinstance(num_envs, (int, np.integer)) or num_envs < 1:
-        raise ValueError(f"num_envs failed: expected an int of at least 1, got {num_envs!r}.")
+    if (
+        isinstance(num_envs, bool)
+        or not isinstance(num_envs, (int, np.integer))
+        or num_envs < 1
+    ):
+        raise ValueError(
+            f"num_envs failed: expected an int of at least 1, got {num_envs!r}."
+        )
     num_envs = int(num_envs)
     require_room(num_envs)
     if isinstance(make_env, (list, tuple)):
         if len(make_env) != num_envs:
-            raise ValueError(f"make_env failed: expected {num_envs} factories, one per env, got {len(make_env)}.")
+            raise ValueError(
+                f"make_env failed: expected {num_envs} factories, one per env, got {len(make_env)}."
+            )
         factories = list(make_env)
     else:
         factories = [make_env] * num_envs
@@ -158,20 +176,30 @@ def as_kwargs(num_envs: int, env_kwargs: EnvKwargs) -> tuple[dict[str, Any], ...
     if env_kwargs is None:
         return tuple({} for _ in range(num_envs))
     if not isinstance(env_kwargs, (dict, list, tuple)):
-        raise TypeError(f"env_kwargs failed: expected a dict, or a list of one dict per env, got {env_kwargs!r}.")
+        raise TypeError(
+            f"env_kwargs failed: expected a dict, or a list of one dict per env, got {env_kwargs!r}."
+        )
     if isinstance(env_kwargs, dict):
         return tuple(dict(env_kwargs) for _ in range(num_envs))
     if len(env_kwargs) != num_envs:
-        raise ValueError(f"env_kwargs failed: expected {num_envs} dicts, one per env, got {len(env_kwargs)}.")
+        raise ValueError(
+            f"env_kwargs failed: expected {num_envs} dicts, one per env, got {len(env_kwargs)}."
+        )
     if wrong := [one for one in env_kwargs if not isinstance(one, Mapping)]:
-        raise TypeError(f"env_kwargs failed: expected a list of dicts, got {wrong[0]!r} among them.")
+        raise TypeError(
+            f"env_kwargs failed: expected a list of dicts, got {wrong[0]!r} among them."
+        )
     return tuple(dict(kwargs) for kwargs in env_kwargs)
 
 
-def checked_options(options: ExecutorOptions | None, *, copy: Any = True) -> ExecutorOptions:
+def checked_options(
+    options: ExecutorOptions | None, *, copy: Any = True
+) -> ExecutorOptions:
     """Return the options, or the default ones; refuse other objects, and a `copy` that is no bool."""
     if not (options is None or isinstance(options, ExecutorOptions)):
-        raise TypeError(f"options failed: expected an ExecutorOptions, got {options!r}. Write ExecutorOptions(...).")
+        raise TypeError(
+            f"options failed: expected an ExecutorOptions, got {options!r}. Write ExecutorOptions(...)."
+        )
     if not isinstance(copy, bool):
         raise ValueError(f"copy failed: expected True or False, got {copy!r}.")  # noqa: TRY004
     return options or ExecutorOptions()
@@ -179,7 +207,10 @@ def checked_options(options: ExecutorOptions | None, *, copy: Any = True) -> Exe
 
 def spread(num_envs: int, num_workers: int) -> tuple[tuple[int, ...], ...]:
     """Return contiguous blocks of env ids whose sizes differ by at most one."""
-    return tuple(tuple(block.tolist()) for block in np.array_split(np.arange(num_envs), num_workers))
+    return tuple(
+        tuple(block.tolist())
+        for block in np.array_split(np.arange(num_envs), num_workers)
+    )
 
 
 def num_runs(factories: Sequence[Factory]) -> int:
@@ -187,13 +218,21 @@ def num_runs(factories: Sequence[Factory]) -> int:
     return len(list(itertools.groupby(map(interpreter_of, factories))))
 
 
-def choose_workers(num_envs: int, num_workers: int | None, name: str = "num_workers", fewest: int = 1) -> int:
+def choose_workers(
+    num_envs: int, num_workers: int | None, name: str = "num_workers", fewest: int = 1
+) -> int:
     """Return the number of workers: the argument, or one per usable core and at least `fewest`; at most one per env."""
     if num_workers is None:
         return min(num_envs, max(usable_cores(), fewest))
-    if isinstance(num_workers, bool) or not isinstance(num_workers, (int, np.integer)) or num_workers < 1:
+    if (
+        isinstance(num_workers, bool)
+        or not isinstance(num_workers, (int, np.integer))
+        or num_workers < 1
+    ):
         auto = ", 'auto'" if name == "num_workers" else ""
-        raise ValueError(f"{name} failed: expected an int of at least 1{auto} or None, got {num_workers!r}.")
+        raise ValueError(
+            f"{name} failed: expected an int of at least 1{auto} or None, got {num_workers!r}."
+        )
     return min(num_envs, int(num_workers))
 
 
@@ -212,7 +251,11 @@ def choose_apart(num_envs: int, num_workers: int | str | None) -> int:
 
 
 def draw(
-    factories: list[Factory], env_kwargs: EnvKwargs, num_workers: int, seed: int | None, options: ExecutorOptions
+    factories: list[Factory],
+    env_kwargs: EnvKwargs,
+    num_workers: int,
+    seed: int | None,
+    options: ExecutorOptions,
 ) -> Blueprint:
     """Return the blueprint of a pool of worker processes; of `num_workers` 0, if those of another pool take its calls.
 
@@ -228,11 +271,21 @@ def draw(
     pickled = {key: pickle_factory(factory) for key, factory in different.items()}
     preload = options.preload
     if preload is None and options.differ_by_worker:
-        preload = ()  # a module may read the variables when it is imported, as MuJoCo's renderers do
+        # A module may read the variables when it is imported, as MuJoCo's renderers do.
+        preload = ()
     if preload is None:
         # The helper does not import the executor's own side, which needs torch.
-        named = dict.fromkeys(m for f in factories for m in modules_of(f) if not m.startswith("envherd.executor"))
-        preload = tuple(dict.fromkeys([*named, *(_BROUGHT_IN[m] for m in named if _is_brought_in(m))]))
+        named = dict.fromkeys(
+            m
+            for f in factories
+            for m in modules_of(f)
+            if not m.startswith("envherd.executor")
+        )
+        preload = tuple(
+            dict.fromkeys(
+                [*named, *(_BROUGHT_IN[m] for m in named if _is_brought_in(m))]
+            )
+        )
     return Blueprint(
         factories=tuple(pickled[id(factory)] for factory in factories),
         env_kwargs=kwargs,
@@ -240,13 +293,17 @@ def draw(
         root_seed=as_root_seed(seed),
         preload=preload,
         interpreters=tuple(map(interpreter_of, factories)),
-        references=() if options.capsules is None else tuple(map(reference_of, factories)),
+        references=()
+        if options.capsules is None
+        else tuple(map(reference_of, factories)),
         callables=tuple(factories),
         draw=lambda others, kwargs: draw(others, kwargs, 0, 0, options),
     )
 
 
-def serial_blueprint(factories: list[Factory], env_kwargs: EnvKwargs, seed: int | None) -> Blueprint:
+def serial_blueprint(
+    factories: list[Factory], env_kwargs: EnvKwargs, seed: int | None
+) -> Blueprint:
     """Return the blueprint of a serial pool: nothing is pickled."""
     kwargs = tuple(copy.copy(one) for one in as_kwargs(len(factories), env_kwargs))
     references = tuple(map(reference_of, factories))
@@ -261,7 +318,11 @@ def serial_blueprint(factories: list[Factory], env_kwargs: EnvKwargs, seed: int 
     )
 
 
-def check_agreement(specs: Sequence[EnvSpec], factories: Sequence[Factory], kwargs: Sequence[dict[str, Any]]) -> None:
+def check_agreement(
+    specs: Sequence[EnvSpec],
+    factories: Sequence[Factory],
+    kwargs: Sequence[dict[str, Any]],
+) -> None:
     """Refuse envs of one factory, called with the same arguments, that have different specs.
 
     Different factories or arguments may build different tasks; their batches are lazy stacks, whose members must have
@@ -299,11 +360,15 @@ def _check_kwargs(kwargs: tuple[dict[str, Any], ...]) -> None:
         dumps([Prepare(env_id=0, call=(b"", one)) for one in kwargs], shares=True)
     except Exception as error:
         if not isinstance(error, MemoryError) and getattr(error, "errno", None) not in (
-            *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EAGAIN),  # limits of the machine
+            # Limits of the machine.
+            *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EAGAIN),
         ):  # else no argument is to blame; the start reports it
             raise kwargs_error(kwargs, error) from error
 
 
 def _is_brought_in(module: str) -> bool:
     other = _BROUGHT_IN.get(module)
-    return other is not None and importlib.util.find_spec(other.partition(".")[0]) is not None
+    return (
+        other is not None
+        and importlib.util.find_spec(other.partition(".")[0]) is not None
+    )

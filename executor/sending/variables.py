@@ -20,7 +20,9 @@ def common_variables(options: ExecutorOptions) -> dict[str, str]:
     return {} if options.differ_by_worker else dict(options.env_vars)  # type: ignore[arg-type]  # one mapping, or pairs
 
 
-def variables_of(options: ExecutorOptions, gpus: Sequence[str | None]) -> list[dict[str, str]]:
+def variables_of(
+    options: ExecutorOptions, gpus: Sequence[str | None]
+) -> list[dict[str, str]]:
     """Return the variables of each worker.
 
     Args:
@@ -60,14 +62,18 @@ def gpus_of(options: ExecutorOptions, num_workers: int) -> list[str | None]:
     if options.gpus is None:
         return [None] * num_workers
     visible = visible_gpus(os.environ)
-    numbers: Sequence[int] = range(len(visible)) if options.gpus == "all" else options.gpus
+    numbers: Sequence[int] = (
+        range(len(visible)) if options.gpus == "all" else options.gpus
+    )
     if not visible or max(numbers) >= len(visible):
         names = f"{len(visible)} ({', '.join(visible)})" if visible else "none"
         raise ValueError(
             f"ExecutorOptions failed: expected gpus among those that this process sees, got {options.gpus!r}; it sees "
             f"{names}. {_CUDA}={os.environ.get(_CUDA)!r} restricts them."
         )
-    return [visible[numbers[worker_id % len(numbers)]] for worker_id in range(num_workers)]
+    return [
+        visible[numbers[worker_id % len(numbers)]] for worker_id in range(num_workers)
+    ]
 
 
 def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
@@ -75,16 +81,24 @@ def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
     for name in (_CUDA, _ROCM):
         if name in environment:
             names = [one.strip() for one in environment[name].split(",")]
-            end = next((i for i, one in enumerate(names) if one in ("", "-1")), len(names))  # as the drivers read it
+            # As the drivers read it.
+            end = next(
+                (i for i, one in enumerate(names) if one in ("", "-1")), len(names)
+            )
             return tuple(names[:end])
-    count = len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) or len(list(Path("/dev").glob("nvidia[0-9]*")))
+    count = len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) or len(
+        list(Path("/dev").glob("nvidia[0-9]*"))
+    )
     return tuple(map(str, range(count or _count_rocm())))
 
 
 def _count_rocm() -> int:
     """Return the number of AMD's GPUs: nodes of the driver's topology that have SIMD units."""
     nodes = Path("/sys/class/kfd/kfd/topology/nodes").glob("*/properties")
-    return sum(int(dict(map(str.split, node.read_text().splitlines()))["simd_count"]) > 0 for node in nodes)
+    return sum(
+        int(dict(map(str.split, node.read_text().splitlines()))["simd_count"]) > 0
+        for node in nodes
+    )
 
 
 def select(gpu: str | None) -> dict[str, str]:
@@ -94,5 +108,8 @@ def select(gpu: str | None) -> dict[str, str]:
     """
     if gpu is None:
         return {}
-    compute = {_CUDA: gpu, **({_ROCM: gpu} if _ROCM in os.environ or Path("/dev/kfd").exists() else {})}
+    compute = {
+        _CUDA: gpu,
+        **({_ROCM: gpu} if _ROCM in os.environ or Path("/dev/kfd").exists() else {}),
+    }
     return {**compute, **(dict.fromkeys(_EGL, gpu) if gpu.isdigit() else {})}

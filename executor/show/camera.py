@@ -34,11 +34,17 @@ class Camera:
 
     def __init__(self, env: BatchedEnv, agent: int | None = None) -> None:
         self._env, self._agent = env, agent
-        found = env.spec.metadata.get("frame_key") if agent is None else _agents_key(env.spec, agent)
+        found = (
+            env.spec.metadata.get("frame_key")
+            if agent is None
+            else _agents_key(env.spec, agent)
+        )
         self.key: Any = tuple(found) if isinstance(found, list) else found
         self._has_looked = False
 
-    def look(self, td: TensorDictBase, env_ids: list[int] | None = None) -> list[np.ndarray | None]:
+    def look(
+        self, td: TensorDictBase, env_ids: list[int] | None = None
+    ) -> list[np.ndarray | None]:
         """Return a picture of each env, uint8 `[H, W, 3]`, from a batch `[N]` or the env; None if an env has none.
 
         Args:
@@ -50,7 +56,8 @@ class Camera:
         """
         if self.key:
             rows = range(len(td)) if env_ids is None else env_ids
-            seen: list[Any] = [td[row][self.key].numpy(force=True) for row in rows]  # their shapes may differ
+            # Their shapes may differ.
+            seen: list[Any] = [td[row][self.key].numpy(force=True) for row in rows]
         else:
             seen = self._env.ask("render", env_ids)
         if not self._has_looked and all(frame is None for frame in seen):
@@ -63,7 +70,9 @@ class Camera:
         return seen if self._agent is None else [frame[self._agent] for frame in seen]
 
 
-def enlarged(frame: np.ndarray, height: int = _SMALL_PX, width: int = _SMALL_PX) -> np.ndarray:
+def enlarged(
+    frame: np.ndarray, height: int = _SMALL_PX, width: int = _SMALL_PX
+) -> np.ndarray:
     """Return a frame `[H, W, 3]`, enlarged by the largest whole factor with which it fits a height and a width."""
     factor = max(1, min(height // frame.shape[0], width // frame.shape[1]))
     return frame if factor == 1 else frame.repeat(factor, 0).repeat(factor, 1)
@@ -72,9 +81,17 @@ def enlarged(frame: np.ndarray, height: int = _SMALL_PX, width: int = _SMALL_PX)
 def _agents_key(spec: EnvSpec, agent: int) -> Key:
     for group, shape in spec.groups:
         for leaf in spec.observation:
-            is_picture = leaf.dtype == "uint8" and len(leaf.shape) == len(shape) + 3 and leaf.shape[-1] == 3
+            is_picture = (
+                leaf.dtype == "uint8"
+                and len(leaf.shape) == len(shape) + 3
+                and leaf.shape[-1] == 3
+            )
             if leaf.key[: len(group)] == group and is_picture:
                 if agent >= shape[-1]:
-                    raise MediaError(f"drawing failed: expected an agent in 0..{shape[-1] - 1}, got {agent}.")
+                    raise MediaError(
+                        f"drawing failed: expected an agent in 0..{shape[-1] - 1}, got {agent}."
+                    )
                 return leaf.key
-    raise MediaError(f"drawing failed: expected an env whose agents observe pictures, got {spec.family} without.")
+    raise MediaError(
+        f"drawing failed: expected an env whose agents observe pictures, got {spec.family} without."
+    )

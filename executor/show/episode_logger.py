@@ -54,13 +54,18 @@ class EpisodeLogger:
 
     def __init__(self, *writers: Any, window: int = 100) -> None:
         for writer in writers:
-            if not (callable(getattr(writer, "add_scalar", None)) or callable(getattr(writer, "log", None))):
+            if not (
+                callable(getattr(writer, "add_scalar", None))
+                or callable(getattr(writer, "log", None))
+            ):
                 raise TypeError(
                     f"EpisodeLogger failed: expected writers with add_scalar (TensorBoard) or log (Weights & Biases), "
                     f"got a {type(writer).__name__}. Pass SummaryWriter(...) or wandb.init(...)."
                 )
         if window < 1:
-            raise ValueError(f"EpisodeLogger failed: expected window to be at least 1, got {window!r}.")
+            raise ValueError(
+                f"EpisodeLogger failed: expected window to be at least 1, got {window!r}."
+            )
         self._writers = writers
         self._new: list[Episode] = []
         self.num_steps = self.num_episodes = 0
@@ -94,7 +99,11 @@ class EpisodeLogger:
         return _mean([float(episode.length) for episode in self.last])
 
     def write(
-        self, statistics: Statistics | None = None, *, step: int | None = None, **figures: float
+        self,
+        statistics: Statistics | None = None,
+        *,
+        step: int | None = None,
+        **figures: float,
     ) -> dict[str, float]:
         """Write means over the episodes that ended since the last call, and the arguments, to all writers.
 
@@ -112,9 +121,13 @@ class EpisodeLogger:
             scalars.update(to_scalars(statistics))
         scalars["episode/number"] = float(self.num_episodes)
         if self._new:
-            tags = dict.fromkeys(tag for episode in self._new for tag in episode.returns)
+            tags = dict.fromkeys(
+                tag for episode in self._new for tag in episode.returns
+            )
             for tag in tags:
-                scalars[tag] = _mean([one.returns[tag] for one in self._new if tag in one.returns])
+                scalars[tag] = _mean(
+                    [one.returns[tag] for one in self._new if tag in one.returns]
+                )
             scalars["episode/length"] = _mean([float(one.length) for one in self._new])
             scalars["episode/time"] = _mean([one.seconds for one in self._new])
         self._new.clear()
@@ -145,12 +158,19 @@ def _episodes_of(data: TensorDictBase) -> Iterator[Episode]:
     keys = [
         key
         for key in following.keys(include_nested=True, leaves_only=True)
-        if isinstance(key, tuple) and "episode" in key[:-1] and key[-1].endswith("return")
+        if isinstance(key, tuple)
+        and "episode" in key[:-1]
+        and key[-1].endswith("return")
     ]
     sums = {"/".join(key): following.get(key)[mask].double().flatten(1) for key in keys}
-    lengths, seconds = length[mask].flatten().tolist(), following.get(("episode", "time"))[mask].flatten().tolist()
+    lengths, seconds = (
+        length[mask].flatten().tolist(),
+        following.get(("episode", "time"))[mask].flatten().tolist(),
+    )
     for row, (steps, elapsed) in enumerate(zip(lengths, seconds, strict=True)):
-        yield Episode(_by_tag({tag: values[row] for tag, values in sums.items()}), steps, elapsed)
+        yield Episode(
+            _by_tag({tag: values[row] for tag, values in sums.items()}), steps, elapsed
+        )
 
 
 def _by_tag(sums: dict[str, torch.Tensor]) -> dict[str, float]:

@@ -26,7 +26,13 @@ from envherd.executor.keywords import names_right_keyword
 from envherd.executor.machine.room import require_room
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.sending.blueprint import checked_options, choose_workers
-from envherd.executor.show.per_player import OTHERS, PerPlayer, acting_groups, as_policy, choose_policies
+from envherd.executor.show.per_player import (
+    OTHERS,
+    PerPlayer,
+    acting_groups,
+    as_policy,
+    choose_policies,
+)
 from envherd.executor.show.playing import Part, Play, RandomActions, Rules
 from envherd.executor.show.records import Cast, EpisodeRecord, RecordFile, fingerprint
 from envherd.executor.show.results import Evaluation, Evaluations
@@ -69,11 +75,17 @@ class _Settings(TypedDict, total=False):
 
 @overload
 def evaluate(
-    policies: Policies | Mapping[str, Policies], env: Tasks, episodes: int = ..., **settings: Unpack[_Settings]
+    policies: Policies | Mapping[str, Policies],
+    env: Tasks,
+    episodes: int = ...,
+    **settings: Unpack[_Settings],
 ) -> Evaluations: ...
 @overload
 def evaluate(
-    policies: Policies | Mapping[str, Policies], env: Env, episodes: int = ..., **settings: Unpack[_Settings]
+    policies: Policies | Mapping[str, Policies],
+    env: Env,
+    episodes: int = ...,
+    **settings: Unpack[_Settings],
 ) -> Evaluation: ...
 @names_right_keyword
 @without_grad
@@ -164,8 +176,12 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
     if videos is not None:
         require_imageio()
     if primer is not None and not isinstance(primer, Mapping):
-        raise TypeError(f"evaluate failed: expected primer as a dict of tensors by key or None, got {primer!r}.")
-    tasks = _tasks(env, has_background=background is not None, with_frames=videos is not None)
+        raise TypeError(
+            f"evaluate failed: expected primer as a dict of tensors by key or None, got {primer!r}."
+        )
+    tasks = _tasks(
+        env, has_background=background is not None, with_frames=videos is not None
+    )
     executor = env if isinstance(env, BatchedEnv) else None
     if executor is not None:
         _refuse_settings(num_workers=num_workers, options=options, max_batch=max_batch)
@@ -194,12 +210,20 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
                 play.run(seats, chosen)
     finally:
         records.write()
-    if play.build_error is not None and all(records.tasks[name].cast is None for name in tasks):
+    if play.build_error is not None and all(
+        records.tasks[name].cast is None for name in tasks
+    ):
         raise play.build_error
     return _results(env, tasks, rules, records)
 
 
-def named_task(name: str, env_kwargs: dict[str, Any] | None, *, has_background: bool, with_frames: bool) -> Any:
+def named_task(
+    name: str,
+    env_kwargs: dict[str, Any] | None,
+    *,
+    has_background: bool,
+    with_frames: bool,
+) -> Any:
     """Return the factory of envs that a name stands for.
 
     Melting Pot's play the same episodes for the same seed, without the world view; background policies take the places
@@ -212,7 +236,9 @@ def named_task(name: str, env_kwargs: dict[str, Any] | None, *, has_background: 
     return partial(factory, **kwargs) if kwargs else factory
 
 
-def _results(env: Any, tasks: Mapping[str, Any], rules: Rules, records: RecordFile) -> Evaluation | Evaluations:
+def _results(
+    env: Any, tasks: Mapping[str, Any], rules: Rules, records: RecordFile
+) -> Evaluation | Evaluations:
     """Return the results of a run that is complete, and write them."""
     found = {}
     for name in tasks:
@@ -221,7 +247,11 @@ def _results(env: Any, tasks: Mapping[str, Any], rules: Rules, records: RecordFi
         found[name] = Evaluation.of(one.cast or Cast(env=name), rules.seed, played)
     all_of_them = Evaluations(found)
     records.write(all_of_them.to_dict())
-    return all_of_them if isinstance(env, (Mapping, list, tuple)) else next(iter(found.values()))
+    return (
+        all_of_them
+        if isinstance(env, (Mapping, list, tuple))
+        else next(iter(found.values()))
+    )
 
 
 def _tasks(env: Any, **how: bool) -> dict[str, Any]:
@@ -229,9 +259,15 @@ def _tasks(env: Any, **how: bool) -> dict[str, Any]:
     if not isinstance(env, (Mapping, list, tuple)):
         return {env if isinstance(env, str) else "env": _factory(env, **how)}
     tasks: dict[str, Any] = {}
-    for name, one in env.items() if isinstance(env, Mapping) else ((_name(one, i), one) for i, one in enumerate(env)):
+    for name, one in (
+        env.items()
+        if isinstance(env, Mapping)
+        else ((_name(one, i), one) for i, one in enumerate(env))
+    ):
         if isinstance(one, BatchedEnv):
-            raise TypeError(f"evaluate failed: expected a factory or a name for task {name!r}, got an executor.")
+            raise TypeError(
+                f"evaluate failed: expected a factory or a name for task {name!r}, got an executor."
+            )
         if str(name) in tasks:
             raise ValueError(
                 f"evaluate failed: expected tasks of different names, got {name} twice. Pass a dict by name."
@@ -253,18 +289,26 @@ def _factory(env: Any, **how: bool) -> Any:
 
 def _refuse_settings(**settings: Any) -> None:
     if passed := [name for name, value in settings.items() if value is not None]:
-        raise ValueError(f"evaluate failed: expected no {' or '.join(passed)} with an executor, which has its own.")
+        raise ValueError(
+            f"evaluate failed: expected no {' or '.join(passed)} with an executor, which has its own."
+        )
 
 
 def default_options() -> ExecutorOptions:
     """Return the options of workers without `options`."""
-    return ExecutorOptions(infos="plain", step_timeout_s=_TIMEOUT_S, reset_timeout_s=_TIMEOUT_S)
+    return ExecutorOptions(
+        infos="plain", step_timeout_s=_TIMEOUT_S, reset_timeout_s=_TIMEOUT_S
+    )
 
 
 def _with_infos(options: ExecutorOptions) -> ExecutorOptions:
     """Return options with which infos can be read."""
     options = checked_options(options)
-    return options if options.info_policy != "drop" else replace(options, infos=Infos("plain", options.info_keys))
+    return (
+        options
+        if options.info_policy != "drop"
+        else replace(options, infos=Infos("plain", options.info_keys))
+    )
 
 
 class _Choice:
@@ -280,10 +324,19 @@ class _Choice:
         tasks: tuple[str, ...],
     ) -> None:
         if policy_for is not None and policies is not None:
-            raise ValueError("evaluate failed: expected policies=None with policy_for, got both. Leave one out.")
-        self._policies, self._policy_for, self._background, self._focal = policies, policy_for, background, focal
+            raise ValueError(
+                "evaluate failed: expected policies=None with policy_for, got both. Leave one out."
+            )
+        self._policies, self._policy_for, self._background, self._focal = (
+            policies,
+            policy_for,
+            background,
+            focal,
+        )
         self._primer = primer
-        self._is_by_task = isinstance(policies, Mapping) and set(map(str, policies)).issuperset(tasks)
+        self._is_by_task = isinstance(policies, Mapping) and set(
+            map(str, policies)
+        ).issuperset(tasks)
         if self._is_by_task:
             self._policies = {str(name): one for name, one in policies.items()}
 
@@ -292,8 +345,15 @@ class _Choice:
         focal = None if self._focal is None else [str(one) for one in self._focal]
         found = {"background": fingerprint(self._background), "focal": focal}
         if self._is_by_task:
-            return found | {f"policies of {name}": fingerprint(one) for name, one in self._policies.items()}
-        return found | {"policies": fingerprint(self._policies if self._policy_for is None else self._policy_for)}
+            return found | {
+                f"policies of {name}": fingerprint(one)
+                for name, one in self._policies.items()
+            }
+        return found | {
+            "policies": fingerprint(
+                self._policies if self._policy_for is None else self._policy_for
+            )
+        }
 
     def part_of(self, name: str, env: BatchedEnv) -> tuple[Part, Cast]:
         """Return what acts in a task's envs, and who plays there."""
@@ -305,35 +365,57 @@ class _Choice:
         policies = self._policies[name] if self._is_by_task else self._policies
         if self._policy_for is not None:
             policies = self._policy_for(name, env)
-        title = str(spec.metadata.get("name") or spec.metadata.get("env_id") or spec.family)
+        title = str(
+            spec.metadata.get("name") or spec.metadata.get("env_id") or spec.family
+        )
         policy = join_policies(policies, spec, self._background, self._focal)
         if isinstance(policy, PerPlayer):
             is_focal = _focal(self._focal, spec.metadata.get("is_focal"), policy.names)
-            cast = Cast(env=title, players=policy.names, roles=policy.roles, is_focal=is_focal)
+            cast = Cast(
+                env=title, players=policy.names, roles=policy.roles, is_focal=is_focal
+            )
             primed = None if self._primer is None else policy.primer(1, **self._primer)
             return Part(Placed(policy), primed, [(*policy.group, "reward")]), cast
         names = tuple(spec.reward_names())
-        cast = Cast(env=title, players=names, roles=("default",) * len(names), is_focal=(True,) * len(names))
+        cast = Cast(
+            env=title,
+            players=names,
+            roles=("default",) * len(names),
+            is_focal=(True,) * len(names),
+        )
         primed = None
         if self._primer is not None:
-            primed = TensorDict({key: value.unsqueeze(0) for key, value in self._primer.items()}, [1])
+            primed = TensorDict(
+                {key: value.unsqueeze(0) for key, value in self._primer.items()}, [1]
+            )
         return Part(Placed(policy), primed, [leaf.key for leaf in spec.reward]), cast
 
 
 def _focal(
-    chosen: Sequence[int | str] | None, known: Sequence[bool] | None, names: tuple[str, ...]
+    chosen: Sequence[int | str] | None,
+    known: Sequence[bool] | None,
+    names: tuple[str, ...],
 ) -> tuple[bool, ...]:
     """Return for each player whether it is focal."""
     if chosen is None:
         return tuple(known) if known else (True,) * len(names)
-    unknown = [one for one in chosen if one not in names and one not in range(len(names))]
+    unknown = [
+        one for one in chosen if one not in names and one not in range(len(names))
+    ]
     if unknown or not chosen:
-        raise ValueError(f"evaluate failed: expected focal players among {list(names)}, got {unknown or 'none'}.")
-    return tuple(name in chosen or player in chosen for player, name in enumerate(names))
+        raise ValueError(
+            f"evaluate failed: expected focal players among {list(names)}, got {unknown or 'none'}."
+        )
+    return tuple(
+        name in chosen or player in chosen for player, name in enumerate(names)
+    )
 
 
 def join_policies(
-    policies: Policies, spec: EnvSpec, background: Policies = None, focal: Sequence[int | str] | None = None
+    policies: Policies,
+    spec: EnvSpec,
+    background: Policies = None,
+    focal: Sequence[int | str] | None = None,
 ) -> Policy:
     """Return one policy that acts for all players, a `PerPlayer`; or that of an env of one agent, or of several groups.
 
@@ -350,14 +432,20 @@ def join_policies(
     others = [player for player, focal in enumerate(is_focal) if not focal]
     if (background is None) != (not others):
         got = "none" if background is None else "some, and all players are focal"
-        advice = "Pass background=." if background is None else "Pass focal=, or leave background out."
+        advice = (
+            "Pass background=."
+            if background is None
+            else "Pass focal=, or leave background out."
+        )
         raise ValueError(
             f"evaluate failed: expected background policies for the players that are not focal, got {got}. {advice}"
         )
     chosen: dict[str | int, Policy | None] = {
         player: policy
         for given, players in ((policies, mine), (background, others))
-        for player, policy in choose_policies(_by_name(given), everyone.names, everyone.roles, players).items()
+        for player, policy in choose_policies(
+            _by_name(given), everyone.names, everyone.roles, players
+        ).items()
     }
     return PerPlayer(chosen, spec)
 
@@ -376,5 +464,7 @@ def _single(policies: Any, spec: EnvSpec, **of_players: Any) -> Policy:
 
 def _by_name(policies: Policies) -> Mapping[str | int, Policy | None]:
     if isinstance(policies, PerPlayer):
-        return {player: part.policy for part in policies.parts for player in part.players}
+        return {
+            player: part.policy for part in policies.parts for player in part.players
+        }
     return policies if isinstance(policies, Mapping) else {OTHERS: policies}

@@ -13,7 +13,16 @@ from envherd.workers.errors import Closed
 #: Counters, which only grow; all other fields are gauges.
 _COUNTERS = {
     *("env_steps", "agent_steps", "resets"),
-    *("episodes", "env_errors", "worker_losses", "interrupted", "busy_s", "reset_s", "cpu_s", "generation"),
+    *(
+        "episodes",
+        "env_errors",
+        "worker_losses",
+        "interrupted",
+        "busy_s",
+        "reset_s",
+        "cpu_s",
+        "generation",
+    ),
 }
 
 
@@ -21,7 +30,10 @@ def to_scalars(statistics: Statistics, prefix: str = "envherd") -> dict[str, flo
     """Return statistics as `{"envherd/env_steps": 3.0, "envherd/worker0/busy_share": 0.4, ...}`, known values only."""
     scalars = {f"{prefix}/{name}": value for name, value in _numbers(statistics)}
     for worker in statistics.workers:
-        scalars |= {f"{prefix}/worker{worker.worker_id}/{name}": value for name, value in _numbers(worker)}
+        scalars |= {
+            f"{prefix}/worker{worker.worker_id}/{name}": value
+            for name, value in _numbers(worker)
+        }
     return scalars
 
 
@@ -47,14 +59,21 @@ class PrometheusCollector:
             statistics = self._env.statistics()
         except Closed:
             return
-        rows: list[tuple[str, list[str], str, float]] = [("", [], name, value) for name, value in _numbers(statistics)]
+        rows: list[tuple[str, list[str], str, float]] = [
+            ("", [], name, value) for name, value in _numbers(statistics)
+        ]
         for worker in statistics.workers:
-            rows += [("worker_", [str(worker.worker_id)], name, value) for name, value in _numbers(worker)]
+            rows += [
+                ("worker_", [str(worker.worker_id)], name, value)
+                for name, value in _numbers(worker)
+            ]
         metrics: dict[str, Any] = {}
         for part, labels, name, value in rows:
             kind = CounterMetricFamily if name in _COUNTERS else GaugeMetricFamily
             full = f"{self._prefix}_{part}{name}"
-            metric = metrics.setdefault(full, kind(full, name, labels=["worker"] if labels else []))
+            metric = metrics.setdefault(
+                full, kind(full, name, labels=["worker"] if labels else [])
+            )
             metric.add_metric(labels, value)
         yield from metrics.values()
 
@@ -64,5 +83,9 @@ def _numbers(one: Statistics | WorkerStatistics) -> Iterator[tuple[str, float]]:
     for field in fields(one):
         is_number = field.type in ("int", "float", "int | None", "float | None")
         value = getattr(one, field.name)
-        if is_number and value is not None and field.name not in ("worker_id", "pid", "phase_env_id"):
+        if (
+            is_number
+            and value is not None
+            and field.name not in ("worker_id", "pid", "phase_env_id")
+        ):
             yield field.name, float(value)

@@ -42,9 +42,15 @@ class RandomPlayer:
         """Set `action`, int64 `[B]`."""
         mask = rows.get("action_mask", None)
         if mask is None:
-            action = torch.randint(self.num_actions, rows.batch_size, device=rows.device)
+            action = torch.randint(
+                self.num_actions, rows.batch_size, device=rows.device
+            )
         else:
-            action = torch.rand(mask.shape, device=mask.device).masked_fill(~mask.bool(), -1.0).argmax(-1)
+            action = (
+                torch.rand(mask.shape, device=mask.device)
+                .masked_fill(~mask.bool(), -1.0)
+                .argmax(-1)
+            )
         return rows.set("action", action)
 
 
@@ -63,7 +69,11 @@ class Part(NamedTuple):
     def at(self) -> slice | list[int]:
         """The players as an index: a slice, which copies nothing, if possible."""
         first, last = self.players[0], self.players[-1]
-        return slice(first, last + 1) if last - first + 1 == len(self.players) else list(self.players)
+        return (
+            slice(first, last + 1)
+            if last - first + 1 == len(self.players)
+            else list(self.players)
+        )
 
 
 class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
@@ -103,7 +113,9 @@ class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
     ) -> None:
         super().__init__()
         if spec is None and roles is None:
-            raise ValueError("PerPlayer failed: expected the spec of the envs or roles, got neither. Pass env.spec.")
+            raise ValueError(
+                "PerPlayer failed: expected the spec of the envs or roles, got neither. Pass env.spec."
+            )
         self.group = _group(spec, group)
         # TorchRL reads these to see that it can be called with a batch.
         self.in_keys, self.out_keys = [self.group], [(*self.group, "action")]
@@ -116,12 +128,22 @@ class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
         for players in by_policy.values():
             acting = chosen[players[0]]
             if not (acting is None or callable(acting)):
-                raise TypeError(f"PerPlayer failed: expected a callable or None for a policy, got {acting!r}.")
-            acting = RandomPlayer(_num_actions(spec, self.group)) if acting is None else acting
+                raise TypeError(
+                    f"PerPlayer failed: expected a callable or None for a policy, got {acting!r}."
+                )
+            acting = (
+                RandomPlayer(_num_actions(spec, self.group))
+                if acting is None
+                else acting
+            )
             parts.append(Part(acting, tuple(players)))
         self.parts = tuple(parts)
-        self.trained = nn.ModuleList([part.policy for part in self.parts if isinstance(part.policy, nn.Module)])
-        self.copyable = all(getattr(part.policy, "copyable", True) is not False for part in self.parts)
+        self.trained = nn.ModuleList(
+            [part.policy for part in self.parts if isinstance(part.policy, nn.Module)]
+        )
+        self.copyable = all(
+            getattr(part.policy, "copyable", True) is not False for part in self.parts
+        )
 
     def forward(self, root: TensorDictBase) -> TensorDictBase:
         """Act for all players: set `(group, "action")` and the other keys that the policies write.
@@ -147,11 +169,22 @@ class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
                     value = value.reshape(*lead, len(part.players), *value.shape[1:])
                     self._merge(written, key, value, part, len(lead))
         for key, value in written.items():
-            place = ("next", *self.group, *key[1:]) if key[0] == "next" else (*self.group, *key)
+            place = (
+                ("next", *self.group, *key[1:])
+                if key[0] == "next"
+                else (*self.group, *key)
+            )
             root.set(place, value)
         return root
 
-    def _merge(self, written: dict[Key, torch.Tensor], key: Key, value: torch.Tensor, part: Part, dim: int) -> None:
+    def _merge(
+        self,
+        written: dict[Key, torch.Tensor],
+        key: Key,
+        value: torch.Tensor,
+        part: Part,
+        dim: int,
+    ) -> None:
         """Write a policy's values for its players into the entry of all players, along dimension `dim`."""
         if len(self.parts) == 1:
             written[key] = value
@@ -179,16 +212,32 @@ class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
         following = data.get("next")
         for part in self.parts:
             rows = self._rows(data, data.get(self.group), part)
-            yield part, rows.set("next", self._rows(following, following.get(self.group), part))
+            yield (
+                part,
+                rows.set(
+                    "next", self._rows(following, following.get(self.group), part)
+                ),
+            )
 
-    def _rows(self, root: TensorDictBase, group: TensorDictBase, part: Part) -> TensorDictBase:
+    def _rows(
+        self, root: TensorDictBase, group: TensorDictBase, part: Part
+    ) -> TensorDictBase:
         """Return the rows `[*lead, p]` of some players, with the flags and numbers of their envs."""
         lead, count = root.batch_size, len(part.players)
         rows: Any = group[(..., part.at)] if count < len(self.names) else group.copy()
         for key, value in root.items():
-            is_of_env = isinstance(value, torch.Tensor) and value.shape in (lead, (*lead, 1))
-            if is_of_env and rows.get(key, None) is None:  # PettingZoo's groups have their own flags
-                rows.set(key, value.unsqueeze(len(lead)).expand(*lead, count, *value.shape[len(lead) :]))
+            is_of_env = isinstance(value, torch.Tensor) and value.shape in (
+                lead,
+                (*lead, 1),
+            )
+            # PettingZoo's groups have their own flags.
+            if is_of_env and rows.get(key, None) is None:
+                rows.set(
+                    key,
+                    value.unsqueeze(len(lead)).expand(
+                        *lead, count, *value.shape[len(lead) :]
+                    ),
+                )
         player = torch.tensor(part.players, device=root.device)
         return rows.set("player", player.expand(*lead, count))
 
@@ -203,7 +252,10 @@ class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
             A batch `[N]` with `(group, key)` `[N, P, ...]`.
         """
         shape = (num_envs, len(self.names))
-        values = {key: value.expand(*shape, *value.shape).clone() for key, value in state.items()}
+        values = {
+            key: value.expand(*shape, *value.shape).clone()
+            for key, value in state.items()
+        }
         return TensorDict({}, [num_envs]).set(self.group, TensorDict(values, shape))
 
 
@@ -221,9 +273,19 @@ def as_policy(call: str, given: Any, spec: EnvSpec) -> Policy:
     has_players = len(acting_groups(spec)) == 1
     if isinstance(given, Mapping) and has_players:
         return PerPlayer(given, spec)
-    if not callable(given) or (isinstance(given, (Mapping, PerPlayer)) and not has_players):
-        kind = "one agent" if not spec.groups else "players" if has_players else "several groups of agents"
-        expected = "a callable or a dict of them by player" if has_players else "a callable"
+    if not callable(given) or (
+        isinstance(given, (Mapping, PerPlayer)) and not has_players
+    ):
+        kind = (
+            "one agent"
+            if not spec.groups
+            else "players"
+            if has_players
+            else "several groups of agents"
+        )
+        expected = (
+            "a callable or a dict of them by player" if has_players else "a callable"
+        )
         advice = WRAP_MODEL if hasattr(given, "predict") else WRAP
         raise TypeError(
             f"{call} failed: expected {expected} as the policy of {spec.family} envs of {kind}, got "
@@ -280,13 +342,19 @@ def _group(spec: EnvSpec | None, group: Key | str | None) -> Key:
         return ("agents",)
     acting = acting_groups(spec)
     if not acting:
-        raise ValueError(f"PerPlayer failed: expected envs with a group of players, got {spec.family} envs without.")
+        raise ValueError(
+            f"PerPlayer failed: expected envs with a group of players, got {spec.family} envs without."
+        )
     return acting[0]
 
 
 def acting_groups(spec: EnvSpec) -> list[Key]:
     """Return the keys of the groups that have actions."""
-    return [key for key, _ in spec.groups if any(leaf.key[: len(key)] == key for leaf in spec.action)]
+    return [
+        key
+        for key, _ in spec.groups
+        if any(leaf.key[: len(key)] == key for leaf in spec.action)
+    ]
 
 
 def _names_and_roles(
@@ -297,17 +365,29 @@ def _names_and_roles(
         spec = EnvSpec((), (), groups=((group, (len(roles or ()),)),))
     shapes = dict(spec.groups)
     if group not in shapes:
-        raise ValueError(f"PerPlayer failed: expected a group among {sorted(shapes)}, got {group}.")
+        raise ValueError(
+            f"PerPlayer failed: expected a group among {sorted(shapes)}, got {group}."
+        )
     count = shapes[group][-1]
-    found = (spec.metadata.get("agent_roles") or ["default"] * count) if roles is None else roles
+    found = (
+        (spec.metadata.get("agent_roles") or ["default"] * count)
+        if roles is None
+        else roles
+    )
     if len(found) != count or not count:
-        raise ValueError(f"PerPlayer failed: expected one role for each of {count} players, got {len(found)}.")
+        raise ValueError(
+            f"PerPlayer failed: expected one role for each of {count} players, got {len(found)}."
+        )
     return tuple(spec.agent_names(group, count)), tuple(map(str, found))
 
 
 def _num_actions(spec: EnvSpec | None, group: Key) -> int:
     """Return the number of actions of the players, for random ones."""
-    domains = [] if spec is None else [leaf.domain for leaf in spec.action if leaf.key == (*group, "action")]
+    domains = (
+        []
+        if spec is None
+        else [leaf.domain for leaf in spec.action if leaf.key == (*group, "action")]
+    )
     for domain in domains:
         if isinstance(domain, Discrete):
             return domain.n

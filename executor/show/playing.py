@@ -49,7 +49,14 @@ from envherd.executor.start.preloading import helper_for
 from envherd.shm import platforms
 from envherd.shm.specs import EnvSpec, Key
 from envherd.workers.build import Factory
-from envherd.workers.errors import EnvError, EnvherdError, ResetNeeded, SpecError, WorkerLost, WorkerTimeout
+from envherd.workers.errors import (
+    EnvError,
+    EnvherdError,
+    ResetNeeded,
+    SpecError,
+    WorkerLost,
+    WorkerTimeout,
+)
 from envherd.workers.seeding import episode_seed
 
 #: What takes long; the generator that yields it gets its result or its exception.
@@ -115,7 +122,9 @@ class RandomActions:
     def __call__(self, root: TensorDictBase) -> TensorDictBase:
         """Set the actions."""
         sampler = ActionSampler([self._spec], int(torch.randint(2**62, ())))
-        return sampler.fill(root, root.batch_size, root.device, np.zeros(len(root), np.int64))
+        return sampler.fill(
+            root, root.batch_size, root.device, np.zeros(len(root), np.int64)
+        )
 
 
 @dataclass
@@ -154,8 +163,15 @@ class _Turn:
         """What the turns have in common that one call of a policy can take."""
         placed: Any = self.session.part.policy
         leaves = {key: self.root.get(key) for key in leaf_keys(self.root)}
-        shapes = [(key, getattr(leaf, "shape", ())[1:], getattr(leaf, "dtype", None)) for key, leaf in leaves.items()]
-        return id(getattr(placed, "policy", placed)), shapes, self.episodes[0].state is None
+        shapes = [
+            (key, getattr(leaf, "shape", ())[1:], getattr(leaf, "dtype", None))
+            for key, leaf in leaves.items()
+        ]
+        return (
+            id(getattr(placed, "policy", placed)),
+            shapes,
+            self.episodes[0].state is None,
+        )
 
 
 class _Seat(threading.Thread):
@@ -167,7 +183,9 @@ class _Seat(threading.Thread):
         outcomes: gets the seat, the result and the exception of each operation.
     """
 
-    def __init__(self, number: int, options: ExecutorOptions, outcomes: SimpleQueue[Any]) -> None:
+    def __init__(
+        self, number: int, options: ExecutorOptions, outcomes: SimpleQueue[Any]
+    ) -> None:
         super().__init__(name=f"evaluate-{number}", daemon=True)
         self._options, self._outcomes = options, outcomes
         self._env: ParallelEnv | None = None
@@ -180,7 +198,9 @@ class _Seat(threading.Thread):
 
     def build(self, factory: Factory, seed: int) -> ParallelEnv:
         """Return an executor of one env."""
-        self._env = ParallelEnv(1, factory, num_workers=1, seed=seed, options=self._options)
+        self._env = ParallelEnv(
+            1, factory, num_workers=1, seed=seed, options=self._options
+        )
         return self._env
 
     def close(self) -> None:
@@ -196,7 +216,9 @@ def _outcome_of(operation: _Operation) -> tuple[Any, BaseException | None]:
         return None, error
 
 
-def _advance(work: _Work, result: Any = None, error: BaseException | None = None) -> _Operation | _Turn | None:
+def _advance(
+    work: _Work, result: Any = None, error: BaseException | None = None
+) -> _Operation | _Turn | None:
     """Hand over the outcome of an operation; return the next operation, None at the end."""
     try:
         return work.send(result) if error is None else work.throw(error)
@@ -222,9 +244,18 @@ class Play:
         records: RecordFile,
         prepare: Callable[[str, BatchedEnv], Part],
     ) -> None:
-        self._tasks, self.rules, self._records, self._prepare = tasks, rules, records, prepare
+        self._tasks, self.rules, self._records, self._prepare = (
+            tasks,
+            rules,
+            records,
+            prepare,
+        )
         self._todo = {
-            name: deque(number for number in range(rules.episodes) if number not in records.tasks[name].episodes)
+            name: deque(
+                number
+                for number in range(rules.episodes)
+                if number not in records.tasks[name].episodes
+            )
             for name in tasks
         }
         self.parts: dict[str, Part] = {}
@@ -253,15 +284,22 @@ class Play:
     def run(self, num_seats: int, options: ExecutorOptions) -> None:
         """Play all episodes, in envs of at most `num_seats` worker processes; an exception closes the envs."""
         factories = as_factories(len(self._tasks), list(self._tasks.values()))
-        modules = draw(factories, None, 1, 0, options).preload  # refuses factories that cannot be pickled
-        is_shared = options.start_method == "zygote" and options.worker_output == "capture"
+        # Refuses factories that cannot be pickled.
+        modules = draw(factories, None, 1, 0, options).preload
+        is_shared = (
+            options.start_method == "zygote" and options.worker_output == "capture"
+        )
         helper = contextlib.ExitStack()
         if is_shared and not options.differ_by_worker and not platforms.missing():
-            options = replace(options, preload=modules)  # one helper for all tasks, so that a worker starts in 0.1 s
+            # One helper for all tasks, so that a worker starts in 0.1 s.
+            options = replace(options, preload=modules)
             helper.callback(helper_for(self, options, modules).close, self)
         outcomes: SimpleQueue[Any] = SimpleQueue()
         waiting: dict[_Seat, _Turn] = {}
-        seats = [_Seat(i, one, outcomes) for i, one in enumerate(_options_of_seats(options, num_seats))]
+        seats = [
+            _Seat(i, one, outcomes)
+            for i, one in enumerate(_options_of_seats(options, num_seats))
+        ]
         works = {seat: self._work_of(seat) for seat in seats}
         with helper:
             try:
@@ -269,7 +307,9 @@ class Play:
                     outcomes.put((seat, None, None))
                     seat.start()
                 while works:
-                    for seat, result, error in self._next_outcomes(outcomes, waiting, len(works)):
+                    for seat, result, error in self._next_outcomes(
+                        outcomes, waiting, len(works)
+                    ):
                         operation = _advance(works[seat], result, error)
                         if isinstance(operation, _Turn):
                             waiting[seat] = operation
@@ -293,14 +333,18 @@ class Play:
             return [outcomes.get()]
         first = next(iter(waiting.values()))
         kind = first.kind
-        seats = [seat for seat, turn in waiting.items() if turn is first or turn.kind == kind]
+        seats = [
+            seat for seat, turn in waiting.items() if turn is first or turn.kind == kind
+        ]
         limit, end = self.rules.max_batch or 1, first.began + self.rules.deadline_s
         if len(seats) < limit and len(waiting) < num_seats:
             with contextlib.suppress(Empty):
                 return [outcomes.get(timeout=max(0.0, end - time.monotonic()))]
         seats = seats[:limit]
         acted = _act([waiting.pop(seat) for seat in seats])
-        return [(seat, actions, None) for seat, actions in zip(seats, acted, strict=True)]
+        return [
+            (seat, actions, None) for seat, actions in zip(seats, acted, strict=True)
+        ]
 
     @staticmethod
     def _end(seats: Sequence[_Seat]) -> None:
@@ -342,7 +386,11 @@ class Play:
         left = {name: len(todo) for name, todo in self._todo.items() if todo}
         name = next((one for one in left if not self._num_seats_at[one]), None)
         if name is None:
-            shared = [one for one in left if one not in self._unbuildable and self._is_worth_sharing(one)]
+            shared = [
+                one
+                for one in left
+                if one not in self._unbuildable and self._is_worth_sharing(one)
+            ]
             name = max(shared, key=left.__getitem__, default=None)
         if name is not None:
             self._num_seats_at[name] += 1
@@ -351,7 +399,9 @@ class Play:
     def _is_worth_sharing(self, name: str) -> bool:
         if name not in self._episode_s:
             return True
-        seconds = len(self._todo[name]) * self._episode_s[name] / self._num_seats_at[name]
+        seconds = (
+            len(self._todo[name]) * self._episode_s[name] / self._num_seats_at[name]
+        )
         return seconds > self._build_s.get(name, 0.0)
 
     def _fail_task(self, name: str, error: EnvherdError) -> None:
@@ -364,7 +414,9 @@ class Play:
 
     def part_of(self, name: str, env: BatchedEnv) -> Part:
         """Return what acts in a task."""
-        return self.parts.get(name) or self.parts.setdefault(name, self._prepare(name, env))
+        return self.parts.get(name) or self.parts.setdefault(
+            name, self._prepare(name, env)
+        )
 
     def take(self, name: str) -> _Episode | None:
         """Return the next episode of a task, None for none."""
@@ -373,7 +425,9 @@ class Play:
         number = self._todo[name].popleft()
         return _Episode(number, episode_seed(self.rules.seed, number, 0))
 
-    def note(self, name: str, episode: _Episode, error: EnvherdError | None = None) -> None:
+    def note(
+        self, name: str, episode: _Episode, error: EnvherdError | None = None
+    ) -> None:
         """Record an episode that has ended or, with an error, failed."""
         self._episode_s[name] = time.monotonic() - episode.began
         if episode.film is not None:
@@ -384,17 +438,24 @@ class Play:
             episode=episode.number,
             seed=episode.seed,
             length=episode.length,
-            returns=tuple(np.atleast_1d(episode.returns).tolist()) if episode.length else (),
+            returns=tuple(np.atleast_1d(episode.returns).tolist())
+            if episode.length
+            else (),
             success=bool(episode.successes[-1]) if is_known else None,
             success_once=any(known) if is_known else None,
             error=None if error is None else f"{type(error).__name__}: {error.message}",
             video=None if episode.film is None else str(episode.film.path),
         )
         if self.rules.success is not None and error is None:
-            record = replace(record, success=bool(self.rules.success(episode.info, record)), success_once=None)
+            record = replace(
+                record,
+                success=bool(self.rules.success(episode.info, record)),
+                success_once=None,
+            )
         self._records.add(name, record)
         if not (self._todo[name] or self._num_seats_at[name] > 1):
-            self.parts.pop(name, None)  # a policy of this task alone is not needed any more
+            # A policy of this task alone is not needed any more.
+            self.parts.pop(name, None)
 
 
 class _Session:
@@ -435,7 +496,10 @@ class _Session:
     def _begin(self) -> dict[int, _Episode]:
         begun: dict[int, _Episode] = {}
         for env_id in range(self.env.num_envs):
-            if env_id not in self._playing and (episode := self._play.take(self.name)) is not None:
+            if (
+                env_id not in self._playing
+                and (episode := self._play.take(self.name)) is not None
+            ):
                 episode.state = self.part.primed
                 begun[env_id] = episode
         self._playing |= begun
@@ -446,12 +510,19 @@ class _Session:
         num_envs = self.env.num_envs
         mask = torch.zeros(num_envs, dtype=torch.bool, device="cpu")
         mask[list(begun)] = True
-        seeds = [begun[env_id].seed if env_id in begun else None for env_id in range(num_envs)]
-        root = yield partial(self.env.reset, TensorDict({"_reset": mask}, [num_envs]), seed=seeds)
+        seeds = [
+            begun[env_id].seed if env_id in begun else None
+            for env_id in range(num_envs)
+        ]
+        root = yield partial(
+            self.env.reset, TensorDict({"_reset": mask}, [num_envs]), seed=seeds
+        )
         for env_id, episode in begun.items():
             if self._rules.videos is not None and episode.number in self._rules.filmed:
                 self._rules.videos.mkdir(parents=True, exist_ok=True)
-                name = re.sub(r"[^\w.-]+", "_", f"{self.name}_episode{episode.number}.mp4")
+                name = re.sub(
+                    r"[^\w.-]+", "_", f"{self.name}_episode{episode.number}.mp4"
+                )
                 episode.film = Video(self._rules.videos / name, self._rules.fps)
                 yield partial(self._film, episode.film, root, env_id, env_id)
 
@@ -474,12 +545,22 @@ class _Session:
     def _count(self, ids: list[int], following: TensorDictBase) -> _Work:
         """Count a step; record the episodes that it ended."""
         rewards = np.concatenate(
-            [following.get(key).reshape(len(ids), -1).double().numpy(force=True) for key in self.part.rewards], axis=1
+            [
+                following.get(key).reshape(len(ids), -1).double().numpy(force=True)
+                for key in self.part.rewards
+            ],
+            axis=1,
         )
         is_over = following.get("done").flatten().tolist()
         interrupted = following.get("interrupted", None)
-        is_lost = [False] * len(ids) if interrupted is None else interrupted.flatten().tolist()
-        infos = self.env.infos("next") if self.env.options.info_policy != "drop" else None
+        is_lost = (
+            [False] * len(ids)
+            if interrupted is None
+            else interrupted.flatten().tolist()
+        )
+        infos = (
+            self.env.infos("next") if self.env.options.info_policy != "drop" else None
+        )
         for at, env_id in enumerate(ids):
             episode = self._playing[env_id]
             if is_lost[at]:
@@ -504,7 +585,9 @@ class _Session:
     def _interruption(self, env_id: int) -> EnvherdError:
         """Return the error for an interrupted row."""
         if self.env.options.on_env_error == "raise":
-            return WorkerLost(f"step failed: the worker of env {env_id} was lost.", env_ids=(env_id,))
+            return WorkerLost(
+                f"step failed: the worker of env {env_id} was lost.", env_ids=(env_id,)
+            )
         return EnvError(
             f"step failed: env {env_id} was interrupted: it raised, or its worker was lost (see the log).",
             env_ids=(env_id,),
@@ -515,14 +598,21 @@ class _Session:
         for env_id in error.env_ids or list(self._playing):
             if env_id in self._playing:
                 self._play.note(self.name, self._playing.pop(env_id), error)
-        is_lost = isinstance(error, (WorkerLost, WorkerTimeout)) and self.env.options.on_worker_loss == "raise"
+        is_lost = (
+            isinstance(error, (WorkerLost, WorkerTimeout))
+            and self.env.options.on_worker_loss == "raise"
+        )
         if self._is_own or is_lost:
             raise error
 
     def _film(self, film: Video, td: TensorDictBase, at: int, env_id: int) -> None:
         """Add the picture of an env, whose row of the batch is `at`, to a film."""
         is_seen = bool(self._camera.key)
-        (frame,) = self._camera.look(td[at : at + 1], [0]) if is_seen else self._camera.look(td, [env_id])
+        (frame,) = (
+            self._camera.look(td[at : at + 1], [0])
+            if is_seen
+            else self._camera.look(td, [env_id])
+        )
         if frame is not None:
             film.add(enlarged(frame))
 
@@ -531,7 +621,9 @@ def _act(turns: Sequence[_Turn]) -> list[TensorDictBase]:
     """Call the policy of some turns of one kind once, and keep its state; return the actions of each."""
     episodes = [episode for turn in turns for episode in turn.episodes]
     first, session = episodes[0], turns[0].session
-    root: Any = turns[0].root if len(turns) == 1 else torch.cat([turn.root for turn in turns])
+    root: Any = (
+        turns[0].root if len(turns) == 1 else torch.cat([turn.root for turn in turns])
+    )
     states = [one.state for one in episodes if one.state is not None]
     if states and len(states) < len(episodes):
         raise ValueError(
@@ -544,16 +636,25 @@ def _act(turns: Sequence[_Turn]) -> list[TensorDictBase]:
     try:
         acted = run_policy(session.part.policy, root)
     except Exception as error:
-        error.add_note(f"The policy acted in step {first.length} of episode {first.number} of task {session.name!r}.")
+        error.add_note(
+            f"The policy acted in step {first.length} of episode {first.number} of task {session.name!r}."
+        )
         raise
     written = get_leaf(acted, "next")
     own = None if written is None else own_leaves(written, session.env.engine.known)
     for row, episode in enumerate(episodes):
         episode.state = None if own is None else own[row : row + 1].clone()
     spec = session.env.spec
-    inputs = acted.select(*(leaf.key for leaf in (*spec.action, *spec.state)), strict=False)
-    parts = [inputs] if len(turns) == 1 else inputs.split([len(turn.episodes) for turn in turns])
-    return [part.clone() for part in parts]  # the policy may reuse its memory, as CUDA graphs do
+    inputs = acted.select(
+        *(leaf.key for leaf in (*spec.action, *spec.state)), strict=False
+    )
+    parts = (
+        [inputs]
+        if len(turns) == 1
+        else inputs.split([len(turn.episodes) for turn in turns])
+    )
+    # The policy may reuse its memory, as CUDA graphs do.
+    return [part.clone() for part in parts]
 
 
 def _seed_torch(seed: int) -> None:
@@ -569,16 +670,21 @@ def _success_in(info: Mapping[str, Any]) -> bool | None:
     return None if found is None else bool(np.all(found))
 
 
-def _options_of_seats(options: ExecutorOptions, num_seats: int) -> list[ExecutorOptions]:
+def _options_of_seats(
+    options: ExecutorOptions, num_seats: int
+) -> list[ExecutorOptions]:
     """Return the options of each seat, whose worker gets what worker i of one executor would get."""
     each = [options] * num_seats
     if options.affinity is not None:
         cpus = options.affinity
-        each = [replace(one, affinity=(cpus[i % len(cpus)],)) for i, one in enumerate(each)]
+        each = [
+            replace(one, affinity=(cpus[i % len(cpus)],)) for i, one in enumerate(each)
+        ]
     if options.differ_by_worker:  # a module may read the variables when it is imported
         variables = variables_of(options, gpus_of(options, num_seats))
         preload = options.preload or ()
         each = [
-            replace(one, env_vars=own, gpus=None, preload=preload) for one, own in zip(each, variables, strict=True)
+            replace(one, env_vars=own, gpus=None, preload=preload)
+            for one, own in zip(each, variables, strict=True)
         ]
     return each

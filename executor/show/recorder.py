@@ -54,17 +54,26 @@ class VideoRecorder:
         require_imageio()
         self._every = as_count("VideoRecorder", "every", every)
         wanted = [env_ids] if isinstance(env_ids, int) else env_ids
-        self._ids = [as_count("VideoRecorder", "env_ids", env_id, least=0) for env_id in wanted]
+        self._ids = [
+            as_count("VideoRecorder", "env_ids", env_id, least=0) for env_id in wanted
+        ]
         if any(env_id >= env.num_envs for env_id in self._ids):
-            raise ValueError(f"VideoRecorder failed: expected env_ids in 0..{env.num_envs - 1}, got {self._ids}.")
+            raise ValueError(
+                f"VideoRecorder failed: expected env_ids in 0..{env.num_envs - 1}, got {self._ids}."
+            )
         if len(env.batch_size) > 1:
-            raise ValueError(f"VideoRecorder failed: expected envs of one row, got batch size {[*env.batch_size]}.")
+            raise ValueError(
+                f"VideoRecorder failed: expected envs of one row, got batch size {[*env.batch_size]}."
+            )
         if not fps > 0:
-            raise ValueError(f"VideoRecorder failed: expected fps above 0, got {fps!r}.")
+            raise ValueError(
+                f"VideoRecorder failed: expected fps above 0, got {fps!r}."
+            )
         self._folder, self._fps = Path(folder), fps
         self._folder.mkdir(parents=True, exist_ok=True)
         self._camera = Camera(env, agent)
-        self._films: dict[int, tuple[int, Video]] = {}  # env -> its episode and the film
+        # Env -> its episode and the film.
+        self._films: dict[int, tuple[int, Video]] = {}
 
     def __call__(self, env: BatchedEnv, td: TensorDictBase) -> None:
         """Add the pictures of a step.
@@ -82,18 +91,36 @@ class VideoRecorder:
         if is_observed:
             following: Any = td.get("next")
             is_over = following.get("done").flatten().tolist()
-            self._add([i for i, (episode, _) in self._films.items() if now[i] - episode in (0, is_over[i])], following)
-        for env_id in [i for i, (episode, _) in self._films.items() if episode != now[i]]:
+            self._add(
+                [
+                    i
+                    for i, (episode, _) in self._films.items()
+                    if now[i] - episode in (0, is_over[i])
+                ],
+                following,
+            )
+        for env_id in [
+            i for i, (episode, _) in self._films.items() if episode != now[i]
+        ]:
             self._films.pop(env_id)[1].close()
-        begun = [i for i, number in now.items() if i not in self._films and number >= 0 and number % self._every == 0]
+        begun = [
+            i
+            for i, number in now.items()
+            if i not in self._films and number >= 0 and number % self._every == 0
+        ]
         for env_id in begun:
             path = self._folder / f"env{env_id}_episode{now[env_id]}.mp4"
             self._films[env_id] = now[env_id], Video(path, self._fps)
-        self._add(begun if is_observed else list(self._films), env.current() if is_observed and begun else td)
+        self._add(
+            begun if is_observed else list(self._films),
+            env.current() if is_observed and begun else td,
+        )
 
     def _add(self, env_ids: list[int], td: TensorDictBase) -> None:
         if env_ids:
-            for env_id, frame in zip(env_ids, self._camera.look(td, env_ids), strict=True):
+            for env_id, frame in zip(
+                env_ids, self._camera.look(td, env_ids), strict=True
+            ):
                 if frame is not None:
                     self._films[env_id][1].add(enlarged(frame))
 

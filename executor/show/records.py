@@ -103,18 +103,25 @@ class RecordFile:
         OSError: the path cannot be written.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None, settings: Mapping[str, Any], tasks: Sequence[str]) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None,
+        settings: Mapping[str, Any],
+        tasks: Sequence[str],
+    ) -> None:
         self._path = None if path is None else Path(path)
         self._settings = dict(settings)
         self.tasks: dict[str, TaskRecords] = {}
         self._written_at = -math.inf
-        self._version: tuple[int, int] | None = None  # of the file that this object has read or written
+        # Of the file that this object has read or written.
+        self._version: tuple[int, int] | None = None
         if self._path is not None and self._path.exists():
             self._read(self._path)
         for name in tasks:
             self.tasks.setdefault(name, TaskRecords())
         if self._path is not None and not self._path.exists():
-            self.write()  # a path that cannot be written is refused before an episode is played
+            # A path that cannot be written is refused before an episode is played.
+            self.write()
 
     def add(self, task: str, record: EpisodeRecord) -> None:
         """Keep a record; write the file unless it was written less than a second ago."""
@@ -135,11 +142,18 @@ class RecordFile:
         tasks = {
             name: {
                 "cast": None if one.cast is None else asdict(one.cast),
-                "episodes": [asdict(one.episodes[number]) for number in sorted(one.episodes)],
+                "episodes": [
+                    asdict(one.episodes[number]) for number in sorted(one.episodes)
+                ],
             }
             for name, one in self.tasks.items()
         }
-        found = {"schema": SCHEMA, "settings": self._settings, "tasks": tasks, "results": results}
+        found = {
+            "schema": SCHEMA,
+            "settings": self._settings,
+            "tasks": tasks,
+            "results": results,
+        }
         complete = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         with complete.open("w") as file:
             json.dump(found, file, indent=1)
@@ -181,7 +195,11 @@ def _read_run(text: str) -> tuple[dict[str, Any], dict[str, TaskRecords]]:
     found = json.loads(text)
     if found["schema"] != SCHEMA:
         raise ValueError(f"schema {found['schema']!r:.80}")
-    tasks = {name: _records_of(one) for name, one in found["tasks"].items() if one["cast"] is not None}
+    tasks = {
+        name: _records_of(one)
+        for name, one in found["tasks"].items()
+        if one["cast"] is not None
+    }
     return dict(found["settings"]), tasks
 
 
@@ -191,10 +209,20 @@ def _records_of(task: dict[str, Any]) -> TaskRecords:
     Raises:
         Exception: of any type.
     """
-    plain: dict[str, Any] = {key: tuple(value) for key, value in task["cast"].items() if key != "env"}
+    plain: dict[str, Any] = {
+        key: tuple(value) for key, value in task["cast"].items() if key != "env"
+    }
     cast = Cast(env=task["cast"]["env"], **plain)
-    records = [EpisodeRecord(**{**each, "returns": tuple(map(float, each["returns"]))}) for each in task["episodes"]]
-    if not all(is_count(one.episode) and is_count(one.length) and isinstance(one.error, str | None) for one in records):
+    records = [
+        EpisodeRecord(**{**each, "returns": tuple(map(float, each["returns"]))})
+        for each in task["episodes"]
+    ]
+    if not all(
+        is_count(one.episode)
+        and is_count(one.length)
+        and isinstance(one.error, str | None)
+        for one in records
+    ):
         raise ValueError("episodes of another form")
     return TaskRecords(cast, {record.episode: record for record in records})
 
@@ -219,5 +247,13 @@ def fingerprint(policy: Any) -> Any:
     for name, value in policy.state_dict().items():
         digest.update(name.encode())
         if isinstance(value, torch.Tensor) and not is_lazy(value):
-            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            digest.update(
+                value.detach()
+                .cpu()
+                .contiguous()
+                .flatten()
+                .view(torch.uint8)
+                .numpy()
+                .tobytes()
+            )
     return f"{type(policy).__module__}.{type(policy).__qualname__} {digest.hexdigest()[:16]}"

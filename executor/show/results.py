@@ -53,7 +53,9 @@ class Interval(NamedTuple):
         """Return the mean, and the interval in brackets."""
         if math.isnan(self.mean):
             return "undefined"
-        return f"{self.mean:.2f}" + ("" if math.isnan(self.low) else f" [{self.low:.2f}, {self.high:.2f}]")
+        return f"{self.mean:.2f}" + (
+            "" if math.isnan(self.low) else f" [{self.low:.2f}, {self.high:.2f}]"
+        )
 
 
 class Rate(NamedTuple):
@@ -88,7 +90,13 @@ def rate_of(num_successes: int, num_episodes: int) -> Rate:
     rate, spread = num_successes / num_episodes, _Z**2 / num_episodes
     middle = (rate + spread / 2) / (1 + spread)
     half = math.sqrt(rate * (1 - rate) * spread + spread**2 / 4) / (1 + spread)
-    return Rate(rate, max(0.0, middle - half), min(1.0, middle + half), num_successes, num_episodes)
+    return Rate(
+        rate,
+        max(0.0, middle - half),
+        min(1.0, middle + half),
+        num_successes,
+        num_episodes,
+    )
 
 
 def interval_of(*tasks: np.ndarray) -> Interval:
@@ -100,11 +108,16 @@ def interval_of(*tasks: np.ndarray) -> Interval:
     counted = [values[~np.isnan(values)] for values in tasks]
     counted = [values for values in counted if len(values)]
     number = sum(map(len, counted))
-    mean = float(np.mean([values.mean() for values in counted])) if counted else math.nan
+    mean = (
+        float(np.mean([values.mean() for values in counted])) if counted else math.nan
+    )
     if number < 2 or number == len(counted):
         return Interval(mean, math.nan, math.nan, number)
     rng = np.random.default_rng(0)
-    drawn = [values[rng.integers(0, len(values), (_NUM_RESAMPLES, len(values)))].mean(1) for values in counted]
+    drawn = [
+        values[rng.integers(0, len(values), (_NUM_RESAMPLES, len(values)))].mean(1)
+        for values in counted
+    ]
     low, high = np.percentile(np.mean(drawn, axis=0), [2.5, 97.5])
     return Interval(mean, float(low), float(high), number)
 
@@ -117,7 +130,12 @@ def equality_of(returns: np.ndarray) -> np.ndarray:
     total = returns.sum(1)
     differences = np.abs(returns[:, :, None] - returns[:, None, :]).sum((1, 2))
     is_defined = (returns >= 0).all(1) & (total > 0)
-    gini = np.divide(differences, 2 * returns.shape[1] * total, out=np.full(len(total), np.nan), where=is_defined)
+    gini = np.divide(
+        differences,
+        2 * returns.shape[1] * total,
+        out=np.full(len(total), np.nan),
+        where=is_defined,
+    )
     return np.asarray(1 - gini)
 
 
@@ -151,15 +169,33 @@ class Evaluation:
     def of(cls, cast: Cast, seed: int, records: Sequence[EpisodeRecord]) -> Evaluation:
         """Return the results of a task."""
         ended = tuple(one for one in records if one.error is None)
-        returns = np.array([one.returns for one in ended], np.float64).reshape(-1, len(cast.players))
+        returns = np.array([one.returns for one in ended], np.float64).reshape(
+            -1, len(cast.players)
+        )
         lengths = np.array([one.length for one in ended], np.int64)
         failures = tuple(one for one in records if one.error is not None)
-        return cls(cast.env, seed, cast.players, cast.roles, cast.is_focal, returns, lengths, ended, failures)
+        return cls(
+            cast.env,
+            seed,
+            cast.players,
+            cast.roles,
+            cast.is_focal,
+            returns,
+            lengths,
+            ended,
+            failures,
+        )
 
     def __repr__(self) -> str:
         """Return the env's name, the numbers of episodes, and their measures."""
-        measures = {"mean_return": self.mean_return, "length": self.length, "success": self.success}
-        shown = "".join(f", {name}={one}" for name, one in measures.items() if one is not None)
+        measures = {
+            "mean_return": self.mean_return,
+            "length": self.length,
+            "success": self.success,
+        }
+        shown = "".join(
+            f", {name}={one}" for name, one in measures.items() if one is not None
+        )
         return f"Evaluation({self.env!r}, {self.num_episodes} episodes, {self.num_failed} failed{shown})"
 
     @property
@@ -190,11 +226,19 @@ class Evaluation:
     def success_of_all(self) -> Rate | None:
         """Likewise as `success`, of all episodes: those that failed count as not successful."""
         found = self.success
-        return None if found is None else rate_of(found.num_successes, found.num_episodes + self.num_failed)
+        return (
+            None
+            if found is None
+            else rate_of(found.num_successes, found.num_episodes + self.num_failed)
+        )
 
     def _rate(self, success_of: Callable[[EpisodeRecord], bool | None]) -> Rate | None:
         found = [success_of(one) for one in self.episodes]
-        return None if all(one is None for one in found) else rate_of(sum(map(bool, found)), len(found))
+        return (
+            None
+            if all(one is None for one in found)
+            else rate_of(sum(map(bool, found)), len(found))
+        )
 
     @cached_property
     def length(self) -> Interval:
@@ -231,12 +275,18 @@ class Evaluation:
     def by_role(self) -> dict[tuple[str, bool], Interval]:
         """Per-capita return by role and whether the players are focal, in the order of the players."""
         kinds = list(zip(self.roles, self.is_focal, strict=True))
-        return {kind: self._per_capita(np.array([one == kind for one in kinds])) for kind in dict.fromkeys(kinds)}
+        return {
+            kind: self._per_capita(np.array([one == kind for one in kinds]))
+            for kind in dict.fromkeys(kinds)
+        }
 
     @cached_property
     def by_player(self) -> dict[str, Interval]:
         """Return of each player."""
-        return {name: interval_of(self.returns[:, player]) for player, name in enumerate(self.players)}
+        return {
+            name: interval_of(self.returns[:, player])
+            for player, name in enumerate(self.players)
+        }
 
     def _per_capita(self, chosen: np.ndarray) -> Interval:
         return interval_of(self.returns[:, chosen].mean(1))
@@ -257,10 +307,15 @@ class Evaluation:
             "background_per_capita": _plain(self.background_per_capita),
             "collective": _plain(self.collective),
             "equality": _plain(self.equality),
-            "by_role": [{"role": role, "focal": focal, **_numbers(one)} for (role, focal), one in self.by_role.items()],
+            "by_role": [
+                {"role": role, "focal": focal, **_numbers(one)}
+                for (role, focal), one in self.by_role.items()
+            ],
             "by_player": [
                 {"player": name, "role": role, "focal": focal, **_numbers(one)}
-                for (name, one), role, focal in zip(self.by_player.items(), self.roles, self.is_focal, strict=True)
+                for (name, one), role, focal in zip(
+                    self.by_player.items(), self.roles, self.is_focal, strict=True
+                )
             ],
             "returns": self.returns.tolist(),
             "lengths": self.lengths.tolist(),
@@ -296,14 +351,26 @@ class Evaluations:
     def success_of_all(self) -> Rate | None:
         """Likewise with the failed episodes, also of tasks none of whose episodes ended."""
         found = self.success
-        ended = [one for one in self.tasks.values() if one.success is None and one.num_episodes]
-        failed = self.num_failed - sum(one.num_failed for one in ended)  # tasks that report no success do not count
-        return None if found is None else rate_of(found.num_successes, found.num_episodes + failed)
+        ended = [
+            one
+            for one in self.tasks.values()
+            if one.success is None and one.num_episodes
+        ]
+        # Tasks that report no success do not count.
+        failed = self.num_failed - sum(one.num_failed for one in ended)
+        return (
+            None
+            if found is None
+            else rate_of(found.num_successes, found.num_episodes + failed)
+        )
 
     @staticmethod
     def _rate(rates: Sequence[Rate | None]) -> Rate | None:
         known = [one for one in rates if one is not None]
-        found = (sum(one.num_successes for one in known), sum(one.num_episodes for one in known))
+        found = (
+            sum(one.num_successes for one in known),
+            sum(one.num_episodes for one in known),
+        )
         return rate_of(*found) if known else None
 
     @cached_property
@@ -314,7 +381,9 @@ class Evaluations:
     @cached_property
     def focal_per_capita(self) -> Interval:
         """Mean over tasks of the return per capita of the focal players (of the return, with one agent)."""
-        return interval_of(*(one.returns[:, list(one.is_focal)].mean(1) for one in self.tasks.values()))
+        return interval_of(
+            *(one.returns[:, list(one.is_focal)].mean(1) for one in self.tasks.values())
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the measures over all tasks, and those of each task, as plain data for `json.dump`."""
@@ -333,4 +402,7 @@ def _plain(measure: Interval | Rate | None) -> dict[str, Any] | None:
 
 
 def _numbers(measure: Interval | Rate) -> dict[str, Any]:
-    return {name: None if math.isnan(value) else value for name, value in measure._asdict().items()}
+    return {
+        name: None if math.isnan(value) else value
+        for name, value in measure._asdict().items()
+    }

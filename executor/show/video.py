@@ -16,7 +16,13 @@ class Video:
     def __init__(self, path: Path, fps: float) -> None:
         self.path = path
         self._writer = require_imageio().get_writer(
-            path, format="FFMPEG", mode="I", fps=fps, codec="libx264", macro_block_size=2, ffmpeg_log_level="error"
+            path,
+            format="FFMPEG",
+            mode="I",
+            fps=fps,
+            codec="libx264",
+            macro_block_size=2,
+            ffmpeg_log_level="error",
         )
 
     def close(self) -> None:

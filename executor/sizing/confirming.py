@@ -76,16 +76,22 @@ class Confirmation:
             EnvherdError, OSError: every setting failed; the error of the last.
         """
         rounds: list[dict[Setting, Turn]] = []
-        with contextlib.ExitStack() as stack:  # closes all executors, even if one raises
+        # Closes all executors, even if one raises.
+        with contextlib.ExitStack() as stack:
             for setting, refusal in settings.items():
                 self._refusals[setting] = refusal or self._refusal_now(setting)
-                if self._refusals[setting] is None and _executor(setting) not in self._drivers:
+                if (
+                    self._refusals[setting] is None
+                    and _executor(setting) not in self._drivers
+                ):
                     self._try(setting, functools.partial(self._start, setting, stack))
             while self._alive:
                 rounds.append({})
                 self._show(f"round {len(rounds)}")
                 for setting in self._alive:
-                    self._try(setting, functools.partial(self._turn, setting, rounds[-1]))
+                    self._try(
+                        setting, functools.partial(self._turn, setting, rounds[-1])
+                    )
                 most = _NUM_BUSY_ROUNDS if self._is_busy() else NUM_ROUNDS
                 if len(rounds) >= most or time.monotonic() > self._end:
                     break
@@ -96,26 +102,36 @@ class Confirmation:
 
     @property
     def _alive(self) -> list[Setting]:
-        return [setting for setting, refusal in self._refusals.items() if refusal is None]
+        return [
+            setting for setting, refusal in self._refusals.items() if refusal is None
+        ]
 
     def _refusal_now(self, setting: Setting) -> Refusal | None:
         """Return why a fitting setting cannot be started next to the others."""
         others = {_executor(one): self._limits.memory_bytes(one) for one in self._alive}
         if not others or _executor(setting) in others:
             return None
-        if sum(others.values()) + self._limits.memory_bytes(setting) > self._limits.usable:
+        if (
+            sum(others.values()) + self._limits.memory_bytes(setting)
+            > self._limits.usable
+        ):
             return Refusal("budget", "does not fit the memory next to the others")
         start_s = self._limits.start_s(setting)
         left_s = self._end - time.monotonic()
         if start_s > max(_START_SHARE * left_s, _QUICK_SHARE * self._budget_s):
-            return Refusal("budget", f"takes {start_s:,.1f} s to start; a longer --budget allows for it")
+            return Refusal(
+                "budget",
+                f"takes {start_s:,.1f} s to start; a longer --budget allows for it",
+            )
         return None
 
     def _patience_s(self, setting: Setting) -> float:
         """Return the seconds after which a call counts as hanging."""
         batch_s = setting.most_per_worker * self._limits.measured.whole_step_s
         import_s = 0.0 if setting.num_workers else _IMPORT_S
-        return _PATIENCE_S + _PATIENCE_FACTOR * (self._limits.start_s(setting) + batch_s + import_s)
+        return _PATIENCE_S + _PATIENCE_FACTOR * (
+            self._limits.start_s(setting) + batch_s + import_s
+        )
 
     def _try(self, setting: Setting, action: Callable[[], None]) -> None:
         """Do something with a setting; if it fails, exclude all settings of its executor."""
@@ -127,22 +143,33 @@ class Confirmation:
             self._error = error
             text = f"failed: {str(error).split(chr(10), 1)[0] or type(error).__name__}"
             if isinstance(error, WorkerTimeout):
-                text = f"hung: a call took longer than {self._patience_s(setting):,.0f} s"
+                text = (
+                    f"hung: a call took longer than {self._patience_s(setting):,.0f} s"
+                )
             alike = [one for one in self._alive if _executor(one) == _executor(setting)]
             self._refusals |= dict.fromkeys(alike, Refusal("failure", text))
 
     def _start(self, setting: Setting, stack: contextlib.ExitStack) -> None:
-        start_s, goal, patience_s = self._limits.start_s(setting), self._limits.goal, self._patience_s(setting)
+        start_s, goal, patience_s = (
+            self._limits.start_s(setting),
+            self._limits.goal,
+            self._patience_s(setting),
+        )
         self._show(f"starting {setting}, about {start_s:,.0f} s")
         span_s = _THROTTLED_SPAN_S if self._limits.machine.is_throttled else _SPAN_S
         subject, size, kind = self._subject, _executor(setting), Driver
         if not setting.num_workers:
-            subject, size, kind = subject.hosted(setting.num_envs, span_s, goal.policy_s), (1, 1), HostDriver
+            subject, size, kind = (
+                subject.hosted(setting.num_envs, span_s, goal.policy_s),
+                (1, 1),
+                HostDriver,
+            )
         env = stack.enter_context(subject.start(*size, patience_s))
         self._drivers[_executor(setting)] = kind(env, span_s, goal.policy_s)
 
     def _turn(self, setting: Setting, turns: dict[Setting, Turn]) -> None:
-        if self._refusals[setting] is None:  # it has not failed in this round, in the other mode
+        # It has not failed in this round, in the other mode.
+        if self._refusals[setting] is None:
             turns[setting] = self._drivers[_executor(setting)].turn(setting.mode)
 
     def _runs(self, rounds: Sequence[Mapping[Setting, Turn]]) -> list[Run]:
@@ -153,7 +180,9 @@ class Confirmation:
             seconds = turn.undisturbed_s(is_even=is_even) if is_busy else turn.seconds
             return measured.whole_steps(turn.steps, turn.resets) / seconds
 
-        rate_of = speeds([{setting: rate(turns[setting]) for setting in alive} for turns in rounds])
+        rate_of = speeds(
+            [{setting: rate(turns[setting]) for setting in alive} for turns in rounds]
+        )
         runs = []
         for setting, refusal in self._refusals.items():
             turns = [one[setting] for one in rounds] if setting in rate_of else []
@@ -182,7 +211,10 @@ def speeds(rounds: Sequence[Mapping[Setting, float]]) -> dict[Setting, float]:
     anchor, *_ = rounds[0]
     rate = float(np.median([one[anchor] for one in rounds]))
     return {
-        setting: rate * math.exp(float(np.median([math.log(one[setting] / one[anchor]) for one in rounds])))
+        setting: rate
+        * math.exp(
+            float(np.median([math.log(one[setting] / one[anchor]) for one in rounds]))
+        )
         for setting in rounds[0]
     }
 
@@ -196,7 +228,10 @@ def choose(runs: Sequence[Run], target: float | None = None) -> Run:
     """
     most = max(one.steps_per_s for one in runs)
     enough = target if target is not None and most >= target else GOOD_ENOUGH * most
-    return min((one for one in runs if one.steps_per_s >= enough), key=lambda one: one.setting.rank)
+    return min(
+        (one for one in runs if one.steps_per_s >= enough),
+        key=lambda one: one.setting.rank,
+    )
 
 
 def _executor(setting: Setting) -> tuple[int, int]:

@@ -59,8 +59,12 @@ class Subject:
         require("measuring an env", "/proc")
         with contextlib.ExitStack() as stack:
             if self.options.start_method == "zygote" and not is_portable(self.options):
-                blueprint = draw(as_factories(1, self.make_env), self.env_kwargs, 1, 0, self.options)
-                stack.enter_context(preloading(*blueprint.preload, options=self.options)).wait_ready()
+                blueprint = draw(
+                    as_factories(1, self.make_env), self.env_kwargs, 1, 0, self.options
+                )
+                stack.enter_context(
+                    preloading(*blueprint.preload, options=self.options)
+                ).wait_ready()
             yield
 
     def start(self, num_envs: int, num_workers: int, patience_s: float) -> BatchedEnv:
@@ -81,7 +85,13 @@ class Subject:
             reset_timeout_s=min(patience_s, own.reset_timeout_s or patience_s),
             step_timeout_s=min(patience_s, own.step_timeout_s or patience_s),
         )
-        blueprint = draw(as_factories(num_envs, self.make_env), self.env_kwargs, num_workers, 0, options)
+        blueprint = draw(
+            as_factories(num_envs, self.make_env),
+            self.env_kwargs,
+            num_workers,
+            0,
+            options,
+        )
         pool = make_pool(blueprint, options)
         try:
             pool.start()
@@ -102,7 +112,9 @@ class Subject:
             env_vars=own.env_vars,
             gpus=own.gpus,
         )
-        return Subject(functools.partial(SerialHost, self, num_envs, span_s, policy_s), {}, options)
+        return Subject(
+            functools.partial(SerialHost, self, num_envs, span_s, policy_s), {}, options
+        )
 
 
 class Turn(NamedTuple):
@@ -151,10 +163,16 @@ class Turn(NamedTuple):
         if not is_even:
             return seconds
         if workers:
-            slowest_s = max(max(run_s, busy_s - wait_s) for run_s, wait_s, busy_s in workers)
+            slowest_s = max(
+                max(run_s, busy_s - wait_s) for run_s, wait_s, busy_s in workers
+            )
             seconds = policy_s + own_run_s + max(slowest_s, shared_s)
         median_s = float(np.median(self.batches_s))
-        return min(seconds, median_s * len(self.batches_s)) if median_s < _SHORT_S else seconds
+        return (
+            min(seconds, median_s * len(self.batches_s))
+            if median_s < _SHORT_S
+            else seconds
+        )
 
 
 def random_actions(env: BatchedEnv) -> Callable[..., TensorDictBase]:
@@ -164,7 +182,9 @@ def random_actions(env: BatchedEnv) -> Callable[..., TensorDictBase]:
     """
     has_masks = any(leaf.key[-1] == "action_mask" for leaf in env.observation_spec)
     keys = [leaf.key for leaf in env.action_spec]
-    drawn = itertools.cycle([env.rand_action().select(*keys) for _ in range(0 if has_masks else _NUM_DRAWN)])
+    drawn = itertools.cycle(
+        [env.rand_action().select(*keys) for _ in range(0 if has_masks else _NUM_DRAWN)]
+    )
 
     def set_in(td: TensorDictBase, env_ids: Any = None) -> TensorDictBase:
         if has_masks:
@@ -209,7 +229,9 @@ class Driver:
             batch()
         resets, times = self._counters()
         steps, ticks = 0, [time.perf_counter()]
-        while (seconds := ticks[-1] - ticks[0]) < self._span_s or (len(ticks) <= _LEAST_BATCHES and seconds < _LEAST_S):
+        while (seconds := ticks[-1] - ticks[0]) < self._span_s or (
+            len(ticks) <= _LEAST_BATCHES and seconds < _LEAST_S
+        ):
             steps += batch()
             ticks.append(time.perf_counter())
         resets_after, times_after = self._counters()
@@ -223,10 +245,16 @@ class Driver:
     def _counters(self) -> tuple[int, np.ndarray]:
         """Return the number of resets, and `Turn.times_s` so far."""
         pool = self.env.engine.pool
-        pids = ["thread-self", *(str(pool.pid_of(worker_id)) for worker_id in range(pool.num_workers))]
+        pids = [
+            "thread-self",
+            *(str(pool.pid_of(worker_id)) for worker_id in range(pool.num_workers)),
+        ]
         # The words of a `SerialEnv` are those of one worker, and are left out.
         busy_ns = [0, *pool.slab.words["busy_ns"].tolist()]
-        times = [[*_scheduled_ns(pid), busy] for pid, busy in zip(pids, busy_ns, strict=False)]
+        times = [
+            [*_scheduled_ns(pid), busy]
+            for pid, busy in zip(pids, busy_ns, strict=False)
+        ]
         return int(pool.slab.words["resets"].sum()), np.array(times) / 1e9
 
     def _act(self, td: TensorDictBase, env_ids: Any = None) -> TensorDictBase:
@@ -237,7 +265,8 @@ class Driver:
 
     def _exchange(self) -> int:
         ids: Any = self.env.recv(min_envs=self._half, with_root=False)["env_ids"]
-        env_ids = ids.reshape(len(ids), -1)[:, 0]  # envs that are batches have one for each row
+        # Envs that are batches have one for each row.
+        env_ids = ids.reshape(len(ids), -1)[:, 0]
         self.env.send(self._act(self.env.current(env_ids), env_ids), env_ids)
         return len(env_ids)
 
@@ -259,9 +288,17 @@ class SerialHost(CountingEnv):
         span_s, policy_s: see `Driver`.
     """
 
-    def __init__(self, subject: Subject, num_envs: int, span_s: float, policy_s: float) -> None:
+    def __init__(
+        self, subject: Subject, num_envs: int, span_s: float, policy_s: float
+    ) -> None:
         super().__init__()
-        env = SerialEnv(num_envs, subject.make_env, env_kwargs=subject.env_kwargs, seed=0, options=subject.options)
+        env = SerialEnv(
+            num_envs,
+            subject.make_env,
+            env_kwargs=subject.env_kwargs,
+            seed=0,
+            options=subject.options,
+        )
         self._driver = Driver(env, span_s, policy_s)
 
     def turn(self) -> list[Any]:

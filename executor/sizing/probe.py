@@ -22,7 +22,13 @@ from envherd.executor.machine.gpus import memory_used_by
 from envherd.executor.sizing.driving import Driver, Subject
 from envherd.executor.sizing.settings import Measurement
 from envherd.workers.errors import EnvherdError
-from envherd.workers.processes import descendants, memory_of, num_threads, parent_of, processor_ns
+from envherd.workers.processes import (
+    descendants,
+    memory_of,
+    num_threads,
+    parent_of,
+    processor_ns,
+)
 
 #: Shares of the budget for steps, and for the resets before and after them and those of several envs.
 _STEPS_SHARE, _RESETS_SHARE = 0.4, 0.08
@@ -56,7 +62,9 @@ _COUNTED = {"steps": "env_steps", "ends": "ends", "resets": "resets"}
 _TIMES = ("busy_s", "reset_s", "cpu_s", "delay_s", "hidden_s")
 
 
-def probe(subject: Subject, budget_s: float, show: Callable[[str], None]) -> Measurement:
+def probe(
+    subject: Subject, budget_s: float, show: Callable[[str], None]
+) -> Measurement:
     """Measure an env in a worker.
 
     Args:
@@ -72,7 +80,11 @@ def probe(subject: Subject, budget_s: float, show: Callable[[str], None]) -> Mea
     began, patience_s = time.monotonic(), _PATIENCE_S + _PATIENCE_FACTOR * budget_s
     # One process for all of the time: its figures are read.
     options = replace(
-        subject.options, on_worker_loss="raise", on_env_error="raise", recycle_after=None, max_worker_memory=None
+        subject.options,
+        on_worker_loss="raise",
+        on_env_error="raise",
+        recycle_after=None,
+        max_worker_memory=None,
     )
     subject = replace(subject, options=options)
     show("probe: build")
@@ -85,25 +97,37 @@ def probe(subject: Subject, budget_s: float, show: Callable[[str], None]) -> Mea
         one.step()  # caches, lazy imports and compilers warm up
         dirty = memory_of(one.pid)["dirty"]
         figures = one.measure_steps(_STEPS_SHARE * budget_s)
-        grown = max(0, memory_of(one.pid)["dirty"] - dirty - _NOISE_BYTES) * 1000 / figures["steps_measured"]
+        grown = (
+            max(0, memory_of(one.pid)["dirty"] - dirty - _NOISE_BYTES)
+            * 1000
+            / figures["steps_measured"]
+        )
         threads = num_threads(one.pid)
         late = one.memory_after_resets(_RESETS_SHARE * budget_s)
         gpu_bytes = memory_used_by(descendants(one.pid))
         all_of = one.read()
     # A worker counts the step before a reset with the reset.
-    resets_s = all_of["reset_s"] - first_reset_s - all_of["ends"] * figures["step_mean_s"]
-    reset_mean_s = max(0.0, resets_s / (all_of["resets"] - 1)) * (1 - figures["contention"])
+    resets_s = (
+        all_of["reset_s"] - first_reset_s - all_of["ends"] * figures["step_mean_s"]
+    )
+    reset_mean_s = max(0.0, resets_s / (all_of["resets"] - 1)) * (
+        1 - figures["contention"]
+    )
     why_alone = "ExecutorOptions(alone=True)" if options.alone else ""
     further_bytes = late["dirty"]
     if not why_alone and build_s + first_reset_s < budget_s:
-        is_short = figures["step_mean_s"] < _SHORT_STEP_S and late["dirty"] < _LIGHT_BYTES
+        is_short = (
+            figures["step_mean_s"] < _SHORT_STEP_S and late["dirty"] < _LIGHT_BYTES
+        )
         count, began = _SHORT_ENVS if is_short else 2, time.monotonic()
         show(f"probe: {count} envs")
         try:
             with subject.start(count, 1, patience_s) as env:
                 further_s = max(0.0, time.monotonic() - began - build_s) / (count - 1)
                 several = Probe(env)
-                all_bytes = several.memory_after_resets(_RESETS_SHARE * budget_s)["dirty"]
+                all_bytes = several.memory_after_resets(_RESETS_SHARE * budget_s)[
+                    "dirty"
+                ]
                 further_bytes = max(0, all_bytes - early["dirty"]) // (count - 1)
                 if is_short:
                     figures = several.measure_steps(_STEPS_SHARE * budget_s)
@@ -148,7 +172,8 @@ class Probe:
             histogram of sampled steps, int `[NUM_BINS]`.
         """
         words, end = self._words, time.monotonic() + _IDLE_S
-        while words["phase"][0] and time.monotonic() < end:  # a worker counts the time of a command after its answer
+        # A worker counts the time of a command after its answer.
+        while words["phase"][0] and time.monotonic() < end:
             time.sleep(_NAP_S)
         counts = {key: int(words[name].sum()) for key, name in _COUNTED.items()}
         times = (words["busy_ns"][0], words["reset_ns"][0], *processor_ns(self.pid))
@@ -162,7 +187,11 @@ class Probe:
             self.step()
             made = {key: value - before[key] for key, value in self.read().items()}
             spent_s = time.monotonic() - began
-            is_known = made["steps"] >= _ENOUGH_STEPS and spent_s >= _ENOUGH_S and made["ends"] >= _ENOUGH_EPISODES
+            is_known = (
+                made["steps"] >= _ENOUGH_STEPS
+                and spent_s >= _ENOUGH_S
+                and made["ends"] >= _ENOUGH_EPISODES
+            )
             if spent_s >= seconds or is_known:
                 return step_figures(made)
 
@@ -175,14 +204,23 @@ class Probe:
             "dirty": private data of the worker; "shared": what it and its helper have once for all workers.
         """
         began, states = time.monotonic(), list[dict[str, int]]()
-        while not states or (len(states) < _ENOUGH_RESETS and time.monotonic() - began < seconds):
+        while not states or (
+            len(states) < _ENOUGH_RESETS and time.monotonic() - began < seconds
+        ):
             self._driver.reset()
             self._driver.step()
             states.append(memory_of(self.pid))
-        mean = {key: sum(state[key] for state in states) // len(states) for key in states[0]}
+        mean = {
+            key: sum(state[key] for state in states) // len(states) for key in states[0]
+        }
         helper = parent_of(self.pid)  # of a worker of the portable pool, this process
-        helper_pss = 0 if helper == os.getpid() else memory_of(helper, is_alone=True)["pss"]
-        return {"dirty": mean["dirty"], "shared": helper_pss + mean["pss"] - mean["dirty"]}
+        helper_pss = (
+            0 if helper == os.getpid() else memory_of(helper, is_alone=True)["pss"]
+        )
+        return {
+            "dirty": mean["dirty"],
+            "shared": helper_pss + mean["pss"] - mean["dirty"],
+        }
 
 
 def step_figures(made: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,16 +229,23 @@ def step_figures(made: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         made: steps and what they took; see `Probe.read`.
     """
-    steps, ends, reset_s, cpu_s, delay_s = (made[key] for key in ("steps", "ends", "reset_s", "cpu_s", "delay_s"))
-    median_s, p99_s, least_s = (quantile(made["bins"], share) or 0.0 for share in (0.5, 0.99, 0.1))
-    alone = max(1, steps - ends)  # a worker counts the step before a reset with the reset
+    steps, ends, reset_s, cpu_s, delay_s = (
+        made[key] for key in ("steps", "ends", "reset_s", "cpu_s", "delay_s")
+    )
+    median_s, p99_s, least_s = (
+        quantile(made["bins"], share) or 0.0 for share in (0.5, 0.99, 0.1)
+    )
+    # A worker counts the step before a reset with the reset.
+    alone = max(1, steps - ends)
     steps_s = max(made["busy_s"] - reset_s, steps * _LEAST_STEP_S)
     if p99_s:
         steps_s = min(steps_s, _PAUSE_FACTOR * p99_s * alone)
     busy_s = steps_s + reset_s
     # Between commands the worker also computes, as it looks for the next one, and waits for a processor: it may have
     # waited for longer than it was busy, while the kernel has counted no time on a processor and no step was sampled.
-    undisturbed_s = min(busy_s, max(busy_s - delay_s, cpu_s, steps * max(_LEAST_STEP_S, least_s)))
+    undisturbed_s = min(
+        busy_s, max(busy_s - delay_s, cpu_s, steps * max(_LEAST_STEP_S, least_s))
+    )
     own_s = min(cpu_s, undisturbed_s)
     hidden_s = made["hidden_s"] if made["hidden_s"] > _LEAST_HIDDEN * own_s else 0.0
     mean_s = steps_s / alone * undisturbed_s / busy_s

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from envherd.executor.sizing.rule import WAITS, Limits, steps_are_uneven
-from envherd.executor.sizing.settings import OF_MACHINE, Run, counted, size_text, time_text
+from envherd.executor.sizing.settings import (
+    OF_MACHINE,
+    Run,
+    counted,
+    size_text,
+    time_text,
+)
 
 #: Least share of a batch that is worth a sentence.
 _WORTH_A_SENTENCE = 0.15
@@ -34,9 +40,14 @@ def bottleneck(limits: Limits, chosen: Run, runs: Sequence[Run]) -> tuple[str, s
     busy = f"workers are busy for {chosen.busy_share:.0%} of the time"
     batch = time_text(chosen.batch_s)
     refused = [
-        (one.refusal.kind, f"{one.refusal.kind} binds: {one.setting} {one.refusal.text}.")
+        (
+            one.refusal.kind,
+            f"{one.refusal.kind} binds: {one.setting} {one.refusal.text}.",
+        )
         for one in runs
-        if one.refusal and one.refusal.kind in OF_MACHINE and one.setting.num_workers >= num_workers
+        if one.refusal
+        and one.refusal.kind in OF_MACHINE
+        and one.setting.num_workers >= num_workers
     ]
     threads = len(machine.cpus) - machine.physical_cores
     smt = f", {threads} of them hyper-threads" if threads else ""
@@ -101,7 +112,9 @@ def bottleneck(limits: Limits, chosen: Run, runs: Sequence[Run]) -> tuple[str, s
     return next((name, sentence) for applies, name, sentence in rows if applies)
 
 
-def facts(limits: Limits, chosen: Run, ran: Sequence[Run], others_share: float) -> list[str]:
+def facts(
+    limits: Limits, chosen: Run, ran: Sequence[Run], others_share: float
+) -> list[str]:
     """Return what else a reader should know: about the choice, the env, and other programs.
 
     Args:
@@ -113,8 +126,14 @@ def facts(limits: Limits, chosen: Run, ran: Sequence[Run], others_share: float) 
     goal, measured, setting = limits.goal, limits.measured, chosen.setting
     target, grown = goal.target_steps_per_s or 0.0, measured.grown_per_1000_steps_bytes
     reset = time_text(measured.reset_mean_s)
-    others = "".join(f", {one.setting} {one.steps_per_s:,.0f}" for one in ran if one is not chosen)
-    left = max(0, limits.machine.memory_available - chosen.memory_bytes) * 1000 / max(1, grown * setting.num_envs)
+    others = "".join(
+        f", {one.setting} {one.steps_per_s:,.0f}" for one in ran if one is not chosen
+    )
+    left = (
+        max(0, limits.machine.memory_available - chosen.memory_bytes)
+        * 1000
+        / max(1, grown * setting.num_envs)
+    )
     quota = "the CPU quota was used up, or " if limits.machine.is_throttled else ""
     rows = (
         (
@@ -138,7 +157,10 @@ def facts(limits: Limits, chosen: Run, ran: Sequence[Run], others_share: float) 
                 "for slow ones."
             ),
         ),
-        (bool(measured.why_alone), f"each env needs its own worker: {measured.why_alone}"),
+        (
+            bool(measured.why_alone),
+            f"each env needs its own worker: {measured.why_alone}",
+        ),
         (
             measured.reset_share > _WORTH_A_SENTENCE,
             f"resets take {measured.reset_share:.0%} of an env's time ({reset} each).",

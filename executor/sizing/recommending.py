@@ -17,7 +17,13 @@ from envherd.executor.sizing.driving import Subject
 from envherd.executor.sizing.probe import probe
 from envherd.executor.sizing.reasons import DISTURBED, bottleneck, facts
 from envherd.executor.sizing.rule import Limits, settings_for
-from envherd.executor.sizing.settings import WORKERS_ONLY, Goal, Measurement, Run, Setting
+from envherd.executor.sizing.settings import (
+    WORKERS_ONLY,
+    Goal,
+    Measurement,
+    Run,
+    Setting,
+)
 
 _log = logging.getLogger("envherd")
 #: Seconds of measurement for `recommend`, and for `"auto"`, which delays a program's start.
@@ -97,9 +103,15 @@ def recommend(  # the env, the goal and the limits
             measured = replace(measured, end_share=1 / goal.episode_steps)
         limits = Limits(measured, machine, goal, options.num_frames)
         confirmation = Confirmation(
-            subject, limits, (began + budget_s, budget_s), show, lambda: others.share() > DISTURBED
+            subject,
+            limits,
+            (began + budget_s, budget_s),
+            show,
+            lambda: others.share() > DISTURBED,
         )
-        runs = confirmation.run(limits.fitting(settings_for(measured, machine.cores, goal)))
+        runs = confirmation.run(
+            limits.fitting(settings_for(measured, machine.cores, goal))
+        )
         return decide(limits, runs, others.share())
 
 
@@ -148,12 +160,35 @@ def resolve(
     fixed: dict[str, int | None] = {}
     for name, value in (("num_envs", num_envs), ("num_workers", num_workers)):
         if isinstance(value, str) and value != "auto":
-            raise ValueError(f"{name} failed: expected an int or 'auto', got {value!r}.")
-        fixed[name] = None if value == "auto" else as_count("ParallelEnv", name, value, or_none=name == "num_workers")
+            raise ValueError(
+                f"{name} failed: expected an int or 'auto', got {value!r}."
+            )
+        fixed[name] = (
+            None
+            if value == "auto"
+            else as_count("ParallelEnv", name, value, or_none=name == "num_workers")
+        )
     factory: Any = make_env[0] if is_list else make_env  # type: ignore[index]  # a list
-    first_kwargs = env_kwargs if env_kwargs is None or isinstance(env_kwargs, dict) else env_kwargs[0]
-    goal = replace(WORKERS_ONLY, num_envs=fixed["num_envs"], num_workers=fixed["num_workers"])
-    done = recommend(factory, env_kwargs=first_kwargs, goal=goal, budget_s=AUTO_BUDGET_S, options=options)
+    first_kwargs = (
+        env_kwargs
+        if env_kwargs is None or isinstance(env_kwargs, dict)
+        else env_kwargs[0]
+    )
+    goal = replace(
+        WORKERS_ONLY, num_envs=fixed["num_envs"], num_workers=fixed["num_workers"]
+    )
+    done = recommend(
+        factory,
+        env_kwargs=first_kwargs,
+        goal=goal,
+        budget_s=AUTO_BUDGET_S,
+        options=options,
+    )
     setting = done.setting
-    _log.info("auto: %d envs on %d workers; %s", setting.num_envs, setting.num_workers, " ".join(done.why))
+    _log.info(
+        "auto: %d envs on %d workers; %s",
+        setting.num_envs,
+        setting.num_workers,
+        " ".join(done.why),
+    )
     return setting.num_envs, setting.num_workers

@@ -41,7 +41,11 @@ class Setting:
         """Describe it in words."""
         envs = counted(self.num_envs, "env")
         how = ", first-K" if self.mode == "first-k" else ""
-        return f"{envs} on {counted(self.num_workers, 'worker')}{how}" if self.num_workers else f"SerialEnv of {envs}"
+        return (
+            f"{envs} on {counted(self.num_workers, 'worker')}{how}"
+            if self.num_workers
+            else f"SerialEnv of {envs}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +77,11 @@ class Goal:
 
     def is_met_by(self, run: Run) -> bool | None:
         """Return whether a run reaches the target; None without one."""
-        return None if self.target_steps_per_s is None else run.steps_per_s >= self.target_steps_per_s
+        return (
+            None
+            if self.target_steps_per_s is None
+            else run.steps_per_s >= self.target_steps_per_s
+        )
 
 
 #: For executors with worker processes, stepped and reset in the usual way.
@@ -150,11 +158,16 @@ class Measurement:
 
     def whole_steps(self, steps: int, resets: int) -> float:
         """Return the number of steps (each with its share of a reset) with the same work as these steps and resets."""
-        return (steps * self.step_mean_s + resets * self.reset_mean_s) / self.whole_step_s
+        return (
+            steps * self.step_mean_s + resets * self.reset_mean_s
+        ) / self.whole_step_s
 
     def to_plain(self) -> dict[str, Any]:
         """Return the figures as documented in docs/reference/json.md."""
-        further = {name: getattr(self, name) for name in ("row_bytes", "waits_share", "reset_share")}
+        further = {
+            name: getattr(self, name)
+            for name in ("row_bytes", "waits_share", "reset_share")
+        }
         plain = {**vars(self), **further, "is_alone": bool(self.why_alone)}
         del plain["spec"]
         return plain
@@ -230,4 +243,6 @@ def size_text(size: float) -> str:
     """Return a number of bytes as text with a unit."""
     if size < 2**20:
         return f"{size / 1024:,.1f} KiB"
-    return f"{size / 2**20:,.1f} MiB" if size < 10 * 2**30 else f"{size / 2**30:,.1f} GiB"
+    return (
+        f"{size / 2**20:,.1f} MiB" if size < 10 * 2**30 else f"{size / 2**30:,.1f} GiB"
+    )

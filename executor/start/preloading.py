@@ -24,7 +24,19 @@ from envherd.workers.process.zygote import flags
 from envherd.workers.sending.surroundings import TABLE, import_path
 
 #: Fields of /proc/PID/status that a process inherits: all that concern users, processors, signals and privileges.
-_INHERITED = ("Umask", "Uid", "Gid", "Groups", "SigBlk", "SigIgn", "Cap", "NoNewPrivs", "Seccomp", "Cpus", "Mems")
+_INHERITED = (
+    "Umask",
+    "Uid",
+    "Gid",
+    "Groups",
+    "SigBlk",
+    "SigIgn",
+    "Cap",
+    "NoNewPrivs",
+    "Seccomp",
+    "Cpus",
+    "Mems",
+)
 
 _innermost: list[_Warm] = []
 
@@ -78,7 +90,9 @@ def preloaded(*modules: str, options: ExecutorOptions | None = None) -> Iterator
 
 
 @contextlib.contextmanager
-def preloading(*modules: str, options: ExecutorOptions, must_import: bool = False) -> Iterator[Helper]:
+def preloading(
+    *modules: str, options: ExecutorOptions, must_import: bool = False
+) -> Iterator[Helper]:
     """As `preloaded`; unless `must_import`, modules that cannot be imported are left to the workers."""
     surroundings = _surroundings(options)
     zygote = Helper(options, list(modules), must_import=must_import)
@@ -94,14 +108,22 @@ def preloading(*modules: str, options: ExecutorOptions, must_import: bool = Fals
         zygote.close()
 
 
-def helper_for(user: object, options: ExecutorOptions, modules: Sequence[str]) -> Helper:
+def helper_for(
+    user: object, options: ExecutorOptions, modules: Sequence[str]
+) -> Helper:
     """Return a helper for an executor, its `user`: one that is there, or a new one."""
     helper = find_helper(user, options)
     if helper is not None:
         return helper
     if options.start_method != "zygote" or options.worker_output != "capture":
         return Helper(options, list(modules), user=user)
-    settings = (*_surroundings(options), options.build_timeout_s, tuple(modules), sys.executable, tuple(import_path()))
+    settings = (
+        *_surroundings(options),
+        options.build_timeout_s,
+        tuple(modules),
+        sys.executable,
+        tuple(import_path()),
+    )
     key = (*settings, *map(tuple, (flags(), TABLE["argv"].read())), *_inherited())
     return shared(user, key, options, list(modules))
 
@@ -119,7 +141,12 @@ def find_helper(user: object, options: ExecutorOptions) -> Helper | None:
 
 def _surroundings(options: ExecutorOptions) -> tuple[object, ...]:
     """Return the settings that workers inherit from a helper and cannot get at their start."""
-    return (os.getpid(), common_variables(options), options.worker_threads, options.worker_output)
+    return (
+        os.getpid(),
+        common_variables(options),
+        options.worker_threads,
+        options.worker_output,
+    )
 
 
 def _inherited() -> tuple[object, ...]:

@@ -51,5 +51,9 @@ def request_stacks(log_fd: int, request: Callable[[], Any]) -> str:
         last, size, now = size, os.fstat(log_fd).st_size, time.monotonic()
         if size != last:
             changed_at = now
-    text = pread(log_fd, size - before, before).decode(errors="replace") if size > before else ""
+    text = (
+        pread(log_fd, size - before, before).decode(errors="replace")
+        if size > before
+        else ""
+    )
     return text or "(the process did not answer)"

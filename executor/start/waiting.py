@@ -74,7 +74,9 @@ class Deadline:
 
     def left_s(self, at_most_s: float) -> float:
         """Return the seconds that are left, but at most `at_most_s`."""
-        return at_most_s if self._end is None else min(at_most_s, self._end - self._now())
+        return (
+            at_most_s if self._end is None else min(at_most_s, self._end - self._now())
+        )
 
     def has_passed(self) -> bool:
         """Return whether the wait is over."""
@@ -129,8 +131,15 @@ class Overdue:
         worker_of: np.ndarray,
     ) -> None:
         self._clock = clock
-        self._step_s, self._reset_s = step_s, None if reset_s is None else reset_s + (step_s or 0.0)
-        self._phase_of, self._command_seq, self._worker_of = phase_of, command_seq, worker_of
+        self._step_s, self._reset_s = (
+            step_s,
+            None if reset_s is None else reset_s + (step_s or 0.0),
+        )
+        self._phase_of, self._command_seq, self._worker_of = (
+            phase_of,
+            command_seq,
+            worker_of,
+        )
         self._seen: dict[int, tuple[tuple[str, int | None, int], float]] = {}
 
     def look(self, owing: Iterable[int]) -> list[tuple[int, float]]:
@@ -143,7 +152,9 @@ class Overdue:
         self._seen = {}
         for worker_id in owing:
             phase, env_id = self._phase_of(worker_id)
-            numbers = self._command_seq[self._worker_of == worker_id if env_id is None else env_id]
+            numbers = self._command_seq[
+                self._worker_of == worker_id if env_id is None else env_id
+            ]
             state = phase, env_id, int(numbers.max())
             before, since = seen.get(worker_id, (None, now))
             since = since if before == state else now

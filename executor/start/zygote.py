@@ -31,7 +31,11 @@ from envherd.executor.sending.variables import common_variables
 from envherd.executor.start.process_log import read_log, request_stacks
 from envherd.executor.start.waiting import DeadlinePassed
 from envherd.shm.interrupts import ignoring_refusals, uninterrupted
-from envherd.shm.platforms import open_standard_descriptors, register_at_fork, send_signal
+from envherd.shm.platforms import (
+    open_standard_descriptors,
+    register_at_fork,
+    send_signal,
+)
 from envherd.workers.errors import InternalError, WorkerLost, WorkerTimeout
 from envherd.workers.process.zygote import flags, in_file, send_request
 from envherd.workers.sending import importing, surroundings
@@ -40,18 +44,26 @@ _PACKET = 1 << 18
 #: Seconds that a helper without users waits for the next executor. One of a sweep, of tests or of a cell that is run
 #: again follows soon, and a helper that has torch holds 200 MB or more.
 IDLE_S = 10.0
-_KEPT_CPU_S = 1.0  # processor time of imports for which a helper is kept; without torch, most need less
+# Processor time of imports for which a helper is kept; without torch, most need less.
+_KEPT_CPU_S = 1.0
 _RESUME_S = 2.0  # for an idle helper to answer
 #: Makes `torch.cuda.is_available()` ask the driver's library: torch refuses CUDA in forks of a process that has asked
 #: CUDA itself, and modules that the helper imports ask, as TorchRL does.
 _ASKS_WITHOUT_CUDA = ("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+_THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+)
 _FAREWELL_S = 5.0  # for the helper to kill remaining processes and end
 _RECEIVE_S = 0.02  # between checks whether another thread has taken the answer
 _HELPER_END_S = 5.0  # for the helper to end after its socket is closed
 #: Environment variables that change while a program runs and that no import reads.
 _PASSING = {"PYTEST_CURRENT_TEST", "PWD", "OLDPWD", "_"}
-_LIMITS = "Use fewer workers, or raise the limit (ulimit -u; pids.max of the control group)."
+_LIMITS = (
+    "Use fewer workers, or raise the limit (ulimit -u; pids.max of the control group)."
+)
 #: The first import is of a built-in module, then the current folder leaves the path: else the import of json would take
 #: a json.py there. -P would do so too, but workers would have that flag of which their script may know nothing.
 _BOOT = """# envherd helper: imports modules, forks workers; see docs/faq.md
@@ -80,7 +92,11 @@ def _let_go_in_fork() -> None:
     _idle.clear()
 
 
-register_at_fork(before=_fork_lock.acquire, after_in_parent=_fork_lock.release, after_in_child=_let_go_in_fork)
+register_at_fork(
+    before=_fork_lock.acquire,
+    after_in_parent=_fork_lock.release,
+    after_in_child=_let_go_in_fork,
+)
 
 
 @atexit.register
@@ -94,13 +110,17 @@ def _exit() -> None:
 def end_idle(*, must_have_ended: bool = False) -> None:
     """End the helper that waits for an executor, if there is one; or only reap one that has ended by itself."""
     with _fork_lock:
-        ended = [zygote for zygote in _idle if zygote.has_ended() or not must_have_ended]
+        ended = [
+            zygote for zygote in _idle if zygote.has_ended() or not must_have_ended
+        ]
         _idle[:] = [zygote for zygote in _idle if zygote not in ended]
     for zygote in ended:
         zygote.end()
 
 
-def shared(user: object, key: tuple[object, ...], options: ExecutorOptions, preload: list[str]) -> Helper:
+def shared(
+    user: object, key: tuple[object, ...], options: ExecutorOptions, preload: list[str]
+) -> Helper:
     """Return a helper with that key: an existing one, or a new one.
 
     Args:
@@ -112,7 +132,14 @@ def shared(user: object, key: tuple[object, ...], options: ExecutorOptions, prel
     end_idle(must_have_ended=True)
     while True:
         with _fork_lock:
-            found = next((zygote for zygote in _zygotes if zygote.key == key and zygote.join(user)), None)
+            found = next(
+                (
+                    zygote
+                    for zygote in _zygotes
+                    if zygote.key == key and zygote.join(user)
+                ),
+                None,
+            )
             if found is None:
                 return Helper(options, preload, key, user=user)
         if found.resume():
@@ -164,10 +191,13 @@ class Helper:
             with _fork_lock:
                 _zygotes.add(self)
                 self.lifeline_read, self._lifeline_write = os.pipe()
-                self._sock, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                self._sock, self._theirs = socket.socketpair(
+                    socket.AF_UNIX, socket.SOCK_SEQPACKET
+                )
             self._log_fd = os.memfd_create("envherd-log-zygote", os.MFD_CLOEXEC)
             output = self._log_fd if options.worker_output == "capture" else None
-            with in_file(json.dumps(path).encode()) as file:  # an argument has at most 128 KiB
+            # An argument has at most 128 KiB.
+            with in_file(json.dumps(path).encode()) as file:
                 theirs = (self._theirs.fileno(), self._log_fd, file.fileno())
                 self._process = subprocess.Popen(
                     [sys.executable, *flags(), "-c", _BOOT, *map(str, theirs)],
@@ -186,8 +216,16 @@ class Helper:
             raise
         self._theirs.close()
         # Imports see what those of the script see; the environment variables are there from the start.
-        caller = {name: value for name, value in surroundings.read().items() if name not in ("environ", "name")}
-        self._start = {"caller": caller, "preload": preload, "must_exec": options.start_method == "spawn"}
+        caller = {
+            name: value
+            for name, value in surroundings.read().items()
+            if name not in ("environ", "name")
+        }
+        self._start = {
+            "caller": caller,
+            "preload": preload,
+            "must_exec": options.start_method == "spawn",
+        }
         self._is_ready = self._is_costly = False
         self._start_number: int | None = None
         self.failed_preloads: dict[str, str] = {}
@@ -201,7 +239,11 @@ class Helper:
     def join(self, user: object) -> bool:
         """Register another user, which must `close` it later; return whether it is usable."""
         with _fork_lock:
-            is_usable = self._owner == os.getpid() and self._sock.fileno() >= 0 and not self.has_ended()
+            is_usable = (
+                self._owner == os.getpid()
+                and self._sock.fileno() >= 0
+                and not self.has_ended()
+            )
             if is_usable and self in _idle:
                 _idle.remove(self)
             elif not self._users:  # another thread ends it
@@ -233,7 +275,9 @@ class Helper:
                 self._receive_start()
         if self._must_import and self.failed_preloads:
             name, why = next(iter(self.failed_preloads.items()))
-            raise ImportError(f"preloaded failed: expected modules that can be imported, got {name!r} ({why}).")
+            raise ImportError(
+                f"preloaded failed: expected modules that can be imported, got {name!r} ({why})."
+            )
 
     def _receive_start(self) -> None:
         self.begin()
@@ -254,18 +298,27 @@ class Helper:
         That is the files of its modules, and environment variables. Imports set some themselves, here as there.
         """
         environ = environment_of(self._options)
-        changed = {name for name, _ in environ.items() ^ self._environ.items()} - _PASSING
-        if any(name not in environ or environ[name] != self._set_by_imports.get(name) for name in changed):
+        changed = {
+            name for name, _ in environ.items() ^ self._environ.items()
+        } - _PASSING
+        if any(
+            name not in environ or environ[name] != self._set_by_imports.get(name)
+            for name in changed
+        ):
             return False
         if not self._is_ready:
             return True
         with contextlib.suppress(WorkerLost, DeadlinePassed):
-            return bool(self._request({"op": "resume"}, timeout_s=_RESUME_S)["is_current"])
+            return bool(
+                self._request({"op": "resume"}, timeout_s=_RESUME_S)["is_current"]
+            )
         return False
 
     def _late(self) -> WorkerTimeout:
         """Read the helper's stack, kill it, and return the error."""
-        stack = request_stacks(self._log_fd, lambda: send_signal(self.pid, signal.SIGUSR2))
+        stack = request_stacks(
+            self._log_fd, lambda: send_signal(self.pid, signal.SIGUSR2)
+        )
         self._kill()
         return WorkerTimeout(
             f"starting workers failed: their helper process had not imported its modules within "
@@ -293,7 +346,9 @@ class Helper:
         config = {"caller": surroundings_of(self._options), **config}
         answer = self._request({"op": "fork", "config": config}, fds)
         if "error" in answer:
-            raise WorkerLost(f"starting a worker failed: {answer['error']}. {_LIMITS}", phase="start")
+            raise WorkerLost(
+                f"starting a worker failed: {answer['error']}. {_LIMITS}", phase="start"
+            )
         return int(answer["pid"])
 
     def adopt(self, pid: int, log_fd: int) -> int:
@@ -302,15 +357,22 @@ class Helper:
         Raises:
             WorkerLost: the copy or the helper has ended.
         """
-        if not self._request({"op": "adopt", "pid": pid, "log": os.fstat(log_fd).st_ino})["is_child"]:
-            raise WorkerLost(f"branch failed: the copy (pid {pid}) ended before it could serve.", pid=pid)
+        if not self._request(
+            {"op": "adopt", "pid": pid, "log": os.fstat(log_fd).st_ino}
+        )["is_child"]:
+            raise WorkerLost(
+                f"branch failed: the copy (pid {pid}) ended before it could serve.",
+                pid=pid,
+            )
         return pid
 
     def exit_code(self, pid: int, timeout_s: float = 0.5) -> int | None:
         """Return a worker's exit code, or None if it lives or the zygote has ended."""
         end = time.monotonic() + timeout_s
         with contextlib.suppress(WorkerLost), ignoring_refusals():
-            while (status := self._request({"op": "status", "pid": pid})["status"]) is None:
+            while (
+                status := self._request({"op": "status", "pid": pid})["status"]
+            ) is None:
                 if time.monotonic() > end:
                     return None
                 time.sleep(0.002)
@@ -328,7 +390,9 @@ class Helper:
             with _fork_lock:
                 self._users.discard(user or self)
                 is_used = len(self._users) > 0
-                is_kept = not (is_used or self.key is None or _is_exiting or self.has_ended())
+                is_kept = not (
+                    is_used or self.key is None or _is_exiting or self.has_ended()
+                )
                 is_kept = is_kept and self._is_costly and self._sock.fileno() >= 0
                 is_left = is_kept or is_used
                 replaced = [one for one in _idle if is_kept and one is not self]
@@ -337,7 +401,9 @@ class Helper:
             sweep = None
             if is_left and self._is_ready:
                 with ignoring_refusals():
-                    sweep = self._post({"op": "sweep", "idle_s": IDLE_S if is_kept else None}, [])
+                    sweep = self._post(
+                        {"op": "sweep", "idle_s": IDLE_S if is_kept else None}, []
+                    )
         for zygote in replaced:
             zygote.end()
         if sweep is not None:
@@ -375,15 +441,20 @@ class Helper:
         """In a forked copy of the owner, close descriptors that would keep workers alive after the owner's death."""
         self._release()
         if "_process" in vars(self):
-            self._process.returncode = 0  # not this process's child, so Popen must neither wait nor warn
+            # Not this process's child, so Popen must neither wait nor warn.
+            self._process.returncode = 0
 
     def _close_lifeline(self) -> None:
         for name in ("lifeline_read", "_lifeline_write"):
             if name in vars(self):
-                os.close(vars(self).pop(name))  # one line: an interrupt must not have it closed twice or never
+                # One line: an interrupt must not have it closed twice or never.
+                os.close(vars(self).pop(name))
 
     def _request(
-        self, request: dict[str, Any], fds: list[int] | None = None, timeout_s: float | None = None
+        self,
+        request: dict[str, Any],
+        fds: list[int] | None = None,
+        timeout_s: float | None = None,
     ) -> dict[str, Any]:
         """Send a request and wait for its answer; from any thread, also while the same thread waits for another's.
 
@@ -409,10 +480,12 @@ class Helper:
     def _answer(self, number: int, timeout_s: float | None) -> dict[str, Any]:
         end = None if timeout_s is None else time.monotonic() + timeout_s
         with self._lock:
-            self._awaited.add(number)  # again: another user's wait for it may have been interrupted
+            # Again: another user's wait for it may have been interrupted.
+            self._awaited.add(number)
             try:
                 while number not in self._answers:
-                    has_come = self._receive() or number in self._answers  # first: this process may have been stopped
+                    # First: this process may have been stopped.
+                    has_come = self._receive() or number in self._answers
                     if not has_come and end is not None and time.monotonic() > end:
                         raise DeadlinePassed
                 return self._answers.pop(number)
@@ -473,6 +546,8 @@ def environment_of(options: ExecutorOptions) -> dict[str, str]:
     environment = dict(os.environ)
     environment.setdefault(*_ASKS_WITHOUT_CUDA)
     if options.worker_threads is not None:
-        environment.update(dict.fromkeys(_THREAD_VARIABLES, str(options.worker_threads)))
+        environment.update(
+            dict.fromkeys(_THREAD_VARIABLES, str(options.worker_threads))
+        )
     environment.update(common_variables(options))
     return environment

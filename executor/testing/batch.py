@@ -43,10 +43,16 @@ class ExecutorBatch:
 
     def reset(self, mask: np.ndarray | None) -> list[Row]:
         """Reset the envs in `mask` (bool `[N, *batch_shape, 1]`; None for all); return the roots of ALL envs."""
-        td = None if mask is None else TensorDict({"_reset": torch.from_numpy(mask)}, self.env.batch_size)
+        td = (
+            None
+            if mask is None
+            else TensorDict({"_reset": torch.from_numpy(mask)}, self.env.batch_size)
+        )
         return self._rows(self.env.reset(td), "root")
 
-    def step(self, actions: list[list[Any]], *, resets_ended: bool) -> tuple[list[Row], list[Row]]:
+    def step(
+        self, actions: list[list[Any]], *, resets_ended: bool
+    ) -> tuple[list[Row], list[Row]]:
         """Step all envs; return `(next rows, root rows)`: the roots after the step (and reset)."""
         td: TensorDictBase = TensorDict({}, self.env.batch_size)
         for index, leaf in enumerate((*self.specs[0].action, *self.specs[0].state)):
@@ -75,7 +81,9 @@ class ExecutorBatch:
         pool = self.env.engine.pool
         if isinstance(pool, _CountingPool):
             return pool.totals()
-        return int(pool.slab.words["env_steps"].sum()), int(pool.slab.words["resets"].sum())
+        return int(pool.slab.words["env_steps"].sum()), int(
+            pool.slab.words["resets"].sum()
+        )
 
     def close(self) -> None:
         """Close the envs."""
@@ -89,16 +97,29 @@ class ExecutorBatch:
 MakeBatch = Callable[[MakeEnv, int, int, int], ExecutorBatch]
 
 
-def in_this_process(make_env: MakeEnv, num_envs: int, num_workers: int, root_seed: int) -> ExecutorBatch:  # noqa: ARG001  # there are no workers
+def in_this_process(
+    make_env: MakeEnv,
+    num_envs: int,
+    num_workers: int,  # noqa: ARG001  # there are no workers
+    root_seed: int,
+) -> ExecutorBatch:
     """Run envs in this process, and count the calls of the native ones."""
     return ExecutorBatch(_CountingEnv(num_envs, make_env, seed=root_seed))
 
 
 def in_workers(
-    make_env: MakeEnv, num_envs: int, num_workers: int, root_seed: int, options: ExecutorOptions | None = None
+    make_env: MakeEnv,
+    num_envs: int,
+    num_workers: int,
+    root_seed: int,
+    options: ExecutorOptions | None = None,
 ) -> ExecutorBatch:
     """Run envs in worker processes."""
-    return ExecutorBatch(ParallelEnv(num_envs, make_env, num_workers=num_workers, seed=root_seed, options=options))
+    return ExecutorBatch(
+        ParallelEnv(
+            num_envs, make_env, num_workers=num_workers, seed=root_seed, options=options
+        )
+    )
 
 
 class _CountingPool(SerialPool):
@@ -132,11 +153,22 @@ class _CountingEnv(SerialEnv):
 
 
 def _row(td: TensorDictBase, spec: EnvSpec, section: str) -> Row:
-    leaves = (*spec.observation, *spec.done, *(spec.reward if section == "next" else ()))
-    return {leaf.key: td.get(leaf.key).data if leaf.is_side else td.get(leaf.key).numpy().copy() for leaf in leaves}
+    leaves = (
+        *spec.observation,
+        *spec.done,
+        *(spec.reward if section == "next" else ()),
+    )
+    return {
+        leaf.key: td.get(leaf.key).data
+        if leaf.is_side
+        else td.get(leaf.key).numpy().copy()
+        for leaf in leaves
+    }
 
 
 def _stacked(leaf: LeafSpec, values: list[Any]) -> Any:
     if leaf.is_side:
         return NonTensorStack(*(NonTensorData(value) for value in values))
-    return torch.from_numpy(np.stack([np.asarray(value, leaf.dtype) for value in values]))
+    return torch.from_numpy(
+        np.stack([np.asarray(value, leaf.dtype) for value in values])
+    )

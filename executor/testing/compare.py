@@ -9,7 +9,9 @@ import numpy as np
 from envherd.executor.testing.batch import Row
 from envherd.shm.specs import DONE_KEYS, Box, EnvSpec, Key
 
-_FINITE = "Mend the env; in training, ExecutorOptions(check_finite=True) refuses such a step."
+_FINITE = (
+    "Mend the env; in training, ExecutorOptions(check_finite=True) refuses such a step."
+)
 
 
 class ContractViolation(AssertionError):
@@ -29,7 +31,9 @@ def demand(rule: int, one: Row, other: Row, where: str, why: str) -> None:
 def check_done(row: Row, where: str) -> None:
     """Raise unless every `done` of a row is `terminated | truncated`."""
     for key in row:
-        if key[-1] != "done" or not all((*key[:-1], *last) in row for last in DONE_KEYS):
+        if key[-1] != "done" or not all(
+            (*key[:-1], *last) in row for last in DONE_KEYS
+        ):
             continue
         done, terminated, truncated = (row[(*key[:-1], *last)] for last in DONE_KEYS)
         if not np.array_equal(done, terminated | truncated):
@@ -52,16 +56,24 @@ def check_values(row: Row, spec: EnvSpec, where: str) -> None:
         outside = (value < leaf.domain.low) | (value > leaf.domain.high)
         if outside.any():
             advice = "Mend the env's observation_space, or clip its observations."
-            raise _violation(leaf.key, f"in {leaf.domain}", value, outside, where, advice)
+            raise _violation(
+                leaf.key, f"in {leaf.domain}", value, outside, where, advice
+            )
     for leaf in spec.reward:
         if leaf.key in row and (infinite := ~np.isfinite(row[leaf.key])).any():
-            raise _violation(leaf.key, "finite", row[leaf.key], infinite, where, _FINITE)
+            raise _violation(
+                leaf.key, "finite", row[leaf.key], infinite, where, _FINITE
+            )
 
 
-def _violation(key: Key, expected: str, value: Any, is_broken: Any, where: str, advice: str) -> ContractViolation:
+def _violation(
+    key: Key, expected: str, value: Any, is_broken: Any, where: str, advice: str
+) -> ContractViolation:
     at = tuple(map(int, np.argwhere(is_broken)[0]))
     got = f"got {value[at]} at {at} ({where})"
-    return ContractViolation(f"rule 8 is broken: expected {show_key(key)} {expected}, {got}. {advice}")
+    return ContractViolation(
+        f"rule 8 is broken: expected {show_key(key)} {expected}, {got}. {advice}"
+    )
 
 
 def has_ended(row: Row) -> bool:
@@ -77,9 +89,15 @@ def same(one: Row, other: Row, keys: list[Key]) -> bool:
 def equal(one: Any, other: Any) -> bool:
     """Return whether two values have the same bits; NaN equals NaN."""
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+        return (
+            one.dtype == other.dtype
+            and one.shape == other.shape
+            and one.tobytes() == other.tobytes()
+        )
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(
+            equal(one[key], other[key]) for key in one
+        )
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(equal, one, other))
     return bool(np.all(one == other))

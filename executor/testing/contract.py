@@ -35,7 +35,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from envherd.executor.testing.batch import ExecutorBatch, MakeBatch, MakeEnv, Row, in_this_process, in_workers
+from envherd.executor.testing.batch import (
+    ExecutorBatch,
+    MakeBatch,
+    MakeEnv,
+    Row,
+    in_this_process,
+    in_workers,
+)
 from envherd.executor.testing.compare import (
     ContractViolation,
     check_done,
@@ -151,12 +158,18 @@ class Contract:
         for rule in self.rules:
             self.check(rule)
         trace = self._pair[0]
-        return ContractReport(self.rules, self.num_steps, trace.num_ends, trace.calls is not None)
+        return ContractReport(
+            self.rules, self.num_steps, trace.num_ends, trace.calls is not None
+        )
 
     @property
     def rules(self) -> tuple[int, ...]:
         """The rules to check: `RULES`, without 9 if the env cannot be saved, and 10 if asked for."""
-        found = self.RULES if self._saving else tuple(rule for rule in self.RULES if rule != 9)
+        found = (
+            self.RULES
+            if self._saving
+            else tuple(rule for rule in self.RULES if rule != 9)
+        )
         return (*found, 10) if self.together > 1 else found
 
     @property
@@ -196,7 +209,9 @@ class Contract:
         with self._opened(num_workers=1) as batch:
             roots = batch.reset(None)
             for _ in range(self.num_steps // 3):
-                _, roots = batch.step(self._draw_actions(batch, rng, roots), resets_ended=True)
+                _, roots = batch.step(
+                    self._draw_actions(batch, rng, roots), resets_ended=True
+                )
             if (saved := batch.save()) is None:
                 return None
             drawn, first = [], []
@@ -205,7 +220,12 @@ class Contract:
                 nexts, roots = batch.step(drawn[-1], resets_ended=True)
                 first += [*nexts, *roots]
             batch.restore(saved)
-            again = [row for actions in drawn for rows in batch.step(actions, resets_ended=True) for row in rows]
+            again = [
+                row
+                for actions in drawn
+                for rows in batch.step(actions, resets_ended=True)
+                for row in rows
+            ]
         return first, again
 
     def _demand_ends(self, trace: Trace) -> None:
@@ -218,17 +238,24 @@ class Contract:
     def _take(self, batch: ExecutorBatch, advance: Advance) -> Trace:
         return take_trace(batch, advance, self.actions, self.num_steps, self.seed)
 
-    def _draw_actions(self, batch: ExecutorBatch, rng: np.random.Generator, roots: list[Row]) -> list[list[Any]]:
+    def _draw_actions(
+        self, batch: ExecutorBatch, rng: np.random.Generator, roots: list[Row]
+    ) -> list[list[Any]]:
         return draw_actions(self.actions, batch.specs, [rng] * NUM_ENVS, roots)
 
     # ---- rules -------------------------------------------------------------------------------
 
     def _check_steps(self) -> None:
         num_steps = self.num_steps * NUM_ENVS
-        for trace, how in zip(self._pair, ("step_and_maybe_reset", "step, then reset"), strict=True):
+        for trace, how in zip(
+            self._pair, ("step_and_maybe_reset", "step, then reset"), strict=True
+        ):
             num_resets = NUM_ENVS + trace.num_ends
-            if trace.calls is not None and any(spec.metadata.get("resets_itself") for spec in trace.specs):
-                num_resets = trace.calls[1]  # an env may have begun the episode by itself
+            if trace.calls is not None and any(
+                spec.metadata.get("resets_itself") for spec in trace.specs
+            ):
+                # An env may have begun the episode by itself.
+                num_resets = trace.calls[1]
             if trace.calls is not None and trace.calls != (num_steps, num_resets):
                 raise ContractViolation(
                     f"rule 1 is broken: expected {num_steps} calls of env.step and {num_resets} of env.reset for "
@@ -297,7 +324,13 @@ class Contract:
         why = "something that the env's future depends on is not in its state."
         for number, (first, again) in enumerate(zip(*self._saving, strict=True)):
             step = 1 + number // (2 * NUM_ENVS)
-            demand(9, first, again, f"step {step} after the restore, env {number % NUM_ENVS}", why)
+            demand(
+                9,
+                first,
+                again,
+                f"step {step} after the restore, env {number % NUM_ENVS}",
+                why,
+            )
 
     def _check_together(self) -> None:
         check_together(
@@ -317,15 +350,26 @@ def _check_root(event: TraceEvent) -> None:
                 raise ContractViolation(
                     f"rule 3 is broken: {show_key(key)} of the root is not that of `next` ({event})."
                 )
-        elif key in (("done",), ("terminated",), ("truncated",)) and (value & event.done).any():
-            raise ContractViolation(f"rule 3 is broken: {show_key(key)} of a root outlives a reset ({event}).")
+        elif (
+            key in (("done",), ("terminated",), ("truncated",))
+            and (value & event.done).any()
+        ):
+            raise ContractViolation(
+                f"rule 3 is broken: {show_key(key)} of a root outlives a reset ({event})."
+            )
 
 
 def _check_that_ends_differ(trace: Trace) -> None:
     keys = [leaf.key for leaf in trace.specs[0].observation]
     ends = list(trace.ends())
-    is_constant = all(same(event.next, trace.first[event.env_id], keys) for event in trace.events)
-    if not is_constant and len(ends) > 1 and all(same(event.next, event.root, keys) for event in ends):
+    is_constant = all(
+        same(event.next, trace.first[event.env_id], keys) for event in trace.events
+    )
+    if (
+        not is_constant
+        and len(ends) > 1
+        and all(same(event.next, event.root, keys) for event in ends)
+    ):
         raise ContractViolation(
             f"rule 3 is broken: all {len(ends)} last observations equal the first ones of the next episodes. The "
             f"env seems to reset itself in `step`, which loses them. If its episodes really end where they start, "

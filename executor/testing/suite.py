@@ -84,7 +84,9 @@ class PartialResetContract:
                 self.make_env,
                 num_steps=self.num_steps,
                 seed=self.seed,
-                actions=None if cls.draw_action is PartialResetContract.draw_action else self.draw_action,
+                actions=None
+                if cls.draw_action is PartialResetContract.draw_action
+                else self.draw_action,
                 is_deterministic=self.is_deterministic,
                 ends_where_it_starts=self.ends_where_it_starts,
                 make_batch=cls.make_batch,

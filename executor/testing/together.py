@@ -49,7 +49,12 @@ class Record:
 
 
 def check_together(
-    make_env: MakeEnv, *, num_envs: int = 2, num_steps: int = 100, seed: int = 0, draw_action: DrawAction | None
+    make_env: MakeEnv,
+    *,
+    num_envs: int = 2,
+    num_steps: int = 100,
+    seed: int = 0,
+    draw_action: DrawAction | None,
 ) -> None:
     """Require that envs have the same data in one worker as in a worker each.
 
@@ -102,14 +107,21 @@ class _Difference:
 
 
 def _first_difference(alone: Record, other: Record, env_id: int) -> _Difference | None:
-    for index, ((where, row), (_, its_row)) in enumerate(zip(alone.rows[env_id], other.rows[env_id], strict=True)):
+    for index, ((where, row), (_, its_row)) in enumerate(
+        zip(alone.rows[env_id], other.rows[env_id], strict=True)
+    ):
         for key, value in row.items():
             if not equal(value, its_row[key]):
                 return _Difference(index, where, key, value, its_row[key])
     return None
 
 
-def _cause(found: _Difference, alone: dict[int, Record], together: Record, take: Callable[..., Record]) -> str:
+def _cause(
+    found: _Difference,
+    alone: dict[int, Record],
+    together: Record,
+    take: Callable[..., Record],
+) -> str:
     """Return what the envs probably share, and the remedy."""
     apart = "Give each env a process: ExecutorOptions(alone=True)."
     isolated = take(range(len(alone)), isolates=True)
@@ -120,13 +132,21 @@ def _cause(found: _Difference, alone: dict[int, Record], together: Record, take:
         row = record.rows[env_id][found.index][1]
         is_constant = equal(row.get(found.key), found.expected)
         if not is_constant and equal(row.get(found.key), found.got):
-            what = "a display or a GL context" if found.key == _PICTURE else "one simulator or a buffer of it"
+            what = (
+                "a display or a GL context"
+                if found.key == _PICTURE
+                else "one simulator or a buffer of it"
+            )
             return f"It is that of env {env_id}: the envs share {what}. {apart}"
     if together.changed:
         return f"Steps change {', '.join(together.changed)}, which the envs share. Keep it in the env, or: {apart}"
     if found.key == _PICTURE:
-        return f"They probably share a display, a GL context or a pygame surface. {apart}"
-    return f"They probably share a variable of a library in C, a file, or a port. {apart}"
+        return (
+            f"They probably share a display, a GL context or a pygame surface. {apart}"
+        )
+    return (
+        f"They probably share a variable of a library in C, a file, or a port. {apart}"
+    )
 
 
 def _take(
@@ -145,26 +165,36 @@ def _take(
     """
     options = ExecutorOptions(first_env_id=env_ids[0], isolate_rng=isolates)
     try:
-        with ParallelEnv(len(env_ids), factory, num_workers=1, seed=seed, options=options) as env:
+        with ParallelEnv(
+            len(env_ids), factory, num_workers=1, seed=seed, options=options
+        ) as env:
             batch = ExecutorBatch(env)
             before = _shared(env)
             rngs = [np.random.default_rng([seed, env_id]) for env_id in env_ids]
             rows: dict[int, list[tuple[str, Row]]] = {env_id: [] for env_id in env_ids}
 
-            def note(where: str, its_rows: list[Row], pictures: list[Row] | None = None) -> None:
-                for env_id, row, picture in zip(env_ids, its_rows, pictures or [{}] * len(env_ids), strict=True):
+            def note(
+                where: str, its_rows: list[Row], pictures: list[Row] | None = None
+            ) -> None:
+                for env_id, row, picture in zip(
+                    env_ids, its_rows, pictures or [{}] * len(env_ids), strict=True
+                ):
                     rows[env_id].append((where, {**row, **picture}))
 
             roots = batch.reset(None)
             note("the first root", roots, _pictures(env))
             for step in range(num_steps):
-                nexts, roots = batch.step(draw_actions(drawn_by, batch.specs, rngs, roots), resets_ended=True)
+                nexts, roots = batch.step(
+                    draw_actions(drawn_by, batch.specs, rngs, roots), resets_ended=True
+                )
                 note(f"next, step {step}", nexts)
                 note(f"root, step {step}", roots, _pictures(env))
             after = _shared(env)
     except WorkerLost as error:
         raise ContractViolation(f"{_RULE}: {error}") from error
-    return Record(rows, tuple(name for name, value in before.items() if after.get(name) != value))
+    return Record(
+        rows, tuple(name for name, value in before.items() if after.get(name) != value)
+    )
 
 
 def _pictures(env: ParallelEnv) -> list[Row]:
@@ -200,7 +230,11 @@ class _Watched:
 def _shared(env: ParallelEnv) -> dict[str, int]:
     """Return a fingerprint of each value that the envs share; none of envs that cannot tell."""
     try:
-        return {name: value for one in env.call("envherd_shared") for name, value in one.items()}
+        return {
+            name: value
+            for one in env.call("envherd_shared")
+            for name, value in one.items()
+        }
     except EnvError:
         return {}
 
@@ -215,10 +249,16 @@ def _fingerprints(env: Any) -> dict[str, int]:
                 module = sys.modules.get(cls.__module__)
                 owners[id(module)] = module, f"{cls.__module__}."
         env = getattr(env, "env", None)
-    return {name: _fingerprint(value) for owner, label in owners.values() for name, value in _values_of(owner, label)}
+    return {
+        name: _fingerprint(value)
+        for owner, label in owners.values()
+        for name, value in _values_of(owner, label)
+    }
 
 
-def _values_of(owner: type | types.ModuleType | None, label: str) -> Iterator[tuple[str, Any]]:
+def _values_of(
+    owner: type | types.ModuleType | None, label: str
+) -> Iterator[tuple[str, Any]]:
     for name, value in vars(owner).items() if owner is not None else ():
         if not name.startswith("__") and isinstance(value, _VALUES):
             yield f"{label}{name}", value

@@ -73,12 +73,18 @@ class Trace:
 
 
 def draw_actions(
-    drawn_by: DrawAction | None, specs: Sequence[EnvSpec], rngs: Sequence[np.random.Generator], roots: Sequence[Row]
+    drawn_by: DrawAction | None,
+    specs: Sequence[EnvSpec],
+    rngs: Sequence[np.random.Generator],
+    roots: Sequence[Row],
 ) -> list[list[Any]]:
     """Return an action of each env; None as the function draws values from the specs, which action masks allow."""
     if drawn_by is not None:
         return [drawn_by(spec, rng) for spec, rng in zip(specs, rngs, strict=True)]
-    return [_legal_values(spec, rng, root) for spec, rng, root in zip(specs, rngs, roots, strict=True)]
+    return [
+        _legal_values(spec, rng, root)
+        for spec, rng, root in zip(specs, rngs, roots, strict=True)
+    ]
 
 
 def _legal_values(spec: EnvSpec, rng: np.random.Generator, root: Row) -> list[Any]:
@@ -91,7 +97,13 @@ def _legal_values(spec: EnvSpec, rng: np.random.Generator, root: Row) -> list[An
     ]
 
 
-def take_trace(batch: ExecutorBatch, advance: Advance, drawn_by: DrawAction | None, num_steps: int, seed: int) -> Trace:
+def take_trace(
+    batch: ExecutorBatch,
+    advance: Advance,
+    drawn_by: DrawAction | None,
+    num_steps: int,
+    seed: int,
+) -> Trace:
     """Reset a batch and step it `num_steps` times, with actions that depend on seed, env, step and masks."""
     before = batch.count_calls() or (0, 0)
     rngs = [np.random.default_rng([seed, env_id]) for env_id in range(NUM_ENVS)]
@@ -100,19 +112,26 @@ def take_trace(batch: ExecutorBatch, advance: Advance, drawn_by: DrawAction | No
     for step in range(num_steps):
         actions = draw_actions(drawn_by, batch.specs, rngs, roots)
         nexts, roots = advance(batch, actions, step)
-        events += [TraceEvent(step, env_id, *rows) for env_id, rows in enumerate(zip(nexts, roots, strict=True))]
+        events += [
+            TraceEvent(step, env_id, *rows)
+            for env_id, rows in enumerate(zip(nexts, roots, strict=True))
+        ]
     after = batch.count_calls()
     calls = None if after is None else (after[0] - before[0], after[1] - before[1])
     return Trace(list(batch.specs), first, events, calls)
 
 
-def fused(batch: ExecutorBatch, actions: list[list[Any]], step: int) -> tuple[list[Row], list[Row]]:
+def fused(
+    batch: ExecutorBatch, actions: list[list[Any]], step: int
+) -> tuple[list[Row], list[Row]]:
     """Step, and reset within the same command."""
     del step
     return batch.step(actions, resets_ended=True)
 
 
-def separate(batch: ExecutorBatch, actions: list[list[Any]], step: int) -> tuple[list[Row], list[Row]]:
+def separate(
+    batch: ExecutorBatch, actions: list[list[Any]], step: int
+) -> tuple[list[Row], list[Row]]:
     """Step, then reset what ended."""
     del step
     nexts, roots = batch.step(actions, resets_ended=False)
@@ -121,7 +140,9 @@ def separate(batch: ExecutorBatch, actions: list[list[Any]], step: int) -> tuple
     return nexts, roots
 
 
-def disturbed(batch: ExecutorBatch, actions: list[list[Any]], step: int) -> tuple[list[Row], list[Row]]:
+def disturbed(
+    batch: ExecutorBatch, actions: list[list[Any]], step: int
+) -> tuple[list[Row], list[Row]]:
     """Step and reset ended envs; every third time also reset no env, then env 0, and check the other rows."""
     nexts, roots = separate(batch, actions, step)
     if step % 3 != 0:
@@ -131,19 +152,33 @@ def disturbed(batch: ExecutorBatch, actions: list[list[Any]], step: int) -> tupl
     mask = np.zeros((NUM_ENVS, *nexts[0][("done",)].shape), bool)
     untouched = batch.reset(mask)
     for env_id, row in enumerate(untouched):
-        demand(2, roots[env_id], row, f"env {env_id}, {where}", "a reset of nobody changed it.")
+        demand(
+            2,
+            roots[env_id],
+            row,
+            f"env {env_id}, {where}",
+            "a reset of nobody changed it.",
+        )
     if batch.count_calls() != before:
-        raise ContractViolation(f"rule 2 is broken: a reset with an all-False mask has reset an env ({where}).")
+        raise ContractViolation(
+            f"rule 2 is broken: a reset with an all-False mask has reset an env ({where})."
+        )
     mask[0] = True
     given = mask.copy()
     roots = batch.reset(mask)
     if not np.array_equal(mask, given):
-        raise ContractViolation(f"rule 7 is broken: a reset changed the mask that it was given ({where}).")
-    demand(2, untouched[1], roots[1], f"env 1, {where}", "it changed when env 0 was reset.")
+        raise ContractViolation(
+            f"rule 7 is broken: a reset changed the mask that it was given ({where})."
+        )
+    demand(
+        2, untouched[1], roots[1], f"env 1, {where}", "it changed when env 0 was reset."
+    )
     return nexts, roots
 
 
-def refused(batch: ExecutorBatch, actions: list[list[Any]], step: int) -> tuple[list[Row], list[Row]]:
+def refused(
+    batch: ExecutorBatch, actions: list[list[Any]], step: int
+) -> tuple[list[Row], list[Row]]:
     """Step; where an env has ended, require that the next step is refused, and reset what ended."""
     nexts, roots = batch.step(actions, resets_ended=False)
     if ended := tuple(i for i, row in enumerate(nexts) if has_ended(row)):
@@ -152,26 +187,40 @@ def refused(batch: ExecutorBatch, actions: list[list[Any]], step: int) -> tuple[
     return nexts, roots
 
 
-def _check_refusal(batch: ExecutorBatch, actions: list[Any], ended: tuple[int, ...], where: str) -> None:
+def _check_refusal(
+    batch: ExecutorBatch, actions: list[Any], ended: tuple[int, ...], where: str
+) -> None:
     calls = batch.count_calls()
     try:
         batch.step(actions, resets_ended=False)
     except ResetNeeded as error:
         named = error.env_ids
     else:
-        raise ContractViolation(f"rule 4 is broken: envs {ended} had ended and were stepped ({where}).")
+        raise ContractViolation(
+            f"rule 4 is broken: envs {ended} had ended and were stepped ({where})."
+        )
     if named != ended:
         raise ContractViolation(
             f"rule 4 is broken: expected ResetNeeded for envs {ended}, got it for {named} ({where})."
         )
     if batch.count_calls() != calls:
-        raise ContractViolation(f"rule 4 is broken: a refused step has stepped an env ({where}).")
+        raise ContractViolation(
+            f"rule 4 is broken: a refused step has stepped an env ({where})."
+        )
 
 
-def compare(rule: int, one: Trace, other: Trace, why: str, *, env_ids: tuple[int, ...] = (0, 1)) -> None:
+def compare(
+    rule: int, one: Trace, other: Trace, why: str, *, env_ids: tuple[int, ...] = (0, 1)
+) -> None:
     """Require that two traces have the same data for some envs, except for last observations."""
     for env_id in env_ids:
-        demand(rule, one.first[env_id], other.first[env_id], f"the first reset, env {env_id}", why)
+        demand(
+            rule,
+            one.first[env_id],
+            other.first[env_id],
+            f"the first reset, env {env_id}",
+            why,
+        )
     for mine, theirs in zip(one.events, other.events, strict=True):
         if mine.env_id in env_ids:
             if not mine.done.any():

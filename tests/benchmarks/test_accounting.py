@@ -34,7 +34,11 @@ sys.stdin.readline()
 def burner():
     """Start a burner of 0.1 s in each of: two threads together, and the main thread."""
     process = subprocess.Popen(
-        [sys.executable, "-c", BURNER, "0.1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        [sys.executable, "-c", BURNER, "0.1"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
     )
     assert process.stdout.readline() == "waits\n"
     yield process
@@ -45,7 +49,11 @@ def burner():
 def wait_until_idle(pid: int) -> None:
     """Wait until all threads of a process sleep; one that only waits for a processor does not."""
     files = [*Path(f"/proc/{pid}/task").glob("*/stat")]
-    wait_for(lambda: all(file.read_text().rpartition(")")[2].split()[0] == "S" for file in files))
+    wait_for(
+        lambda: all(
+            file.read_text().rpartition(")")[2].split()[0] == "S" for file in files
+        )
+    )
 
 
 @pytest.mark.slow
@@ -73,12 +81,19 @@ def test_our_own_time_agrees_with_the_interpreters():
     before, clock = usage_of([os.getpid()]), time.process_time_ns()
     while time.process_time_ns() - clock < 50e6:
         pass
-    used, own = usage_of([os.getpid()]).since(before).run_ns, time.process_time_ns() - clock
-    assert used == pytest.approx(own, abs=12e6), "a running thread's account lags by a tick"
+    used, own = (
+        usage_of([os.getpid()]).since(before).run_ns,
+        time.process_time_ns() - clock,
+    )
+    assert used == pytest.approx(own, abs=12e6), (
+        "a running thread's account lags by a tick"
+    )
 
 
 def test_processes_that_have_gone_count_nothing():
-    assert Usage(5, 1).since(Usage(7, 0)) == Usage(0, 1), "nor does an account that is less than before"
+    assert Usage(5, 1).since(Usage(7, 0)) == Usage(0, 1), (
+        "nor does an account that is less than before"
+    )
     process = subprocess.Popen(["true"])
     process.wait()
     assert usage_of([process.pid]) == Usage(0, 0)
@@ -87,7 +102,9 @@ def test_processes_that_have_gone_count_nothing():
 
 def test_grandchildren_are_found():
     command = ["sh", "-c", "sh -c 'echo up; read line' & wait"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         script = ["sh", "-c", "sleep 30 & echo $!; wait"]
         with subprocess.Popen(script, stdout=subprocess.PIPE, text=True) as parent:
             grandchild = int(parent.stdout.readline())

@@ -44,7 +44,9 @@ def test_a_slot_is_discarded_for_either_reason(reading, reasons):
 def test_others_are_what_is_left_of_the_machine():
     # 250 ms on two cores; all was used, 300 ms of it by the pool.
     assert others_share(500e6, 300e6, 250e6, 2) == pytest.approx(0.4)
-    assert others_share(290e6, 300e6, 250e6, 2) == 0.0, "the account of the machine goes in steps of 10 ms"
+    assert others_share(290e6, 300e6, 250e6, 2) == 0.0, (
+        "the account of the machine goes in steps of 10 ms"
+    )
 
 
 def test_tries_are_given_up_where_the_gate_never_opens():
@@ -52,19 +54,32 @@ def test_tries_are_given_up_where_the_gate_never_opens():
     assert tries_for(4, [False] * 5) == 4
     assert tries_for(4, [False] * 6) == 1
     assert tries_for(4, [True] + [False] * 6) == 1
-    assert tries_for(4, [False] * 5 + [True]) == 4, "it opened, so it is worth trying again"
+    assert tries_for(4, [False] * 5 + [True]) == 4, (
+        "it opened, so it is worth trying again"
+    )
 
 
 @pytest.mark.parametrize(
     ("num_open", "pressure", "is_judged"),
-    [(3, 0.0, True), (3, None, True), (2, 0.0, False), (12, 0.11, False), (12, 0.1, True)],
+    [
+        (3, 0.0, True),
+        (3, None, True),
+        (2, 0.0, False),
+        (12, 0.11, False),
+        (12, 0.1, True),
+    ],
 )
-def test_the_clock_counts_only_with_enough_open_rounds_and_no_pressure(num_open, pressure, is_judged):
+def test_the_clock_counts_only_with_enough_open_rounds_and_no_pressure(
+    num_open, pressure, is_judged
+):
     assert is_judged_by_wall(num_open, pressure) is is_judged
 
 
 def test_pressure_is_read_from_the_kernels_line():
-    assert pressure_total_us("some avg10=9.25 avg60=11.53 avg300=6.85 total=7643387625") == 7643387625
+    assert (
+        pressure_total_us("some avg10=9.25 avg60=11.53 avg300=6.85 total=7643387625")
+        == 7643387625
+    )
     assert pressure_total_us("") is None
 
 

@@ -11,7 +11,9 @@ from benchmarks.parts import write_part
 
 def test_a_part_is_written_in_place_and_the_rest_of_the_page_stays(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("before\n<!-- written by a.py -->\nold\n<!-- end of what a.py writes -->\nafter\n")
+    page.write_text(
+        "before\n<!-- written by a.py -->\nold\n<!-- end of what a.py writes -->\nafter\n"
+    )
     write_part(page, "a.py", ["one"])
     write_part(page, "b.py", ["two", "three"])
     first = page.read_text()
@@ -19,7 +21,9 @@ def test_a_part_is_written_in_place_and_the_rest_of_the_page_stays(tmp_path):
     write_part(page, "a.py", ["one"])
     assert page.read_text() == first
     assert "old" not in first
-    assert first.startswith("before\n<!-- written by a.py -->\n\none\n\n<!-- end of what a.py writes -->\nafter\n")
+    assert first.startswith(
+        "before\n<!-- written by a.py -->\n\none\n\n<!-- end of what a.py writes -->\nafter\n"
+    )
     assert "<!-- written by b.py -->\n\ntwo\nthree\n\n<!-- end" in first
 
 
@@ -30,18 +34,35 @@ def row(steps_per_s, ratio=None):
 
 
 def test_the_summarys_tables_have_what_was_measured_and_nothing_else():
-    tiny = {ours.AUTO: row(80_000, 1.0), peers.GYMNASIUM_ASYNC: row(5_000, 16.0), peers.TIANSHOU: {"status": "gone"}}
-    cartpole = {ours.AS_SB3: row(24_000, 0.5), peers.SB3_SUBPROC: row(5_000, 3.0), ours.AS_SB3_WIDE: {"status": "no"}}
+    tiny = {
+        ours.AUTO: row(80_000, 1.0),
+        peers.GYMNASIUM_ASYNC: row(5_000, 16.0),
+        peers.TIANSHOU: {"status": "gone"},
+    }
+    cartpole = {
+        ours.AS_SB3: row(24_000, 0.5),
+        peers.SB3_SUBPROC: row(5_000, 3.0),
+        ours.AS_SB3_WIDE: {"status": "no"},
+    }
     workloads = {
         "tiny": {"reference": ours.AUTO, "contenders": tiny},
         "cartpole": {"reference": ours.ONE, "contenders": cartpole},
     }
     others = sheet_of_others({"workloads": workloads})
     assert others.rows == [
-        ["no-op envs, 4 floats", peers.GYMNASIUM_ASYNC, "1,600", "100", "16x (15-17)", "16x (15-17)"]
+        [
+            "no-op envs, 4 floats",
+            peers.GYMNASIUM_ASYNC,
+            "1,600",
+            "100",
+            "16x (15-17)",
+            "16x (15-17)",
+        ]
     ]
     assert sheet_of_facades({"workloads": workloads}).rows == [
         [f"{ours.AS_SB3}: {peers.SB3_SUBPROC}", "1,600", "333", "6.0x", "6.0x"]
     ]
-    assert not sheet_of_others({"workloads": workloads}, ("tiny",), (peers.TIANSHOU,)).rows
+    assert not sheet_of_others(
+        {"workloads": workloads}, ("tiny",), (peers.TIANSHOU,)
+    ).rows
     assert not sheet_of_others({}).rows

@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from benchmarks.ratios import LEVELS, levels_of, merged_levels, of_totals, per_round, quartiles
+from benchmarks.ratios import (
+    LEVELS,
+    levels_of,
+    merged_levels,
+    of_totals,
+    per_round,
+    quartiles,
+)
 
 
 def test_quartiles_of_known_numbers():
@@ -17,7 +24,9 @@ def test_a_ratio_is_taken_within_rounds():
 
 
 def test_rounds_that_do_not_count_change_nothing():
-    assert per_round([2.0, 900.0, 4.0], [1.0, 1.0, 1.0], valid=[True, False, True]) == pytest.approx((2.5, 3.0, 3.5))
+    assert per_round(
+        [2.0, 900.0, 4.0], [1.0, 1.0, 1.0], valid=[True, False, True]
+    ) == pytest.approx((2.5, 3.0, 3.5))
     assert per_round([1.0], [1.0], valid=[False]) is None
 
 
@@ -28,7 +37,8 @@ def test_rounds_must_match():
 
 def test_lumps_count_in_totals_and_not_in_the_median_round():
     even = [(100.0, 1.0)] * 5
-    lumpy = [(100.0, 1.0)] * 4 + [(100.0, 6.0)]  # one round has the reset: half of all time
+    # One round has the reset: half of all time.
+    lumpy = [(100.0, 1.0)] * 4 + [(100.0, 6.0)]
     assert per_round([a / s for a, s in even], [a / s for a, s in lumpy]).mid == 1.0
     ratio = of_totals(even, lumpy)
     assert ratio.mid == pytest.approx(2.0)

@@ -56,7 +56,12 @@ def started():
     runners: list[Runner] = []
 
     def start(build, job: Job = JOB) -> Runner:
-        runner = Runner(build if isinstance(build, Contender) else Contender(name="it", build=build), job)
+        runner = Runner(
+            build
+            if isinstance(build, Contender)
+            else Contender(name="it", build=build),
+            job,
+        )
         runners.append(runner)
         runner.start(20.0)
         return runner
@@ -106,7 +111,11 @@ def cpu_while_asleep(_pool: Pool, seconds: float) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("build", "message"), [(refusing, "LookupError: no such env$"), (dying, "its process ended. the last words")]
+    ("build", "message"),
+    [
+        (refusing, "LookupError: no such env$"),
+        (dying, "its process ended. the last words"),
+    ],
 )
 def test_a_pool_that_cannot_be_built_says_why(started, build, message):
     with pytest.raises(PoolError, match=rf"^build: {message}"):

@@ -12,10 +12,15 @@ from benchmarks.sizing import shares_of_best
 
 def test_a_choice_that_is_slower_in_every_round_is_reported_with_the_ratio() -> None:
     speed_of_round = [100.0, 60.0, 140.0, 90.0]  # a machine whose speed changes
-    rates = {"chosen": [0.9 * speed for speed in speed_of_round], "best": speed_of_round}
+    rates = {
+        "chosen": [0.9 * speed for speed in speed_of_round],
+        "best": speed_of_round,
+    }
     assert np.median(shares_of_best(rates, "chosen")) == pytest.approx(0.9)
     assert shares_of_best(rates, "best") == [1, 1, 1, 1]
-    assert shares_of_best({"chosen": [80.0], "best": [100.0]}, "chosen") == pytest.approx([0.8])
+    assert shares_of_best(
+        {"chosen": [80.0], "best": [100.0]}, "chosen"
+    ) == pytest.approx([0.8])
 
 
 def test_equal_settings_are_not_distinguished_by_chance() -> None:

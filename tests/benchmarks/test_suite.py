@@ -46,15 +46,29 @@ def unbuilt(_job: Job) -> Pool:
 def entry(name: str, slots: list[Slot], *, is_open: bool = True) -> Entry:
     """Return an entry that ran."""
     job = Job(make_env=SteadyFactory())
-    return Entry(Contender(name=name, build=unbuilt), job, [Turn(one, is_open, 0.0) for one in slots])
+    return Entry(
+        Contender(name=name, build=unbuilt),
+        job,
+        [Turn(one, is_open, 0.0) for one in slots],
+    )
 
 
 def summary(*, is_open: bool = True) -> dict:
-    fast = entry("fast", [slot(1000, 100, 50), slot(2000, 100, 100), slot(1000, 100, 50)], is_open=is_open)
-    slow = entry("slow", [slot(100, 100, 100), slot(200, 100, 200), slot(50, 100, 50)], is_open=is_open)
+    fast = entry(
+        "fast",
+        [slot(1000, 100, 50), slot(2000, 100, 100), slot(1000, 100, 50)],
+        is_open=is_open,
+    )
+    slow = entry(
+        "slow",
+        [slot(100, 100, 100), slot(200, 100, 200), slot(50, 100, 50)],
+        is_open=is_open,
+    )
     gone = entry("gone", [])
     gone.failure = "not installed"
-    return summarise([fast, slow, gone], "fast", judged_by="rounds", pressure_at_rest=0.0)
+    return summarise(
+        [fast, slow, gone], "fast", judged_by="rounds", pressure_at_rest=0.0
+    )
 
 
 def test_ratios_are_those_of_the_rounds():
@@ -65,7 +79,11 @@ def test_ratios_are_those_of_the_rounds():
     assert slow["batch_us"] == pytest.approx([10.0, 50.0, 99.0])
     assert summary()["gone"]["status"] == "not installed"
     closed = summary(is_open=False)["slow"]
-    assert (closed["wall_ratio"], closed["cpu_ratio"], closed["noisy_slots"]) == (None, slow["cpu_ratio"], 3)
+    assert (closed["wall_ratio"], closed["cpu_ratio"], closed["noisy_slots"]) == (
+        None,
+        slow["cpu_ratio"],
+        3,
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,10 +96,22 @@ def test_ratios_are_those_of_the_rounds():
     ],
 )
 def test_a_target_is_judged_by_the_clock_where_that_may_be(wall, cpu, expected):
-    mine = {"status": "measured", "cpu_ratio": [1, 1, 1], "wall_ratio": wall and [1, 1, 1]}
+    mine = {
+        "status": "measured",
+        "cpu_ratio": [1, 1, 1],
+        "wall_ratio": wall and [1, 1, 1],
+    }
     theirs = {"status": "measured", "cpu_ratio": cpu, "wall_ratio": wall}
-    results = {"workloads": {"tiny": {"contenders": {ours.AUTO: mine, peers.GYMNASIUM_ASYNC: theirs}}}}
-    (verdict,) = [one for one in judge(results) if one.text.startswith("tiny:") and "Gymnasium" in one.text]
+    results = {
+        "workloads": {
+            "tiny": {"contenders": {ours.AUTO: mine, peers.GYMNASIUM_ASYNC: theirs}}
+        }
+    }
+    (verdict,) = [
+        one
+        for one in judge(results)
+        if one.text.startswith("tiny:") and "Gymnasium" in one.text
+    ]
     assert (verdict.status, verdict.basis) == expected
 
 
@@ -91,10 +121,18 @@ def test_targets_name_contenders_that_their_workload_has():
     for one in WORKLOADS:
         assert set(one.contenders) <= set(ALL), one.name
         assert one.reference in one.contenders
-        assert len(one.contenders) == len(known[one.name]), f"{one.name} has a contender twice"
+        assert len(one.contenders) == len(known[one.name]), (
+            f"{one.name} has a contender twice"
+        )
     missing = [
         one.measured
-        for one in judge({"workloads": {n: {"contenders": {one: {} for one in c}} for n, c in known.items()}})
+        for one in judge(
+            {
+                "workloads": {
+                    n: {"contenders": {one: {} for one in c}} for n, c in known.items()
+                }
+            }
+        )
     ]
     assert not [text for text in missing if text.endswith("was not run")]
     assert {one.status for one in judge({})} == {"not measured"}
@@ -114,7 +152,9 @@ def test_results_are_kept_strangers_refused_and_other_files_not_touched(tmp_path
     (tmp_path / "bench.tmp").write_text("precious")
     save({"schema": SCHEMA}, path)
     assert load(path) == {"schema": SCHEMA}
-    assert {one.name: one.read_text() for one in tmp_path.iterdir() if one != path} == {"bench.tmp": "precious"}
+    assert {one.name: one.read_text() for one in tmp_path.iterdir() if one != path} == {
+        "bench.tmp": "precious"
+    }
     path.write_text("{}")
     for stranger in ("bench.json", "none.json"):
         with pytest.raises(ValueError, match="expected results"):
@@ -124,7 +164,9 @@ def test_results_are_kept_strangers_refused_and_other_files_not_touched(tmp_path
 def benchmarks(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the suite's command."""
     command = [sys.executable, "-m", "benchmarks", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=200, check=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +174,15 @@ def run(tmp_path_factory):
     """Run one workload for one round with two peers, once for all tests of this file."""
     folder = tmp_path_factory.mktemp("bench")
     path = folder / "bench.json"
-    arguments = ("--quick", "--only", "spikes", "--peers", "gymnasium,sb3", "--rounds", "1")
+    arguments = (
+        "--quick",
+        "--only",
+        "spikes",
+        "--peers",
+        "gymnasium,sb3",
+        "--rounds",
+        "1",
+    )
     done = benchmarks(*arguments, "--json", str(path), "--plots", str(folder))
     assert done.returncode == 0, done.stdout + done.stderr
     return done, path
@@ -144,7 +194,14 @@ def test_a_tiny_run_measures_everyone(run):
     done, path = run
     workload = json.loads(path.read_text())["workloads"]["spikes"]
     rows = workload["contenders"]
-    wanted = {bounds.IDEAL, bounds.SERIAL, ours.OURS, ours.FIRST_K, peers.GYMNASIUM_ASYNC, peers.SB3_SUBPROC}
+    wanted = {
+        bounds.IDEAL,
+        bounds.SERIAL,
+        ours.OURS,
+        ours.FIRST_K,
+        peers.GYMNASIUM_ASYNC,
+        peers.SB3_SUBPROC,
+    }
     assert wanted <= set(rows)
     assert peers.TORCHRL_PARALLEL not in rows, "it was not asked for"
     for name in wanted:
@@ -162,9 +219,21 @@ def test_the_readmes_picture_has_a_bar_for_each_ratio_that_was_measured():
     from benchmarks.plots import THEMES, summary
 
     peer = {"wall_ratio": [1.9, 2.0, 2.1]}
-    rows = {peers.GYMNASIUM_ASYNC: peer, peers.TORCHRL_PARALLEL: peer, peers.SB3_SUBPROC: {"wall_ratio": None}}
+    rows = {
+        peers.GYMNASIUM_ASYNC: peer,
+        peers.TORCHRL_PARALLEL: peer,
+        peers.SB3_SUBPROC: {"wall_ratio": None},
+    }
     for theme in THEMES.values():
-        figure = summary({"workloads": {"tiny": {"contenders": rows}, "spikes": {"contenders": rows}}}, *theme)
+        figure = summary(
+            {
+                "workloads": {
+                    "tiny": {"contenders": rows},
+                    "spikes": {"contenders": rows},
+                }
+            },
+            *theme,
+        )
         assert figure is not None
         assert [bar.get_width() for bar in figure.axes[0].patches] == [1.0, 1.0]
         assert summary({"workloads": {"spikes": {"contenders": rows}}}, *theme) is None
@@ -176,9 +245,18 @@ def test_the_page_says_what_was_measured_and_what_was_not(run):
     results = load(run[1])
     text = render(results)
     assert results["machine"]["cpu"] in text
-    assert "### spikes: 8 envs of 200 us on average, 1 % of steps 100 times the others" in text
-    (row,) = [line for line in text.splitlines() if line.startswith(f"| {peers.SB3_SUBPROC} |")]
-    ratio = results["workloads"]["spikes"]["contenders"][peers.SB3_SUBPROC]["cpu_ratio"][1]
+    assert (
+        "### spikes: 8 envs of 200 us on average, 1 % of steps 100 times the others"
+        in text
+    )
+    (row,) = [
+        line
+        for line in text.splitlines()
+        if line.startswith(f"| {peers.SB3_SUBPROC} |")
+    ]
+    ratio = results["workloads"]["spikes"]["contenders"][peers.SB3_SUBPROC][
+        "cpu_ratio"
+    ][1]
     assert f"{short(ratio)}x" in row
     assert to_markdown(sheet_of_targets(results)).count("was not run") > 10
     assert "The gate never opened" in text or "passed the gate" in text
@@ -190,7 +268,9 @@ def test_a_run_goes_on_where_it_was(run):
     _, path = run
     before = load(path)
     console = Console(file=io.StringIO(), width=200)
-    results = Suite(SuiteRequest(names=("spikes",), is_resumed=True, path=path), console).run()
+    results = Suite(
+        SuiteRequest(names=("spikes",), is_resumed=True, path=path), console
+    ).run()
     assert "spikes: there already" in console.file.getvalue()
     assert results == before
 
@@ -202,9 +282,18 @@ def test_a_run_goes_on_where_it_was(run):
         (("--only", "tiny,nothing"), "expected --only to be one of tiny,"),
         (("--only", "cartpol"), "Did you mean cartpole"),
         (("--peers", "gym"), "expected --peers to be one of gymnasium,"),
-        (("--render", "--json", "/nowhere.json"), "error: bench failed: expected results in /nowhere.json"),
-        (("--render", "--json", "-"), "expected a file as --json with --render, got '-'"),
-        (("--resume", "--json", "-"), "expected a file as --json with --resume, got '-'"),
+        (
+            ("--render", "--json", "/nowhere.json"),
+            "error: bench failed: expected results in /nowhere.json",
+        ),
+        (
+            ("--render", "--json", "-"),
+            "expected a file as --json with --render, got '-'",
+        ),
+        (
+            ("--resume", "--json", "-"),
+            "expected a file as --json with --resume, got '-'",
+        ),
         (("--plots", __file__), "is a file"),
         (("--plots", "none/charts"), "there is no folder 'none'"),
         (("--json", "none/bench.json"), "there is no folder 'none'"),
@@ -226,7 +315,9 @@ def test_what_was_measured_before_an_interrupt_is_printed(tmp_path, monkeypatch)
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("benchmarks.suite.Suite._measure", interrupted)
-    done = CliRunner().invoke(app, ["--only", "tiny,sleep", "--only", "spikes", "--json", "-"])
+    done = CliRunner().invoke(
+        app, ["--only", "tiny,sleep", "--only", "spikes", "--json", "-"]
+    )
     assert done.exit_code == 130, done.stderr
     assert [*json.loads(done.stdout)["workloads"]] == ["tiny", "sleep"]
     assert list(tmp_path.iterdir()) == []

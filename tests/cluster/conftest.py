@@ -31,7 +31,8 @@ def cluster() -> Iterator[Any]:
     head = {
         "num_cpus": 0,
         "include_dashboard": False,
-        "include_log_monitor": False,  # no test reads what it copies, and it takes a processor's time
+        # No test reads what it copies, and it takes a processor's time.
+        "include_log_monitor": False,
         "object_store_memory": _STORE_BYTES,
     }
     cluster = Cluster(initialize_head=True, head_node_args=head)
@@ -49,7 +50,11 @@ def cluster() -> Iterator[Any]:
 def actors() -> list[str]:
     """Return envherd's descendants of this process: actors, helpers, workers."""
     lines = {pid: command(pid) for pid in sorted(descendants())}
-    return [f"process {pid}: {line[:200]}" for pid, line in lines.items() if "::Node" in line or "envherd" in line]
+    return [
+        f"process {pid}: {line[:200]}"
+        for pid, line in lines.items()
+        if "::Node" in line or "envherd" in line
+    ]
 
 
 def is_rays(line: str) -> bool:
@@ -60,7 +65,15 @@ def is_rays(line: str) -> bool:
     if line.startswith("thread Dummy-"):
         return True
     is_ipc = any(
-        kind in line for kind in ("socket:", "anon_inode:", "pipe:", "/dev/shm/plasma", "/tmp/ray", "(deleted)")
+        kind in line
+        for kind in (
+            "socket:",
+            "anon_inode:",
+            "pipe:",
+            "/dev/shm/plasma",
+            "/tmp/ray",
+            "(deleted)",
+        )
     )
     return line.startswith("descriptor") and is_ipc
 

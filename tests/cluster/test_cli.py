@@ -32,7 +32,18 @@ def run(*arguments):
 
 
 def test_a_rollout_on_a_cluster_is_that_of_one_machine(cluster):
-    arguments = ("rollout", ENV, "--envs", "3", "--steps", "30", "--seed", "4", "--workers", "1")
+    arguments = (
+        "rollout",
+        ENV,
+        "--envs",
+        "3",
+        "--steps",
+        "30",
+        "--seed",
+        "4",
+        "--workers",
+        "1",
+    )
     ours, printed = run(*arguments, "--ray", cluster.address)
     theirs, _ = run(*arguments)
     assert ours["num_workers"] == 3, "one on each node"
@@ -67,6 +78,8 @@ def test_a_missing_cluster_or_ray_is_reported(script_host, tmp_path):
         done = script_host.run(script, address, folder=tmp_path, output=tmp_path)
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["2", "2"], done.stdout
-    assert f"expected a Ray cluster at {address}, got ConnectionRefusedError" in lines[0]
+    assert (
+        f"expected a Ray cluster at {address}, got ConnectionRefusedError" in lines[0]
+    )
     assert "RayRollouts failed: expected Ray, which is not installed" in lines[1]
     assert "pip install 'envherd[ray]'" in lines[1]

@@ -16,14 +16,27 @@ skip_without("ray")
 
 import ray
 
-from envherd import Busy, Closed, ClusterError, Collector, EnvError, FactoryError, ParallelEnv
+from envherd import (
+    Busy,
+    Closed,
+    ClusterError,
+    Collector,
+    EnvError,
+    FactoryError,
+    ParallelEnv,
+)
 from envherd.executor.cluster.rollouts import RayRollouts
 from envherd.workers.testing import CountingEnv, FaultyEnv
 from tests.envs.cluster_envs import Counter, GatedEnv, HeldCounter, Sampler, SlowEnv
 from tests.envs.counting_envs import AgentsEnv, PairEnv, TextEnv
 from tests.gates import Gate, interrupt
 
-pytestmark = [pytest.mark.slow, pytest.mark.broken_pool, pytest.mark.usefixtures("cluster"), pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.broken_pool,
+    pytest.mark.usefixtures("cluster"),
+    pytest.mark.timeout(300),
+]
 
 N = 5
 ONE = {"CPU": 1}
@@ -34,7 +47,9 @@ on_machine = functools.partial(ParallelEnv, N, make_env, num_workers=2)
 @pytest.fixture(scope="module")
 def shared(cluster):
     """Two nodes with three and two envs."""
-    with RayRollouts(N, make_env, seed=3, num_nodes=2, resources_per_node=ONE) as rollouts:
+    with RayRollouts(
+        N, make_env, seed=3, num_nodes=2, resources_per_node=ONE
+    ) as rollouts:
         yield rollouts
 
 
@@ -46,7 +61,9 @@ def fresh(shared):
     with on_machine(seed=3) as local:
         state = local.state_dict(with_envs=False)
         parts = shared.state_dict(with_envs=False)
-        state["executor"]["episodes"] = [one for part in parts["nodes"] for one in part["executor"]["episodes"]]
+        state["executor"]["episodes"] = [
+            one for part in parts["nodes"] for one in part["executor"]["episodes"]
+        ]
         local.load_state_dict(state)
         yield shared, local
 
@@ -54,7 +71,12 @@ def fresh(shared):
 def assert_equal(one, other):
     assert (one.batch_size, one.names) == (other.batch_size, other.names)
     ours, theirs = (
-        {key: td.get(key) for key in td.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor)}
+        {
+            key: td.get(key)
+            for key in td.keys(
+                include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor
+            )
+        }
         for td in (one, other)
     )
     assert ours.keys() == theirs.keys()
@@ -69,24 +91,38 @@ def assert_equal(one, other):
 @pytest.mark.parametrize("num_nodes", [1, 2, 3])
 def test_rollouts_are_those_of_one_machine_on_any_number_of_nodes(num_nodes):
     policy = Counter()
-    where = {"num_nodes": num_nodes, "resources_per_node": ONE, "strategy": "STRICT_SPREAD"}
-    with RayRollouts(N, make_env, seed=7, **where) as rollouts, on_machine(seed=7) as local:
+    where = {
+        "num_nodes": num_nodes,
+        "resources_per_node": ONE,
+        "strategy": "STRICT_SPREAD",
+    }
+    with (
+        RayRollouts(N, make_env, seed=7, **where) as rollouts,
+        on_machine(seed=7) as local,
+    ):
         for version in range(3):
             how = {"auto_reset": version == 0}
             data = rollouts.rollout(9, policy, **how)
-            assert_equal(data, local.rollout(9, policy, break_when_any_done=False, **how))
+            assert_equal(
+                data, local.rollout(9, policy, break_when_any_done=False, **how)
+            )
             assert rollouts.version == version
             assert data["next", "done"].sum() > 5
             data.zero_()  # it is the caller's
             with torch.no_grad():
                 policy.shift += 1
-        places = {one["place"].partition(",")[0] for one in rollouts.state_dict()["nodes"]}
+        places = {
+            one["place"].partition(",")[0] for one in rollouts.state_dict()["nodes"]
+        }
         assert len(places) == num_nodes
         assert sum(one.env_steps for one in rollouts.statistics()) == 27 * N
 
 
 def test_a_collector_takes_it_and_a_policy_has_its_own_state(fresh):
-    collectors = [Collector(env, Counter(), frames_per_batch=4 * N, close_env=False) for env in fresh]
+    collectors = [
+        Collector(env, Counter(), frames_per_batch=4 * N, close_env=False)
+        for env in fresh
+    ]
     for _ in range(3):
         assert_equal(*[collector.collect() for collector in collectors])
     state = Sampler()
@@ -102,7 +138,9 @@ def take_no_action(td):
     return td.set("action", torch.zeros(td.batch_size, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("factories", [[TextEnv] * 2, [PairEnv] * 2, [CountingEnv, AgentsEnv]])
+@pytest.mark.parametrize(
+    "factories", [[TextEnv] * 2, [PairEnv] * 2, [CountingEnv, AgentsEnv]]
+)
 def test_texts_batches_and_unlike_envs_come_as_on_one_machine(factories):
     is_alike = factories[0] is factories[1]
     policy = take_no_action if is_alike else None
@@ -112,9 +150,13 @@ def test_texts_batches_and_unlike_envs_come_as_on_one_machine(factories):
     ):
         for auto_reset in (True, False):
             ours = rollouts.rollout(5, policy, auto_reset=auto_reset)
-            theirs = local.rollout(5, policy, auto_reset=auto_reset, break_when_any_done=False)
+            theirs = local.rollout(
+                5, policy, auto_reset=auto_reset, break_when_any_done=False
+            )
             for one, other in zip(ours.unbind(0), theirs.unbind(0), strict=True):
-                assert {*one.keys(include_nested=True)} == {*other.keys(include_nested=True)}
+                assert {*one.keys(include_nested=True)} == {
+                    *other.keys(include_nested=True)
+                }
                 if is_alike:
                     assert_equal(one, other)
 
@@ -134,7 +176,9 @@ def test_every_change_of_the_weights_reaches_the_nodes(shared, kind, change):
     module = Counter(torch.bfloat16 if kind == "bfloat16" else torch.float32)
     before = shared.version
     for shift in range(3):
-        policy = {"function": lambda td: module(td), "method": module.forward}.get(kind, module)  # noqa: PLW0108
+        policy = {"function": lambda td: module(td), "method": module.forward}.get(  # noqa: PLW0108
+            kind, module
+        )
         for version in (1, 1):
             data = shared.rollout(2, policy)
             assert shared.version == before + shift + version
@@ -143,9 +187,13 @@ def test_every_change_of_the_weights_reaches_the_nodes(shared, kind, change):
 
 
 def test_a_policy_that_cannot_be_pickled_is_built_on_the_nodes(shared):
-    with pytest.raises(ClusterError, match="a policy that can be pickled, got HeldCounter"):
+    with pytest.raises(
+        ClusterError, match="a policy that can be pickled, got HeldCounter"
+    ):
         shared.rollout(2, HeldCounter())
-    with RayRollouts(1, make_env, num_nodes=1, resources_per_node=ONE, policy_factory=HeldCounter) as rollouts:
+    with RayRollouts(
+        1, make_env, num_nodes=1, resources_per_node=ONE, policy_factory=HeldCounter
+    ) as rollouts:
         policy = HeldCounter()
         change_in_place(policy)
         assert (rollouts.rollout(2, policy)["action"] == 1 + torch.arange(2)).all()
@@ -154,7 +202,10 @@ def test_a_policy_that_cannot_be_pickled_is_built_on_the_nodes(shared):
 def test_no_node_starves_and_a_slow_one_delays_none():
     factories = [functools.partial(SlowEnv, 0.0), functools.partial(SlowEnv, 0.02)]
     with RayRollouts(factories, num_nodes=2, resources_per_node=ONE) as rollouts:
-        fast = [int(batch["env_ids"][0, 0]) for batch in itertools.islice(rollouts.stream(20), 20)]
+        fast = [
+            int(batch["env_ids"][0, 0])
+            for batch in itertools.islice(rollouts.stream(20), 20)
+        ]
         assert fast.count(0) > 12, "it was not delayed"
         found = []
         for batch in itertools.islice(rollouts.stream(2), 8):
@@ -165,17 +216,27 @@ def test_no_node_starves_and_a_slow_one_delays_none():
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_stream_names_the_version_of_its_weights_and_continues_episodes(shared, overlap):
+def test_a_stream_names_the_version_of_its_weights_and_continues_episodes(
+    shared, overlap
+):
     policy = Counter()
     shared.rollout(1, policy)
     first = shared.version
-    stream, last, began_with = shared.stream(6, policy, overlap=overlap), {}, {0: 0, 3: 0}
+    stream, last, began_with = (
+        shared.stream(6, policy, overlap=overlap),
+        {},
+        {0: 0, 3: 0},
+    )
     for batch in itertools.islice(stream, 8):
         share = int(batch["env_ids"][0, 0])
-        assert batch["env_ids"].tolist() == [[i] * 6 for i in ({0: (0, 1, 2), 3: (3, 4)}[share])]
+        assert batch["env_ids"].tolist() == [
+            [i] * 6 for i in ({0: (0, 1, 2), 3: (3, 4)}[share])
+        ]
         version = batch["policy_version"] - first
         assert (version == began_with[share]).all()
-        assert torch.equal(batch["action"], (batch["observation"][..., 1] + version) % 5)
+        assert torch.equal(
+            batch["action"], (batch["observation"][..., 1] + version) % 5
+        )
         began_with[share] = shared.version - first + (not overlap)
         root = batch["observation"][:, 0]
         if share in last:
@@ -208,7 +269,9 @@ def test_a_loaded_state_continues_with_the_same_data(shared):
         other.load_state_dict(state)
         with Collector(other, policy, frames_per_batch=7 * N) as collector:
             assert_equal(collector.collect(), expected[0])
-    with pytest.raises(ValueError, match=r"a state of nodes with \[3, 2\] envs, got another"):
+    with pytest.raises(
+        ValueError, match=r"a state of nodes with \[3, 2\] envs, got another"
+    ):
         shared.load_state_dict({"nodes": state["nodes"][:1]})
 
 
@@ -216,7 +279,10 @@ def test_errors_name_the_node_and_leave_the_others_usable(tmp_path):
     factories = [CountingEnv, functools.partial(FaultyEnv, "value_error")]
     with RayRollouts(factories, num_nodes=2, resources_per_node=ONE) as rollouts:
         for _ in range(2):
-            with pytest.raises(EnvError, match=r"raised ValueError: .* \(env 1, worker 0, pid \d+, .*node ") as caught:
+            with pytest.raises(
+                EnvError,
+                match=r"raised ValueError: .* \(env 1, worker 0, pid \d+, .*node ",
+            ) as caught:
                 rollouts.rollout(20)
             assert caught.value.env_ids == (1,)
         with pytest.raises(ZeroDivisionError):
@@ -241,11 +307,15 @@ class Foreign:
 def test_a_node_that_cannot_build_its_envs_is_named():
     one = {"num_nodes": 1, "resources_per_node": ONE}
     with pytest.raises(
-        FactoryError, match=r"raised OSError: no such level \(env 0, worker 0, pid \d+.*node "
+        FactoryError,
+        match=r"raised OSError: no such level \(env 0, worker 0, pid \d+.*node ",
     ) as caught:
         RayRollouts(1, broken, **one)
     assert "in broken" in str(caught.value.__cause__)
-    with pytest.raises(ClusterError, match=r"expected node \S+, pid \d+ to build its envs, got FileNotFound") as caught:
+    with pytest.raises(
+        ClusterError,
+        match=r"expected node \S+, pid \d+ to build its envs, got FileNotFound",
+    ) as caught:
         RayRollouts(1, Foreign(), **one)
     assert "/no/such/folder" in str(caught.value.__cause__)
 
@@ -253,14 +323,29 @@ def test_a_node_that_cannot_build_its_envs_is_named():
 def test_versions_that_differ_and_more_than_there_is_are_refused(tmp_path):
     info = tmp_path / "tensordict-9.9.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tensordict\nVersion: 9.9\n")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: tensordict\nVersion: 9.9\n"
+    )
     runtime_env = {"env_vars": {"PYTHONPATH": str(tmp_path)}}
-    with pytest.raises(ClusterError, match=r"expected tensordict [\d.]+ on every node, as in the driver, got 9.9 on"):
-        RayRollouts(1, make_env, num_nodes=1, resources_per_node=ONE, runtime_env=runtime_env)
+    with pytest.raises(
+        ClusterError,
+        match=r"expected tensordict [\d.]+ on every node, as in the driver, got 9.9 on",
+    ):
+        RayRollouts(
+            1, make_env, num_nodes=1, resources_per_node=ONE, runtime_env=runtime_env
+        )
     with pytest.raises(ClusterError, match=r"room for 7 shares of 1 CPU.*2 CPU"):
         RayRollouts(8, make_env, num_nodes=7)
-    with pytest.raises(ClusterError, match=r"room for 5 shares of 2 CPU.*got none within 0.2 s"):
-        RayRollouts(8, make_env, num_nodes=5, resources_per_node={"CPU": 2}, placement_timeout_s=0.2)
+    with pytest.raises(
+        ClusterError, match=r"room for 5 shares of 2 CPU.*got none within 0.2 s"
+    ):
+        RayRollouts(
+            8,
+            make_env,
+            num_nodes=5,
+            resources_per_node={"CPU": 2},
+            placement_timeout_s=0.2,
+        )
 
 
 def test_an_interrupted_rollout_is_dropped_and_closing_releases_all(tmp_path):
@@ -273,7 +358,8 @@ def test_an_interrupted_rollout_is_dropped_and_closing_releases_all(tmp_path):
         rollouts.close()
     with pytest.raises(Closed):
         rollouts.rollout(1)
-    while ray.available_resources().get("CPU", 0) < free:  # not "!=": an earlier test's may be released only now
+    # Not "!=": an earlier test's may be released only now.
+    while ray.available_resources().get("CPU", 0) < free:
         time.sleep(0.05)
 
 

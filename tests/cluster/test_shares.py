@@ -32,11 +32,17 @@ def test_envs_are_divided_by_weight_with_one_each(num_envs, weights, counts):
 
 
 def test_fewer_envs_than_nodes_are_refused():
-    with pytest.raises(ValueError, match="at least one env per node, got 2 envs for 3 nodes"):
+    with pytest.raises(
+        ValueError, match="at least one env per node, got 2 envs for 3 nodes"
+    ):
         spread(2, [1, 1, 1])
 
 
-FREE = [{"CPU": 0.0}, {"CPU": 4.0, "node:1": 1.0}, {"CPU": 16.0, "GPU": 2.0, "memory": 1e9}]
+FREE = [
+    {"CPU": 0.0},
+    {"CPU": 4.0, "node:1": 1.0},
+    {"CPU": 16.0, "GPU": 2.0, "memory": 1e9},
+]
 
 
 @pytest.mark.parametrize(
@@ -61,25 +67,81 @@ def test_what_no_node_has_is_refused(num_nodes, per_node):
 
 any_rollouts: Any = RayRollouts  # with keywords that it has not
 WRONG = {
-    "max_steps": (lambda one: one.rollout(1.5), ValueError, "rollout failed: expected max_steps"),
-    "a policy": (lambda one: one.rollout(3, "act"), TypeError, "rollout failed: expected policy to be a callable"),
-    "auto_reset": (lambda one: one.rollout(3, auto_reset=1), ValueError, "expected auto_reset to be True or False"),
-    "a break": (lambda one: one.rollout(3, break_when_any_done=True), ValueError, "nodes act separately"),
-    "a callback": (lambda one: one.rollout(3, callback=print), ValueError, "nodes act separately"),
-    "a state": (lambda one: one.rollout(3, tensordict=3), TypeError, "expected tensordict as a TensorDict"),
-    "a primer": (lambda one: one.rollout(3, primer=TensorDict({}, [3])), ValueError, "expected primer with a row for"),
-    "a keyword": (lambda one: one.rollout(steps=3), TypeError, "Did you mean max_steps?"),
-    "steps of a stream": (lambda one: next(one.stream(0)), ValueError, "stream failed: expected max_steps"),
-    "overlap": (lambda one: next(one.stream(3, overlap=1)), ValueError, "expected overlap to be True or False"),
+    "max_steps": (
+        lambda one: one.rollout(1.5),
+        ValueError,
+        "rollout failed: expected max_steps",
+    ),
+    "a policy": (
+        lambda one: one.rollout(3, "act"),
+        TypeError,
+        "rollout failed: expected policy to be a callable",
+    ),
+    "auto_reset": (
+        lambda one: one.rollout(3, auto_reset=1),
+        ValueError,
+        "expected auto_reset to be True or False",
+    ),
+    "a break": (
+        lambda one: one.rollout(3, break_when_any_done=True),
+        ValueError,
+        "nodes act separately",
+    ),
+    "a callback": (
+        lambda one: one.rollout(3, callback=print),
+        ValueError,
+        "nodes act separately",
+    ),
+    "a state": (
+        lambda one: one.rollout(3, tensordict=3),
+        TypeError,
+        "expected tensordict as a TensorDict",
+    ),
+    "a primer": (
+        lambda one: one.rollout(3, primer=TensorDict({}, [3])),
+        ValueError,
+        "expected primer with a row for",
+    ),
+    "a keyword": (
+        lambda one: one.rollout(steps=3),
+        TypeError,
+        "Did you mean max_steps?",
+    ),
+    "steps of a stream": (
+        lambda one: next(one.stream(0)),
+        ValueError,
+        "stream failed: expected max_steps",
+    ),
+    "overlap": (
+        lambda one: next(one.stream(3, overlap=1)),
+        ValueError,
+        "expected overlap to be True or False",
+    ),
     "a factory": (
         lambda _: any_rollouts(1, CountingEnv, policy_factory=3),
         TypeError,
         "expected policy_factory to be",
     ),
-    "workers": (lambda _: RayRollouts(1, CountingEnv, num_workers=0), ValueError, "expected num_workers as an int"),
-    "an argument": (lambda _: any_rollouts(1, CountingEnv, nodes=2), TypeError, "Did you mean num_nodes?"),
-    "an option": (lambda _: any_rollouts(1, CountingEnv, poison=True), TypeError, r"ExecutorOptions\(poison=...\)"),
-    "the old name": (lambda _: exec("from envherd import RayParallelEnv"), ImportError, "Instead: RayRollouts"),
+    "workers": (
+        lambda _: RayRollouts(1, CountingEnv, num_workers=0),
+        ValueError,
+        "expected num_workers as an int",
+    ),
+    "an argument": (
+        lambda _: any_rollouts(1, CountingEnv, nodes=2),
+        TypeError,
+        "Did you mean num_nodes?",
+    ),
+    "an option": (
+        lambda _: any_rollouts(1, CountingEnv, poison=True),
+        TypeError,
+        r"ExecutorOptions\(poison=...\)",
+    ),
+    "the old name": (
+        lambda _: exec("from envherd import RayParallelEnv"),
+        ImportError,
+        "Instead: RayRollouts",
+    ),
 }
 
 

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from tests.contracts.family import IS_FULL, Family
 from tests.contracts.optional_families import reset_by_option
-from tests.envs.batched_envs import NUM_ROWS, atari, balance, cartpole, isaac, maniskill, pool, vector_env
+from tests.envs.batched_envs import (
+    NUM_ROWS,
+    atari,
+    balance,
+    cartpole,
+    isaac,
+    maniskill,
+    pool,
+    vector_env,
+)
 from tests.oracles import plain_batches, plain_loops
 from tests.oracles.plain_batches import PlainRows, PlainSimulator
 
@@ -43,11 +52,23 @@ def reset_by_mask(env: Any, ids: torch.Tensor) -> Any:
     """Reset rows of a simulator in Gymnasium's DISABLED mode."""
     import torch
 
-    return env.reset(options={"reset_mask": torch.isin(torch.arange(env.num_envs), ids)})[0]
+    return env.reset(
+        options={"reset_mask": torch.isin(torch.arange(env.num_envs), ids)}
+    )[0]
 
 
-def _batched(title: str, make_env: Callable[[], Any], plain: Callable[[], Any] | None, **kwargs: Any) -> Family:
-    settings: dict[str, Any] = {"num_steps": 40, "is_ordinary": False, "num_rows": NUM_ROWS, **kwargs}
+def _batched(
+    title: str,
+    make_env: Callable[[], Any],
+    plain: Callable[[], Any] | None,
+    **kwargs: Any,
+) -> Family:
+    settings: dict[str, Any] = {
+        "num_steps": 40,
+        "is_ordinary": False,
+        "num_rows": NUM_ROWS,
+        **kwargs,
+    }
     return Family(f"{title}, {NUM_ROWS} rows", make_env, plain, **settings)
 
 
@@ -70,7 +91,9 @@ def _vector(kind: str, mode: str) -> Family:
     is_apart = kind == "async"
     extra = {"draws": kind != "custom", "is_slow": is_apart, "needs_worker": is_apart}
     extra["is_only_in_full"] = is_apart and mode == "DISABLED"
-    return _batched(f"{titles[kind]}, {mode}", partial(vector_env, kind, mode), plain, **extra)
+    return _batched(
+        f"{titles[kind]}, {mode}", partial(vector_env, kind, mode), plain, **extra
+    )
 
 
 def _atari(mode: str) -> Family:
@@ -82,19 +105,35 @@ def _atari(mode: str) -> Family:
         resets_itself=mode == "SAME_STEP",
         num_seeds=2**31 - NUM_ROWS,
     )
-    more: dict[str, Any] = {"num_steps": 110, "extra": "atari", "draws": False, "is_only_in_full": True}
-    return _batched(f"ALE `AtariVectorEnv`: Pong, 50 steps, {mode}", partial(atari, mode), plain, **more)
+    more: dict[str, Any] = {
+        "num_steps": 110,
+        "extra": "atari",
+        "draws": False,
+        "is_only_in_full": True,
+    }
+    return _batched(
+        f"ALE `AtariVectorEnv`: Pong, 50 steps, {mode}",
+        partial(atari, mode),
+        plain,
+        **more,
+    )
 
 
 def _pool(api: str, **config: Any) -> Family:
     title = f"EnvPool: {api} API, {'async' if config else 'sync'}"
     plain = partial(plain_batches.PlainPool, pool, NUM_ROWS)
-    return _batched(title, partial(pool, api, draws=IS_FULL, **config), plain, extra="envpool")
+    return _batched(
+        title, partial(pool, api, draws=IS_FULL, **config), plain, extra="envpool"
+    )
 
 
 def _isaac(title: str, kind: str, reset_rows: Any) -> Family:
-    plain = partial(PlainSimulator, partial(isaac_by_hand, kind), reset_rows, resets_itself=True)
-    return _batched(title, partial(isaac, kind), plain, draws=False, is_alone=True, is_slow=True)
+    plain = partial(
+        PlainSimulator, partial(isaac_by_hand, kind), reset_rows, resets_itself=True
+    )
+    return _batched(
+        title, partial(isaac, kind), plain, draws=False, is_alone=True, is_slow=True
+    )
 
 
 def _maniskill(title: str, *, resets_itself: bool) -> Family:
@@ -110,7 +149,10 @@ BATCHED: dict[str, Family] = {
         for mode in _MODES
     },
     "vector_default": _batched(
-        'Gymnasium `make_vec("CartPole-v1")`', partial(vector_env, "default", "NEXT_STEP"), None, num_steps=60
+        'Gymnasium `make_vec("CartPole-v1")`',
+        partial(vector_env, "default", "NEXT_STEP"),
+        None,
+        num_steps=60,
     ),
     "vector_atari_next_step": _atari("NEXT_STEP"),
     "vector_atari_same_step": _atari("SAME_STEP"),
@@ -128,7 +170,13 @@ BATCHED: dict[str, Family] = {
         is_slow=True,
     ),
     "maniskill": _maniskill("ManiSkill's `BaseEnv`, a stand-in", resets_itself=False),
-    "maniskill_vector": _maniskill("`ManiSkillVectorEnv`, a stand-in", resets_itself=True),
-    "isaaclab_direct": _isaac("IsaacLab's `DirectRLEnv`, a stand-in", "direct", reset_direct),
-    "isaaclab_managed": _isaac("IsaacLab's `ManagerBasedRLEnv`, a stand-in", "managed", reset_managed),
+    "maniskill_vector": _maniskill(
+        "`ManiSkillVectorEnv`, a stand-in", resets_itself=True
+    ),
+    "isaaclab_direct": _isaac(
+        "IsaacLab's `DirectRLEnv`, a stand-in", "direct", reset_direct
+    ),
+    "isaaclab_managed": _isaac(
+        "IsaacLab's `ManagerBasedRLEnv`, a stand-in", "managed", reset_managed
+    ),
 }

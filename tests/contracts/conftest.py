@@ -24,6 +24,13 @@ def pytest_sessionfinish() -> None:
     from tools.families_page import COLUMNS, read_page, write_page
 
     page = Path(target)
-    known = {row[0]: dict(zip(COLUMNS, row[1:], strict=False)) for row in read_page(page)} if page.exists() else {}
-    rows = {family.title: _cells.get(name) or known.get(family.title, {}) for name, family in FAMILIES.items()}
+    known = (
+        {row[0]: dict(zip(COLUMNS, row[1:], strict=False)) for row in read_page(page)}
+        if page.exists()
+        else {}
+    )
+    rows = {
+        family.title: _cells.get(name) or known.get(family.title, {})
+        for name, family in FAMILIES.items()
+    }
     write_page(page, rows)

@@ -16,6 +16,8 @@ BATCHES: dict[str, Any] = {
 }
 
 
-def batch_apart(make_env: Any, num_envs: int, num_workers: int, root_seed: int) -> ExecutorBatch:
+def batch_apart(
+    make_env: Any, num_envs: int, num_workers: int, root_seed: int
+) -> ExecutorBatch:
     """Run envs that must be alone in their process: one worker per env, ignoring `num_workers`."""
     return in_workers(make_env, num_envs, num_envs, root_seed)

@@ -14,7 +14,12 @@ from tests.oracles import plain_loops
 
 
 def gymnasium_env(
-    env_id: str, max_steps: int | None = None, *, module: str = "", draws: bool = True, **kwargs: Any
+    env_id: str,
+    max_steps: int | None = None,
+    *,
+    module: str = "",
+    draws: bool = True,
+    **kwargs: Any,
 ) -> Any:
     """Make an env of Gymnasium's registry; `Taxi` has the version that this Gymnasium has."""
     import gymnasium
@@ -35,11 +40,18 @@ def nested_spaces() -> Any:
         observation_space = spaces.Dict(
             {
                 "place": spaces.Box(-1, 1, (2,), np.float64),
-                "parts": spaces.Tuple((spaces.Discrete(3, start=1), spaces.MultiBinary(4))),
+                "parts": spaces.Tuple(
+                    (spaces.Discrete(3, start=1), spaces.MultiBinary(4))
+                ),
                 "word": spaces.Text(8),
             }
         )
-        action_space = spaces.Tuple((spaces.Discrete(4), spaces.Dict({"force": spaces.Box(-1, 1, (2,), np.float32)})))
+        action_space = spaces.Tuple(
+            (
+                spaces.Discrete(4),
+                spaces.Dict({"force": spaces.Box(-1, 1, (2,), np.float32)}),
+            )
+        )
 
         def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
             super().reset(seed=seed)
@@ -50,16 +62,28 @@ def nested_spaces() -> Any:
             index, forces = action
             self.num_steps += 1
             self.place = np.clip(self.place + forces["force"], -1, 1)
-            return self._observe(), float(index), self.num_steps == 4, bool(self.place[0] > 0.99), {}
+            return (
+                self._observe(),
+                float(index),
+                self.num_steps == 4,
+                bool(self.place[0] > 0.99),
+                {},
+            )
 
         def _observe(self) -> Any:
             flags = self.np_random.integers(0, 2, 4, dtype=np.int8)
-            return {"place": self.place, "parts": (1 + self.num_steps % 3, flags), "word": f"w{self.num_steps}"}
+            return {
+                "place": self.place,
+                "parts": (1 + self.num_steps % 3, flags),
+                "word": f"w{self.num_steps}",
+            }
 
     return Nested()
 
 
-def dm_control_env(domain: str, task: str, seconds: float, seed: int | None = None) -> Any:
+def dm_control_env(
+    domain: str, task: str, seconds: float, seed: int | None = None
+) -> Any:
     """Load a task of the suite; its time limit is its horizon."""
     from dm_control import suite
 
@@ -72,14 +96,18 @@ def dmlab2d_env(seed: int | None = None) -> Any:
     from dmlab2d import runfiles_helper
 
     settings = {"levelName": "chase_eat", "episodeLengthFrames": "50"}
-    return dmlab2d.Environment(dmlab2d.Lab2d(runfiles_helper.find(), settings), ["WORLD.RGB"], seed=seed)
+    return dmlab2d.Environment(
+        dmlab2d.Lab2d(runfiles_helper.find(), settings), ["WORLD.RGB"], seed=seed
+    )
 
 
 def pettingzoo_spread(*, draws: bool = False) -> Any:
     """Return an env with three agents that stay to the end."""
     from mpe2 import simple_spread_v3
 
-    return simple_spread_v3.parallel_env(max_cycles=7, render_mode="rgb_array" if draws else None)
+    return simple_spread_v3.parallel_env(
+        max_cycles=7, render_mode="rgb_array" if draws else None
+    )
 
 
 def pettingzoo_village() -> Any:
@@ -96,7 +124,13 @@ def torchrl_cartpole() -> Any:
     return TransformedEnv(GymEnv("CartPole-v1"), StepCounter(6))
 
 
-def _of_gymnasium(title: str, *args: Any, extra: str = "gymnasium", num_steps: int = 110, **kwargs: Any) -> Family:
+def _of_gymnasium(
+    title: str,
+    *args: Any,
+    extra: str = "gymnasium",
+    num_steps: int = 110,
+    **kwargs: Any,
+) -> Family:
     draws, module = kwargs.pop("draws", True), kwargs.pop("module", "")
     make = functools.partial(gymnasium_env, *args, module=module)
     plain = functools.partial(plain_loops.PlainGymnasium, make)
@@ -110,12 +144,20 @@ def _of_dm_env(title: str, make: Any, extra: str, **kwargs: Any) -> Family:
 
 
 _SUBSTRATE = "running_with_scissors_in_the_matrix__one_shot"
-_SCISSORS = functools.partial(MeltingPotFactory, _SUBSTRATE, keys=("RGB", "INVENTORY"), deterministic=True)
+_SCISSORS = functools.partial(
+    MeltingPotFactory, _SUBSTRATE, keys=("RGB", "INVENTORY"), deterministic=True
+)
 
 FAMILIES: dict[str, Family] = {
-    "gymnasium_cartpole": _of_gymnasium("Gymnasium: CartPole", "CartPole-v1", num_steps=60),
-    "gymnasium_pendulum": _of_gymnasium("Gymnasium: Pendulum, 5 steps", "Pendulum-v1", 5, num_steps=30),
-    "gymnasium_taxi": _of_gymnasium("Gymnasium: Taxi, 7 steps", "Taxi", 7, num_steps=30),
+    "gymnasium_cartpole": _of_gymnasium(
+        "Gymnasium: CartPole", "CartPole-v1", num_steps=60
+    ),
+    "gymnasium_pendulum": _of_gymnasium(
+        "Gymnasium: Pendulum, 5 steps", "Pendulum-v1", 5, num_steps=30
+    ),
+    "gymnasium_taxi": _of_gymnasium(
+        "Gymnasium: Taxi, 7 steps", "Taxi", 7, num_steps=30
+    ),
     "gymnasium_nested": Family(
         "Gymnasium: nested spaces, text",
         nested_spaces,
@@ -123,7 +165,11 @@ FAMILIES: dict[str, Family] = {
         draws=False,
     ),
     "gymnasium_box2d": _of_gymnasium(
-        "Gymnasium Box2D: LunarLander, 50 steps", "LunarLander-v3", 50, extra="box2d", is_ordinary=False
+        "Gymnasium Box2D: LunarLander, 50 steps",
+        "LunarLander-v3",
+        50,
+        extra="box2d",
+        is_ordinary=False,
     ),
     "gymnasium_mujoco": _of_gymnasium(
         "Gymnasium MuJoCo: HalfCheetah, 50 steps",
@@ -134,7 +180,13 @@ FAMILIES: dict[str, Family] = {
         is_ordinary=False,
     ),
     "ale": _of_gymnasium(
-        "ALE: Pong, 50 steps", "ALE/Pong-v5", 50, extra="atari", module="ale_py", is_ordinary=False, is_slow=True
+        "ALE: Pong, 50 steps",
+        "ALE/Pong-v5",
+        50,
+        extra="atari",
+        module="ale_py",
+        is_ordinary=False,
+        is_slow=True,
     ),
     "minigrid": _of_gymnasium(
         "MiniGrid: DoorKey, 50 steps",
@@ -161,7 +213,11 @@ FAMILIES: dict[str, Family] = {
         is_slow=True,
     ),
     "dmlab2d": _of_dm_env(
-        "dmlab2d, raw: chase_eat, 50 frames", dmlab2d_env, "meltingpot", num_steps=110, is_ordinary=False
+        "dmlab2d, raw: chase_eat, 50 frames",
+        dmlab2d_env,
+        "meltingpot",
+        num_steps=110,
+        is_ordinary=False,
     ),
     "pettingzoo_spread": Family(
         "PettingZoo: MPE spread, 7 steps",
@@ -171,7 +227,11 @@ FAMILIES: dict[str, Family] = {
         extra="pettingzoo",
     ),
     "pettingzoo_village": Family(
-        "PettingZoo: agents leave and return", pettingzoo_village, num_steps=30, extra="pettingzoo", draws=False
+        "PettingZoo: agents leave and return",
+        pettingzoo_village,
+        num_steps=30,
+        extra="pettingzoo",
+        draws=False,
     ),
     "torchrl": Family(
         "TorchRL: GymEnv, StepCounter, 6 steps",

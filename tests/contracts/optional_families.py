@@ -28,7 +28,11 @@ def highway_parking(*, draws: bool = False) -> Any:
     import highway_env
 
     gymnasium.register_envs(highway_env)
-    return gymnasium.make("parking-v0", max_episode_steps=_MAX_STEPS, render_mode="rgb_array" if draws else None)
+    return gymnasium.make(
+        "parking-v0",
+        max_episode_steps=_MAX_STEPS,
+        render_mode="rgb_array" if draws else None,
+    )
 
 
 def robotics_fetch() -> Any:
@@ -68,7 +72,9 @@ def nethack() -> Any:
     import nle.env  # noqa: F401  # registers it
 
     env: Any = gymnasium.make("NetHackScore-v0", max_episode_steps=_MAX_STEPS)
-    return _seeded(env, lambda seed: env.unwrapped.seed(core=seed, disp=seed, reseed=False))
+    return _seeded(
+        env, lambda seed: env.unwrapped.seed(core=seed, disp=seed, reseed=False)
+    )
 
 
 def metaworld_reach() -> Any:
@@ -76,7 +82,9 @@ def metaworld_reach() -> Any:
     import gymnasium
     import metaworld  # noqa: F401  # registers it
 
-    env: Any = gymnasium.make("Meta-World/MT1", env_name="reach-v3", seed=3, max_episode_steps=_MAX_STEPS)
+    env: Any = gymnasium.make(
+        "Meta-World/MT1", env_name="reach-v3", seed=3, max_episode_steps=_MAX_STEPS
+    )
     return _seeded(env, env.unwrapped.seed)
 
 
@@ -100,7 +108,9 @@ def maniskill_push() -> Any:
         sapien.render.RenderMaterial()
     except RuntimeError:
         sapien.render.RenderMaterial = sapien.pysapien.render.RenderMaterial = _Material
-    return gymnasium.make("PushCube-v1", obs_mode="state", sim_backend="physx_cpu", render_backend="none")
+    return gymnasium.make(
+        "PushCube-v1", obs_mode="state", sim_backend="physx_cpu", render_backend="none"
+    )
 
 
 def browsergym_click() -> Any:
@@ -120,8 +130,11 @@ def browsergym_click() -> Any:
         def __init__(self, env: Any) -> None:
             super().__init__(env)
             picture = gymnasium.spaces.Box(0, 255, (320, 500, 3), np.uint8)
-            self.observation_space = gymnasium.spaces.Dict(goal=gymnasium.spaces.Text(100), screenshot=picture)
-            self.action_space = gymnasium.spaces.MultiDiscrete([10, 5])  # half of them next to the page
+            self.observation_space = gymnasium.spaces.Dict(
+                goal=gymnasium.spaces.Text(100), screenshot=picture
+            )
+            # Half of them next to the page.
+            self.action_space = gymnasium.spaces.MultiDiscrete([10, 5])
 
         def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
             observation, info = self.env.reset(seed=seed, options=options)
@@ -168,7 +181,13 @@ class _PlainBrowser(plain_loops.PlainGymnasium):
 
 def _optional(title: str, make: Any, extra: str, **kwargs: Any) -> Family:
     plain = functools.partial(plain_loops.PlainGymnasium, make)
-    settings: dict[str, Any] = {"plain": plain, "draws": False, "is_ordinary": False, "is_slow": True, **kwargs}
+    settings: dict[str, Any] = {
+        "plain": plain,
+        "draws": False,
+        "is_ordinary": False,
+        "is_slow": True,
+        **kwargs,
+    }
     return Family(title, make, extra=extra, **{"num_steps": 110, **settings})
 
 
@@ -178,16 +197,24 @@ def reset_by_option(env: Any, ids: torch.Tensor) -> Any:
 
 
 OPTIONAL: dict[str, Family] = {
-    "highway_env": _optional("highway-env: parking, 50 steps", highway_parking, "highway"),
-    "robotics_fetch": _optional("Gymnasium-Robotics: FetchReach, 50 steps", robotics_fetch, "robotics"),
-    "robotics_maze": _optional("Gymnasium-Robotics: PointMaze, 50 steps", robotics_maze, "robotics"),
+    "highway_env": _optional(
+        "highway-env: parking, 50 steps", highway_parking, "highway"
+    ),
+    "robotics_fetch": _optional(
+        "Gymnasium-Robotics: FetchReach, 50 steps", robotics_fetch, "robotics"
+    ),
+    "robotics_maze": _optional(
+        "Gymnasium-Robotics: PointMaze, 50 steps", robotics_maze, "robotics"
+    ),
     "nle": _optional("NLE: NetHackScore, 50 steps", nethack, "nle"),
     "metaworld": _optional("Meta-World: reach, 50 steps", metaworld_reach, "metaworld"),
     "maniskill_push": _optional(
         "ManiSkill: PushCube, state, CPU, 50 steps",
         maniskill_push,
         "maniskill",
-        plain=functools.partial(PlainSimulator, maniskill_push, reset_by_option, resets_itself=False),
+        plain=functools.partial(
+            PlainSimulator, maniskill_push, reset_by_option, resets_itself=False
+        ),
     ),
     "browsergym": _optional(
         "BrowserGym: MiniWoB, 5 clicks",

@@ -47,7 +47,12 @@ class PlainOwn:
     def step(self, action: Mapping[Key, np.ndarray]) -> Result:
         self.num_steps += 1
         is_flying = self.env.fly(int(action["action",]) - 1)
-        return self._observed(), {("reward",): float(is_flying)}, not is_flying, self.num_steps == 50
+        return (
+            self._observed(),
+            {("reward",): float(is_flying)},
+            not is_flying,
+            self.num_steps == 50,
+        )
 
     def _observed(self) -> Values:
         height, speed = self.env.state.contents

@@ -17,18 +17,22 @@ CASES = [
     (name, how)
     for name, family in FAMILIES.items()
     for how in BATCHES
-    if family.is_ordinary or (how == "serial" and not family.is_slow and not family.is_only_in_full)
+    if family.is_ordinary
+    or (how == "serial" and not family.is_slow and not family.is_only_in_full)
     if how == "serial" or name in IN_PROCESSES
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # warnings of the envs
+# Warnings of the envs.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize(("name", "batch"), CASES)
 def test_every_rule_holds(name: str, batch: str) -> None:
     family = FAMILIES[name]
     skip_without(family.extra)
-    report = Contract(family.make_env, num_steps=family.num_steps, make_batch=BATCHES[batch]).check_all()
+    report = Contract(
+        family.make_env, num_steps=family.num_steps, make_batch=BATCHES[batch]
+    ).check_all()
     assert report.num_ends > 1
 
 

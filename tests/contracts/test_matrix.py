@@ -46,7 +46,9 @@ def opened(
     in_workers = IS_FULL or family.needs_worker or options is not None
     if family.is_alone:  # one worker per env, and one env in this process
         num_envs = num_workers = min(num_envs, num_workers) if in_workers else 1
-    kind: Any = partial(ParallelEnv, num_workers=num_workers) if in_workers else SerialEnv
+    kind: Any = (
+        partial(ParallelEnv, num_workers=num_workers) if in_workers else SerialEnv
+    )
     with kind(num_envs, family.make_env, seed=seed, options=options) as env:
         yield env
 
@@ -61,9 +63,15 @@ def driven(family: Family, env: Any) -> Iterator[Driven]:
 
 
 def check_contract(family: Family) -> str:
-    everywhere = [BATCHES["parallel"], BATCHES["portable"]] if family.needs_worker else BATCHES.values()
+    everywhere = (
+        [BATCHES["parallel"], BATCHES["portable"]]
+        if family.needs_worker
+        else BATCHES.values()
+    )
     for make_batch in [batch_apart] if family.is_alone else everywhere:
-        report = Contract(family.make_env, num_steps=family.num_steps, make_batch=make_batch).check_all()
+        report = Contract(
+            family.make_env, num_steps=family.num_steps, make_batch=make_batch
+        ).check_all()
         assert report.num_ends > 1
     return f"{len(report.rules)} rules"
 
@@ -81,14 +89,19 @@ def check_plain_loop(family: Family) -> str:
 def check_masks(family: Family) -> str:
     rng = np.random.default_rng(ROOT_SEED)
     with opened(family) as env, driven(family, env) as batch:
-        num_resets = batch.step_and_reset_at_random(NUM_COMPARED // family.shortening // NUM_ENVS, rng)
+        num_resets = batch.step_and_reset_at_random(
+            NUM_COMPARED // family.shortening // NUM_ENVS, rng
+        )
     assert num_resets > NUM_ENVS * family.num_rows
     return f"{num_resets} resets"
 
 
 def check_invalid(family: Family) -> str:
     made, invalid, num_counted = 0, 0, NUM_COUNTED // family.shortening
-    with opened(family, num_envs=NUM_COUNTED_AT_ONCE // family.num_rows) as env, driven(family, env) as batch:
+    with (
+        opened(family, num_envs=NUM_COUNTED_AT_ONCE // family.num_rows) as env,
+        driven(family, env) as batch,
+    ):
         while made < num_counted:
             counts = batch.roll(num_counted // (2 * NUM_COUNTED_AT_ONCE))
             made, invalid = made + counts[0], invalid + counts[1]
@@ -99,7 +112,11 @@ def check_invalid(family: Family) -> str:
 def alike(env: Any, seed: int) -> Callable[[Any], Any]:
     """Return a policy that gives every env the same random actions, for any number of envs."""
     sampler = ActionSampler([env.spec], seed)
-    return lambda td: td.update(sampler.fill(None, torch.Size([1, *td.batch_size[1:]]), None).expand(td.batch_size))
+    return lambda td: td.update(
+        sampler.fill(None, torch.Size([1, *td.batch_size[1:]]), None).expand(
+            td.batch_size
+        )
+    )
 
 
 def check_seeds(family: Family) -> str:
@@ -107,10 +124,20 @@ def check_seeds(family: Family) -> str:
     for seed, num_workers in ((ROOT_SEED, 1), (ROOT_SEED, 2), (ROOT_SEED + 1, 1)):
         with opened(family, seed=seed, num_workers=num_workers) as env:
             policy = alike(env, seed) if family.is_alone else None
-            data = env.rollout(NUM_COMPARED // family.shortening // 4, policy, break_when_any_done=False)
-            keys = [leaf.key for leaf in (*env.spec.observation, *env.spec.reward) if not leaf.is_side]
+            data = env.rollout(
+                NUM_COMPARED // family.shortening // 4,
+                policy,
+                break_when_any_done=False,
+            )
+            keys = [
+                leaf.key
+                for leaf in (*env.spec.observation, *env.spec.reward)
+                if not leaf.is_side
+            ]
             # if each env needs its own worker, there is one env on one worker
-            seen.append([data[:1]["next", *key].contiguous().view(torch.uint8) for key in keys])
+            seen.append(
+                [data[:1]["next", *key].contiguous().view(torch.uint8) for key in keys]
+            )
     assert all(map(torch.equal, seen[0], seen[1]))
     assert not all(map(torch.equal, seen[0], seen[2]))
     return "same data"
@@ -123,14 +150,19 @@ def check_rendering(family: Family) -> str:
     if family.draws is False or (family.draws == "OpenGL" and pictures[0] is None):
         assert pictures == [None] * env.num_envs
         return "with OpenGL" if family.draws else "no pictures"
-    assert all(picture.dtype == np.uint8 and picture.ndim == 3 and picture.shape[2] == 3 for picture in pictures)
+    assert all(
+        picture.dtype == np.uint8 and picture.ndim == 3 and picture.shape[2] == 3
+        for picture in pictures
+    )
     assert all(picture.std() > 0 for picture in pictures)
     return "x".join(map(str, pictures[0].shape[:2]))
 
 
 def check_async(family: Family) -> str:
     with opened(family) as env, driven(family, env) as batch:
-        return f"{batch.exchange(NUM_COMPARED // family.shortening):,} equal transitions"
+        return (
+            f"{batch.exchange(NUM_COMPARED // family.shortening):,} equal transitions"
+        )
 
 
 def check_portable(family: Family) -> str:
@@ -173,12 +205,17 @@ def columns_for(family: Family) -> list[str]:
     """Return the checks to be made in this run."""
     if IS_FULL:
         return list(CHECKS)
-    return ["partial resets"] if family.is_slow else [column for column in CHECKS if column not in ONLY_IN_FULL]
+    return (
+        ["partial resets"]
+        if family.is_slow
+        else [column for column in CHECKS if column not in ONLY_IN_FULL]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(6000)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # warnings of the envs
+# Warnings of the envs.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_family(name: str, record_property: Cell) -> None:
     family = FAMILIES[name]
@@ -204,9 +241,13 @@ def test_the_page_has_every_family_and_nothing_failed() -> None:
     rows = read_page(PAGE)
     assert [row[0] for row in rows] == [family.title for family in FAMILIES.values()]
     assert not any("FAILED" in cell for row in rows for cell in row)
-    invalid = {row[0]: row[1 + list(COLUMNS).index("invalid transitions")] for row in rows}
+    invalid = {
+        row[0]: row[1 + list(COLUMNS).index("invalid transitions")] for row in rows
+    }
     counted = {f"0 of {10_000 // family.shortening:,}" for family in FAMILIES.values()}
     assert set(invalid.values()) <= {*counted, "-", "not run"}
     missing = [title for title, cell in invalid.items() if cell == "not run"]
     if missing:
-        pytest.skip(f"make matrix FAMILY=NAME has yet to be run for {', '.join(missing)}")
+        pytest.skip(
+            f"make matrix FAMILY=NAME has yet to be run for {', '.join(missing)}"
+        )

@@ -28,11 +28,20 @@ IN_PROCESSES = scaled(("counting", "batch_of_two"), full=tuple(ENVS))
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("env", "batch"), [(env, batch) for env in ENVS for batch in BATCHES if batch == "serial" or env in IN_PROCESSES]
+    ("env", "batch"),
+    [
+        (env, batch)
+        for env in ENVS
+        for batch in BATCHES
+        if batch == "serial" or env in IN_PROCESSES
+    ],
 )
 def test_every_rule_holds(env: str, batch: str) -> None:
     report = Contract(ENVS[env], num_steps=40, make_batch=BATCHES[batch]).check_all()
-    assert sorted(report.rules) == [1, 2, 3, 4, 5, 6, 7, 8] + [9] * (env != "batch_of_two")  # it has no state
+    # It has no state.
+    assert sorted(report.rules) == [1, 2, 3, 4, 5, 6, 7, 8] + [9] * (
+        env != "batch_of_two"
+    )
     assert report.num_ends > 4
     assert report.are_calls_counted
 

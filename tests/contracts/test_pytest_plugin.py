@@ -46,19 +46,45 @@ def _run(folder: Path, *arguments: str) -> tuple[dict[str, str], str]:
     """Return the outcome of each rule, by its number (or of another test, by its name), and the output."""
     (folder / "my_envs.py").write_text(ENVS)
     (folder / "test_mine.py").write_text(OWN)
-    environ = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    options = ["-p", "envherd.pytest_plugin", "-p", "no:cacheprovider", "-v", "--tb=short"]
+    environ = {
+        **os.environ,
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    options = [
+        "-p",
+        "envherd.pytest_plugin",
+        "-p",
+        "no:cacheprovider",
+        "-v",
+        "--tb=short",
+    ]
     command = [sys.executable, "-m", "pytest", *options, *arguments]
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=300, check=False)
-    found = re.findall(r"(?:\[rule_(\d+): [^\n]*|::(test_\w+)) (PASSED|FAILED|SKIPPED)", done.stdout)
-    return {rule or name: outcome for rule, name, outcome in found}, done.stdout + done.stderr
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    found = re.findall(
+        r"(?:\[rule_(\d+): [^\n]*|::(test_\w+)) (PASSED|FAILED|SKIPPED)", done.stdout
+    )
+    return {
+        rule or name: outcome for rule, name, outcome in found
+    }, done.stdout + done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["my_envs:Good", "--together", "2", "-k", "rule_1 or rule_10"], {"1": "PASSED", "10": "PASSED"}),
+        (
+            ["my_envs:Good", "--together", "2", "-k", "rule_1 or rule_10"],
+            {"1": "PASSED", "10": "PASSED"},
+        ),
         (["my_envs:Random", "-k", "rule_6 or rule_8"], {"6": "FAILED", "8": "PASSED"}),
     ],
 )

@@ -65,7 +65,11 @@ class OverwritesText(CountingEnv):
     def __init__(self) -> None:
         super().__init__()
         leaf = LeafSpec(("log",), dtype="", is_side=True)
-        self.spec = EnvSpec(observation=(*self.spec.observation, leaf), action=self.spec.action, family="plain")
+        self.spec = EnvSpec(
+            observation=(*self.spec.observation, leaf),
+            action=self.spec.action,
+            family="plain",
+        )
         self._log: list[int] = []
 
     def _observe(self, action: int) -> list[Any]:
@@ -168,7 +172,12 @@ class ForgetsItsSteps(CountingEnv):
 
 
 VIOLATIONS = [
-    (1, StepsTwice, None, r"expected 80 calls of env\.step and \d+ of env\.reset for 80 transitions"),
+    (
+        1,
+        StepsTwice,
+        None,
+        r"expected 80 calls of env\.step and \d+ of env\.reset for 80 transitions",
+    ),
     (1, ResetsItself, None, "The env, or its adapter, steps or resets by itself"),
     (2, CountingEnv, IgnoresMasks, "a reset of nobody changed it"),
     (2, SharesState, None, "Do the envs share state"),
@@ -180,11 +189,36 @@ VIOLATIONS = [
     (6, GlobalRandomEnv, None, "Draw all randomness from reset's seed"),
     (6, Remembers, None, "something of an earlier episode outlives the reset"),
     (7, CountingEnv, LosesEnds, "the reset has overwritten the last observation"),
-    (8, LeavesItsSpace, None, r"expected .* in \[0, 1\], got 2 at \(0, 0\) \(next, env 0, step 1\)"),
-    (8, partial(Diverges, observed=np.nan), None, r"expected speed without NaN, got nan at \(1,\) \(next, env 0, step"),
-    (8, partial(Diverges, paid=np.nan), None, r"expected reward finite, got nan at \(0,\) \(next, env 0, step 1"),
-    (8, partial(Diverges, paid=-np.inf), None, r"expected reward finite, got -inf at \(0,\) .*check_finite=True"),
-    (9, ForgetsItsSteps, None, r"something that the env's future depends on is not in its state"),
+    (
+        8,
+        LeavesItsSpace,
+        None,
+        r"expected .* in \[0, 1\], got 2 at \(0, 0\) \(next, env 0, step 1\)",
+    ),
+    (
+        8,
+        partial(Diverges, observed=np.nan),
+        None,
+        r"expected speed without NaN, got nan at \(1,\) \(next, env 0, step",
+    ),
+    (
+        8,
+        partial(Diverges, paid=np.nan),
+        None,
+        r"expected reward finite, got nan at \(0,\) \(next, env 0, step 1",
+    ),
+    (
+        8,
+        partial(Diverges, paid=-np.inf),
+        None,
+        r"expected reward finite, got -inf at \(0,\) .*check_finite=True",
+    ),
+    (
+        9,
+        ForgetsItsSteps,
+        None,
+        r"something that the env's future depends on is not in its state",
+    ),
     (7, CountingEnv, WritesMasks, "a reset changed the mask that it was given"),
 ]
 
@@ -199,7 +233,10 @@ def test_found(rule: int, env: Any, batch: Any, message: str) -> None:
 @pytest.mark.parametrize("rule", Contract.RULES)
 def test_nothing_is_proved_without_an_end(rule: int) -> None:
     contract = Contract(partial(CountingEnv, 1000), num_steps=10)
-    with pytest.raises(ContractViolation, match="expected at least one episode end, saw none in 10 steps of 2 envs"):
+    with pytest.raises(
+        ContractViolation,
+        match="expected at least one episode end, saw none in 10 steps of 2 envs",
+    ):
         contract.check(rule)
 
 
@@ -207,7 +244,8 @@ class Masked(gymnasium.Env):
     """Allows every second action alone, as its mask says, and refuses the others."""
 
     observation_space = gymnasium.spaces.Dict(
-        action_mask=gymnasium.spaces.Box(0, 1, (6,), np.int8), place=gymnasium.spaces.Box(0, 99, (1,))
+        action_mask=gymnasium.spaces.Box(0, 1, (6,), np.int8),
+        place=gymnasium.spaces.Box(0, 99, (1,)),
     )
     action_space = gymnasium.spaces.Discrete(6)
 
@@ -225,7 +263,10 @@ class Masked(gymnasium.Env):
 
     def seen(self) -> dict[str, np.ndarray]:
         legal = (np.arange(6) + int(self.place)) % 2
-        return {"action_mask": legal.astype(np.int8), "place": np.array([self.place], np.float32)}
+        return {
+            "action_mask": legal.astype(np.int8),
+            "place": np.array([self.place], np.float32),
+        }
 
 
 class TestMasked(PartialResetContract):
@@ -250,7 +291,8 @@ def test_a_side_value_is_copied_before_the_reset() -> None:
 
 def test_an_env_that_breaks_its_spec_is_named() -> None:
     with pytest.raises(
-        EnvError, match=r"observation expected|writing observation failed: expected int64 \(3,\), got int64 \(2,\)"
+        EnvError,
+        match=r"observation expected|writing observation failed: expected int64 \(3,\), got int64 \(2,\)",
     ):
         check_env_contract(lambda: FaultyEnv("wrong_shape", length=5))
 
@@ -261,7 +303,9 @@ def test_an_adapter_that_returns_too_few_values_is_named() -> None:
             return []
 
     assert PlainAdapter(Forgetful()).spec.observation
-    with pytest.raises(EnvError, match="writing observation failed: expected 1 values, got 0"):
+    with pytest.raises(
+        EnvError, match="writing observation failed: expected 1 values, got 0"
+    ):
         check_env_contract(Forgetful)
 
 

@@ -12,7 +12,9 @@ def cartpole(*, draws: bool = False) -> Any:
     """Make one row: episodes that fall over, or are cut off after 15 steps."""
     import gymnasium
 
-    return gymnasium.make("CartPole-v1", max_episode_steps=15, render_mode="rgb_array" if draws else None)
+    return gymnasium.make(
+        "CartPole-v1", max_episode_steps=15, render_mode="rgb_array" if draws else None
+    )
 
 
 def vector_env(kind: str, mode: str) -> Any:
@@ -26,19 +28,32 @@ def vector_env(kind: str, mode: str) -> Any:
     if kind == "async":
         return AsyncVectorEnv([make_row] * NUM_ROWS, autoreset_mode=autoreset)
     if kind == "default":
-        return gymnasium.make_vec("CartPole-v1", NUM_ROWS, render_mode="rgb_array" if IS_FULL else None)
+        return gymnasium.make_vec(
+            "CartPole-v1", NUM_ROWS, render_mode="rgb_array" if IS_FULL else None
+        )
     if kind == "custom":
         return LoopVectorEnv(NUM_ROWS, autoreset, make_row=cartpole)
     env = SyncVectorEnv([make_row] * NUM_ROWS, autoreset_mode=autoreset)
-    return gymnasium.wrappers.vector.RecordEpisodeStatistics(env) if kind == "wrapped" else env
+    return (
+        gymnasium.wrappers.vector.RecordEpisodeStatistics(env)
+        if kind == "wrapped"
+        else env
+    )
 
 
 def atari(mode: str, num_rows: int = NUM_ROWS) -> Any:
     """Make ALE's own vector env of Pong, cut off after 200 frames (50 steps)."""
     from ale_py.vector_env import AtariVectorEnv
 
-    settings = {"max_num_frames_per_episode": 200, "noop_max": 8, "stack_num": 1, "use_fire_reset": False}
-    return AtariVectorEnv("pong", num_rows, num_threads=1, autoreset_mode=_mode(mode), **settings)
+    settings = {
+        "max_num_frames_per_episode": 200,
+        "noop_max": 8,
+        "stack_num": 1,
+        "use_fire_reset": False,
+    }
+    return AtariVectorEnv(
+        "pong", num_rows, num_threads=1, autoreset_mode=_mode(mode), **settings
+    )
 
 
 def _mode(name: str) -> Any:
@@ -51,7 +66,12 @@ def pool(api: str = "gymnasium", *, draws: bool = False, **config: Any) -> Any:
     """Make an EnvPool of CartPoles."""
     import envpool
 
-    settings = {"num_envs": NUM_ROWS, "num_threads": 1, "max_episode_steps": 15, **config}
+    settings = {
+        "num_envs": NUM_ROWS,
+        "num_threads": 1,
+        "max_episode_steps": 15,
+        **config,
+    }
     if draws:
         settings["render_mode"] = "rgb_array"
     return envpool.make("CartPole-v1", env_type=api, **settings)

@@ -36,9 +36,19 @@ class Walk(gymnasium.Env):
 
     def step(self, action: int) -> Any:
         self.num_steps += 1
-        self.place += self.scale * np.array([self.np_random.random(), random.random(), np.random.random()]) + action
+        self.place += (
+            self.scale
+            * np.array([self.np_random.random(), random.random(), np.random.random()])
+            + action
+        )
         sys.stdout.write(f"step {self.num_steps}\n")
-        return self.place.copy(), float(self.place[0]), self.num_steps >= self.length, False, {"t": self.num_steps}
+        return (
+            self.place.copy(),
+            float(self.place[0]),
+            self.num_steps >= self.length,
+            False,
+            {"t": self.num_steps},
+        )
 
     def who(self) -> list[int]:
         """Return its worker, env, generation, process, process group, and number of descriptors."""
@@ -67,7 +77,9 @@ class Unforkable(Walk):
     def __init__(self, kind: str) -> None:
         super().__init__()
         if kind == "thread":
-            threading.Thread(target=threading.Event().wait, name="renderer", daemon=True).start()
+            threading.Thread(
+                target=threading.Event().wait, name="renderer", daemon=True
+            ).start()
         elif kind == "socket":
             self.held: Any = socket.socketpair()
         elif kind == "native":

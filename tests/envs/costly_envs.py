@@ -11,6 +11,8 @@ class ParentEnv(CountingEnv):
 
     def __init__(self):
         super().__init__()
-        child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+        child = multiprocessing.get_context("spawn").Process(
+            target=time.sleep, args=(600,)
+        )
         child.start()
         self.child = child.pid

@@ -23,7 +23,9 @@ class AgentsEnv(CountingEnv):
         shape = (self.NUM_AGENTS,)
         self.spec = EnvSpec(
             observation=(LeafSpec((*group, "observation"), (*shape, 3), "float64"),),
-            action=(LeafSpec((*group, "action"), shape, "int64", Discrete(NUM_ACTIONS)),),
+            action=(
+                LeafSpec((*group, "action"), shape, "int64", Discrete(NUM_ACTIONS)),
+            ),
             reward=(LeafSpec((*group, "reward"), (*shape, 1), "float32"),),
             done=done_leaves(groups=((group, (*shape, 1)),)),
             groups=((group, shape),),
@@ -31,7 +33,9 @@ class AgentsEnv(CountingEnv):
         )
         self._flags = (False, False)
 
-    def reset(self, seed: int | None, options: Mapping[str, Any] | None = None) -> list[Any]:
+    def reset(
+        self, seed: int | None, options: Mapping[str, Any] | None = None
+    ) -> list[Any]:
         super().reset(seed, options)
         self._flags = (False, False)
         return self._agents()
@@ -46,10 +50,21 @@ class AgentsEnv(CountingEnv):
     def done_values(self) -> list[Any]:
         """Return done, terminated and truncated of the agents: those of the env."""
         terminated, truncated = self._flags
-        return [np.full((self.NUM_AGENTS, 1), flag) for flag in (terminated or truncated, terminated, truncated)]
+        return [
+            np.full((self.NUM_AGENTS, 1), flag)
+            for flag in (terminated or truncated, terminated, truncated)
+        ]
 
     def _agents(self) -> list[Any]:
-        return [np.array([[self.seed, self.num_steps, agent] for agent in range(self.NUM_AGENTS)], np.float64)]
+        return [
+            np.array(
+                [
+                    [self.seed, self.num_steps, agent]
+                    for agent in range(self.NUM_AGENTS)
+                ],
+                np.float64,
+            )
+        ]
 
 
 class TextEnv(CountingEnv):
@@ -64,10 +79,17 @@ class TextEnv(CountingEnv):
         super().__init__(length)
         self._padding = "." * padding
         text = LeafSpec(("text",), dtype="", is_side=True)
-        self.spec = EnvSpec(observation=(*self.spec.observation, text), action=self.spec.action, family="plain")
+        self.spec = EnvSpec(
+            observation=(*self.spec.observation, text),
+            action=self.spec.action,
+            family="plain",
+        )
 
     def _observe(self, action: int) -> list[Any]:
-        return [*super()._observe(action), f"{self.seed}:{self.num_steps}{self._padding}"]
+        return [
+            *super()._observe(action),
+            f"{self.seed}:{self.num_steps}{self._padding}",
+        ]
 
 
 class PairEnv(PlainEnv):
@@ -85,12 +107,16 @@ class PairEnv(PlainEnv):
         )
         self._observation = np.zeros((2, 3), np.int64)
 
-    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:
+    def reset(
+        self, seed: int | None, options: Options = None, mask: Mask = None
+    ) -> list[Any]:
         """Begin the next episode of the rows in `mask` (bool `[2, 1]`; None for both)."""
         chosen = [True, True] if mask is None else mask[:, 0].tolist()
         for index, row in enumerate(self.rows):
             if chosen[index]:
-                self._observation[index] = row.reset(None if seed is None else seed + index, options)[0]
+                self._observation[index] = row.reset(
+                    None if seed is None else seed + index, options
+                )[0]
         return [self._observation]
 
     def state(self) -> list[int]:
@@ -99,7 +125,10 @@ class PairEnv(PlainEnv):
 
     def step(self, action: list[Any]) -> StepValues:
         """Count one step of both rows."""
-        steps = [row.step([act]) for row, act in zip(self.rows, action[0].tolist(), strict=True)]
+        steps = [
+            row.step([act])
+            for row, act in zip(self.rows, action[0].tolist(), strict=True)
+        ]
         for index, values in enumerate(steps):
             self._observation[index] = values[0][0]
         reward, terminated, truncated = (
@@ -116,7 +145,11 @@ class GlobalRandomEnv(CountingEnv):
     def __init__(self, length: int | None = None) -> None:
         super().__init__(length)
         draws = LeafSpec(("draws",), (2,), "float64")
-        self.spec = EnvSpec(observation=(*self.spec.observation, draws), action=self.spec.action, family="plain")
+        self.spec = EnvSpec(
+            observation=(*self.spec.observation, draws),
+            action=self.spec.action,
+            family="plain",
+        )
 
     def _observe(self, action: int) -> list[Any]:
         draws = np.array([random.random(), np.random.random()])
@@ -136,7 +169,9 @@ class FlagsEnv(CountingEnv):
         )
         self._switches = np.zeros(4, np.int8)
 
-    def reset(self, seed: int | None, options: Mapping[str, Any] | None = None) -> list[Any]:
+    def reset(
+        self, seed: int | None, options: Mapping[str, Any] | None = None
+    ) -> list[Any]:
         """Begin the next episode, all switches off."""
         self._switches = np.zeros(4, np.int8)
         return super().reset(seed, options)

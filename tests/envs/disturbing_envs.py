@@ -99,7 +99,11 @@ class NestedEnv(CountingEnv):
 
     def inner_steps(self) -> int:
         """Return the number of steps of its own envs after a request for five."""
-        return int(self.inner.rollout(5, break_when_any_done=False)["next", "observation"].shape[1])
+        return int(
+            self.inner.rollout(5, break_when_any_done=False)[
+                "next", "observation"
+            ].shape[1]
+        )
 
 
 class LeakyEnv(CountingEnv):
@@ -115,14 +119,22 @@ class LeakyEnv(CountingEnv):
         self._num_bytes = num_bytes
         self._lost: list[np.ndarray] = []
 
-    def reset(self, seed: int | None, options: Mapping[str, Any] | None = None) -> list[Any]:
+    def reset(
+        self, seed: int | None, options: Mapping[str, Any] | None = None
+    ) -> list[Any]:
         """Leak, and begin the next episode."""
         self._lost.append(np.ones(self._num_bytes, np.uint8))
         return super().reset(seed, options)
 
 
 def _install_handlers() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE, signal.SIGIO):
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGCHLD,
+        signal.SIGPIPE,
+        signal.SIGIO,
+    ):
         signal.signal(number, lambda *_: None)
 
 
@@ -155,5 +167,7 @@ MEDDLING: dict[str, Callable[[], Any]] = {
     "starts threads that keep running": _start_threads,
     "starts processes": _start_processes,
     "forks": _fork,
-    "lowers its limit on files": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16)),
+    "lowers its limit on files": lambda: resource.setrlimit(
+        resource.RLIMIT_NOFILE, (16, 16)
+    ),
 }

@@ -33,7 +33,10 @@ class Faulty(gymnasium.Env[np.ndarray, Any]):
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
-        if Path(self._folder, "broken").exists() or Path(self._folder, "wrecked").exists():
+        if (
+            Path(self._folder, "broken").exists()
+            or Path(self._folder, "wrecked").exists()
+        ):
             raise ArithmeticError("no reset")
         self.count = 0
         return np.zeros(self._size, np.float32), {}
@@ -81,7 +84,9 @@ def as_pettingzoo(*arguments: Any) -> Any:
             return self.env.action_space
 
         def reset(self, seed: int | None = None, options: Any = None) -> Any:
-            return tuple({"agent": value} for value in self.env.reset(seed=seed, options=options))
+            return tuple(
+                {"agent": value} for value in self.env.reset(seed=seed, options=options)
+            )
 
         def step(self, actions: dict[str, Any]) -> Any:
             return tuple({"agent": value} for value in self.env.step(actions["agent"]))

@@ -26,7 +26,10 @@ class Nested(gymnasium.Env):
     """Terminates or truncates after a few steps; returns large infos and new arrays."""
 
     observation_space = Dict(
-        {"done": Box(-9, 9, (), np.float64), "state": Tuple((Discrete(9), Box(0, 255, (2, 2), np.uint8)))}
+        {
+            "done": Box(-9, 9, (), np.float64),
+            "state": Tuple((Discrete(9), Box(0, 255, (2, 2), np.uint8))),
+        }
     )
     action_space = Dict({"a": Discrete(3, start=-1), "b": Box(-1, 1, (2,), np.float32)})
 
@@ -34,16 +37,30 @@ class Nested(gymnasium.Env):
         super().reset(seed=seed)
         self.limit = int(self.np_random.integers(2, 6))
         self.count = 0
-        return self._observation(), {"limit": self.limit, "options": options, "seed": {"given": str(seed)}}
+        return self._observation(), {
+            "limit": self.limit,
+            "options": options,
+            "seed": {"given": str(seed)},
+        }
 
     def step(self, action):
         self.count += 1
         is_over = self.count == self.limit
-        info = {"action": action, "count": self.count, "nested": {"half": self.count / 2, "array": np.arange(2)}}
+        info = {
+            "action": action,
+            "count": self.count,
+            "nested": {"half": self.count / 2, "array": np.arange(2)},
+        }
         if self.count == 1:
             info["rare"] = self
         reward = self.np_random.random() + float(action["b"][0]) + int(action["a"])
-        return self._observation(), reward, is_over and self.limit % 2 == 0, is_over and self.limit % 2 == 1, info
+        return (
+            self._observation(),
+            reward,
+            is_over and self.limit % 2 == 0,
+            is_over and self.limit % 2 == 1,
+            info,
+        )
 
     def _observation(self):
         picture = self.np_random.integers(0, 256, (2, 2), dtype=np.uint8)
@@ -83,7 +100,13 @@ class Precise(gymnasium.Env):
         return np.zeros(1, np.float32), {}
 
     def step(self, action):
-        return np.zeros(1, np.float32), float(action[0]), False, False, {"type": f"{type(action).__name__}"}
+        return (
+            np.zeros(1, np.float32),
+            float(action[0]),
+            False,
+            False,
+            {"type": f"{type(action).__name__}"},
+        )
 
 
 class Horizon(gymnasium.Env):
@@ -128,7 +151,12 @@ class Odd(Exception):
         super().__init__(code, reason)
 
 
-ERRORS = {"value": ValueError("no"), "key": KeyError("k"), "odd": Odd(1, "100% odd"), "os": OSError(2, "gone")}
+ERRORS = {
+    "value": ValueError("no"),
+    "key": KeyError("k"),
+    "odd": Odd(1, "100% odd"),
+    "os": OSError(2, "gone"),
+}
 
 
 class Failing(gymnasium.Env):
@@ -207,7 +235,10 @@ SPACES = {
     "stacked": Sequence(Box(0, 1, (1,)), stack=True),
     "one of": OneOf((Discrete(3), Box(0, 1, (2,)))),
     "nested": Dict(
-        {"x": Tuple((Text(3), Dict({"y": Box(0, 1, ()), "action": Discrete(2)}))), "reward": Box(0, 1, (3,))}
+        {
+            "x": Tuple((Text(3), Dict({"y": Box(0, 1, ()), "action": Discrete(2)}))),
+            "reward": Box(0, 1, (3,)),
+        }
     ),
     "custom": Tuple((Custom(), Discrete(3))),
 }
@@ -227,7 +258,8 @@ class Echo(gymnasium.Env):
         return self.observation_space.sample(), {}
 
     def step(self, action):
-        with warnings.catch_warnings(action="ignore"):  # Gymnasium's warnings about its own scalars
+        # Gymnasium's warnings about its own scalars.
+        with warnings.catch_warnings(action="ignore"):
             assert action in self.action_space, action
         return action, 0, False, False, {}
 

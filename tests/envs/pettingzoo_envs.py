@@ -29,7 +29,13 @@ class Village(ParallelEnv):
 
     metadata: ClassVar[dict[str, Any]] = {"name": "village", "render_modes": []}
     render_mode = None
-    possible_agents: ClassVar[list[str]] = ["wolf_0", "sheep_0", "sheep_1", "sheep_2", "dog"]
+    possible_agents: ClassVar[list[str]] = [
+        "wolf_0",
+        "sheep_0",
+        "sheep_1",
+        "sheep_2",
+        "dog",
+    ]
 
     def __init__(self) -> None:
         self.given: list[dict[str, Any]] = []
@@ -40,10 +46,14 @@ class Village(ParallelEnv):
     def observation_space(self, agent: str) -> spaces.Space:
         if agent.startswith("wolf"):
             seen = spaces.Box(-np.inf, np.inf, (3,), np.float32)
-            return spaces.Dict({"observation": seen, "action_mask": spaces.Box(0, 1, (4,), np.int8)})
+            return spaces.Dict(
+                {"observation": seen, "action_mask": spaces.Box(0, 1, (4,), np.int8)}
+            )
         if agent.startswith("sheep"):
             return spaces.Box(0, 100, (2,), np.float64)
-        return spaces.Dict({"place": spaces.Box(-10, 10, (), np.float32), "flock": spaces.Discrete(4)})
+        return spaces.Dict(
+            {"place": spaces.Box(-10, 10, (), np.float32), "flock": spaces.Discrete(4)}
+        )
 
     def action_space(self, agent: str) -> spaces.Space:
         if agent.startswith("wolf"):
@@ -59,11 +69,18 @@ class Village(ParallelEnv):
         self.number = int(self.rng.integers(100))
         self.num_steps, self.place = 0, 0.0
         self.agents = list(PRESENT[0])
-        return {agent: self._see(agent) for agent in self.agents}, {agent: self._tell(agent) for agent in self.agents}
+        return {agent: self._see(agent) for agent in self.agents}, {
+            agent: self._tell(agent) for agent in self.agents
+        }
 
     def step(self, actions: Mapping[str, Any]) -> Any:
-        assert set(actions) == set(self.agents), "the agents that are here act, and no other"
-        assert all(self.action_space(agent).contains(action) for agent, action in actions.items())
+        assert set(actions) == set(self.agents), (
+            "the agents that are here act, and no other"
+        )
+        assert all(
+            self.action_space(agent).contains(action)
+            for agent, action in actions.items()
+        )
         self.given.append(dict(actions))
         self.num_steps += 1
         self.place += float(actions["dog"][0])
@@ -71,10 +88,18 @@ class Village(ParallelEnv):
         if self.num_steps < LENGTH:
             self.agents = list(PRESENT[self.num_steps])
         here = [*was_here, *(agent for agent in self.agents if agent not in was_here)]
-        left = {agent: self._how_it_left(agent) if agent not in self.agents else (False, False) for agent in here}
+        left = {
+            agent: self._how_it_left(agent)
+            if agent not in self.agents
+            else (False, False)
+            for agent in here
+        }
         return (
             {agent: self._see(agent) for agent in here},
-            {agent: float(self.num_steps + np.sum(actions.get(agent, 0))) for agent in here},
+            {
+                agent: float(self.num_steps + np.sum(actions.get(agent, 0)))
+                for agent in here
+            },
             {agent: left[agent][0] for agent in here},
             {agent: left[agent][1] for agent in here},
             {agent: self._tell(agent) for agent in here},
@@ -92,7 +117,10 @@ class Village(ParallelEnv):
     def _see(self, agent: str) -> Any:
         if agent.startswith("wolf"):
             mask = np.roll(np.array([1, 1, 0, 1], np.int8), self.num_steps)
-            return {"observation": np.array([self.number, self.num_steps, 1], np.float32), "action_mask": mask}
+            return {
+                "observation": np.array([self.number, self.num_steps, 1], np.float32),
+                "action_mask": mask,
+            }
         if agent.startswith("sheep"):
             return np.array([self.number, self.num_steps], np.float64)
         return {
@@ -120,7 +148,13 @@ class Scripted(ParallelEnv):
     metadata: ClassVar[dict[str, Any]] = {"name": "scripted"}
     render_mode = None
 
-    def __init__(self, agents: Any = ("a_0", "a_1"), spaces_: Any = None, answers: Any = (), first: Any = None) -> None:
+    def __init__(
+        self,
+        agents: Any = ("a_0", "a_1"),
+        spaces_: Any = None,
+        answers: Any = (),
+        first: Any = None,
+    ) -> None:
         self.possible_agents = list(agents)
         self.agents: list[Any] = []
         self.spaces = spaces_ or {}
@@ -140,7 +174,9 @@ class Scripted(ParallelEnv):
         self.agents = list(self.possible_agents)
         if self.first is not None:
             return self.first
-        return {agent: self.zero(agent) for agent in self.agents}, {agent: {} for agent in self.agents}
+        return {agent: self.zero(agent) for agent in self.agents}, {
+            agent: {} for agent in self.agents
+        }
 
     def zero(self, agent: Any) -> Any:
         """Return an observation of an agent."""

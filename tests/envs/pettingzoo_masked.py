@@ -19,7 +19,9 @@ class MaskedAgents(ParallelEnv):
 
     def observation_space(self, agent):
         seen = spaces.Box(-1, 1, (2,), np.float32)
-        return spaces.Dict({"observation": seen, "action_mask": spaces.Box(0, 1, (4,), np.int8)})
+        return spaces.Dict(
+            {"observation": seen, "action_mask": spaces.Box(0, 1, (4,), np.int8)}
+        )
 
     def action_space(self, agent):
         return spaces.Discrete(4)
@@ -30,7 +32,10 @@ class MaskedAgents(ParallelEnv):
         return self.see(), {agent: {"name": agent} for agent in self.agents}
 
     def step(self, actions):
-        legal = {agent: bool(seen["action_mask"][actions[agent]]) for agent, seen in self.see().items()}
+        legal = {
+            agent: bool(seen["action_mask"][actions[agent]])
+            for agent, seen in self.see().items()
+        }
         self.num_steps += 1
         is_over = self.num_steps == 4
         if is_over:
@@ -47,7 +52,9 @@ class MaskedAgents(ParallelEnv):
         return {
             agent: {
                 "observation": np.array([self.num_steps / 10, i], np.float32),
-                "action_mask": (np.arange(4) != (self.num_steps + i) % 4).astype(np.int8),
+                "action_mask": (np.arange(4) != (self.num_steps + i) % 4).astype(
+                    np.int8
+                ),
             }
             for i, agent in enumerate(self.possible_agents)
         }

@@ -26,7 +26,9 @@ class Corridor(gymnasium.Env):
     def _see(self) -> np.ndarray:
         return np.array([self.at, *self.np_random.uniform(-1, 1, 2)], np.float32)
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> Any:
         super().reset(seed=seed)
         self.at = self.steps = 0
         return self._see(), {"runner": self.runner}
@@ -35,7 +37,13 @@ class Corridor(gymnasium.Env):
         self.steps += 1
         self.at = max(0, self.at + (1 if action else -1))
         is_home = self.at == self.length
-        return self._see(), float(self.at), is_home, self.steps == 9 and not is_home, {"steps": self.steps}
+        return (
+            self._see(),
+            float(self.at),
+            is_home,
+            self.steps == 9 and not is_home,
+            {"steps": self.steps},
+        )
 
 
 class _Agents(MultiAgentEnv):
@@ -44,7 +52,8 @@ class _Agents(MultiAgentEnv):
     def __init__(self, config: Any) -> None:
         self.possible_agents = self.agents = list(AGENTS)
         self.observation_spaces = {
-            agent: spaces.Box(-9, 99, (2 + i,), np.float32) for i, agent in enumerate(self.possible_agents)
+            agent: spaces.Box(-9, 99, (2 + i,), np.float32)
+            for i, agent in enumerate(self.possible_agents)
         }
         self.action_spaces = {
             "first": spaces.Discrete(3),
@@ -55,7 +64,9 @@ class _Agents(MultiAgentEnv):
         self.length = config.get("length", 6)
         self.trap = config.get("trap")
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> Any:
         if seed is not None or not hasattr(self, "rng"):
             self.rng = np.random.default_rng(seed)
         self.t = 0
@@ -68,7 +79,10 @@ class _Agents(MultiAgentEnv):
 
     def _see(self, agents: Any) -> dict[str, np.ndarray]:
         shapes = {agent: self.observation_spaces[agent].shape for agent in agents}
-        return {agent: self.rng.uniform(-1, 1, shape).astype(np.float32) for agent, shape in shapes.items()}
+        return {
+            agent: self.rng.uniform(-1, 1, shape).astype(np.float32)
+            for agent, shape in shapes.items()
+        }
 
     def _tick(self, actions: dict[str, Any]) -> bool:
         self.t += 1
@@ -88,7 +102,13 @@ class Together(_Agents):
         is_over = self._tick(actions)
         rewards = {agent: self.t * (i + 1.0) for i, agent in enumerate(AGENTS)}
         infos = {agent: {"t": self.t} for agent in AGENTS} if self.t % 2 else {}
-        return self._see(AGENTS), rewards, {"__all__": False}, {"__all__": is_over}, infos
+        return (
+            self._see(AGENTS),
+            rewards,
+            {"__all__": False},
+            {"__all__": is_over},
+            infos,
+        )
 
 
 class Turns(_Agents):
@@ -100,8 +120,16 @@ class Turns(_Agents):
     def step(self, actions: dict[str, Any]) -> Any:
         assert set(actions) == set(self.present()), actions
         is_over = self._tick(actions)
-        rewards = {agent: i + self.t / 8 for i, agent in enumerate(AGENTS[: 1 + self.t % 3])}
-        return self._see(self.present()), rewards, {"__all__": is_over}, {"__all__": False}, {}
+        rewards = {
+            agent: i + self.t / 8 for i, agent in enumerate(AGENTS[: 1 + self.t % 3])
+        }
+        return (
+            self._see(self.present()),
+            rewards,
+            {"__all__": is_over},
+            {"__all__": False},
+            {},
+        )
 
 
 class Leaving(_Agents):
@@ -117,7 +145,13 @@ class Leaving(_Agents):
         seen = dict.fromkeys((*before, *self.present()))
         flags = {agent: agent == "first" and self.t == 2 for agent in seen}
         rewards = {agent: float(self.t) for agent in before}
-        return self._see(seen), rewards, {**flags, "__all__": is_over}, {"__all__": False}, {}
+        return (
+            self._see(seen),
+            rewards,
+            {**flags, "__all__": is_over},
+            {"__all__": False},
+            {},
+        )
 
 
 class Nameless(Together):

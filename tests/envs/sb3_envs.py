@@ -19,8 +19,16 @@ SPACES = {
     "multi-binary": spaces.MultiBinary(3),
     "scalar box": spaces.Box(-10.0, 10.0, (), np.float64),
     "image": spaces.Box(0, 255, (4, 5, 3), np.uint8),
-    "dict": spaces.Dict({"reward": BOX, "action": spaces.Discrete(4), "state": spaces.Box(0, 255, (2, 2), np.uint8)}),
-    "dict of scalars": spaces.Dict({"z": spaces.Box(-1.0, 1.0, ()), "a": spaces.Discrete(3)}),
+    "dict": spaces.Dict(
+        {
+            "reward": BOX,
+            "action": spaces.Discrete(4),
+            "state": spaces.Box(0, 255, (2, 2), np.uint8),
+        }
+    ),
+    "dict of scalars": spaces.Dict(
+        {"z": spaces.Box(-1.0, 1.0, ()), "a": spaces.Discrete(3)}
+    ),
     "tuple": spaces.Tuple((spaces.Discrete(4), BOX)),
 }
 
@@ -28,7 +36,9 @@ SPACES = {
 class SampledEnv(gymnasium.Env):
     """Observes samples of any space; ends after `length` steps, `terminated` in even episodes, else `truncated`."""
 
-    def __init__(self, space="box", length=5, action_space="discrete", render_mode="rgb_array"):
+    def __init__(
+        self, space="box", length=5, action_space="discrete", render_mode="rgb_array"
+    ):
         self.observation_space = copy.deepcopy(SPACES[space])
         self.action_space = copy.deepcopy(SPACES[action_space])
         self.length = length
@@ -50,12 +60,25 @@ class SampledEnv(gymnasium.Env):
         assert self.action_space.contains(action), action
         self.num_steps += 1
         is_over = self.num_steps == self.length
-        info = {"num_steps": self.num_steps, "array": np.arange(2), "TimeLimit.truncated": "overwritten"}
+        info = {
+            "num_steps": self.num_steps,
+            "array": np.arange(2),
+            "TimeLimit.truncated": "overwritten",
+        }
         both = (is_over and self.episode % 2 == 0, is_over and self.episode % 3 != 0)
-        return self.observation_space.sample(), float(self.np_random.random()), *both, info
+        return (
+            self.observation_space.sample(),
+            float(self.np_random.random()),
+            *both,
+            info,
+        )
 
     def render(self):
-        return np.full((2, 3, 3), self.colour, np.uint8) if self.render_mode == "rgb_array" else None
+        return (
+            np.full((2, 3, 3), self.colour, np.uint8)
+            if self.render_mode == "rgb_array"
+            else None
+        )
 
     def add(self, one, *, other=0):
         return one + other + self.colour
@@ -135,7 +158,13 @@ class SilentMaskedEnv(gymnasium.Env):
         is_illegal = not self.mask()[action]
         self.num_steps += 1
         info = {"action_mask": self.mask(), "was_illegal": bool(is_illegal)}
-        return self.see(), -10.0 if is_illegal else 1.0, self.num_steps == self.length, False, info
+        return (
+            self.see(),
+            -10.0 if is_illegal else 1.0,
+            self.num_steps == self.length,
+            False,
+            info,
+        )
 
     def see(self):
         return np.array([self.num_steps / 10, 1], np.float32)

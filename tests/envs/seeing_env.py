@@ -33,7 +33,9 @@ class Seeing(CountingEnv):
         """Start a process in a new session whose parent ends at once; return its pid."""
         if not is_forked:
             done = subprocess.run(
-                ["sh", "-c", "setsid sleep 60 >/dev/null 2>&1 & echo $!"], stdout=subprocess.PIPE, check=True
+                ["sh", "-c", "setsid sleep 60 >/dev/null 2>&1 & echo $!"],
+                stdout=subprocess.PIPE,
+                check=True,
             )
             return int(done.stdout)
         read, write = os.pipe()

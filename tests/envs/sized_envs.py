@@ -101,7 +101,8 @@ class CrowdedEnv(CountingEnv):
 
     def step(self, action):
         self.num_calls += 1
-        if self.num_built > 2 and self.num_calls == 20:  # in the turns of five rounds, however few batches these have
+        # In the turns of five rounds, however few batches these have.
+        if self.num_built > 2 and self.num_calls == 20:
             if self.hangs:
                 time.sleep(1000)
             os._exit(7)

@@ -28,7 +28,9 @@ class Task(gymnasium.Env):
 
     def __init__(self, size=2, log=None, faults=(), step_s=0.0, build_s=0.0):
         self.observation_space = Box(-9.0, 9.0, (size,), np.float32)
-        self.faults = {episode_seed(0, number, 0): fault for number, fault in dict(faults).items()}
+        self.faults = {
+            episode_seed(0, number, 0): fault for number, fault in dict(faults).items()
+        }
         self.log, self.step_s = log, step_s
         time.sleep(build_s)
         self.note("build")
@@ -56,10 +58,20 @@ class Task(gymnasium.Env):
         if self.num_steps == 2 and self.fault == "hang":
             time.sleep(60)
         reward = float(self.np_random.normal()) + int(action)
-        return self.see(), reward, self.num_steps >= self.length, False, {"success": bool(action)}
+        return (
+            self.see(),
+            reward,
+            self.num_steps >= self.length,
+            False,
+            {"success": bool(action)},
+        )
 
     def see(self):
-        return self.np_random.normal(size=self.observation_space.shape).clip(-9, 9).astype(np.float32)
+        return (
+            self.np_random.normal(size=self.observation_space.shape)
+            .clip(-9, 9)
+            .astype(np.float32)
+        )
 
     def close(self):
         self.note("close")

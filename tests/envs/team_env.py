@@ -19,11 +19,21 @@ class Team(PlainEnv):
 
     def __init__(self, length=3, size=0):
         self.fixed, self.size, self.num_steps = length, size, 0
-        views = [LeafSpec(("agents", "observation", "RGB"), (3, size, size, 3), "uint8")] if size else []
+        views = (
+            [LeafSpec(("agents", "observation", "RGB"), (3, size, size, 3), "uint8")]
+            if size
+            else []
+        )
         worlds = [LeafSpec(("RGB",), (size, 2 * size, 3), "uint8")] if size else []
         self.spec = EnvSpec(
-            observation=(*worlds, LeafSpec(("agents", "observation", "place"), (3, 2), "float32"), *views),
-            action=(LeafSpec(("agents", "action"), (3,), "int64", Discrete(NUM_ACTIONS)),),
+            observation=(
+                *worlds,
+                LeafSpec(("agents", "observation", "place"), (3, 2), "float32"),
+                *views,
+            ),
+            action=(
+                LeafSpec(("agents", "action"), (3,), "int64", Discrete(NUM_ACTIONS)),
+            ),
             reward=(LeafSpec(("agents", "reward"), (3, 1), "float64"),),
             groups=((("agents",), (3,)),),
             family="plain",

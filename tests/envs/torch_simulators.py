@@ -12,7 +12,9 @@ from tensordict import TensorDict
 NUM_ROWS = 4
 
 
-def recorded(make: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Callable[[], Any], list[Any]]:
+def recorded(
+    make: Callable[..., Any], *args: Any, **kwargs: Any
+) -> tuple[Callable[[], Any], list[Any]]:
     """Return a factory of a simulator, and the list to which it adds what it builds, without wrappers."""
     built: list[Any] = []
 
@@ -26,7 +28,14 @@ def recorded(make: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Calla
 
 def masked(rows: list[int]) -> TensorDict:
     """Return a request to reset some rows of one simulator."""
-    return TensorDict({"_reset": torch.tensor([row in rows for row in range(NUM_ROWS)]).view(1, -1, 1)}, [1, NUM_ROWS])
+    return TensorDict(
+        {
+            "_reset": torch.tensor([row in rows for row in range(NUM_ROWS)]).view(
+                1, -1, 1
+            )
+        },
+        [1, NUM_ROWS],
+    )
 
 
 class Counter(gymnasium.Env[Any, Any]):
@@ -40,7 +49,9 @@ class Counter(gymnasium.Env[Any, Any]):
 
     def __init__(self, num_envs: int = NUM_ROWS, device: str = "cpu") -> None:
         self.num_envs, self.device = num_envs, torch.device(device)
-        self.single_action_space: Any = gymnasium.spaces.Box(-1, 1, (self.action_width,), np.float32)
+        self.single_action_space: Any = gymnasium.spaces.Box(
+            -1, 1, (self.action_width,), np.float32
+        )
         self.lengths = torch.arange(num_envs, device=device) + 3
         self.state = torch.zeros(num_envs, 2, device=device)
         self.num_steps = 0
@@ -48,7 +59,11 @@ class Counter(gymnasium.Env[Any, Any]):
         self.masks: list[Any] = []
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        mask = torch.ones(self.num_envs, dtype=torch.bool) if options is None else options["reset_mask"]
+        mask = (
+            torch.ones(self.num_envs, dtype=torch.bool)
+            if options is None
+            else options["reset_mask"]
+        )
         self.masks.append(mask)
         if seed is not None:
             self.state[:, 0] = seed % 97
@@ -147,7 +162,9 @@ class Keeping(Counter):
         self.given = None
         if self.num_steps > self.since:
             self.kept.append(action)
-        earlier = self.kept[-2].sum(-1) if len(self.kept) > 1 else torch.zeros(self.num_envs)
+        earlier = (
+            self.kept[-2].sum(-1) if len(self.kept) > 1 else torch.zeros(self.num_envs)
+        )
         return stepped[0], stepped[1] + 10 * earlier, *stepped[2:]
 
 

@@ -21,7 +21,10 @@ class Nested(gymnasium.Env):
         {
             "state": spaces.Box(-1, 1, (3,), np.float32),
             "inner": spaces.Dict(
-                {"picture": spaces.Box(0, 255, (4, 4, 3), np.uint8), "pair": spaces.Box(-9, 9, (2,), np.float64)}
+                {
+                    "picture": spaces.Box(0, 255, (4, 4, 3), np.uint8),
+                    "pair": spaces.Box(-9, 9, (2,), np.float64),
+                }
             ),
             "kind": spaces.Discrete(3),
             "number": spaces.Box(-100, 100, (), np.int64),
@@ -61,7 +64,13 @@ class Nested(gymnasium.Env):
             "array": np.array([reward]),
             "None": None,
         }[self.kind]
-        return self._observation(), given, np.bool_(self.steps > 4 and reward > 1), self.steps >= 20, {}
+        return (
+            self._observation(),
+            given,
+            np.bool_(self.steps > 4 and reward > 1),
+            self.steps >= 20,
+            {},
+        )
 
 
 class Buffered(gymnasium.Env):
@@ -81,10 +90,22 @@ class Buffered(gymnasium.Env):
     def step(self, action: Any) -> Any:
         assert type(action) is int
         self.array += (1, action)
-        return self.array, None if action == 2 else float(action), False, bool(self.array[0] >= 9), {}
+        return (
+            self.array,
+            None if action == 2 else float(action),
+            False,
+            bool(self.array[0] >= 9),
+            {},
+        )
 
 
-def herd(*, dies: bool = True, masks: str = "", has_infos: bool = True, is_nested: bool = False) -> Any:  # noqa: C901  # a class inside
+def herd(  # noqa: C901  # a class inside
+    *,
+    dies: bool = True,
+    masks: str = "",
+    has_infos: bool = True,
+    is_nested: bool = False,
+) -> Any:
     """Return a PettingZoo env of two kinds of agents, which may die.
 
     Args:
@@ -104,11 +125,21 @@ def herd(*, dies: bool = True, masks: str = "", has_infos: bool = True, is_neste
 
         def observation_space(self, agent: str) -> Any:
             is_walker = agent.startswith("walker")
-            box = spaces.Box(-5, 5, (2,), np.float32) if is_walker else spaces.Box(0, 255, (3, 3), np.uint8)
-            return self._packed(agent, box, spaces.Box(0, 1, (4,), np.int8), spaces.Dict)
+            box = (
+                spaces.Box(-5, 5, (2,), np.float32)
+                if is_walker
+                else spaces.Box(0, 255, (3, 3), np.uint8)
+            )
+            return self._packed(
+                agent, box, spaces.Box(0, 1, (4,), np.int8), spaces.Dict
+            )
 
         def action_space(self, agent: str) -> Any:
-            return spaces.Discrete(4) if agent.startswith("walker") else spaces.Box(-1, 1, (2,), np.float32)
+            return (
+                spaces.Discrete(4)
+                if agent.startswith("walker")
+                else spaces.Box(-1, 1, (2,), np.float32)
+            )
 
         def _packed(self, agent: str, value: Any, mask: Any, pack: Any) -> Any:
             entries = {"x": pack({"y": value})} if is_nested else {"view": value}
@@ -121,11 +152,24 @@ def herd(*, dies: bool = True, masks: str = "", has_infos: bool = True, is_neste
 
         def _seen(self, agent: str) -> Any:
             is_walker = agent.startswith("walker")
-            value = self.draw.normal(size=2) if is_walker else self.draw.integers(0, 255, (3, 3))
-            return self._packed(agent, value.astype(np.float32 if is_walker else np.uint8), self._mask(), dict)
+            value = (
+                self.draw.normal(size=2)
+                if is_walker
+                else self.draw.integers(0, 255, (3, 3))
+            )
+            return self._packed(
+                agent,
+                value.astype(np.float32 if is_walker else np.uint8),
+                self._mask(),
+                dict,
+            )
 
         def _info(self, agent: str) -> dict[str, Any]:
-            info = {"score": self.draw.normal(), "pair": np.array([self.steps, 2.0])} if has_infos else {}
+            info = (
+                {"score": self.draw.normal(), "pair": np.array([self.steps, 2.0])}
+                if has_infos
+                else {}
+            )
             has_mask = masks == "info" and agent.startswith("walker")
             return {**info, "action_mask": self._mask()} if has_mask else info
 
@@ -133,7 +177,9 @@ def herd(*, dies: bool = True, masks: str = "", has_infos: bool = True, is_neste
             if seed is not None:
                 self.draw = np.random.default_rng(seed)
             self.agents, self.steps = list(self.possible_agents), 0
-            return {one: self._seen(one) for one in self.agents}, {one: self._info(one) for one in self.agents}
+            return {one: self._seen(one) for one in self.agents}, {
+                one: self._info(one) for one in self.agents
+            }
 
         def state(self) -> np.ndarray:
             return np.full(3, self.steps, np.float64)
@@ -144,10 +190,14 @@ def herd(*, dies: bool = True, masks: str = "", has_infos: bool = True, is_neste
             acting = self.agents
             seen = {one: self._seen(one) for one in acting}
             rewards = {one: self.draw.normal() + np.sum(actions[one]) for one in acting}
-            terminations = {one: bool(dies and self.draw.random() < 0.15) for one in acting}
+            terminations = {
+                one: bool(dies and self.draw.random() < 0.15) for one in acting
+            }
             truncations = dict.fromkeys(acting, self.steps >= 12)
             infos = {one: self._info(one) for one in acting}
-            self.agents = [one for one in acting if not (terminations[one] or truncations[one])]
+            self.agents = [
+                one for one in acting if not (terminations[one] or truncations[one])
+            ]
             return seen, rewards, terminations, truncations, infos
 
     return Herd()
@@ -160,13 +210,19 @@ class Keeper(Transform):
         super().__init__()
         self.kept: list[TensorDictBase] = []
 
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+    def _step(
+        self, tensordict: TensorDictBase, next_tensordict: TensorDictBase
+    ) -> TensorDictBase:
         self.kept = [*self.kept[-3:], tensordict, next_tensordict]
         total = sum(td.get("observation") for td in self.kept)
         next_tensordict.get("done").logical_or_(total.sum() > 1e9)
-        return next_tensordict.set("observation", total.to(next_tensordict.get("observation").dtype))
+        return next_tensordict.set(
+            "observation", total.to(next_tensordict.get("observation").dtype)
+        )
 
-    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+    def _reset(
+        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
+    ) -> TensorDictBase:
         return tensordict_reset
 
 
@@ -176,10 +232,16 @@ class Twice(Transform):
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         return tensordict.set("action", tensordict.get("action") * 0.5)
 
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+    def _step(
+        self, tensordict: TensorDictBase, next_tensordict: TensorDictBase
+    ) -> TensorDictBase:
         tensordict.set("stray", torch.zeros(3))
         next_tensordict.set("other", TensorDict({"deep": torch.ones(2)}, []))
-        return next_tensordict.set("reward", next_tensordict.get("reward") + tensordict.get("action").sum())
+        return next_tensordict.set(
+            "reward", next_tensordict.get("reward") + tensordict.get("action").sum()
+        )
 
-    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+    def _reset(
+        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
+    ) -> TensorDictBase:
         return tensordict_reset.set("other", TensorDict({"deep": torch.zeros(2)}, []))

@@ -30,7 +30,9 @@ from tests.envs import torchrl_own
 # dm_control loads an OpenGL driver whose LLVM and TensorFlow's abort a process that exits with both.
 os.environ.setdefault("MUJOCO_GL", "off")
 # TorchRL's GymEnv looks for stable-baselines3, which has tensorboard import TensorFlow; this is how to say no.
-sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("tensorboard.compat.notf"))
+sys.modules.setdefault(
+    "tensorboard.compat.notf", types.ModuleType("tensorboard.compat.notf")
+)
 
 
 class Episode(EnvBase):
@@ -78,7 +80,9 @@ class Noisy(Episode):
     """Draws from torch's global generator at every reset and step, and seeds it in `_set_seed`."""
 
     def declare(self) -> None:
-        self.full_observation_spec = Composite(count=Unbounded((1,), dtype=torch.int64), noise=Unbounded((2,)))
+        self.full_observation_spec = Composite(
+            count=Unbounded((1,), dtype=torch.int64), noise=Unbounded((2,))
+        )
 
     def content(self) -> dict:
         return {"noise": torch.randn(2)}
@@ -99,17 +103,25 @@ class UnlikeActions(Episode):
 
     def declare(self) -> None:
         agents = Composite(position=Bounded(-5, 5, (2, 3)), shape=(2,))
-        self.full_observation_spec = Composite(count=Unbounded((1,), dtype=torch.int64), agents=agents)
+        self.full_observation_spec = Composite(
+            count=Unbounded((1,), dtype=torch.int64), agents=agents
+        )
         actions = [Composite(action=OneHot(n, dtype=torch.int64)) for n in (2, 3)]
         self.full_action_spec = Composite(agents=torch.stack(actions, 0))
 
     def content(self) -> dict:
-        return {"agents": TensorDict({"position": torch.full((2, 3), float(self.steps))}, [2])}
+        return {
+            "agents": TensorDict(
+                {"position": torch.full((2, 3), float(self.steps))}, [2]
+            )
+        }
 
     def _step(self, tensordict):
         first, second = tensordict["agents"].unbind(0)
         chosen = first["action"].argmax() + 10 * second["action"].argmax()
-        tensordict = tensordict.exclude("agents").set("action", chosen.float().unsqueeze(-1))
+        tensordict = tensordict.exclude("agents").set(
+            "action", chosen.float().unsqueeze(-1)
+        )
         return super()._step(tensordict)
 
 
@@ -117,7 +129,9 @@ class Forgetful(Episode):
     """Declares a leaf that its steps do not return."""
 
     def declare(self) -> None:
-        self.full_observation_spec = Composite(count=Unbounded((1,), dtype=torch.int64), extra=Unbounded((2,)))
+        self.full_observation_spec = Composite(
+            count=Unbounded((1,), dtype=torch.int64), extra=Unbounded((2,))
+        )
 
     def content(self) -> dict:
         return {"extra": torch.zeros(2)} if self.steps == 0 else {}
@@ -132,7 +146,9 @@ class Typed(Episode):
         super().__init__()
 
     def declare(self) -> None:
-        self.full_observation_spec = Composite(count=Unbounded((1,), dtype=torch.int64), added=self.added)
+        self.full_observation_spec = Composite(
+            count=Unbounded((1,), dtype=torch.int64), added=self.added
+        )
         if self.other_reward is not None:
             self.full_reward_spec = Composite(reward=self.other_reward)
 
@@ -146,14 +162,22 @@ class Seeded(EnvBase):
         self.count = torch.zeros(num_rows, 1, dtype=torch.int64)
         self.seeds: list[int | None] = []
         self.full_observation_spec = Composite(
-            count=Unbounded((num_rows, 1), dtype=torch.int64), text=NonTensor((num_rows,)), shape=[num_rows]
+            count=Unbounded((num_rows, 1), dtype=torch.int64),
+            text=NonTensor((num_rows,)),
+            shape=[num_rows],
         )
-        self.full_action_spec = Composite(action=Binary(shape=(num_rows, 1), dtype=torch.int8), shape=[num_rows])
-        self.full_reward_spec = Composite(reward=Unbounded((num_rows, 1)), shape=[num_rows])
+        self.full_action_spec = Composite(
+            action=Binary(shape=(num_rows, 1), dtype=torch.int8), shape=[num_rows]
+        )
+        self.full_reward_spec = Composite(
+            reward=Unbounded((num_rows, 1)), shape=[num_rows]
+        )
 
     def _rows(self, **more):
         done = self.count >= self.limit
-        rows = TensorDict({"count": self.count.clone(), "done": done, **more}, self.batch_size)
+        rows = TensorDict(
+            {"count": self.count.clone(), "done": done, **more}, self.batch_size
+        )
         return rows.set("text", [f"at {n}" for n in self.count.flatten().tolist()])
 
     def _reset(self, tensordict=None, **kwargs):
@@ -185,12 +209,17 @@ def pendulum() -> EnvBase:
 
 def recurrent() -> EnvBase:
     return TransformedEnv(
-        GymEnv("CartPole-v1"), Compose(InitTracker(), TensorDictPrimer(hidden=Unbounded((4,)), default_value=0.0))
+        GymEnv("CartPole-v1"),
+        Compose(
+            InitTracker(), TensorDictPrimer(hidden=Unbounded((4,)), default_value=0.0)
+        ),
     )
 
 
 def batch_of_counters() -> EnvBase:
-    env = torchrl_own.CountingBatchedEnv(batch_size=[3], max_steps=torch.tensor([2, 4, 6]))
+    env = torchrl_own.CountingBatchedEnv(
+        batch_size=[3], max_steps=torch.tensor([2, 4, 6])
+    )
     return TransformedEnv(env, Compose(StepCounter(), RewardSum(), InitTracker()))
 
 
@@ -200,24 +229,36 @@ SAME_DATA: dict[str, Callable[[], EnvBase]] = {
     "gym, categorical": lambda: GymEnv("CartPole-v1", categorical_action_encoding=True),
     "gym, six transforms": pendulum,
     "gym, recurrent": recurrent,
-    "dm_control": lambda: TransformedEnv(DMControlEnv("cartpole", "swingup"), StepCounter(6)),
+    "dm_control": lambda: TransformedEnv(
+        DMControlEnv("cartpole", "swingup"), StepCounter(6)
+    ),
     "state in the tensordict": lambda: TransformedEnv(PendulumEnv(), StepCounter(7)),
     "state not declared": torchrl_own.StateLessCountingEnv,
-    "observed state": lambda: TransformedEnv(torchrl_own.MockBatchedLockedEnv(device="cpu"), StepCounter(5)),
+    "observed state": lambda: TransformedEnv(
+        torchrl_own.MockBatchedLockedEnv(device="cpu"), StepCounter(5)
+    ),
     "draws from torch": Noisy,
     "text": torchrl_own.CountingEnvWithString,
     "text both ways": lambda: TransformedEnv(torchrl_own.Str2StrEnv(), StepCounter(5)),
-    "text as state": lambda: TransformedEnv(torchrl_own.EnvWithMetadata(), StepCounter(5)),
+    "text as state": lambda: TransformedEnv(
+        torchrl_own.EnvWithMetadata(), StepCounter(5)
+    ),
     "tensorclass": torchrl_own.EnvWithTensorClass,
     "dynamic shape": torchrl_own.EnvWithDynamicSpec,
-    "scalar action": lambda: TransformedEnv(torchrl_own.EnvWithScalarAction(), StepCounter(5)),
+    "scalar action": lambda: TransformedEnv(
+        torchrl_own.EnvWithScalarAction(), StepCounter(5)
+    ),
     "done nested only": torchrl_own.NestedCountingEnv,
     "done nested only, batch": lambda: torchrl_own.NestedCountingEnv(batch_size=[2]),
     "several groups": torchrl_own.MultiKeyCountingEnv,
     "several groups, batch": lambda: torchrl_own.MultiKeyCountingEnv(batch_size=[2]),
-    "several done groups": lambda: torchrl_own.MultiAgentCountingEnv(n_agents=3, max_steps=4),
+    "several done groups": lambda: torchrl_own.MultiAgentCountingEnv(
+        n_agents=3, max_steps=4
+    ),
     "unlike agents": torchrl_own.HeterogeneousCountingEnv,
-    "unlike agents, batch": lambda: torchrl_own.HeterogeneousCountingEnv(batch_size=[2]),
+    "unlike agents, batch": lambda: torchrl_own.HeterogeneousCountingEnv(
+        batch_size=[2]
+    ),
     "unlike actions": UnlikeActions,
     "batch": batch_of_counters,
     "batch with text": Seeded,

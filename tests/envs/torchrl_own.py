@@ -17,7 +17,11 @@ from torchrl.data import Binary, Categorical, Composite, NonTensor, Unbounded
 from torchrl.envs import EnvBase
 
 #: Modules that workers with TorchRL's envs import, in order: Gym wrappers import SB3, which imports TensorBoard.
-PRELOADED = ("envherd.workers.adapters.light_tensorboard", "torchrl.envs", "stable_baselines3")
+PRELOADED = (
+    "envherd.workers.adapters.light_tensorboard",
+    "torchrl.envs",
+    "stable_baselines3",
+)
 
 _INSTALLED = importlib.metadata.version("torchrl")  # 0.10's own version string is wrong
 #: Version of the installed TorchRL, e.g. `(0, 14)`.
@@ -59,27 +63,41 @@ class CountingEnv(EnvBase):
         self.max_steps, self.start_val = max_steps, start_val
         shape = (*self.batch_size, 1)
         observation = Unbounded(shape, dtype=torch.int32, device=self.device)
-        self.observation_spec = Composite(observation=observation, shape=self.batch_size, device=self.device)
+        self.observation_spec = Composite(
+            observation=observation, shape=self.batch_size, device=self.device
+        )
         self.reward_spec = Unbounded(shape, device=self.device)
-        self.done_spec = Categorical(2, dtype=torch.bool, shape=shape, device=self.device)
+        self.done_spec = Categorical(
+            2, dtype=torch.bool, shape=shape, device=self.device
+        )
         self.action_spec = Binary(n=1, shape=shape, device=self.device)
-        self.register_buffer("count", torch.zeros(shape, device=self.device, dtype=torch.int))
+        self.register_buffer(
+            "count", torch.zeros(shape, device=self.device, dtype=torch.int)
+        )
 
     def _set_seed(self, seed: int | None) -> None:
         torch.manual_seed(seed)
 
-    def _reset(self, tensordict: TensorDictBase | None = None, **_: Any) -> TensorDictBase:
+    def _reset(
+        self, tensordict: TensorDictBase | None = None, **_: Any
+    ) -> TensorDictBase:
         mask = None if tensordict is None else tensordict.get("_reset", None)
         self.count[... if mask is None else mask] = self.start_val
         return self._row()
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         self.count += tensordict["action"].to(torch.int)
-        return self._row().set("reward", torch.zeros(self.count.shape, device=self.device))
+        return self._row().set(
+            "reward", torch.zeros(self.count.shape, device=self.device)
+        )
 
     def _row(self) -> TensorDictBase:
         done = self.count > self.max_steps
-        source = {"observation": self.count.clone(), "done": done, "terminated": done.clone()}
+        source = {
+            "observation": self.count.clone(),
+            "done": done,
+            "terminated": done.clone(),
+        }
         return TensorDict(source, self.batch_size, device=self.device)
 
 
@@ -88,7 +106,9 @@ class CountingEnvWithString(CountingEnv):
 
     def __init__(self, max_steps: int = 5, **kwargs: Any) -> None:
         super().__init__(max_steps, **kwargs)
-        self.observation_spec["string"] = NonTensor(shape=self.batch_size, device=self.device, example_data="none")
+        self.observation_spec["string"] = NonTensor(
+            shape=self.batch_size, device=self.device, example_data="none"
+        )
 
     def _row(self) -> TensorDictBase:
         return super()._row().set_non_tensor("string", f"text {random.randrange(99)}")
@@ -101,7 +121,9 @@ class NestedCountingEnv(CountingEnv):
 
     def __init__(self, max_steps: int = 5, **kwargs: Any) -> None:
         super().__init__(max_steps, **kwargs)
-        self.observation_spec = self._nested(states=self.full_observation_spec["observation"])
+        self.observation_spec = self._nested(
+            states=self.full_observation_spec["observation"]
+        )
         self.action_spec = self._nested(action=self.full_action_spec["action"])
         self.reward_spec = self._nested(reward=self.full_reward_spec["reward"])
         done = self.full_done_spec
@@ -109,10 +131,14 @@ class NestedCountingEnv(CountingEnv):
 
     def _nested(self, **leaves: Any) -> Composite:
         shape = (*self.batch_size, self.num_agents)
-        each = {name: leaf.unsqueeze(-1).expand(*shape, 1) for name, leaf in leaves.items()}
+        each = {
+            name: leaf.unsqueeze(-1).expand(*shape, 1) for name, leaf in leaves.items()
+        }
         return Composite({"data": Composite(each, shape=shape)}, shape=self.batch_size)
 
-    def _reset(self, tensordict: TensorDictBase | None = None, **_: Any) -> TensorDictBase:
+    def _reset(
+        self, tensordict: TensorDictBase | None = None, **_: Any
+    ) -> TensorDictBase:
         mask = None if tensordict is None else tensordict.get(("data", "_reset"), None)
         self.count[... if mask is None else mask.any(-2)] = self.start_val
         return self._row()
@@ -127,7 +153,10 @@ class NestedCountingEnv(CountingEnv):
         flat = super()._row()
         shape = (*self.batch_size, self.num_agents)
         names = {"observation": "states", "done": "done", "terminated": "terminated"}
-        each = {to: flat[name].unsqueeze(-1).expand(*shape, 1).clone() for name, to in names.items()}
+        each = {
+            to: flat[name].unsqueeze(-1).expand(*shape, 1).clone()
+            for name, to in names.items()
+        }
         return TensorDict({"data": TensorDict(each, shape)}, self.batch_size)
 
 

@@ -13,7 +13,9 @@ class TellingEnv(gym.Env):
     observation_space = SPACE
     action_space = gym.spaces.Discrete(5)
 
-    def __init__(self, *, longest: int = 9, reuses_buffer: bool = False, offset: int = 0):
+    def __init__(
+        self, *, longest: int = 9, reuses_buffer: bool = False, offset: int = 0
+    ):
         self.longest, self.reuses_buffer = longest, reuses_buffer
         self.episode = offset
         self.num_steps = 0
@@ -33,7 +35,13 @@ class TellingEnv(gym.Env):
         self.t += 1
         self.total += int(action)
         is_over = self.t >= self.length
-        return self._observation(), float(action) + self.t, is_over and self.length % 2 == 0, is_over, {"t": self.t}
+        return (
+            self._observation(),
+            float(action) + self.t,
+            is_over and self.length % 2 == 0,
+            is_over,
+            {"t": self.t},
+        )
 
     def _observation(self):
         if not self.reuses_buffer:
@@ -61,7 +69,11 @@ def invalid_transitions(data) -> int:
     wrong = int((~is_valid).sum())
     before, after = there[:, :-1], here[:, 1:]
     goes_on = (before == after).all(-1)
-    begins = (after[..., 0] == before[..., 0] + 1) & (after[..., 2] == 0) & (after[..., 3] == 0)
+    begins = (
+        (after[..., 0] == before[..., 0] + 1)
+        & (after[..., 2] == 0)
+        & (after[..., 3] == 0)
+    )
     return wrong + int((~np.where(ended[:, :-1], begins, goes_on)).sum())
 
 
@@ -91,9 +103,14 @@ class LoopVectorEnv(VectorEnv):
         self.metadata = {"autoreset_mode": mode} if says_mode else {}
         self.knows_masks, self.loses_ends = knows_masks, loses_ends
         self.envs = [make_row() for _ in range(num_envs)]
-        self.single_observation_space, self.single_action_space = SPACE, self.envs[0].action_space
+        self.single_observation_space, self.single_action_space = (
+            SPACE,
+            self.envs[0].action_space,
+        )
         self.observation_space = gym.vector.utils.batch_space(SPACE, num_envs)
-        self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
+        self.action_space = gym.vector.utils.batch_space(
+            self.single_action_space, num_envs
+        )
         self.rows = np.zeros((num_envs, 4), np.float32)
         self.owes_reset = np.zeros(num_envs, bool)
         self.masks = []
@@ -104,23 +121,34 @@ class LoopVectorEnv(VectorEnv):
             self.masks.append(mask)
         rows = range(self.num_envs) if mask is None else np.flatnonzero(mask)
         for row in rows:
-            self.rows[row], _ = self.envs[row].reset(seed=None if seed is None else seed + int(row))
+            self.rows[row], _ = self.envs[row].reset(
+                seed=None if seed is None else seed + int(row)
+            )
             self.owes_reset[row] = False
         return self.rows, {}
 
     def step(self, actions):
-        reward, flags, infos = np.zeros(self.num_envs), np.zeros((2, self.num_envs), bool), {}
+        reward, flags, infos = (
+            np.zeros(self.num_envs),
+            np.zeros((2, self.num_envs), bool),
+            {},
+        )
         for row, env in enumerate(self.envs):
             if self.owes_reset[row] and self.mode == AutoresetMode.NEXT_STEP:
                 self.rows[row], _ = env.reset()
                 self.owes_reset[row] = False
                 continue
             assert not self.owes_reset[row], "a row that ended was stepped"
-            self.rows[row], reward[row], flags[0, row], flags[1, row], _ = env.step(actions[row])
+            self.rows[row], reward[row], flags[0, row], flags[1, row], _ = env.step(
+                actions[row]
+            )
             if not flags[:, row].any():
                 continue
             if self.mode == AutoresetMode.SAME_STEP:
-                final = infos.setdefault("final_obs", self.rows if self.loses_ends else np.zeros_like(self.rows))
+                final = infos.setdefault(
+                    "final_obs",
+                    self.rows if self.loses_ends else np.zeros_like(self.rows),
+                )
                 final[row] = self.rows[row]
                 self.rows[row], _ = env.reset()
             else:

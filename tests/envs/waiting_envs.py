@@ -55,9 +55,15 @@ class OneThreadEnv(CountingEnv):
 class StuckEnv(CountingEnv):
     """Its third step never returns, or ends the episode before a reset that never returns; waits without the GIL."""
 
-    def __init__(self, *, is_stuck: bool = False, is_stuck_in_reset: bool = False) -> None:
+    def __init__(
+        self, *, is_stuck: bool = False, is_stuck_in_reset: bool = False
+    ) -> None:
         super().__init__(3 if is_stuck_in_reset else None)
-        self.is_stuck, self.is_stuck_in_reset, self.num_calls = is_stuck, is_stuck_in_reset, 0
+        self.is_stuck, self.is_stuck_in_reset, self.num_calls = (
+            is_stuck,
+            is_stuck_in_reset,
+            0,
+        )
 
     def reset(self, *args):
         if self.is_stuck_in_reset and self.num_calls:

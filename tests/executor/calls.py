@@ -26,7 +26,10 @@ RESTART = ExecutorOptions(on_worker_loss="restart")
 def act(env: Any) -> TensorDict:
     """Return a batch with action 1 for each env."""
     leaf = env.action_spec[0]
-    return TensorDict({leaf.key: torch.ones((env.num_envs, *leaf.shape), dtype=torch.int64)}, env.batch_size)
+    return TensorDict(
+        {leaf.key: torch.ones((env.num_envs, *leaf.shape), dtype=torch.int64)},
+        env.batch_size,
+    )
 
 
 def ones(td: Any) -> Any:

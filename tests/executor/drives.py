@@ -30,7 +30,10 @@ def reset_by_hand(env: Any, num_steps: int) -> list[Any]:
 
 
 def rolled(env: Any, num_steps: int) -> list[Any]:
-    return [env.rollout(num_steps, act, break_when_any_done=False), env.rollout(3, act, auto_reset=False)]
+    return [
+        env.rollout(num_steps, act, break_when_any_done=False),
+        env.rollout(3, act, auto_reset=False),
+    ]
 
 
 def sent(env: Any, num_steps: int) -> list[Any]:

@@ -100,7 +100,9 @@ def reset_of(kind: Any) -> None:
 
 
 def lacks_atari() -> Any:
-    raise gymnasium.error.NamespaceNotFound("Namespace ALE not found. Have you installed the proper package for ALE?")
+    raise gymnasium.error.NamespaceNotFound(
+        "Namespace ALE not found. Have you installed the proper package for ALE?"
+    )
 
 
 def lacks_box2d() -> Any:
@@ -137,7 +139,11 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         FactoryError,
         r"Factories get no arguments but those of env_kwargs=",
     ),
-    "Auto": (lambda _: serial(2, CountingEnv, num_workers="Auto"), ValueError, "an int of at least 1, 'auto' or None"),
+    "Auto": (
+        lambda _: serial(2, CountingEnv, num_workers="Auto"),
+        ValueError,
+        "an int of at least 1, 'auto' or None",
+    ),
     "an action as floats": (
         lambda env: env.step(env.current().set("action", torch.zeros(4))),
         ActionError,
@@ -153,21 +159,41 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         ActionError,
         r"the index of a one-hot action: action\.argmax\(-1\)",
     ),
-    "a bare mask": (lambda env: env.reset(torch.ones(4, dtype=torch.bool)), TypeError, r"TensorDict\({'_reset': mask}"),
+    "a bare mask": (
+        lambda env: env.reset(torch.ones(4, dtype=torch.bool)),
+        TypeError,
+        r"TensorDict\({'_reset': mask}",
+    ),
     "a mask of another length": (
-        lambda env: env.reset(TensorDict({"_reset": torch.ones(3, dtype=torch.bool)}, [3])),
+        lambda env: env.reset(
+            TensorDict({"_reset": torch.ones(3, dtype=torch.bool)}, [3])
+        ),
         ValueError,
         r"expected a bool mask of shape \(4,\) or \(4, 1\), got bool \(3,\)\. .*TensorDict\({'_reset': mask}",
     ),
-    "a network of torch": (lambda env: env.rollout(3, nn.Sequential(nn.Linear(4, 2))), TypeError, WRAP),
+    "a network of torch": (
+        lambda env: env.rollout(3, nn.Sequential(nn.Linear(4, 2))),
+        TypeError,
+        WRAP,
+    ),
     "a key that the batch lacks": (
-        lambda env: env.rollout(3, TensorDictModule(nn.Linear(4, 2), ["obs"], ["action"])),
+        lambda env: env.rollout(
+            3, TensorDictModule(nn.Linear(4, 2), ["obs"], ["action"])
+        ),
         KeyError,
         r"called with a batch of these keys: .*observation",
     ),
     "a network of one's own": (lambda env: env.rollout(3, Argmax()), TypeError, WRAP),
-    "a list of another length": (lambda env: env.set("x", [1, 2]), ValueError, r"pass \[value\] \* 4"),
-    "infos that are dropped": (lambda env: env.infos(), ValueError, r'options=ExecutorOptions\(infos="plain"\)'),
+    "a list of another length": (
+        lambda env: env.set("x", [1, 2]),
+        ValueError,
+        r"pass \[value\] \* 4",
+    ),
+    "infos that are dropped": (
+        lambda env: env.infos(),
+        ValueError,
+        r'options=ExecutorOptions\(infos="plain"\)',
+    ),
     "an info of text": (
         lambda _: serial(1, Labelled, options=ExecutorOptions(infos=("label",))),
         SpecError,
@@ -218,8 +244,16 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         ImportError,
         r"envherd\.gymnasium import AsyncVectorEnv\.",
     ),
-    "workers by another name": (lambda _: vector([make_cartpole], workers=2), TypeError, r"Did you mean num_workers\?"),
-    "nworkers": (lambda _: vector([make_cartpole], nworkers=2), TypeError, r"Did you mean num_workers\?"),
+    "workers by another name": (
+        lambda _: vector([make_cartpole], workers=2),
+        TypeError,
+        r"Did you mean num_workers\?",
+    ),
+    "nworkers": (
+        lambda _: vector([make_cartpole], nworkers=2),
+        TypeError,
+        r"Did you mean num_workers\?",
+    ),
     "an autoreset mode that there is not": (
         lambda _: vector([make_cartpole], autoreset_mode="same"),
         ValueError,
@@ -230,7 +264,11 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         FactoryError,
         r'pip install "envherd\[atari\]"\. If an',
     ),
-    "Box2D without its package": (lambda _: serial(1, lacks_box2d), FactoryError, r'pip install "envherd\[box2d\]"\.'),
+    "Box2D without its package": (
+        lambda _: serial(1, lacks_box2d),
+        FactoryError,
+        r'pip install "envherd\[box2d\]"\.',
+    ),
     "an executor as an env": (
         lambda _: serial(1, lambda: serial(1, CountingEnv)),
         FactoryError,
@@ -241,14 +279,20 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         FactoryError,
         r"got a DummyVecEnv: an executor cannot be an env\.",
     ),
-    "no factories": (lambda _: serial([]), ValueError, "at least one factory, got an empty list"),
+    "no factories": (
+        lambda _: serial([]),
+        ValueError,
+        "at least one factory, got an empty list",
+    ),
     "no functions": (
         lambda _: vector([]),
         ValueError,
         "AsyncVectorEnv failed: .* at least one function, got an empty list",
     ),
     "capsules in a folder that cannot be": (
-        lambda _: serial(1, CountingEnv, options=ExecutorOptions(capsules="/proc/nope")),
+        lambda _: serial(
+            1, CountingEnv, options=ExecutorOptions(capsules="/proc/nope")
+        ),
         OSError,
         r"capsules failed: expected a folder .*, got '/proc/nope' .*ExecutorOptions\(capsules=\.\.\.\)\.",
     ),
@@ -257,26 +301,68 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         FactoryError,
         re.escape(f"Did you mean {sys.prefix}/bin/python?"),
     ),
-    "the number of actions": (lambda env: env.action_spec.n, AttributeError, r"env\.action_spec\[0\]\.domain\.n\."),
-    "the shape of an observation": (lambda env: env.observation_spec.shape, AttributeError, r"_spec\[0\]\.shape\."),
-    "a policy of two arguments": (lambda env: env.rollout(2, lambda obs, info: 0), TypeError, WRAP),
-    "a network of two arguments": (lambda env: env.rollout(2, nn.Bilinear(4, 4, 2)), TypeError, WRAP),
+    "the number of actions": (
+        lambda env: env.action_spec.n,
+        AttributeError,
+        r"env\.action_spec\[0\]\.domain\.n\.",
+    ),
+    "the shape of an observation": (
+        lambda env: env.observation_spec.shape,
+        AttributeError,
+        r"_spec\[0\]\.shape\.",
+    ),
+    "a policy of two arguments": (
+        lambda env: env.rollout(2, lambda obs, info: 0),
+        TypeError,
+        WRAP,
+    ),
+    "a network of two arguments": (
+        lambda env: env.rollout(2, nn.Bilinear(4, 4, 2)),
+        TypeError,
+        WRAP,
+    ),
     "a model of SB3": (lambda env: env.rollout(2, model()), TypeError, WRAP_MODEL),
-    "the policy of a model of SB3": (lambda env: env.rollout(2, model().policy), AssertionError, WRAP_MODEL),
-    "the method of a model of SB3": (lambda env: env.rollout(2, model().predict), RuntimeError, WRAP_MODEL),
-    "a model of SB3 to evaluate": (lambda _: envherd.evaluate(model(), make_cartpole), TypeError, WRAP_MODEL),
+    "the policy of a model of SB3": (
+        lambda env: env.rollout(2, model().policy),
+        AssertionError,
+        WRAP_MODEL,
+    ),
+    "the method of a model of SB3": (
+        lambda env: env.rollout(2, model().predict),
+        RuntimeError,
+        WRAP_MODEL,
+    ),
+    "a model of SB3 to evaluate": (
+        lambda _: envherd.evaluate(model(), make_cartpole),
+        TypeError,
+        WRAP_MODEL,
+    ),
     "a misspelt attribute": (
         lambda env: env.num_env,
         AttributeError,
         r"no attribute 'num_env'\. Did you mean num_envs\?",
     ),
-    "a misspelt method": (lambda env: env.rolout(3), AttributeError, r"Did you mean rollout\?"),
-    "a misspelt name": (lambda _: package.ParalelEnv, AttributeError, r"Did you mean ParallelEnv\?"),
-    "a misspelt facade": (lambda _: package.sb33, AttributeError, r"Did you mean sb3\?"),
+    "a misspelt method": (
+        lambda env: env.rolout(3),
+        AttributeError,
+        r"Did you mean rollout\?",
+    ),
+    "a misspelt name": (
+        lambda _: package.ParalelEnv,
+        AttributeError,
+        r"Did you mean ParallelEnv\?",
+    ),
+    "a misspelt facade": (
+        lambda _: package.sb33,
+        AttributeError,
+        r"Did you mean sb3\?",
+    ),
 }
 if not torch.cuda.is_available():
     MISTAKES["a GPU that is not there"] = (
-        lambda env: collector(env, nn.Linear(4, 2), frames_per_batch=8, policy_device="cuda"),
+        lambda env: collector(
+            env, nn.Linear(4, 2), frames_per_batch=8, policy_device="cuda"
+        ),
         ValueError,
         GPU,
     )
@@ -314,13 +400,17 @@ def test_a_wrong_call_inside_of_a_policy_has_no_note(env):
 
 @needs("gymnasium")
 def test_pictures_that_no_env_has_are_a_warning(env):
-    with pytest.warns(UserWarning, match="no env has a picture.*render_mode='rgb_array'"):
+    with pytest.warns(
+        UserWarning, match="no env has a picture.*render_mode='rgb_array'"
+    ):
         assert env.render() == [None] * 4
 
 
 @needs("gymnasium", "media")
 def test_a_film_of_an_env_without_pictures_names_the_render_mode(env, tmp_path):
-    with pytest.raises(RuntimeError, match=r"Build them with render_mode='rgb_array'\."):
+    with pytest.raises(
+        RuntimeError, match=r"Build them with render_mode='rgb_array'\."
+    ):
         record(env, tmp_path)
 
 
@@ -331,7 +421,9 @@ def test_one_function_in_place_of_a_list_is_refused():
 
     for kind in (AsyncVectorEnv, SyncVectorEnv, DummyVecEnv, SubprocVecEnv):
         facade: Any = kind
-        with pytest.raises(TypeError, match=rf"{kind.__name__} failed: .*Write \[make_env\] \* 8\."):
+        with pytest.raises(
+            TypeError, match=rf"{kind.__name__} failed: .*Write \[make_env\] \* 8\."
+        ):
             facade(make_cartpole)
 
 
@@ -346,10 +438,14 @@ class Hanging(Outside):
 @pytest.mark.broken_pool
 def test_a_late_worker_is_reported_with_both_remedies():
     options = ExecutorOptions(step_timeout_s=0.2)
-    with ParallelEnv(1, Hanging, num_workers=1, options=options) as env, pytest.raises(WorkerTimeout) as caught:
+    with (
+        ParallelEnv(1, Hanging, num_workers=1, options=options) as env,
+        pytest.raises(WorkerTimeout) as caught,
+    ):
         env.rollout(1)
     sentences = (
-        r"Raise ExecutorOptions\.step_timeout_s .*on_worker_loss='restart'\) replaces lost workers\.\nIt was stuck in"
+        r"Raise ExecutorOptions\.step_timeout_s .*on_worker_loss='restart'\) replaces lost workers\.\n"
+        r"It was stuck in"
     )
     assert re.search(sentences, caught.value.message)
 
@@ -366,10 +462,14 @@ class Dying(Outside):
 @pytest.mark.slow
 @pytest.mark.broken_pool
 def test_a_lost_worker_is_printed_once_and_without_own_frames(caplog):
-    with caplog.at_level(logging.WARNING, "envherd"), ParallelEnv(2, Dying, num_workers=1) as env:
+    with (
+        caplog.at_level(logging.WARNING, "envherd"),
+        ParallelEnv(2, Dying, num_workers=1) as env,
+    ):
         with pytest.raises(WorkerLost) as caught:
             env.rollout(5, break_when_any_done=False)
-        (record,) = caplog.records  # at once, while other envs may still step; the error has the stack
+        # At once, while other envs may still step; the error has the stack.
+        (record,) = caplog.records
         assert "ended with SIGSEGV" in record.message
         assert "\n" not in record.message
         printed = "".join(traceback.format_exception(caught.value))
@@ -384,7 +484,10 @@ def test_a_lost_worker_is_printed_once_and_without_own_frames(caplog):
 @pytest.mark.broken_pool
 def test_a_lost_worker_that_is_replaced_is_logged_once(caplog):
     options = ExecutorOptions(on_worker_loss="restart")
-    with caplog.at_level(logging.WARNING, "envherd"), ParallelEnv(1, Dying, num_workers=1, options=options) as env:
+    with (
+        caplog.at_level(logging.WARNING, "envherd"),
+        ParallelEnv(1, Dying, num_workers=1, options=options) as env,
+    ):
         env.rollout(3, break_when_any_done=False)
     assert caplog.text.count("Fatal Python error") == 1
     assert "zygote.py" not in caplog.text
@@ -398,10 +501,16 @@ TESTING = '  File "/site/envherd/workers/testing/envs.py", line 8, in step\n'
 @pytest.mark.parametrize(
     ("text", "kept"),
     [
-        (f"Traceback:\n{OWN}{USERS}ZeroDivisionError: x\n", f"Traceback:\n{USERS}ZeroDivisionError: x\n"),
+        (
+            f"Traceback:\n{OWN}{USERS}ZeroDivisionError: x\n",
+            f"Traceback:\n{USERS}ZeroDivisionError: x\n",
+        ),
         (f"Traceback:\n{OWN}{TESTING}Error\n", f"Traceback:\n{TESTING}Error\n"),
         (f"Traceback:\n{OWN}Error\n", f"Traceback:\n{OWN}Error\n"),
-        (f'{USERS}{OWN}  File "<string>", line 7 in <module>\n\nExtension modules: numpy (total: 1)\n', USERS),
+        (
+            f'{USERS}{OWN}  File "<string>", line 7 in <module>\n\nExtension modules: numpy (total: 1)\n',
+            USERS,
+        ),
         ('  File "C:\\me\\envherd\\shm\\slab.py", line 1 in wait\n' + USERS, USERS),
         ("what the env has printed\n", "what the env has printed\n"),
     ],
@@ -418,7 +527,12 @@ def test_a_command_shows_the_traceback_of_a_factory_that_began(frames, is_shown)
     from envherd.executor.cli.commands import complain
 
     console = Console(file=io.StringIO())
-    complain(console, FactoryError("make_env failed.", remote_traceback=f"Traceback:\n{frames}TypeError: x"))
+    complain(
+        console,
+        FactoryError(
+            "make_env failed.", remote_traceback=f"Traceback:\n{frames}TypeError: x"
+        ),
+    )
     assert ("in the worker" in console.file.getvalue()) == is_shown
 
 
@@ -428,7 +542,8 @@ def test_the_traceback_of_a_command_begins_at_the_users_code(capsys):
     from envherd.executor.keywords import names_right_keyword
 
     def policy():
-        raise KeyError("mine") from None  # what the test program may be handling is not printed
+        # What the test program may be handling is not printed.
+        raise KeyError("mine") from None
 
     with pytest.raises(KeyError) as caught:
         names_right_keyword(policy)()
@@ -472,7 +587,11 @@ def updates_what_it_received(env: Any, td: Any) -> Any:
     received = env.recv(1)
     env.recv()
     env.reset(TensorDict({"_reset": env.current()["done"]}, [2]))
-    return received.update(env.current(received["env_ids"])) if len(received) == 2 else env.current()
+    return (
+        received.update(env.current(received["env_ids"]))
+        if len(received) == 2
+        else env.current()
+    )
 
 
 def changes_the_observation(env: Any, td: Any) -> Any:
@@ -496,14 +615,25 @@ def writes_into_next(env: Any, td: Any) -> Any:
 
 
 STALE = [passes_a_step_again, passes_copies, drops_the_root, acts_on_what_it_received]
-FRESH = [takes_next, updates_one_batch, updates_what_it_received, changes_the_observation, begins_anew]
+FRESH = [
+    takes_next,
+    updates_one_batch,
+    updates_what_it_received,
+    changes_the_observation,
+    begins_anew,
+]
 FRESH += [repeats_an_action, writes_into_next]
 
 
-@pytest.mark.parametrize("make", [SerialEnv, functools.partial(ParallelEnv, num_workers=1)])
+@pytest.mark.parametrize(
+    "make", [SerialEnv, functools.partial(ParallelEnv, num_workers=1)]
+)
 @pytest.mark.parametrize("step", [*STALE, *FRESH])
 def test_a_loop_that_acts_on_old_roots_is_reported_once(make, step, caplog):
-    with caplog.at_level(logging.WARNING, "envherd"), make(2, make_cartpole, seed=0) as env:
+    with (
+        caplog.at_level(logging.WARNING, "envherd"),
+        make(2, make_cartpole, seed=0) as env,
+    ):
         td = env.reset()
         for _ in range(6):
             td = step(env, td)
@@ -511,16 +641,24 @@ def test_a_loop_that_acts_on_old_roots_is_reported_once(make, step, caplog):
 
 
 @needs("torchrl")
-@pytest.mark.parametrize("step", [passes_a_step_again, drops_the_root, takes_next, updates_one_batch, begins_anew])
+@pytest.mark.parametrize(
+    "step",
+    [passes_a_step_again, drops_the_root, takes_next, updates_one_batch, begins_anew],
+)
 def test_a_loop_of_torchrl_that_acts_on_old_roots_is_reported_once(step, caplog):
     from torchrl.envs import GymEnv
 
     from envherd.torchrl import ParallelEnv as Facade
 
     def act(td: Any) -> Any:
-        return td.set("action", nn.functional.one_hot(torch.randint(0, 2, td.batch_size), 2))
+        return td.set(
+            "action", nn.functional.one_hot(torch.randint(0, 2, td.batch_size), 2)
+        )
 
-    with caplog.at_level(logging.WARNING, "envherd"), pytest.MonkeyPatch.context() as patch:
+    with (
+        caplog.at_level(logging.WARNING, "envherd"),
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setitem(globals(), "act_at_random", act)
         env = Facade(2, functools.partial(GymEnv, "CartPole-v1"))
         td = env.reset()

@@ -12,7 +12,13 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import CudaGraphModule, TensorDictModule
 
-from envherd.executor import AsyncCollector, Collector, ExecutorOptions, ParallelEnv, SerialEnv
+from envherd.executor import (
+    AsyncCollector,
+    Collector,
+    ExecutorOptions,
+    ParallelEnv,
+    SerialEnv,
+)
 from envherd.executor.batches.transfer import to_device
 from envherd.executor.doctor import gpus
 from envherd.executor.machine.gpus import memory_used_by, read_gpus
@@ -29,14 +35,17 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of torch's compiler
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
-    pytest.mark.filterwarnings("ignore:Tensordict is registered in PyTree"),  # when the first graph is made
+    # When the first graph is made.
+    pytest.mark.filterwarnings("ignore:Tensordict is registered in PyTree"),
     pytest.mark.filterwarnings("ignore:You are trying to run PPO on the GPU"),
 ]
 
 NUM_ENVS = 6
 #: Clock cycles for which a stream is kept busy: some 0.1 s.
 BUSY = 200_000_000
-kinds = pytest.mark.parametrize("kind", [SerialEnv, functools.partial(ParallelEnv, num_workers=2)])
+kinds = pytest.mark.parametrize(
+    "kind", [SerialEnv, functools.partial(ParallelEnv, num_workers=2)]
+)
 
 
 class Pages(gymnasium.Env[np.ndarray, int]):
@@ -70,7 +79,9 @@ class Net(torch.nn.Module):
         super().__init__()
         self.scale = torch.nn.Parameter(torch.ones(()))
 
-    def forward(self, observation: torch.Tensor, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        self, observation: torch.Tensor, memory: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         total = observation.double().flatten(1).sum(1) * self.scale
         action = total.long() % 2 + 1
         return action, total, memory + action.double().unsqueeze(-1)
@@ -87,14 +98,20 @@ def recurrent(*, is_graph: bool, device: str = "cuda") -> Any:
 
 
 def primer(num_envs: int = NUM_ENVS) -> TensorDict:
-    return TensorDict({"memory": torch.zeros(num_envs, 1, dtype=torch.double)}, [num_envs])
+    return TensorDict(
+        {"memory": torch.zeros(num_envs, 1, dtype=torch.double)}, [num_envs]
+    )
 
 
 def only_own_input(policy: Any) -> Any:
     """Return the policy behind a call that hands it only what it reads, in a batch without other leaves."""
 
     def act(td: Any) -> Any:
-        read = TensorDict({"observation": td["observation"], "memory": td["memory"]}, td.batch_size, device=td.device)
+        read = TensorDict(
+            {"observation": td["observation"], "memory": td["memory"]},
+            td.batch_size,
+            device=td.device,
+        )
         return td.update(policy(read).select("action", "value", ("next", "memory")))
 
     return act
@@ -136,7 +153,10 @@ def keep_busy() -> Any:
 @kinds
 @pytest.mark.parametrize("make_env", [CountingEnv, AgentsEnv])
 def test_steps_resets_and_messages_are_those_on_the_cpu(kind, make_env):
-    with kind(NUM_ENVS, make_env, seed=0, device="cuda") as env, kind(NUM_ENVS, make_env, seed=0) as on_cpu:
+    with (
+        kind(NUM_ENVS, make_env, seed=0, device="cuda") as env,
+        kind(NUM_ENVS, make_env, seed=0) as on_cpu,
+    ):
         same(env.reset(), on_cpu.reset())
         for turn in range(8):
             drawn = on_cpu.rand_action(on_cpu.current())
@@ -150,15 +170,26 @@ def test_steps_resets_and_messages_are_those_on_the_cpu(kind, make_env):
             some = [turn % NUM_ENVS, (turn + 2) % NUM_ENVS]
             drawn = on_cpu.rand_action(on_cpu.current(some))
             on_cpu.send(drawn, env_ids=some)
-            env.send(drawn.select(*[leaf.key for leaf in on_cpu.action_spec]).cuda(), env_ids=some)
+            env.send(
+                drawn.select(*[leaf.key for leaf in on_cpu.action_spec]).cuda(),
+                env_ids=some,
+            )
             same(env.recv(2)["next"], on_cpu.recv(2)["next"])
             drawn = on_cpu.rand_action(on_cpu.current())
             stepped, root = on_cpu.step_and_maybe_reset(drawn)
-            found, after = env.step_and_maybe_reset(drawn.select(*[leaf.key for leaf in on_cpu.action_spec]))
+            found, after = env.step_and_maybe_reset(
+                drawn.select(*[leaf.key for leaf in on_cpu.action_spec])
+            )
             same(found["next"], stepped["next"])
             same(after, root)
             assert after.device.type == found["next"].device.type == "cuda"
-            assert_saved_as_held([batch[key] for batch in (found["next"], after) for key in leaf_keys(batch)])
+            assert_saved_as_held(
+                [
+                    batch[key]
+                    for batch in (found["next"], after)
+                    for key in leaf_keys(batch)
+                ]
+            )
 
 
 @kinds
@@ -198,7 +229,9 @@ def test_executors_come_and_go():
 def test_workers_start_after_the_caller_has_used_the_gpu(start_method):
     torch.zeros(1, device="cuda")
     options = ExecutorOptions(start_method=start_method)
-    with ParallelEnv(2, CountingEnv, num_workers=2, device="cuda", options=options) as env:
+    with ParallelEnv(
+        2, CountingEnv, num_workers=2, device="cuda", options=options
+    ) as env:
         assert env.rollout(5, break_when_any_done=False)["next", "observation"].is_cuda
 
 
@@ -206,14 +239,18 @@ class OnGpu(Pages):
     """Computes its observation on the GPU."""
 
     def _observe(self) -> np.ndarray:
-        number = torch.full((1,), self.num_steps % 251, device="cuda", dtype=torch.uint8)
+        number = torch.full(
+            (1,), self.num_steps % 251, device="cuda", dtype=torch.uint8
+        )
         return number.expand(1024, 1024).cpu().numpy()
 
 
 @pytest.mark.parametrize("start_method", ["zygote", "spawn"])
 def test_workers_use_the_gpu_though_the_helper_asks_for_it(start_method):
     """The helper imports a module that asks whether there is a GPU, as many libraries do."""
-    options = ExecutorOptions(start_method=start_method, preload=("tests.envs.asks_for_gpu",))
+    options = ExecutorOptions(
+        start_method=start_method, preload=("tests.envs.asks_for_gpu",)
+    )
     with ParallelEnv(2, OnGpu, num_workers=2, options=options) as env:
         env.reset()
         assert (env.step(env.rand_action())["next", "observation"] == 1).all()
@@ -228,16 +265,25 @@ def test_workers_use_the_gpu_though_the_helper_asks_for_it(start_method):
 def test_rollouts_with_a_policy_that_reuses_its_memory(kind, is_graph, device):
     """The same data as on the CPU, from a policy whose CUDA graph writes each result where it wrote the last."""
     with kind(NUM_ENVS, CountingEnv, seed=0) as env:
-        expected = env.rollout(12, recurrent(is_graph=False, device="cpu"), primer=primer(), break_when_any_done=False)
+        expected = env.rollout(
+            12,
+            recurrent(is_graph=False, device="cpu"),
+            primer=primer(),
+            break_when_any_done=False,
+        )
     assert expected["next", "done"].any()
     assert expected["value"].unique().numel() > 3
     policy = only_own_input(recurrent(is_graph=is_graph))
     with kind(NUM_ENVS, CountingEnv, seed=0, device=device) as env:
         if device is None:
-            with Collector(env, on_gpu(policy), frames_per_batch=12 * NUM_ENVS, primer=primer()) as collector:
+            with Collector(
+                env, on_gpu(policy), frames_per_batch=12 * NUM_ENVS, primer=primer()
+            ) as collector:
                 found = collector.collect()
         else:
-            found = env.rollout(12, policy, primer=primer().cuda(), break_when_any_done=False)
+            found = env.rollout(
+                12, policy, primer=primer().cuda(), break_when_any_done=False
+            )
     same(found, expected)
 
 
@@ -250,10 +296,17 @@ def test_an_asynchronous_collector_of_batches_on_a_gpu(kind, layout):
         env = kind(NUM_ENVS, CountingEnv, seed=0, device=device)
         policy = recurrent(is_graph=False, device=device)
         with AsyncCollector(
-            env, policy, frames_per_batch=60, layout=layout, primer=primer(), batch_sizes=(2, NUM_ENVS)
+            env,
+            policy,
+            frames_per_batch=60,
+            layout=layout,
+            primer=primer(),
+            batch_sizes=(2, NUM_ENVS),
         ) as collector:
             flat = torch.cat([collector.collect() for _ in range(3)]).reshape(-1)
-        found.append({(int(row["env_ids"]), int(row["step"])): row for row in flat.unbind(0)})
+        found.append(
+            {(int(row["env_ids"]), int(row["step"])): row for row in flat.unbind(0)}
+        )
     shared = found[0].keys() & found[1].keys()
     assert len(shared) > 60
     for key in shared:
@@ -264,7 +317,9 @@ def on_gpu(policy: Any) -> Any:
     """Return a policy for batches on the CPU that runs on the GPU."""
 
     def act(td: Any) -> Any:
-        acted = policy(to_device(td, "cuda")).select("action", "value", ("next", "memory"))
+        acted = policy(to_device(td, "cuda")).select(
+            "action", "value", ("next", "memory")
+        )
         return td.update(acted.cpu())
 
     return act
@@ -284,7 +339,11 @@ def test_a_policy_is_compiled_once_for_each_size(in_background, mode):
         pytest.skip("this torch runs no CUDA graphs of its compiler in threads")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    net = Compilable() if mode is None else torch.compile(Compilable(), dynamic=False, mode=mode)
+    net = (
+        Compilable()
+        if mode is None
+        else torch.compile(Compilable(), dynamic=False, mode=mode)
+    )
     env = ParallelEnv(NUM_ENVS, Waits, num_workers=2, seed=0)
     with AsyncCollector(
         env,
@@ -338,7 +397,9 @@ def test_a_thread_that_collects_does_not_wait_for_the_learner():
     env = SerialEnv(NUM_ENVS, Waits, seed=0)
     with AsyncCollector(
         env,
-        TensorDictModule(Compilable(), in_keys=["observation"], out_keys=["action", "value"]),
+        TensorDictModule(
+            Compilable(), in_keys=["observation"], out_keys=["action", "value"]
+        ),
         frames_per_batch=60,
         policy_device="cuda",
         in_background=1,
@@ -365,7 +426,11 @@ def test_a_simulator_on_a_gpu(num_workers):
     def make_env(device: str = "cuda") -> Any:
         return VmasSimulator("balance", 32, device, max_steps=5)
 
-    kind = functools.partial(ParallelEnv, num_workers=num_workers) if num_workers else SerialEnv
+    kind = (
+        functools.partial(ParallelEnv, num_workers=num_workers)
+        if num_workers
+        else SerialEnv
+    )
     with kind(max(1, num_workers), make_env, seed=0, device="cuda") as env:
         data = env.rollout(12, break_when_any_done=False)
         assert data.device.type == "cuda"
@@ -385,8 +450,12 @@ def test_a_simulator_on_a_gpu(num_workers):
 def test_gpus_are_found():
     found = read_gpus()
     assert len(found) == torch.cuda.device_count()
-    assert found[0].memory_bytes == pytest.approx(torch.cuda.get_device_properties(0).total_memory, rel=0.1)
-    assert [finding.found.split(",")[0] for finding in gpus(read_machine())] == [gpu.name for gpu in found]
+    assert found[0].memory_bytes == pytest.approx(
+        torch.cuda.get_device_properties(0).total_memory, rel=0.1
+    )
+    assert [finding.found.split(",")[0] for finding in gpus(read_machine())] == [
+        gpu.name for gpu in found
+    ]
 
 
 # ---- facades -----------------------------------------------------------------------------------
@@ -400,11 +469,15 @@ def test_the_facade_of_torchrl_gives_the_same_on_a_gpu(inner):
     from tests.envs import torchrl_own
 
     def rolled(device: str, of_envs: str) -> Any:
-        env = facades.ParallelEnv(3, lambda: torchrl_own.CountingEnv(device=of_envs), device=device)
+        env = facades.ParallelEnv(
+            3, lambda: torchrl_own.CountingEnv(device=of_envs), device=device
+        )
         try:
             env.set_seed(0)
             ones = torch.ones(3, 1, device=device)
-            return env.rollout(9, lambda td: td.set("action", ones), break_when_any_done=False)
+            return env.rollout(
+                9, lambda td: td.set("action", ones), break_when_any_done=False
+            )
         finally:
             env.close()
 
@@ -421,7 +494,9 @@ def test_sb3_learns_on_a_gpu():
 
     env = SubprocVecEnv([lambda: gymnasium.make("CartPole-v1")] * 4)
     try:
-        model = PPO("MlpPolicy", env, device="cuda", n_steps=64, batch_size=64, n_epochs=1)
+        model = PPO(
+            "MlpPolicy", env, device="cuda", n_steps=64, batch_size=64, n_epochs=1
+        )
         model.learn(512)
         assert model.num_timesteps == 512
     finally:

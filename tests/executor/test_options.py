@@ -62,7 +62,10 @@ FIELDS = {field.name: field for field in dataclasses.fields(ExecutorOptions)}
 )
 def test_what_cannot_work_is_refused_by_name(options, expected):
     (name,) = options
-    with pytest.raises(ValueError, match=re.escape(f"ExecutorOptions failed: expected {name} to be {expected}.")):
+    with pytest.raises(
+        ValueError,
+        match=re.escape(f"ExecutorOptions failed: expected {name} to be {expected}."),
+    ):
         ExecutorOptions(**options)
 
 
@@ -82,9 +85,13 @@ def test_every_option_is_checked():
     assert {*_NUMBERS, *_CHOICES, *_SWITCHES, *lists} == FIELDS.keys()
 
 
-@pytest.mark.parametrize("options", [{"preload": ("nump.linalg",)}, {"affinity": (0, 9999)}])
+@pytest.mark.parametrize(
+    "options", [{"preload": ("nump.linalg",)}, {"affinity": (0, 9999)}]
+)
 def test_what_does_not_fit_the_machine_is_refused_before_anything_starts(options):
-    with pytest.raises(ValueError, match=f"expected {next(iter(options))} to be .*, got "):
+    with pytest.raises(
+        ValueError, match=f"expected {next(iter(options))} to be .*, got "
+    ):
         ParallelEnv(1, CountingEnv, options=ExecutorOptions(**options))
 
 
@@ -94,17 +101,26 @@ def test_what_does_not_fit_the_machine_is_refused_before_anything_starts(options
         ({"nice": 5}, "Call os.setpriority(os.PRIO_PROCESS, 0, N) in the factory."),
         ({"info_keys": ("lives",)}, 'Use infos=("NAME", ...).'),
         ({"pickle_replies": True}, 'Use infos="pickle".'),
-        ({"reset_ahead": True}, "Step with send and recv: other envs are then stepped while one is reset."),
+        (
+            {"reset_ahead": True},
+            "Step with send and recv: other envs are then stepped while one is reset.",
+        ),
         ({"start_method": "fork"}, 'Use start_method="zygote" with preload=().'),
     ],
 )
-def test_options_of_earlier_versions_are_refused_with_what_to_do_instead(options, advice):
-    with pytest.raises(ValueError, match=f"ExecutorOptions failed: .* {re.escape(advice)}$"):
+def test_options_of_earlier_versions_are_refused_with_what_to_do_instead(
+    options, advice
+):
+    with pytest.raises(
+        ValueError, match=f"ExecutorOptions failed: .* {re.escape(advice)}$"
+    ):
         ExecutorOptions(**options)
 
 
 def test_the_page_has_every_option_with_its_default():
-    rows: dict[str, Any] = dict(re.findall(r"^\| `([a-z_]+)` \| `([^`]*)` \|", PAGE.read_text(), re.MULTILINE))
+    rows: dict[str, Any] = dict(
+        re.findall(r"^\| `([a-z_]+)` \| `([^`]*)` \|", PAGE.read_text(), re.MULTILINE)
+    )
     assert rows == {name: repr(field.default) for name, field in FIELDS.items()}
 
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-_CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x00020000, 0x4000, 0x40000  # linux/sched.h, linux/mount.h
+# Linux/sched.h, linux/mount.h.
+_CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x00020000, 0x4000, 0x40000
 _CAP_SYS_ADMIN, _CAP_SYS_RESOURCE = 21, 24  # linux/capability.h
 _CAPABILITY_VERSION_3 = 0x20080522
 _PR_CAPBSET_DROP = 24
@@ -34,10 +35,13 @@ def in_child(body: Callable[..., Any], *args: Any) -> Any:
             os.write(write, json.dumps(answer).encode())
         os._exit(0)
     os.close(write)
-    with os.fdopen(read, "rb") as file:  # to its end: nothing that the child has started may hold the other one
+    # To its end: nothing that the child has started may hold the other one.
+    with os.fdopen(read, "rb") as file:
         text = file.read()
     _, status = os.waitpid(pid, 0)
-    assert text, f"the child ended without a word: exit code {os.waitstatus_to_exitcode(status)}"
+    assert text, (
+        f"the child ended without a word: exit code {os.waitstatus_to_exitcode(status)}"
+    )
     answer = json.loads(text)
     assert "error" not in answer, answer.get("error")
     return answer["value"]
@@ -65,7 +69,9 @@ def mount_small(folder: str, options: str = "size=64k") -> None:
     )
     for call in calls:
         if call():
-            raise OSError(ctypes.get_errno(), "mounts of one's own are not allowed here")
+            raise OSError(
+                ctypes.get_errno(), "mounts of one's own are not allowed here"
+            )
 
 
 @contextlib.contextmanager
@@ -75,8 +81,16 @@ def memory_group(limit: int) -> Iterator[None]:
     Raises:
         OSError: creating control groups is not allowed here.
     """
-    root = next(Path(mount) for mount in ("/sys/fs/cgroup/memory", "/sys/fs/cgroup") if os.path.isdir(mount))
-    name = "memory.limit_in_bytes" if (root / "memory.limit_in_bytes").exists() else "memory.max"
+    root = next(
+        Path(mount)
+        for mount in ("/sys/fs/cgroup/memory", "/sys/fs/cgroup")
+        if os.path.isdir(mount)
+    )
+    name = (
+        "memory.limit_in_bytes"
+        if (root / "memory.limit_in_bytes").exists()
+        else "memory.max"
+    )
     own, before = root / f"envherd-test-{os.getpid()}", _group_of_this(root)
     own.mkdir()
     try:
@@ -110,7 +124,10 @@ def can_limit_memory() -> bool:
 
 def fill(folder: str) -> None:
     """Fill a file system to its last byte."""
-    with contextlib.suppress(OSError), open(f"{folder}/full", "wb", buffering=0) as file:
+    with (
+        contextlib.suppress(OSError),
+        open(f"{folder}/full", "wb", buffering=0) as file,
+    ):
         while file.write(b"x" * 4096):
             pass
 
@@ -119,7 +136,8 @@ def be_bound_by_process_limits() -> None:
     """Change to a user to whom RLIMIT_NPROC applies: root is exempt."""
     if os.getuid():
         return
-    os.setresuid(NOBODY, 0, 0)  # the real user counts; the effective one may still read Python's files
+    # The real user counts; the effective one may still read Python's files.
+    os.setresuid(NOBODY, 0, 0)
     libc = ctypes.CDLL(None, use_errno=True)
     for capability in (_CAP_SYS_ADMIN, _CAP_SYS_RESOURCE):
         libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)

@@ -60,7 +60,10 @@ FROM_OUTSIDE = {
     "stop": signal.SIGSTOP,
 }
 
-_ENDS = {**{name: outcome_text for name, (_, outcome_text) in DEATHS.items()}, "term": "SIGTERM(-15)"}
+_ENDS = {
+    **{name: outcome_text for name, (_, outcome_text) in DEATHS.items()},
+    "term": "SIGTERM(-15)",
+}
 FAULTS = (*EXCEPTIONS, *BAD_OBSERVATIONS, *_ENDS, *HANGS, "stop")
 
 
@@ -107,11 +110,27 @@ class Cell:
 def _all_cells() -> list[Cell]:
     cells = [Cell(fault, state) for fault in FAULTS for state in STATES]
     mending = [state for state in STATES if state not in ("build", "close")]
-    cells += [Cell(fault, state, "restart") for fault in (*_ENDS, *HANGS, "stop") for state in mending]
-    cells += [Cell(fault, state, "interrupt") for fault in (*EXCEPTIONS, *BAD_OBSERVATIONS) for state in mending]
+    cells += [
+        Cell(fault, state, "restart")
+        for fault in (*_ENDS, *HANGS, "stop")
+        for state in mending
+    ]
+    cells += [
+        Cell(fault, state, "interrupt")
+        for fault in (*EXCEPTIONS, *BAD_OBSERVATIONS)
+        for state in mending
+    ]
     # the start method affects how workers end, not what envs raise
-    cells += [Cell(fault, state, "raise", "spawn") for fault in ("segfault", "kill", "gil") for state in STATES]
-    cells += [replace(cell, start_method="portable") for cell in cells if cell.start_method == "zygote"]
+    cells += [
+        Cell(fault, state, "raise", "spawn")
+        for fault in ("segfault", "kill", "gil")
+        for state in STATES
+    ]
+    cells += [
+        replace(cell, start_method="portable")
+        for cell in cells
+        if cell.start_method == "zygote"
+    ]
     return [cell for cell in cells if cell.is_possible]
 
 
@@ -189,9 +208,15 @@ def drive(cell: Cell, flag: Path) -> Finding:
     before = _held()
     at = STATES[cell.state][0]
     breaking = functools.partial(
-        FaultyEnv, cell.fault, at=at, episode=1 if cell.state == "reset" else 0, flag=str(flag)
+        FaultyEnv,
+        cell.fault,
+        at=at,
+        episode=1 if cell.state == "reset" else 0,
+        flag=str(flag),
     )
-    envs: list[Callable[[], Any]] = [functools.partial(CountingEnv, 1_000_000)] * NUM_ENVS
+    envs: list[Callable[[], Any]] = [
+        functools.partial(CountingEnv, 1_000_000)
+    ] * NUM_ENVS
     envs[VICTIM] = breaking if at and cell.state != "rebuild" else envs[VICTIM]
     options = ExecutorOptions(
         start_method=cell.start_method,  # type: ignore[arg-type]
@@ -204,7 +229,9 @@ def drive(cell: Cell, flag: Path) -> Finding:
         else 60.0,
         close_timeout_s=DEADLINE_S if cell.state == "close" else 5.0,
     )
-    make = functools.partial(ParallelEnv, NUM_ENVS, envs, num_workers=2, seed=0, options=options)
+    make = functools.partial(
+        ParallelEnv, NUM_ENVS, envs, num_workers=2, seed=0, options=options
+    )
     if cell.state == "build":
         seen, seconds = _catch(make)
         _demand(cell, seen)
@@ -216,14 +243,19 @@ def drive(cell: Cell, flag: Path) -> Finding:
             env.close()
             closing = time.monotonic() - began
         if cell.state == "close":
-            seen, seconds = "nothing" if cell.kind != "raises" else "a warning in the log", closing
+            seen, seconds = (
+                "nothing" if cell.kind != "raises" else "a warning in the log",
+                closing,
+            )
         assert closing < 15, f"close took {closing:.1f} s"
     left = _left(before)
     assert not left, left
     return Finding(_brief(seen), seconds, others, "nothing")
 
 
-def _break_and_go_on(cell: Cell, env: Any, breaking: Callable[[], Any]) -> tuple[Any, float, str]:
+def _break_and_go_on(
+    cell: Cell, env: Any, breaking: Callable[[], Any]
+) -> tuple[Any, float, str]:
     env.reset()
     for _ in range(1 if cell.state in ("step", "idle", "sent") else 0):
         env.step_and_maybe_reset(actions())
@@ -233,23 +265,34 @@ def _break_and_go_on(cell: Cell, env: Any, breaking: Callable[[], Any]) -> tuple
     if cell.state == "idle":
         os.kill(pids[VICTIM], FROM_OUTSIDE[cell.fault])
     call = functools.partial(env.rebuild, [VICTIM], factories=breaking)
-    seen, seconds = _catch(call if cell.state == "rebuild" else functools.partial(CALLS[cell.state], env))
+    seen, seconds = _catch(
+        call if cell.state == "rebuild" else functools.partial(CALLS[cell.state], env)
+    )
     _check_states(cell, env)
     if cell.is_mended:
         assert seen is None, f"expected rows marked interrupted, got {seen!r}"
         counted, is_lost = env.statistics(), cell.kind != "raises"
-        assert (counted.worker_losses, counted.errors_per_env) == (is_lost, (0, not is_lost, 0))
+        assert (counted.worker_losses, counted.errors_per_env) == (
+            is_lost,
+            (0, not is_lost, 0),
+        )
         assert [worker.generation for worker in counted.workers] == [is_lost, 0]
         if cell.state != "reset":
-            assert counted.interrupted in (1, 2)  # of those sent, the neighbour may have been faster
+            # Of those sent, the neighbour may have been faster.
+            assert counted.interrupted in (1, 2)
         seen = "rows `interrupted`" if cell.state != "reset" else "nothing: reset again"
         _step_on(env, [0, 1, 2])
         return seen, seconds, "go on, all"
     _demand(cell, seen)
     if cell.kind == "raises":
-        assert (env.call("pid"), env.statistics().env_errors) == (pids, int(cell.state not in ("render", "rebuild")))
+        assert (env.call("pid"), env.statistics().env_errors) == (
+            pids,
+            int(cell.state not in ("render", "rebuild")),
+        )
     if cell.kind == "raises" or cell.policy == "restart":
-        others = _step_on(env, [NEIGHBOUR, BYSTANDER] if cell.kind == "raises" else [BYSTANDER])
+        others = _step_on(
+            env, [NEIGHBOUR, BYSTANDER] if cell.kind == "raises" else [BYSTANDER]
+        )
         env.reset()
         _step_on(env, [0, 1, 2])
         return seen, seconds, f"{others}; all after a reset"
@@ -275,8 +318,12 @@ def _step_on(env: Any, env_ids: list[int]) -> str:
         td = env.recv()
         _check_rows(td)
         assert not _interrupted(td).any()
-        for env_id, row in zip(td["env_ids"].tolist(), td["next", "observation"].tolist(), strict=True):
-            assert row[1:] == [counts[env_id] + 1, 1], f"env {env_id} went from {counts[env_id]} to {row}"
+        for env_id, row in zip(
+            td["env_ids"].tolist(), td["next", "observation"].tolist(), strict=True
+        ):
+            assert row[1:] == [counts[env_id] + 1, 1], (
+                f"env {env_id} went from {counts[env_id]} to {row}"
+            )
     return outcome_text
 
 
@@ -298,17 +345,26 @@ def _check_states(cell: Cell, env: Any) -> None:
     broken = [*is_given, Event.FAILS if cell.kind == "raises" else Event.IS_LOST]
     if cell.is_mended and is_given:
         broken += [Event.RESET, Event.ANSWERED]  # by the successor
-    events = {NEIGHBOUR: undisturbed if cell.kind == "raises" else broken, VICTIM: broken, BYSTANDER: undisturbed}
+    events = {
+        NEIGHBOUR: undisturbed if cell.kind == "raises" else broken,
+        VICTIM: broken,
+        BYSTANDER: undisturbed,
+    }
     if not is_given and (cell.kind == "raises" or cell.policy == "restart"):
         events = dict.fromkeys(events, undisturbed)  # the next command takes up a loss
     if cell.state == "rebuild":
         events[VICTIM] = [Event.IS_CUT, *events[VICTIM]]
-    if cell.state in ("sent", "idle"):  # some may have answered before the loss, or were not given the command
+    # Some may have answered before the loss, or were not given the command.
+    if cell.state in ("sent", "idle"):
         events = {VICTIM: broken}
     for env_id, happened in events.items():
-        expected = functools.reduce(lambda state, event: FOLLOWS[state][event], happened, State.RUNNING)
+        expected = functools.reduce(
+            lambda state, event: FOLLOWS[state][event], happened, State.RUNNING
+        )
         now = State(int(env._engine.states.values[env_id]))
-        assert now is expected, f"env {env_id}: expected {expected.name}, got {now.name}"
+        assert now is expected, (
+            f"env {env_id}: expected {expected.name}, got {now.name}"
+        )
 
 
 def _interrupted(data: Any) -> Any:
@@ -319,7 +375,9 @@ def _check_rows(data: Any) -> None:
     """Require that each row follows from the row before it, or is interrupted and repeats that row."""
     before, after = data["observation"], data["next", "observation"]
     is_cut = _interrupted(data)
-    expected = torch.stack([before[..., 0], before[..., 1] + 1, torch.ones_like(before[..., 2])], -1)
+    expected = torch.stack(
+        [before[..., 0], before[..., 1] + 1, torch.ones_like(before[..., 2])], -1
+    )
     assert torch.equal(after, torch.where(is_cut, before, expected))
     assert torch.equal(data["next", "truncated"], is_cut)
     assert torch.equal(data["next", "done"], is_cut)
@@ -340,15 +398,19 @@ def _send_and_receive(env: Any) -> None:
         _check_rows(data)
         if _interrupted(data).any():
             now = env.current(data["env_ids"])
-            assert now["done"].all() or not now["observation"][:, 1].any()  # it must be reset, or its successor was
+            # It must be reset, or its successor was.
+            assert now["done"].all() or not now["observation"][:, 1].any()
 
 
 def _roll(env: Any) -> None:
     data = env.rollout(
-        4, lambda td: td.set("action", torch.ones(NUM_ENVS, dtype=torch.int64)), break_when_any_done=False
+        4,
+        lambda td: td.set("action", torch.ones(NUM_ENVS, dtype=torch.int64)),
+        break_when_any_done=False,
     )
     _check_rows(data)
-    assert torch.equal(data["observation"][:, 1:, 1:2] == 0, _interrupted(data)[:, :-1])  # then begins an episode
+    # Then begins an episode.
+    assert torch.equal(data["observation"][:, 1:, 1:2] == 0, _interrupted(data)[:, :-1])
 
 
 CALLS: dict[str, Callable[[Any], Any]] = {
@@ -377,19 +439,31 @@ def _catch(call: Callable[[], Any]) -> tuple[Any, float]:
 
 def _demand(cell: Cell, seen: Any) -> None:
     """Require the expected exception, with env, worker, pid and signal, and the rows of the other envs."""
-    expected: Any = {"raises": EnvError, "ends": WorkerLost, "hangs": WorkerTimeout}[cell.kind]
+    expected: Any = {"raises": EnvError, "ends": WorkerLost, "hangs": WorkerTimeout}[
+        cell.kind
+    ]
     if cell.state in ("build", "rebuild") and cell.kind == "raises":
         expected = FactoryError
     assert isinstance(seen, expected), f"expected {expected.__name__}, got {seen!r}"
     is_alone = cell.kind == "raises"
-    assert seen.env_ids == (VICTIM,) if is_alone else {VICTIM} <= {*seen.env_ids} <= {NEIGHBOUR, VICTIM}
+    assert (
+        seen.env_ids == (VICTIM,)
+        if is_alone
+        else {VICTIM} <= {*seen.env_ids} <= {NEIGHBOUR, VICTIM}
+    )
     assert (seen.context["pid"] > 0, seen.context["worker_id"]) == (True, 0)
     if cell.state in ("build", "step", "reset", "rebuild"):
         assert seen.context["phase"] == cell.state
     if cell.state == "step":
-        assert seen.partial["observation"][:, 1].tolist() == [2 if is_alone else 1, 1, 2]
+        assert seen.partial["observation"][:, 1].tolist() == [
+            2 if is_alone else 1,
+            1,
+            2,
+        ]
     if cell.kind == "ends":
-        assert _ENDS[cell.fault] + (" while idle" if cell.state == "idle" else "") in str(seen)
+        assert _ENDS[cell.fault] + (
+            " while idle" if cell.state == "idle" else ""
+        ) in str(seen)
     if cell.kind == "hangs":
         assert "gave no answer within" in str(seen)
         stack = "did not answer" if cell.fault == "stop" else "faults.py"
@@ -400,13 +474,19 @@ def _demand(cell: Cell, seen: Any) -> None:
 
 def _brief(seen: Any) -> str:
     if isinstance(seen, WorkerLost):
-        return "`WorkerLost` " + next((end for end in _ENDS.values() if end in str(seen)), "")
+        return "`WorkerLost` " + next(
+            (end for end in _ENDS.values() if end in str(seen)), ""
+        )
     return f"`{type(seen).__name__}`" if isinstance(seen, Exception) else str(seen)
 
 
 def _held() -> tuple[set[str], set[str], set[str]]:
     """Return this process's descendants, descriptors and its names in /dev/shm."""
-    return {str(pid) for pid in descendants()}, set(os.listdir("/proc/self/fd")), shm_names()
+    return (
+        {str(pid) for pid in descendants()},
+        set(os.listdir("/proc/self/fd")),
+        shm_names(),
+    )
 
 
 def _left(before: tuple[set[str], set[str], set[str]]) -> list[str]:
@@ -415,7 +495,16 @@ def _left(before: tuple[set[str], set[str], set[str]]) -> list[str]:
     end = time.monotonic() + 8
     while True:
         now = _held()
-        found = [f"{kind} {name}" for kind, a, b in zip(("process", "fd", "shm"), before, now) for name in b - a]  # noqa: B905
+        found = [
+            f"{kind} {name}"
+            for kind, a, b in zip(("process", "fd", "shm"), before, now)  # noqa: B905
+            for name in b - a
+        ]
         if not found or time.monotonic() > end:
-            return [f"{one}: {command(one.split()[1])[:200]}" if one.startswith("process") else one for one in found]
+            return [
+                f"{one}: {command(one.split()[1])[:200]}"
+                if one.startswith("process")
+                else one
+                for one in found
+            ]
         time.sleep(0.02)

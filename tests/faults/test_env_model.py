@@ -5,7 +5,15 @@ import copy
 import numpy as np
 import pytest
 
-from envherd.executor.protocol.env_states import COMMANDS, FOLLOWS, REFUSED_WITH, EnvStates, Event, State, table
+from envherd.executor.protocol.env_states import (
+    COMMANDS,
+    FOLLOWS,
+    REFUSED_WITH,
+    EnvStates,
+    Event,
+    State,
+    table,
+)
 from envherd.workers.errors import Busy, ResetNeeded
 from tests.oracles.env_model import Model
 
@@ -53,7 +61,11 @@ def test_a_change_of_the_table_is_noticed(state, event, following):
 def test_the_table_is_complete():
     assert set(FOLLOWS) == set(State) == {*REFUSED_WITH, State.RUNNING}
     lines = table().splitlines()
-    assert len(lines) == sum(event in FOLLOWS[state] or event in COMMANDS for state in State for event in Event)
+    assert len(lines) == sum(
+        event in FOLLOWS[state] or event in COMMANDS
+        for state in State
+        for event in Event
+    )
     assert "RUNNING         STEP            STEPPING" in lines
 
 
@@ -67,7 +79,10 @@ class TestEnvStates:
             states.move(np.array([0, 2]), Event.STEP)
         with pytest.raises(Busy) as under_way:
             states.move(np.arange(3), Event.STEP_RESET)
-        assert (never_reset.value.context["env_ids"], under_way.value.context["env_ids"]) == ((2,), (1,))
+        assert (
+            never_reset.value.context["env_ids"],
+            under_way.value.context["env_ids"],
+        ) == ((2,), (1,))
         assert (states.values == before).all()
         assert states.needs_reset.tolist() == [False, False, True]
         assert states.under_way.tolist() == [False, True, False]

@@ -37,14 +37,21 @@ def reset_and_step(env, env_id):
 @pytest.mark.parametrize("at", ["reset", "step"])
 def test_whatever_an_env_raises_it_alone_is_named_and_the_workers_go_on(at):
     faults = [*EXCEPTIONS, *BAD_OBSERVATIONS]
-    make = [functools.partial(FaultyEnv, fault, at=at, episode=1, step=1) for fault in faults]
+    make = [
+        functools.partial(FaultyEnv, fault, at=at, episode=1, step=1)
+        for fault in faults
+    ]
     with ParallelEnv(len(faults), make, num_workers=2) as env:
         env.reset()
         env.step(act(env))
         pids = [worker.pid for worker in env.statistics().workers]
         for env_id, fault in enumerate(faults):
             is_bad = fault in BAD_OBSERVATIONS
-            text = r"writing observation failed: expected int64 \(3,\), got " if is_bad else f"{at} failed: "
+            text = (
+                r"writing observation failed: expected int64 \(3,\), got "
+                if is_bad
+                else f"{at} failed: "
+            )
             with pytest.raises(EnvError, match=text) as caught:
                 reset_and_step(env, env_id)
             assert caught.value.context["phase"] == at
@@ -56,21 +63,33 @@ def test_whatever_an_env_raises_it_alone_is_named_and_the_workers_go_on(at):
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", EXCEPTIONS)
 def test_a_factory_that_raises_leaves_no_process(fault):
-    make = [CountingEnv, CountingEnv, functools.partial(FaultyEnv, fault, at="construct")]
-    with pytest.raises(FactoryError, match=r"env 2, worker 1, pid \d+, phase build") as caught:
+    make = [
+        CountingEnv,
+        CountingEnv,
+        functools.partial(FaultyEnv, fault, at="construct"),
+    ]
+    with pytest.raises(
+        FactoryError, match=r"env 2, worker 1, pid \d+, phase build"
+    ) as caught:
         ParallelEnv(3, make, num_workers=2)
     assert "faults.py" in str(caught.value.__cause__)
 
 
-@pytest.mark.parametrize(("call", "ended"), [("step", (0, 1, 3)), ("step_and_maybe_reset", (0, 3))])
+@pytest.mark.parametrize(
+    ("call", "ended"), [("step", (0, 1, 3)), ("step_and_maybe_reset", (0, 3))]
+)
 @both
 def test_a_step_that_raises_ends_the_episodes_of_these_envs_alone(make, call, ended):
     """The error names them; the others have stepped, and go on, or must be reset because they have ended."""
     raises = functools.partial(FaultyEnv, "value_error")
-    with make(5, [raises, functools.partial(CountingEnv, 2), ENDLESS, raises, ENDLESS], seed=0) as env:
+    with make(
+        5, [raises, functools.partial(CountingEnv, 2), ENDLESS, raises, ENDLESS], seed=0
+    ) as env:
         env.reset()
         env.step_and_maybe_reset(act(env))
-        with pytest.raises(EnvError, match=r"step failed: the env raised ValueError: .*\(env 0, ") as caught:
+        with pytest.raises(
+            EnvError, match=r"step failed: the env raised ValueError: .*\(env 0, "
+        ) as caught:
             getattr(env, call)(act(env))
         assert "Traceback" in str(caught.value.__cause__)
         assert caught.value.env_ids == (0, 3)
@@ -85,7 +104,9 @@ def test_a_step_that_raises_ends_the_episodes_of_these_envs_alone(make, call, en
 
 @both
 def test_a_failed_reset_leaves_the_others_reset(make):
-    with make(2, [ENDLESS, functools.partial(FaultyEnv, "value_error", at="reset", episode=1)]) as env:
+    with make(
+        2, [ENDLESS, functools.partial(FaultyEnv, "value_error", at="reset", episode=1)]
+    ) as env:
         env.reset()
         env.step(act(env))
         with pytest.raises(EnvError, match="reset failed"):
@@ -99,13 +120,17 @@ def test_a_failed_reset_leaves_the_others_reset(make):
 
 def test_envs_that_a_step_resets_take_up_its_column_though_another_env_fails():
     """Their next steps must not overwrite its rows."""
-    with SerialEnv(3, [ENDLESS, functools.partial(FaultyEnv, "value_error"), ENDLESS]) as env:
+    with SerialEnv(
+        3, [ENDLESS, functools.partial(FaultyEnv, "value_error"), ENDLESS]
+    ) as env:
         env.reset()
         env.step(act(env))
         engine = env.engine
         with pytest.raises(EnvError):
             engine.flights.begin(
-                Op.STEP, resets=np.array([0]), write_inputs=functools.partial(engine.write_inputs, act(env))
+                Op.STEP,
+                resets=np.array([0]),
+                write_inputs=functools.partial(engine.write_inputs, act(env)),
             ).land()
         assert len({*engine.positions.step_columns.tolist()}) == 1
 
@@ -133,7 +158,11 @@ class Fragile(FaultyEnv):
 def collected(make, factory, collector, **changed):
     options = dataclasses.replace(INTERRUPT, **changed)
     with make(3, factory, seed=0, options=options) as env:
-        data = [*collector(env, act_randomly, frames_per_batch=30, total_frames=90, close_env=False)]
+        data = [
+            *collector(
+                env, act_randomly, frames_per_batch=30, total_frames=90, close_env=False
+            )
+        ]
         statistics = env.statistics()
     assert sum(batch.numel() for batch in data) == 90
     return torch.cat(data, 1 if collector is Collector else 0), statistics
@@ -146,7 +175,11 @@ def act_randomly(td):
 
 def check(data):
     """Require that each row follows from the row before it, or is interrupted and repeats its root."""
-    before, after, is_cut = data["observation"], data["next", "observation"], data["next", "interrupted"]
+    before, after, is_cut = (
+        data["observation"],
+        data["next", "observation"],
+        data["next", "interrupted"],
+    )
     stepped = torch.stack([before[..., 0], before[..., 1] + 1, data["action"]], -1)
     assert torch.equal(after, torch.where(is_cut, before, stepped))
     assert not data["next", "reward"][is_cut].any()
@@ -161,11 +194,16 @@ def check(data):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("factory", "per_env"), [(STEPS, 10), (RESETS, 7), (Fragile, 19)], ids=["steps", "resets", "both"]
+    ("factory", "per_env"),
+    [(STEPS, 10), (RESETS, 7), (Fragile, 19)],
+    ids=["steps", "resets", "both"],
 )
 def test_an_env_that_raises_often_starves_no_collector(factory, per_env):
     """Each has 30 frames of it; the data are the same for any number of workers."""
-    makes = [SerialEnv, *(functools.partial(ParallelEnv, num_workers=count) for count in (1, 2, 3))]
+    makes = [
+        SerialEnv,
+        *(functools.partial(ParallelEnv, num_workers=count) for count in (1, 2, 3)),
+    ]
     found = [collected(make, factory, Collector) for make in makes]
     first = found[0][0]
     assert check(first).sum() == (0 if factory is RESETS else 30)
@@ -206,18 +244,34 @@ def test_an_env_that_always_raises_is_an_error_at_last(make, at, caplog):
     broken = functools.partial(FaultyEnv, "value_error", at=at, step=1)
     with make(2, [broken, STEPS], seed=0, options=INTERRUPT) as env:
         for times in (1, 2):  # also at once, if it has made no step since
-            with pytest.raises(EnvError, match=f"{at} failed: the env raised ValueError") as caught:
+            with pytest.raises(
+                EnvError, match=f"{at} failed: the env raised ValueError"
+            ) as caught:
                 step_on(env)
             assert caught.value.env_ids == (0,)
             assert "faults.py" in caught.value.remote_traceback
             others = int(at == "step")
-            assert env.statistics().errors_per_env == (INTERRUPT.max_restarts + times, others)
-        assert len([line for line in caplog.messages if "rows count as interrupted" in line]) == 1
+            assert env.statistics().errors_per_env == (
+                INTERRUPT.max_restarts + times,
+                others,
+            )
+        assert (
+            len(
+                [
+                    line
+                    for line in caplog.messages
+                    if "rows count as interrupted" in line
+                ]
+            )
+            == 1
+        )
 
 
 @both
 def test_what_else_raises_is_raised(make):
-    with make(2, functools.partial(FaultyEnv, "value_error", at="render"), options=INTERRUPT) as env:
+    with make(
+        2, functools.partial(FaultyEnv, "value_error", at="render"), options=INTERRUPT
+    ) as env:
         env.reset()
         with pytest.raises(EnvError, match="render failed"):
             env.render()
@@ -234,10 +288,21 @@ def test_the_episode_is_written_to_a_capsule(make, tmp_path):
         for _ in range(9):
             env.step_and_maybe_reset(act(env))
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {f"env{i}-episode{k}-step3.capsule" for i, k in ((0, 0), (1, 0), (0, 1))}
+    assert names == {
+        f"env{i}-episode{k}-step3.capsule" for i, k in ((0, 0), (1, 0), (0, 1))
+    }
 
 
 @both
 def test_where_an_exception_ends_more_than_an_episode_is_refused(make):
-    with pytest.raises(ValueError, match=r"batches of rows \(\(2,\)\) failed: expected on_env_error='raise'"):
-        make(2, functools.partial(gymnasium.make_vec, "CartPole-v1", 2, vectorization_mode="sync"), options=INTERRUPT)
+    with pytest.raises(
+        ValueError,
+        match=r"batches of rows \(\(2,\)\) failed: expected on_env_error='raise'",
+    ):
+        make(
+            2,
+            functools.partial(
+                gymnasium.make_vec, "CartPole-v1", 2, vectorization_mode="sync"
+            ),
+            options=INTERRUPT,
+        )

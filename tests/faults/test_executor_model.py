@@ -30,16 +30,31 @@ SETTINGS: dict[str, tuple[dict[str, Any], int]] = {
     "pairs": ({"blocks": [[0, 1], [2]], "ring_frames": 2, "poison": True}, 25),
     "pairs that restart": ({"blocks": [[0, 1], [2]], "ring_frames": 2, **RESTARTS}, 25),
     "interrupt": ({"blocks": [[0], [1]], **RESTARTS, "on_env_error": "interrupt"}, 30),
-    "pairs that interrupt": ({"blocks": [[0, 1], [2]], "on_env_error": "interrupt", "max_restarts": 10_000}, 25),
+    "pairs that interrupt": (
+        {"blocks": [[0, 1], [2]], "on_env_error": "interrupt", "max_restarts": 10_000},
+        25,
+    ),
     "portable": ({"blocks": [[0], [1]], "pool": SimulatedPortablePool}, 15),
-    "portable that restarts": ({"blocks": [[0], [1]], "pool": SimulatedPortablePool, **RESTARTS}, 15),
+    "portable that restarts": (
+        {"blocks": [[0], [1]], "pool": SimulatedPortablePool, **RESTARTS},
+        15,
+    ),
 }
 COMMANDS = (Event.STEP, Event.STEP_RESET, Event.RESET)
 FAILURES = (Event.FAILS, Event.IS_LOST, Event.IS_BROKEN_OFF)
 #: Entries of the table that an exploration meets.
 MET = {
-    *((state, event) for state in State for event in FOLLOWS[state] if event in (*COMMANDS, Event.ANSWERED)),
-    *((state, event) for state in (State.STEPPING, State.STEP_RESETTING, State.RESETTING) for event in FAILURES),
+    *(
+        (state, event)
+        for state in State
+        for event in FOLLOWS[state]
+        if event in (*COMMANDS, Event.ANSWERED)
+    ),
+    *(
+        (state, event)
+        for state in (State.STEPPING, State.STEP_RESETTING, State.RESETTING)
+        for event in FAILURES
+    ),
     (State.STEPPING, Event.ENDS),
 }
 MET_IN_C = {
@@ -64,7 +79,9 @@ def test_nothing_goes_wrong(name, monkeypatch):
     assert explorer.num_repeated > 2
     assert not missing, missing
     in_c = {(before, event) for before, event, _ in trace.in_c}
-    steps_in_c = native.load() is not None and not any(word in name for word in ("restart", "portable", "interrupt"))
+    steps_in_c = native.load() is not None and not any(
+        word in name for word in ("restart", "portable", "interrupt")
+    )
     assert not steps_in_c or in_c >= MET_IN_C
     assert not in_c or (native.load() is not None and "portable" not in name)
 
@@ -84,16 +101,27 @@ def actions(num_envs: int) -> TensorDict:
     ("options", "make", "stride"),
     [
         ({}, Interrupt, scaled(7, full=1)),
-        (RESTARTS, functools.partial(InterruptIn, names={"replace", "mark_lost", "_set_flags", "_move_latest"}), 1),
+        (
+            RESTARTS,
+            functools.partial(
+                InterruptIn,
+                names={"replace", "mark_lost", "_set_flags", "_move_latest"},
+            ),
+            1,
+        ),
     ],
 )
-def test_an_interrupt_while_a_loss_is_noticed_in_another_envs_reset(options, make, stride, monkeypatch):
+def test_an_interrupt_while_a_loss_is_noticed_in_another_envs_reset(
+    options, make, stride, monkeypatch
+):
     """All envs of the lost worker need a reset, and their rows say so (`losses` 2).
 
     A worker that may be replaced can be found dead while the interrupt is got over: the next command finds it, too.
     """
     for interrupt in at_each(make, stride):
-        with contextlib.closing(simulated(monkeypatch, [[0, 1], [2]], **options)) as env:
+        with contextlib.closing(
+            simulated(monkeypatch, [[0, 1], [2]], **options)
+        ) as env:
             env.reset()
             env._pool.crew.workers[0].kill()
             interrupted(lambda: env.reset(only(env, 1)), interrupt)  # at once
@@ -106,7 +134,9 @@ def test_an_interrupt_while_the_second_of_two_lost_workers_is_replaced(monkeypat
     """The rows of the first one's envs say that they need a reset (`losses` 2, 3)."""
     names, num_hit = {"_begin_restarts"}, 0
     for interrupt in at_each(lambda line: InterruptIn(line, names), least=1):
-        with contextlib.closing(simulated(monkeypatch, [[0, 1], [2, 3]], **RESTARTS)) as env:
+        with contextlib.closing(
+            simulated(monkeypatch, [[0, 1], [2, 3]], **RESTARTS)
+        ) as env:
             env.reset()
             for worker_id in (0, 1):
                 env._pool.crew.workers[worker_id].kill()
@@ -129,13 +159,21 @@ def test_two_interrupts_while_envs_are_sent(monkeypatch, in_c):
     stride = scaled(17, full=7)
     for line in range(1, 100):
         for second in at_each(Interrupt, stride, first=1 + line % stride):
-            with contextlib.closing(simulated(monkeypatch, [[0], [1]], **RESTARTS)) as env:
+            with contextlib.closing(
+                simulated(monkeypatch, [[0], [1]], **RESTARTS)
+            ) as env:
                 env.reset()
-                was_hit = interrupted(lambda: env.send(actions(2)), InterruptIn(line, names))  # at once
+                # At once.
+                was_hit = interrupted(
+                    lambda: env.send(actions(2)), InterruptIn(line, names)
+                )
                 interrupted(env.current, second)
                 with contextlib.suppress(Busy):  # some are sent
                     done = env.current()["done"].flatten().tolist()
-                    assert done == env._engine.states.needs_reset.tolist(), (line, second.where)
+                    assert done == env._engine.states.needs_reset.tolist(), (
+                        line,
+                        second.where,
+                    )
                     num_in_doubt += any(done)
         if not was_hit:
             break
@@ -148,14 +186,17 @@ def test_two_interrupts_while_the_answers_of_a_lost_worker_are_lost(monkeypatch)
     stride = scaled(61, full=1)
     for line in range(1, 100):
         for second in at_each(Interrupt, stride, first=1 + line % stride):
-            with contextlib.closing(simulated(monkeypatch, [[0], [1]], **RESTARTS)) as env:
+            with contextlib.closing(
+                simulated(monkeypatch, [[0], [1]], **RESTARTS)
+            ) as env:
                 env.reset()
                 env._pool.fates = {0: Fate.DIES_BEFORE, 1: Fate.LATE}
                 env.send(actions(2))
                 was_hit = interrupted(env.recv, InterruptIn(line, names))
                 interrupted(lambda: env.recv(env_ids=[1]), second)  # at once
                 if env._engine.states.under_way.any():
-                    env.recv()  # an InternalError, if the successor had a command to step
+                    # An InternalError, if the successor had a command to step.
+                    env.recv()
         if not was_hit:
             break
     assert line > 5
@@ -167,7 +208,10 @@ def test_an_interrupt_before_a_successor_gets_the_reset_of_a_sent_env(monkeypatc
     Its instance is reset, wherever in the command it was (`command_words` 2).
     """
     for interrupt in at_each(
-        functools.partial(InterruptIn, names={"cut_off_sent", "submit_later", "complete", "write"}), least=1
+        functools.partial(
+            InterruptIn, names={"cut_off_sent", "submit_later", "complete", "write"}
+        ),
+        least=1,
     ):
         with contextlib.closing(simulated(monkeypatch, [[0], [1]], **RESTARTS)) as env:
             env.reset()
@@ -180,7 +224,9 @@ def test_an_interrupt_before_a_successor_gets_the_reset_of_a_sent_env(monkeypatc
                 env.reset(only(env, 0))
             if env._engine.states.under_way.any():
                 assert env.recv()["next", "interrupted"].all(), interrupt.where
-            assert env._engine.states.needs_reset[1] or env._pool.envs[1].is_in_episode, interrupt.where
+            assert (
+                env._engine.states.needs_reset[1] or env._pool.envs[1].is_in_episode
+            ), interrupt.where
 
 
 def test_an_interrupt_while_a_worker_is_replaced_leaves_no_row_of_it(monkeypatch):
@@ -190,7 +236,9 @@ def test_an_interrupt_while_a_worker_is_replaced_leaves_no_row_of_it(monkeypatch
     """
     names = {"replace", "_begin_restarts", "begin_restart"}
     for interrupt in at_each(lambda line: InterruptIn(line, names), least=15):
-        with contextlib.closing(simulated(monkeypatch, [[0, 1], [2]], **RESTARTS)) as env:
+        with contextlib.closing(
+            simulated(monkeypatch, [[0, 1], [2]], **RESTARTS)
+        ) as env:
             env.reset()
             env.send(actions(1), [0])
             env._pool.fates = {0: Fate.DIES_BEFORE}
@@ -207,7 +255,9 @@ def test_envs_of_a_lost_worker_keep_their_place_in_the_order(monkeypatch, in_c):
     with contextlib.closing(simulated(monkeypatch, [[0], [1], [2]], **RESTARTS)) as env:
         env.reset()
         for order in ([1, 0, 2], [2, 1, 0]):
-            env._pool.fates = dict.fromkeys(range(3), Fate.LATE) | {order[0]: Fate.DIES_BEFORE}
+            env._pool.fates = dict.fromkeys(range(3), Fate.LATE) | {
+                order[0]: Fate.DIES_BEFORE
+            }
             for env_id in order:
                 env.send(actions(1), [env_id])
             assert env.recv()["env_ids"].tolist() == order
@@ -226,7 +276,9 @@ def test_a_successor_that_has_just_come_into_service_is_not_late(monkeypatch):
 
 
 @pytest.mark.parametrize("num_steps", range(1, 4))
-def test_an_interrupt_while_a_row_is_moved_out_of_the_next_column(num_steps, monkeypatch):
+def test_an_interrupt_while_a_row_is_moved_out_of_the_next_column(
+    num_steps, monkeypatch
+):
     """A step of all overwrites the column in which an env is that was not stepped lately (`flight` 4)."""
     names = {"_keep_latest", "_move_latest", "_put", "_put_latest"}
     for interrupt in at_each(lambda line: InterruptIn(line, names), least=1):
@@ -237,6 +289,11 @@ def test_an_interrupt_while_a_row_is_moved_out_of_the_next_column(num_steps, mon
                 env.send(actions(1), [0])
                 env.recv()
             interrupted(lambda: env.step(actions(2)), interrupt)  # at once
-            rows, needs_reset = env.current()["observation"].flatten().tolist(), env._engine.states.needs_reset
-            for row, scripted, is_lost in zip(rows, env._pool.envs, needs_reset, strict=True):
+            rows, needs_reset = (
+                env.current()["observation"].flatten().tolist(),
+                env._engine.states.needs_reset,
+            )
+            for row, scripted, is_lost in zip(
+                rows, env._pool.envs, needs_reset, strict=True
+            ):
                 assert is_lost or row == scripted.latest, interrupt.where

@@ -12,11 +12,22 @@ PLACE = (0, 0)
 @pytest.mark.timeout(290)
 def test_no_row_is_wrong_and_nothing_hangs(script_host, tmp_path):
     """One short case of each option set, as far as six seconds go."""
-    arguments = ["--seed", "20", "--cases", "40", "--operations", "25", "--minutes", "0.1"]
+    arguments = [
+        "--seed",
+        "20",
+        "--cases",
+        "40",
+        "--operations",
+        "25",
+        "--minutes",
+        "0.1",
+    ]
     arguments += ["--skip", "torchrl"]  # whose workers take seconds to start
     script = tmp_path / "script.py"
     script.write_text("import sys; from tools.fuzz import main; sys.exit(main())\n")
-    done = script_host.run(script, *arguments, folder=tmp_path, output=tmp_path, ENVHERD_FUZZ_HANG_S="60")
+    done = script_host.run(
+        script, *arguments, folder=tmp_path, output=tmp_path, ENVHERD_FUZZ_HANG_S="60"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -43,7 +54,16 @@ def take(life, oracle, **changed):
     """Step, hand out the transition with some values changed, and return it."""
     row, reward, terminated, truncated = life.step(1)
     oracle.read_diary()
-    one = Transition(None, 1, Row.of(row), reward, terminated or truncated, terminated, truncated, False)  # noqa: FBT003
+    one = Transition(
+        None,
+        1,
+        Row.of(row),
+        reward,
+        terminated or truncated,
+        terminated,
+        truncated,
+        False,  # noqa: FBT003
+    )
     one = one._replace(**changed)
     oracle.follow(PLACE, one)
     return one
@@ -106,7 +126,9 @@ def test_a_step_without_a_reset_is_seen(life, oracle, is_reset):
         for _ in range(3):
             life.step(0)
     life.step(0)
-    with pytest.raises(AssertionError, match="after its end" if is_reset else "without a reset"):
+    with pytest.raises(
+        AssertionError, match="after its end" if is_reset else "without a reset"
+    ):
         oracle.read_diary()
 
 

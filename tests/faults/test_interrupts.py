@@ -28,7 +28,14 @@ from tensordict import TensorDict
 import envherd.executor
 import envherd.shm
 import envherd.workers.messages
-from envherd.executor import AsyncCollector, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv, WorkerLost
+from envherd.executor import (
+    AsyncCollector,
+    ExecutorOptions,
+    ParallelEnv,
+    ResetNeeded,
+    SerialEnv,
+    WorkerLost,
+)
 from envherd.executor.rollouts import storage
 from envherd.executor.start.zygote import end_idle
 from envherd.workers import native
@@ -43,14 +50,17 @@ NUM_ENVS = 3
 EXECUTOR = str(Path(envherd.executor.__file__).parent)
 MESSAGES = envherd.workers.messages.__file__
 GRAD_MODE = str(torch.no_grad.__init__.__code__.co_filename)
-FINALIZERS = ("_come_back", "take_back", "__del__")  # Python drops exceptions raised in them
+# Python drops exceptions raised in them.
+FINALIZERS = ("_come_back", "take_back", "__del__")
 
 
 @functools.cache
 def is_interrupted(code: types.CodeType) -> bool:
     """Return whether the lines of a function are counted."""
     file = code.co_filename
-    return (file.startswith(EXECUTOR) or file in (MESSAGES, GRAD_MODE)) and code.co_name not in FINALIZERS
+    return (
+        file.startswith(EXECUTOR) or file in (MESSAGES, GRAD_MODE)
+    ) and code.co_name not in FINALIZERS
 
 
 def is_finalizing(frame: types.FrameType | None) -> bool:
@@ -59,7 +69,11 @@ def is_finalizing(frame: types.FrameType | None) -> bool:
         code = frame.f_code
         if code.co_name in FINALIZERS:
             return True
-        if code is weakref.finalize.__call__.__code__ and frame.f_locals["_"] is not None:  # None if `close` calls it
+        # None if `close` calls it.
+        if (
+            code is weakref.finalize.__call__.__code__
+            and frame.f_locals["_"] is not None
+        ):
             return True
         frame = frame.f_back
     return False
@@ -80,7 +94,11 @@ class Interrupt:
             if self.left <= 0:
                 file, line = frame.f_code.co_filename, frame.f_lineno
                 # where no signal is ever handled
-                is_try = linecache.getline(file, line).strip().startswith(("try:", "with uninterrupted()"))
+                is_try = (
+                    linecache.getline(file, line)
+                    .strip()
+                    .startswith(("try:", "with uninterrupted()"))
+                )
                 if not (is_try or is_finalizing(frame)):
                     self.where = f"{Path(file).name}:{line}"
                     sys.settrace(None)
@@ -101,7 +119,11 @@ class InterruptIn(Interrupt):
 
     def __call__(self, frame: Any, event: str, argument: Any) -> Any:
         code = frame.f_code
-        if event == "line" and code.co_name not in self._names and code.co_filename != self._file:
+        if (
+            event == "line"
+            and code.co_name not in self._names
+            and code.co_filename != self._file
+        ):
             return self
         return super().__call__(frame, event, argument)
 
@@ -121,7 +143,9 @@ def at_each(
         interrupt = make(line)
         yield interrupt
         if not interrupt.where:
-            assert line >= first + least * stride, "the call has fewer lines than expected"
+            assert line >= first + least * stride, (
+                "the call has fewer lines than expected"
+            )
             return
 
 
@@ -178,25 +202,43 @@ CALLS: dict[str, tuple[Callable[[Any], Any], int]] = {
     "the first that are ready": (go_on_with_the_first, 1),
     "question": (lambda env: env.call("echo", 5), 1),
     "new seed": (lambda env: env.set_seed(4), 1),
-    "rebuild": (lambda env: env.rebuild([0, 2], factories=functools.partial(CountingEnv, 5)), 1),
+    "rebuild": (
+        lambda env: env.rebuild([0, 2], factories=functools.partial(CountingEnv, 5)),
+        1,
+    ),
     "rebuild of sent envs": (rebuild_sent, 1),
     "rollout": (lambda env: env.rollout(3, policy, break_when_any_done=False), 5),
-    "rollout that goes on": (lambda env: env.rollout(1, policy, auto_reset=False, break_when_any_done=False), 1),
+    "rollout that goes on": (
+        lambda env: env.rollout(1, policy, auto_reset=False, break_when_any_done=False),
+        1,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("make", [SerialEnv, functools.partial(ParallelEnv, num_workers=2)], ids=["serial", "parallel"])
+@pytest.mark.parametrize(
+    "make",
+    [SerialEnv, functools.partial(ParallelEnv, num_workers=2)],
+    ids=["serial", "parallel"],
+)
 def test_at_every_line(make, name):
-    with make(NUM_ENVS, functools.partial(CountingEnv, 4), seed=0, options=ExecutorOptions(poison=True)) as env:
-        interrupt_every_line(env, name, scaled(3 if make is SerialEnv else 2, full=1))  # most lines are the same
+    with make(
+        NUM_ENVS,
+        functools.partial(CountingEnv, 4),
+        seed=0,
+        options=ExecutorOptions(poison=True),
+    ) as env:
+        # Most lines are the same.
+        interrupt_every_line(env, name, scaled(3 if make is SerialEnv else 2, full=1))
 
 
 @pytest.mark.parametrize("name", ["fused", "step"])
 def test_at_every_line_of_views(name):
     options = ExecutorOptions(ring_frames=2)
     make_env = functools.partial(CountingEnv, 4)
-    with ParallelEnv(NUM_ENVS, make_env, num_workers=1, copy=False, seed=0, options=options) as env:
+    with ParallelEnv(
+        NUM_ENVS, make_env, num_workers=1, copy=False, seed=0, options=options
+    ) as env:
         interrupt_every_line(env, name, scaled(2, full=1))
 
 
@@ -218,8 +260,12 @@ def test_at_every_line_of_an_asynchronous_collector(in_background):
     seen: set[tuple[int, int]] = set()
     stride = 1 if in_background else 5  # the caller's own part is short there
     with (
-        ParallelEnv(NUM_ENVS, functools.partial(CountingEnv, 4), num_workers=2, seed=0) as env,
-        AsyncCollector(env, act, frames_per_batch=6, in_background=in_background, close_env=False) as collector,
+        ParallelEnv(
+            NUM_ENVS, functools.partial(CountingEnv, 4), num_workers=2, seed=0
+        ) as env,
+        AsyncCollector(
+            env, act, frames_per_batch=6, in_background=in_background, close_env=False
+        ) as collector,
     ):
         for interrupt in at_each(Interrupt, stride, least=15):
             batches = []
@@ -234,10 +280,16 @@ def test_at_lines_of_the_first_batch_of_a_collector():
     """A row may be full before the collector has seen a whole transition."""
     for interrupt in at_each(Interrupt, scaled(29, full=11), least=12):
         env = SerialEnv(NUM_ENVS, functools.partial(CountingEnv, 4), seed=0)
-        with AsyncCollector(env, act, frames_per_batch=2, layout="flat", max_batch=2) as collector:
+        with AsyncCollector(
+            env, act, frames_per_batch=2, layout="flat", max_batch=2
+        ) as collector:
             with tracing(interrupt):
                 collector.collect()
-            steps = {tuple(map(int, step)) for _ in range(3) for step in _numbers(collector.collect())}
+            steps = {
+                tuple(map(int, step))
+                for _ in range(3)
+                for step in _numbers(collector.collect())
+            }
             assert len(steps) == 6, f"interrupted at {interrupt.where}"
 
 
@@ -254,7 +306,8 @@ def _check_rows(data: Any, seen: set[tuple[int, int]], when: str) -> None:
     """Check rows `[B, T]` of a `CountingEnv`, and that none of its steps was seen before."""
     before, after = data["observation"], data["next", "observation"]
     assert data.shape == (3, 2), when
-    is_lost = data["policy_version"] == -1  # a row in place of a step whose answer was lost
+    # A row in place of a step whose answer was lost.
+    is_lost = data["policy_version"] == -1
     assert torch.equal(after[..., 0], before[..., 0]), when
     assert torch.equal(after[..., 1], before[..., 1] + ~is_lost), when
     assert data["next", "truncated"][is_lost].all(), when
@@ -262,7 +315,13 @@ def _check_rows(data: Any, seen: set[tuple[int, int]], when: str) -> None:
     is_done = data["next", "done"][:, :-1, 0]
     assert ((before[:, 1:] == after[:, :-1]).all(-1) | is_done).all(), when
     assert ((data["step"].diff(dim=1) == 1) | is_done).all(), when
-    steps = set(zip(data["env_ids"].flatten().tolist(), data["step"].flatten().tolist(), strict=True))
+    steps = set(
+        zip(
+            data["env_ids"].flatten().tolist(),
+            data["step"].flatten().tolist(),
+            strict=True,
+        )
+    )
     assert len(steps) == 6, when
     assert not steps & seen, when
     seen |= steps
@@ -273,18 +332,29 @@ def test_an_interrupt_while_a_successor_is_put_into_service():
     """An abandoned successor must not have answered: the next one's envs are new (`supervisor` 6)."""
     options = ExecutorOptions(on_worker_loss="restart")
     names = {"_to_serving", "attach", "await_frame"}
-    for interrupt in at_each(lambda line: SignalIn(line, names), stride=scaled(4, full=2), least=4):
-        with ParallelEnv(NUM_ENVS, functools.partial(CountingEnv, 9), num_workers=3, seed=0, options=options) as env:
+    for interrupt in at_each(
+        lambda line: SignalIn(line, names), stride=scaled(4, full=2), least=4
+    ):
+        with ParallelEnv(
+            NUM_ENVS,
+            functools.partial(CountingEnv, 9),
+            num_workers=3,
+            seed=0,
+            options=options,
+        ) as env:
             env.reset()
             os.kill(env._pool.pid_of(1), signal.SIGKILL)
             env.send(actions())
             with tracing(interrupt):
                 env.recv()
             if env._engine.states.under_way.any():
-                time.sleep(0.01)  # for a successor that was given up, and answers nevertheless
+                # For a successor that was given up, and answers nevertheless.
+                time.sleep(0.01)
                 env.recv()
             after = env.step(actions())["next"]
-            assert after["observation"][:, 1].tolist() == env.get("num_steps") == [2, 1, 2], interrupt.where
+            assert (
+                after["observation"][:, 1].tolist() == env.get("num_steps") == [2, 1, 2]
+            ), interrupt.where
 
 
 @pytest.mark.parametrize("num_forks", [0, 1])
@@ -292,24 +362,35 @@ def test_an_interrupt_while_the_memory_of_rollouts_is_lent_or_dropped(num_forks)
     """No memory is lent twice, and workers map no more of it than before."""
     places = {"attach_storage", "detach_storage", "mail", "_send_storage"}
     file, stride = storage.__file__, scaled(19, full=1)
-    with ParallelEnv(NUM_ENVS, functools.partial(CountingEnv, 99), num_workers=2, seed=0) as env:
+    with ParallelEnv(
+        NUM_ENVS, functools.partial(CountingEnv, 99), num_workers=2, seed=0
+    ) as env:
         for interrupt in at_each(
-            lambda line: InterruptIn(line, places, file), stride, first=1 + 5 * num_forks, least=9
+            lambda line: InterruptIn(line, places, file),
+            stride,
+            first=1 + 5 * num_forks,
+            least=9,
         ):
             dropped = [env.rollout(num_steps, policy) for num_steps in (1, 2)]
             for _ in range(2 * num_forks):
                 storage._count_fork()
             dropped.clear()
             with tracing(interrupt):
-                dropped.extend(env.rollout(num_steps, policy) for num_steps in (2, 3, 4, 5))
+                dropped.extend(
+                    env.rollout(num_steps, policy) for num_steps in (2, 3, 4, 5)
+                )
             dropped.clear()
             held = [env.rollout(num_steps, policy) for num_steps in (2, 3, 2, 3, 2)]
             copies = [data.clone() for data in held]
             env.rollout(2, policy)
-            assert all((data == copy).all() for data, copy in zip(held, copies, strict=True)), interrupt.where
+            assert all(
+                (data == copy).all() for data, copy in zip(held, copies, strict=True)
+            ), interrupt.where
             for worker_id in range(2):
                 maps = Path(f"/proc/{env._pool.pid_of(worker_id)}/maps").read_text()
-                assert maps.count("envherd-rollout") <= storage._MAX_ATTACHED, interrupt.where
+                assert maps.count("envherd-rollout") <= storage._MAX_ATTACHED, (
+                    interrupt.where
+                )
             assert len(env._pool.crew._storages) <= storage._MAX_ATTACHED
 
 
@@ -320,23 +401,31 @@ def _ended(env: Any) -> list[int]:
 def _check(env: Any, where: str) -> None:
     """Require that every transition follows from the previous row, after resets of rows that need one."""
     began = time.monotonic()
-    assert torch.is_grad_enabled(), f"{where}: the caller's losses would have no gradient"
-    assert env.call("echo", 7) == [[[7], {}]] * NUM_ENVS, where  # its own answer, and not an earlier one
+    assert torch.is_grad_enabled(), (
+        f"{where}: the caller's losses would have no gradient"
+    )
+    # Its own answer, and not an earlier one.
+    assert env.call("echo", 7) == [[[7], {}]] * NUM_ENVS, where
     if env._engine.states.under_way.any():
         td = env.recv()
         # The reward is 0 in a row that stands for that of an env which was rebuilt.
         assert torch.equal(
-            td["next", "observation"][:, 1], td["observation"][:, 1] + (td["next", "reward"][:, 0] > 0)
+            td["next", "observation"][:, 1],
+            td["observation"][:, 1] + (td["next", "reward"][:, 0] > 0),
         ), where
     root = env.current()
-    assert (root["observation"] < 2**62).all(), f"{where}: {root['observation']} is of a poisoned frame"
+    assert (root["observation"] < 2**62).all(), (
+        f"{where}: {root['observation']} is of a poisoned frame"
+    )
     for value in (2, 3):
         try:
             td, after = env.step_and_maybe_reset(actions(value))
         except ResetNeeded as error:
             unmarked = {*error.env_ids} - {*_ended(env)}
             if unmarked:
-                pytest.fail(f"{where}: the rows of envs {unmarked} do not say that they must be reset")
+                pytest.fail(
+                    f"{where}: the rows of envs {unmarked} do not say that they must be reset"
+                )
             before = root["observation"].clone()
             root = env.reset(only(*error.env_ids))
             before[list(error.env_ids), 1:] = torch.tensor([0, -1])
@@ -351,15 +440,24 @@ def _check(env: Any, where: str) -> None:
 
 
 #: Raised in turn: a limit on files, no memory, Ctrl-C.
-FAILURES = (functools.partial(OSError, errno.EMFILE, "on purpose"), MemoryError, KeyboardInterrupt)
+FAILURES = (
+    functools.partial(OSError, errno.EMFILE, "on purpose"),
+    MemoryError,
+    KeyboardInterrupt,
+)
 PARTS = (EXECUTOR, MESSAGES, str(Path(envherd.shm.__file__).parent))
-DEFERRING = "interrupts.py"  # the only file whose lines no failure reaches: it defers signals
+# The only file whose lines no failure reaches: it defers signals.
+DEFERRING = "interrupts.py"
 
 
 class Failure:
     """A trace function that notes the lines that are reached, and raises an error at one of them."""
 
-    def __init__(self, place: tuple[str, int] | None = None, kind: Callable[[], BaseException] = MemoryError) -> None:
+    def __init__(
+        self,
+        place: tuple[str, int] | None = None,
+        kind: Callable[[], BaseException] = MemoryError,
+    ) -> None:
         self.place, self._kind = place, kind
         self.places: dict[tuple[str, int], None] = {}
 
@@ -368,7 +466,11 @@ class Failure:
         if not place[0].startswith(PARTS) or place[0].endswith(DEFERRING):
             return None
         is_new = event == "line" and place not in self.places
-        if is_new and linecache.getline(*place).strip() != "try:" and not is_finalizing(frame):
+        if (
+            is_new
+            and linecache.getline(*place).strip() != "try:"
+            and not is_finalizing(frame)
+        ):
             self.places[place] = None
             if place == self.place:
                 sys.settrace(None)
@@ -402,7 +504,10 @@ def fail(make: Callable[[], Any], when: str, failure: Failure) -> None:
             with contextlib.suppress(WorkerLost):  # of the worker that was killed
                 env.reset()
             env.reset()
-            assert env.step(actions()[:2])["next", "observation"][:, 1].tolist() == [1, 1]
+            assert env.step(actions()[:2])["next", "observation"][:, 1].tolist() == [
+                1,
+                1,
+            ]
         env.close()
         del env
     gc.collect()
@@ -417,11 +522,20 @@ def fail(make: Callable[[], Any], when: str, failure: Failure) -> None:
 @pytest.mark.usefixtures("own_helper")
 @pytest.mark.timeout(scaled(300, full=3 * 3600))
 @pytest.mark.parametrize("start_method", ["zygote", "portable"])
-@pytest.mark.filterwarnings("ignore:Exception ignored in. <socket")  # freed between its creation and its owner
+# Freed between its creation and its owner.
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <socket")
 @pytest.mark.parametrize("when", ["start", "restart", "close"])
 def test_a_failure_at_any_line(when, start_method):
-    options = ExecutorOptions(start_method=start_method, on_worker_loss="restart", close_timeout_s=2.0)
-    make = functools.partial(ParallelEnv, 2, functools.partial(CountingEnv, 9), num_workers=2, options=options)
+    options = ExecutorOptions(
+        start_method=start_method, on_worker_loss="restart", close_timeout_s=2.0
+    )
+    make = functools.partial(
+        ParallelEnv,
+        2,
+        functools.partial(CountingEnv, 9),
+        num_workers=2,
+        options=options,
+    )
     noted = Failure()
     fail(make, when, noted)
     places = list(noted.places)
@@ -434,7 +548,8 @@ class Sign(gymnasium.Env[Any, Any]):
     """Observes its episode and step as a number, and as a text, which does not pass through the slab."""
 
     observation_space = gymnasium.spaces.Dict(
-        number=gymnasium.spaces.Box(0, 1e9, (1,), np.float64), sign=gymnasium.spaces.Text(20)
+        number=gymnasium.spaces.Box(0, 1e9, (1,), np.float64),
+        sign=gymnasium.spaces.Text(20),
     )
     action_space = gymnasium.spaces.Discrete(2)
     number = 0
@@ -451,7 +566,9 @@ class Sign(gymnasium.Env[Any, Any]):
         return self._observe(), 0.0, self.number % 100 == 3, False, {}
 
 
-@pytest.mark.parametrize("name", ["fused", "step", "reset", "send and receive", "rollout"])
+@pytest.mark.parametrize(
+    "name", ["fused", "step", "reset", "send and receive", "rollout"]
+)
 def test_numbers_and_texts_of_a_root_are_of_the_same_step(name):
     """`flight` 5."""
     call, stride = CALLS[name]
@@ -464,10 +581,14 @@ def test_numbers_and_texts_of_a_root_are_of_the_same_step(name):
             with contextlib.suppress(ValueError):  # none were sent
                 env.recv()
             root = env.current()
-            assert [*map(str, root["number"][:, 0].int().tolist())] == root["sign"], interrupt.where
+            assert [*map(str, root["number"][:, 0].int().tolist())] == root["sign"], (
+                interrupt.where
+            )
 
 
-@pytest.mark.skipif(native.load() is None, reason="the C extension was not built, or is switched off")
+@pytest.mark.skipif(
+    native.load() is None, reason="the C extension was not built, or is switched off"
+)
 def test_an_interrupt_before_a_landing_leaves_rows_in_their_columns(monkeypatch):
     """`flight` 4."""
 
@@ -478,7 +599,11 @@ def test_an_interrupt_before_a_landing_leaves_rows_in_their_columns(monkeypatch)
         env.send(env.rand_action(env.reset())[:1], [0])
         env.recv()
         flights: Any = env.engine.flights
-        monkeypatch.setattr(flights, "native", types.SimpleNamespace(give=flights.native.give, land=interrupted))
+        monkeypatch.setattr(
+            flights,
+            "native",
+            types.SimpleNamespace(give=flights.native.give, land=interrupted),
+        )
         with pytest.raises(KeyboardInterrupt):
             env.step(env.rand_action().lock_())  # which is not made in one call of C
         assert env.engine.positions.is_mixed

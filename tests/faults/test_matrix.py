@@ -13,11 +13,17 @@ from tools.faults_page import record, table
 pytestmark = [pytest.mark.slow, pytest.mark.broken_pool, pytest.mark.timeout(120)]
 
 
-@pytest.mark.parametrize("cell", [cell for cell in CELLS if IS_FULL or cell in QUICK], ids=lambda cell: cell.name)
+@pytest.mark.parametrize(
+    "cell",
+    [cell for cell in CELLS if IS_FULL or cell in QUICK],
+    ids=lambda cell: cell.name,
+)
 def test_cell(cell, tmp_path, caplog):
     found = drive(cell, tmp_path / "broken")
     assert found.left == "nothing"
-    assert ("closing env 1 raised" in caplog.text) == ((cell.kind, cell.state) == ("raises", "close"))
+    assert ("closing env 1 raised" in caplog.text) == (
+        (cell.kind, cell.state) == ("raises", "close")
+    )
     assert found.seconds < 20 or cell.state == "build" or cell.kind == "hangs"
     record(cell.name, seen=found.seen, seconds=found.seconds, others=found.others)
 
@@ -25,8 +31,16 @@ def test_cell(cell, tmp_path, caplog):
 def test_the_table_is_whole():
     assert set(CELLS) >= QUICK
     assert {cell.state for cell in QUICK} == set(STATES)
-    assert {cell.fault for cell in QUICK} >= {*FAULTS} - {*EXCEPTIONS, *BAD_OBSERVATIONS}  # these: test_env_raises
+    # These: test_env_raises.
+    assert {cell.fault for cell in QUICK} >= {*FAULTS} - {
+        *EXCEPTIONS,
+        *BAD_OBSERVATIONS,
+    }
     lines = table({}, "raise")
     assert sum(line.count("not run") for line in lines) == len(
-        [cell for cell in CELLS if (cell.policy, cell.start_method) == ("raise", "zygote")]
+        [
+            cell
+            for cell in CELLS
+            if (cell.policy, cell.start_method) == ("raise", "zygote")
+        ]
     )

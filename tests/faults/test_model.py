@@ -28,17 +28,38 @@ small = functools.partial(Protocol, num_workers=2, num_steps=2)
 
 #: Error -> the broken protocol, and the violation that follows.
 MUTATIONS: dict[str, tuple[Protocol, str]] = {
-    "the number before the rows": (small(worker=swapped(WORKER_STEPS, "rows", "reply_seq")), "stale"),
+    "the number before the rows": (
+        small(worker=swapped(WORKER_STEPS, "rows", "reply_seq")),
+        "stale",
+    ),
     "the number before the command": (
         small(parent=swapped(PARENT_STEPS, "command", "command_seq")),
         "stale",
     ),
-    "the number before the inputs": (small(parent=swapped(PARENT_STEPS, "inputs", "command_seq")), "stale"),
-    "go before the number": (small(parent=swapped(PARENT_STEPS, "go", "command_seq")), "wake-up"),
-    "done before the number": (small(worker=swapped(WORKER_STEPS, "done", "reply_seq")), "wake-up"),
-    "nobody looks for deaths": (small(looks_around=False, num_interrupts=0), "deadlock"),
-    "numbers before tokens": (Protocol(drains_first=False, num_deaths=0, num_interrupts=0), "wake-up"),
-    "a successor that begins at the beginning": (small(starts_from_reply=False), "has its answer"),
+    "the number before the inputs": (
+        small(parent=swapped(PARENT_STEPS, "inputs", "command_seq")),
+        "stale",
+    ),
+    "go before the number": (
+        small(parent=swapped(PARENT_STEPS, "go", "command_seq")),
+        "wake-up",
+    ),
+    "done before the number": (
+        small(worker=swapped(WORKER_STEPS, "done", "reply_seq")),
+        "wake-up",
+    ),
+    "nobody looks for deaths": (
+        small(looks_around=False, num_interrupts=0),
+        "deadlock",
+    ),
+    "numbers before tokens": (
+        Protocol(drains_first=False, num_deaths=0, num_interrupts=0),
+        "wake-up",
+    ),
+    "a successor that begins at the beginning": (
+        small(starts_from_reply=False),
+        "has its answer",
+    ),
 }
 
 
@@ -68,8 +89,15 @@ def test_the_model_sees_what_is_wrong(name):
 class Watched:
     """Words of the slab, or a doorbell, that record their uses: writes and calls, and reads if they are wanted."""
 
-    def __init__(self, name: str, real: Any, notes: list[str], *, has_reads: bool = False) -> None:
-        self._name, self._real, self._notes, self._has_reads = name, real, notes, has_reads
+    def __init__(
+        self, name: str, real: Any, notes: list[str], *, has_reads: bool = False
+    ) -> None:
+        self._name, self._real, self._notes, self._has_reads = (
+            name,
+            real,
+            notes,
+            has_reads,
+        )
 
     def __getitem__(self, index: Any) -> Any:
         if self._has_reads:
@@ -99,14 +127,18 @@ def in_order(notes: list[str]) -> list[str]:
 
 def test_a_worker_does_it_in_that_order():
     segment = Segment.create(2 * DOORBELL_BYTES)
-    go, done = (Doorbell.create(segment.array(), offset) for offset in (0, DOORBELL_BYTES))
+    go, done = (
+        Doorbell.create(segment.array(), offset) for offset in (0, DOORBELL_BYTES)
+    )
     notes: list[str] = []
     with SerialEnv(1, CountingEnv, seed=0) as env:
         pool: Any = env._pool
         block, words = pool._block, pool.slab.words
         loop = Loop(block, pool.slab, (go, done), lambda: True, lambda: None)
         for name in ("command_seq", "status", "reply_seq"):
-            loop._words[name] = Watched(name, loop._words[name], notes, has_reads=name == "command_seq")
+            loop._words[name] = Watched(
+                name, loop._words[name], notes, has_reads=name == "command_seq"
+            )
         loop._done = SimpleNamespace(ring=Watched("done", done.ring, notes))
         carry_out = block._carry_out
         block._carry_out = lambda *args: (carry_out(*args), notes.append("rows"))
@@ -132,12 +164,17 @@ def test_the_parent_does_it_in_that_order(monkeypatch):
         pool._rings = [Watched("go", ring, notes) for ring in pool._rings]
         pool._go = [SimpleNamespace(ring=ring) for ring in pool._rings]
         write_inputs = env._engine.write_inputs
-        env._engine.write_inputs = lambda *args: (write_inputs(*args), notes.append("inputs"))
+        env._engine.write_inputs = lambda *args: (
+            write_inputs(*args),
+            notes.append("inputs"),
+        )
         env.send(env.rand_action())
         assert in_order(notes) == list(PARENT_STEPS)
         env.recv()
         intake: Any = env._engine.intakes[0]
-        intake.plain = intake.plain._replace(take_all=Watched("inputs", intake.plain.take_all, notes))
+        intake.plain = intake.plain._replace(
+            take_all=Watched("inputs", intake.plain.take_all, notes)
+        )
         env.compile()
         for step in (env.step, env.step_and_maybe_reset):
             notes.clear()

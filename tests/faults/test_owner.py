@@ -119,16 +119,29 @@ for how in hows:
         break
 """
 HOWS = (
-    *("returns", "raises", "exits", "exits at once", "closes", "drops", "exits inside a start"),
-    *("exits inside a rollout", "is a process of multiprocessing"),  # whose end a later fork would wait for
+    *(
+        "returns",
+        "raises",
+        "exits",
+        "exits at once",
+        "closes",
+        "drops",
+        "exits inside a start",
+    ),
+    # Whose end a later fork would wait for.
+    *("exits inside a rollout", "is a process of multiprocessing"),
 )
 
 
 @pytest.mark.parametrize("start_method", ["zygote", "portable"])
-def test_a_fork_of_the_owner_that_ends_leaves_the_workers_alone(start_method, script_host, tmp_path):
+def test_a_fork_of_the_owner_that_ends_leaves_the_workers_alone(
+    start_method, script_host, tmp_path
+):
     script = tmp_path / "owner.py"
     script.write_text(_FORKER)
-    done = script_host.run(script, start_method, *HOWS, folder=tmp_path, output=tmp_path)
+    done = script_host.run(
+        script, start_method, *HOWS, folder=tmp_path, output=tmp_path
+    )
     assert (done.returncode, done.stdout.splitlines()) == (0, [*HOWS]), done.stderr
     assert done.stderr.count("Traceback") == 1, done.stderr  # of the one that raises
 
@@ -164,6 +177,8 @@ def test_a_script_is_not_run_again(script_host, tmp_path):
         "print(env.call('loaded'))\n"
         "env.close()\n"
     )
-    done = script_host.run(script, str(tmp_path / "log"), folder=tmp_path, output=tmp_path)
+    done = script_host.run(
+        script, str(tmp_path / "log"), folder=tmp_path, output=tmp_path
+    )
     assert done.stdout.strip() == "[[], []]"
     assert (tmp_path / "log").read_text() == "ran "

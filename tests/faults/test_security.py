@@ -91,7 +91,10 @@ def _pry(pids: list[int]) -> list[str]:
             *(f"fd/{fd}" for fd in range(1024)),
             *(f"map_files/{n}" for n in range(4)),
         ):
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/{name}", "rb") as file:
+            with (
+                contextlib.suppress(OSError),
+                open(f"/proc/{pid}/{name}", "rb") as file,
+            ):
                 file.read(1)
                 opened.append(f"{pid}/{name}")
         with contextlib.suppress(OSError):
@@ -119,14 +122,25 @@ def test_another_user_finds_nothing_to_open():
     names = {folder: set(os.listdir(folder)) for folder in ("/dev/shm", "/tmp", "/run")}
     with ParallelEnv(2, CountingEnv, num_workers=2) as env:
         env.rollout(3)
-        pids = [pid for worker in env.statistics().workers for pid in _descend(worker.pid)]
-        pids.append(int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1]))  # their helper
+        pids = [
+            pid for worker in env.statistics().workers for pid in _descend(worker.pid)
+        ]
+        # Their helper.
+        pids.append(
+            int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
+        )
         assert in_child(_pry, pids) == []
         assert len(env.rollout(2)) == 2
         new = {folder: set(os.listdir(folder)) - old for folder, old in names.items()}
-        assert not [name for name in new.pop("/dev/shm") if "envherd-" in name and not is_of_others(name)]
+        assert not [
+            name
+            for name in new.pop("/dev/shm")
+            if "envherd-" in name and not is_of_others(name)
+        ]
         others = "envherd-(?!fuzz|log)"  # of tests that run now
-        assert not [name for found in new.values() for name in found if re.search(others, name)]
+        assert not [
+            name for found in new.values() for name in found if re.search(others, name)
+        ]
 
 
 @pytest.mark.slow
@@ -160,7 +174,9 @@ def test_there_is_nothing_to_connect_to():
             fields = line.split()
             if fields[6] in ours:
                 assert len(fields) == 7, f"a socket with a name: {line}"
-                assert int(fields[3], 16) & 0x10000 == 0, f"a socket that listens: {line}"
+                assert int(fields[3], 16) & 0x10000 == 0, (
+                    f"a socket that listens: {line}"
+                )
         for table in ("tcp", "tcp6", "udp", "udp6"):
             path = Path(f"/proc/net/{table}")
             for line in path.read_text().splitlines()[1:] if path.exists() else ():
@@ -172,7 +188,9 @@ def test_there_is_nothing_to_connect_to():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start_method", ["zygote", "spawn"])
-def test_workers_import_no_modules_of_the_current_folder(script_host, tmp_path, start_method):
+def test_workers_import_no_modules_of_the_current_folder(
+    script_host, tmp_path, start_method
+):
     script, here = tmp_path / "script/script.py", tmp_path / "here"
     for folder in (script.parent, here):
         folder.mkdir()
@@ -194,7 +212,11 @@ def test_workers_import_no_modules_of_the_current_folder(script_host, tmp_path, 
 
 def test_who_unpickles_at_all():
     found = set()
-    for path in (path for layer in ("shm", "workers", "executor") for path in (ROOT / layer).rglob("*.py")):
+    for path in (
+        path
+        for layer in ("shm", "workers", "executor")
+        for path in (ROOT / layer).rglob("*.py")
+    ):
         for node in ast.walk(ast.parse(path.read_text())):
             if (
                 isinstance(node, ast.Call)
@@ -204,14 +226,16 @@ def test_who_unpickles_at_all():
                 of = getattr(node.func.value, "id", "")
                 if of not in ("json", "tomllib", "plain", "suite", "native"):
                     found.add(path.relative_to(ROOT).as_posix())
-    assert {name for name in found if "/cluster/" not in name} == set(UNPICKLES)  # Ray's own pickles: see the page
+    # Ray's own pickles: see the page.
+    assert {name for name in found if "/cluster/" not in name} == set(UNPICKLES)
 
 
 @pytest.mark.slow
 def test_what_a_worker_sends_is_not_unpickled(tmp_path):
     with ParallelEnv(1, CountingEnv) as env:
         env.reset()
-        env.set("secret", Payload(tmp_path / "ran in the worker"))  # downwards: our own code, for our own child
+        # Downwards: our own code, for our own child.
+        env.set("secret", Payload(tmp_path / "ran in the worker"))
         assert (tmp_path / "ran in the worker").exists()
         (tmp_path / "ran in the worker").unlink()
         with pytest.raises(EnvError, match='infos="pickle"'):
@@ -226,8 +250,14 @@ def test_a_stored_rollout_is_loaded_without_unpickling(tmp_path):
     store.finish({})
     data = TensorDict.load_memmap(tmp_path / "good", allow_pickle=False)
     assert data["observation"][:, :, 0].tolist() == [[0, 1]] * 3
-    assert not [path for path in tmp_path.rglob("*") if "pickle" in path.name or path.suffix == ".pkl"]
-    TensorDict({"odd": NonTensorData(Payload(tmp_path / "ran"))}, []).memmap(tmp_path / "evil")
+    assert not [
+        path
+        for path in tmp_path.rglob("*")
+        if "pickle" in path.name or path.suffix == ".pkl"
+    ]
+    TensorDict({"odd": NonTensorData(Payload(tmp_path / "ran"))}, []).memmap(
+        tmp_path / "evil"
+    )
     with pytest.raises(Exception, match=r"[Pp]ickle"):
         TensorDict.load_memmap(tmp_path / "evil", allow_pickle=False)
     assert not (tmp_path / "ran").exists()
@@ -236,8 +266,24 @@ def test_a_stored_rollout_is_loaded_without_unpickling(tmp_path):
 #: Audit events of Python that no reader of a file may cause.
 FORBIDDEN = frozenset(
     {
-        *("exec", "compile", "import", "pickle.find_class", "marshal.loads", "ctypes.dlopen", "subprocess.Popen"),
-        *("os.system", "os.posix_spawn", "os.fork", "os.remove", "os.rename", "os.mkdir", "os.truncate"),
+        *(
+            "exec",
+            "compile",
+            "import",
+            "pickle.find_class",
+            "marshal.loads",
+            "ctypes.dlopen",
+            "subprocess.Popen",
+        ),
+        *(
+            "os.system",
+            "os.posix_spawn",
+            "os.fork",
+            "os.remove",
+            "os.rename",
+            "os.mkdir",
+            "os.truncate",
+        ),
         *("socket.__new__", "socket.connect", "socket.bind"),
     }
 )
@@ -256,13 +302,33 @@ def _read_damaged(seed: int, num_cases: int) -> list[str]:
         "env_kwargs": {"a": [1]},
         "search": [],
     }
-    capsule |= {"fields": {"render_mode": "rgb_array"}, "missing": [], "options": {}, "reset_options": {"options": {}}}
-    capsule |= {"failure": {"exit_code": 3}, "root_seed": 0, "env_id": 0, "episode": 0, "seed": 1, "num_steps": 2}
+    capsule |= {
+        "fields": {"render_mode": "rgb_array"},
+        "missing": [],
+        "options": {},
+        "reset_options": {"options": {}},
+    }
+    capsule |= {
+        "failure": {"exit_code": 3},
+        "root_seed": 0,
+        "env_id": 0,
+        "episode": 0,
+        "seed": 1,
+        "num_steps": 2,
+    }
     capsule |= {"observation": None, "inputs": [[["action"], [2], "int64"]]}
-    path, is_armed, rng = Path(tempfile.mkdtemp()) / "one.capsule", False, random.Random(seed)
+    path, is_armed, rng = (
+        Path(tempfile.mkdtemp()) / "one.capsule",
+        False,
+        random.Random(seed),
+    )
 
     def note(event: str, arguments: tuple[Any, ...]) -> None:
-        is_write = event == "open" and isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")
+        is_write = (
+            event == "open"
+            and isinstance(arguments[1], str)
+            and set(arguments[1]) & set("wax+")
+        )
         if is_armed and (event in FORBIDDEN or is_write):
             found.append(f"{event} {arguments!r:.200}")
 
@@ -282,14 +348,24 @@ def _read_damaged(seed: int, num_cases: int) -> list[str]:
     for _ in range(num_cases):
         held = plain.encode(damaged(sound, rng))
         forged = {**state, "held": held, "digest": snapshot._digest(held)}
-        reading(functools.partial(snapshot.read, env, forged), ValueError, "expected what state_dict() or save()")
+        reading(
+            functools.partial(snapshot.read, env, forged),
+            ValueError,
+            "expected what state_dict() or save()",
+        )
         with zipfile.ZipFile(path, "w") as archive:
-            archive.writestr("capsule.json", json.dumps(damaged(capsule, rng), default=str))
+            archive.writestr(
+                "capsule.json", json.dumps(damaged(capsule, rng), default=str)
+            )
             archive.writestr("input0", bytes(16))
         data = bytearray(path.read_bytes())
         data[rng.randrange(len(data))] ^= rng.choice((0, 0, 0, 1, 255))
         path.write_bytes(data)
-        reading(functools.partial(load_capsule, path), CapsuleError, "expected a capsule, got a file that is none")
+        reading(
+            functools.partial(load_capsule, path),
+            CapsuleError,
+            "expected a capsule, got a file that is none",
+        )
     env.reset(seed=2)
     env.step(1)
     return found
@@ -307,7 +383,9 @@ def test_files_that_are_damaged_run_nothing_and_are_refused_in_one_way():
 def test_damaged_checkpoints_change_nothing_and_lose_no_worker(seed):
     rng, refusals = random.Random(seed), []
     make = functools.partial(gymnasium.make, "CartPole-v1")
-    with ParallelEnv(3, make, num_workers=2, seed=0, options=ExecutorOptions(isolate_rng=True)) as env:
+    with ParallelEnv(
+        3, make, num_workers=2, seed=0, options=ExecutorOptions(isolate_rng=True)
+    ) as env:
         env.rollout(3)
         saved, whole = env.save(), env.state_dict()
         pids = [worker.pid for worker in env.statistics().workers]
@@ -321,7 +399,9 @@ def test_damaged_checkpoints_change_nothing_and_lose_no_worker(seed):
                     refusals.append((str(error), bool((env.current() == before).all())))
                 env.load_state_dict(whole)
         assert len(refusals) > 60
-        assert all(" failed: expected " in words and is_same for words, is_same in refusals)
+        assert all(
+            " failed: expected " in words and is_same for words, is_same in refusals
+        )
         assert [worker.pid for worker in env.statistics().workers] == pids
 
 
@@ -341,8 +421,15 @@ def test_a_stored_rollout_makes_no_file_grow(tmp_path, name):
     store = RolloutStore(tmp_path / "rollout", 2)
     for _ in range(2):
         leaf = torch.ones(3, 4)
-        store.add(TensorDict({"observation": leaf, "next": TensorDict({"observation": leaf}, [3])}, [3]))
-    store.finish({"env": "gymnasium:CartPole-v1", "env_kwargs": {}, "max_steps": None, "seed": 0})
+        store.add(
+            TensorDict(
+                {"observation": leaf, "next": TensorDict({"observation": leaf}, [3])},
+                [3],
+            )
+        )
+    store.finish(
+        {"env": "gymnasium:CartPole-v1", "env_kwargs": {}, "max_steps": None, "seed": 0}
+    )
     assert (load_rollout(tmp_path / "rollout")[0]["next", "observation"] == 1).all()
     if name == "a link":
         (tmp_path / "mine").write_text("mine")
@@ -354,7 +441,9 @@ def test_a_stored_rollout_makes_no_file_grow(tmp_path, name):
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with pytest.raises(StoreError, match="expected a memory-mapped TensorDict"):
         load_rollout(tmp_path / "rollout")
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert {
+        path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()
+    } == before
 
 
 @needs("cli")
@@ -367,7 +456,15 @@ def test_the_command_line_never_unpickles_a_file(tmp_path, suffix):
 
     path = tmp_path / f"env.{suffix}"
     path.write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
-    for name in (str(path), f"{path}:make", f"python:{path}", f"python:{path}:make", f"gymnasium:{path}"):
-        result = CliRunner().invoke(app, ["rollout", name, "--steps", "1", "--envs", "1"])
+    for name in (
+        str(path),
+        f"{path}:make",
+        f"python:{path}",
+        f"python:{path}:make",
+        f"gymnasium:{path}",
+    ):
+        result = CliRunner().invoke(
+            app, ["rollout", name, "--steps", "1", "--envs", "1"]
+        )
         assert result.exit_code != 0
         assert not (tmp_path / "ran").exists()

@@ -18,6 +18,10 @@ def test_nothing_is_left_of_executors_that_come_break_and_go():
 
 
 def test_a_leak_is_seen():
-    report = Report(0, before=Sample(0, 100, 10, 1, 0, 0), after=Sample(9, 100, 11, 1, 2, 0))
-    report.samples = [Sample(second, 100 + 10 * second, 10, 1, 0, 0) for second in range(20)]
+    report = Report(
+        0, before=Sample(0, 100, 10, 1, 0, 0), after=Sample(9, 100, 11, 1, 2, 0)
+    )
+    report.samples = [
+        Sample(second, 100 + 10 * second, 10, 1, 0, 0) for second in range(20)
+    ]
     assert report.leaks() == ["descriptors", "children", "memory"]

@@ -44,7 +44,9 @@ def test_every_change_is_in_the_table(monkeypatch):
 
     def send() -> None:
         env_ids = some()
-        env.send(act(TensorDict({}, [len(env_ids)])), env_ids, maybe_reset=rng.random() < 0.7)
+        env.send(
+            act(TensorDict({}, [len(env_ids)])), env_ids, maybe_reset=rng.random() < 0.7
+        )
 
     def reset_some() -> None:
         mask = torch.zeros(NUM_ENVS, dtype=torch.bool)
@@ -67,7 +69,15 @@ def test_every_change_is_in_the_table(monkeypatch):
             with contextlib.suppress(EnvherdError, ValueError):
                 rng.choice(calls)()
     events = {event for _, event, _ in trace.steps}
-    assert events >= {Event.STEP, Event.STEP_RESET, Event.RESET, Event.ANSWERED, Event.ENDS, Event.FAILS, Event.IS_OVER}
+    assert events >= {
+        Event.STEP,
+        Event.STEP_RESET,
+        Event.RESET,
+        Event.ANSWERED,
+        Event.ENDS,
+        Event.FAILS,
+        Event.IS_OVER,
+    }
 
 
 def test_a_change_that_nobody_reports_is_noticed(monkeypatch):

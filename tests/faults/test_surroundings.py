@@ -20,10 +20,25 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from envherd.executor import ActionError, Closed, EnvError, ExecutorOptions, ParallelEnv, WorkerLost
+from envherd.executor import (
+    ActionError,
+    Closed,
+    EnvError,
+    ExecutorOptions,
+    ParallelEnv,
+    WorkerLost,
+)
 from envherd.workers.testing import CountingEnv, FaultyEnv
 from tests.envs.counting_envs import ChattyEnv
-from tests.envs.disturbing_envs import MEDDLING, DeafEnv, GrowingEnv, HungryEnv, MeddlingEnv, NanEnv, NestedEnv
+from tests.envs.disturbing_envs import (
+    MEDDLING,
+    DeafEnv,
+    GrowingEnv,
+    HungryEnv,
+    MeddlingEnv,
+    NanEnv,
+    NestedEnv,
+)
 from tests.executor.calls import ENDLESS
 from tests.faults.children import (
     be_bound_by_process_limits,
@@ -51,7 +66,13 @@ METHODS = ["zygote", "portable"]
 
 def make_by(start_method: Any, on_worker_loss: Any = "raise") -> Any:
     """Return an executor of two envs; the pool that forks workers has the start method "zygote"."""
-    return make(2, ENDLESS, options=ExecutorOptions(start_method=start_method, on_worker_loss=on_worker_loss))
+    return make(
+        2,
+        ENDLESS,
+        options=ExecutorOptions(
+            start_method=start_method, on_worker_loss=on_worker_loss
+        ),
+    )
 
 
 def actions(value: Any = 1, count: int = 2, dtype: Any = torch.int64) -> TensorDict:
@@ -77,7 +98,9 @@ def message_of(error: BaseException) -> str:
 def few_files() -> str:
     before = _held()
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 14, limit[1]))
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 14, limit[1])
+    )
     with pytest.raises(OSError, match=r"more open files \(2 workers\)"):
         make(2, ENDLESS)
     assert not _left(before)
@@ -106,7 +129,10 @@ def few_files_at_a_restart(start_method: str) -> str:
             os.kill(env._pool.pid_of(worker_id), signal.SIGKILL)
         num_open = len(os.listdir("/proc/self/fd"))
         resource.setrlimit(resource.RLIMIT_NOFILE, (num_open - 1, limits[1]))
-        with pytest.raises(WorkerLost, match=r"starting a worker failed: .*Too many open files.*ulimit -n") as caught:
+        with pytest.raises(
+            WorkerLost,
+            match=r"starting a worker failed: .*Too many open files.*ulimit -n",
+        ) as caught:
             env.step(actions())
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         with contextlib.suppress(WorkerLost):  # of a worker that was lost before
@@ -142,14 +168,18 @@ def few_processes(num_allowed: int, start_method: str) -> str:
     be_bound_by_process_limits()
     before = _held()
     resource.setrlimit(resource.RLIMIT_NPROC, (num_allowed, num_allowed))
-    with pytest.raises(WorkerLost, match=r"starting a worker failed.*ulimit -u") as caught:
+    with pytest.raises(
+        WorkerLost, match=r"starting a worker failed.*ulimit -u"
+    ) as caught:
         make_by(start_method)
     assert not _left(before)
     return message_of(caught.value)
 
 
 def little_address_space() -> str:
-    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    taken = (
+        int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    )
     with make(2, ENDLESS) as env:
         resource.setrlimit(resource.RLIMIT_AS, (taken + 2**28, -1))
         with pytest.raises(MemoryError, match="address space") as caught:
@@ -170,18 +200,26 @@ def little_address_space_in_workers() -> str:
 
 def killed_for_memory(flag: str) -> str:
     options = ExecutorOptions(on_worker_loss="restart")
-    with memory_group(1536 * 2**20):  # much more than this process uses: the kernel kills the largest process
+    # Much more than this process uses: the kernel kills the largest process.
+    with memory_group(1536 * 2**20):
         with make(2, [functools.partial(HungryEnv, flag), ENDLESS]) as env:
             env.reset()
             env.step(actions())
-            with pytest.raises(WorkerLost, match="for the memory limit of that group") as caught:
+            with pytest.raises(
+                WorkerLost, match="for the memory limit of that group"
+            ) as caught:
                 env.step(actions())
             assert caught.value.context["exit_code"] == -signal.SIGKILL
             assert caught.value.env_ids == (0,)
         os.unlink(flag)
-        with make(2, [functools.partial(HungryEnv, flag), ENDLESS], options=options) as env:
+        with make(
+            2, [functools.partial(HungryEnv, flag), ENDLESS], options=options
+        ) as env:
             data = env.rollout(4, break_when_any_done=False)["next"]
-            assert data["interrupted"][..., 0].tolist() == [[False, True, False, False], [False] * 4]
+            assert data["interrupted"][..., 0].tolist() == [
+                [False, True, False, False],
+                [False] * 4,
+            ]
             assert data["observation"][1, :, 1].tolist() == [1, 2, 3, 4]
             works(env)
     return message_of(caught.value)
@@ -222,7 +260,10 @@ def test_few_files():
     record("few files", what="RLIMIT_NOFILE too low", seen=in_child(few_files))
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="the limit counts all processes of a user: needs one without any")
+@pytest.mark.skipif(
+    os.getuid() != 0,
+    reason="the limit counts all processes of a user: needs one without any",
+)
 @pytest.mark.parametrize(
     ("num_allowed", "start_method"),
     [(1, "zygote"), (2, "zygote"), (1, "portable"), (2, "portable")],
@@ -230,14 +271,28 @@ def test_few_files():
 )
 def test_few_processes(num_allowed, start_method):
     seen = in_child(few_processes, num_allowed, start_method)
-    record(f"few processes {num_allowed} {start_method}", what="RLIMIT_NPROC too low", seen=seen)
+    record(
+        f"few processes {num_allowed} {start_method}",
+        what="RLIMIT_NPROC too low",
+        seen=seen,
+    )
 
 
 @pytest.mark.parametrize("start_method", METHODS)
-@pytest.mark.parametrize("body", [few_files_at_a_restart, deleted_folder, closed_descriptors], ids=lambda b: b.__name__)
+@pytest.mark.parametrize(
+    "body",
+    [few_files_at_a_restart, deleted_folder, closed_descriptors],
+    ids=lambda b: b.__name__,
+)
 def test_a_start_in_odd_surroundings(body, start_method, tmp_path):
-    seen = in_child(body, start_method, *([str(tmp_path)] if body is deleted_folder else []))
-    record(f"{body.__name__} {start_method}", what=f"{body.__name__.replace('_', ' ')} ({start_method})", seen=seen)
+    seen = in_child(
+        body, start_method, *([str(tmp_path)] if body is deleted_folder else [])
+    )
+    record(
+        f"{body.__name__} {start_method}",
+        what=f"{body.__name__.replace('_', ' ')} ({start_method})",
+        seen=seen,
+    )
 
 
 def _reap_all(*_: object) -> None:
@@ -247,8 +302,12 @@ def _reap_all(*_: object) -> None:
 
 
 @pytest.mark.parametrize("start_method", METHODS)
-@pytest.mark.parametrize("handler", [signal.SIG_IGN, _reap_all], ids=["ignored", "reaped"])
-def test_a_death_is_noticed_where_the_program_ignores_its_children_or_reaps_them(handler, start_method):
+@pytest.mark.parametrize(
+    "handler", [signal.SIG_IGN, _reap_all], ids=["ignored", "reaped"]
+)
+def test_a_death_is_noticed_where_the_program_ignores_its_children_or_reaps_them(
+    handler, start_method
+):
     def body() -> bool:
         before, handlers = _held(), signal.signal(signal.SIGCHLD, handler)
         with make_by(start_method) as env:
@@ -272,10 +331,16 @@ def test_a_death_is_noticed_where_the_program_ignores_its_children_or_reaps_them
 
 
 @pytest.mark.parametrize(
-    "body", [little_address_space, little_address_space_in_workers], ids=lambda body: body.__name__
+    "body",
+    [little_address_space, little_address_space_in_workers],
+    ids=lambda body: body.__name__,
 )
 def test_little_memory(body):
-    record(body.__name__, what=f"RLIMIT_AS low: {body.__name__.replace('_', ' ')}", seen=in_child(body))
+    record(
+        body.__name__,
+        what=f"RLIMIT_AS low: {body.__name__.replace('_', ' ')}",
+        seen=in_child(body),
+    )
 
 
 def test_killed_for_the_memory_limit_of_a_control_group(tmp_path):
@@ -283,18 +348,32 @@ def test_killed_for_the_memory_limit_of_a_control_group(tmp_path):
     if not can_limit_memory():
         pytest.skip("control groups of one's own are not allowed here")
     seen = in_child(killed_for_memory, str(tmp_path / "hungry"))
-    record("out of memory", what="memory beyond the limit of the control group", seen=seen)
+    record(
+        "out of memory", what="memory beyond the limit of the control group", seen=seen
+    )
 
 
 @pytest.mark.usefixtures("mounts")
-@pytest.mark.parametrize("body", [small_shm, read_only_shm] if IS_FULL else [small_shm], ids=lambda body: body.__name__)
+@pytest.mark.parametrize(
+    "body",
+    [small_shm, read_only_shm] if IS_FULL else [small_shm],
+    ids=lambda body: body.__name__,
+)
 def test_shm(body):
-    record(body.__name__, what=f"/dev/shm: {body.__name__.replace('_', ' ')}", seen=in_child(body))
+    record(
+        body.__name__,
+        what=f"/dev/shm: {body.__name__.replace('_', ' ')}",
+        seen=in_child(body),
+    )
 
 
 @pytest.mark.usefixtures("mounts")
 def test_full_temporary_folder(tmp_path):
-    record("full disk", what="TMPDIR and current folder full", seen=in_child(full_temporary_folder, str(tmp_path)))
+    record(
+        "full disk",
+        what="TMPDIR and current folder full",
+        seen=in_child(full_temporary_folder, str(tmp_path)),
+    )
 
 
 # ---- the owner ---------------------------------------------------------------------------------
@@ -302,7 +381,9 @@ def test_full_temporary_folder(tmp_path):
 
 def _end(how: str, state: str, start_method: str, write: int) -> None:
     """Run as an owner that ends in a state, with a hanging worker and a fork that survives."""
-    hung = functools.partial(FaultyEnv, "gil", at="construct" if state == "build" else "step", step=1)
+    hung = functools.partial(
+        FaultyEnv, "gil", at="construct" if state == "build" else "step", step=1
+    )
     options = ExecutorOptions(start_method=start_method)  # type: ignore[arg-type]
     if state == "build":
         threading.Timer(1.0, functools.partial(_leave, how)).start()
@@ -335,10 +416,16 @@ ENDS = [
     for how in ("is killed", "exits", "gets SIGTERM")
     for state in ("build", "idle", "step", "sent", "rollout")
 ]
-QUICK_ENDS = [("is killed", "build", "zygote"), ("exits", "sent", "zygote"), ("is killed", "step", "portable")]
+QUICK_ENDS = [
+    ("is killed", "build", "zygote"),
+    ("exits", "sent", "zygote"),
+    ("is killed", "step", "portable"),
+]
 
 
-@pytest.mark.parametrize(("how", "state", "start_method"), ENDS if IS_FULL else QUICK_ENDS)
+@pytest.mark.parametrize(
+    ("how", "state", "start_method"), ENDS if IS_FULL else QUICK_ENDS
+)
 def test_an_owner_that_ends(how, state, start_method):
     """Its workers end with it, also one stuck in C, although a process that it had forked survives."""
     before = _held()
@@ -354,10 +441,15 @@ def test_an_owner_that_ends(how, state, start_method):
     os.read(read, 5)
     os.close(read)
     os.waitpid(pid, 0)
-    forked = [] if state == "build" else [int(p) for p in _held()[0] - before[0] if _is_copy_of_this(p)]
+    forked = (
+        []
+        if state == "build"
+        else [int(p) for p in _held()[0] - before[0] if _is_copy_of_this(p)]
+    )
     for one in forked:
         end = time.monotonic() + 10
-        while not {str(one)} >= _held()[0] - before[0]:  # its owner has ended: it must not hold the workers' lifelines
+        # Its owner has ended: it must not hold the workers' lifelines.
+        while not {str(one)} >= _held()[0] - before[0]:
             assert time.monotonic() < end
             time.sleep(0.1)
         os.kill(one, signal.SIGKILL)
@@ -369,12 +461,18 @@ def test_an_owner_that_ends(how, state, start_method):
 
 def _is_copy_of_this(pid: str) -> bool:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes() == Path("/proc/self/cmdline").read_bytes()
+        return (
+            Path(f"/proc/{pid}/cmdline").read_bytes()
+            == Path("/proc/self/cmdline").read_bytes()
+        )
     except OSError:
         return False
 
 
-@pytest.mark.skipif(not IS_FULL, reason="owners that raise, return or exit have tests of their own: test_owner")
+@pytest.mark.skipif(
+    not IS_FULL,
+    reason="owners that raise, return or exit have tests of their own: test_owner",
+)
 def test_an_owner_that_raises_at_exit():
     code = (
         "import atexit\n"
@@ -385,7 +483,9 @@ def test_an_owner_that_raises_at_exit():
         "print(*[w.pid for w in env.statistics().workers], flush=True)\n"
         "atexit.register(lambda: 1 / 0)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     assert "ZeroDivisionError" in done.stderr
     assert done.stderr.count("Traceback") == 1
     assert not any(Path(f"/proc/{pid}").exists() for pid in done.stdout.split())
@@ -399,14 +499,23 @@ def test_an_owner_that_raises_at_exit():
 # ---- envs that meddle --------------------------------------------------------------------------
 
 
-QUICK_MEDDLING = {"closes descriptors 0 to 255", "installs signal handlers", "starts processes", "forks"}
+QUICK_MEDDLING = {
+    "closes descriptors 0 to 255",
+    "installs signal handlers",
+    "starts processes",
+    "forks",
+}
 
 
-@pytest.mark.parametrize("name", [name for name in MEDDLING if IS_FULL or name in QUICK_MEDDLING])
+@pytest.mark.parametrize(
+    "name", [name for name in MEDDLING if IS_FULL or name in QUICK_MEDDLING]
+)
 def test_an_env_that_meddles(name):
     before = _held()
     options = ExecutorOptions(step_timeout_s=20.0, reset_timeout_s=20.0)
-    with make(2, [functools.partial(MeddlingEnv, MEDDLING[name]), ENDLESS], options=options) as env:
+    with make(
+        2, [functools.partial(MeddlingEnv, MEDDLING[name]), ENDLESS], options=options
+    ) as env:
         works(env)
         works(env)
         assert env.call("echo", 3) == [[[3], {}]] * 2
@@ -416,7 +525,11 @@ def test_an_env_that_meddles(name):
         env.close()
         assert time.monotonic() - began < 15
     assert not _left(before)
-    record(f"meddles {name}", what=f"an env {name}", seen="nothing: it works, and nothing is left")
+    record(
+        f"meddles {name}",
+        what=f"an env {name}",
+        seen="nothing: it works, and nothing is left",
+    )
 
 
 def test_the_stack_of_a_hung_worker_is_read_though_its_env_took_the_signal():
@@ -434,30 +547,47 @@ def test_an_env_that_prints_megabytes(num_bytes):
         for _ in range(70):
             root = env.step_and_maybe_reset(root.update(actions()))[1]
         assert root["observation"][:, 1].tolist() == [70, 70]
-        assert len(env.worker_output(0)) <= 66 * num_bytes  # not 70 of them: the log is trimmed every 64 steps
-    record("prints", what="an env prints 4 MB at every step", seen="nothing: the oldest output is dropped")
+        # Not 70 of them: the log is trimmed every 64 steps.
+        assert len(env.worker_output(0)) <= 66 * num_bytes
+    record(
+        "prints",
+        what="an env prints 4 MB at every step",
+        seen="nothing: the oldest output is dropped",
+    )
 
 
 def test_an_env_that_is_nan_is_refused_where_that_is_asked_for():
-    with make(2, [functools.partial(NanEnv, 99), ENDLESS], options=ExecutorOptions(check_finite=True)) as env:
+    with make(
+        2,
+        [functools.partial(NanEnv, 99), ENDLESS],
+        options=ExecutorOptions(check_finite=True),
+    ) as env:
         env.reset()
         env.step(actions())
         with pytest.raises(EnvError, match=r"NaN|finite|nan") as caught:
             env.step(actions())
         assert caught.value.env_ids == (0,)
-    record("nan", what="an env returns NaN (`check_finite=True`)", seen="`EnvError` of that env; the others continue")
+    record(
+        "nan",
+        what="an env returns NaN (`check_finite=True`)",
+        seen="`EnvError` of that env; the others continue",
+    )
 
 
 # ---- callers -----------------------------------------------------------------------------------
 
 BAD_ACTIONS: dict[str, Callable[[], TensorDict]] = {
     "too few": lambda: actions(count=1),
-    "of another inner shape": lambda: TensorDict({"action": torch.ones(2, 3, dtype=torch.int64)}, [2]),
+    "of another inner shape": lambda: TensorDict(
+        {"action": torch.ones(2, 3, dtype=torch.int64)}, [2]
+    ),
     "of floats": lambda: actions(1.0, dtype=torch.float32),
     "NaN": lambda: actions(float("nan"), dtype=torch.float32),
     "out of range": lambda: actions(99),
     "negative": lambda: actions(-1),
-    "on another device": lambda: TensorDict({"action": torch.ones(2, dtype=torch.int64, device="meta")}, [2]),
+    "on another device": lambda: TensorDict(
+        {"action": torch.ones(2, dtype=torch.int64, device="meta")}, [2]
+    ),
     "missing": lambda: TensorDict({}, [2]),
 }
 
@@ -470,7 +600,11 @@ def test_bad_actions_step_nobody():
                 with pytest.raises((ActionError, ValueError, KeyError)) as caught:
                     call(bad())
                 assert env.statistics().steps_per_env == (0, 0), name
-            record(f"actions {name}", what=f"actions {name}", seen=message_of(caught.value).replace("|", "/"))
+            record(
+                f"actions {name}",
+                what=f"actions {name}",
+                seen=message_of(caught.value).replace("|", "/"),
+            )
         works(env)
 
 
@@ -492,9 +626,19 @@ def test_a_live_executor_that_is_pickled_forked_and_used_after_its_end():
     env.close()
     with pytest.raises(Closed):
         env.step(actions())
-    record("pickled", what="pickling a live executor", seen="`TypeError`; the executor continues")
-    record("forked", what="using or closing it in a fork of the owner", seen="`Closed`; the owner's executor continues")
-    record("closed", what="closing twice; using it after `close`", seen="nothing; `Closed`")
+    record(
+        "pickled",
+        what="pickling a live executor",
+        seen="`TypeError`; the executor continues",
+    )
+    record(
+        "forked",
+        what="using or closing it in a fork of the owner",
+        seen="`Closed`; the owner's executor continues",
+    )
+    record(
+        "closed", what="closing twice; using it after `close`", seen="nothing; `Closed`"
+    )
 
 
 def test_ctrl_c_between_send_and_recv():
@@ -506,7 +650,9 @@ def test_ctrl_c_between_send_and_recv():
         assert env.recv()["next", "observation"][:, 1].tolist() == [1, 1]
         works(env)
     record(
-        "ctrl-c", what="Ctrl-C between `send` and `recv`", seen="`KeyboardInterrupt`; `recv` still returns every row"
+        "ctrl-c",
+        what="Ctrl-C between `send` and `recv`",
+        seen="`KeyboardInterrupt`; `recv` still returns every row",
     )
 
 
@@ -519,7 +665,11 @@ def test_two_executors_at_once():
         with pytest.raises(WorkerLost):
             two.reset()
         assert one.recv()["next", "observation"][:, 1].tolist() == [1, 1]
-    record("two", what="two executors at once, a worker of one killed", seen="the other does not notice")
+    record(
+        "two",
+        what="two executors at once, a worker of one killed",
+        seen="the other does not notice",
+    )
 
 
 @pytest.mark.skipif(not IS_FULL, reason="imports torch in two workers")
@@ -532,7 +682,11 @@ def test_an_executor_in_an_env_of_an_executor():
             if ending == "kill":
                 os.kill(env.call("pid")[0], signal.SIGKILL)
         assert not _left(before)
-    record("nested", what="an executor in an env of an executor, and its end", seen="works; nothing is left")
+    record(
+        "nested",
+        what="an executor in an env of an executor, and its end",
+        seen="works; nothing is left",
+    )
 
 
 @pytest.mark.timeout(1200)
@@ -546,7 +700,11 @@ def test_many_executors():
     gc.collect()
     assert not _left(before)
     assert threading.active_count() <= num_threads
-    record("many", what=f"{count} executors opened and closed in one process", seen="nothing is left")
+    record(
+        "many",
+        what=f"{count} executors opened and closed in one process",
+        seen="nothing is left",
+    )
 
 
 def test_more_memory_than_there_is():

@@ -10,7 +10,15 @@ import numpy as np
 from everything_imported import import_all  # type: ignore[import-not-found]  # it is in the folder of this script
 from typer.testing import CliRunner
 
-from envherd import AsyncCollector, Collector, ExecutorOptions, ParallelEnv, SerialEnv, WorkerLost, preloaded
+from envherd import (
+    AsyncCollector,
+    Collector,
+    ExecutorOptions,
+    ParallelEnv,
+    SerialEnv,
+    WorkerLost,
+    preloaded,
+)
 from envherd.executor.cli.app import app
 from envherd.executor.facades.gymnasium import AsyncVectorEnv
 from envherd.executor.guests.capsules.file import load_capsule
@@ -28,7 +36,10 @@ def check(holds, what):
 check("pidfd_open" in platforms.missing(), platforms.missing())
 import_all()
 
-with ParallelEnv(4, CountingEnv, num_workers=2, seed=1) as env, SerialEnv(4, CountingEnv, seed=1) as serial:
+with (
+    ParallelEnv(4, CountingEnv, num_workers=2, seed=1) as env,
+    SerialEnv(4, CountingEnv, seed=1) as serial,
+):
     check("portable" in env.statistics().path, env.statistics().path)
     check((env.rollout(6) == serial.rollout(6)).all(), "rollouts differ")
     root = env.reset()
@@ -38,21 +49,34 @@ with ParallelEnv(4, CountingEnv, num_workers=2, seed=1) as env, SerialEnv(4, Cou
     env.statistics()
     data = next(iter(Collector(env, None, frames_per_batch=16, total_frames=16)))
     check(data.numel() == 16, data)
-    async_data = next(iter(AsyncCollector(env, None, frames_per_batch=16, total_frames=16)))
+    async_data = next(
+        iter(AsyncCollector(env, None, frames_per_batch=16, total_frames=16))
+    )
     check(async_data.numel() >= 16, async_data)
 
 faults = [{"fault": "exit", "step": 2}, {"fault": "sleep", "step": 4}]
 options = ExecutorOptions(on_worker_loss="restart", step_timeout_s=1.0)
-with ParallelEnv(2, FaultyEnv, num_workers=2, env_kwargs=faults, options=options) as env:
+with ParallelEnv(
+    2, FaultyEnv, num_workers=2, env_kwargs=faults, options=options
+) as env:
     root, interrupted = env.reset(), []
     for _ in range(4):
         batch, root = env.step_and_maybe_reset(env.rand_action(root))
         interrupted.append(batch["next", "interrupted"].flatten().tolist())
-    check(interrupted[1][0] and interrupted[3][1] and sum(map(sum, interrupted)) >= 2, interrupted)
+    check(
+        interrupted[1][0] and interrupted[3][1] and sum(map(sum, interrupted)) >= 2,
+        interrupted,
+    )
 
 with tempfile.TemporaryDirectory() as folder:
-    options, kwargs, path = ExecutorOptions(capsules=folder), [{}, {"fault": "exit", "step": 3}], None
-    with ParallelEnv(2, FaultyEnv, num_workers=2, env_kwargs=kwargs, options=options) as env:
+    options, kwargs, path = (
+        ExecutorOptions(capsules=folder),
+        [{}, {"fault": "exit", "step": 3}],
+        None,
+    )
+    with ParallelEnv(
+        2, FaultyEnv, num_workers=2, env_kwargs=kwargs, options=options
+    ) as env:
         env.reset()
         _, root = env.step_and_maybe_reset(env.rand_action(env.current()))
         saved = env.save([0])
@@ -82,7 +106,10 @@ if importlib.util.find_spec("pettingzoo") is not None:
 
     agents = ParallelVectorEnv([AgentsEnv] * 2, num_workers=1)
     by_agent, _infos = agents.reset(seed=1)
-    check(all(rows.shape[0] == 2 for rows in by_agent.values()), "the facade of PettingZoo")
+    check(
+        all(rows.shape[0] == 2 for rows in by_agent.values()),
+        "the facade of PettingZoo",
+    )
     agents.close()
 
 try:
@@ -101,5 +128,7 @@ top = CliRunner().invoke(app, ["top", "--once"])
 check(top.exit_code == 2 and "got a system that lacks" in top.output, top.output)
 size = CliRunner().invoke(app, ["size", "gymnasium:CartPole-v1", "--budget", "2"])
 check(size.exit_code == ("/proc" in platforms.missing()), size.output)
-check(not size.exit_code or "got a system that lacks: /proc" in size.output, size.output)
+check(
+    not size.exit_code or "got a system that lacks: /proc" in size.output, size.output
+)
 os.write(1, b"everything works\n")

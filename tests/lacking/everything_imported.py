@@ -6,8 +6,26 @@ import pkgutil
 import envherd
 
 #: Parts that import packages which take long; test_portable.py reads their sources instead.
-HEAVY = ("rllib", "sb3", "torchrl", "cluster", "meltingpot", "_native", "env_template", "plotting")
-OPTIONAL = ("vmas", "envpool", "imageio", "prometheus_client", "matplotlib", "dm_control", "dm_env", "pettingzoo")
+HEAVY = (
+    "rllib",
+    "sb3",
+    "torchrl",
+    "cluster",
+    "meltingpot",
+    "_native",
+    "env_template",
+    "plotting",
+)
+OPTIONAL = (
+    "vmas",
+    "envpool",
+    "imageio",
+    "prometheus_client",
+    "matplotlib",
+    "dm_control",
+    "dm_env",
+    "pettingzoo",
+)
 
 
 def import_all():

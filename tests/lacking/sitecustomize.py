@@ -44,7 +44,11 @@ LACKING = {
     },
     "sandbox": {},
 }
-MISSING_MODULES = {"windows": {"fcntl", "resource", "termios", "pwd", "grp", "posix"}, "macos": set(), "sandbox": set()}
+MISSING_MODULES = {
+    "windows": {"fcntl", "resource", "termios", "pwd", "grp", "posix"},
+    "macos": set(),
+    "sandbox": set(),
+}
 PLATFORMS = {"windows": "win32", "macos": "darwin"}
 #: More that the systems lack, as in `ENVHERD_LACKS`.
 MORE = {
@@ -62,7 +66,9 @@ def _is_ours(name):
 
 def _called_by_us():
     frame = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(
+        _BETWEEN
+    ):
         frame = frame.f_back
     return frame is not None and _is_ours(frame.f_globals.get("__name__") or "")
 
@@ -72,14 +78,18 @@ class _Stand(types.ModuleType):
 
     def __init__(self, real, lacking, replaced):
         super().__init__(real.__name__)
-        object.__getattribute__(self, "__dict__").update(_real=real, _lacking=lacking, _replaced=replaced)
+        object.__getattribute__(self, "__dict__").update(
+            _real=real, _lacking=lacking, _replaced=replaced
+        )
 
     def __getattribute__(self, name):
         own = object.__getattribute__(self, "__dict__")
         if name in own["_replaced"]:
             return own["_replaced"][name]
         if name in own["_lacking"]:
-            raise AttributeError(f"module {own['_real'].__name__!r} has no attribute {name!r} on this system")
+            raise AttributeError(
+                f"module {own['_real'].__name__!r} has no attribute {name!r} on this system"
+            )
         return getattr(own["_real"], name)
 
     def __setattr__(self, name, value):
@@ -95,7 +105,9 @@ class _Library:
     def __getattr__(self, name):
         if name in self._lacking:
             raise AttributeError(name)
-        return _answer_with_error if name in self._refused else getattr(self._real, name)
+        return (
+            _answer_with_error if name in self._refused else getattr(self._real, name)
+        )
 
 
 def _answer_with_error(*_):
@@ -116,7 +128,9 @@ def _without_commands(function, commands):
 
 def _without_proc(function):
     def checked(path, *args, **kwargs):
-        if isinstance(path, (str, os.PathLike)) and os.fspath(path).startswith(("/proc", "/sys/")):
+        if isinstance(path, (str, os.PathLike)) and os.fspath(path).startswith(
+            ("/proc", "/sys/")
+        ):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         return function(path, *args, **kwargs)
 
@@ -152,7 +166,9 @@ def _parse(words):
     for word in words:
         module, dot, name = word.rstrip("!").partition(".")
         if dot or module == "libc":
-            (refused if word.endswith("!") else lacking).setdefault(module, set()).add(name)
+            (refused if word.endswith("!") else lacking).setdefault(module, set()).add(
+                name
+            )
         elif module != "/proc":
             missing.add(module)
     return lacking, refused, missing
@@ -165,16 +181,28 @@ def _stand_ins(system):
     for module, names in LACKING.get(system, {}).items():
         lacking.setdefault(module, set()).update(names.split())
     library = _load_library(lacking.pop("libc", set()), refused.pop("libc", set()))
-    replaced = {module: dict.fromkeys(names, _refuse) for module, names in refused.items()}
+    replaced = {
+        module: dict.fromkeys(names, _refuse) for module, names in refused.items()
+    }
     if commands := {int(name) for name in refused.get("fcntl", ()) if name.isdecimal()}:
-        replaced["fcntl"]["fcntl"] = _without_commands(importlib.import_module("fcntl").fcntl, commands)
-    replaced |= {"ctypes": {"CDLL": library}, "sys": {"platform": PLATFORMS.get(system, sys.platform)}}
+        replaced["fcntl"]["fcntl"] = _without_commands(
+            importlib.import_module("fcntl").fcntl, commands
+        )
+    replaced |= {
+        "ctypes": {"CDLL": library},
+        "sys": {"platform": PLATFORMS.get(system, sys.platform)},
+    }
     if "/proc" in words:
         replaced["os"] = {**_take_proc_away(), **replaced.get("os", {})}
     missing |= MISSING_MODULES.get(system, set())
     names = {*lacking, *replaced} - missing
     stands = {
-        name: _Stand(importlib.import_module(name), lacking.get(name, set()), replaced.get(name, {})) for name in names
+        name: _Stand(
+            importlib.import_module(name),
+            lacking.get(name, set()),
+            replaced.get(name, {}),
+        )
+        for name in names
     }
     return stands, missing
 
@@ -191,7 +219,9 @@ def take_away(system):
                 raise ModuleNotFoundError(f"No module named {name!r}", name=name)
             if name in stands:
                 return stands[name]
-        return really_import(name, *((space,) if "globals" not in keywords else ()), *others, **keywords)
+        return really_import(
+            name, *((space,) if "globals" not in keywords else ()), *others, **keywords
+        )
 
     def imported(name, package=None):
         if _called_by_us():

@@ -19,7 +19,10 @@ def rollouts_of(env):
         data = [env.rollout(5, break_when_any_done=False) for _ in range(2)]
         _, root = env.step_and_maybe_reset(env.rand_action(env.reset()))
         env.send(env.rand_action(root))
-        data += [env.recv(4).exclude("env_ids"), next(iter(Collector(env, None, frames_per_batch=8, total_frames=8)))]
+        data += [
+            env.recv(4).exclude("env_ids"),
+            next(iter(Collector(env, None, frames_per_batch=8, total_frames=8))),
+        ]
         assert env.call("close") is not None or True
         env.statistics()
         return data
@@ -29,19 +32,31 @@ def main():
     """Run it."""
     mine = rollouts_of(ParallelEnv(4, CountingEnv, num_workers=2, seed=1))
     its = rollouts_of(SerialEnv(4, CountingEnv, seed=1))
-    assert all((a == b).all() for a, b in zip(mine, its, strict=True)), "the data differ"
+    assert all((a == b).all() for a, b in zip(mine, its, strict=True)), (
+        "the data differ"
+    )
     options = ExecutorOptions(on_worker_loss="restart", step_timeout_s=30.0)
     faults = [{}, {"fault": "exit", "step": 2}]
-    with ParallelEnv(2, FaultyEnv, num_workers=2, env_kwargs=faults, options=options) as env:
+    with ParallelEnv(
+        2, FaultyEnv, num_workers=2, env_kwargs=faults, options=options
+    ) as env:
         root, interrupted = env.reset(), []
         for _ in range(3):
             batch, root = env.step_and_maybe_reset(env.rand_action(root))
             interrupted.append(batch["next", "interrupted"].flatten().tolist())
         assert [row[1] for row in interrupted] == [False, True, False], interrupted
         path = env.statistics().path
-    left = [name for name in os.listdir("/dev/shm") if name.startswith(f"{NAMES}{os.getpid()}-")]
+    left = [
+        name
+        for name in os.listdir("/dev/shm")
+        if name.startswith(f"{NAMES}{os.getpid()}-")
+    ]
     assert not left, left
-    workers = [p for p in psutil.Process().children(recursive=True) if "resource_tracker" not in " ".join(p.cmdline())]
+    workers = [
+        p
+        for p in psutil.Process().children(recursive=True)
+        if "resource_tracker" not in " ".join(p.cmdline())
+    ]
     assert all("envherd helper" in " ".join(p.cmdline()) for p in workers), workers
     return path
 

@@ -41,7 +41,10 @@ time.CLOCK_MONOTONIC time.clock_gettime resource.getrlimit!
 """.split()
 SYSTEMS = ("windows", "macos", "sandbox")
 #: What `everything` prints, and what its first executor logs, once.
-PRINTED = ("everything works\n", "in the portable pool, because this system lacks: memfd_create")
+PRINTED = (
+    "everything works\n",
+    "in the portable pool, because this system lacks: memfd_create",
+)
 CASE_S = 240
 
 
@@ -58,7 +61,9 @@ def run_case(words: list[str], log: Path) -> str:
             faulthandler.dump_traceback_later(CASE_S - 10)
             os.environ["ENVHERD_LACKS"] = " ".join(words)
             os.environ |= {"ENVHERD_NATIVE": "0"} if words[0] in SYSTEMS else {}
-            importlib.import_module("sitecustomize").take_away(os.environ["ENVHERD_LACKS"])
+            importlib.import_module("sitecustomize").take_away(
+                os.environ["ENVHERD_LACKS"]
+            )
             if words[0] in SYSTEMS:
                 runpy.run_path(str(HERE / "everything.py"), run_name="__main__")
                 os._exit(0)
@@ -78,7 +83,9 @@ def run_case(words: list[str], log: Path) -> str:
             counts = [log.read_text().count(text) for text in PRINTED]
             return "" if counts == [1, 1] else f"printed {PRINTED} {counts} times"
         if ended:
-            return "" if status == 0 else f"ended with {os.waitstatus_to_exitcode(status)}"
+            return (
+                "" if status == 0 else f"ended with {os.waitstatus_to_exitcode(status)}"
+            )
         time.sleep(0.05)
     os.killpg(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
@@ -94,14 +101,30 @@ def main() -> int:
     parser.add_argument("--words", action="append", help="a case: what it lacks")
     asked = parser.parse_args()
     sys.path[:0] = [str(HERE), str(HERE.parents[1])]
-    os.environ |= {"ENVHERD_NATIVE": os.environ.get("ENVHERD_NATIVE", "1"), "OMP_NUM_THREADS": "1"}
-    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, [HERE, HERE.parents[1], *sys.path]))
-    for name in ("torch", "tensordict", "gymnasium", "psutil", "multiprocessing.shared_memory", "cloudpickle", "typer"):
+    os.environ |= {
+        "ENVHERD_NATIVE": os.environ.get("ENVHERD_NATIVE", "1"),
+        "OMP_NUM_THREADS": "1",
+    }
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        map(str, [HERE, HERE.parents[1], *sys.path])
+    )
+    for name in (
+        "torch",
+        "tensordict",
+        "gymnasium",
+        "psutil",
+        "multiprocessing.shared_memory",
+        "cloudpickle",
+        "typer",
+    ):
         importlib.import_module(name)
     multiprocessing.resource_tracker.ensure_running()
     rng, num_failed = random.Random(asked.seed), 0
     cases = [[word] for word in CALLS] if asked.each else []
-    cases += [rng.sample(CALLS, rng.choice([2, 3, 5, 8, 15, 30])) for _ in range(0 if asked.each else asked.cases)]
+    cases += [
+        rng.sample(CALLS, rng.choice([2, 3, 5, 8, 15, 30]))
+        for _ in range(0 if asked.each else asked.cases)
+    ]
     if asked.words:
         cases = [words.split() for words in asked.words]
     log = Path(f"/tmp/envherd-lacking-{os.getpid()}.log")
@@ -111,7 +134,10 @@ def main() -> int:
         num_failed += bool(what)
         text = log.read_text()
         path = text.rpartition("path: ")[2].strip() if not what else ""
-        print(f"{time.monotonic() - began:5.1f} s  {what or 'passed'}  {' '.join(words)}  ({path[:60]})", flush=True)
+        print(
+            f"{time.monotonic() - began:5.1f} s  {what or 'passed'}  {' '.join(words)}  ({path[:60]})",
+            flush=True,
+        )
         if what:
             print("    " + "\n    ".join(text.splitlines()[-25:]), flush=True)
     print(f"{len(cases) - num_failed} passed, {num_failed} failed")

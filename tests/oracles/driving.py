@@ -19,8 +19,15 @@ Row = dict[Key, Any]
 class Mirror:
     """One env of the executor, driven by hand with the same seeds and actions."""
 
-    def __init__(self, plain: Plain, spec: EnvSpec, root_seed: int, env_id: int) -> None:
-        self._plain, self._spec, self._root_seed, self._env_id = plain, spec, root_seed, env_id
+    def __init__(
+        self, plain: Plain, spec: EnvSpec, root_seed: int, env_id: int
+    ) -> None:
+        self._plain, self._spec, self._root_seed, self._env_id = (
+            plain,
+            spec,
+            root_seed,
+            env_id,
+        )
         self._leaves = {leaf.key: leaf for leaf in (*spec.observation, *spec.reward)}
         self.episode = 0
         self.root: Values = {}
@@ -43,11 +50,20 @@ class Mirror:
         """Step this env, and return whether the result equals a `next` row exactly."""
         observation, reward, terminated, truncated = self._plain.step(action)
         self.root = _copied(observation)
-        flags = [np.resize(np.asarray(flag, bool), self.done.shape) for flag in (terminated, truncated)]
+        flags = [
+            np.resize(np.asarray(flag, bool), self.done.shape)
+            for flag in (terminated, truncated)
+        ]
         self.done = flags[0] | flags[1]
         is_same = self._agrees(self.root, following) and self._agrees(reward, following)
-        wanted = zip((("terminated",), ("truncated",), ("done",)), (*flags, self.done), strict=True)
-        return is_same and all(np.array_equal(following[key], flag) for key, flag in wanted)
+        wanted = zip(
+            (("terminated",), ("truncated",), ("done",)),
+            (*flags, self.done),
+            strict=True,
+        )
+        return is_same and all(
+            np.array_equal(following[key], flag) for key, flag in wanted
+        )
 
     def close(self) -> None:
         """Close the env."""
@@ -55,7 +71,11 @@ class Mirror:
 
     def _agrees(self, values: Values, row: Mapping[Key, Any]) -> bool:
         assert values
-        return all(_equal(self._leaves[key], value, row[key]) for key, value in values.items() if key in row)
+        return all(
+            _equal(self._leaves[key], value, row[key])
+            for key, value in values.items()
+            if key in row
+        )
 
 
 class Driven:
@@ -64,7 +84,9 @@ class Driven:
     def __init__(self, family: Family, env: Any, root_seed: int) -> None:
         assert family.plain is not None
         self.env, self.spec = env, env.spec
-        self.mirrors = [Mirror(family.plain(), env.spec, root_seed, i) for i in range(env.num_envs)]
+        self.mirrors = [
+            Mirror(family.plain(), env.spec, root_seed, i) for i in range(env.num_envs)
+        ]
 
     def close(self) -> None:
         """Close the mirrors."""
@@ -90,7 +112,8 @@ class Driven:
                 was_there = mirror.is_at(root)
                 was_made = mirror.makes(action, following)
                 num_invalid += 0 if was_there and was_made else mirror.num_rows
-                if mirror.done.any() and step + 1 < data.shape[1]:  # the next rollout begins by resetting all envs
+                # The next rollout begins by resetting all envs.
+                if mirror.done.any() and step + 1 < data.shape[1]:
                     mirror.reset(mirror.done)
         return data.numel(), num_invalid
 
@@ -105,7 +128,11 @@ class Driven:
             mask |= rng.random(mask.shape) < rng.choice([0.0, 0.2, 0.5])
             first = mask & (rng.random(mask.shape) < rng.choice([0.5, 1.0]))
             for part in (first, mask & ~first):
-                root = env.reset(TensorDict({"_reset": torch.from_numpy(part.copy())}, env.batch_size))
+                root = env.reset(
+                    TensorDict(
+                        {"_reset": torch.from_numpy(part.copy())}, env.batch_size
+                    )
+                )
                 for mirror, rows in zip(self.mirrors, part, strict=True):
                     if rows.any():
                         num_resets += int(rows.sum())
@@ -151,12 +178,19 @@ class Driven:
     def _check_roots(self, td: TensorDictBase, env_ids: Any = None) -> None:
         ids = range(self.env.num_envs) if env_ids is None else env_ids
         for env_id, row in zip(ids, _rows(td, self.spec, "root"), strict=True):
-            assert self.mirrors[env_id].is_at(row), f"env {env_id} is not where a plain loop over it is"
+            assert self.mirrors[env_id].is_at(row), (
+                f"env {env_id} is not where a plain loop over it is"
+            )
 
     def _check_step(self, td: TensorDictBase, env_ids: Any) -> None:
-        actions, nexts = _rows(td, self.spec, "action"), _rows(td["next"], self.spec, "next")
+        actions, nexts = (
+            _rows(td, self.spec, "action"),
+            _rows(td["next"], self.spec, "next"),
+        )
         for env_id, action, following in zip(env_ids, actions, nexts, strict=True):
-            assert self.mirrors[env_id].makes(action, following), f"env {env_id} did not make this step in a plain loop"
+            assert self.mirrors[env_id].makes(action, following), (
+                f"env {env_id} did not make this step in a plain loop"
+            )
 
     def _reset_ended(self, env_ids: Any) -> None:
         for env_id in env_ids:
@@ -185,8 +219,12 @@ def _leaves_of(spec: EnvSpec, part: str) -> tuple[LeafSpec, ...]:
 
 
 def _rows(td: TensorDictBase, spec: EnvSpec, part: str) -> list[Row]:
-    arrays = {leaf.key: _plain(td.get(leaf.key), leaf) for leaf in _leaves_of(spec, part)}
-    return [{key: array[i] for key, array in arrays.items()} for i in range(td.shape[0])]
+    arrays = {
+        leaf.key: _plain(td.get(leaf.key), leaf) for leaf in _leaves_of(spec, part)
+    }
+    return [
+        {key: array[i] for key, array in arrays.items()} for i in range(td.shape[0])
+    ]
 
 
 def _plain(value: Any, leaf: LeafSpec) -> Any:
@@ -194,7 +232,10 @@ def _plain(value: Any, leaf: LeafSpec) -> Any:
 
 
 def _copied(values: Values) -> Values:
-    return {key: np.array(value) if isinstance(value, np.ndarray) else value for key, value in values.items()}
+    return {
+        key: np.array(value) if isinstance(value, np.ndarray) else value
+        for key, value in values.items()
+    }
 
 
 def _equal(leaf: LeafSpec, value: Any, stored: Any) -> bool:
@@ -203,4 +244,7 @@ def _equal(leaf: LeafSpec, value: Any, stored: Any) -> bool:
     array = np.asarray(value)
     if array.size != math.prod(leaf.shape):
         return False
-    return array.reshape(leaf.shape).astype(leaf.dtype).tobytes() == np.ascontiguousarray(stored).tobytes()
+    return (
+        array.reshape(leaf.shape).astype(leaf.dtype).tobytes()
+        == np.ascontiguousarray(stored).tobytes()
+    )

@@ -70,7 +70,9 @@ class Model:
         if life.command is not None and life.is_alive:
             yield from self._worker(life)
         if life.is_alive and life.deaths_left:
-            yield life._replace(is_alive=False, command=None, deaths_left=life.deaths_left - 1)
+            yield life._replace(
+                is_alive=False, command=None, deaths_left=life.deaths_left - 1
+            )
 
     # ---- the caller's side -------------------------------------------------------------------
 
@@ -81,10 +83,14 @@ class Model:
         if life.interrupts_left:
             yield self._interrupted(life)
         if life.call == "begun":
-            given = life._replace(command=_command_of(life.state) if life.is_alive else None)
+            given = life._replace(
+                command=_command_of(life.state) if life.is_alive else None
+            )
             yield given._replace(call="" if life.is_parked else "waits")
         elif life.answer is not None:
-            yield life._replace(state=self.moved(life, life.answer), call="", answer=None)
+            yield life._replace(
+                state=self.moved(life, life.answer), call="", answer=None
+            )
         elif not life.is_alive:
             yield from self._landed_lost(life)
 
@@ -92,7 +98,9 @@ class Model:
         for event in (*STEPS, Event.RESET):
             if event in self.follows[life.state]:
                 for is_parked in (False, True):
-                    yield life._replace(state=self.moved(life, event), call="begun", is_parked=is_parked)
+                    yield life._replace(
+                        state=self.moved(life, event), call="begun", is_parked=is_parked
+                    )
         if life.state >= State.STEPPING:  # a sent env: a later call receives it
             yield life._replace(call="waits", is_parked=False)
         elif not life.is_alive:  # a call about something else notices it
@@ -101,10 +109,14 @@ class Model:
     def _landed_lost(self, life: Life) -> Iterator[Life]:
         """Land a command that was lost with its worker; the call may end there, or reset the env in the successor."""
         is_due = life.state in (State.STEP_RESETTING, State.RESETTING)
-        lost = self._replaced(life._replace(state=self.moved(life, Event.IS_LOST), call=""))
+        lost = self._replaced(
+            life._replace(state=self.moved(life, Event.IS_LOST), call="")
+        )
         yield lost
         if is_due:
-            yield lost._replace(state=self.moved(lost, Event.RESET), call="begun", is_parked=False)
+            yield lost._replace(
+                state=self.moved(lost, Event.RESET), call="begun", is_parked=False
+            )
 
     def _replaced(self, life: Life) -> Life:
         return life._replace(is_alive=True, command=None, answer=None, instance="new")
@@ -114,7 +126,9 @@ class Model:
         life = life._replace(interrupts_left=life.interrupts_left - 1)
         if life.call == "begun" and life.is_parked:  # the command was not given
             return life._replace(state=self.moved(life, Event.IS_WITHDRAWN), call="")
-        broken_off = life._replace(state=self.moved(life, Event.IS_BROKEN_OFF), call="", answer=None)
+        broken_off = life._replace(
+            state=self.moved(life, Event.IS_BROKEN_OFF), call="", answer=None
+        )
         if broken_off.command is None:
             return broken_off
         (done, *_) = self._worker(broken_off)
@@ -125,10 +139,14 @@ class Model:
     def _worker(self, life: Life) -> Iterator[Life]:
         """Yield the possible outcomes of the worker's command."""
         command, life = life.command, life._replace(command=None)
-        assert command not in STEPS or life.instance == "episode", f"{life} steps an instance that was not reset"
-        yield life._replace(answer=Event.ANSWERED, instance="episode")  # the same one or, after a reset, a new one
+        assert command not in STEPS or life.instance == "episode", (
+            f"{life} steps an instance that was not reset"
+        )
+        # The same one or, after a reset, a new one.
+        yield life._replace(answer=Event.ANSWERED, instance="episode")
         yield life._replace(answer=Event.FAILS, instance="new")
-        yield life._replace(answer=Event.ENDS, instance="over")  # of a STEP_RESET: the reset's root says done
+        # Of a STEP_RESET: the reset's root says done.
+        yield life._replace(answer=Event.ENDS, instance="over")
 
     # ---- exploring ---------------------------------------------------------------------------
 
@@ -139,16 +157,27 @@ class Model:
             AssertionError: with the forbidden life.
         """
         return explore(
-            Life(), self._checked, lambda life: life.state is State.RUNNING and life.is_alive and life.call == ""
+            Life(),
+            self._checked,
+            lambda life: (
+                life.state is State.RUNNING and life.is_alive and life.call == ""
+            ),
         )
 
     def _checked(self, life: Life) -> Iterator[Life]:
         is_still = life.call == "" and life.command is None and life.answer is None
-        assert not is_still or life.state is not State.RUNNING or not life.is_alive or life.instance == "episode", (
-            f"{life} counts as running"
-        )
+        assert (
+            not is_still
+            or life.state is not State.RUNNING
+            or not life.is_alive
+            or life.instance == "episode"
+        ), f"{life} counts as running"
         return self.after(life)
 
 
 def _command_of(state: State) -> Event:
-    return {State.STEPPING: Event.STEP, State.STEP_RESETTING: Event.STEP_RESET, State.RESETTING: Event.RESET}[state]
+    return {
+        State.STEPPING: Event.STEP,
+        State.STEP_RESETTING: Event.STEP_RESET,
+        State.RESETTING: Event.RESET,
+    }[state]

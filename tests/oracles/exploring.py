@@ -7,7 +7,9 @@ from typing import TypeVar
 S = TypeVar("S", bound=Hashable)
 
 
-def explore(start: S, moves: Callable[[S], Iterable[S]], is_end: Callable[[S], bool]) -> int:
+def explore(
+    start: S, moves: Callable[[S], Iterable[S]], is_end: Callable[[S], bool]
+) -> int:
     """Visit every state; return how many there are.
 
     Args:

@@ -24,7 +24,12 @@ class CollectorSession(Session):
         num_gaps: steps that are in no batch.
     """
 
-    WEIGHTS: ClassVar[dict[str, int]] = {"collect": 60, "trap": 25, "kill": 5, "look": 10}
+    WEIGHTS: ClassVar[dict[str, int]] = {
+        "collect": 60,
+        "trap": 25,
+        "kill": 5,
+        "look": 10,
+    }
 
     def _open(self, folder: str) -> Any:
         env, rng, asked = super()._open(folder), self.rng, self.setting.asked
@@ -34,7 +39,8 @@ class CollectorSession(Session):
         self._draws = np.random.default_rng(rng.randrange(2**31))
         layout = asked.get("layout", rng.choice(["rows", "flat"]))
         settings: dict[str, Any] = {
-            "frames_per_batch": rng.randint(1, 6) * (self.num_envs if layout == "rows" else 1),
+            "frames_per_batch": rng.randint(1, 6)
+            * (self.num_envs if layout == "rows" else 1),
             "layout": layout,
             "in_background": asked.get("in_background", rng.choice([0, 0, 1])),
             "max_batch": rng.choice([None, rng.randint(1, self.num_envs)]),
@@ -47,7 +53,9 @@ class CollectorSession(Session):
         return env
 
     def _act(self, root: TensorDictBase) -> TensorDictBase:
-        return root.set("action", torch.from_numpy(self._draws.integers(0, NUM_ACTIONS, len(root))))
+        return root.set(
+            "action", torch.from_numpy(self._draws.integers(0, NUM_ACTIONS, len(root)))
+        )
 
     def _finish(self) -> None:
         self.watch.begin("close the collector")
@@ -88,10 +96,16 @@ class CollectorSession(Session):
         if data is None:
             self.num_failures += 1
             return
-        assert data.numel() == self._frames, f"expected {self._frames} transitions, got {data.numel()}"
+        assert data.numel() == self._frames, (
+            f"expected {self._frames} transitions, got {data.numel()}"
+        )
         flat = data.reshape(-1)
-        env_ids, steps = (flat[name].reshape(-1).tolist() for name in ("env_ids", "step"))
-        for env_id, step, (_, _, one) in zip(env_ids, steps, self.transitions(flat, 0), strict=True):
+        env_ids, steps = (
+            flat[name].reshape(-1).tolist() for name in ("env_ids", "step")
+        )
+        for env_id, step, (_, _, one) in zip(
+            env_ids, steps, self.transitions(flat, 0), strict=True
+        ):
             self._follow(env_id, step, one)
 
     def _follow(self, env_id: int, step: int, one: Transition) -> None:
@@ -114,6 +128,11 @@ class CollectorSession(Session):
             self.oracle.begin(place, root)
         # The step before one that was lost is `truncated`: what follows it belongs to another episode.
         made = self.oracle.made.get(one.next.key)
-        self._is_cut[env_id] = one.truncated and not one.interrupted and made is not None and made[0] == Kind.STEP
+        self._is_cut[env_id] = (
+            one.truncated
+            and not one.interrupted
+            and made is not None
+            and made[0] == Kind.STEP
+        )
         self.oracle.follow(place, self.as_made(one) if self._is_cut[env_id] else one)
         self.oracle.ended[place] |= bool(self._is_cut[env_id])

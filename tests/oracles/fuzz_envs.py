@@ -22,7 +22,17 @@ from envherd.workers.testing import PlainAdapter, PlainEnv
 
 NUM_ACTIONS = 5
 #: The values of a row, in this order; exact in float64.
-FIELDS = ("env_id", "lane", "nonce", "episode", "t", "action", "seed", "level", "checksum")
+FIELDS = (
+    "env_id",
+    "lane",
+    "nonce",
+    "episode",
+    "t",
+    "action",
+    "seed",
+    "level",
+    "checksum",
+)
 WIDTH = len(FIELDS)
 NO_SEED = -1
 
@@ -131,7 +141,9 @@ class Life:
         self._num_episodes = 0
         self.episode, self.t, self.seed, self.level, self.action = -1, 0, NO_SEED, 0, -1
         self.is_running = False
-        self._diary = os.open(Path(folder, "diary"), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
+        self._diary = os.open(
+            Path(folder, "diary"), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        )
         self._write(Kind.BUILD)
 
     def reset(self, seed: int | None, level: int) -> np.ndarray:
@@ -153,7 +165,12 @@ class Life:
             kind = Kind.TERMINATED if self._mixed() % 2 == 0 else Kind.TRUNCATED
         self._write(kind if self.is_running else Kind.WRONG)
         self.is_running = self.is_running and kind == Kind.STEP
-        return self.row(), self.t + action / 8, kind == Kind.TERMINATED, kind == Kind.TRUNCATED
+        return (
+            self.row(),
+            self.t + action / 8,
+            kind == Kind.TERMINATED,
+            kind == Kind.TRUNCATED,
+        )
 
     def _mixed(self) -> int:
         return self.seed if self.seed != NO_SEED else self.nonce + 7 * self.episode
@@ -165,7 +182,16 @@ class Life:
 
     def row(self) -> np.ndarray:
         """Return int64 `[WIDTH]`, see `FIELDS`."""
-        values = (self.env_id, self.lane, self.nonce, self.episode, self.t, self.action, self.seed, self.level)
+        values = (
+            self.env_id,
+            self.lane,
+            self.nonce,
+            self.episode,
+            self.t,
+            self.action,
+            self.seed,
+            self.level,
+        )
         return np.array([*values, checksum(values)], np.int64)
 
     def where(self) -> list[int]:
@@ -174,16 +200,42 @@ class Life:
 
     def state(self) -> list[int]:
         """Return its position and its state."""
-        return [self.nonce, self.episode, self.t, self.seed, self.level, self.action, int(self.is_running)]
+        return [
+            self.nonce,
+            self.episode,
+            self.t,
+            self.seed,
+            self.level,
+            self.action,
+            int(self.is_running),
+        ]
 
     def load(self, state: list[int]) -> None:
         """Take over the position and the nonce of another instance."""
-        self.nonce, self.episode, self.t, self.seed, self.level, self.action, is_running = state
+        (
+            self.nonce,
+            self.episode,
+            self.t,
+            self.seed,
+            self.level,
+            self.action,
+            is_running,
+        ) = state
         self.is_running = bool(is_running)
 
     def _write(self, kind: Kind) -> None:
-        values = (kind, self.lane, self.env_id, self.episode, self.t, self.action, self.nonce, self.seed)
-        os.write(self._diary, np.array([values], RECORD).tobytes())  # O_APPEND: whole records, in one order
+        values = (
+            kind,
+            self.lane,
+            self.env_id,
+            self.episode,
+            self.t,
+            self.action,
+            self.nonce,
+            self.seed,
+        )
+        # O_APPEND: whole records, in one order.
+        os.write(self._diary, np.array([values], RECORD).tobytes())
 
     def close(self) -> None:
         """Close the diary."""
@@ -211,28 +263,41 @@ class FuzzEnv(PlainEnv):
     """
 
     def __init__(
-        self, folder: str, num_envs: int, env_id: int, length: int | None = None, lanes: int = 0, kind: str = "plain"
+        self,
+        folder: str,
+        num_envs: int,
+        env_id: int,
+        length: int | None = None,
+        lanes: int = 0,
+        kind: str = "plain",
     ) -> None:
         self.env_id = env_id
         self._traps = Traps(folder, num_envs)
         self._traps.spring(env_id, When.BUILD)
         self.kind = kind
         self.lanes = lanes
-        self.lives = [Life(folder, env_id, lane, length) for lane in range(max(1, lanes))]
+        self.lives = [
+            Life(folder, env_id, lane, length) for lane in range(max(1, lanes))
+        ]
         self.info: dict[str, Any] = {}
         self.mark: Any = None
         self._buffer = np.zeros((max(1, lanes), WIDTH), np.int64)
         self.spec = spec_of(kind, lanes)
 
     def reset(
-        self, seed: int | None, options: Mapping[str, Any] | None = None, mask: np.ndarray | None = None
+        self,
+        seed: int | None,
+        options: Mapping[str, Any] | None = None,
+        mask: np.ndarray | None = None,
     ) -> list[Any]:
         """Begin an episode (of the rows in a mask)."""
         self._traps.spring(self.env_id, When.RESET)
         level = int((options or {}).get("level", 0))
         for lane, life in enumerate(self.lives):
             if mask is None or mask[lane, 0]:
-                self._buffer[lane] = life.reset(None if seed is None else seed + lane, level)
+                self._buffer[lane] = life.reset(
+                    None if seed is None else seed + lane, level
+                )
         self._traps.spring(self.env_id, When.RESET_DONE)
         return self._observe()
 
@@ -240,7 +305,9 @@ class FuzzEnv(PlainEnv):
         """Make a step."""
         self._traps.spring(self.env_id, When.STEP)
         actions = np.atleast_1d(action[0]).tolist()
-        steps = [life.step(int(act)) for life, act in zip(self.lives, actions, strict=True)]
+        steps = [
+            life.step(int(act)) for life, act in zip(self.lives, actions, strict=True)
+        ]
         for lane, values in enumerate(steps):
             self._buffer[lane] = values[0]
         self._traps.spring(self.env_id, When.STEP_DONE)
@@ -269,7 +336,9 @@ class FuzzEnv(PlainEnv):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put the rows back."""
-        for lane, (life, one) in enumerate(zip(self.lives, state["lives"], strict=True)):
+        for lane, (life, one) in enumerate(
+            zip(self.lives, state["lives"], strict=True)
+        ):
             life.load(one)
             self._buffer[lane] = life.row()
 

@@ -40,18 +40,51 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "text": {"kinds": "text", "on_worker_loss": "restart"},
     "late": LATE,
     "capsules": {"capsules": True, "on_worker_loss": "restart"},
-    "portable": {"start_method": "portable", "num_workers": "few", "on_worker_loss": "restart"},
+    "portable": {
+        "start_method": "portable",
+        "num_workers": "few",
+        "on_worker_loss": "restart",
+    },
     "serial": {"is_serial": True},
-    "mends": {"num_workers": "few", "on_env_error": "interrupt", "on_worker_loss": "restart"},
+    "mends": {
+        "num_workers": "few",
+        "on_env_error": "interrupt",
+        "on_worker_loss": "restart",
+    },
     "mends alone": {"on_env_error": "interrupt", "infos": "plain"},
-    "mends text": {"kinds": "text", "on_env_error": "interrupt", "on_worker_loss": "restart"},
+    "mends text": {
+        "kinds": "text",
+        "on_env_error": "interrupt",
+        "on_worker_loss": "restart",
+    },
     "mends tasks": {"kinds": "mixed", "on_env_error": "interrupt", "copy": False},
-    "mends threads": {"env_threads": True, "num_workers": "few", "on_env_error": "interrupt", "capsules": True},
+    "mends threads": {
+        "env_threads": True,
+        "num_workers": "few",
+        "on_env_error": "interrupt",
+        "capsules": True,
+    },
     "mends serial": {"is_serial": True, "on_env_error": "interrupt"},
-    "mends gymnasium": {"facade": "gymnasium", "on_env_error": "interrupt", "on_worker_loss": "restart"},
-    "mends pettingzoo": {"facade": "pettingzoo", "on_env_error": "interrupt", "on_worker_loss": "restart"},
-    "mends sb3": {"facade": "sb3", "on_env_error": "interrupt", "on_worker_loss": "restart"},
-    "mends torchrl": {"facade": "torchrl", "on_env_error": "interrupt", "on_worker_loss": "restart"},
+    "mends gymnasium": {
+        "facade": "gymnasium",
+        "on_env_error": "interrupt",
+        "on_worker_loss": "restart",
+    },
+    "mends pettingzoo": {
+        "facade": "pettingzoo",
+        "on_env_error": "interrupt",
+        "on_worker_loss": "restart",
+    },
+    "mends sb3": {
+        "facade": "sb3",
+        "on_env_error": "interrupt",
+        "on_worker_loss": "restart",
+    },
+    "mends torchrl": {
+        "facade": "torchrl",
+        "on_env_error": "interrupt",
+        "on_worker_loss": "restart",
+    },
     "gymnasium": {"facade": "gymnasium", "on_worker_loss": "restart"},
     "pettingzoo": {"facade": "pettingzoo", "on_worker_loss": "restart"},
     "sb3": {"facade": "sb3", "on_worker_loss": "restart"},
@@ -65,9 +98,28 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 #: Those whose calls are also broken off; there, only "interrupted deaths" and collectors lose workers.
 INTERRUPTED = (
-    *("plain", "shared", "infos", "threads", "recycle", "serial", "raise", "raise views", "pairs", "tasks"),
+    *(
+        "plain",
+        "shared",
+        "infos",
+        "threads",
+        "recycle",
+        "serial",
+        "raise",
+        "raise views",
+        "pairs",
+        "tasks",
+    ),
     "portable",
-    *("views", "gymnasium", "pettingzoo", "sb3", "mends", "mends alone", "mends serial"),
+    *(
+        "views",
+        "gymnasium",
+        "pettingzoo",
+        "sb3",
+        "mends",
+        "mends alone",
+        "mends serial",
+    ),
     *("collector", "collector in the background"),
 )
 VARIANTS |= {f"interrupted {name}": VARIANTS[name] for name in INTERRUPTED}
@@ -88,18 +140,35 @@ def draw_setting(rng: random.Random, variant: str) -> Setting:
         num_workers = rng.randint(1, num_envs - 1)
     if kinds == "mixed":
         num_envs = max(2, num_envs)
-        kind_of = ("plain", "other", *(rng.choice(["plain", "other"]) for _ in range(num_envs - 2)))
+        kind_of = (
+            "plain",
+            "other",
+            *(rng.choice(["plain", "other"]) for _ in range(num_envs - 2)),
+        )
     else:
         kind_of = (kinds,) * num_envs
-    options: dict[str, Any] = {"stall_log_s": 5.0, "close_timeout_s": 2.0, "max_restarts": 10_000}
+    options: dict[str, Any] = {
+        "stall_log_s": 5.0,
+        "close_timeout_s": 2.0,
+        "max_restarts": 10_000,
+    }
     options["restart_window_s"] = 0.001  # no waits between restarts
     names = (
-        *("on_worker_loss", "on_env_error", "start_method", "env_threads", "recycle_after", "infos"),
+        *(
+            "on_worker_loss",
+            "on_env_error",
+            "start_method",
+            "env_threads",
+            "recycle_after",
+            "infos",
+        ),
         "step_timeout_s",
     )
     options |= {name: asked[name] for name in names if name in asked}
     if "capsules" in asked:
-        options["capsules"] = Capsules(Path(tempfile.gettempdir(), "envherd-fuzz-capsules"), max_files=3)
+        options["capsules"] = Capsules(
+            Path(tempfile.gettempdir(), "envherd-fuzz-capsules"), max_files=3
+        )
     if "step_timeout_s" in asked:
         options |= {"reset_timeout_s": 2 * STEP_TIMEOUT_S, "build_timeout_s": 8.0}
     if not asked.get("copy", True):
@@ -138,7 +207,16 @@ class Interrupter:
         num_dropped: interrupts that did not break off a call.
     """
 
-    HOWS = ("SIGINT", "SIGINT", "SIGINT", "own SIGINT", "interrupt_main", "SIGALRM", "SIGTERM", "twice")
+    HOWS = (
+        "SIGINT",
+        "SIGINT",
+        "SIGINT",
+        "own SIGINT",
+        "interrupt_main",
+        "SIGALRM",
+        "SIGTERM",
+        "twice",
+    )
 
     def __init__(self) -> None:
         self.num_sent = self.num_dropped = 0
@@ -164,9 +242,15 @@ class Interrupter:
             os.kill(os.getpid(), signal.SIGINT)
         self._is_sent = True
 
-    def call(self, call: Callable[[], Any], how: str, delay_s: float) -> tuple[bool, Any]:
+    def call(
+        self, call: Callable[[], Any], how: str, delay_s: float
+    ) -> tuple[bool, Any]:
         """Call something and interrupt it; return whether it was broken off, and what it returned."""
-        handler = self._raising(KeyboardInterrupt) if how == "own SIGINT" else signal.default_int_handler
+        handler = (
+            self._raising(KeyboardInterrupt)
+            if how == "own SIGINT"
+            else signal.default_int_handler
+        )
         signal.signal(signal.SIGINT, handler)
         self._has_arrived = self._is_sent = False
         self.num_sent += 1
@@ -197,7 +281,8 @@ class Interrupter:
 
     def _await_arrival(self, how: str) -> None:
         """Wait until the interrupt was sent and has come: here at the latest."""
-        while not self._is_sent:  # a `join` that is interrupted would take the thread for ended
+        # A `join` that is interrupted would take the thread for ended.
+        while not self._is_sent:
             time.sleep(0.001)
         end = time.monotonic() + _ARRIVAL_S
         while not self._has_arrived and time.monotonic() < end:
@@ -211,7 +296,9 @@ class Interrupting(Session):
 
     _interrupter: Interrupter
 
-    def __init__(self, rng: random.Random, setting: Setting, folder: str, watch: Watch) -> None:
+    def __init__(
+        self, rng: random.Random, setting: Setting, folder: str, watch: Watch
+    ) -> None:
         self._typical_s: dict[str, float] = {}
         self._share = rng.choice([0.2, 0.5, 0.8])
         super().__init__(rng, setting, folder, watch)
@@ -222,10 +309,14 @@ class Interrupting(Session):
             began = time.monotonic()
             result = call()
             name = what.split(maxsplit=1)[0]
-            self._typical_s[name] = 0.7 * self._typical_s.get(name, 0.003) + 0.3 * (time.monotonic() - began)
+            self._typical_s[name] = 0.7 * self._typical_s.get(name, 0.003) + 0.3 * (
+                time.monotonic() - began
+            )
             return result
         how = self.rng.choice(Interrupter.HOWS)
-        delay_s = self.rng.random() * min(0.2, 1.5 * self._typical_s.get(what.split(maxsplit=1)[0], 0.003))
+        delay_s = self.rng.random() * min(
+            0.2, 1.5 * self._typical_s.get(what.split(maxsplit=1)[0], 0.003)
+        )
         self.watch.note(f"  {how} in {1000 * delay_s:.2f} ms")
         try:
             was_stopped, result = self._interrupter.call(call, how, delay_s)
@@ -240,12 +331,16 @@ class Interrupting(Session):
     @property
     def max_errors(self) -> int:
         """See `Session.max_errors`; in this process an env may meet a handler that raises."""
-        return super().max_errors + (self._interrupter.num_sent if self.setting.is_serial else 0)
+        return super().max_errors + (
+            self._interrupter.num_sent if self.setting.is_serial else 0
+        )
 
     @property
     def slack(self) -> int:
         """See `Session.slack`."""
-        return super().slack + (self._interrupter.num_sent if self.setting.is_serial else 0)
+        return super().slack + (
+            self._interrupter.num_sent if self.setting.is_serial else 0
+        )
 
 
 def session_class(setting: Setting) -> type[Session]:
@@ -258,17 +353,29 @@ def session_class(setting: Setting) -> type[Session]:
 
 
 def play(
-    rng: random.Random, variant: str, watch: Watch, num_operations: int, interrupter: Interrupter | None = None
+    rng: random.Random,
+    variant: str,
+    watch: Watch,
+    num_operations: int,
+    interrupter: Interrupter | None = None,
 ) -> Session:
     """Play one session, and return it."""
     setting = draw_setting(rng, variant)
     kind = session_class(setting)
     if interrupter is not None:
         kind = type("Interrupted", (Interrupting, kind), {"_interrupter": interrupter})
-    with tempfile.TemporaryDirectory(prefix="envherd-fuzz-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="envherd-fuzz-", ignore_cleanup_errors=True
+    ) as folder:
         session = kind(rng, setting, folder, watch)
-        if interrupter is not None and variant != "interrupted deaths" and setting.facade != "collector":
-            session.weights = {name: one for name, one in session.WEIGHTS.items() if name not in DEADLY}
+        if (
+            interrupter is not None
+            and variant != "interrupted deaths"
+            and setting.facade != "collector"
+        ):
+            session.weights = {
+                name: one for name, one in session.WEIGHTS.items() if name not in DEADLY
+            }
         try:
             session.play(num_operations)
         except BaseException:
@@ -290,4 +397,6 @@ def run(seed: int, variant: str, watch: Watch, num_operations: int) -> None:
         play(rng, variant, watch, count, interrupter)
         watch.check_leftovers()
     if interrupter is not None:
-        watch.note(f"{interrupter.num_sent} interrupts, {interrupter.num_dropped} of them stopped nothing")
+        watch.note(
+            f"{interrupter.num_sent} interrupts, {interrupter.num_dropped} of them stopped nothing"
+        )

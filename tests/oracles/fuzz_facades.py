@@ -30,7 +30,9 @@ class GymnasiumFuzzEnv(gymnasium.Env):
         """Close the diary."""
         self.env.close()
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> Any:
         """Begin an episode."""
         (row,) = self.env.reset(seed, options)
         return row, {"t": 0}
@@ -75,9 +77,17 @@ class FacadeSession(Session):
     def _open(self, folder: str) -> Any:
         self.oracle.checks_seeds = False
         self.needs_reset = True
-        options = ExecutorOptions(**{k: v for k, v in self.setting.options.items() if k not in ("infos", "poison")})
+        options = ExecutorOptions(
+            **{
+                k: v
+                for k, v in self.setting.options.items()
+                if k not in ("infos", "poison")
+            }
+        )
         make = [
-            functools.partial(GymnasiumFuzzEnv, folder, self.num_envs, i, self.setting.lengths[i])
+            functools.partial(
+                GymnasiumFuzzEnv, folder, self.num_envs, i, self.setting.lengths[i]
+            )
             for i in range(self.num_envs)
         ]
         self.watch.begin(f"open {type(self).__name__} {self.setting}")
@@ -122,7 +132,8 @@ class FacadeSession(Session):
     def take_reset(self, observations: Any, given: Given, mask: Any = None) -> None:
         """Check the rows of a reset (of some envs) against the oracle."""
         for env_id, row in enumerate(map(Row.of, observations)):
-            is_new = self._has_lost() and row != self.oracle.at[env_id, 0]  # it was lost with others
+            # It was lost with others.
+            is_new = self._has_lost() and row != self.oracle.at[env_id, 0]
             if mask is None or mask[env_id] or is_new:
                 self.oracle.begin((env_id, 0), row, given)
             else:
@@ -152,10 +163,19 @@ class FacadeSession(Session):
         for place, action, one in zip(self.places, actions, seen, strict=True):
             terminated, truncated = bool(one.terminated), bool(one.truncated)
             done = terminated or truncated
-            assert one.last is not None or not (one.reward or done), f"{place}: a reset says {one}"
+            assert one.last is not None or not (one.reward or done), (
+                f"{place}: a reset says {one}"
+            )
             if one.last is not None:
                 made = Transition(
-                    None, int(action), one.last, float(one.reward), done, terminated, truncated, bool(one.lost)
+                    None,
+                    int(action),
+                    one.last,
+                    float(one.reward),
+                    done,
+                    terminated,
+                    truncated,
+                    bool(one.lost),
                 )
                 self.oracle.follow(place, made)
             if one.root is not None:
@@ -168,12 +188,19 @@ class FacadeSession(Session):
         """Draw a seed and options, and derive what each env gets."""
         none = (None,) * self.num_envs
         seed, level = self.rng.randrange(1000), self.rng.randint(1, 9)
-        seeds = tuple(self.rng.choice([None, self.rng.randrange(1000)]) for _ in range(self.num_envs))
+        seeds = tuple(
+            self.rng.choice([None, self.rng.randrange(1000)])
+            for _ in range(self.num_envs)
+        )
         cases: list[tuple[Any, dict[str, Any] | None, Given]] = [
             (None, None, Given(seeds=none)),
             (seed, None, Given(seeds=tuple(seed + i for i in range(self.num_envs)))),
             (list(seeds), None, Given(seeds=seeds)),
-            (None, {"level": level}, Given(seeds=none, levels=(level,) * self.num_envs)),
+            (
+                None,
+                {"level": level},
+                Given(seeds=none, levels=(level,) * self.num_envs),
+            ),
         ]
         return self.rng.choice(cases)
 
@@ -192,7 +219,12 @@ class GymnasiumSession(FacadeSession):
         """Make the vector env."""
         from envherd.executor.facades.gymnasium import AsyncVectorEnv
 
-        return AsyncVectorEnv(make, autoreset_mode=self.mode, num_workers=self.setting.num_workers, options=options)
+        return AsyncVectorEnv(
+            make,
+            autoreset_mode=self.mode,
+            num_workers=self.setting.num_workers,
+            options=options,
+        )
 
     def ask_all(self, name: str, *args: Any) -> list[Any]:
         """See `FacadeSession`."""
@@ -208,9 +240,18 @@ class GymnasiumSession(FacadeSession):
             options = {**(options or {}), "reset_mask": mask}
         self._do_reset(seed, options, given, mask)
 
-    def _do_reset(self, seed: Any, options: dict[str, Any] | None, given: Given, mask: Any) -> None:
-        printed = None if options is None else {k: v if k == "level" else v.tolist() for k, v in options.items()}
-        made = self.attempt(f"reset seed={seed} options={printed}", lambda: self.env.reset(seed=seed, options=options))
+    def _do_reset(
+        self, seed: Any, options: dict[str, Any] | None, given: Given, mask: Any
+    ) -> None:
+        printed = (
+            None
+            if options is None
+            else {k: v if k == "level" else v.tolist() for k, v in options.items()}
+        )
+        made = self.attempt(
+            f"reset seed={seed} options={printed}",
+            lambda: self.env.reset(seed=seed, options=options),
+        )
         if made is not None:
             self.take_reset(made[0], given, mask)
             self.resets_next[slice(None) if mask is None else mask] = False
@@ -218,14 +259,19 @@ class GymnasiumSession(FacadeSession):
     def _is_ready(self) -> bool:
         is_ready, ended = super()._is_ready(), self._ended()
         if is_ready and self.mode == "Disabled" and ended.any():
-            self._do_reset(None, {"reset_mask": ended}, Given(seeds=(None,) * self.num_envs), ended)
+            self._do_reset(
+                None, {"reset_mask": ended}, Given(seeds=(None,) * self.num_envs), ended
+            )
         return not self.needs_reset
 
     def seen(self, made: Any) -> Iterator[Seen]:
         """See `FacadeSession`."""
         observations, rewards, ends, cuts, infos = made
         lost = infos.get("interrupted", np.zeros(self.num_envs, bool))
-        was_reset, self.resets_next = self.resets_next, (ends | cuts) & (self.mode == "NextStep")
+        was_reset, self.resets_next = (
+            self.resets_next,
+            (ends | cuts) & (self.mode == "NextStep"),
+        )
         for i, row in enumerate(map(Row.of, observations)):
             values = rewards[i], ends[i], cuts[i], lost[i]
             if was_reset[i]:
@@ -254,7 +300,9 @@ class Sb3Session(FacadeSession):
         """Open the facade."""
         from envherd.executor.facades.sb3 import SubprocVecEnv
 
-        return SubprocVecEnv(make, num_workers=self.setting.num_workers, options=options)
+        return SubprocVecEnv(
+            make, num_workers=self.setting.num_workers, options=options
+        )
 
     def ask_all(self, name: str, *args: Any) -> list[Any]:
         """See `FacadeSession`."""
@@ -278,7 +326,9 @@ class Sb3Session(FacadeSession):
     def seen(self, made: Any) -> Iterator[Seen]:
         """See `FacadeSession`."""
         observations, rewards, dones, infos = made
-        for reward, done, info, row in zip(rewards, dones, infos, map(Row.of, observations), strict=True):
+        for reward, done, info, row in zip(
+            rewards, dones, infos, map(Row.of, observations), strict=True
+        ):
             is_cut = info["TimeLimit.truncated"]
             values = reward, done and not is_cut, is_cut, info.get("interrupted", False)
             last = Row.of(info["terminal_observation"]) if done else row
@@ -295,7 +345,12 @@ def _wrapped(*arguments: Any) -> Any:
 class TorchRLSession(FacadeSession):
     """A session of `facades.torchrl.ParallelEnv`, whose workers import torchrl: it takes seconds to open."""
 
-    WEIGHTS: ClassVar[dict[str, int]] = {**FacadeSession.WEIGHTS, "fused": 20, "rollout": 8, "reset_some": 4}
+    WEIGHTS: ClassVar[dict[str, int]] = {
+        **FacadeSession.WEIGHTS,
+        "fused": 20,
+        "rollout": 8,
+        "reset_some": 4,
+    }
 
     last: Any = None
 
@@ -304,7 +359,9 @@ class TorchRLSession(FacadeSession):
         from envherd.executor.facades.torchrl import ParallelEnv
 
         make = [functools.partial(_wrapped, *one.args) for one in make]
-        env = ParallelEnv(self.num_envs, make, num_processes=self.setting.num_workers, options=options)
+        env = ParallelEnv(
+            self.num_envs, make, num_processes=self.setting.num_workers, options=options
+        )
         env.start()
         return env
 
@@ -325,7 +382,9 @@ class TorchRLSession(FacadeSession):
     def _reset(self) -> None:
         td = self.attempt("reset", self.env.reset)
         if td is not None:
-            self.take_reset(td["observation"].tolist(), Given(seeds=(None,) * self.num_envs))
+            self.take_reset(
+                td["observation"].tolist(), Given(seeds=(None,) * self.num_envs)
+            )
 
     def _reset_some(self) -> None:
         if self.needs_reset:
@@ -336,17 +395,28 @@ class TorchRLSession(FacadeSession):
 
     def _reset_masked(self, mask: torch.Tensor) -> None:
         root = self.last.clone().set("_reset", mask)
-        td = self.attempt(f"reset {mask.flatten().tolist()}", lambda: self.env.reset(root))
+        td = self.attempt(
+            f"reset {mask.flatten().tolist()}", lambda: self.env.reset(root)
+        )
         if td is not None:
-            self.take_reset(td["observation"].tolist(), Given(seeds=(None,) * self.num_envs), mask.flatten().tolist())
+            self.take_reset(
+                td["observation"].tolist(),
+                Given(seeds=(None,) * self.num_envs),
+                mask.flatten().tolist(),
+            )
             self.last = td
 
     def take_reset(self, observations: Any, given: Given, mask: Any = None) -> None:
         """See `FacadeSession`."""
         super().take_reset(observations, given, mask)
         shape = (self.num_envs, 1)
-        flags = {key: torch.zeros(shape, dtype=torch.bool) for key in ("done", "terminated", "truncated")}
-        self.last = TensorDict({"observation": torch.tensor(observations), **flags}, [self.num_envs])
+        flags = {
+            key: torch.zeros(shape, dtype=torch.bool)
+            for key in ("done", "terminated", "truncated")
+        }
+        self.last = TensorDict(
+            {"observation": torch.tensor(observations), **flags}, [self.num_envs]
+        )
 
     def _is_ready(self) -> bool:
         is_ready, ended = super()._is_ready(), self._ended()
@@ -378,19 +448,30 @@ class TorchRLSession(FacadeSession):
         """See `FacadeSession`."""
         after = made["next"]
         for i, row in enumerate(map(Row.of, after["observation"].tolist())):
-            lost = row == self.oracle.at[i, 0] and self._has_lost()  # TorchRL has no key for it
-            yield Seen(row, after["reward"][i], after["terminated"][i], after["truncated"][i], lost)
+            # TorchRL has no key for it.
+            lost = row == self.oracle.at[i, 0] and self._has_lost()
+            yield Seen(
+                row,
+                after["reward"][i],
+                after["terminated"][i],
+                after["truncated"][i],
+                lost,
+            )
 
     def _rollout(self) -> None:
         num_steps = self.rng.randint(1, 8)
         data = self.attempt(
-            f"rollout {num_steps}", lambda: self.env.rollout(num_steps, break_when_any_done=False), None
+            f"rollout {num_steps}",
+            lambda: self.env.rollout(num_steps, break_when_any_done=False),
+            None,
         )
         if data is None:
             return
         for t in range(num_steps):
             td = data[:, t]
-            for place, row in zip(self.places, map(Row.of, td["observation"].tolist()), strict=True):
+            for place, row in zip(
+                self.places, map(Row.of, td["observation"].tolist()), strict=True
+            ):
                 if t == 0 or self.oracle.ended[place]:
                     self.oracle.begin(place, row)
             self.take(td["action"], self.seen(td))

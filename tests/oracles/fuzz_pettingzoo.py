@@ -31,11 +31,19 @@ class PettingZooFuzzEnv(ParallelEnv):
     def __init__(self, *arguments: Any) -> None:
         self.env = GymnasiumFuzzEnv(*arguments)
         self.agents: list[str] = []
-        self.where, self.echo, self.close = self.env.where, self.env.echo, self.env.close
+        self.where, self.echo, self.close = (
+            self.env.where,
+            self.env.echo,
+            self.env.close,
+        )
 
     def observation_space(self, agent: str) -> spaces.Space[Any]:
         """Return an agent's space."""
-        return self.env.observation_space if agent == PILOT else spaces.Box(0, 99, (1,), np.int64)
+        return (
+            self.env.observation_space
+            if agent == PILOT
+            else spaces.Box(0, 99, (1,), np.int64)
+        )
 
     def action_space(self, agent: str) -> spaces.Space[Any]:
         """Return an agent's space."""
@@ -44,7 +52,9 @@ class PettingZooFuzzEnv(ParallelEnv):
     def _see(self, row: np.ndarray, agents: list[str]) -> dict[str, np.ndarray]:
         return {agent: row if agent == PILOT else row[_T : _T + 1] for agent in agents}
 
-    def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+    def reset(
+        self, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> Any:
         """Begin an episode."""
         row, info = self.env.reset(seed=seed, options=options)
         self.agents = list(self.possible_agents)
@@ -60,15 +70,29 @@ class PettingZooFuzzEnv(ParallelEnv):
         seen = list(dict.fromkeys([*self.agents, *present]))
         self.agents = [] if terminated or truncated else present
         rewards = dict.fromkeys(seen, reward)
-        return self._see(row, present), rewards, flags, dict.fromkeys(flags, truncated), {PILOT: info}
+        return (
+            self._see(row, present),
+            rewards,
+            flags,
+            dict.fromkeys(flags, truncated),
+            {PILOT: info},
+        )
 
 
 class PilotsEnv:
     """A `ParallelVectorEnv` of `PettingZooFuzzEnv`s as the pilots' Gymnasium vector env; holds visitors to the rows."""
 
-    def __init__(self, make: list[Any], mode: str, num_workers: int, options: ExecutorOptions) -> None:
-        self.envs = ParallelVectorEnv(make, autoreset_mode=mode, num_workers=num_workers, options=options)
-        self.executor, self.call, self.close = self.envs.executor, self.envs.call, self.envs.close
+    def __init__(
+        self, make: list[Any], mode: str, num_workers: int, options: ExecutorOptions
+    ) -> None:
+        self.envs = ParallelVectorEnv(
+            make, autoreset_mode=mode, num_workers=num_workers, options=options
+        )
+        self.executor, self.call, self.close = (
+            self.envs.executor,
+            self.envs.call,
+            self.envs.close,
+        )
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         """Reset; see the Gymnasium facade."""
@@ -78,14 +102,26 @@ class PilotsEnv:
     def step(self, actions: np.ndarray) -> Any:
         """Step; see the Gymnasium facade."""
         visitors = np.ones(len(actions), np.int64)
-        observations, rewards, ends, cuts, infos = self.envs.step({PILOT: actions, VISITOR: visitors})
+        observations, rewards, ends, cuts, infos = self.envs.step(
+            {PILOT: actions, VISITOR: visitors}
+        )
         infos = dict(infos)
         if "final_obs" in infos:
-            infos["final_obs"] = [None if last is None else last[PILOT] for last in infos["final_obs"]]
-        return self._checked(observations), rewards[PILOT], ends[PILOT], cuts[PILOT], infos
+            infos["final_obs"] = [
+                None if last is None else last[PILOT] for last in infos["final_obs"]
+            ]
+        return (
+            self._checked(observations),
+            rewards[PILOT],
+            ends[PILOT],
+            cuts[PILOT],
+            infos,
+        )
 
     def _checked(self, observations: Mapping[str, Any]) -> np.ndarray:
         rows, visitors = observations[PILOT], observations[VISITOR][:, 0]
         wanted = np.where(is_visiting(rows[:, _T]), rows[:, _T], 0)
-        assert (visitors == wanted).all(), f"visitors see {visitors.tolist()}, pilots {rows.tolist()}"
+        assert (visitors == wanted).all(), (
+            f"visitors see {visitors.tolist()}, pilots {rows.tolist()}"
+        )
         return rows

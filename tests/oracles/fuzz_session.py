@@ -15,7 +15,15 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict
 
-from envherd.executor import Busy, EnvError, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv, WorkerLost
+from envherd.executor import (
+    Busy,
+    EnvError,
+    ExecutorOptions,
+    ParallelEnv,
+    ResetNeeded,
+    SerialEnv,
+    WorkerLost,
+)
 from envherd.executor.guests.collectors.collector import Collector
 from envherd.workers.errors import WorkerTimeout
 from tests.executor.calls import await_death
@@ -89,19 +97,26 @@ class Session:
         "kill": 8,
     }
 
-    def __init__(self, rng: random.Random, setting: Setting, folder: str, watch: Watch) -> None:
+    def __init__(
+        self, rng: random.Random, setting: Setting, folder: str, watch: Watch
+    ) -> None:
         self.rng, self.setting, self.watch = rng, setting, watch
         self.num_envs, self.lanes = setting.num_envs, max(1, setting.lanes)
         self.everyone = list(range(self.num_envs))
         self.marks = setting.restarts or setting.mends  # rows as `interrupted`
-        self.places = [(i, lane) for i in range(self.num_envs) for lane in range(self.lanes)]
+        self.places = [
+            (i, lane) for i in range(self.num_envs) for lane in range(self.lanes)
+        ]
         self.oracle = Oracle(folder, self.places)
         self.oracle.root_seed = setting.root_seed
         self.traps = Traps(folder, self.num_envs)
-        self.pending: dict[int, tuple[bool, list[int]]] = {}  # env id -> maybe_reset, actions
-        self.doubt: set[int] = set(self.everyone)  # envs that may be refused unexpectedly
+        # Env id -> maybe_reset, actions.
+        self.pending: dict[int, tuple[bool, list[int]]] = {}
+        # Envs that may be refused unexpectedly.
+        self.doubt: set[int] = set(self.everyone)
         self.dead: set[int] = set()  # envs whose worker was lost, and is not replaced
-        self.sending: dict[int, tuple[bool, list[int]]] = {}  # what a send in progress will add to `pending`
+        # What a send in progress will add to `pending`.
+        self.sending: dict[int, tuple[bool, list[int]]] = {}
         self.weights = dict(self.WEIGHTS)
         self.saved: tuple[Any, Any, Any] | None = None
         self.is_calm = True  # nothing has been broken off, raised or lost
@@ -117,22 +132,38 @@ class Session:
     def _open(self, folder: str) -> Any:
         setting = self.setting
         make = [
-            functools.partial(FuzzEnv, folder, self.num_envs, i, setting.lengths[i], setting.lanes, setting.kinds[i])
+            functools.partial(
+                FuzzEnv,
+                folder,
+                self.num_envs,
+                i,
+                setting.lengths[i],
+                setting.lanes,
+                setting.kinds[i],
+            )
             for i in range(self.num_envs)
         ]
         options = ExecutorOptions(**setting.options)
-        common: dict[str, Any] = {"seed": setting.root_seed, "options": options, "copy": setting.copy}
+        common: dict[str, Any] = {
+            "seed": setting.root_seed,
+            "options": options,
+            "copy": setting.copy,
+        }
         self.watch.begin(f"open {setting}")
         if setting.is_serial:
             return SerialEnv(self.num_envs, make, **common)
-        return ParallelEnv(self.num_envs, make, num_workers=setting.num_workers, **common)
+        return ParallelEnv(
+            self.num_envs, make, num_workers=setting.num_workers, **common
+        )
 
     # ---- running -----------------------------------------------------------------------------
 
     def play(self, num_operations: int) -> None:
         """Apply `num_operations` random operations, and close."""
         if self.rng.random() < 0.15:  # without faults
-            self.weights = {name: one for name, one in self.weights.items() if name not in DEADLY}
+            self.weights = {
+                name: one for name, one in self.weights.items() if name not in DEADLY
+            }
         names, weights = zip(*self.weights.items(), strict=True)
         for _ in range(num_operations):
             getattr(self, "_" + self.rng.choices(names, weights)[0])()
@@ -216,7 +247,9 @@ class Session:
         else:
             self.settle()
         under_way = self.executor.engine.states.under_way
-        self.pending = {i: one for i, one in (self.pending | self.sending).items() if under_way[i]}
+        self.pending = {
+            i: one for i, one in (self.pending | self.sending).items() if under_way[i]
+        }
         self.doubt = set(self.everyone)
         self.oracle.forget(place for place in self.places if not under_way[place[0]])
 
@@ -239,7 +272,9 @@ class Session:
 
     def _note_refused(self, env_ids: Any) -> None:
         for env_id in env_ids:
-            has_ended = any(self.oracle.ended[env_id, lane] for lane in range(self.lanes))
+            has_ended = any(
+                self.oracle.ended[env_id, lane] for lane in range(self.lanes)
+            )
             assert has_ended or env_id in self.doubt or self._has_lost(), (
                 f"env {env_id} was refused, though it is at {self.oracle.at[env_id, 0]}"
             )
@@ -267,11 +302,15 @@ class Session:
 
     def _parts(self, td: Any, env_ids: list[int]) -> list[Any]:
         """Return a batch as one TensorDict per env."""
-        assert td.batch_size[0] == len(env_ids), f"expected a batch of {len(env_ids)} envs, got {td.batch_size}"
+        assert td.batch_size[0] == len(env_ids), (
+            f"expected a batch of {len(env_ids)} envs, got {td.batch_size}"
+        )
         return list(td.unbind(0))
 
     def _observed(self, part: Any, env_id: int) -> np.ndarray:
-        key: Any = ("place", "row") if self.setting.kinds[env_id] == "other" else "observation"
+        key: Any = (
+            ("place", "row") if self.setting.kinds[env_id] == "other" else "observation"
+        )
         rows: np.ndarray = part.get(key).cpu().numpy().reshape(-1, self.lanes, WIDTH)
         if self.setting.kinds[env_id] == "text":
             reported = part.get("text")
@@ -283,7 +322,9 @@ class Session:
             )
         if self.setting.kinds[env_id] == "other":
             pixels = part.get("pixels").cpu().numpy().reshape(-1, 4)
-            assert not (pixels != (rows[:, 0, 4] % 256).astype(np.uint8)[:, None]).any(), (
+            assert not (
+                pixels != (rows[:, 0, 4] % 256).astype(np.uint8)[:, None]
+            ).any(), (
                 f"env {env_id}: torn row, pixels {pixels.tolist()}, {rows.tolist()}"
             )
         return rows
@@ -292,7 +333,9 @@ class Session:
         flags: np.ndarray = part.get(key).cpu().numpy().reshape(-1, self.lanes)
         return flags
 
-    def _roots(self, td: Any, env_ids: list[int], but: Container[int] = ()) -> Iterator[tuple[Place, Row, bool]]:
+    def _roots(
+        self, td: Any, env_ids: list[int], but: Container[int] = ()
+    ) -> Iterator[tuple[Place, Row, bool]]:
         """Yield place, row and done flag of each root, except those of the envs in `but`."""
         for env_id, part in zip(env_ids, self._parts(td, env_ids), strict=True):
             if env_id in but:
@@ -301,27 +344,37 @@ class Session:
             for lane in range(self.lanes):
                 yield (env_id, lane), Row.of(rows[lane]), bool(done[lane])
 
-    def take_following(self, td: Any, env_ids: list[int], kept: Container[int] = ()) -> None:
+    def take_following(
+        self, td: Any, env_ids: list[int], kept: Container[int] = ()
+    ) -> None:
         """Check the roots after steps against the oracle; of the envs in `kept`, the steps have reset nothing."""
         for place, row, done in self._roots(td, env_ids):
             if self.oracle.ended[place] and place[0] not in kept:
                 self.oracle.begin(place, row)
             self.oracle.root(place, row, done=done)
 
-    def take_steps(self, td: Any, env_ids: list[int], *, has_root: bool = False) -> None:
+    def take_steps(
+        self, td: Any, env_ids: list[int], *, has_root: bool = False
+    ) -> None:
         """Check transitions, batch `[k]`, against the oracle."""
         for env_id, part in zip(env_ids, self._parts(td, env_ids), strict=True):
             for lane, _, one in self.transitions(part, env_id, has_root=has_root):
                 self.oracle.follow((env_id, lane), one)
             self.doubt.discard(env_id)
 
-    def transitions(self, part: Any, env_id: int, *, has_root: bool = True) -> Iterator[tuple[int, int, Transition]]:
+    def transitions(
+        self, part: Any, env_id: int, *, has_root: bool = True
+    ) -> Iterator[tuple[int, int, Transition]]:
         """Yield lane, number and transition of each step in a batch `[T]` or `[]` of one env."""
         nexts, given = part.get("next"), part.get("action", None)
         roots = self._observed(part, env_id) if has_root else None
         observed = self._observed(nexts, env_id)
-        done, terminated, truncated = (self._flags(nexts, key) for key in ("done", "terminated", "truncated"))
-        is_lost = self._flags(nexts, "interrupted") if self.marks else np.zeros_like(done)
+        done, terminated, truncated = (
+            self._flags(nexts, key) for key in ("done", "terminated", "truncated")
+        )
+        is_lost = (
+            self._flags(nexts, "interrupted") if self.marks else np.zeros_like(done)
+        )
         rewards = nexts.get("reward").cpu().numpy().reshape(-1, self.lanes)
         sent = [self.pending[env_id][1]] if given is None else given.cpu().numpy()
         actions = np.reshape(sent, (-1, self.lanes))
@@ -341,7 +394,9 @@ class Session:
                 ),
             )
 
-    def _begins(self, place: tuple[int, int], root: Row, *, may: bool, is_first: bool) -> bool:
+    def _begins(
+        self, place: tuple[int, int], root: Row, *, may: bool, is_first: bool
+    ) -> bool:
         """Return whether a root must be the first of an episode."""
         before = self.oracle.at[place]
         if before is None:  # unknown after a broken-off call: the episode may continue
@@ -359,7 +414,9 @@ class Session:
     def _actions(self, num_envs: int) -> torch.Tensor:
         shape = (num_envs, self.lanes) if self.setting.lanes else (num_envs,)
         count = num_envs * self.lanes
-        return torch.tensor([self.rng.randrange(NUM_ACTIONS) for _ in range(count)]).reshape(shape)
+        return torch.tensor(
+            [self.rng.randrange(NUM_ACTIONS) for _ in range(count)]
+        ).reshape(shape)
 
     def _acted(self, env_ids: list[int]) -> TensorDict:
         actions = self._actions(len(env_ids))
@@ -375,7 +432,9 @@ class Session:
 
     def _learn(self, env_ids: list[int]) -> None:
         """Read the envs' positions."""
-        td = self.attempt(f"current {env_ids}", lambda: self.env.current(env_ids), env_ids)
+        td = self.attempt(
+            f"current {env_ids}", lambda: self.env.current(env_ids), env_ids
+        )
         if td is not None:
             lost = self._has_lost()
             for place, row, done in self._roots(td, env_ids):
@@ -385,20 +444,36 @@ class Session:
         """Reset ended envs until none has ended or a reset fails; return the running ones."""
         ids = self._idle() if env_ids is None else env_ids
         for _ in range(4):
-            if unknown := [i for i in ids if any(self.oracle.at[p] is None for p in self._places(i))]:
+            if unknown := [
+                i
+                for i in ids
+                if any(self.oracle.at[p] is None for p in self._places(i))
+            ]:
                 self._learn(unknown)
-            due = [i for i in ids if i in self.doubt or any(self.oracle.ended[p] for p in self._places(i))]
+            due = [
+                i
+                for i in ids
+                if i in self.doubt or any(self.oracle.ended[p] for p in self._places(i))
+            ]
             due = [i for i in due if i not in self.dead]
             if not due:
                 break
             self._reset_ids(due, whole=True)
-        return [i for i in ids if i not in self.dead and not any(self.oracle.ended[p] for p in self._places(i))]
+        return [
+            i
+            for i in ids
+            if i not in self.dead
+            and not any(self.oracle.ended[p] for p in self._places(i))
+        ]
 
     # ---- operations --------------------------------------------------------------------------
 
     def _given(self) -> tuple[dict[str, Any], Given, int | None]:
         """Draw arguments of a reset: the arguments, what envs get of them, a new root seed."""
-        seeds = tuple(self.rng.choice([None, self.rng.randrange(2**31)]) for _ in range(self.num_envs))
+        seeds = tuple(
+            self.rng.choice([None, self.rng.randrange(2**31)])
+            for _ in range(self.num_envs)
+        )
         root_seed, level = self.rng.randrange(1000), self.rng.randint(1, 9)
         levels = tuple(self.rng.randint(1, 9) for _ in range(self.num_envs))
         same = (level,) * self.num_envs
@@ -406,7 +481,11 @@ class Session:
             ({"seed": root_seed}, NOTHING, root_seed),
             ({"seed": list(seeds)}, Given(seeds=seeds), None),
             ({"level": level}, Given(levels=same), None),
-            ({"list_of_kwargs": [{"level": one} for one in levels]}, Given(levels=levels), None),
+            (
+                {"list_of_kwargs": [{"level": one} for one in levels]},
+                Given(levels=levels),
+                None,
+            ),
             ({"seed": list(seeds), "level": level}, Given(seeds, same), None),
         ]
         return self.rng.choice([*cases, *[({}, NOTHING, None)] * 3])
@@ -415,17 +494,24 @@ class Session:
         self._drain()
         self._reset_rows(np.ones((self.num_envs, self.lanes), bool), None)
 
-    def _count_resets(self, before: dict[tuple[int, int], int], asked: set[tuple[int, int]]) -> None:
+    def _count_resets(
+        self, before: dict[tuple[int, int], int], asked: set[tuple[int, int]]
+    ) -> None:
         """Require that a reset has reset exactly the requested rows."""
         if self.num_losses > self.losses_before or self._has_lost():
             return
         for place in self.places:
             made = self.oracle.resets.get(place, 0) - before.get(place, 0)
-            assert made == (place in asked), f"{place} was reset {made} times, asked were {sorted(asked)}"
+            assert made == (place in asked), (
+                f"{place} was reset {made} times, asked were {sorted(asked)}"
+            )
 
     def _reset_some(self) -> None:
         idle = [i for i in self._idle() if i not in self.dead]
-        self._reset_ids(self.rng.sample(idle, self.rng.randint(0, len(idle))), whole=self.rng.random() < 0.5)
+        self._reset_ids(
+            self.rng.sample(idle, self.rng.randint(0, len(idle))),
+            whole=self.rng.random() < 0.5,
+        )
 
     def _reset_ids(self, env_ids: list[int], *, whole: bool) -> None:
         """Reset some envs; of envs that are batches, some of their rows."""
@@ -441,8 +527,14 @@ class Session:
             self.oracle.reseeded(root_seed)
         before = dict(self.oracle.resets)
         asked = {place for place in self.places if mask[place]}
-        what = f"reset {'' if request is None else np.argwhere(mask).tolist()} {arguments}"
-        root = self.attempt(what, lambda: self.env.reset(request, **arguments), sorted({i for i, _ in asked}))
+        what = (
+            f"reset {'' if request is None else np.argwhere(mask).tolist()} {arguments}"
+        )
+        root = self.attempt(
+            what,
+            lambda: self.env.reset(request, **arguments),
+            sorted({i for i, _ in asked}),
+        )
         if root is None:
             if root_seed is not None:
                 self.oracle.reseeded(None)
@@ -450,11 +542,16 @@ class Session:
         if not self.pending:
             self._count_resets(before, asked)
         for place, row, done in self._roots(root, self.everyone, self.pending):
-            is_new = mask[place[0]].any() and self._has_lost() and row != self.oracle.at[place]
+            is_new = (
+                mask[place[0]].any()
+                and self._has_lost()
+                and row != self.oracle.at[place]
+            )
             if place not in asked and not is_new:
                 self.oracle.root(place, row, done=done, may_end=self._has_lost())
                 continue
-            self.oracle.begin(place, row, given)  # one that was asked, or all rows of an env that was lost
+            # One that was asked, or all rows of an env that was lost.
+            self.oracle.begin(place, row, given)
             assert not done, f"{place} was reset and is done"
         self.doubt -= {i for i, _ in asked}
 
@@ -464,7 +561,9 @@ class Session:
         for env_id in env_ids:
             mask[env_id] = [whole or self.rng.random() < 0.6 for _ in range(self.lanes)]
         for env_id, lane in self.places:
-            if mask[env_id].any() and (env_id in self.doubt or self.oracle.at[env_id, lane] is None):
+            if mask[env_id].any() and (
+                env_id in self.doubt or self.oracle.at[env_id, lane] is None
+            ):
                 mask[env_id, lane] = True
         return mask
 
@@ -473,8 +572,13 @@ class Session:
         shaped = torch.tensor(mask)
         is_plain = self.rng.random() < 0.5
         if self.setting.lanes:
-            return TensorDict({"_reset": shaped if is_plain else shaped[..., None]}, [self.num_envs, self.lanes])
-        return TensorDict({"_reset": shaped[:, 0] if is_plain else shaped}, [self.num_envs])
+            return TensorDict(
+                {"_reset": shaped if is_plain else shaped[..., None]},
+                [self.num_envs, self.lanes],
+            )
+        return TensorDict(
+            {"_reset": shaped[:, 0] if is_plain else shaped}, [self.num_envs]
+        )
 
     def _ready(self) -> bool:
         """Usually make all envs ready to be stepped; return whether to step."""
@@ -520,7 +624,9 @@ class Session:
         if self.view is not None:
             was_same = _is_equal(*self.view)
             self.view = None
-            assert was_same, "a batch of `copy=False` has changed after one further step"
+            assert was_same, (
+                "a batch of `copy=False` has changed after one further step"
+            )
 
     def _send(self) -> None:
         idle = [i for i in self._idle() if i not in self.dead]
@@ -531,7 +637,10 @@ class Session:
         maybe_reset = self.rng.random() < 0.8
         td = self._acted(ids)
         actions = td["action"].reshape(len(ids), -1).tolist()
-        self.sending = {env_id: (maybe_reset, acted) for env_id, acted in zip(ids, actions, strict=True)}
+        self.sending = {
+            env_id: (maybe_reset, acted)
+            for env_id, acted in zip(ids, actions, strict=True)
+        }
         send = functools.partial(self.env.send, td, ids, maybe_reset=maybe_reset)
         if self.attempt(f"send {ids} maybe_reset={maybe_reset}", send, ids):
             self.pending |= self.sending
@@ -541,9 +650,14 @@ class Session:
         if not self.pending:
             return
         sent = list(self.pending)
-        arguments = self._draw_recv(sent, "all" if everything else self.rng.choice(["all", "some", "these", "soon"]))
+        arguments = self._draw_recv(
+            sent,
+            "all" if everything else self.rng.choice(["all", "some", "these", "soon"]),
+        )
         try:
-            td = self.attempt(f"recv {arguments}", lambda: self.env.recv(**arguments), [])
+            td = self.attempt(
+                f"recv {arguments}", lambda: self.env.recv(**arguments), []
+            )
         except WorkerTimeout:
             raise
         except TimeoutError:
@@ -556,7 +670,9 @@ class Session:
             ids = td["env_ids"].reshape(len(td), -1)[:, 0].tolist()
             least = arguments.get("min_envs", len(arguments.get("env_ids", sent)))
             most = arguments.get("max_envs", least)
-            assert least <= len(ids) == len({*ids} & {*sent}) <= most, f"received {ids} of {sent} with {arguments}"
+            assert least <= len(ids) == len({*ids} & {*sent}) <= most, (
+                f"received {ids} of {sent} with {arguments}"
+            )
             self.take_steps(td, ids, has_root=arguments["with_root"])
             self._take_current(td, ids)
 
@@ -565,7 +681,9 @@ class Session:
         if how in ("some", "soon"):
             arguments["min_envs"] = self.rng.randint(1, len(sent))
             if self.rng.random() < 0.4:
-                arguments["max_envs"] = self.rng.randint(arguments["min_envs"], len(sent) + 1)
+                arguments["max_envs"] = self.rng.randint(
+                    arguments["min_envs"], len(sent) + 1
+                )
         if how == "soon":
             arguments["timeout_s"] = self.rng.choice([0.0, 0.001, 0.05])
         if how == "these":
@@ -575,8 +693,14 @@ class Session:
     def _take_current(self, received: Any, ids: list[int]) -> None:
         """Read the received envs' roots, and check them against the oracle."""
         kept = [i for i in ids if not self.pending.pop(i)[0]]
-        given_ids = received["env_ids"] if self.rng.random() < 0.5 and not self.setting.lanes else ids
-        root = self.attempt(f"current {ids} after recv", lambda: self.env.current(given_ids), ids)
+        given_ids = (
+            received["env_ids"]
+            if self.rng.random() < 0.5 and not self.setting.lanes
+            else ids
+        )
+        root = self.attempt(
+            f"current {ids} after recv", lambda: self.env.current(given_ids), ids
+        )
         if root is not None:
             self.take_following(root, ids, kept)
 
@@ -604,40 +728,71 @@ class Session:
         breaks = self.rng.random() < 0.4
         is_cut = self.rng.random() < 0.15
         num_steps = self.rng.randint(1, 8)
-        arguments: dict[str, Any] = {"auto_reset": auto_reset, "break_when_any_done": breaks, "set_truncated": is_cut}
+        arguments: dict[str, Any] = {
+            "auto_reset": auto_reset,
+            "break_when_any_done": breaks,
+            "set_truncated": is_cut,
+        }
         if self.kept and self.rng.random() < 0.3:
             arguments["out"] = self.kept.pop(self.rng.randrange(len(self.kept)))[0]
             num_steps = min(num_steps, arguments["out"].batch_size[1])
-        shown = {name: value for name, value in arguments.items() if name != "out"} | {"out": "out" in arguments}
+        shown = {name: value for name, value in arguments.items() if name != "out"} | {
+            "out": "out" in arguments
+        }
         seen: list[Any] = []
         data = self.attempt(
-            f"rollout {num_steps} {shown}", lambda: self.env.rollout(num_steps, self._policy(seen), **arguments)
+            f"rollout {num_steps} {shown}",
+            lambda: self.env.rollout(num_steps, self._policy(seen), **arguments),
         )
         if data is not None:
-            self._take_rollout(data, num_steps, auto_reset=auto_reset, breaks=breaks, is_cut=is_cut)
+            self._take_rollout(
+                data, num_steps, auto_reset=auto_reset, breaks=breaks, is_cut=is_cut
+            )
             assert not seen or torch.equal(data["drawn"], data["action"]), (
                 "what the policy kept is not of the steps that it was kept of"
             )
 
-    def _take_rollout(self, data: Any, num_steps: int, *, auto_reset: bool, breaks: bool, is_cut: bool = False) -> None:
-        assert breaks or data.batch_size[1] == num_steps, f"expected {num_steps} steps, got {data.batch_size}"
+    def _take_rollout(
+        self,
+        data: Any,
+        num_steps: int,
+        *,
+        auto_reset: bool,
+        breaks: bool,
+        is_cut: bool = False,
+    ) -> None:
+        assert breaks or data.batch_size[1] == num_steps, (
+            f"expected {num_steps} steps, got {data.batch_size}"
+        )
         may_begin = [
             auto_reset
             or i in self.doubt
             or self._has_lost()
-            or any(self.oracle.ended[p] or self.oracle.at[p] is None for p in self._places(i))
+            or any(
+                self.oracle.ended[p] or self.oracle.at[p] is None
+                for p in self._places(i)
+            )
             for i in range(self.num_envs)
         ]
-        before = {p: row.key[:2] for p, row in self.oracle.at.items() if row is not None and not self.oracle.ended[p]}
+        before = {
+            p: row.key[:2]
+            for p, row in self.oracle.at.items()
+            if row is not None and not self.oracle.ended[p]
+        }
         for env_id, part in enumerate(self._parts(data, self.everyone)):
             for lane, t, one in self.transitions(part, env_id):
                 place, root = (env_id, lane), one.root
                 may = may_begin[env_id] if t == 0 else not breaks
-                if root is not None and self._begins(place, root, may=may, is_first=t == 0):
+                if root is not None and self._begins(
+                    place, root, may=may, is_first=t == 0
+                ):
                     self.oracle.begin(place, root)
-                assert root is None or not auto_reset or t != 0 or before.get(place) != root.key[:2], (
-                    f"{place} was not reset at the begin of a rollout"
-                )
+                assert (
+                    root is None
+                    or not auto_reset
+                    or t != 0
+                    or before.get(place) != root.key[:2]
+                ), f"{place} was not reset at the begin of a rollout"
                 if is_cut and t == data.batch_size[1] - 1 and not one.interrupted:
                     assert (one.done, one.truncated) == (True, True), (
                         f"{place}: the last step of a cut rollout is not truncated: {one}"
@@ -650,7 +805,9 @@ class Session:
 
     def _check_kept(self) -> None:
         for data, copied in self.kept:
-            assert _is_equal(data, copied), "a rollout has changed after it was handed out"
+            assert _is_equal(data, copied), (
+                "a rollout has changed after it was handed out"
+            )
         del self.kept[:-2]
 
     def _collect(self) -> None:
@@ -661,7 +818,11 @@ class Session:
             frames = num_steps * self.num_envs
             always = self.rng.random() < 0.2
             self.collector = Collector(
-                self.env, self._policy([]), frames_per_batch=frames, close_env=False, reset_at_each_iter=always
+                self.env,
+                self._policy([]),
+                frames_per_batch=frames,
+                close_env=False,
+                reset_at_each_iter=always,
             )
             self.always, self.has_collected = always, False
         collector = self.collector
@@ -669,23 +830,36 @@ class Session:
         auto_reset = self.always or not (self.has_collected or self.env.is_resumed)
         if not auto_reset:
             self._current()
-        data = self.attempt(f"collect {collector.num_steps} auto_reset={auto_reset}", collector.collect)
+        data = self.attempt(
+            f"collect {collector.num_steps} auto_reset={auto_reset}", collector.collect
+        )
         if data is not None:
             self.has_collected = True
-            self._take_rollout(data, collector.num_steps, auto_reset=auto_reset, breaks=False)
+            self._take_rollout(
+                data, collector.num_steps, auto_reset=auto_reset, breaks=False
+            )
 
     def _get(self) -> None:
         ids = [i for i in self._idle() if i not in self.dead]
         ids = self.rng.sample(ids, self.rng.randint(0, len(ids)))
         if not ids:
             return
-        found = self.attempt(f"get where {ids}", lambda: self.ask("where", env_ids=ids), [])
+        found = self.attempt(
+            f"get where {ids}", lambda: self.ask("where", env_ids=ids), []
+        )
         if found is None:
             return
         for env_id, where in zip(ids, found, strict=True):
             for lane in range(self.lanes):
-                row, reported = self.oracle.at[env_id, lane], tuple(where[3 * lane : 3 * lane + 3])
-                is_open = env_id in self.doubt or self.oracle.ended[env_id, lane] or self._has_lost()
+                row, reported = (
+                    self.oracle.at[env_id, lane],
+                    tuple(where[3 * lane : 3 * lane + 3]),
+                )
+                is_open = (
+                    env_id in self.doubt
+                    or self.oracle.ended[env_id, lane]
+                    or self._has_lost()
+                )
                 assert row is None or is_open or reported == row.key, (
                     f"env {env_id} is at {reported}, its row has {row}"
                 )
@@ -694,7 +868,9 @@ class Session:
         ids = [i for i in range(self.num_envs) if i not in self.dead]
         self.num_asked += 1
         if ids:
-            self.attempt(f"echo {self.num_asked}", lambda: self.ask_echo(self.num_asked, ids), [])
+            self.attempt(
+                f"echo {self.num_asked}", lambda: self.ask_echo(self.num_asked, ids), []
+            )
 
     def ask(self, name: str, *args: Any, env_ids: list[int] | None = None) -> list[Any]:
         """Call a method of some envs."""
@@ -704,9 +880,9 @@ class Session:
     def ask_echo(self, number: int, env_ids: list[int] | None = None) -> None:
         """Call the envs' `echo` with a number."""
         answers = self.ask("echo", number, env_ids=env_ids)
-        assert answers == [[[number], {}]] * (self.num_envs if env_ids is None else len(env_ids)), (
-            f"asked {number}, got {answers}"
-        )
+        assert answers == [[[number], {}]] * (
+            self.num_envs if env_ids is None else len(env_ids)
+        ), f"asked {number}, got {answers}"
 
     def _mark(self) -> None:
         if self.dead:
@@ -716,16 +892,22 @@ class Session:
         if self.attempt(f"set mark {marks}", lambda: self.env.set("mark", marks), []):
             losses = self.num_losses
             found = self.attempt("get mark", lambda: self.env.get("mark"), [])
-            assert found is None or found == marks or losses != self.num_losses or self.num_kills, (
-                f"set {marks}, got {found}"
-            )
+            assert (
+                found is None
+                or found == marks
+                or losses != self.num_losses
+                or self.num_kills
+            ), f"set {marks}, got {found}"
 
     def _set_seed(self) -> None:
         self._drain()
         if self.pending:
             return
         seed = self.rng.randrange(1000)
-        if self.attempt(f"set_seed {seed}", lambda: self.env.set_seed(seed), []) is None:
+        if (
+            self.attempt(f"set_seed {seed}", lambda: self.env.set_seed(seed), [])
+            is None
+        ):
             self.oracle.reseeded(None)
         else:
             self.oracle.reseeded(seed)
@@ -787,7 +969,11 @@ class Session:
 
     def _trap(self) -> None:
         env_id = self.rng.randrange(self.num_envs)
-        hows = [How.RAISE, How.SLOW] if self.setting.is_serial else [How.KILL, How.KILL, How.EXIT, How.RAISE, How.SLOW]
+        hows = (
+            [How.RAISE, How.SLOW]
+            if self.setting.is_serial
+            else [How.KILL, How.KILL, How.EXIT, How.RAISE, How.SLOW]
+        )
         if "step_timeout_s" in self.setting.options:
             hows += [How.HANG, How.STOP]
         how = self.rng.choice([*hows, *[How.RAISE] * (4 * self.setting.mends)])
@@ -828,7 +1014,9 @@ def _kill(pid: int) -> None:
 
 def _is_equal(one: Any, other: Any) -> bool:
     if isinstance(one, LazyStackedTensorDict):
-        return all(_is_equal(a, b) for a, b in zip(one.unbind(0), other.unbind(0), strict=True))
+        return all(
+            _is_equal(a, b) for a, b in zip(one.unbind(0), other.unbind(0), strict=True)
+        )
     for key in other.keys(include_nested=True, leaves_only=True):
         value = one.get(key)
         if isinstance(value, torch.Tensor) and not torch.equal(value, other.get(key)):

@@ -81,7 +81,9 @@ Place = tuple[int, int]
 
 @functools.lru_cache(maxsize=64)
 def _episodes(root_seed: int, env_id: int) -> dict[int, int]:
-    return {episode_seed(root_seed, env_id, episode): episode for episode in range(_MANY)}
+    return {
+        episode_seed(root_seed, env_id, episode): episode for episode in range(_MANY)
+    }
 
 
 class Oracle:
@@ -94,7 +96,9 @@ class Oracle:
         checks_seeds: whether the executor seeds the episodes.
     """
 
-    def __init__(self, folder: str, places: list[Place], *, checks_seeds: bool = True) -> None:
+    def __init__(
+        self, folder: str, places: list[Place], *, checks_seeds: bool = True
+    ) -> None:
         self._path = Path(folder, "diary")
         self._path.touch()
         self._read = 0
@@ -119,7 +123,9 @@ class Oracle:
             data = file.read()
         whole = len(data) // RECORD.itemsize * RECORD.itemsize
         self._read += whole
-        for kind, lane, env_id, episode, t, action, nonce, seed in np.frombuffer(data[:whole], RECORD).tolist():
+        for kind, lane, env_id, episode, t, action, nonce, seed in np.frombuffer(
+            data[:whole], RECORD
+        ).tolist():
             place = (env_id, lane)
             assert kind != Kind.WRONG, (
                 f"env {env_id}.{lane} instance {nonce:x} was stepped (episode {episode}, t {t}) "
@@ -132,10 +138,14 @@ class Oracle:
             self.made[nonce, episode, t] = (kind, env_id, lane, action, seed)
 
     def _check_made(self, row: Row, what: str) -> None:
-        assert row.checksum == checksum(row[:-1]), f"{what}: torn row {dict(zip(FIELDS, row, strict=True))}"
+        assert row.checksum == checksum(row[:-1]), (
+            f"{what}: torn row {dict(zip(FIELDS, row, strict=True))}"
+        )
         made = self.made.get(row.key)
         expected = (row.env_id, row.lane, row.action, row.seed)
-        assert (made or ())[1:] == expected, f"{what}: {row} {tuple(row)} was never made (the diary has {made})"
+        assert (made or ())[1:] == expected, (
+            f"{what}: {row} {tuple(row)} was never made (the diary has {made})"
+        )
 
     # ---- rows --------------------------------------------------------------------------------
 
@@ -175,10 +185,13 @@ class Oracle:
                 f"root of {place}: {row} done={done}, it was {self.ended[place]}"
             )
         elif before is None:
-            self.begun.add(row.key[:2])  # after a broken-off call it continues, or must be reset
+            # After a broken-off call it continues, or must be reset.
+            self.begun.add(row.key[:2])
         else:
             is_due = self.ended[place] or may_begin
-            assert is_due, f"root of {place}: was at {before}, which had not ended, and is at {row}"
+            assert is_due, (
+                f"root of {place}: was at {before}, which had not ended, and is at {row}"
+            )
             self.begin(place, row, given)
             assert not done, f"root of {place}: {row} begins an episode with done=True"
         self.at[place], self.ended[place] = row, done
@@ -188,17 +201,30 @@ class Oracle:
         what = f"first row of {place}"
         assert (row.env_id, row.lane) == place, f"{what}: got a row of {row}"
         self._check_made(row, what)
-        assert (row.t, row.action) == (0, -1), f"{what}: expected t 0, got {row} (it was at {self.at[place]})"
-        assert row.key[:2] not in self.begun, f"{what}: {row} had begun before (it was at {self.at[place]})"
+        assert (row.t, row.action) == (0, -1), (
+            f"{what}: expected t 0, got {row} (it was at {self.at[place]})"
+        )
+        assert row.key[:2] not in self.begun, (
+            f"{what}: {row} had begun before (it was at {self.at[place]})"
+        )
         self.begun.add(row.key[:2])
         env_id, lane = place
         level = 0 if given.levels is None else given.levels[env_id]
         assert row.level == level, f"{what}: expected level {level}, got {row.level}"
         seed = None if given.seeds is None else given.seeds[env_id]
-        assert seed is None or row.seed == seed + lane, f"{what}: expected seed {seed + lane}, got {row.seed}"
-        if seed is None and self.checks_seeds and self.root_seed is not None and given.seeds is None:
+        assert seed is None or row.seed == seed + lane, (
+            f"{what}: expected seed {seed + lane}, got {row.seed}"
+        )
+        if (
+            seed is None
+            and self.checks_seeds
+            and self.root_seed is not None
+            and given.seeds is None
+        ):
             episode = _episodes(self.root_seed, env_id).get(row.seed - lane)
-            assert episode is not None, f"{what}: seed {row.seed} is none of root seed {self.root_seed}"
+            assert episode is not None, (
+                f"{what}: seed {row.seed} is none of root seed {self.root_seed}"
+            )
             assert episode > self._latest.get(place, -1), (
                 f"{what}: repeats episode {episode} of root seed {self.root_seed}"
             )
@@ -211,7 +237,11 @@ class Oracle:
         self._latest = {}
 
     def load(
-        self, at: dict[Place, Row | None], ended: dict[Place, bool], root_seed: int, episodes: Sequence[int]
+        self,
+        at: dict[Place, Row | None],
+        ended: dict[Place, bool],
+        root_seed: int,
+        episodes: Sequence[int],
     ) -> None:
         """Record that a state of all envs was loaded: they repeat what they did after it was saved.
 
@@ -222,16 +252,23 @@ class Oracle:
             episodes: which episode the next reset of each env begins.
         """
         self.at, self.ended = dict(at), dict(ended)
-        self.root_seed, self._latest = root_seed, {place: episodes[place[0]] - 1 for place in at}
+        self.root_seed, self._latest = (
+            root_seed,
+            {place: episodes[place[0]] - 1 for place in at},
+        )
         latest = {row.key[:2]: row.t for row in at.values() if row is not None}
-        self.handed_out = {key for key in self.handed_out if key[2] <= latest.get(key[:2], key[2])}
+        self.handed_out = {
+            key for key in self.handed_out if key[2] <= latest.get(key[:2], key[2])
+        }
 
     def follow(self, place: Place, one: Transition) -> None:
         """Check a transition that was handed out."""
         before, after = self.at[place], one.next
         what = f"step of {place}"
         if one.root is not None:
-            assert before is None or one.root == before, f"{what}: was at {before}, the root says {one.root}"
+            assert before is None or one.root == before, (
+                f"{what}: was at {before}, the root says {one.root}"
+            )
             if before is None:
                 self._check_made(one.root, f"root of {what}")
                 self.begun.add(one.root.key[:2])
@@ -246,24 +283,39 @@ class Oracle:
         if one.interrupted:
             self.num_interrupted += 1
             says = one.reward, one.terminated, one.truncated
-            assert before in (None, after), f"{what}: interrupted after {before} and says {one}"
+            assert before in (None, after), (
+                f"{what}: interrupted after {before} and says {one}"
+            )
             assert says == (0, False, True), f"{what}: interrupted and says {one}"
         else:
             self._follow_step(place, before, one, what)
         self.at[place], self.ended[place] = after, one.done
 
-    def _follow_step(self, place: Place, before: Row | None, one: Transition, what: str) -> None:
+    def _follow_step(
+        self, place: Place, before: Row | None, one: Transition, what: str
+    ) -> None:
         after = one.next
         assert (after.env_id, after.lane) == place, f"{what}: got a row of {after}"
-        assert before is None or after[:5] == (*before[:4], before.t + 1), f"{what}: from {before} to {after}"
-        assert after.key not in self.handed_out, f"{what}: {after} was handed out before"
+        assert before is None or after[:5] == (*before[:4], before.t + 1), (
+            f"{what}: from {before} to {after}"
+        )
+        assert after.key not in self.handed_out, (
+            f"{what}: {after} was handed out before"
+        )
         self.handed_out.add(after.key)
-        assert after.action == one.action, f"{what}: action {one.action}, the env got {after.action}: {after}"
+        assert after.action == one.action, (
+            f"{what}: action {one.action}, the env got {after.action}: {after}"
+        )
         kind = self.made[after.key][0]
-        assert (one.terminated, one.truncated) == (kind == Kind.TERMINATED, kind == Kind.TRUNCATED), (
+        assert (one.terminated, one.truncated) == (
+            kind == Kind.TERMINATED,
+            kind == Kind.TRUNCATED,
+        ), (
             f"{what}: {after} terminated {one.terminated}, truncated {one.truncated}: it was {kind!r}"
         )
-        assert one.reward == after.t + after.action / 8, f"{what}: reward {one.reward}, expected that of {after}"
+        assert one.reward == after.t + after.action / 8, (
+            f"{what}: reward {one.reward}, expected that of {after}"
+        )
         self.num_transitions += 1
 
 

@@ -224,7 +224,9 @@ class ObservationsCfg:
 class RewardsCfg:
     """A reward near the origin."""
 
-    near: RewardTermCfg = RewardTermCfg(func=lambda env: 1.0 - env.line.place.abs(), weight=1.0 / _DT)
+    near: RewardTermCfg = RewardTermCfg(
+        func=lambda env: 1.0 - env.line.place.abs(), weight=1.0 / _DT
+    )
 
 
 @configclass

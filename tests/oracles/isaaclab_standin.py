@@ -27,9 +27,12 @@ class Cfg:
     num_envs: int = 4
     device: str = "cpu"
     max_length: int = 7
-    compute_final_obs: bool | None = None  # None: of IsaacLab 2, which has no such setting
-    autoreset_mode: str = "SAME_STEP"  # of IsaacLab 3, whose manager-based envs have DISABLED too
-    resets_by_mask: bool = False  # as IsaacLab 3 does for some simulators, without a call of `_reset_idx`
+    # None: of IsaacLab 2, which has no such setting.
+    compute_final_obs: bool | None = None
+    # Of IsaacLab 3, whose manager-based envs have DISABLED too.
+    autoreset_mode: str = "SAME_STEP"
+    # As IsaacLab 3 does for some simulators, without a call of `_reset_idx`.
+    resets_by_mask: bool = False
     reuses_buffers: bool = True
     noise: float = 0.0
     history_length: int = 0
@@ -45,7 +48,9 @@ class SimulationContext:
 
     def __init__(self, device: str) -> None:
         if SimulationContext._instance is not None:
-            raise RuntimeError("Simulation context already exists. Cannot create a new one.")
+            raise RuntimeError(
+                "Simulation context already exists. Cannot create a new one."
+            )
         SimulationContext._instance = self
         self.device = device
 
@@ -93,16 +98,24 @@ class _BatchedEnv(gymnasium.Env[Any, Any]):
         self.scene = Scene(cfg.num_envs, cfg.device)
         self.extras: dict[str, Any] = {}
         self.common_step_counter = 0
-        self.episode_length_buf = torch.zeros(cfg.num_envs, dtype=torch.long, device=cfg.device)
-        self.reset_terminated = torch.zeros(cfg.num_envs, dtype=torch.bool, device=cfg.device)
+        self.episode_length_buf = torch.zeros(
+            cfg.num_envs, dtype=torch.long, device=cfg.device
+        )
+        self.reset_terminated = torch.zeros(
+            cfg.num_envs, dtype=torch.bool, device=cfg.device
+        )
         self.reset_time_outs = torch.zeros_like(self.reset_terminated)
         self.reset_buf = torch.zeros_like(self.reset_terminated)
         self.reward_buf = torch.zeros(cfg.num_envs, device=cfg.device)
-        self.previous_actions = self.actions = torch.zeros(cfg.num_envs, 1, device=cfg.device)
+        self.previous_actions = self.actions = torch.zeros(
+            cfg.num_envs, 1, device=cfg.device
+        )
         if cfg.num_discrete:
             self.single_action_space: Any = gymnasium.spaces.Discrete(cfg.num_discrete)
         else:
-            self.single_action_space = gymnasium.spaces.Box(-math.inf, math.inf, (1,), np.float32)
+            self.single_action_space = gymnasium.spaces.Box(
+                -math.inf, math.inf, (1,), np.float32
+            )
 
     @property
     def num_envs(self) -> int:
@@ -123,13 +136,17 @@ class _BatchedEnv(gymnasium.Env[Any, Any]):
 
     def _advance(self, action: torch.Tensor) -> None:
         if tuple(action.shape) != (self.num_envs, 1):
-            raise ValueError(f"expected actions of shape {(self.num_envs, 1)}, got {tuple(action.shape)}")
+            raise ValueError(
+                f"expected actions of shape {(self.num_envs, 1)}, got {tuple(action.shape)}"
+            )
         self.given = action
         action = action.to(self.device)
         self.previous_actions = self.actions
         self.actions = action.clone()
         force = self.actions[:, 0].float() * 0.05
-        self.scene.speed += force + (self.actions - self.previous_actions)[:, 0].float() * 0.01
+        self.scene.speed += (
+            force + (self.actions - self.previous_actions)[:, 0].float() * 0.01
+        )
         self.scene.place += self.scene.speed
         self.episode_length_buf += 1
         self.common_step_counter += 1
@@ -141,10 +158,22 @@ class _BatchedEnv(gymnasium.Env[Any, Any]):
     def state(self) -> torch.Tensor:
         """Return `[B, 4]`: place, speed, 0, steps made in the episode."""
         place = self.scene.place
-        return torch.stack((place, self.scene.speed, torch.zeros_like(place), self.episode_length_buf.float()), 1)
+        return torch.stack(
+            (
+                place,
+                self.scene.speed,
+                torch.zeros_like(place),
+                self.episode_length_buf.float(),
+            ),
+            1,
+        )
 
     def ids_to_reset(self) -> torch.Tensor:
-        resets = self.reset_buf if self.cfg.autoreset_mode == "SAME_STEP" else torch.zeros_like(self.reset_buf)
+        resets = (
+            self.reset_buf
+            if self.cfg.autoreset_mode == "SAME_STEP"
+            else torch.zeros_like(self.reset_buf)
+        )
         ids = resets.nonzero(as_tuple=False).squeeze(-1)
         if self.cfg.resets_too_many and len(ids):
             return torch.arange(self.num_envs, device=self.device)
@@ -175,7 +204,9 @@ class DirectRLEnv(_BatchedEnv):
         if self.cfg.noise:
             self.cfg.observation_noise_model = True
         box = gymnasium.spaces.Box(-math.inf, math.inf, (4,), np.float32)
-        self.single_observation_space = gymnasium.spaces.Dict({"policy": box, "critic": box})
+        self.single_observation_space = gymnasium.spaces.Dict(
+            {"policy": box, "critic": box}
+        )
 
     def _observation_noise_model(self, data: torch.Tensor) -> torch.Tensor:
         return data + self.cfg.noise * torch.randn_like(data)
@@ -189,7 +220,9 @@ class DirectRLEnv(_BatchedEnv):
     def reset(self, seed: int | None = None, options: Any = None) -> Any:
         if seed is not None:
             self.seed(seed)
-        self._reset_idx(torch.arange(self.num_envs, dtype=torch.int32, device=self.device))
+        self._reset_idx(
+            torch.arange(self.num_envs, dtype=torch.int32, device=self.device)
+        )
         self.scene.write_data_to_sim()
         self.sim.forward()
         return self._get_observations(), self.extras
@@ -202,11 +235,19 @@ class DirectRLEnv(_BatchedEnv):
                 self.extras["final_obs"] = self._noised(self._get_observations())
             (self._reset_rows if self.cfg.resets_by_mask else self._reset_idx)(ids)
         self.obs_buf = self._noised(self._get_observations())
-        return self.obs_buf, self.reward_buf, self.reset_terminated, self.reset_time_outs, self.extras
+        return (
+            self.obs_buf,
+            self.reward_buf,
+            self.reset_terminated,
+            self.reset_time_outs,
+            self.extras,
+        )
 
     def _noised(self, observations: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if self.cfg.observation_noise_model:
-            observations["policy"] = self._observation_noise_model(observations["policy"])
+            observations["policy"] = self._observation_noise_model(
+                observations["policy"]
+            )
         return observations
 
 
@@ -249,13 +290,24 @@ class ObservationManager:
     def compute(self, update_history: bool = False) -> dict[str, Any]:  # noqa: FBT001, FBT002  # as IsaacLab has it
         state = self._env.state()
         history = self._group_obs_term_history_buffer["policy"].get("state")
-        policy = state + self._env.cfg.noise * torch.randn_like(state) if self._env.cfg.noise else state
+        policy = (
+            state + self._env.cfg.noise * torch.randn_like(state)
+            if self._env.cfg.noise
+            else state
+        )
         if history is not None:
             if update_history or history._buffer is None:
                 history.append(policy)
             policy = history.buffer.reshape(self._env.num_envs, -1)
-        length = self._env.episode_length_buf if self._env.cfg.reuses_buffers else self._env.episode_length_buf.clone()
-        return {"policy": policy, "critic": {"place": state[:, :1].clone(), "length": length}}
+        length = (
+            self._env.episode_length_buf
+            if self._env.cfg.reuses_buffers
+            else self._env.episode_length_buf.clone()
+        )
+        return {
+            "policy": policy,
+            "critic": {"place": state[:, :1].clone(), "length": length},
+        }
 
     def reset(self, env_ids: torch.Tensor) -> None:
         for history in self._group_obs_term_history_buffer["policy"].values():
@@ -269,7 +321,9 @@ class ManagerBasedRLEnv(_BatchedEnv):
         super().__init__(cfg, render_mode)
         self.observation_manager = ObservationManager(self)
 
-    def reset(self, seed: int | None = None, env_ids: Any = None, options: Any = None) -> Any:
+    def reset(
+        self, seed: int | None = None, env_ids: Any = None, options: Any = None
+    ) -> Any:
         if env_ids is None:
             env_ids = torch.arange(self.num_envs, dtype=torch.int64, device=self.device)
         if seed is not None:
@@ -292,7 +346,13 @@ class ManagerBasedRLEnv(_BatchedEnv):
                 self.extras["final_obs"] = self.observation_manager.compute()
             (self._reset_rows if self.cfg.resets_by_mask else self._reset_idx)(ids)
         self.obs_buf = self.observation_manager.compute(update_history=True)
-        return self.obs_buf, self.reward_buf, self.reset_terminated, self.reset_time_outs, self.extras
+        return (
+            self.obs_buf,
+            self.reward_buf,
+            self.reset_terminated,
+            self.reset_time_outs,
+            self.extras,
+        )
 
 
 class DirectMARLEnv(_BatchedEnv):

@@ -25,11 +25,15 @@ class BaseEnv(gymnasium.Env[Any, Any]):
 
     metadata = {"render_modes": ["human", "rgb_array"]}  # noqa: RUF012  # as ManiSkill has it
 
-    def __init__(self, num_envs: int = NUM_ROWS, render_mode: str | None = None) -> None:
+    def __init__(
+        self, num_envs: int = NUM_ROWS, render_mode: str | None = None
+    ) -> None:
         self.render_mode = render_mode
         self.num_envs, self.device = num_envs, torch.device("cpu")
         self.single_action_space: Any = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
-        self.single_observation_space: Any = gymnasium.spaces.Box(-math.inf, math.inf, (2,), np.float32)
+        self.single_observation_space: Any = gymnasium.spaces.Box(
+            -math.inf, math.inf, (2,), np.float32
+        )
         self._elapsed_steps = torch.zeros(num_envs, dtype=torch.int32)
         self._place, self._speed = torch.zeros(num_envs), torch.zeros(num_envs)
         self._main_rng: Any = None
@@ -44,9 +48,15 @@ class BaseEnv(gymnasium.Env[Any, Any]):
     def reset(self, seed: int | None = None, options: Any = None) -> Any:
         options = {} if options is None else options
         self.resets.append(dict(options))
-        ids = options["env_idx"] if "env_idx" in options else torch.arange(self.num_envs, device=self.device)
+        ids = (
+            options["env_idx"]
+            if "env_idx" in options
+            else torch.arange(self.num_envs, device=self.device)
+        )
         if options.get("reconfigure") and len(ids) != self.num_envs:
-            raise RuntimeError("Cannot do a partial reset and reconfigure the environment.")
+            raise RuntimeError(
+                "Cannot do a partial reset and reconfigure the environment."
+            )
         if seed is not None:
             self._main_rng = np.random.RandomState(seed)
         with torch.random.fork_rng():
@@ -54,13 +64,20 @@ class BaseEnv(gymnasium.Env[Any, Any]):
             self._place[ids] = torch.rand(len(ids)) * 0.6 - 0.3
             self._speed[ids] = torch.rand(len(ids)) * 0.2 - 0.1
         self._elapsed_steps[ids] = 0
-        return self._observe(), {"elapsed_steps": self.elapsed_steps, "reconfigure": False}
+        return self._observe(), {
+            "elapsed_steps": self.elapsed_steps,
+            "reconfigure": False,
+        }
 
     def step(self, action: torch.Tensor) -> Any:
         self._speed += action[:, 0] * 0.05
         self._place += self._speed
         self._elapsed_steps += 1
-        info = {"elapsed_steps": self.elapsed_steps, "success": self._place > 1, "fail": self._place < -1}
+        info = {
+            "elapsed_steps": self.elapsed_steps,
+            "success": self._place > 1,
+            "fail": self._place < -1,
+        }
         reward = 1 - (1 - self._place).abs()
         never = torch.zeros(self.num_envs, dtype=torch.bool)
         return self._observe(), reward, info["success"] | info["fail"], never, info
@@ -85,7 +102,13 @@ class TimeLimitWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
     def step(self, action: Any) -> Any:
         observation, reward, terminated, _, info = self.env.step(action)
         simulator: Any = self.env.unwrapped
-        return observation, reward, terminated, simulator.elapsed_steps >= self._max_episode_steps, info
+        return (
+            observation,
+            reward,
+            terminated,
+            simulator.elapsed_steps >= self._max_episode_steps,
+            info,
+        )
 
 
 class ManiSkillVectorEnv(VectorEnv[Any, Any, Any]):
@@ -113,7 +136,9 @@ class ManiSkillVectorEnv(VectorEnv[Any, Any, Any]):
         ended = terminated | truncated
         if ended.any() and self.auto_reset:
             final = observation.clone()
-            observation, infos = self.reset(options={"env_idx": torch.arange(self.num_envs)[ended]})
+            observation, infos = self.reset(
+                options={"env_idx": torch.arange(self.num_envs)[ended]}
+            )
             infos["final_observation"] = final
             infos["_final_observation"] = ended
         return observation, reward, terminated, truncated, infos

@@ -40,7 +40,12 @@ class Side:
         executed: ids of the commands that `Block.execute` carries out, also in part.
     """
 
-    def __init__(self, adapters: list[Adapter], way: str = "loop", options: BlockOptions | None = None) -> None:
+    def __init__(
+        self,
+        adapters: list[Adapter],
+        way: str = "loop",
+        options: BlockOptions | None = None,
+    ) -> None:
         self.adapters = dict(enumerate(adapters, start=1))
         self.envs = [adapter.env for adapter in adapters]
         options = options or BlockOptions()
@@ -54,18 +59,26 @@ class Side:
         self.words = self.slab.words
         self.reports: list[Any] = []
         self.executed: list[int] = []
-        self.block = _NotedBlock(1, self.adapters, ROOT_SEED, self.reports.append, options)
+        self.block = _NotedBlock(
+            1, self.adapters, ROOT_SEED, self.reports.append, options
+        )
         self.block.is_in_c, self.block.executed = way != "python", self.executed
         self.block.attach(self.slab)
         self.storage_plan = plan_storage(plan, NUM_COLUMNS)
         self.storage_bytes = np.zeros(self.storage_plan.nbytes, np.uint8)
-        self.block.attach_storage(TARGET, Storage(self.storage_plan, self.storage_bytes))
+        self.block.attach_storage(
+            TARGET, Storage(self.storage_plan, self.storage_bytes)
+        )
         self.bells = np.zeros(2 * DOORBELL_BYTES, np.uint8)
-        self.go, self.done = (Doorbell.create(self.bells, at) for at in (0, DOORBELL_BYTES))
+        self.go, self.done = (
+            Doorbell.create(self.bells, at) for at in (0, DOORBELL_BYTES)
+        )
         self.mail: list[Any] = []
         self.num_read = self.num_tidied = 0
         kind = NativeLoop if way == "loop" else Loop
-        self.loop = kind(self.block, self.slab, (self.go, self.done), self._read_mail, self._tidy)
+        self.loop = kind(
+            self.block, self.slab, (self.go, self.done), self._read_mail, self._tidy
+        )
         self.native = self.loop.make() if isinstance(self.loop, NativeLoop) else None
         for env in self.envs:
             env.phase = lambda phase=self.words["phase"]: int(phase[1])
@@ -89,7 +102,14 @@ class Side:
         for leaf, value in zip(self.adapters[env_id].spec.action, values, strict=True):
             self.slab.groups[group].inputs["input", *leaf.key][row] = value
 
-    def command(self, op: int, env_ids: list[int], target: int = 0, column: int = 0, flags: int = 0) -> None:
+    def command(
+        self,
+        op: int,
+        env_ids: list[int],
+        target: int = 0,
+        column: int = 0,
+        flags: int = 0,
+    ) -> None:
         """Write commands, in the order of the ids."""
         for env_id in env_ids:
             self.words["command"][env_id] = pack(op, target, column, flags)
@@ -123,32 +143,49 @@ class Side:
 
     def owing(self) -> list[int]:
         """Return the envs whose commands have no answer yet."""
-        return np.flatnonzero(self.words["command_seq"] != self.words["reply_seq"]).tolist()
+        return np.flatnonzero(
+            self.words["command_seq"] != self.words["reply_seq"]
+        ).tolist()
 
     def state(self) -> dict[str, Any]:
         """Return all state that a parent can see, what the envs were passed, and the number of rings."""
-        state: dict[str, Any] = {name: word.tolist() for name, word in self.words.items() if name not in _CLOCKS}
+        state: dict[str, Any] = {
+            name: word.tolist()
+            for name, word in self.words.items()
+            if name not in _CLOCKS
+        }
         state["samples"] = int(self.words["step_bins"].sum())
         start = self.slab.plan.groups[0].inputs.nbytes
         state["frames"] = self.slab.buffer[start : self.slab.plan.ring_nbytes].tobytes()
         state["storage"] = self.storage_bytes.tobytes()
-        state["reports"] = [{k: v for k, v in report.items() if k != "traceback"} for report in self.reports]
+        state["reports"] = [
+            {k: v for k, v in report.items() if k != "traceback"}
+            for report in self.reports
+        ]
         state["rings"] = self.num_rings()
         slots = self.block.slots.values()
         state["slots"] = [(int(s.state[0]), s.prepared) for s in slots]
         state["rows"] = self._infos()
         state["passed"] = [env.seen for env in self.envs]
-        state["infos"] = [(type(adapter.info), adapter.info) for adapter in self.adapters.values()]
+        state["infos"] = [
+            (type(adapter.info), adapter.info) for adapter in self.adapters.values()
+        ]
         return state
 
     def _infos(self) -> list[Any]:
         """Return the infos in rows of the slab."""
         news = [report for report in self.reports if report["kind"] == "schema"]
-        schemas = {schema.id: schema for schema in (Schema(report["root"], report["nbytes"]) for report in news)}
+        schemas = {
+            schema.id: schema
+            for schema in (Schema(report["root"], report["nbytes"]) for report in news)
+        }
         found = []
         for place, schema_id in enumerate(self.words["info_ids"].tolist()):
             if schema_id:
-                schema, row = schemas[schema_id], self.slab.infos[place // 2, place % 2 : place % 2 + 1]  # type: ignore[index]  # there are infos
+                schema, row = (
+                    schemas[schema_id],
+                    self.slab.infos[place // 2, place % 2 : place % 2 + 1],  # type: ignore[index]  # there are infos
+                )
                 found.append((place, fingerprint(schema.infos(schema.records(row)))))
         return found
 
@@ -170,7 +207,9 @@ class _NotedBlock(Block):
         super().attach(slab)
         if not self.is_in_c:
             for slot in self.slots.values():
-                slot.info_writer = slot.info_writer and _PythonWriter(slab, slot.env_id, slot.info_writer._report)
+                slot.info_writer = slot.info_writer and _PythonWriter(
+                    slab, slot.env_id, slot.info_writer._report
+                )
 
     def execute(self, env_id: int, *command: Any) -> int:
         self.executed.append(env_id)
@@ -187,11 +226,18 @@ class _PythonWriter(InfoWriter):
 
 def _action(rng: np.random.Generator, leaf: Any) -> np.ndarray:
     is_index = np.dtype(leaf.dtype).kind in "iu"
-    return (rng.integers(0, 2, leaf.shape) if is_index else rng.random(leaf.shape)).astype(leaf.dtype)
+    return (
+        rng.integers(0, 2, leaf.shape) if is_index else rng.random(leaf.shape)
+    ).astype(leaf.dtype)
 
 
-@patch("traceback.format_exception", lambda error: [str(error)])  # takes long, and tracebacks differ between ways
-def run(make: Callable[[], list[Adapter]], program: Iterable[Any], options: BlockOptions | None = None) -> list[Any]:
+# Takes long, and tracebacks differ between ways.
+@patch("traceback.format_exception", lambda error: [str(error)])
+def run(
+    make: Callable[[], list[Adapter]],
+    program: Iterable[Any],
+    options: BlockOptions | None = None,
+) -> list[Any]:
     """Run a program in all ways, and require that nothing differs after any of its commands.
 
     Args:
@@ -226,8 +272,19 @@ def fingerprint(value: Any) -> Any:
         return type(value).__name__, [fingerprint(item) for item in value]
     if isinstance(value, (np.ndarray, np.generic)):
         array = np.asarray(value)
-        flags = (value.flags.writeable, value.flags.owndata) if isinstance(value, np.ndarray) else ()
-        return type(value).__name__, array.dtype.str, array.shape, array.strides, array.tobytes(), flags
+        flags = (
+            (value.flags.writeable, value.flags.owndata)
+            if isinstance(value, np.ndarray)
+            else ()
+        )
+        return (
+            type(value).__name__,
+            array.dtype.str,
+            array.shape,
+            array.strides,
+            array.tobytes(),
+            flags,
+        )
     return type(value).__name__, value
 
 
@@ -255,7 +312,10 @@ class Scripted(gymnasium.Env[Any, Any]):
         length: int = 5,
         resets: Sequence[Callable[[Any], Any]] = (),
     ) -> None:
-        self.observation_space, self.action_space = copy.deepcopy(observation_space), copy.deepcopy(action_space)
+        self.observation_space, self.action_space = (
+            copy.deepcopy(observation_space),
+            copy.deepcopy(action_space),
+        )
         self.script, self.resets = list(script), list(resets)
         self.np_random = np.random.default_rng(0)  # for episodes without a seed
         self.length = length
@@ -277,11 +337,21 @@ class Scripted(gymnasium.Env[Any, Any]):
         self.kept.append(action)
         self.num_steps += 1
         ended = self.num_steps >= self.length
-        result = (self.observation_space.sample(), float(self.num_steps) / 3, ended, False, {"at": self.num_steps})
+        result = (
+            self.observation_space.sample(),
+            float(self.num_steps) / 3,
+            ended,
+            False,
+            {"at": self.num_steps},
+        )
         return self.script.pop(0)(result) if self.script else result
 
 
 def is_as_passed(env: Any) -> bool:
     """Whether nothing has changed the actions of an env since: an env may keep them."""
-    steps = [seen for seen in env.seen if isinstance(seen, tuple) and seen[0] != "reset"]
-    return [fingerprint(action) for action in getattr(env, "kept", ())] == [seen for seen, _phase in steps]
+    steps = [
+        seen for seen in env.seen if isinstance(seen, tuple) and seen[0] != "reset"
+    ]
+    return [fingerprint(action) for action in getattr(env, "kept", ())] == [
+        seen for seen, _phase in steps
+    ]

@@ -57,7 +57,11 @@ class PlainRows:
         num_seeds: int = 2**32,
     ) -> None:
         self.rows = [make_row() for _ in range(num_rows)]
-        self._seeds, self._resets_itself, self._num_seeds = seeds, resets_itself, num_seeds
+        self._seeds, self._resets_itself, self._num_seeds = (
+            seeds,
+            resets_itself,
+            num_seeds,
+        )
         self._now: list[Values] = [{} for _ in self.rows]
         self._begun: dict[int, Values] = {}
 
@@ -68,13 +72,17 @@ class PlainRows:
             self._begun.clear()
             self._now = [row.reset(seed + index) for index, row in enumerate(self.rows)]
             return _stacked(self._now)
-        chosen = range(len(self.rows)) if mask is None else np.flatnonzero(mask).tolist()
+        chosen = (
+            range(len(self.rows)) if mask is None else np.flatnonzero(mask).tolist()
+        )
         place = 0
         for index in chosen:
             if index in self._begun:
                 self._now[index] = self._begun.pop(index)
                 continue
-            own = {"none": None, "row": seed + index, "place": seed + place}[self._seeds]
+            own = {"none": None, "row": seed + index, "place": seed + place}[
+                self._seeds
+            ]
             self._now[index] = self.rows[index].reset(own)
             place += 1
         return _stacked(self._now)
@@ -87,8 +95,12 @@ class PlainRows:
         observations, rewards, terminated, truncated = zip(*made, strict=True)
         stacked = _stacked(observations), _stacked(rewards)
         if self._resets_itself:
-            ended = np.flatnonzero(np.array(terminated, bool) | np.array(truncated, bool)).tolist()
-            self._begun = {index: _copied(self.rows[index].reset(None)) for index in ended}
+            ended = np.flatnonzero(
+                np.array(terminated, bool) | np.array(truncated, bool)
+            ).tolist()
+            self._begun = {
+                index: _copied(self.rows[index].reset(None)) for index in ended
+            }
         return *stacked, np.array(terminated, bool), np.array(truncated, bool)
 
     def close(self) -> None:
@@ -106,8 +118,15 @@ class AtariRow:
         return {("observation",): self.env.reset(seed=seed)[0][0].copy()}
 
     def step(self, action: Mapping[Key, np.ndarray]) -> Result:
-        observation, reward, terminated, truncated, _ = self.env.step(np.array([action["action",]]))
-        return {("observation",): observation[0].copy()}, {("reward",): reward[0]}, terminated[0], truncated[0]
+        observation, reward, terminated, truncated, _ = self.env.step(
+            np.array([action["action",]])
+        )
+        return (
+            {("observation",): observation[0].copy()},
+            {("reward",): reward[0]},
+            terminated[0],
+            truncated[0],
+        )
 
     def close(self) -> None:
         if self.env is not None:
@@ -131,7 +150,9 @@ class PlainPool(PlainRows):
     """An EnvPool: its seeds are set once, and resets do not change them."""
 
     def __init__(self, make_env: Callable[..., Any], num_rows: int) -> None:
-        super().__init__(lambda: PoolRow(make_env), num_rows, num_seeds=2**31 - num_rows)
+        super().__init__(
+            lambda: PoolRow(make_env), num_rows, num_seeds=2**31 - num_rows
+        )
 
 
 class PlainSimulator:
@@ -145,7 +166,11 @@ class PlainSimulator:
     """
 
     def __init__(
-        self, make_env: MakeEnv, reset_rows: Callable[[Any, torch.Tensor], Any], *, resets_itself: bool
+        self,
+        make_env: MakeEnv,
+        reset_rows: Callable[[Any, torch.Tensor], Any],
+        *,
+        resets_itself: bool,
     ) -> None:
         import torch
 
@@ -154,7 +179,8 @@ class PlainSimulator:
         self._random_state = torch.get_rng_state()
         self._now: Values = {}
         self._first: Values = {}
-        self._has_begun: Any = False  # bool `[B]`: rows that only the simulator has reset
+        # Bool `[B]`: rows that only the simulator has reset.
+        self._has_begun: Any = False
 
     def reset(self, seed: int, mask: np.ndarray | None = None) -> Values:
         import torch
@@ -170,7 +196,9 @@ class PlainSimulator:
             self._now = _chosen(begun, self._first, self._now)
             if left.any():
                 ids = torch.from_numpy(np.flatnonzero(left))
-                self._now = _chosen(left, _of_tensors(self._reset_rows(self.env, ids)), self._now)
+                self._now = _chosen(
+                    left, _of_tensors(self._reset_rows(self.env, ids)), self._now
+                )
             self._has_begun = self._has_begun & ~rows
         return self._now
 
@@ -178,13 +206,19 @@ class PlainSimulator:
         import torch
 
         with self._alone():
-            observations, reward, *flags, extras = self.env.step(torch.from_numpy(action["action",].copy()))
+            observations, reward, *flags, extras = self.env.step(
+                torch.from_numpy(action["action",].copy())
+            )
         terminated, truncated = (flag.numpy().copy() for flag in flags)
         self._now = _of_tensors(observations)
         ended = terminated | truncated
         if self._resets_itself and ended.any():
             self._first, self._has_begun = self._now, ended
-            final = next(extras[name] for name in ("final_obs", "final_observation") if name in extras)
+            final = next(
+                extras[name]
+                for name in ("final_obs", "final_observation")
+                if name in extras
+            )
             self._now = _chosen(ended, _of_tensors(final), self._now)
         return self._now, {("reward",): reward.numpy().copy()}, terminated, truncated
 
@@ -213,7 +247,11 @@ def _copied(values: Values) -> Values:
 def _of_tensors(observations: Any, key: Key = ()) -> Values:
     if not isinstance(observations, Mapping):
         return {key or ("observation",): observations.numpy().copy()}
-    return {k: v for name, item in observations.items() for k, v in _of_tensors(item, (*key, str(name))).items()}
+    return {
+        k: v
+        for name, item in observations.items()
+        for k, v in _of_tensors(item, (*key, str(name))).items()
+    }
 
 
 def _chosen(rows: np.ndarray, values: Values, others: Values) -> Values:
@@ -221,5 +259,6 @@ def _chosen(rows: np.ndarray, values: Values, others: Values) -> Values:
     if not rows.any():
         return others
     return {
-        key: np.where(rows.reshape(-1, *(1,) * (other.ndim - 1)), values[key], other) for key, other in others.items()
+        key: np.where(rows.reshape(-1, *(1,) * (other.ndim - 1)), values[key], other)
+        for key, other in others.items()
     }

@@ -41,7 +41,9 @@ class PlainGymnasium:
         return self._observed(observation)
 
     def step(self, action: Mapping[Key, np.ndarray]) -> Result:
-        observation, reward, terminated, truncated, _ = self.env.step(self._native(self.env.action_space, action))
+        observation, reward, terminated, truncated, _ = self.env.step(
+            self._native(self.env.action_space, action)
+        )
         return self._observed(observation), {("reward",): reward}, terminated, truncated
 
     def close(self) -> None:
@@ -53,13 +55,21 @@ class PlainGymnasium:
         is_dict = isinstance(self.env.observation_space, spaces.Dict)
         return dict(_leaves(observation, () if is_dict else ("observation",)))
 
-    def _native(self, space: Any, action: Mapping[Key, np.ndarray], key: Key = ("action",)) -> Any:
+    def _native(
+        self, space: Any, action: Mapping[Key, np.ndarray], key: Key = ("action",)
+    ) -> Any:
         from gymnasium import spaces
 
         if isinstance(space, spaces.Tuple):
-            return tuple(self._native(sub, action, (*key, str(i))) for i, sub in enumerate(space.spaces))
+            return tuple(
+                self._native(sub, action, (*key, str(i)))
+                for i, sub in enumerate(space.spaces)
+            )
         if isinstance(space, spaces.Dict):
-            return {name: self._native(sub, action, (*key, name)) for name, sub in space.spaces.items()}
+            return {
+                name: self._native(sub, action, (*key, name))
+                for name, sub in space.spaces.items()
+            }
         if isinstance(space, spaces.Discrete):
             return int(action[key]) + int(space.start)
         return action[key]
@@ -85,7 +95,10 @@ class PlainDmEnv:
         spec = self.env.action_spec()
         native: Any = action.get(("action",))
         if native is None:
-            native = {name: action["action", name].reshape(leaf.shape) for name, leaf in spec.items()}
+            native = {
+                name: action["action", name].reshape(leaf.shape)
+                for name, leaf in spec.items()
+            }
         timestep = self.env.step(native)
         terminated = timestep.last() and timestep.discount == 0
         return (
@@ -114,10 +127,19 @@ class PlainPettingZoo:
         return self._stacked("observation", observations)
 
     def step(self, action: Mapping[Key, np.ndarray]) -> Result:
-        actions = dict(zip(self.env.possible_agents, action[self.group, "action"].reshape(-1).tolist(), strict=True))
+        actions = dict(
+            zip(
+                self.env.possible_agents,
+                action[self.group, "action"].reshape(-1).tolist(),
+                strict=True,
+            )
+        )
         observations, rewards, terminations, truncations, _ = self.env.step(actions)
         has_ended, has_terminated = not self.env.agents, all(terminations.values())
-        values = self._stacked("observation", observations), self._stacked("reward", rewards)
+        values = (
+            self._stacked("observation", observations),
+            self._stacked("reward", rewards),
+        )
         assert any(truncations.values()) or not has_ended or has_terminated
         return *values, has_ended and has_terminated, has_ended and not has_terminated
 
@@ -125,7 +147,11 @@ class PlainPettingZoo:
         self.env.close()
 
     def _stacked(self, name: str, by_agent: Mapping[str, Any]) -> Values:
-        return {(self.group, name): np.stack([by_agent[agent] for agent in self.env.possible_agents])}
+        return {
+            (self.group, name): np.stack(
+                [by_agent[agent] for agent in self.env.possible_agents]
+            )
+        }
 
 
 class PlainTorchRL:
@@ -142,11 +168,18 @@ class PlainTorchRL:
     def step(self, action: Mapping[Key, np.ndarray]) -> Result:
         import torch
 
-        following = self.env.step(self._root.clone().set("action", torch.from_numpy(action["action",])))["next"]
+        following = self.env.step(
+            self._root.clone().set("action", torch.from_numpy(action["action",]))
+        )["next"]
         self._root = following.exclude("reward")
         values = _of_tensordict(following)
         reward: Values = {("reward",): values.pop(("reward",))}
-        return values, reward, following["terminated"].numpy(), following["truncated"].numpy()
+        return (
+            values,
+            reward,
+            following["terminated"].numpy(),
+            following["truncated"].numpy(),
+        )
 
     def close(self) -> None:
         self.env.close()
@@ -179,19 +212,34 @@ class PlainMeltingPot:
 
     def _observed(self, observations: list[dict[str, Any]]) -> Values:
         views = ("RGB", "INVENTORY")
-        values: Values = {("agents", "observation", v): np.stack([seen[v] for seen in observations]) for v in views}
+        values: Values = {
+            ("agents", "observation", v): np.stack([seen[v] for seen in observations])
+            for v in views
+        }
         return {("RGB",): observations[0]["WORLD.RGB"], **values}
 
 
 def _leaves(value: Any, key: Key) -> list[tuple[Key, Any]]:
     if isinstance(value, Mapping):
-        return [leaf for name, item in value.items() for leaf in _leaves(item, (*key, str(name)))]
+        return [
+            leaf
+            for name, item in value.items()
+            for leaf in _leaves(item, (*key, str(name)))
+        ]
     if isinstance(value, tuple):
-        return [leaf for i, item in enumerate(value) for leaf in _leaves(item, (*key, str(i)))]
+        return [
+            leaf
+            for i, item in enumerate(value)
+            for leaf in _leaves(item, (*key, str(i)))
+        ]
     return [(key, value)]
 
 
 def _of_tensordict(td: Any) -> Values:
     flat = td.flatten_keys("\0")
     is_flag = {"done", "terminated", "truncated", "action", "_reset"}
-    return {tuple(k.split("\0")): v.numpy() for k, v in flat.items() if k.split("\0")[-1] not in is_flag}
+    return {
+        tuple(k.split("\0")): v.numpy()
+        for k, v in flat.items()
+        if k.split("\0")[-1] not in is_flag
+    }

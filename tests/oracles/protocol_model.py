@@ -103,7 +103,9 @@ class Protocol:
             if s.tokens >= self.num_workers and _is_idle(s):
                 yield s._replace(phase="settle")
             elif s.done:
-                yield s._replace(done=s.done - 1, tokens=min(s.tokens + 1, self.num_workers))
+                yield s._replace(
+                    done=s.done - 1, tokens=min(s.tokens + 1, self.num_workers)
+                )
             else:
                 yield s._replace(phase="drain")
         elif s.phase in ("drain", "compare", "sleep"):
@@ -112,24 +114,40 @@ class Protocol:
             yield self._settle(s)
         elif s.phase == "revive":
             yield from self._revive(s)
-        if s.interrupts_left and s.phase in ("send", "fast", "drain", "compare", "sleep"):
+        if s.interrupts_left and s.phase in (
+            "send",
+            "fast",
+            "drain",
+            "compare",
+            "sleep",
+        ):
             woken = tuple(_wake_worker(w) for w in s.workers)
             yield s._replace(
-                phase="drain", is_recovering=True, is_calm=False, interrupts_left=s.interrupts_left - 1, workers=woken
+                phase="drain",
+                is_recovering=True,
+                is_calm=False,
+                interrupts_left=s.interrupts_left - 1,
+                workers=woken,
             )
 
     def _send(self, s: State) -> State:
         what = self.parent[s.at]
-        workers = tuple(_tell(w, what, s.number) if w.is_asked else w for w in s.workers)
+        workers = tuple(
+            _tell(w, what, s.number) if w.is_asked else w for w in s.workers
+        )
         if s.at + 1 < len(self.parent):
             return s._replace(at=s.at + 1, workers=workers)
         is_for_all = all(w.is_asked for w in workers)
-        return s._replace(phase="fast" if is_for_all else "drain", at=0, tokens=0, workers=workers)
+        return s._replace(
+            phase="fast" if is_for_all else "drain", at=0, tokens=0, workers=workers
+        )
 
     def _wait_slowly(self, s: State) -> Iterator[State]:
         order = ("drain", "compare") if self.drains_first else ("compare", "drain")
         if s.phase == "drain":
-            yield s._replace(done=0, phase="compare" if order[0] == "drain" else "sleep")
+            yield s._replace(
+                done=0, phase="compare" if order[0] == "drain" else "sleep"
+            )
         elif s.phase == "sleep" and s.done:
             yield s._replace(done=s.done - 1, phase=order[0])
         elif s.phase == "sleep":
@@ -146,24 +164,38 @@ class Protocol:
         )
         if not s.is_calm:  # while all is calm, wake-ups alone must be enough
             yield s._replace(phase=again)
-        gone = [i for i, w in enumerate(s.workers) if w.at == DEAD and not w.is_lost and w.command_seq != w.reply_seq]
+        gone = [
+            i
+            for i, w in enumerate(s.workers)
+            if w.at == DEAD and not w.is_lost and w.command_seq != w.reply_seq
+        ]
         if gone and self.looks_around:
             workers = [
-                w._replace(reply_seq=w.command_seq, is_lost=True) if i in gone else w for i, w in enumerate(s.workers)
+                w._replace(reply_seq=w.command_seq, is_lost=True) if i in gone else w
+                for i, w in enumerate(s.workers)
             ]
             yield s._replace(phase=again, workers=tuple(workers))
         for i, w in enumerate(s.workers):
-            if s.deaths_left and w.at >= 0 and w.command_seq != w.reply_seq:  # late: killed, and waited for
+            # Late: killed, and waited for.
+            if s.deaths_left and w.at >= 0 and w.command_seq != w.reply_seq:
                 killed = w._replace(at=DEAD, reply_seq=w.command_seq, is_lost=True)
                 workers = [*s.workers[:i], killed, *s.workers[i + 1 :]]
-                yield s._replace(phase=again, is_calm=False, deaths_left=s.deaths_left - 1, workers=tuple(workers))
+                yield s._replace(
+                    phase=again,
+                    is_calm=False,
+                    deaths_left=s.deaths_left - 1,
+                    workers=tuple(workers),
+                )
 
     def _settle(self, s: State) -> State:
         """Take the answers; begin to replace lost workers, or continue with the next step."""
         for w in s.workers:
-            assert not w.is_asked or w.is_lost or s.is_recovering or (w.row, w.runs) == (s.number, 1), (
-                f"a stale or repeated row: expected that of command {s.number}, got {w}"
-            )
+            assert (
+                not w.is_asked
+                or w.is_lost
+                or s.is_recovering
+                or (w.row, w.runs) == (s.number, 1)
+            ), f"a stale or repeated row: expected that of command {s.number}, got {w}"
         if any(w.is_lost for w in s.workers):
             workers = tuple(
                 w._replace(at=BUILDING, go=0, is_asked=True) if w.is_lost else
@@ -173,13 +205,23 @@ class Protocol:
         workers = tuple(w._replace(is_asked=True, runs=0, row=0) for w in s.workers)
         step = s.step + 1
         phase = "send" if step <= self.num_steps else "over"
-        return s._replace(phase=phase, at=0, step=step, number=s.number + 1, is_recovering=False, workers=workers)
+        return s._replace(
+            phase=phase,
+            at=0,
+            step=step,
+            number=s.number + 1,
+            is_recovering=False,
+            workers=workers,
+        )
 
     def _revive(self, s: State) -> Iterator[State]:
         """Wait for successors (one that died during its build is replaced again), then reset them."""
         lost = [w for w in s.workers if w.is_lost]
         if any(w.at == DEAD for w in lost):
-            workers = tuple(w._replace(at=BUILDING) if w.is_lost and w.at == DEAD else w for w in s.workers)
+            workers = tuple(
+                w._replace(at=BUILDING) if w.is_lost and w.at == DEAD else w
+                for w in s.workers
+            )
             yield s._replace(workers=workers)
         elif all(w.at >= 0 for w in lost):
             workers = tuple(w._replace(is_lost=False) for w in s.workers)
@@ -193,7 +235,10 @@ class Protocol:
         if w.at == DEAD:
             return
         if w.at == BUILDING:
-            yield w._replace(at=0, latest=w.reply_seq if self.starts_from_reply else 0), 0
+            yield (
+                w._replace(at=0, latest=w.reply_seq if self.starts_from_reply else 0),
+                0,
+            )
             return
         what, following = self.worker[w.at], (w.at + 1) % len(self.worker)
         if what == "go":
@@ -205,11 +250,18 @@ class Protocol:
             else:
                 yield w._replace(number=w.command_seq, at=following), 0
         elif what == "rows":
-            assert w.reply_seq != w.number or self.worker.index("rows") >= self.worker.index("reply_seq"), (
+            assert w.reply_seq != w.number or self.worker.index(
+                "rows"
+            ) >= self.worker.index("reply_seq"), (
                 f"a command that has its answer is carried out: {w}"
             )
             is_whole = w.inputs == w.command == w.number
-            yield w._replace(row=w.number if is_whole else -1, runs=w.runs + 1, at=following), 0
+            yield (
+                w._replace(
+                    row=w.number if is_whole else -1, runs=w.runs + 1, at=following
+                ),
+                0,
+            )
         elif what == "reply_seq":
             yield w._replace(reply_seq=w.number, latest=w.number, at=following), 0
         else:
@@ -224,7 +276,10 @@ class Protocol:
         return explore(self.start(), self._sorted_moves, lambda s: s.phase == "over")
 
     def _sorted_moves(self, s: State) -> Iterator[State]:
-        return (moved._replace(workers=tuple(sorted(moved.workers))) for moved in self.moves(s))
+        return (
+            moved._replace(workers=tuple(sorted(moved.workers)))
+            for moved in self.moves(s)
+        )
 
     def moves(self, s: State) -> Iterator[State]:
         """Yield every state after one step of any side, or one death."""
@@ -232,16 +287,24 @@ class Protocol:
         for i, w in enumerate(s.workers):
             others = (s.workers[:i], s.workers[i + 1 :])
             for moved, rung in self.worker_moves(s, i):
-                yield s._replace(workers=(*others[0], moved, *others[1]), done=s.done + rung)
+                yield s._replace(
+                    workers=(*others[0], moved, *others[1]), done=s.done + rung
+                )
             if s.deaths_left and w.at != DEAD:
                 workers = (*others[0], w._replace(at=DEAD), *others[1])
-                yield s._replace(workers=workers, deaths_left=s.deaths_left - 1, is_calm=False)
+                yield s._replace(
+                    workers=workers, deaths_left=s.deaths_left - 1, is_calm=False
+                )
 
 
 def _tell(w: Worker, what: str, number: int) -> Worker:
     if what == "go":
         return _wake_worker(w)
-    return w._replace(runs=0, command_seq=number) if what == "command_seq" else w._replace(**{what: number})  # type: ignore[arg-type]
+    return (
+        w._replace(runs=0, command_seq=number)
+        if what == "command_seq"
+        else w._replace(**{what: number})  # type: ignore[arg-type]
+    )
 
 
 def _wake_worker(w: Worker) -> Worker:

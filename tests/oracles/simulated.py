@@ -57,7 +57,11 @@ class Scripted(PlainEnv):
         task: a number; its factory passes it.
     """
 
-    spec = EnvSpec(observation=(LEAF,), action=(LeafSpec(("action",), (), "int64", Discrete(4)),), family="plain")
+    spec = EnvSpec(
+        observation=(LEAF,),
+        action=(LeafSpec(("action",), (), "int64", Discrete(4)),),
+        family="plain",
+    )
     num_rows = 0
     #: Rows of steps after which the reset raised. The worker may have died then, and a new instance knows no step.
     unreset: ClassVar[set[int | None]] = set()
@@ -74,7 +78,9 @@ class Scripted(PlainEnv):
         self.latest = Scripted.num_rows
         return [np.array([self.latest])]
 
-    def reset(self, seed: int | None, options: Mapping[str, Any] | None = None) -> list[Any]:
+    def reset(
+        self, seed: int | None, options: Mapping[str, Any] | None = None
+    ) -> list[Any]:
         self.is_in_episode = False
         if self._reset_raises:
             self._reset_raises = False
@@ -88,7 +94,8 @@ class Scripted(PlainEnv):
             self.faults.append("a step of an instance that is not in an episode")
         self._reset_raises = action[0] == RESET_RAISES
         if action[0] == RAISES:
-            self.is_in_episode, self.stepped = False, None  # an earlier step may not have been handed out
+            # An earlier step may not have been handed out.
+            self.is_in_episode, self.stepped = False, None
             raise ValueError("a step that raises")
         self.has_ended = bool(action[0] in (ENDS, RESET_RAISES))
         self.is_in_episode = not self.has_ended
@@ -119,33 +126,60 @@ class SimulatedWorker:
     pid = 0
     gpu: str | None = None
 
-    def __init__(self, worker_id: int, generation: int, blueprint: Blueprint, options: ExecutorOptions) -> None:
-        self.worker_id, self.generation, self.channel, self.is_alive = worker_id, generation, _Channel(), True
-        self._factories = {i: blueprint.factories[i] for i in blueprint.blocks[worker_id]}
+    def __init__(
+        self,
+        worker_id: int,
+        generation: int,
+        blueprint: Blueprint,
+        options: ExecutorOptions,
+    ) -> None:
+        self.worker_id, self.generation, self.channel, self.is_alive = (
+            worker_id,
+            generation,
+            _Channel(),
+            True,
+        )
+        self._factories = {
+            i: blueprint.factories[i] for i in blueprint.blocks[worker_id]
+        }
         self.envs = {env_id: factory() for env_id, factory in self._factories.items()}
         self.frames: deque[dict[str, Any]] = deque()
         self.answers: dict[int, dict[str, Any]] = {}
         self.inbox: deque[Callable[[Block], None]] = deque()
         self._num_read = 0
         adapters = {env_id: PlainAdapter(env) for env_id, env in self.envs.items()}
-        self._block = Block(worker_id, adapters, 0, self.frames.append, options.for_block())
+        self._block = Block(
+            worker_id, adapters, 0, self.frames.append, options.for_block()
+        )
         self._block.build_again, self._block.forget = self._build_again, lambda _: None
 
     def _build_again(self, env_id: int, *call: Any) -> Adapter:
-        before, rebuilt = self.envs[env_id], (call[0] if call else self._factories[env_id])()
-        rebuilt.stepped, rebuilt.faults = before.stepped, before.faults  # the row of a step is not handed out yet
+        before, rebuilt = (
+            self.envs[env_id],
+            (call[0] if call else self._factories[env_id])(),
+        )
+        # The row of a step is not handed out yet.
+        rebuilt.stepped, rebuilt.faults = before.stepped, before.faults
         self.envs[env_id] = rebuilt
         return PlainAdapter(rebuilt)
 
-    def attach(self, slab: Slab, plan: SlabPlan, bells: tuple[list[Bell], Bell] | None) -> None:
+    def attach(
+        self, slab: Slab, plan: SlabPlan, bells: tuple[list[Bell], Bell] | None
+    ) -> None:
         """Begin to serve; `bells` are those that are not in the slab."""
         self._block.attach(slab)
         self._go: Bell = (
-            bells[0][self.worker_id] if bells else Doorbell.attach(slab.buffer, plan.go_offset(self.worker_id))
+            bells[0][self.worker_id]
+            if bells
+            else Doorbell.attach(slab.buffer, plan.go_offset(self.worker_id))
         )
-        done: Bell = bells[1] if bells else Doorbell.attach(slab.buffer, plan.bells_offset)
+        done: Bell = (
+            bells[1] if bells else Doorbell.attach(slab.buffer, plan.bells_offset)
+        )
         kind = Loop if bells else loop_class()
-        self._serve = kind(self._block, slab, (self._go, done), self._read, lambda: None, 0).server()
+        self._serve = kind(
+            self._block, slab, (self._go, done), self._read, lambda: None, 0
+        ).server()
         self.is_attached = True
 
     def _read(self) -> int:
@@ -188,9 +222,20 @@ class SimulatedCrew:
     root_seed = 0
     bells: Any = None  # of the portable pool: those of the workers, and the caller's
 
-    def __init__(self, blueprint: Blueprint, options: ExecutorOptions, on_row_frame: Callable[[Any], None]) -> None:
-        self.blueprint, self._options, self._on_row_frame = blueprint, options, on_row_frame
-        self.workers = [self._launch(worker_id, 0) for worker_id in range(len(blueprint.blocks))]
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        options: ExecutorOptions,
+        on_row_frame: Callable[[Any], None],
+    ) -> None:
+        self.blueprint, self._options, self._on_row_frame = (
+            blueprint,
+            options,
+            on_row_frame,
+        )
+        self.workers = [
+            self._launch(worker_id, 0) for worker_id in range(len(blueprint.blocks))
+        ]
         self.envs_in_python: list[str] = []
 
     def _launch(self, worker_id: int, generation: int) -> SimulatedWorker:
@@ -199,7 +244,9 @@ class SimulatedCrew:
     def start(self) -> list[EnvSpec]:
         return [Scripted.spec for block in self.blueprint.blocks for _ in block]
 
-    def hand_over(self, plan: SlabPlan, segment: Segment, wake_worker: Callable[[int], None]) -> None:
+    def hand_over(
+        self, plan: SlabPlan, segment: Segment, wake_worker: Callable[[int], None]
+    ) -> None:
         self._wake_worker = wake_worker
         self._segment, self._plan = segment, plan
         self._storages: dict[int, tuple[StoragePlan, Segment]] = {}
@@ -214,22 +261,32 @@ class SimulatedCrew:
         worker = self.workers[worker_id]
         for target, (plan, segment) in self._storages.items():
             self._mail(worker, _attaching(target, plan, segment))
-        worker.attach(self._slab, self._plan, self.bells)  # last: a `Crew` is not interrupted between mail and this
+        # Last: a `Crew` is not interrupted between mail and this.
+        worker.attach(self._slab, self._plan, self.bells)
 
     def has_answered(self, _: int) -> bool:
         return True
 
     def replace(self, worker_id: int) -> None:
-        self.workers[worker_id] = self._launch(worker_id, self.workers[worker_id].generation + 1)
+        self.workers[worker_id] = self._launch(
+            worker_id, self.workers[worker_id].generation + 1
+        )
 
     def mail(self, worker_id: int, message: Any, **_: Any) -> None:
         worker = self.workers[worker_id]
         if isinstance(message, messages.Prepare):
             self._mail(worker, lambda block: block.prepare(message))
         else:
-            self._mail(worker, lambda block: worker.answers.update({message.number: block.ask(message)}))
+            self._mail(
+                worker,
+                lambda block: worker.answers.update(
+                    {message.number: block.ask(message)}
+                ),
+            )
 
-    def await_frame(self, worker_id: int, phase: str, _: float | None, number: int) -> dict[str, Any]:
+    def await_frame(
+        self, worker_id: int, phase: str, _: float | None, number: int
+    ) -> dict[str, Any]:
         worker: Any = self.workers[worker_id]
         if number not in worker.answers:
             raise worker_lost(worker, self.blueprint.blocks[worker_id], phase)
@@ -268,7 +325,9 @@ class SimulatedCrew:
             bell.close()
 
 
-def _attaching(target: int, plan: StoragePlan, segment: Segment) -> Callable[[Block], None]:
+def _attaching(
+    target: int, plan: StoragePlan, segment: Segment
+) -> Callable[[Block], None]:
     array = segment.array()  # now: as a process keeps what it has mapped
     return lambda block: block.attach_storage(target, Storage(plan, array))
 
@@ -282,7 +341,9 @@ class SimulatedPool(WorkerPool):
 
     crew: Any
 
-    def __init__(self, blocks: Sequence[Sequence[int]], options: ExecutorOptions) -> None:
+    def __init__(
+        self, blocks: Sequence[Sequence[int]], options: ExecutorOptions
+    ) -> None:
         plan = serial_blueprint([partial(Scripted, 0)] * sum(map(len, blocks)), None, 0)
         blueprint = replace(plan, blocks=tuple(map(tuple, blocks)))
         super().__init__(blueprint, options)
@@ -334,12 +395,19 @@ class SimulatedPool(WorkerPool):
 
         def step(*given: Any) -> tuple[Any, int]:
             *parts, draft = given
-            found: tuple[Any, int] = exchange.step(*parts, self._after(draft or (lambda _: None)))
+            found: tuple[Any, int] = exchange.step(
+                *parts, self._after(draft or (lambda _: None))
+            )
             return found
 
         names = ("may_step", "land", "wait", "take", "roots")
         own = {name: getattr(exchange, name) for name in names}
-        return SimpleNamespace(**own, step=step, give=self._after(exchange.give), send=self._after(exchange.send))
+        return SimpleNamespace(
+            **own,
+            step=step,
+            give=self._after(exchange.give),
+            send=self._after(exchange.send),
+        )
 
     @property
     def envs(self) -> list[Scripted]:
@@ -352,12 +420,19 @@ class SimulatedPortablePool(SimulatedPool, PortablePool):
 
 
 def simulated(
-    monkeypatch: Any, blocks: Sequence[Sequence[int]], *, pool: type[SimulatedPool] = SimulatedPool, **options: Any
+    monkeypatch: Any,
+    blocks: Sequence[Sequence[int]],
+    *,
+    pool: type[SimulatedPool] = SimulatedPool,
+    **options: Any,
 ) -> Any:
     """Return an executor whose workers are simulated: those of `blocks`, the env ids of each."""
     for module in (fast_commands, worker_pool):  # nobody else answers meanwhile
         monkeypatch.setattr(module, "LOOK_S", 1e-6)
     monkeypatch.setattr(worker_pool, "_LOOK_NS", 1000)
     monkeypatch.setattr(worker_pool, "_LOOK_ANYWAY_S", 1e9)
-    settings = ExecutorOptions(stall_log_s=20.0, **options)  # far above any pause of a busy machine
-    return BatchedEnv(pool(blocks, settings), seed=0, device=None, copy=True, options=settings)
+    # Far above any pause of a busy machine.
+    settings = ExecutorOptions(stall_log_s=20.0, **options)
+    return BatchedEnv(
+        pool(blocks, settings), seed=0, device=None, copy=True, options=settings
+    )

@@ -39,9 +39,12 @@ FULL_OF_CACHE = {
 
 
 @pytest.mark.parametrize(
-    ("base", "version", "folder"), [(V1, "v1", "sys/fs/cgroup/memory/job"), (V2, "v2", "sys/fs/cgroup/job.slice")]
+    ("base", "version", "folder"),
+    [(V1, "v1", "sys/fs/cgroup/memory/job"), (V2, "v2", "sys/fs/cgroup/job.slice")],
 )
-def test_page_cache_is_room_in_the_own_group_and_in_those_above(tmp_path, base, version, folder):
+def test_page_cache_is_room_in_the_own_group_and_in_those_above(
+    tmp_path, base, version, folder
+):
     files = {f"{folder}/{name}": text for name, text in FULL_OF_CACHE[version].items()}
     (tmp_path / folder / "task.scope").mkdir(parents=True)
     found = read_memory(tree(tmp_path, {**base, **files}))
@@ -51,8 +54,14 @@ def test_page_cache_is_room_in_the_own_group_and_in_those_above(tmp_path, base, 
 def test_a_container_of_v1_that_sees_its_own_group_at_the_mount(tmp_path):
     mounts = "30 23 0:26 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
     mounts += "31 30 0:26 /job /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
-    files = {f"sys/fs/cgroup/memory/{name}": text for name, text in FULL_OF_CACHE["v1"].items()}
-    assert read_memory(tree(tmp_path, {**V1, "proc/self/mountinfo": mounts, **files})).room == 376 * MIB
+    files = {
+        f"sys/fs/cgroup/memory/{name}": text
+        for name, text in FULL_OF_CACHE["v1"].items()
+    }
+    assert (
+        read_memory(tree(tmp_path, {**V1, "proc/self/mountinfo": mounts, **files})).room
+        == 376 * MIB
+    )
 
 
 def test_the_tightest_group_decides(tmp_path):
@@ -70,5 +79,7 @@ def test_no_limit_and_no_groups(tmp_path):
         "sys/fs/cgroup/job.slice/task.scope/memory.max": "max\n",
         "sys/fs/cgroup/job.slice/task.scope/memory.current": "7\n",
     }
-    assert read_memory(tree(tmp_path / "v2", {**V2, **unlimited})) == GroupMemory(used=7)
+    assert read_memory(tree(tmp_path / "v2", {**V2, **unlimited})) == GroupMemory(
+        used=7
+    )
     assert read_memory(tmp_path / "nothing") == GroupMemory()

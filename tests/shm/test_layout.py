@@ -9,10 +9,15 @@ from envherd.shm.layout import ALIGNMENT, Field, align, lay_out, strided_view, v
 
 DTYPES = st.sampled_from(["bool", "uint8", "int64", "float32", "float64"])
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
-REQUESTS = st.lists(st.tuples(st.integers(0, 99).map(lambda i: (str(i),)), SHAPES, DTYPES), unique_by=lambda r: r[0])
+REQUESTS = st.lists(
+    st.tuples(st.integers(0, 99).map(lambda i: (str(i),)), SHAPES, DTYPES),
+    unique_by=lambda r: r[0],
+)
 
 
-@pytest.mark.parametrize(("nbytes", "aligned"), [(0, 0), (1, 128), (128, 128), (129, 256)])
+@pytest.mark.parametrize(
+    ("nbytes", "aligned"), [(0, 0), (1, 128), (128, 128), (129, 256)]
+)
 def test_align_rounds_up(nbytes, aligned):
     assert align(nbytes) == aligned
 
@@ -64,4 +69,7 @@ def test_strided_view_repeats_a_field():
     columns = strided_view(buffer, layout["a",], 0, 3, layout.nbytes)
     columns[:] = [[1, 2], [3, 4], [5, 6]]
     for frame in range(3):
-        assert view(buffer, layout["a",], frame * layout.nbytes).tolist() == [2 * frame + 1, 2 * frame + 2]
+        assert view(buffer, layout["a",], frame * layout.nbytes).tolist() == [
+            2 * frame + 1,
+            2 * frame + 2,
+        ]

@@ -29,25 +29,44 @@ def _used_at_import(node, names, lacking):
         elif isinstance(child, ast.Import):
             yield from ({alias.name for alias in child.names} & lacking)
         elif isinstance(child, ast.ImportFrom):
-            yield from (alias.name for alias in child.names if alias.name in names.get(child.module, ()))
+            yield from (
+                alias.name
+                for alias in child.names
+                if alias.name in names.get(child.module, ())
+            )
         yield from _used_at_import(child, names, lacking)
 
 
 @pytest.mark.parametrize("system", ["windows", "macos"])
 def test_no_module_needs_at_its_import_what_another_system_lacks(system):
     what = runpy.run_path(str(ROOT / "tests" / "lacking" / "sitecustomize.py"))
-    names = {module: set(text.split()) for module, text in what["LACKING"][system].items()}
+    names = {
+        module: set(text.split()) for module, text in what["LACKING"][system].items()
+    }
     missing = what["MISSING_MODULES"][system]
-    files = [path for layer in ("shm", "workers", "executor") for path in (ROOT / layer).rglob("*.py")]
+    files = [
+        path
+        for layer in ("shm", "workers", "executor")
+        for path in (ROOT / layer).rglob("*.py")
+    ]
     assert len(files) > 200
-    used = {path.name: list(_used_at_import(ast.parse(path.read_text()), names, missing)) for path in files}
+    used = {
+        path.name: list(_used_at_import(ast.parse(path.read_text()), names, missing))
+        for path in files
+    }
     assert {name: found for name, found in used.items() if found} == {}
 
 
 def test_one_file_tells_systems_apart():
-    files = [path for layer in ("shm", "workers", "executor") for path in (ROOT / layer).rglob("*.py")]
+    files = [
+        path
+        for layer in ("shm", "workers", "executor")
+        for path in (ROOT / layer).rglob("*.py")
+    ]
     telling = re.compile(r"sys\.platform|platform\.system|\bos\.name\b|IS_LINUX")
-    assert [path.name for path in files if telling.search(path.read_text())] == ["platforms.py"]
+    assert [path.name for path in files if telling.search(path.read_text())] == [
+        "platforms.py"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +79,9 @@ def test_one_file_tells_systems_apart():
         (socket, "send_fds", "send_fds"),
     ],
 )
-def test_a_name_that_the_forked_pool_needs_is_missed(module, name, expected, monkeypatch):
+def test_a_name_that_the_forked_pool_needs_is_missed(
+    module, name, expected, monkeypatch
+):
     platforms.missing.cache_clear()
     monkeypatch.delattr(module, name)
     try:
@@ -69,15 +90,20 @@ def test_a_name_that_the_forked_pool_needs_is_missed(module, name, expected, mon
         platforms.missing.cache_clear()
 
 
-@pytest.mark.parametrize("more", [{}, {"is_group": True}, {"pidfd": 3}], ids=["process", "group", "pidfd"])
+@pytest.mark.parametrize(
+    "more", [{}, {"is_group": True}, {"pidfd": 3}], ids=["process", "group", "pidfd"]
+)
 def test_no_signal_goes_to_this_process_its_group_or_all_processes(more, monkeypatch):
     sent = []
     for module, name in ((os, "kill"), (os, "killpg"), (signal, "pidfd_send_signal")):
         monkeypatch.setattr(module, name, lambda *signal: sent.append(signal))
     monkeypatch.setattr(os, "getpgrp", lambda: 4711)
-    own = [4711] if "is_group" in more else []  # a process with that id may be another one
+    # A process with that id may be another one.
+    own = [4711] if "is_group" in more else []
     for pid in (0, -1, 1, -2, -4711, os.getpid(), -os.getpid(), *own):
-        with pytest.raises(ProcessLookupError, match=f"expected the id of another process, got {pid}"):
+        with pytest.raises(
+            ProcessLookupError, match=f"expected the id of another process, got {pid}"
+        ):
             platforms.send_signal(pid, signal.SIGKILL, **more)
     platforms.end_own_group()  # this process does not lead it
     assert sent == []
@@ -89,7 +115,9 @@ def test_a_lifeline_kills_this_process_or_its_group_only():
     read, write = os.pipe()
     try:
         for pid in (0, -1, 1, os.getppid(), -os.getppid()):
-            with pytest.raises(ProcessLookupError, match="expected the id of this process"):
+            with pytest.raises(
+                ProcessLookupError, match="expected the id of this process"
+            ):
                 platforms.arm_lifeline(read, pid)
         assert not platforms.fcntl.fcntl(read, platforms.fcntl.F_GETOWN)
     finally:
@@ -98,22 +126,49 @@ def test_a_lifeline_kills_this_process_or_its_group_only():
 
 
 #: Names of what sends signals; and the uses that are not: the one function, actors of Ray, and workers' own method.
-SENDING = {"kill", "killpg", "pidfd_send_signal", "pthread_kill", "send_signal", "terminate", "F_SETOWN", "tgkill"}
-ALLOWED = re.compile(r"platforms\.send_signal|ray\.kill|(worker|copy|old|process|self[.\w]*\.workers\[\w+\])\.kill")
+SENDING = {
+    "kill",
+    "killpg",
+    "pidfd_send_signal",
+    "pthread_kill",
+    "send_signal",
+    "terminate",
+    "F_SETOWN",
+    "tgkill",
+}
+ALLOWED = re.compile(
+    r"platforms\.send_signal|ray\.kill|(worker|copy|old|process|self[.\w]*\.workers\[\w+\])\.kill"
+)
 
 
 def test_one_file_sends_signals():
-    files = [path for layer in ("shm", "workers", "executor") for path in (ROOT / layer).rglob("*.py")]
+    files = [
+        path
+        for layer in ("shm", "workers", "executor")
+        for path in (ROOT / layer).rglob("*.py")
+    ]
     found = set()
     for path in files:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module in ("os", "signal"):
                 found |= {path.name for alias in node.names if alias.name in SENDING}
-            elif isinstance(node, ast.Attribute) and node.attr in SENDING and not ALLOWED.fullmatch(ast.unparse(node)):
+            elif (
+                isinstance(node, ast.Attribute)
+                and node.attr in SENDING
+                and not ALLOWED.fullmatch(ast.unparse(node))
+            ):
                 found.add(path.name)
     assert found == {"platforms.py"}
-    sources = [path for layer in ("workers", "executor") for path in (ROOT / layer).rglob("*.[ch]")]
-    assert not [path for path in sources if re.search(r"\b(t?g?kill|killpg|raise|sigqueue)\(", path.read_text())]
+    sources = [
+        path
+        for layer in ("workers", "executor")
+        for path in (ROOT / layer).rglob("*.[ch]")
+    ]
+    assert not [
+        path
+        for path in sources
+        if re.search(r"\b(t?g?kill|killpg|raise|sigqueue)\(", path.read_text())
+    ]
 
 
 @pytest.mark.parametrize("error", [AttributeError, OSError])

@@ -57,14 +57,22 @@ def test_nothing_is_named():
 
 def test_too_much_is_refused_with_the_numbers(monkeypatch):
     monkeypatch.setattr(module, "available_bytes", lambda: 1 << 20)
-    with pytest.raises(MemoryError, match=r"at most 90% of the 1 MiB available, got 2 MiB"):
+    with pytest.raises(
+        MemoryError, match=r"at most 90% of the 1 MiB available, got 2 MiB"
+    ):
         Segment.create(2 << 20)
 
 
 def test_the_room_in_the_control_groups_counts(monkeypatch):
-    monkeypatch.setattr(module, "read_memory", lambda: GroupMemory(limit=4 << 20, room=3 << 20, used=1 << 20))
+    monkeypatch.setattr(
+        module,
+        "read_memory",
+        lambda: GroupMemory(limit=4 << 20, room=3 << 20, used=1 << 20),
+    )
     assert module.available_bytes() == 3 << 20
-    with pytest.raises(MemoryError, match=r"at most 90% of the 3 MiB available, got 4 MiB"):
+    with pytest.raises(
+        MemoryError, match=r"at most 90% of the 3 MiB available, got 4 MiB"
+    ):
         Segment.create(4 << 20)
 
 
@@ -81,7 +89,9 @@ ours.close()
 
 
 def test_a_named_segment_serves_where_there_is_no_memfd():
-    done = subprocess.run([sys.executable, "-c", _NAMED], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", _NAMED], capture_output=True, text=True, check=True
+    )
     name, values = done.stdout.split(" ", 1)
     assert values.strip() == "[5, 6]"
     assert not Path("/dev/shm", name).exists()
@@ -104,7 +114,9 @@ def test_a_name_that_an_interrupt_leaves_behind_is_removed(monkeypatch):
 
 
 @pytest.mark.parametrize("line", range(1, 5))
-def test_memory_that_an_interrupt_keeps_mapped_is_unmapped_with_the_next(line, monkeypatch):
+def test_memory_that_an_interrupt_keeps_mapped_is_unmapped_with_the_next(
+    line, monkeypatch
+):
     """Python drops what a signal handler raises in a callback of the garbage collector."""
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     left = line

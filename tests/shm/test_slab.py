@@ -3,7 +3,16 @@
 import numpy as np
 import pytest
 
-from envherd.shm.slab import NUM_BINS, WORDS, Slab, Storage, bin_middle, bin_of, plan_slab, plan_storage
+from envherd.shm.slab import (
+    NUM_BINS,
+    WORDS,
+    Slab,
+    Storage,
+    bin_middle,
+    bin_of,
+    plan_slab,
+    plan_storage,
+)
 from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
 
 
@@ -22,7 +31,10 @@ def slab_of(*widths, num_workers=2, num_frames=3):
 def test_words_have_one_entry_per_env_or_worker():
     slab = slab_of(4, 4, 4)
     for name, (length, writer, meaning) in WORDS.items():
-        assert len(slab.words[name]) == {"env": 3, "info": 6, "worker": 2, "bin": 2 * NUM_BINS}[length]
+        assert (
+            len(slab.words[name])
+            == {"env": 3, "info": 6, "worker": 2, "bin": 2 * NUM_BINS}[length]
+        )
         assert writer in ("parent", "worker", "both")
         assert meaning
 
@@ -32,7 +44,9 @@ def test_every_duration_has_a_bin_that_is_near_it():
     for nanoseconds in (9, 100, 999, 12_345, 10**6, 33 * 10**6, 10**9, 10**12):
         assert abs(bin_middle(bin_of(nanoseconds)) / nanoseconds - 1) <= 0.15
     assert bin_of(10**18) == NUM_BINS - 1
-    assert sorted(map(bin_of, range(1, 10_000))) == [bin_of(n) for n in range(1, 10_000)]
+    assert sorted(map(bin_of, range(1, 10_000))) == [
+        bin_of(n) for n in range(1, 10_000)
+    ]
 
 
 def test_equal_specs_share_a_group_in_order():
@@ -51,7 +65,10 @@ def test_all_regions_are_disjoint():
     slab = slab_of(4, 2, 4)
     arrays = [*slab.words.values()]
     for group in slab.groups:
-        arrays += [*group.inputs.values(), *(a[c] for a in group.columns.values() for c in range(3))]
+        arrays += [
+            *group.inputs.values(),
+            *(a[c] for a in group.columns.values() for c in range(3)),
+        ]
     for number, array in enumerate(arrays):
         array[...] = number % 2
     for number, array in enumerate(arrays):

@@ -29,13 +29,18 @@ DOMAINS = [
 
 def make_spec(domain=None, **changes):
     leaf = LeafSpec(("observation",), (3,), "float32", domain or Unbounded())
-    given = {"observation": (leaf,), "action": (LeafSpec(("action",), (), "int64", Discrete(2)),)}
+    given = {
+        "observation": (leaf,),
+        "action": (LeafSpec(("action",), (), "int64", Discrete(2)),),
+    }
     return EnvSpec(**{**given, **changes})
 
 
 @pytest.mark.parametrize("domain", DOMAINS, ids=lambda d: type(d).__name__)
 def test_specs_survive_the_crossing(domain):
-    spec = make_spec(domain, groups=((("agents",), (7,)),), family="test", metadata={"names": ["a"]})
+    spec = make_spec(
+        domain, groups=((("agents",), (7,)),), family="test", metadata={"names": ["a"]}
+    )
     back = EnvSpec.from_plain(plain.decode(plain.encode(spec.to_plain())))
     assert back == spec
     assert back.metadata == {"names": ["a"]}

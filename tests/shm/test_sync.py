@@ -40,7 +40,10 @@ def test_a_wait_ends_in_time(segment):
 
 def test_an_attached_bell_is_the_same_bell(segment):
     buffer = segment.array()
-    bell, other = Doorbell.create(buffer, DOORBELL_BYTES), Doorbell.attach(buffer, DOORBELL_BYTES)
+    bell, other = (
+        Doorbell.create(buffer, DOORBELL_BYTES),
+        Doorbell.attach(buffer, DOORBELL_BYTES),
+    )
     bell.ring()
     assert other.try_wait()
     assert not bell.try_wait()
@@ -121,9 +124,13 @@ for switch in ("0", "1"):
 
 @pytest.mark.slow
 @pytest.mark.broken_pool
-@pytest.mark.skipif(sync._clockwait is None, reason="the C library has no sem_clockwait")
+@pytest.mark.skipif(
+    sync._clockwait is None, reason="the C library has no sem_clockwait"
+)
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-def test_a_clock_that_is_set_back_delays_neither_a_time_limit_nor_the_notice_of_a_death(tmp_path):
+def test_a_clock_that_is_set_back_delays_neither_a_time_limit_nor_the_notice_of_a_death(
+    tmp_path,
+):
     source, library = tmp_path / "clock.c", tmp_path / "clock.so"
     source.write_text(_LYING_CLOCK)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)

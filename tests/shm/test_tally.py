@@ -14,7 +14,9 @@ NUM_COUNTS = 20_000
 
 def sides(words, num_workers):
     memory = {name: array.data for name, array in words.items()}
-    return Tally(words), [Counter(memory, worker_id) for worker_id in range(num_workers)]
+    return Tally(words), [
+        Counter(memory, worker_id) for worker_id in range(num_workers)
+    ]
 
 
 def words_of(num_workers):
@@ -56,7 +58,9 @@ def test_no_count_is_missed_between_processes():
         while wanted < 2 * NUM_COUNTS:
             wanted = min(tally.total() + 3, 2 * NUM_COUNTS)
             while tally.expect(wanted):
-                assert bell.wait(20.0), f"no ring at {wanted}, {tally.total()} are counted"
+                assert bell.wait(20.0), (
+                    f"no ring at {wanted}, {tally.total()} are counted"
+                )
         for worker in workers:
             worker.join(20.0)
             assert worker.exitcode == 0
@@ -73,7 +77,10 @@ def _start_counting(buffer):
     words = {"answered": raw[:16].view(np.int64), "ring_at": raw[16:32].view(np.int64)}
     bell = Doorbell.create(raw, 32)
     context = multiprocessing.get_context("fork")
-    workers = [context.Process(target=_count, args=(words, bell, worker_id)) for worker_id in range(2)]
+    workers = [
+        context.Process(target=_count, args=(words, bell, worker_id))
+        for worker_id in range(2)
+    ]
     for worker in workers:
         worker.start()
     return Tally(words), bell, workers

@@ -59,12 +59,25 @@ def explore_one(wanted: int, num_workers: int, ring_at: int, protocol: Protocol)
 
     def moves(state: State) -> Iterable[State]:
         is_asleep = state.parent[0] == "sleep" and not state.tokens
-        are_still = all(step in (protocol.worker[0], "end") for step, *_ in state.workers)
-        assert not is_asleep or not are_still or sum(state.replied) < wanted, f"never woken: {state}"
-        return itertools.chain(_by_workers(state, protocol), _by_parent(state, wanted, protocol))
+        are_still = all(
+            step in (protocol.worker[0], "end") for step, *_ in state.workers
+        )
+        assert not is_asleep or not are_still or sum(state.replied) < wanted, (
+            f"never woken: {state}"
+        )
+        return itertools.chain(
+            _by_workers(state, protocol), _by_parent(state, wanted, protocol)
+        )
 
     zeros = (0,) * num_workers
-    start = State(zeros, zeros, ring_at, 0, ("drain", 0, 0, 0), ((protocol.worker[0], 0, 0),) * num_workers)
+    start = State(
+        zeros,
+        zeros,
+        ring_at,
+        0,
+        ("drain", 0, 0, 0),
+        ((protocol.worker[0], 0, 0),) * num_workers,
+    )
     return explore(start, moves, lambda state: state.parent[0] == "end")
 
 
@@ -80,7 +93,9 @@ def _by_workers(state: State, protocol: Protocol) -> Iterator[State]:
         elif step == "count":
             after = after._replace(answered=_plus_one(state.answered, i))
         elif step == "sum":
-            own = _next_word(own[0], "sum", total + state.answered[word], word, len(state.answered))
+            own = _next_word(
+                own[0], "sum", total + state.answered[word], word, len(state.answered)
+            )
         elif total >= state.ring_at:
             after = after._replace(tokens=min(2, state.tokens + 1))
         if place == len(protocol.worker) - 1 and step != own[0]:
@@ -91,27 +106,37 @@ def _by_workers(state: State, protocol: Protocol) -> Iterator[State]:
 def _by_parent(state: State, wanted: int, protocol: Protocol) -> Iterator[State]:
     step, total, word, target = state.parent
     if step == "drain":
-        yield state._replace(tokens=0, parent=("total" if protocol.total_first else "ready", 0, 0, 0))
+        yield state._replace(
+            tokens=0, parent=("total" if protocol.total_first else "ready", 0, 0, 0)
+        )
     elif step == "total":
         after = "ready" if protocol.total_first else "ask"
-        now = _next_word(after, "total", total + state.answered[word], word, len(state.answered))
+        now = _next_word(
+            after, "total", total + state.answered[word], word, len(state.answered)
+        )
         yield state._replace(parent=(*now, target))
     elif step == "ready":
         missing = wanted - sum(state.replied)
         after = "ask" if protocol.total_first else "total"
-        yield state._replace(parent=("end", 0, 0, 0) if missing <= 0 else (after, total, 0, missing))
+        yield state._replace(
+            parent=("end", 0, 0, 0) if missing <= 0 else (after, total, 0, missing)
+        )
     elif step == "ask":
         after, target = "again" if protocol.looks_again else "sleep", total + target
         yield state._replace(ring_at=target, parent=(after, 0, 0, target))
     elif step == "again":
-        now = _next_word("sleep", "again", total + state.answered[word], word, len(state.answered))
+        now = _next_word(
+            "sleep", "again", total + state.answered[word], word, len(state.answered)
+        )
         has_come = now[0] == "sleep" and now[1] >= target
         yield state._replace(parent=("drain", 0, 0, 0) if has_come else (*now, target))
     elif step == "sleep" and state.tokens:
         yield state._replace(tokens=state.tokens - 1, parent=("drain", 0, 0, 0))
 
 
-def _next_word(after: str, step: str, total: int, word: int, num_words: int) -> tuple[str, int, int]:
+def _next_word(
+    after: str, step: str, total: int, word: int, num_words: int
+) -> tuple[str, int, int]:
     """Return the state after adding a word to a sum: at the next word, or after the last one."""
     return (step, total, word + 1) if word + 1 < num_words else (after, total, 0)
 

@@ -33,9 +33,13 @@ def drawn(leaf: LeafSpec, rng: np.random.Generator) -> Any:
         return rng.integers(2, size=leaf.shape).astype(leaf.dtype)
     low, high = (domain.low, domain.high) if isinstance(domain, Box) else (-1, 1)
     if np.dtype(leaf.dtype).kind in "iu":
-        return rng.integers(low, high, endpoint=True, size=leaf.shape).astype(leaf.dtype)
+        return rng.integers(low, high, endpoint=True, size=leaf.shape).astype(
+            leaf.dtype
+        )
     unit = rng.uniform(-1, 1, size=leaf.shape)
     is_bounded = np.isfinite(low) & np.isfinite(high)
     with np.errstate(invalid="ignore"):
-        spread = np.where(is_bounded, low + (unit + 1) / 2 * (np.asarray(high) - low), unit)
+        spread = np.where(
+            is_bounded, low + (unit + 1) / 2 * (np.asarray(high) - low), unit
+        )
     return spread.astype(leaf.dtype)

@@ -18,18 +18,34 @@ from envherd.workers.adapters.meltingpot.lua_tree import lua_root
 from tests.workers import meltingpot_equality
 
 
-def play(name: str, seeds: Any = (1,), steps: int = 20, options: Any = None, *, wrapped: bool = False) -> list[str]:
+def play(
+    name: str,
+    seeds: Any = (1,),
+    steps: int = 20,
+    options: Any = None,
+    *,
+    wrapped: bool = False,
+) -> list[str]:
     """Return a digest per episode; one env plays them one after the other."""
 
     def look(adapter: Any) -> Any:
         if wrapped:
             adapter._views._direct = None
         return zip(
-            [*adapter.spec.observation, *adapter.spec.reward], [*adapter._values(), adapter._views.reward], strict=True
+            [*adapter.spec.observation, *adapter.spec.reward],
+            [*adapter._values(), adapter._views.reward],
+            strict=True,
         )
 
     digests: list[Any] = []
-    played = meltingpot_equality.play(lua_root, name, seeds, steps, look, **{"deterministic": False, **(options or {})})
+    played = meltingpot_equality.play(
+        lua_root,
+        name,
+        seeds,
+        steps,
+        look,
+        **{"deterministic": False, **(options or {})},
+    )
     for is_reset, ends, seen in played:
         if is_reset:
             digests.append(hashlib.sha256())
@@ -43,4 +59,6 @@ def play(name: str, seeds: Any = (1,), steps: int = 20, options: Any = None, *, 
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps([play(**json.loads(job)) for job in sys.argv[2:]]))
+    Path(sys.argv[1]).write_text(
+        json.dumps([play(**json.loads(job)) for job in sys.argv[2:]])
+    )

@@ -22,7 +22,10 @@ import psutil
 
 from envherd.workers.adapters.meltingpot import build, lua_edits, lua_tree
 from envherd.workers.adapters.meltingpot.adapter import MeltingPotAdapter
-from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory, substrate_names
+from envherd.workers.adapters.meltingpot.factory import (
+    MeltingPotFactory,
+    substrate_names,
+)
 
 _PROOF = """if state ~= nil then
   local read = self:_deuniquifyState(self.gameObject._grid:state(self.gameObject:getPiece()))
@@ -35,8 +38,12 @@ def unedited_root(**_: bool) -> str:
     """Return a copy of the installed code that differs only in the order in which it walks tables."""
     files = lua_tree._read(lua_tree._installed_lua())
     first = " ".join(lua_tree._ORDERED_PAIRS.split())
-    files[lua_tree._PREFIXED_FILE] = f"{first} ".encode() + files[lua_tree._PREFIXED_FILE]
-    return lua_tree._placed({f"meltingpot/lua/{name}": content for name, content in files.items()})
+    files[lua_tree._PREFIXED_FILE] = (
+        f"{first} ".encode() + files[lua_tree._PREFIXED_FILE]
+    )
+    return lua_tree._placed(
+        {f"meltingpot/lua/{name}": content for name, content in files.items()}
+    )
 
 
 def proving_root(**_: bool) -> str:
@@ -44,11 +51,20 @@ def proving_root(**_: bool) -> str:
     files = lua_tree._copied_files(lua_tree._installed_lua(), is_ordered=True)
     library = f"meltingpot/lua/{lua_edits.LIBRARY}"
     assert files[library].count(lua_edits.CACHED_STATE.encode()) == 1
-    files[library] = files[library].replace(lua_edits.CACHED_STATE.encode(), " ".join(_PROOF.split()).encode())
+    files[library] = files[library].replace(
+        lua_edits.CACHED_STATE.encode(), " ".join(_PROOF.split()).encode()
+    )
     return lua_tree._placed(files)
 
 
-def play(root: Any, name: str, seeds: Iterable[int], steps: int, look: Callable[[Any], Any], **options: Any) -> Any:
+def play(
+    root: Any,
+    name: str,
+    seeds: Iterable[int],
+    steps: int,
+    look: Callable[[Any], Any],
+    **options: Any,
+) -> Any:
     """Play an episode per seed; yield for each reset and step whether it is a reset, the ends, and what `look` returns.
 
     Args:
@@ -68,7 +84,11 @@ def play(root: Any, name: str, seeds: Iterable[int], steps: int, look: Callable[
             yield True, [], look(adapter)
             rng = np.random.default_rng(seed)
             for _ in range(steps):
-                action = rng.integers(0, adapter.spec.metadata["num_actions"], adapter.spec.metadata["agent_count"])
+                action = rng.integers(
+                    0,
+                    adapter.spec.metadata["num_actions"],
+                    adapter.spec.metadata["agent_count"],
+                )
                 _, _, *ends = adapter.step([action])
                 yield False, ends, look(adapter)
                 if any(ends):
@@ -78,56 +98,103 @@ def play(root: Any, name: str, seeds: Iterable[int], steps: int, look: Callable[
 def everything(adapter: Any) -> list[Any]:
     """Return all that the level offers now: names, dtypes, shapes and bytes of observations, and events."""
     raw = adapter._episodes.wrapper._env._env
-    values = [(name, np.asarray(raw.observation(name))) for name in raw.observation_names()]
-    seen = [(name, value.dtype.str, value.shape, value.tobytes()) for name, value in values]
-    events = [(name, [np.asarray(part).tobytes() for part in parts]) for name, parts in raw.events()]
+    values = [
+        (name, np.asarray(raw.observation(name))) for name in raw.observation_names()
+    ]
+    seen = [
+        (name, value.dtype.str, value.shape, value.tobytes()) for name, value in values
+    ]
+    events = [
+        (name, [np.asarray(part).tobytes() for part in parts])
+        for name, parts in raw.events()
+    ]
     return [*seen, *events]
 
 
-def compare(name: str, seeds: Iterable[int], steps: int, root: Any = lua_tree.lua_root, **options: Any) -> int:
+def compare(
+    name: str,
+    seeds: Iterable[int],
+    steps: int,
+    root: Any = lua_tree.lua_root,
+    **options: Any,
+) -> int:
     """Return the number of equal resets and steps; raise at the first that differs."""
     read_apart = {"keys": ("COLLECTIVE_REWARD",), "world_rgb": False}
-    runs = [play(one, name, seeds, steps, everything, **read_apart, **options) for one in (unedited_root, root)]
+    runs = [
+        play(one, name, seeds, steps, everything, **read_apart, **options)
+        for one in (unedited_root, root)
+    ]
     count = 0
     for expected, got in zip(*runs, strict=True):
-        assert expected == got, f"{name}: {_difference(expected, got)} after {count} resets and steps"
+        assert expected == got, (
+            f"{name}: {_difference(expected, got)} after {count} resets and steps"
+        )
         count += 1
     return count
 
 
 def _difference(expected: Any, got: Any) -> str:
     pairs = zip((*expected[:2], *expected[2]), (*got[:2], *got[2]), strict=False)
-    return next((f"{was!s:.200} became {now!s:.200}" for was, now in pairs if was != now), "the number of values")
+    return next(
+        (f"{was!s:.200} became {now!s:.200}" for was, now in pairs if was != now),
+        "the number of values",
+    )
 
 
 def soak(name: str, episodes: int, steps: int, **options: Any) -> str:
     """Play episodes; return each one's peak of memory in MiB, their slope, and the ms of a step in each fifth."""
     process, memory, times = psutil.Process(), [], []
     for is_reset, _, now in play(
-        lua_tree.lua_root, name, range(episodes), steps, lambda _: time.process_time(), **options
+        lua_tree.lua_root,
+        name,
+        range(episodes),
+        steps,
+        lambda _: time.process_time(),
+        **options,
     ):
         memory += [0] if is_reset else []
         memory[-1] = max(memory[-1], process.memory_info().rss >> 20)
         times.append((is_reset, now))
-    spent = [after - before for (_, before), (is_reset, after) in itertools.pairwise(times) if not is_reset]
+    spent = [
+        after - before
+        for (_, before), (is_reset, after) in itertools.pairwise(times)
+        if not is_reset
+    ]
     fifths = [f"{1000 * np.median(part):.3f}" for part in np.array_split(spent, 5)]
     return f"MiB {memory} slope {np.polyfit(range(len(memory)), memory, 1)[0]:.2f}; ms per step {' '.join(fifths)}"
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", default=substrate_names())
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--prove", action="store_true")
-    parser.add_argument("--in-place", action="store_true", help="restart one build (fast_reset=True)")
+    parser.add_argument(
+        "--in-place", action="store_true", help="restart one build (fast_reset=True)"
+    )
     parser.add_argument("--soak", type=int, default=0)
     asked = parser.parse_args()
     for one in asked.names:
         root = proving_root if asked.prove else lua_tree.lua_root
         if asked.soak:
-            print(one, soak(one, asked.soak, asked.steps, fast_reset=asked.in_place), flush=True)
+            print(
+                one,
+                soak(one, asked.soak, asked.steps, fast_reset=asked.in_place),
+                flush=True,
+            )
         else:
             print(
-                one, compare(one, range(asked.seeds), asked.steps, root, fast_reset=asked.in_place), "equal", flush=True
+                one,
+                compare(
+                    one,
+                    range(asked.seeds),
+                    asked.steps,
+                    root,
+                    fast_reset=asked.in_place,
+                ),
+                "equal",
+                flush=True,
             )

@@ -52,7 +52,15 @@ fibonacci.extra = 5
 @case
 def caches():
     misses = fibonacci.cache_info().misses
-    return fibonacci(20), misses, fibonacci.extra, fibonacci.__name__, root(4.0), root.cache_parameters(), ADDED()
+    return (
+        fibonacci(20),
+        misses,
+        fibonacci.extra,
+        fibonacci.__name__,
+        root(4.0),
+        root.cache_parameters(),
+        ADDED(),
+    )
 
 
 @case
@@ -121,8 +129,22 @@ INSTANCE = Cached()
 def methods():
     one, other = Cached(), Inherited()
     return (
-        [one.space(2), Cached.name(), Cached.five(), one.seven, one.goal, one.plus_two(3), one.doubled(4)],
-        [one.kind(1), one.kind("x"), one.kind([1, "x"]), Cached.goal.attrname, Inherited.name()],
+        [
+            one.space(2),
+            Cached.name(),
+            Cached.five(),
+            one.seven,
+            one.goal,
+            one.plus_two(3),
+            one.doubled(4),
+        ],
+        [
+            one.kind(1),
+            one.kind("x"),
+            one.kind([1, "x"]),
+            Cached.goal.attrname,
+            Inherited.name(),
+        ],
         [other.goal, other.space(1), other.kind([2]), INSTANCE.doubled(1)],
     )
 
@@ -245,7 +267,11 @@ class Locked:
     nested: typing.ClassVar = {"a": [threading.Lock(), (threading.Event(),)]}
     by_name = collections.defaultdict(threading.Lock)
     jobs, small_jobs = queue.Queue(2), queue.SimpleQueue()
-    known, by_key, by_value = weakref.WeakSet(), weakref.WeakKeyDictionary(), weakref.WeakValueDictionary()
+    known, by_key, by_value = (
+        weakref.WeakSet(),
+        weakref.WeakKeyDictionary(),
+        weakref.WeakValueDictionary(),
+    )
     local, locals = threading.local(), Locals()
     variable = contextvars.ContextVar("variable", default=4)
 
@@ -254,7 +280,14 @@ class Locked:
         return 5
 
     def use(self):
-        with self.lock, self.again, self.condition, self.semaphore, self.nested["a"][0], self.by_name["x"]:
+        with (
+            self.lock,
+            self.again,
+            self.condition,
+            self.semaphore,
+            self.nested["a"][0],
+            self.by_name["x"],
+        ):
             self.event.set()
             self.condition.notify_all()
         self.local.x = 1
@@ -263,7 +296,14 @@ class Locked:
         self.jobs.put(1)
         self.small_jobs.put(1)
         is_same = self.same is self.again and self.condition._lock is self.again
-        return is_same, self.event.is_set(), self.jobs.maxsize, self.locals.x, self.variable.get(), self.method()
+        return (
+            is_same,
+            self.event.is_set(),
+            self.jobs.maxsize,
+            self.locals.x,
+            self.variable.get(),
+            self.method(),
+        )
 
 
 @case
@@ -317,8 +357,18 @@ class Functions(enum.Enum):
 @case
 def enums():
     return (
-        [Planet.EARTH.gravity(), Planet.TERRA is Planet.EARTH, list(Planet.__members__), Planet(9).name],
-        [Labelled.A.label, Labelled(1) + 1, [flag.name for flag in Flags.XY], Flags(8).value],
+        [
+            Planet.EARTH.gravity(),
+            Planet.TERRA is Planet.EARTH,
+            list(Planet.__members__),
+            Planet(9).name,
+        ],
+        [
+            Labelled.A.label,
+            Labelled(1) + 1,
+            [flag.name for flag in Flags.XY],
+            Flags(8).value,
+        ],
         [Functions.DOUBLE.value(2), Functions.LARGER.value(1)],
     )
 
@@ -354,7 +404,11 @@ def dataclass():
 
     fields = dataclasses.fields(Config)
     return (
-        [Config(7) == CONFIG, dataclasses.replace(Config(1), x=5, start=1).x, fields[1].metadata["unit"]],
+        [
+            Config(7) == CONFIG,
+            dataclasses.replace(Config(1), x=5, start=1).x,
+            fields[1].metadata["unit"],
+        ],
         [
             fields[0].default is dataclasses.MISSING,
             Config(1).planet is Planet.EARTH,
@@ -394,8 +448,19 @@ class HasDouble(typing.Protocol):
 
 @case
 def typed():
-    aliases = Box[int](3).x, Call[[int], str].__args__[1] is str, Uid(3), Uid.__name__, Uid.__module__
-    return aliases, Point().double(), isinstance(Point(), HasDouble), isinstance(3, HasDouble)
+    aliases = (
+        Box[int](3).x,
+        Call[[int], str].__args__[1] is str,
+        Uid(3),
+        Uid.__name__,
+        Uid.__module__,
+    )
+    return (
+        aliases,
+        Point().double(),
+        isinstance(Point(), HasDouble),
+        isinstance(3, HasDouble),
+    )
 
 
 # ---- metaclasses, hooks of subclasses
@@ -465,9 +530,25 @@ def classes():
         is_abstract = True
     env = OfKind()
     return (
-        [Tagged.tag, Retagged.tag, Tagging.tags, Retagged().name(), Retagged.__bases__ == (Tagged,)],
-        [is_abstract, Acting().act(), list(Registered.known), Registered.known["acting"] is Acting],
-        [Kinds.kinds == {"a": OfKind}, env.reset(seed=1), env.action_space.n, OfKind.__bases__ == (Kinds,)],
+        [
+            Tagged.tag,
+            Retagged.tag,
+            Tagging.tags,
+            Retagged().name(),
+            Retagged.__bases__ == (Tagged,),
+        ],
+        [
+            is_abstract,
+            Acting().act(),
+            list(Registered.known),
+            Registered.known["acting"] is Acting,
+        ],
+        [
+            Kinds.kinds == {"a": OfKind},
+            env.reset(seed=1),
+            env.action_space.n,
+            OfKind.__bases__ == (Kinds,),
+        ],
     )
 
 
@@ -489,10 +570,16 @@ def main():
     pickled = {name: dumps(function) for name, function in CASES.items()}
     Locked.lock.release()
     done = subprocess.run(
-        [sys.executable, "-c", THERE], input=pickle.dumps(pickled), stdout=subprocess.PIPE, check=True
+        [sys.executable, "-c", THERE],
+        input=pickle.dumps(pickled),
+        stdout=subprocess.PIPE,
+        check=True,
     )
     there = pickle.loads(done.stdout)
-    json.dump({name: [repr(function()), there[name]] for name, function in CASES.items()}, sys.stdout)
+    json.dump(
+        {name: [repr(function()), there[name]] for name, function in CASES.items()},
+        sys.stdout,
+    )
 
 
 if __name__ == "__main__":

@@ -32,7 +32,12 @@ FITS = [
 ]
 
 REFUSED = [
-    ((3,), "float32", np.ones(4, np.float32), r"expected float32 \(3,\), got float32 \(4,\)"),
+    (
+        (3,),
+        "float32",
+        np.ones(4, np.float32),
+        r"expected float32 \(3,\), got float32 \(4,\)",
+    ),
     ((4,), "float32", 5.0, r"got float64 \(\)"),
     ((4,), "float32", None, "got None"),
     ((3,), "uint8", np.ones(3, np.float32), r"got float32 \(3,\)"),
@@ -61,13 +66,19 @@ def test_what_does_not_fit_is_refused(shape, dtype, value, message):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize(("shape", "where"), [((1,), r"\."), ((3,), r" at \(2,\)\."), ((2, 2), r" at \(1, 1\)\.")])
+@pytest.mark.parametrize(
+    ("shape", "where"),
+    [((1,), r"\."), ((3,), r" at \(2,\)\."), ((2, 2), r" at \(1, 1\)\.")],
+)
 def test_nan_and_infinity_are_refused_when_asked_for(shape, where, value):
     leaf = LeafSpec(("x",), shape, "float32")
     filled = np.zeros(shape, np.float32)
     filled.flat[-1] = value
     written(leaf, filled)
-    with pytest.raises(SpecError, match=rf"writing x failed: expected finite values .*, got {value}{where}"):
+    with pytest.raises(
+        SpecError,
+        match=rf"writing x failed: expected finite values .*, got {value}{where}",
+    ):
         written(leaf, filled, check_finite=True)
 
 

@@ -27,7 +27,9 @@ from tests.workers.adapter_values import drawn, stored
 class Scripted(dm_env.Environment):
     """An env of given specs that answers with given time steps."""
 
-    def __init__(self, observation: Any = None, action: Any = None, reward: Any = None) -> None:
+    def __init__(
+        self, observation: Any = None, action: Any = None, reward: Any = None
+    ) -> None:
         self._observation_spec = observation or specs.Array((2,), np.float32)
         self._action_spec = action or specs.DiscreteArray(3)
         self._reward_spec = reward or super().reward_spec()
@@ -51,7 +53,9 @@ class Scripted(dm_env.Environment):
         return self._reward_spec
 
 
-def scripted(reward: Any = 0.0, discount: Any = 1.0, step_type: Any = dm_env.StepType.MID) -> DmEnvAdapter:
+def scripted(
+    reward: Any = 0.0, discount: Any = 1.0, step_type: Any = dm_env.StepType.MID
+) -> DmEnvAdapter:
     """Return an adapter of an env with one answer."""
     env = Scripted()
     env.answer = dm_env.TimeStep(step_type, reward, discount, np.zeros(2, np.float32))
@@ -68,14 +72,20 @@ def suite():
 
 
 def lab(
-    level: str = "chase_eat", names: tuple[str, ...] = ("WORLD.RGB",), seed: int | None = None, **settings: Any
+    level: str = "chase_eat",
+    names: tuple[str, ...] = ("WORLD.RGB",),
+    seed: int | None = None,
+    **settings: Any,
 ) -> Any:
     """Return a raw dmlab2d env of a bundled level."""
     skip_without("meltingpot")  # which brings dmlab2d
     import dmlab2d
     from dmlab2d import runfiles_helper
 
-    native = dmlab2d.Lab2d(runfiles_helper.find(), {"levelName": level} | {k: str(v) for k, v in settings.items()})
+    native = dmlab2d.Lab2d(
+        runfiles_helper.find(),
+        {"levelName": level} | {k: str(v) for k, v in settings.items()},
+    )
     return dmlab2d.Environment(native, list(names), seed=seed)
 
 
@@ -84,7 +94,9 @@ def episode(adapter: DmEnvAdapter, seed: int | None) -> tuple[list[Any], bool, b
     rng, steps = np.random.default_rng(0), [adapter.reset(seed)]
     terminated = truncated = False
     while not (terminated or truncated):
-        observation, reward, terminated, truncated = adapter.step([drawn(leaf, rng) for leaf in adapter.spec.action])
+        observation, reward, terminated, truncated = adapter.step(
+            [drawn(leaf, rng) for leaf in adapter.spec.action]
+        )
         steps.append([*observation, *reward])
     return steps, terminated, truncated
 
@@ -92,7 +104,9 @@ def episode(adapter: DmEnvAdapter, seed: int | None) -> tuple[list[Any], bool, b
 def same(a: list[Any], b: list[Any]) -> bool:
     """Return whether two episodes are equal bit by bit."""
     return len(a) == len(b) and all(
-        np.array_equal(x, y) for p, q in zip(a, b, strict=True) for x, y in zip(p, q, strict=True)
+        np.array_equal(x, y)
+        for p, q in zip(a, b, strict=True)
+        for x, y in zip(p, q, strict=True)
     )
 
 
@@ -101,10 +115,18 @@ def same(a: list[Any], b: list[Any]) -> bool:
 
 def test_spec_of_dm_control(suite):
     spec = DmEnvAdapter(suite.load("cartpole", "balance")).spec
-    assert spec.observation == (LeafSpec(("position",), (3,), "float64"), LeafSpec(("velocity",), (2,), "float64"))
-    assert spec.action == (LeafSpec(("action",), (1,), "float64", Box(np.array(-1.0), np.array(1.0))),)
+    assert spec.observation == (
+        LeafSpec(("position",), (3,), "float64"),
+        LeafSpec(("velocity",), (2,), "float64"),
+    )
+    assert spec.action == (
+        LeafSpec(("action",), (1,), "float64", Box(np.array(-1.0), np.array(1.0))),
+    )
     assert spec.reward == (LeafSpec(("reward",), (1,), "float64"),)
-    assert spec.metadata == {"env_id": "dm_control.suite.cartpole.Balance", "render_fps": pytest.approx(100)}
+    assert spec.metadata == {
+        "env_id": "dm_control.suite.cartpole.Balance",
+        "render_fps": pytest.approx(100),
+    }
     assert EnvSpec.from_plain(plain.decode(plain.encode(spec.to_plain()))) == spec
 
 
@@ -113,7 +135,9 @@ def test_seeds_behind_a_wrapper_that_draws_too(suite):
 
     def noisy():
         return DmEnvAdapter(
-            action_noise.Wrapper(suite.load("cartpole", "balance", task_kwargs={"time_limit": 0.1}), 0.5)
+            action_noise.Wrapper(
+                suite.load("cartpole", "balance", task_kwargs={"time_limit": 0.1}), 0.5
+            )
         )
 
     steps, *_ = episode(noisy(), 7)
@@ -133,7 +157,9 @@ def test_seeds_composer_envs(suite):
 
 
 def test_stepping_on_after_the_end_is_refused(suite):
-    adapter = DmEnvAdapter(suite.load("cartpole", "balance", task_kwargs={"time_limit": 0.05}))
+    adapter = DmEnvAdapter(
+        suite.load("cartpole", "balance", task_kwargs={"time_limit": 0.05})
+    )
     episode(adapter, 0)
     with pytest.raises(ResetNeeded, match="the first one of a new episode"):
         adapter.step([np.zeros(1)])
@@ -144,7 +170,8 @@ def test_stepping_on_after_the_end_is_refused(suite):
 @needs("torchrl")
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("domain", "task"), [("cartpole", "balance"), ("finger", "turn_hard"), ("ball_in_cup", "catch")]
+    ("domain", "task"),
+    [("cartpole", "balance"), ("finger", "turn_hard"), ("ball_in_cup", "catch")],
 )
 def test_keys_shapes_and_dtypes_are_those_of_torchrl(suite, domain, task):
     from torchrl import envs as torchrl_envs
@@ -153,10 +180,17 @@ def test_keys_shapes_and_dtypes_are_those_of_torchrl(suite, domain, task):
     ours = DmEnvAdapter(suite.load(domain, task)).spec
     for group in ("observation", "action", "reward"):
         expected = (
-            theirs.input_spec["full_action_spec"] if group == "action" else theirs.output_spec[f"full_{group}_spec"]
+            theirs.input_spec["full_action_spec"]
+            if group == "action"
+            else theirs.output_spec[f"full_{group}_spec"]
         )
-        leaves = {(key,): (tuple(leaf.shape), str(leaf.dtype).removeprefix("torch.")) for key, leaf in expected.items()}
-        assert {leaf.key: (leaf.shape, leaf.dtype) for leaf in getattr(ours, group)} == leaves
+        leaves = {
+            (key,): (tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."))
+            for key, leaf in expected.items()
+        }
+        assert {
+            leaf.key: (leaf.shape, leaf.dtype) for leaf in getattr(ours, group)
+        } == leaves
 
 
 RENDER = """
@@ -178,7 +212,12 @@ def run_apart(backend: str, before: str = "") -> subprocess.CompletedProcess[str
     script = textwrap.dedent(RENDER).format(before=before)
     environ = os.environ | {"MUJOCO_GL": backend}
     return subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=environ, check=False, timeout=100
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env=environ,
+        check=False,
+        timeout=100,
     )
 
 
@@ -201,19 +240,25 @@ def test_render_draws_where_there_is_opengl(suite):
 
 
 def test_spec_of_dmlab2d():
-    spec = DmEnvAdapter(lab(names=("WORLD.STEPS", "WORLD.TEXT", "WORLD.LAYER", "WORLD.RGB"))).spec
+    spec = DmEnvAdapter(
+        lab(names=("WORLD.STEPS", "WORLD.TEXT", "WORLD.LAYER", "WORLD.RGB"))
+    ).spec
     assert spec.observation == (
         LeafSpec(("WORLD.STEPS",), (1,), "int32"),
         LeafSpec(("WORLD.TEXT",), dtype="", is_side=True),
         LeafSpec(("WORLD.LAYER",), (9, 9, 3), "int32"),
         LeafSpec(("WORLD.RGB",), (144, 144, 3), "uint8"),
     )
-    assert spec.action == (LeafSpec(("action", "MOVE"), (1,), "int32", Box(np.array(0), np.array(4))),)
+    assert spec.action == (
+        LeafSpec(("action", "MOVE"), (1,), "int32", Box(np.array(0), np.array(4))),
+    )
     assert spec.reward == (LeafSpec(("reward",), (1,), "float64"),)
 
 
 @pytest.mark.parametrize(("frame_cap", "is_capped"), [(5, True), (3000, False)])
-def test_gives_what_dmlab2d_gives_and_terminates_whatever_ended_it(frame_cap, is_capped):
+def test_gives_what_dmlab2d_gives_and_terminates_whatever_ended_it(
+    frame_cap, is_capped
+):
     names = ("WORLD.RGB", "WORLD.STEPS", "WORLD.TEXT")
     raw = lab(names=names, seed=2, episodeLengthFrames=frame_cap)
     adapter = DmEnvAdapter(lab(names=names, episodeLengthFrames=frame_cap))
@@ -221,10 +266,14 @@ def test_gives_what_dmlab2d_gives_and_terminates_whatever_ended_it(frame_cap, is
     observation, terminated = adapter.reset(2), False
     while not terminated:
         values = stored(adapter.spec.observation, observation)
-        np.testing.assert_array_equal(values["WORLD.RGB",], expected.observation["WORLD.RGB"])
+        np.testing.assert_array_equal(
+            values["WORLD.RGB",], expected.observation["WORLD.RGB"]
+        )
         assert values["WORLD.STEPS",] == [expected.observation["WORLD.STEPS"]]
         assert values["WORLD.TEXT",] == expected.observation["WORLD.TEXT"].item()
-        np.testing.assert_array_equal(adapter.render(), expected.observation["WORLD.RGB"])
+        np.testing.assert_array_equal(
+            adapter.render(), expected.observation["WORLD.RGB"]
+        )
         action = drawn(adapter.spec.action[0], rng)
         expected = raw.step({"MOVE": int(action[0])})
         observation, reward, terminated, truncated = adapter.step([action])
@@ -251,7 +300,9 @@ def test_actions_of_dmlab2d_by_name():
         ("LOG_EVENT", "", True),
     ]
     adapter.reset(0)
-    observation, reward, *flags = adapter.step([np.array([3], np.int32), np.array([2.0]), "text"])
+    observation, reward, *flags = adapter.step(
+        [np.array([3], np.int32), np.array([2.0]), "text"]
+    )
     assert stored(spec.observation, observation)["VIEW3",].tolist() == [3, 4, 5]
     assert (reward, flags) == ([3.0], [False, False])
 
@@ -278,7 +329,9 @@ def test_dynamic_shapes_of_dmlab2d_go_aside(tmp_path: Path):
     adapter = DmEnvAdapter(lab("growing", ("POINTS",), levelDirectory=tmp_path))
     assert adapter.spec.observation == (LeafSpec(("POINTS",), dtype="", is_side=True),)
     assert adapter.reset(0)[0].shape == (1, 2)
-    np.testing.assert_array_equal(adapter.step([np.zeros(1, np.int32)])[0][0], np.full((2, 2), 2.0))
+    np.testing.assert_array_equal(
+        adapter.step([np.zeros(1, np.int32)])[0][0], np.full((2, 2), 2.0)
+    )
 
 
 # --- any dm_env ---
@@ -287,13 +340,18 @@ def test_dynamic_shapes_of_dmlab2d_go_aside(tmp_path: Path):
 @pytest.mark.parametrize(
     ("spec", "leaf"),
     [
-        (specs.Array((2, 3), np.float32), LeafSpec(("observation",), (2, 3), "float32")),
+        (
+            specs.Array((2, 3), np.float32),
+            LeafSpec(("observation",), (2, 3), "float32"),
+        ),
         (specs.Array((), np.int64), LeafSpec(("observation",), (1,), "int64")),
         (specs.Array((0,), np.float32), LeafSpec(("observation",), (0,), "float32")),
         (specs.Array((2,), bool), LeafSpec(("observation",), (2,), "bool", Binary())),
         (
             specs.BoundedArray((2,), np.uint8, 0, [3, 4]),
-            LeafSpec(("observation",), (2,), "uint8", Box(np.array(0), np.array([3, 4]))),
+            LeafSpec(
+                ("observation",), (2,), "uint8", Box(np.array(0), np.array([3, 4]))
+            ),
         ),
         (
             specs.BoundedArray((2,), np.float64, -np.inf, np.inf),
@@ -315,25 +373,42 @@ def test_nested_specs():
         {"me": array, "you": specs.Array((2,), np.float32)},
     )
     adapter = DmEnvAdapter(env)
-    assert [leaf.key for leaf in adapter.spec.observation] == [("a",), ("b", "c", "0"), ("b", "c", "1"), ("3",)]
-    assert [leaf.key for leaf in adapter.spec.action] == [("action", "0"), ("action", "1", "x")]
+    assert [leaf.key for leaf in adapter.spec.observation] == [
+        ("a",),
+        ("b", "c", "0"),
+        ("b", "c", "1"),
+        ("3",),
+    ]
+    assert [leaf.key for leaf in adapter.spec.action] == [
+        ("action", "0"),
+        ("action", "1", "x"),
+    ]
     assert [(leaf.key, leaf.shape) for leaf in adapter.spec.reward] == [
         (("reward", "me"), (1,)),
         (("reward", "you"), (2,)),
     ]
     observation = {"a": np.float32(1), "b": {"c": [np.array(2.0), 3.0]}, 3: 4}
-    env.answer = dm_env.transition({"me": np.array(0.5), "you": np.ones(2)}, observation)
+    env.answer = dm_env.transition(
+        {"me": np.array(0.5), "you": np.ones(2)}, observation
+    )
     pair = np.array([0.5, -0.5], np.float32)
     values, reward, *_ = adapter.step([2, pair])
-    assert [float(value[0]) for value in stored(adapter.spec.observation, values).values()] == [1, 2, 3, 4]
-    assert [value.tolist() for value in stored(adapter.spec.reward, reward).values()] == [[0.5], [1, 1]]
+    assert [
+        float(value[0]) for value in stored(adapter.spec.observation, values).values()
+    ] == [1, 2, 3, 4]
+    assert [
+        value.tolist() for value in stored(adapter.spec.reward, reward).values()
+    ] == [[0.5], [1, 1]]
     assert (env.actions[0][0], env.actions[0][1]["x"] is pair) == (2, True)
     assert type(env.actions[0][0]) is np.int32
 
 
 def test_list_at_the_root_goes_below_observation():
     spec = DmEnvAdapter(Scripted([specs.Array((2,), np.float32)] * 2)).spec
-    assert [leaf.key for leaf in spec.observation] == [("observation", "0"), ("observation", "1")]
+    assert [leaf.key for leaf in spec.observation] == [
+        ("observation", "0"),
+        ("observation", "1"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -347,14 +422,21 @@ def test_list_at_the_root_goes_below_observation():
     ],
 )
 def test_discount_tells_the_kind_of_ending(discount, flags):
-    assert scripted(discount=discount, step_type=dm_env.StepType.LAST).step([0])[2:] == flags
+    assert (
+        scripted(discount=discount, step_type=dm_env.StepType.LAST).step([0])[2:]
+        == flags
+    )
     assert scripted(discount=discount).step([0])[2:] == (False, False)
 
 
-@pytest.mark.parametrize("reward", [1, True, np.float32(1), np.array(1.0), np.array([1.0])])
+@pytest.mark.parametrize(
+    "reward", [1, True, np.float32(1), np.array(1.0), np.array([1.0])]
+)
 def test_rewards_become_floats(reward):
     adapter = scripted(reward)
-    assert stored(adapter.spec.reward, adapter.step([0])[1])["reward",].tolist() == [1.0]
+    assert stored(adapter.spec.reward, adapter.step([0])[1])["reward",].tolist() == [
+        1.0
+    ]
 
 
 @pytest.mark.parametrize("make", [np.random.RandomState, np.random.default_rng])
@@ -367,7 +449,11 @@ def test_seeds_every_generator_in_place(make):
 
         def reset(self):
             numbers = self._rng.normal(size=2)
-            return dm_env.restart(numbers if self._env is None else self._env.reset().observation - numbers)
+            return dm_env.restart(
+                numbers
+                if self._env is None
+                else self._env.reset().observation - numbers
+            )
 
     env = Drawing(Drawing())
     generator, adapter = env._rng, DmEnvAdapter(env)

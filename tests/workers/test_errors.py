@@ -9,7 +9,9 @@ from envherd.workers import errors
 ALL = [
     value
     for value in vars(errors).values()
-    if isinstance(value, type) and issubclass(value, errors.EnvherdError) and value is not errors.EnvherdError
+    if isinstance(value, type)
+    and issubclass(value, errors.EnvherdError)
+    and value is not errors.EnvherdError
 ]
 BUILTIN = {
     "FactoryError": TypeError,

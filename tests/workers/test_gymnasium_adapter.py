@@ -38,7 +38,13 @@ class Scripted(gymnasium.Env):
 
 def answering(**answer: Any) -> Scripted:
     """Return an env with a normal step except for `answer`."""
-    usual = {"observation": np.zeros(2, np.float32), "reward": 0.0, "terminated": False, "truncated": False, "info": {}}
+    usual = {
+        "observation": np.zeros(2, np.float32),
+        "reward": 0.0,
+        "terminated": False,
+        "truncated": False,
+        "info": {},
+    }
     return Scripted(tuple((usual | answer).values()))
 
 
@@ -48,17 +54,29 @@ def scripted(**answer: Any) -> GymnasiumAdapter:
 
 def test_spec_of_cartpole():
     spec = GymnasiumAdapter(gymnasium.make("CartPole-v1", render_mode="rgb_array")).spec
-    assert [(leaf.key, leaf.shape, leaf.dtype) for leaf in spec.observation] == [(("observation",), (4,), "float32")]
+    assert [(leaf.key, leaf.shape, leaf.dtype) for leaf in spec.observation] == [
+        (("observation",), (4,), "float32")
+    ]
     assert spec.action == (LeafSpec(("action",), (), "int64", Discrete(2)),)
     assert spec.reward == (LeafSpec(("reward",), (1,), "float32"),)
-    assert [leaf.key for leaf in spec.done] == [("done",), ("terminated",), ("truncated",)]
+    assert [leaf.key for leaf in spec.done] == [
+        ("done",),
+        ("terminated",),
+        ("truncated",),
+    ]
     assert spec.family == "gymnasium"
-    assert spec.metadata == {"env_id": "CartPole-v1", "render_mode": "rgb_array", "render_fps": 50}
+    assert spec.metadata == {
+        "env_id": "CartPole-v1",
+        "render_mode": "rgb_array",
+        "render_fps": 50,
+    }
     assert EnvSpec.from_plain(plain.decode(plain.encode(spec.to_plain()))) == spec
 
 
 def test_autoreset_wrapper_changes_nothing():
-    adapter = GymnasiumAdapter(gymnasium.wrappers.Autoreset(gymnasium.make("CartPole-v1")))
+    adapter = GymnasiumAdapter(
+        gymnasium.wrappers.Autoreset(gymnasium.make("CartPole-v1"))
+    )
     plainly = GymnasiumAdapter(gymnasium.make("CartPole-v1"))
     for seed in (1, 2):
         np.testing.assert_equal(adapter.reset(seed), plainly.reset(seed))
@@ -117,12 +135,15 @@ def test_several_rewards_of_a_reward_space():
     class Objectives(Scripted):
         reward_space = spaces.Box(-1, 1, (3,), np.float32)
 
-    env = Objectives((np.zeros(2, np.float32), np.arange(3, dtype=np.float64), False, False, {}))
+    env = Objectives(
+        (np.zeros(2, np.float32), np.arange(3, dtype=np.float64), False, False, {})
+    )
     adapter = GymnasiumAdapter(gymnasium.wrappers.TimeLimit(env, 10))
     adapter.reset(0)
     assert adapter.spec.reward[0].shape == (3,)
     np.testing.assert_equal(
-        stored(adapter.spec.reward, adapter.step([0])[1])["reward",], np.arange(3, dtype=np.float32)
+        stored(adapter.spec.reward, adapter.step([0])[1])["reward",],
+        np.arange(3, dtype=np.float32),
     )
 
 
@@ -132,23 +153,57 @@ def test_several_rewards_without_a_reward_space_are_refused_with_how_to_say_it()
 
     adapter = GymnasiumAdapter(make())
     adapter.reset(0)
-    with pytest.raises(SpecError, match=r"got list of float64 \(2,\).*env\.unwrapped\.reward_space = .*COUNT") as error:
+    with pytest.raises(
+        SpecError,
+        match=r"got list of float64 \(2,\).*env\.unwrapped\.reward_space = .*COUNT",
+    ) as error:
         adapter.step([0])
     env = gymnasium.wrappers.TimeLimit(make(), 10)
-    exec(str(error.value).rpartition(": ")[2].rstrip(".").replace("COUNT", "2"), {**globals(), "numpy": np, "env": env})
+    exec(
+        str(error.value).rpartition(": ")[2].rstrip(".").replace("COUNT", "2"),
+        {**globals(), "numpy": np, "env": env},
+    )
     adapter = GymnasiumAdapter(env)
     adapter.reset(0)
-    assert stored(adapter.spec.reward, adapter.step([0])[1])["reward",].tolist() == [0.5, 2.0]
+    assert stored(adapter.spec.reward, adapter.step([0])[1])["reward",].tolist() == [
+        0.5,
+        2.0,
+    ]
 
 
-BOOLS = [True, False, np.True_, np.False_, np.array([True]).reshape(()), np.array([False]), torch.tensor([False])]
-NUMBERS = [0, 1, 1.0, -0.0, np.int8(1), np.uint8(0), np.float32(1), np.array(1), np.array([[1.0]]), torch.tensor(1)]
+BOOLS = [
+    True,
+    False,
+    np.True_,
+    np.False_,
+    np.array([True]).reshape(()),
+    np.array([False]),
+    torch.tensor([False]),
+]
+NUMBERS = [
+    0,
+    1,
+    1.0,
+    -0.0,
+    np.int8(1),
+    np.uint8(0),
+    np.float32(1),
+    np.array(1),
+    np.array([[1.0]]),
+    torch.tensor(1),
+]
 
 
 @pytest.mark.parametrize("flag", BOOLS + NUMBERS, ids=repr)
 @pytest.mark.parametrize("name", ["terminated", "truncated"])
 def test_flags_become_bools(name, flag):
-    flags = dict(zip(("terminated", "truncated"), scripted(**{name: flag}).step([0])[2:], strict=True))
+    flags = dict(
+        zip(
+            ("terminated", "truncated"),
+            scripted(**{name: flag}).step([0])[2:],
+            strict=True,
+        )
+    )
     assert flags.pop(name) is bool(flag)
     assert list(flags.values()) == [False]
 

@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from envherd.shm.specs import Binary, Box, Discrete, EnvSpec, LeafSpec, MultiDiscrete, Unbounded
+from envherd.shm.specs import (
+    Binary,
+    Box,
+    Discrete,
+    EnvSpec,
+    LeafSpec,
+    MultiDiscrete,
+    Unbounded,
+)
 from envherd.workers import plain
 from envherd.workers.adapters.common.tree import RESERVED_NAMES
 from envherd.workers.adapters.gymnasium.adapter import GymnasiumAdapter
@@ -54,10 +62,25 @@ ROWS = np.array([[2, 3], [4, 5]])
 
 INT32 = discrete(5, np.int32)
 OBSERVATIONS: dict[str, tuple[Any, ...]] = {
-    "box": (spaces.Box(-1, 1, (3, 2), np.float32), (3, 2), "float32", box(-1, 1, "float32")),
+    "box": (
+        spaces.Box(-1, 1, (3, 2), np.float32),
+        (3, 2),
+        "float32",
+        box(-1, 1, "float32"),
+    ),
     "scalar box": (spaces.Box(-1, 1, ()), (1,), "float32", box(-1, 1, "float32")),
-    "image": (spaces.Box(0, 255, (4, 4, 3), np.uint8), (4, 4, 3), "uint8", box(0, 255, "uint8")),
-    "unbounded": (spaces.Box(-np.inf, np.inf, (2,), np.float64), (2,), "float64", Unbounded()),
+    "image": (
+        spaces.Box(0, 255, (4, 4, 3), np.uint8),
+        (4, 4, 3),
+        "uint8",
+        box(0, 255, "uint8"),
+    ),
+    "unbounded": (
+        spaces.Box(-np.inf, np.inf, (2,), np.float64),
+        (2,),
+        "float64",
+        Unbounded(),
+    ),
     "half bounded": (
         spaces.Box(np.array([0, -np.inf]), np.array([1, np.inf]), dtype=np.float64),
         (2,),
@@ -67,9 +90,24 @@ OBSERVATIONS: dict[str, tuple[Any, ...]] = {
     "bool box": (spaces.Box(0, 1, (2,), bool), (2,), "bool", Binary()),
     "discrete": (spaces.Discrete(5), (), "int64", Discrete(5)),
     "discrete of int32": (INT32, (), INT32.dtype.name, Discrete(5)),
-    "discrete from -2": (spaces.Discrete(5, start=-2), (), "int64", box(-2, 2, "int64")),
-    "multi discrete": (spaces.MultiDiscrete([2, 3]), (2,), "int64", MultiDiscrete((2, 3))),
-    "multi discrete 2d": (spaces.MultiDiscrete(ROWS), (2, 2), "int64", MultiDiscrete(((2, 3), (4, 5)))),
+    "discrete from -2": (
+        spaces.Discrete(5, start=-2),
+        (),
+        "int64",
+        box(-2, 2, "int64"),
+    ),
+    "multi discrete": (
+        spaces.MultiDiscrete([2, 3]),
+        (2,),
+        "int64",
+        MultiDiscrete((2, 3)),
+    ),
+    "multi discrete 2d": (
+        spaces.MultiDiscrete(ROWS),
+        (2, 2),
+        "int64",
+        MultiDiscrete(((2, 3), (4, 5))),
+    ),
     "multi discrete from 1": (
         spaces.MultiDiscrete(ROWS, start=ROWS),
         (2, 2),
@@ -84,13 +122,25 @@ OBSERVATIONS: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("name", OBSERVATIONS)
 def test_observation_spec(name):
     space, shape, dtype, domain = OBSERVATIONS[name]
-    assert GymnasiumAdapter(Echo(space)).spec.observation == (LeafSpec(("observation",), shape, dtype, domain),)
+    assert GymnasiumAdapter(Echo(space)).spec.observation == (
+        LeafSpec(("observation",), shape, dtype, domain),
+    )
 
 
 ACTIONS: dict[str, tuple[Any, ...]] = {
     "discrete from 3": (discrete(2, np.int32, start=3), (), "int64", Discrete(2, 3)),
-    "many discrete": (spaces.Discrete(100_000, start=1), (), "int64", Discrete(100_000, 1)),
-    "multi discrete": (spaces.MultiDiscrete([2, 3], dtype=np.int32), (2,), "int64", MultiDiscrete((2, 3))),
+    "many discrete": (
+        spaces.Discrete(100_000, start=1),
+        (),
+        "int64",
+        Discrete(100_000, 1),
+    ),
+    "multi discrete": (
+        spaces.MultiDiscrete([2, 3], dtype=np.int32),
+        (2,),
+        "int64",
+        MultiDiscrete((2, 3)),
+    ),
     "multi discrete from 1": (
         spaces.MultiDiscrete(ROWS, start=ROWS),
         (2, 2),
@@ -98,15 +148,27 @@ ACTIONS: dict[str, tuple[Any, ...]] = {
         MultiDiscrete(((2, 3), (4, 5)), ((2, 3), (4, 5))),
     ),
     "multi binary": (spaces.MultiBinary([2, 3]), (2, 3), "int8", Binary()),
-    "scalar box": (spaces.Box(-2, 1, (), np.float64), (1,), "float64", box(-2, 1, "float64")),
-    "box": (spaces.Box(-2, 1, (2,), np.float16), (2,), "float16", box(-2, 1, "float16")),
+    "scalar box": (
+        spaces.Box(-2, 1, (), np.float64),
+        (1,),
+        "float64",
+        box(-2, 1, "float64"),
+    ),
+    "box": (
+        spaces.Box(-2, 1, (2,), np.float16),
+        (2,),
+        "float16",
+        box(-2, 1, "float16"),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", ACTIONS)
 def test_action_spec(name):
     space, shape, dtype, domain = ACTIONS[name]
-    assert GymnasiumAdapter(Echo(space)).spec.action == (LeafSpec(("action",), shape, dtype, domain),)
+    assert GymnasiumAdapter(Echo(space)).spec.action == (
+        LeafSpec(("action",), shape, dtype, domain),
+    )
 
 
 @pytest.mark.parametrize("name", ACTIONS)
@@ -120,13 +182,19 @@ def test_env_gets_legal_actions_with_start_added(name):
         (observation,), *_ = adapter.step([action])
         assert space.contains(env.action)
         assert type(env.action) is type(space.sample())
-        np.testing.assert_array_equal(stored(adapter.spec.observation, [observation])["observation",], action + start)
+        np.testing.assert_array_equal(
+            stored(adapter.spec.observation, [observation])["observation",],
+            action + start,
+        )
 
 
 def everything() -> spaces.Dict:
     """Return a space with every other space inside, some of them nested."""
     deep = spaces.Tuple(
-        (spaces.Discrete(3, start=1), spaces.Dict(bits=spaces.MultiBinary(3), scalar=spaces.Box(0, 1, ())))
+        (
+            spaces.Discrete(3, start=1),
+            spaces.Dict(bits=spaces.MultiBinary(3), scalar=spaces.Box(0, 1, ())),
+        )
     )
     return spaces.Dict(
         choice=spaces.OneOf((spaces.Discrete(3), spaces.Box(0, 1, (2,)))),
@@ -141,7 +209,13 @@ def everything() -> spaces.Dict:
     )
 
 
-FIXED = [("deep", "0"), ("deep", "1", "bits"), ("deep", "1", "scalar"), ("image",), ("many",)]
+FIXED = [
+    ("deep", "0"),
+    ("deep", "1", "bits"),
+    ("deep", "1", "scalar"),
+    ("image",),
+    ("many",),
+]
 ASIDE = [("choice",), ("custom",), ("graph",), ("sequence",), ("stacked",), ("text",)]
 
 
@@ -149,8 +223,12 @@ def test_every_space_at_once():
     spec = GymnasiumAdapter(Echo(everything())).spec
     assert sorted(leaf.key for leaf in spec.observation if not leaf.is_side) == FIXED
     assert sorted(leaf.key for leaf in spec.observation if leaf.is_side) == ASIDE
-    assert sorted(leaf.key for leaf in spec.action if not leaf.is_side) == [("action", *key) for key in FIXED]
-    assert sorted(leaf.key for leaf in spec.action if leaf.is_side) == [("action", *key) for key in ASIDE]
+    assert sorted(leaf.key for leaf in spec.action if not leaf.is_side) == [
+        ("action", *key) for key in FIXED
+    ]
+    assert sorted(leaf.key for leaf in spec.action if leaf.is_side) == [
+        ("action", *key) for key in ASIDE
+    ]
     assert EnvSpec.from_plain(plain.decode(plain.encode(spec.to_plain()))) == spec
 
 
@@ -167,8 +245,16 @@ def test_every_space_survives_as_observation_and_action():
             for leaf, v in zip(adapter.spec.observation, sent, strict=True)
             if not leaf.is_side
         ]
-        by_key = dict(zip((leaf.key for leaf in adapter.spec.observation if not leaf.is_side), action, strict=True))
-        given = [by_key.get(leaf.key, first[leaf.key]) for leaf in adapter.spec.observation]
+        by_key = dict(
+            zip(
+                (leaf.key for leaf in adapter.spec.observation if not leaf.is_side),
+                action,
+                strict=True,
+            )
+        )
+        given = [
+            by_key.get(leaf.key, first[leaf.key]) for leaf in adapter.spec.observation
+        ]
         observation, *_ = adapter.step(plain.decode(plain.encode(given)))
         assert space.contains(env.action)
         np.testing.assert_equal(stored(adapter.spec.observation, observation), first)
@@ -193,17 +279,27 @@ def test_graph_is_a_dict_of_arrays():
     value = side_value(graph, instance)
     np.testing.assert_equal(value, instance._asdict())
     assert value["nodes"].shape == (4, 3)
-    assert side_value(graph, spaces.GraphInstance(instance.nodes, None, None))["edges"] is None
+    assert (
+        side_value(graph, spaces.GraphInstance(instance.nodes, None, None))["edges"]
+        is None
+    )
 
 
 def test_sequence_is_a_tuple_or_a_stack():
-    assert side_value(spaces.Sequence(spaces.Discrete(9)), (np.int64(3), np.int64(4))) == (3, 4)
+    assert side_value(
+        spaces.Sequence(spaces.Discrete(9)), (np.int64(3), np.int64(4))
+    ) == (3, 4)
     stacked = np.ones((3, 2), np.float32)
-    np.testing.assert_array_equal(side_value(spaces.Sequence(spaces.Box(0, 1, (2,)), stack=True), stacked), stacked)
+    np.testing.assert_array_equal(
+        side_value(spaces.Sequence(spaces.Box(0, 1, (2,)), stack=True), stacked),
+        stacked,
+    )
 
 
 def test_one_of_is_index_and_value():
-    index, value = side_value(spaces.OneOf((spaces.Discrete(3), spaces.Text(3))), (np.int64(1), "ab"))
+    index, value = side_value(
+        spaces.OneOf((spaces.Discrete(3), spaces.Text(3))), (np.int64(1), "ab")
+    )
     assert (index, value) == (1, "ab")
 
 
@@ -230,7 +326,9 @@ def test_nested_actions_of_the_side_channel_are_what_the_space_samples():
 
 def test_side_values_are_copies():
     stacked = np.zeros((3, 2), np.float32)
-    adapter = GymnasiumAdapter(Echo(spaces.Sequence(spaces.Box(0, 1, (2,)), stack=True)))
+    adapter = GymnasiumAdapter(
+        Echo(spaces.Sequence(spaces.Box(0, 1, (2,)), stack=True))
+    )
     (value,), *_ = adapter.step([stacked])
     stacked[:] = 1
     assert not value.any()
@@ -239,7 +337,9 @@ def test_side_values_are_copies():
 def test_reserved_names_may_be_below_the_root():
     space = spaces.Dict({name: spaces.Discrete(2) for name in RESERVED_NAMES})
     nested = GymnasiumAdapter(Echo(spaces.Dict(inner=space))).spec
-    assert {leaf.key for leaf in nested.observation} == {("inner", name) for name in RESERVED_NAMES}
+    assert {leaf.key for leaf in nested.observation} == {
+        ("inner", name) for name in RESERVED_NAMES
+    }
 
 
 def test_keys_that_are_no_strings():
@@ -253,19 +353,38 @@ def test_keys_that_are_no_strings():
 
 
 def test_root_tuple_goes_below_observation():
-    spec = GymnasiumAdapter(Echo(spaces.Tuple((spaces.Discrete(2), spaces.Dict(a=spaces.Discrete(3)))))).spec
-    assert [leaf.key for leaf in spec.observation] == [("observation", "0"), ("observation", "1", "a")]
+    spec = GymnasiumAdapter(
+        Echo(spaces.Tuple((spaces.Discrete(2), spaces.Dict(a=spaces.Discrete(3)))))
+    ).spec
+    assert [leaf.key for leaf in spec.observation] == [
+        ("observation", "0"),
+        ("observation", "1", "a"),
+    ]
     assert [leaf.key for leaf in spec.action] == [("action", "0"), ("action", "1", "a")]
 
 
 def test_root_state_is_called_observation():
     both = spaces.Dict(state=spaces.Discrete(2), observation=spaces.Discrete(3))
-    assert {leaf.key for leaf in GymnasiumAdapter(Echo(both)).spec.observation} == {("state",), ("observation",)}
-    adapter = GymnasiumAdapter(Echo(spaces.Dict(state=spaces.Discrete(2), image=spaces.Box(0, 1, (2,)))))
-    assert {leaf.key for leaf in adapter.spec.observation} == {("observation",), ("image",)}
+    assert {leaf.key for leaf in GymnasiumAdapter(Echo(both)).spec.observation} == {
+        ("state",),
+        ("observation",),
+    }
+    adapter = GymnasiumAdapter(
+        Echo(spaces.Dict(state=spaces.Discrete(2), image=spaces.Box(0, 1, (2,))))
+    )
+    assert {leaf.key for leaf in adapter.spec.observation} == {
+        ("observation",),
+        ("image",),
+    }
     assert adapter.spec.metadata["renamed"] == {"observation": "state"}
-    assert stored(adapter.spec.observation, adapter.reset(0)).keys() == {("observation",), ("image",)}
-    assert [leaf.key for leaf in adapter.spec.action] == [("action", "state"), ("action", "image")]
+    assert stored(adapter.spec.observation, adapter.reset(0)).keys() == {
+        ("observation",),
+        ("image",),
+    }
+    assert [leaf.key for leaf in adapter.spec.action] == [
+        ("action", "state"),
+        ("action", "image"),
+    ]
 
 
 PARITY: dict[str, spaces.Space] = {
@@ -274,9 +393,15 @@ PARITY: dict[str, spaces.Space] = {
     "discrete": spaces.Discrete(4),
     "multi discrete": spaces.MultiDiscrete([2, 3]),
     "multi binary": spaces.MultiBinary(4),
-    "dict": spaces.Dict(a=spaces.Box(0, 255, (2, 2, 3), np.uint8), b=spaces.Dict(c=spaces.Discrete(3))),
-    "dict with observation": spaces.Dict(observation=spaces.Box(-1, 1, (2,)), goal=spaces.Box(-1, 1, (2,))),
-    "dict with state": spaces.Dict(state=spaces.Box(-1, 1, (2,)), pixels=spaces.Box(0, 255, (2, 2, 3), np.uint8)),
+    "dict": spaces.Dict(
+        a=spaces.Box(0, 255, (2, 2, 3), np.uint8), b=spaces.Dict(c=spaces.Discrete(3))
+    ),
+    "dict with observation": spaces.Dict(
+        observation=spaces.Box(-1, 1, (2,)), goal=spaces.Box(-1, 1, (2,))
+    ),
+    "dict with state": spaces.Dict(
+        state=spaces.Box(-1, 1, (2,)), pixels=spaces.Box(0, 255, (2, 2, 3), np.uint8)
+    ),
 }
 
 
@@ -291,7 +416,12 @@ def test_observations_are_those_of_torchrl(name):
     theirs = torchrl_envs.GymWrapper(env, categorical_action_encoding=True)
     ours = GymnasiumAdapter(Echo(PARITY[name])).spec
     expected = {
-        key if isinstance(key, tuple) else (key,): (tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."))
-        for key, leaf in theirs.observation_spec.items(include_nested=True, leaves_only=True)
+        key if isinstance(key, tuple) else (key,): (
+            tuple(leaf.shape),
+            str(leaf.dtype).removeprefix("torch."),
+        )
+        for key, leaf in theirs.observation_spec.items(
+            include_nested=True, leaves_only=True
+        )
     }
     assert {leaf.key: (leaf.shape, leaf.dtype) for leaf in ours.observation} == expected

@@ -22,12 +22,19 @@ from tests.oracles.driving import Driven
 
 pytestmark = pytest.mark.preloads()
 
-NEXT, SAME, DISABLED = AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED
+NEXT, SAME, DISABLED = (
+    AutoresetMode.NEXT_STEP,
+    AutoresetMode.SAME_STEP,
+    AutoresetMode.DISABLED,
+)
 MODES = (NEXT, SAME, DISABLED)
 
 
 def sync(mode, num_rows=3, *, reuses_buffer=True, copy=False):
-    env_fns = [partial(TellingEnv, reuses_buffer=reuses_buffer, offset=100 * row) for row in range(num_rows)]
+    env_fns = [
+        partial(TellingEnv, reuses_buffer=reuses_buffer, offset=100 * row)
+        for row in range(num_rows)
+    ]
     return SyncVectorEnv(env_fns, autoreset_mode=mode, copy=copy)
 
 
@@ -39,12 +46,17 @@ def test_a_row_that_ended_stays_so_until_it_is_reset():
     with SerialEnv(1, lambda: sync(SAME), seed=1) as env:
         td = env.reset()
         while not (td["done"].any() and not td["done"].all()):
-            td = env.step(env.rand_action(env.reset(td.clone().set("_reset", td["done"]))))["next"]
+            td = env.step(
+                env.rand_action(env.reset(td.clone().set("_reset", td["done"])))
+            )["next"]
         others = torch.zeros_like(td["done"])
         others[0, int((~td["done"][0, :, 0]).nonzero()[0])] = True
         root = env.reset(td.clone().set("_reset", others))
         assert torch.equal(root["done"], td["done"])
-        assert torch.equal(root["observation"][td["done"][..., 0]], td["observation"][td["done"][..., 0]])
+        assert torch.equal(
+            root["observation"][td["done"][..., 0]],
+            td["observation"][td["done"][..., 0]],
+        )
 
 
 # ---- traps ---------------------------------------------------------------------------------------
@@ -55,7 +67,8 @@ def test_the_callers_options_and_masks_are_left_alone():
     with SerialEnv(1, lambda: sync(DISABLED), seed=0) as env:
         td = env.reset(options=options)
         mask = torch.tensor([[[True], [False], [True]]])
-        for _ in range(2):  # Gymnasium takes the mask out of its options, so that the second call would reset all
+        # Gymnasium takes the mask out of its options, so that the second call would reset all.
+        for _ in range(2):
             td = env.reset(td.clone().set("_reset", mask), options=options)
         assert td["observation"][0, :, 0].tolist() == [3.0, 101.0, 203.0]
     assert options == {"start": 3}
@@ -64,21 +77,32 @@ def test_the_callers_options_and_masks_are_left_alone():
 
 def test_rows_see_no_mask_and_only_the_callers_options():
     built = []
-    with SerialEnv(1, lambda: built.append(sync(DISABLED, 2)) or built[-1], seed=0) as env:
+    with SerialEnv(
+        1, lambda: built.append(sync(DISABLED, 2)) or built[-1], seed=0
+    ) as env:
         td = env.reset()
         mask = torch.tensor([[[True], [False]]])
         env.reset(td.clone().set("_reset", mask))
         env.reset(td.clone().set("_reset", mask), options={"start": 3})
-    seen = [options if options is None else dict(options) for options in built[0].envs[0].options]
+    seen = [
+        options if options is None else dict(options)
+        for options in built[0].envs[0].options
+    ]
     assert seen == [None, {}, {"start": 3}]
 
 
 def test_a_mask_reaches_wrappers_whose_env_takes_it_out():
-    with SerialEnv(1, lambda: gym.wrappers.vector.RecordEpisodeStatistics(sync(DISABLED)), seed=0) as env:
+    with SerialEnv(
+        1, lambda: gym.wrappers.vector.RecordEpisodeStatistics(sync(DISABLED)), seed=0
+    ) as env:
         td = env.reset()
         for _ in range(2):
             td = env.step(env.rand_action(td))["next"]
-            td = env.reset(td.clone().set("_reset", td["done"] | torch.tensor([[[True], [False], [False]]])))
+            td = env.reset(
+                td.clone().set(
+                    "_reset", td["done"] | torch.tensor([[[True], [False], [False]]])
+                )
+            )
         lengths, steps = env.get("episode_lengths")[0], td["observation"][0, :, 2]
     assert lengths.tolist() == steps.tolist()
     assert lengths.max() == 2
@@ -110,16 +134,23 @@ def test_an_ended_row_is_refused_where_the_vector_env_would_step_it():
         assert invalid_transitions(env.rollout(40, break_when_any_done=False)) == 0
 
 
-@pytest.mark.parametrize("kind", [pytest.param("async", marks=pytest.mark.slow), "by hand"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("async", marks=pytest.mark.slow), "by hand"]
+)
 def test_a_lost_last_observation_is_found_out(kind):
     def make():
         if kind == "by hand":
             return LoopVectorEnv(3, SAME, loses_ends=True)
-        return AsyncVectorEnv([partial(TellingEnv, reuses_buffer=True)] * 2, autoreset_mode=SAME)
+        return AsyncVectorEnv(
+            [partial(TellingEnv, reuses_buffer=True)] * 2, autoreset_mode=SAME
+        )
 
     # An AsyncVectorEnv keeps memory as long as its process lives.
     executor = ParallelEnv if kind == "async" else SerialEnv
-    with executor(1, make, seed=0) as env, pytest.raises(EnvError, match=r"it reuses its buffer.*DISABLED"):
+    with (
+        executor(1, make, seed=0) as env,
+        pytest.raises(EnvError, match=r"it reuses its buffer.*DISABLED"),
+    ):
         env.rollout(30, break_when_any_done=False)
 
 
@@ -136,7 +167,9 @@ def test_a_missing_last_observation_is_found_out():
 
 def test_episodes_that_end_where_they_start_can_be_declared():
     def make():
-        return GymnasiumVectorAdapter(LoopVectorEnv(2, SAME, loses_ends=True), ends_where_it_starts=True)
+        return GymnasiumVectorAdapter(
+            LoopVectorEnv(2, SAME, loses_ends=True), ends_where_it_starts=True
+        )
 
     with SerialEnv(1, make, seed=0) as env:
         assert env.rollout(20, break_when_any_done=False)["next", "done"].sum() > 4
@@ -146,11 +179,16 @@ def test_episodes_that_end_where_they_start_can_be_declared():
 
 
 def test_an_env_that_does_not_say_its_mode_is_refused_until_it_does():
-    with pytest.raises(SpecError, match=r"autoreset_mode.*guessing loses observations.*GymnasiumVectorAdapter"):
+    with pytest.raises(
+        SpecError,
+        match=r"autoreset_mode.*guessing loses observations.*GymnasiumVectorAdapter",
+    ):
         SerialEnv(1, lambda: LoopVectorEnv(2, SAME, says_mode=False))
 
     def declared():
-        return GymnasiumVectorAdapter(LoopVectorEnv(2, SAME, says_mode=False), autoreset_mode="SameStep")
+        return GymnasiumVectorAdapter(
+            LoopVectorEnv(2, SAME, says_mode=False), autoreset_mode="SameStep"
+        )
 
     def in_metadata():
         env = LoopVectorEnv(2, SAME, says_mode=False)
@@ -168,32 +206,53 @@ def test_a_mode_in_the_metadata_of_all_vector_envs_says_nothing(monkeypatch):
         del env.metadata
         return env
 
-    monkeypatch.setitem(gym.vector.VectorEnv.metadata, "autoreset_mode", NEXT)  # as an Atari vector env does
+    # As an Atari vector env does.
+    monkeypatch.setitem(gym.vector.VectorEnv.metadata, "autoreset_mode", NEXT)
     with pytest.raises(SpecError, match="got nothing"):
         SerialEnv(1, make)
 
 
 def test_a_wrong_mode_is_found_out():
     with pytest.raises(SpecError, match="SameStep and Disabled"):
-        SerialEnv(1, lambda: GymnasiumVectorAdapter(LoopVectorEnv(2, SAME), autoreset_mode=DISABLED))
+        SerialEnv(
+            1,
+            lambda: GymnasiumVectorAdapter(
+                LoopVectorEnv(2, SAME), autoreset_mode=DISABLED
+            ),
+        )
 
     def make():
-        return GymnasiumVectorAdapter(LoopVectorEnv(2, SAME, says_mode=False), autoreset_mode=NEXT)
+        return GymnasiumVectorAdapter(
+            LoopVectorEnv(2, SAME, says_mode=False), autoreset_mode=NEXT
+        )
 
-    with SerialEnv(1, make, seed=0) as env, pytest.raises(EnvError, match="it is in SAME_STEP mode"):
+    with (
+        SerialEnv(1, make, seed=0) as env,
+        pytest.raises(EnvError, match="it is in SAME_STEP mode"),
+    ):
         env.rollout(30, break_when_any_done=False)
 
 
-@pytest.mark.parametrize(("factor", "dtype"), [(1, np.int64), (1, np.uint8), (1.0, np.float32), (2, np.int64)])
+@pytest.mark.parametrize(
+    ("factor", "dtype"),
+    [(1, np.int64), (1, np.uint8), (1.0, np.float32), (2, np.int64)],
+)
 def test_flags_may_be_numbers(factor, dtype):
     class Numbers(LoopVectorEnv):
         def step(self, actions):
             observations, rewards, *flags, infos = super().step(actions)
-            return observations, rewards, *(flag.astype(dtype) * factor for flag in flags), infos
+            return (
+                observations,
+                rewards,
+                *(flag.astype(dtype) * factor for flag in flags),
+                infos,
+            )
 
     with SerialEnv(1, lambda: Numbers(3, DISABLED), seed=0) as env:
         if factor == 2:
-            with pytest.raises(EnvError, match=r"expected bool \(3,\) as t.*, got int64 \(3,\)"):
+            with pytest.raises(
+                EnvError, match=r"expected bool \(3,\) as t.*, got int64 \(3,\)"
+            ):
                 env.rollout(50, break_when_any_done=False)
         else:
             data = env.rollout(50, break_when_any_done=False)
@@ -203,7 +262,10 @@ def test_flags_may_be_numbers(factor, dtype):
 
 def test_an_env_that_knows_no_masks_is_found_out():
     env = SerialEnv(1, lambda: LoopVectorEnv(3, NEXT, knows_masks=False), seed=0)
-    with env, pytest.raises(EnvError, match=r"rows \[.*\] and no others.*does not know"):
+    with (
+        env,
+        pytest.raises(EnvError, match=r"rows \[.*\] and no others.*does not know"),
+    ):
         env.rollout(60, break_when_any_done=False)
 
 
@@ -232,7 +294,9 @@ def test_the_default_cartpole_is_reset_by_row(wrapper):
             assert torch.equal(td["truncated"], lengths == 15)
             mask = td["done"] | torch.from_numpy(rng.random((2, 5, 1)) < 0.1)
             root = env.reset(td.clone().set("_reset", mask))
-            assert torch.equal(root["observation"][~mask[..., 0]], td["observation"][~mask[..., 0]])
+            assert torch.equal(
+                root["observation"][~mask[..., 0]], td["observation"][~mask[..., 0]]
+            )
             started = root["observation"][mask[..., 0]]
             assert (started.abs() <= 0.05).all()
             assert len(started.unique()) == started.numel()
@@ -247,11 +311,13 @@ def test_steps_of_the_default_cartpole_are_its_own():
     with SerialEnv(2, cartpoles, seed=0) as env:
         assert (env.rollout(200, break_when_any_done=False) == data).all()
     here, following, done = (
-        data[key].flatten(0, 2) for key in ("observation", ("next", "observation"), ("next", "done"))
+        data[key].flatten(0, 2)
+        for key in ("observation", ("next", "observation"), ("next", "done"))
     )
     again = CartPoleVectorEnv(len(here))
     again.reset()
-    again.state = here.numpy().T.astype(np.float64)  # repeat every transition, each in a separate row
+    # Repeat every transition, each in a separate row.
+    again.state = here.numpy().T.astype(np.float64)
     made, reward, terminated, _, _ = again.step(data["action"].flatten().numpy())
     assert len(here) == 2_000
     assert np.allclose(following, made, atol=1e-6)
@@ -272,7 +338,9 @@ class ManyEnv(gym.Env):
         "choice": gym.spaces.Discrete(4, start=2),
         "choices": gym.spaces.MultiDiscrete([3, 5]),
         "bits": gym.spaces.MultiBinary(3),
-        "pair": gym.spaces.Tuple((gym.spaces.Discrete(2), gym.spaces.Box(0, 255, (2,), np.uint8))),
+        "pair": gym.spaces.Tuple(
+            (gym.spaces.Discrete(2), gym.spaces.Box(0, 255, (2,), np.uint8))
+        ),
     }
 
     def __init__(self):
@@ -286,7 +354,8 @@ class ManyEnv(gym.Env):
         return self.observation_space.sample(), {}
 
     def step(self, action):
-        action = {**action, "number": np.asarray(action["number"])}  # a numpy scalar, in SyncVectorEnv
+        # A numpy scalar, in SyncVectorEnv.
+        action = {**action, "number": np.asarray(action["number"])}
         assert self.action_space.contains(action), action
         self.t += 1
         return action, 0.5, self.t == 4, False, {}
@@ -300,7 +369,11 @@ def test_every_space_of_fixed_shape(mode):
     with SerialEnv(1, make, seed=0) as env:
         td = env.step(env.rand_action(env.reset()))
         assert td.batch_size == (1, 3)
-        assert {key: tuple(td["action", key].shape) for key in ManyEnv.kinds if key != "pair"} == {
+        assert {
+            key: tuple(td["action", key].shape)
+            for key in ManyEnv.kinds
+            if key != "pair"
+        } == {
             "box": (1, 3, 2, 3),
             "number": (1, 3, 1),
             "choice": (1, 3),
@@ -309,7 +382,9 @@ def test_every_space_of_fixed_shape(mode):
         }
         for key in ("box", "number", "choices", "bits", ("pair", "0"), ("pair", "1")):
             path = (key,) if isinstance(key, str) else key
-            assert torch.equal(td[("action", *path)].double(), td[("next", *path)].double())
+            assert torch.equal(
+                td[("action", *path)].double(), td[("next", *path)].double()
+            )
         assert torch.equal(td["action", "choice"] + 2, td["next", "choice"])
         data = env.rollout(9, break_when_any_done=False)
     assert data["next", "done"].sum() == 6
@@ -318,7 +393,10 @@ def test_every_space_of_fixed_shape(mode):
 @needs("box2d")
 def test_pictures_of_all_rows_make_one():
     with SerialEnv(
-        1, lambda: gym.make_vec("CartPole-v1", 3, vectorization_mode="sync", render_mode="rgb_array")
+        1,
+        lambda: gym.make_vec(
+            "CartPole-v1", 3, vectorization_mode="sync", render_mode="rgb_array"
+        ),
     ) as env:
         env.reset()
         picture = env.render()[0]
@@ -333,14 +411,24 @@ def atari(mode, **kwargs):
     skip_without("atari")
     import ale_py.vector_env as ale
 
-    settings = {"max_num_frames_per_episode": 24, "noop_max": 8, "stack_num": 1, "use_fire_reset": False}
-    return ale.AtariVectorEnv("pong", 2, num_threads=1, autoreset_mode=mode, **settings, **kwargs)
+    settings = {
+        "max_num_frames_per_episode": 24,
+        "noop_max": 8,
+        "stack_num": 1,
+        "use_fire_reset": False,
+    }
+    return ale.AtariVectorEnv(
+        "pong", 2, num_threads=1, autoreset_mode=mode, **settings, **kwargs
+    )
 
 
 @pytest.mark.slow
 def test_rows_of_an_atari_env_are_those_of_a_plain_loop():
     skip_without("atari")
     family = FAMILIES["vector_atari_same_step"]
-    with SerialEnv(1, family.make_env, seed=7) as env, contextlib.closing(Driven(family, env, 7)) as driven:
+    with (
+        SerialEnv(1, family.make_env, seed=7) as env,
+        contextlib.closing(Driven(family, env, 7)) as driven,
+    ):
         assert driven.roll(60)[1] == 0
         assert driven.step_fused(60) > 0

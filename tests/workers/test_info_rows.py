@@ -9,11 +9,34 @@ from hypothesis import strategies as st
 
 from envherd.shm.slab import INFO_BYTES, Slab, plan_slab
 from envherd.workers import info_rows, plain
-from envherd.workers.info_rows import MOST_SCHEMAS, DoesNotFit, InfoWriter, Schema, SchemaField
+from envherd.workers.info_rows import (
+    MOST_SCHEMAS,
+    DoesNotFit,
+    InfoWriter,
+    Schema,
+    SchemaField,
+)
 from envherd.workers.testing import CountingEnv
 from tests.scale import scaled
 
-DTYPES = ("?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "F", "D", ">f8", ">i4")
+DTYPES = (
+    "?",
+    "i1",
+    "u1",
+    "i2",
+    "u2",
+    "i4",
+    "u4",
+    "i8",
+    "u8",
+    "f2",
+    "f4",
+    "f8",
+    "F",
+    "D",
+    ">f8",
+    ">i4",
+)
 SHAPES = ((), (1,), (3,), (2, 3), (0,), (0, 3), (2, 1, 2))
 
 
@@ -22,7 +45,9 @@ def _array(dtype: str, shape: tuple[int, ...], number: int) -> np.ndarray:
     return (values % 2 if dtype == "?" else values).astype(dtype).reshape(shape)
 
 
-ARRAYS = st.builds(_array, st.sampled_from(DTYPES), st.sampled_from(SHAPES), st.integers(0, 99))
+ARRAYS = st.builds(
+    _array, st.sampled_from(DTYPES), st.sampled_from(SHAPES), st.integers(0, 99)
+)
 LEAVES = st.one_of(
     st.none(),
     st.booleans(),
@@ -31,7 +56,9 @@ LEAVES = st.one_of(
     st.text(max_size=30).filter(lambda text: "\ud800" not in text),
     ARRAYS,
     ARRAYS.map(lambda array: array.T),
-    ARRAYS.filter(lambda array: array.size).map(lambda array: array.astype(array.dtype.newbyteorder("=")).flat[0]),
+    ARRAYS.filter(lambda array: array.size).map(
+        lambda array: array.astype(array.dtype.newbyteorder("=")).flat[0]
+    ),
 )
 KEYS = st.text(max_size=4)
 #: Values of infos, nested.
@@ -66,7 +93,12 @@ ODD: tuple[Any, ...] = (
     1j,
 )
 #: What no row can hold, of types that one can.
-LARGE = {"integer": (1, 2**63), "negative": (1, -(2**63) - 1), "text": ("a", "a" * 121), "no encoding": ("a", "\ud800")}
+LARGE = {
+    "integer": (1, 2**63),
+    "negative": (1, -(2**63) - 1),
+    "text": ("a", "a" * 121),
+    "no encoding": ("a", "\ud800"),
+}
 
 
 def _row() -> np.ndarray:
@@ -107,10 +139,15 @@ def test_infos_are_read_as_they_were(infos: list[dict[str, Any]]) -> None:
 
 @settings(max_examples=scaled(150, 3000), deadline=None)
 @given(INFOS, INFOS)
-def test_infos_of_other_schemas_are_refused(one: dict[str, Any], other: dict[str, Any]) -> None:
+def test_infos_of_other_schemas_are_refused(
+    one: dict[str, Any], other: dict[str, Any]
+) -> None:
     schema, of_other = Schema.of(one), Schema.of(other)
     rows = [_row(), _row()]
-    fits = [bool(writer.write(other, row)) for writer, row in zip(_writers(schema), rows, strict=True)]
+    fits = [
+        bool(writer.write(other, row))
+        for writer, row in zip(_writers(schema), rows, strict=True)
+    ]
     assert fits == [schema.id == of_other.id] * 2
     assert (schema.root == of_other.root) == fits[0]
 
@@ -119,7 +156,18 @@ def test_infos_of_other_schemas_are_refused(one: dict[str, Any], other: dict[str
 def test_values_of_other_types_are_refused(odd: Any) -> None:
     with pytest.raises(DoesNotFit):
         Schema.of({"fine": 1, "odd": odd})
-    for like in (1, 1.0, "text", np.zeros(2), np.float64(1), {"a": 1}, None, [0], True, np.int64(3)):
+    for like in (
+        1,
+        1.0,
+        "text",
+        np.zeros(2),
+        np.float64(1),
+        {"a": 1},
+        None,
+        [0],
+        True,
+        np.int64(3),
+    ):
         for writer in _writers(Schema.of({"odd": like})):
             assert not writer.write({"odd": odd}, _row()), like
 
@@ -134,18 +182,29 @@ def test_values_that_are_too_large_are_refused(name: str) -> None:
 
 def test_other_keys_orders_and_objects_are_refused() -> None:
     for writer in _writers(Schema.of({"a": 1, "b": 2})):
-        for other in ({"b": 2, "a": 1}, {"a": 1}, {"a": 1, "b": 2, "c": 3}, {"a": 1, 2: 2}, {"a": True, "b": 2}):
+        for other in (
+            {"b": 2, "a": 1},
+            {"a": 1},
+            {"a": 1, "b": 2, "c": 3},
+            {"a": 1, 2: 2},
+            {"a": True, "b": 2},
+        ):
             assert not writer.write(other, _row())
         assert writer.write({"ab"[0]: 1, "".join("b"): 2}, _row())
 
 
 def test_a_worker_learns_some_schemas_and_reports_each_once() -> None:
-    slab = Slab(plan := plan_slab([CountingEnv().spec] * 2, 1, 2, has_infos=True), np.zeros(plan.nbytes, np.uint8))
+    slab = Slab(
+        plan := plan_slab([CountingEnv().spec] * 2, 1, 2, has_infos=True),
+        np.zeros(plan.nbytes, np.uint8),
+    )
     reports: list[Any] = []
     writer = InfoWriter(slab, 1, reports.append)
     infos = [{f"key {i}": i} for i in range(MOST_SCHEMAS + 2)]
     assert not any(writer.write("next", info) for info in infos)
-    assert [writer.write("root", info) for info in infos] == [True] * MOST_SCHEMAS + [False] * 2
+    assert [writer.write("root", info) for info in infos] == [True] * MOST_SCHEMAS + [
+        False
+    ] * 2
     assert len(reports) == MOST_SCHEMAS
     assert slab.words["info_ids"].tolist() == [0] * 4
     assert writer.write("next", infos[3])
@@ -159,7 +218,10 @@ def test_a_worker_learns_some_schemas_and_reports_each_once() -> None:
 def test_an_info_that_a_thread_of_the_env_changes_meanwhile_is_sent_as_a_message(
     known: list[Schema], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slab = Slab(plan := plan_slab([CountingEnv().spec], 1, 2, has_infos=True), np.zeros(plan.nbytes, np.uint8))
+    slab = Slab(
+        plan := plan_slab([CountingEnv().spec], 1, 2, has_infos=True),
+        np.zeros(plan.nbytes, np.uint8),
+    )
     writer, info = InfoWriter(slab, 0, print), {"text": "a", "number": 1}
     writer.schemas += known
     monkeypatch.setattr(info_rows, "_encoded", lambda text: info.clear())

@@ -19,7 +19,11 @@ with warnings.catch_warnings():
     from tests.oracles import isaaclab_own as own
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-MAKERS = {"direct": own.make_direct, "managed": own.make_managed, "agents as one": own.make_agents_as_one}
+MAKERS = {
+    "direct": own.make_direct,
+    "managed": own.make_managed,
+    "agents as one": own.make_agents_as_one,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +57,9 @@ def test_last_observations_are_true_and_rows_reset_alone(name):
             following = td["next"]
             _, after = line.steps[-1]
             assert torch.equal(following["policy"][0], after)
-            assert torch.equal(following["terminated"][0, :, 0], after[:, 0].abs() > own.LIMIT)
+            assert torch.equal(
+                following["terminated"][0, :, 0], after[:, 0].abs() > own.LIMIT
+            )
             done = following["done"][0, :, 0]
             assert torch.equal(root["policy"][0, ~done], after[~done])
             if done.any():

@@ -27,7 +27,11 @@ def test_only_its_own_envs_are_served(worker):
 
 def test_the_order_of_a_number_and_of_what_it_announces_is_kept(worker, monkeypatch):
     seen = []
-    monkeypatch.setattr(loop_module, "keep_order", lambda: seen.append((worker.owing(), list(worker.executed))))
+    monkeypatch.setattr(
+        loop_module,
+        "keep_order",
+        lambda: seen.append((worker.owing(), list(worker.executed))),
+    )
     worker.command(Op.RESET, [1, 2])
     worker.serve()
     assert seen == [([1, 2], []), ([1, 2], [1]), ([2], [1, 2])]
@@ -91,7 +95,9 @@ def test_what_was_sent_one_by_one_is_answered_longest_waiting_first(worker):
     assert worker.executed == [3, 1, 2]
 
 
-def test_a_command_to_all_rings_once_and_sends_ring_when_the_parent_wants_to_know(worker):
+def test_a_command_to_all_rings_once_and_sends_ring_when_the_parent_wants_to_know(
+    worker,
+):
     worker.command(Op.RESET, [1, 2, 3])
     worker.serve()
     assert worker.num_rings() == 1
@@ -103,7 +109,9 @@ def test_a_command_to_all_rings_once_and_sends_ring_when_the_parent_wants_to_kno
         assert (worker.num_rings(), worker.words["answered"][1]) == (expected, 6)
 
 
-def test_words_say_what_a_worker_is_in_since_when_and_how_long_it_was_busy(worker, monkeypatch):
+def test_words_say_what_a_worker_is_in_since_when_and_how_long_it_was_busy(
+    worker, monkeypatch
+):
     ticks = iter(range(100, 10**6, 100))
     monkeypatch.setattr(loop_module.time, "perf_counter_ns", lambda: next(ticks))
     seen: list[tuple[int, int]] = []
@@ -128,7 +136,10 @@ def test_one_env_of_a_scan_is_timed_for_all_and_each_in_its_turn(worker, monkeyp
     monkeypatch.setattr(loop_module.time, "perf_counter_ns", lambda: next(ticks))
     timed: list[int] = []
     execute_timed = worker.loop._execute_timed
-    worker.loop._execute_timed = lambda env_id, *more: (timed.append(env_id), execute_timed(env_id, *more))[1]
+    worker.loop._execute_timed = lambda env_id, *more: (
+        timed.append(env_id),
+        execute_timed(env_id, *more),
+    )[1]
     worker.command(Op.RESET, [1, 2, 3])
     worker.loop._scan()
     assert worker.words["reset_ns"].tolist() == [0, 3000]

@@ -14,7 +14,9 @@ from tests.envs.torch_simulators import masked, recorded
 from tests.oracles.maniskill_standin import make_maniskill, make_maniskill_vector
 
 
-@pytest.mark.parametrize("make", [make_maniskill, partial(make_maniskill_vector, auto_reset=False)])
+@pytest.mark.parametrize(
+    "make", [make_maniskill, partial(make_maniskill_vector, auto_reset=False)]
+)
 def test_rows_are_reset_by_their_ids(make):
     make_env, built = recorded(make)
     with SerialEnv(1, make_env, seed=0) as env:
@@ -36,7 +38,10 @@ def test_options_of_the_caller_are_kept_beside_the_ids():
     with SerialEnv(1, make_env, seed=0) as env:
         env.reset(options=options)
         env.reset(masked([0]), options=options)
-        assert [sorted(given) for given in built[0].resets[-2:]] == [["difficulty"], ["difficulty", "env_idx"]]
+        assert [sorted(given) for given in built[0].resets[-2:]] == [
+            ["difficulty"],
+            ["difficulty", "env_idx"],
+        ]
         with pytest.raises(EnvError, match="partial reset and reconfigure"):
             env.reset(masked([0]), options={"reconfigure": True})
     assert options == {"difficulty": 3}
@@ -59,7 +64,9 @@ def test_any_simulator_whose_reset_says_so_is_given_ids():
         data = env.rollout(12, break_when_any_done=False)
     assert built[0].masks[2:5] == [[0], [1], [2]]
     for row, length in enumerate((3, 4, 5, 6)):
-        assert data["observation"][0, :, row, 1].tolist() == [step % length for step in range(12)]
+        assert data["observation"][0, :, row, 1].tolist() == [
+            step % length for step in range(12)
+        ]
 
 
 def test_rows_make_one_picture():

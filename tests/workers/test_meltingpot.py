@@ -14,7 +14,10 @@ import pytest
 from envherd.shm.specs import DONE_KEYS, Discrete, EnvSpec
 from envherd.workers.adapters import find_adapter
 from envherd.workers.adapters.meltingpot.adapter import MeltingPotAdapter
-from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory, substrate_names
+from envherd.workers.adapters.meltingpot.factory import (
+    MeltingPotFactory,
+    substrate_names,
+)
 from envherd.workers.adapters.meltingpot.light_import import install_lazy_import
 from envherd.workers.errors import ActionError, ResetNeeded
 from tests.scale import scaled
@@ -32,7 +35,10 @@ def _raw(name: str = _PRISONERS, **settings: Any) -> Any:
 
     config = substrate.get_config(name).unlock()
     build = config.lab2d_settings_builder
-    config.lab2d_settings_builder = lambda roles, config: {**build(roles=roles, config=config), **settings}
+    config.lab2d_settings_builder = lambda roles, config: {
+        **build(roles=roles, config=config),
+        **settings,
+    }
     return substrate.build_from_config(config, roles=config.default_player_roles)
 
 
@@ -40,12 +46,18 @@ def _made(name: str = _PRISONERS, **options: Any) -> Any:
     return MeltingPotAdapter(MeltingPotFactory(name, **options)())
 
 
-def _play(adapter: MeltingPotAdapter, seed: int, steps: int, rng_seed: int = 0) -> list[np.ndarray]:
+def _play(
+    adapter: MeltingPotAdapter, seed: int, steps: int, rng_seed: int = 0
+) -> list[np.ndarray]:
     """Return copies of everything that an episode gave."""
     rng = np.random.default_rng(rng_seed)
     given = [np.array(value) for value in adapter.reset(seed)]
     for _ in range(steps):
-        action = rng.integers(0, adapter.spec.metadata["num_actions"], adapter.spec.metadata["agent_count"])
+        action = rng.integers(
+            0,
+            adapter.spec.metadata["num_actions"],
+            adapter.spec.metadata["agent_count"],
+        )
         observation, reward, terminated, truncated = adapter.step([action])
         given += [np.array(value) for value in (*observation, *reward)]
         if terminated or truncated:
@@ -54,7 +66,9 @@ def _play(adapter: MeltingPotAdapter, seed: int, steps: int, rng_seed: int = 0) 
 
 
 def _same(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
-    return len(one) == len(other) and all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+    return len(one) == len(other) and all(
+        np.array_equal(a, b) for a, b in zip(one, other, strict=True)
+    )
 
 
 def _check_values(spec: EnvSpec, observation: list[Any], reward: list[Any]) -> None:
@@ -65,7 +79,9 @@ def _check_values(spec: EnvSpec, observation: list[Any], reward: list[Any]) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [_PRISONERS, "hidden_agenda", "collaborative_cooking__cramped", "clean_up"])
+@pytest.mark.parametrize(
+    "name", [_PRISONERS, "hidden_agenda", "collaborative_cooking__cramped", "clean_up"]
+)
 @pytest.mark.filterwarnings("ignore")  # torchrl's own
 def test_leaves_are_those_of_torchrl(name: str) -> None:
     import torch
@@ -73,7 +89,10 @@ def test_leaves_are_those_of_torchrl(name: str) -> None:
 
     def facts(data: Any) -> dict[tuple[str, ...], tuple[tuple[int, ...], str]]:
         return {
-            key if isinstance(key, tuple) else (key,): (tuple(value.shape), str(value.dtype).removeprefix("torch."))
+            key if isinstance(key, tuple) else (key,): (
+                tuple(value.shape),
+                str(value.dtype).removeprefix("torch."),
+            )
             for key, value in data.items(include_nested=True, leaves_only=True)
         }
 
@@ -82,12 +101,21 @@ def test_leaves_are_those_of_torchrl(name: str) -> None:
     after = env.step(root.clone())["next"]
     for adapter in (MeltingPotAdapter(_raw(name)), _made(name)):
         spec = adapter.spec
-        ours = {leaf.key: (leaf.shape, leaf.dtype) for leaf in (*spec.observation, *spec.done)}
+        ours = {
+            leaf.key: (leaf.shape, leaf.dtype)
+            for leaf in (*spec.observation, *spec.done)
+        }
         # TorchRL has no `truncated` here: it reports a frame cap as a termination.
         assert ours.pop(("truncated",)) == ours["terminated",]
-        assert ours | {leaf.key: (leaf.shape, leaf.dtype) for leaf in spec.action} == facts(root)
-        assert ours | {leaf.key: (leaf.shape, leaf.dtype) for leaf in spec.reward} == facts(after)
-        assert [torch.Size(shape) for _, shape in spec.groups] == [root["agents"].batch_size]
+        assert ours | {
+            leaf.key: (leaf.shape, leaf.dtype) for leaf in spec.action
+        } == facts(root)
+        assert ours | {
+            leaf.key: (leaf.shape, leaf.dtype) for leaf in spec.reward
+        } == facts(after)
+        assert [torch.Size(shape) for _, shape in spec.groups] == [
+            root["agents"].batch_size
+        ]
 
 
 def test_specs_do_not_depend_on_who_built_the_env() -> None:
@@ -95,7 +123,9 @@ def test_specs_do_not_depend_on_who_built_the_env() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: MeltingPotAdapter(_raw()), _made])
-def test_bad_actions_are_refused_before_the_env_is_touched(make: Callable[[], Any]) -> None:
+def test_bad_actions_are_refused_before_the_env_is_touched(
+    make: Callable[[], Any],
+) -> None:
     """Melting Pot itself would take them."""
     adapter = make()
     adapter.reset(1)
@@ -108,7 +138,9 @@ def test_bad_actions_are_refused_before_the_env_is_touched(make: Callable[[], An
         ([0.0, 1.0], r"float64 \(2,\)"),
         ([True, False], r"bool \(2,\)"),
     ):
-        with pytest.raises(ActionError, match=rf"expected 2 integers in 0\.\.7, got {got}"):
+        with pytest.raises(
+            ActionError, match=rf"expected 2 integers in 0\.\.7, got {got}"
+        ):
             adapter.step([np.array(action)])
     assert adapter._num_steps == 0
     adapter.step([_STAY])
@@ -151,9 +183,14 @@ def test_a_cap_before_max_steps_and_after() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [lambda: _made(_ONE_SHOT), lambda: MeltingPotAdapter(_raw(_ONE_SHOT))])
-def test_real_ends_are_terminated_and_the_cap_is_truncated(make: Callable[[], MeltingPotAdapter]) -> None:
-    adapter = make()  # ends with the first interaction, which is rare for random players, or after 1000 frames
+@pytest.mark.parametrize(
+    "make", [lambda: _made(_ONE_SHOT), lambda: MeltingPotAdapter(_raw(_ONE_SHOT))]
+)
+def test_real_ends_are_terminated_and_the_cap_is_truncated(
+    make: Callable[[], MeltingPotAdapter],
+) -> None:
+    # Ends with the first interaction, which is rare for random players, or after 1000 frames.
+    adapter = make()
     rng = np.random.default_rng(0)
     seen = set()
     for seed in range(60):
@@ -161,7 +198,9 @@ def test_real_ends_are_terminated_and_the_cap_is_truncated(make: Callable[[], Me
         terminated = truncated = False
         while not (terminated or truncated):
             _, _, terminated, truncated = adapter.step([rng.integers(0, 8, 2)])
-        assert (terminated, truncated) == ((False, True) if adapter._num_steps == 1000 else (True, False))
+        assert (terminated, truncated) == (
+            (False, True) if adapter._num_steps == 1000 else (True, False)
+        )
         seen.add(terminated)
         if seen == {True, False}:
             return
@@ -173,12 +212,15 @@ def test_a_seed_is_the_seed_of_that_very_episode(seed: int) -> None:
     env = _raw()
     adapter = MeltingPotAdapter(env)
     episodes = adapter._episodes
-    for _ in range(2):  # the first needs a rebuild: the env was built from Melting Pot's own seed
+    # The first needs a rebuild: the env was built from Melting Pot's own seed.
+    for _ in range(2):
         adapter.reset(seed)
         assert episodes._settings()["env_seed"] == str(seed)
         expected = np.random.RandomState(seed)
         expected.randint(0, 2**31)  # one draw for the start of the episode
-        assert episodes.wrapper._env._rng.randint(0, 2**31) == expected.randint(0, 2**31)
+        assert episodes.wrapper._env._rng.randint(0, 2**31) == expected.randint(
+            0, 2**31
+        )
 
 
 def test_no_build_is_wasted_on_a_seed_that_the_env_was_built_from() -> None:
@@ -200,19 +242,27 @@ def test_seeds_do_not_run_into_their_neighbours() -> None:
     eight = _play(adapter, 8, 5)
     assert not _same(after_seven, eight[: len(after_seven)])
     assert _same(_play(adapter, 7, 5), seven)
-    assert _same(after_seven, adapter.reset(None))  # unseeded episodes follow the last seed
+    # Unseeded episodes follow the last seed.
+    assert _same(after_seven, adapter.reset(None))
     assert not _same(seven, eight)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [_PRISONERS, "coins", "commons_harvest__open", "hidden_agenda"])
+@pytest.mark.parametrize(
+    "name", [_PRISONERS, "coins", "commons_harvest__open", "hidden_agenda"]
+)
 def test_the_direct_way_gives_what_melting_pots_own_step_gives(name: str) -> None:
     direct, wrapped = _made(name, deterministic=True), _made(name, deterministic=True)
     assert direct._views._direct is not None
     wrapped._views._direct = None
     assert _same(_play(direct, 3, 40), _play(wrapped, 3, 40))
     left, right = (
-        {k: v for k, v in vars(a._episodes.wrapper._env).items() if k.startswith("_reset")} for a in (direct, wrapped)
+        {
+            k: v
+            for k, v in vars(a._episodes.wrapper._env).items()
+            if k.startswith("_reset")
+        }
+        for a in (direct, wrapped)
     )
     assert left == right
 
@@ -257,7 +307,11 @@ def test_render_is_the_world() -> None:
     picture = adapter.render()
     assert picture is not None
     assert (picture.dtype, picture.shape) == (np.uint8, (120, 184, 3))
-    assert adapter.spec.observation[0].key == (adapter.spec.metadata["frame_key"],) == ("RGB",)
+    assert (
+        adapter.spec.observation[0].key
+        == (adapter.spec.metadata["frame_key"],)
+        == ("RGB",)
+    )
     assert np.array_equal(picture, observation[0])
     hidden = _made(world_rgb=False, deterministic=True)
     shown = _made(deterministic=True)
@@ -305,7 +359,8 @@ def test_a_scenario_has_its_focal_players_as_rows() -> None:
     }
     first = _play(adapter, 3, 12)
     _play(adapter, 4, 5)
-    assert _same(first, _play(adapter, 3, 12))  # bots and their states are drawn from the seed
+    # Bots and their states are drawn from the seed.
+    assert _same(first, _play(adapter, 3, 12))
     picture = adapter.render()
     assert np.array_equal(picture, env._substrate.observation()[0]["WORLD.RGB"])
     assert adapter.spec.metadata["max_episode_steps"] == 5000
@@ -314,7 +369,9 @@ def test_a_scenario_has_its_focal_players_as_rows() -> None:
     adapter.close()
 
 
-@pytest.mark.parametrize("name", scaled(substrate_names()[3::7], full=substrate_names()))
+@pytest.mark.parametrize(
+    "name", scaled(substrate_names()[3::7], full=substrate_names())
+)
 def test_every_substrate_runs(name: str) -> None:
     adapter = _made(name)
     spec = adapter.spec
@@ -326,7 +383,9 @@ def test_every_substrate_runs(name: str) -> None:
     _check_values(spec, adapter.reset(1), [np.zeros((players, 1))])
     rng = np.random.default_rng(0)
     for _ in range(10):
-        observation, reward, terminated, truncated = adapter.step([rng.integers(0, actions, players)])
+        observation, reward, terminated, truncated = adapter.step(
+            [rng.integers(0, actions, players)]
+        )
         _check_values(adapter.spec, observation, reward)
         assert not terminated
         assert not truncated

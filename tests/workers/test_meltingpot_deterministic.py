@@ -35,17 +35,28 @@ def _digests(tmp_path: Path, hash_seed: int, *jobs: dict) -> list[list[str]]:
     out = tmp_path / f"{hash_seed}.json"
     environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
     command = [sys.executable, "-m", _PROGRAM, str(out), *map(json.dumps, jobs)]
-    done = subprocess.run(command, env=environment, capture_output=True, check=False, timeout=1200)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, check=False, timeout=1200
+    )
     assert done.returncode == 0, done.stderr.decode(errors="replace")[-2000:]
     return json.loads(out.read_text())
 
 
 def _compare(tmp_path: Path, *names: str, steps: int) -> None:
-    jobs = [{"name": name, "steps": steps, "options": {"deterministic": True}} for name in names]
+    jobs = [
+        {"name": name, "steps": steps, "options": {"deterministic": True}}
+        for name in names
+    ]
     # The second process plays the same episodes in another order, and through Melting Pot's wrappers.
     found = _digests(tmp_path, 1, *({**job, "seeds": [0, 2**32 - 1]} for job in jobs))
-    again = _digests(tmp_path, 2, *({**job, "seeds": [2**32 - 1, 0], "wrapped": True} for job in jobs))
-    for name, (low, high), (high_again, low_again) in zip(names, found, again, strict=True):
+    again = _digests(
+        tmp_path,
+        2,
+        *({**job, "seeds": [2**32 - 1, 0], "wrapped": True} for job in jobs),
+    )
+    for name, (low, high), (high_again, low_again) in zip(
+        names, found, again, strict=True
+    ):
         assert (low, high) == (low_again, high_again), name
         assert low != high, f"{name}: another seed is another episode"
 
@@ -68,7 +79,10 @@ def test_same_seed_same_bytes_for_every_substrate(tmp_path: Path, name: str) -> 
         ("coop_mining", {"positions": True}),
         ("prisoners_dilemma_in_the_matrix__repeated", {"fast_reset": True}),
         ("collaborative_cooking__cramped_0", {"bots": False}),
-        *(pytest.param(name, {}, marks=[pytest.mark.full, pytest.mark.timeout(2400)]) for name in substrate_names()),
+        *(
+            pytest.param(name, {}, marks=[pytest.mark.full, pytest.mark.timeout(2400)])
+            for name in substrate_names()
+        ),
     ],
 )
 def test_edits_of_lua_change_no_byte(name: str, options: dict) -> None:

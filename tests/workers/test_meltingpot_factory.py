@@ -52,17 +52,25 @@ def test_positions_are_observed_and_change_nothing_else() -> None:
     assert _keys(placed) - _keys(plain) == added
     names = ["/".join(leaf.key) for leaf in placed.spec.observation]
     kept = [i for i, name in enumerate(names) if name not in added]
-    place, turn = names.index("agents/observation/POSITION"), names.index("agents/observation/ORIENTATION")
+    place, turn = (
+        names.index("agents/observation/POSITION"),
+        names.index("agents/observation/ORIENTATION"),
+    )
     before, seen = plain.reset(7), placed.reset(7)
     assert seen[place].dtype == np.int32
     forward, steps = {0: (0, -1), 1: (1, 0), 2: (0, 1), 3: (-1, 0)}, 0
     for _ in range(30):
-        assert all(np.array_equal(seen[i], one) for i, one in zip(kept, before, strict=True))
+        assert all(
+            np.array_equal(seen[i], one) for i, one in zip(kept, before, strict=True)
+        )
         at, ways = seen[place].copy(), seen[turn][:, 0].copy()
         action = [np.array([1, 1])]  # both go forward
         before, seen = plain.step(action)[0], placed.step(action)[0]
         moved = seen[place] - at
-        assert all(tuple(by) in (forward[way], (0, 0)) for by, way in zip(moved.tolist(), ways, strict=True))
+        assert all(
+            tuple(by) in (forward[way], (0, 0))
+            for by, way in zip(moved.tolist(), ways, strict=True)
+        )
         steps += int(np.abs(moved).sum())
     assert steps > 0
     plain.close()
@@ -70,7 +78,9 @@ def test_positions_are_observed_and_change_nothing_else() -> None:
 
 
 def test_a_scenario_without_its_bots_has_all_its_players_and_their_roles() -> None:
-    adapter = _adapter(f"{_PRISONERS}_0", bots=False, max_steps=2, keys=("INVENTORY",), world_rgb=False)
+    adapter = _adapter(
+        f"{_PRISONERS}_0", bots=False, max_steps=2, keys=("INVENTORY",), world_rgb=False
+    )
     assert adapter.spec.metadata["agent_count"] == 2
     assert adapter.spec.metadata["is_focal"] == [True, False]
     assert adapter.spec.metadata["agent_roles"] == ["default", "default"]
@@ -91,13 +101,29 @@ def test_names() -> None:
         ("xyzzy", {}, r"got 'xyzzy'\. substrate_names\(\)"),
         ("clean_up", {"keys": "RGB"}, r"Write keys=\('RGB',\)"),
         ("clean_up", {"drop": None}, r"expected drop to be a tuple of names, got None"),
-        ("clean_up", {"max_steps": 0}, r"expected max_steps to be a positive integer, got 0"),
+        (
+            "clean_up",
+            {"max_steps": 0},
+            r"expected max_steps to be a positive integer, got 0",
+        ),
         ("clean_up", {"max_steps": True}, r"got True"),
         ("clean_up_0", {"roles": ("default",)}, r"expected no roles for a scenario"),
-        ("clean_up_0", {"positions": True}, r"expected positions=False for a scenario with bots"),
+        (
+            "clean_up_0",
+            {"positions": True},
+            r"expected positions=False for a scenario with bots",
+        ),
         ("clean_up", {"fast_reset": True}, r"expected fast_reset=False for clean_up"),
-        ("commons_harvest__closed", {"fast_reset": True}, r"Rebuilding is the only safe reset"),
-        ("hidden_agenda_0", {"fast_reset": True}, r"expected fast_reset=False for hidden_agenda"),
+        (
+            "commons_harvest__closed",
+            {"fast_reset": True},
+            r"Rebuilding is the only safe reset",
+        ),
+        (
+            "hidden_agenda_0",
+            {"fast_reset": True},
+            r"expected fast_reset=False for hidden_agenda",
+        ),
     ],
 )
 def test_refused_at_once(name: str, options: dict[str, Any], message: str) -> None:
@@ -108,13 +134,27 @@ def test_refused_at_once(name: str, options: dict[str, Any], message: str) -> No
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        (_PRISONERS, {"keys": ("RGBA",)}, r"expected keys and drop among \['COLLECTIVE_REWARD', .*got 'RGBA'"),
-        (_PRISONERS, {"keys": ("RGB",), "drop": ("RGB",)}, r"expected keys to keep some of"),
-        (_PRISONERS, {"roles": ("chef", "default")}, r"expected roles among \['default'\].*got \['chef'\]"),
+        (
+            _PRISONERS,
+            {"keys": ("RGBA",)},
+            r"expected keys and drop among \['COLLECTIVE_REWARD', .*got 'RGBA'",
+        ),
+        (
+            _PRISONERS,
+            {"keys": ("RGB",), "drop": ("RGB",)},
+            r"expected keys to keep some of",
+        ),
+        (
+            _PRISONERS,
+            {"roles": ("chef", "default")},
+            r"expected roles among \['default'\].*got \['chef'\]",
+        ),
         (_PRISONERS, {"roles": ()}, r"got none\. roles=None takes the 2 default ones"),
     ],
 )
-def test_refused_where_it_is_built(name: str, options: dict[str, Any], message: str) -> None:
+def test_refused_where_it_is_built(
+    name: str, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(FactoryError, match=message):
         MeltingPotFactory(name, **options)()
 
@@ -124,7 +164,10 @@ def test_a_scenario_without_its_bots_says_what_is_missing() -> None:
 
     if Path(bots.MODELS_ROOT).exists():
         pytest.skip("the bots' models are installed")
-    with pytest.raises(FactoryError, match=r"got none for clean_up__cleaner_0, .*pip install --force-reinstall"):
+    with pytest.raises(
+        FactoryError,
+        match=r"got none for clean_up__cleaner_0, .*pip install --force-reinstall",
+    ):
         MeltingPotFactory("clean_up_0")()
 
 
@@ -145,15 +188,29 @@ def test_describing_an_env_imports_nothing_heavy() -> None:
 def test_it_travels() -> None:
     factory = MeltingPotFactory("clean_up", keys=["RGB"], max_steps=3)  # type: ignore[arg-type]  # a list will do
     assert factory.keys == ("RGB",)
-    assert pickle.loads(pickle.dumps(factory)) == factory == cloudpickle.loads(cloudpickle.dumps(factory))
-    assert hash(factory) == hash(MeltingPotFactory("clean_up", keys=("RGB",), max_steps=3))
+    assert (
+        pickle.loads(pickle.dumps(factory))
+        == factory
+        == cloudpickle.loads(cloudpickle.dumps(factory))
+    )
+    assert hash(factory) == hash(
+        MeltingPotFactory("clean_up", keys=("RGB",), max_steps=3)
+    )
 
 
 def test_keys_and_drop_choose_what_is_read() -> None:
-    adapter = _adapter(keys=("RGB", "INVENTORY", "COLLECTIVE_REWARD"), drop=("INVENTORY",), world_rgb=False)
-    assert _keys(adapter) == {"agents/observation/RGB", "agents/observation/COLLECTIVE_REWARD"}
+    adapter = _adapter(
+        keys=("RGB", "INVENTORY", "COLLECTIVE_REWARD"),
+        drop=("INVENTORY",),
+        world_rgb=False,
+    )
+    assert _keys(adapter) == {
+        "agents/observation/RGB",
+        "agents/observation/COLLECTIVE_REWARD",
+    }
     adapter.reset(1)
-    assert sorted(adapter.env.observation()[0]) == ["RGB"]  # nothing else was read at all
+    # Nothing else was read at all.
+    assert sorted(adapter.env.observation()[0]) == ["RGB"]
     adapter.step([np.zeros(2, np.int64)])
     assert adapter.render().shape == (120, 184, 3)  # drawn on demand
 
@@ -165,16 +222,22 @@ def test_kept_observations_are_those_of_the_whole_env() -> None:
     indices = [whole.spec.observation.index(leaf) for leaf in some.spec.observation]
     assert len(indices) == 1
     for values, kept in [(whole.reset(4), some.reset(4))] + [
-        (whole.step([action])[0], some.step([action])[0]) for action in np.arange(40).reshape(20, 2) % 8
+        (whole.step([action])[0], some.step([action])[0])
+        for action in np.arange(40).reshape(20, 2) % 8
     ]:
         np.testing.assert_array_equal(values[indices[0]], kept[0])
 
 
 @pytest.mark.slow
 def test_roles_set_the_number_of_players() -> None:
-    adapter = _adapter("stag_hunt_in_the_matrix__arena", roles=("default",) * 3, keys=("RGB",))
+    adapter = _adapter(
+        "stag_hunt_in_the_matrix__arena", roles=("default",) * 3, keys=("RGB",)
+    )
     assert adapter.spec.metadata["agent_count"] == 3
-    assert [value.shape for value in adapter.reset(1)] == [(192, 200, 3), (3, 88, 88, 3)]
+    assert [value.shape for value in adapter.reset(1)] == [
+        (192, 200, 3),
+        (3, 88, 88, 3),
+    ]
 
 
 @pytest.mark.slow
@@ -200,13 +263,18 @@ def test_fast_reset_starts_the_same_build_anew() -> None:
 @pytest.mark.parametrize("name", _RESTARTABLE)
 def test_fast_reset_forgets_the_last_episode(name: str) -> None:
     adapter = _adapter(name, fast_reset=True, deterministic=True)
-    players, actions = adapter.spec.metadata["agent_count"], adapter.spec.metadata["num_actions"]
+    players, actions = (
+        adapter.spec.metadata["agent_count"],
+        adapter.spec.metadata["num_actions"],
+    )
 
     def play(seed: int, steps: int) -> list[bytes]:
         rng = np.random.default_rng(seed)
         given = [np.asarray(value).tobytes() for value in adapter.reset(seed)]
         for _ in range(steps):
-            observation, reward, terminated, truncated = adapter.step([rng.integers(0, actions, players)])
+            observation, reward, terminated, truncated = adapter.step(
+                [rng.integers(0, actions, players)]
+            )
             given += [np.asarray(value).tobytes() for value in (*observation, *reward)]
             if terminated or truncated:
                 break
@@ -217,7 +285,9 @@ def test_fast_reset_forgets_the_last_episode(name: str) -> None:
     assert play(1, 60) == first
 
 
-def test_a_finished_episode_is_freed_before_the_next_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_episode_is_freed_before_the_next_is_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import dmlab2d
 
     adapter = _adapter()
@@ -258,7 +328,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("is_ordered", [True, False])
-@pytest.mark.parametrize("reason", ["", "dmlab2d 1.0.2, made for 1.0.9", "modules/game_object.lua was changed"])
+@pytest.mark.parametrize(
+    "reason",
+    ["", "dmlab2d 1.0.2, made for 1.0.9", "modules/game_object.lua was changed"],
+)
 def test_the_copy_differs_in_its_edits_and_lacks_logs(
     cache: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -271,7 +344,9 @@ def test_the_copy_differs_in_its_edits_and_lacks_logs(
     if "1.0.9" in reason:
         monkeypatch.setitem(lua_edits.VERSIONS, "dmlab2d", "1.0.9")
     elif reason:
-        files[lua_edits.OBJECT] = files[lua_edits.OBJECT].replace(b"component.gameObject = self", b"-- mine")
+        files[lua_edits.OBJECT] = files[lua_edits.OBJECT].replace(
+            b"component.gameObject = self", b"-- mine"
+        )
         monkeypatch.setattr(meltingpot_lua, "_read", lambda _: dict(files))
     assert meltingpot_lua.why_not_edited() == reason
     findings = {finding.name: finding for finding in doctor._meltingpot()}
@@ -279,17 +354,27 @@ def test_the_copy_differs_in_its_edits_and_lacks_logs(
     assert reason in findings["meltingpot's Lua"].found
     root = Path(meltingpot_lua.lua_root(is_ordered=is_ordered) or "")
     assert root.parent == cache
-    copied = {name: (root / "meltingpot" / "lua" / name).read_text().splitlines() for name in files}
+    copied = {
+        name: (root / "meltingpot" / "lua" / name).read_text().splitlines()
+        for name in files
+    }
     lost, edited = [], set()
     for name, after in copied.items():
         before = files[name].decode().splitlines()
         if name == "modules/api_factory.lua":
             assert after[0].endswith(before[0])
-            assert ("ordered" in after[0], "TileSet" in after[0]) == (is_ordered, not reason)
+            assert ("ordered" in after[0], "TileSet" in after[0]) == (
+                is_ordered,
+                not reason,
+            )
             before[0] = after[0]
-        different = [(was, now) for was, now in zip(before, after, strict=True) if was != now]
+        different = [
+            (was, now) for was, now in zip(before, after, strict=True) if was != now
+        ]
         edited |= {name} if any(now for _, now in different) else set()
-        lost += [was.strip() for was, now in different if was.strip().startswith("log.v(")]
+        lost += [
+            was.strip() for was, now in different if was.strip().startswith("log.v(")
+        ]
     assert edited == (set() if reason else {edit.file for edit in lua_edits.EDITS})
     assert "log.v(1, 'World Config: ' .. helpers.tostring(config))" in lost
 
@@ -372,7 +457,9 @@ _LUA = {
 @pytest.mark.parametrize("before", _LUA)
 def test_lua_draws_collects_and_copies_what_is_new(tmp_path: Path, before: str) -> None:
     (tmp_path / "level").mkdir()
-    (tmp_path / "level" / "init.lua").write_text(f"{before}{_LUA[before]}error('all held')")
+    (tmp_path / "level" / "init.lua").write_text(
+        f"{before}{_LUA[before]}error('all held')"
+    )
     settings = {"levelName": "level", "levelDirectory": str(tmp_path)}
     with pytest.raises(ValueError, match="all held"):
         dmlab2d.Lab2d(runfiles_helper.find(), settings)
@@ -388,10 +475,14 @@ def test_without_a_cache_the_installed_code_is_used(tmp_path: Path) -> None:
         "assert str(lua_tree._installed_lua()).startswith(directory), directory"
     )
     environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "file")}
-    subprocess.run([sys.executable, "-c", program], env=environ, check=True, timeout=100)
+    subprocess.run(
+        [sys.executable, "-c", program], env=environ, check=True, timeout=100
+    )
 
 
-def test_without_a_home_folder_the_installed_code_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_folder_the_installed_code_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -409,19 +500,27 @@ def test_a_damaged_copy_is_replaced(cache: Path) -> None:
     meltingpot_lua.lua_root.cache_clear()
     assert meltingpot_lua.lua_root(is_ordered=True) == root
     assert victim.read_text() != "nonsense"
-    assert [path.name for path in cache.iterdir()] == [Path(root).name]  # nothing else is left behind
+    # Nothing else is left behind.
+    assert [path.name for path in cache.iterdir()] == [Path(root).name]
 
 
 @pytest.mark.slow
 def test_many_processes_may_make_the_copy_at_once(cache: Path) -> None:
     program = "from envherd.workers.adapters.meltingpot.lua_tree import lua_root; print(lua_root(is_ordered=True))"
-    started = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(4)
+    ]
     roots = {process.communicate(timeout=60)[0].strip() for process in started}
     assert [process.returncode for process in started] == [0] * 4
     assert os.listdir(cache) == [Path(*roots).name]
 
 
-def test_an_unwritable_cache_says_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_cache_says_what_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     meltingpot_lua.lua_root.cache_clear()

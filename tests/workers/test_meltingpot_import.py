@@ -37,14 +37,23 @@ adapter.reset(None)
 
 
 def _run(program: str) -> None:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "module"),
-    [("from meltingpot import substrate", "substrate"), ("import meltingpot", "meltingpot.substrate")],
+    [
+        ("from meltingpot import substrate", "substrate"),
+        ("import meltingpot", "meltingpot.substrate"),
+    ],
 )
 def test_a_substrate_runs_without_tensorflow_and_jax(how: str, module: str) -> None:
     """Also from our factory. Its builder uses the Lua code that resets faster, and the import is small."""
@@ -131,7 +140,10 @@ assert len(jax.tree.leaves(env.observables())) == 6  # a real chex dataclass is 
 
 @pytest.mark.slow
 def test_importing_chex_first_by_hand_gets_the_real_one() -> None:
-    _run(_INSTALL + "import chex\nassert 'jax' in sys.modules and type(chex) is type(sys)\n")
+    _run(
+        _INSTALL
+        + "import chex\nassert 'jax' in sys.modules and type(chex) is type(sys)\n"
+    )
 
 
 @mapping_dataclass(frozen=True)
@@ -150,8 +162,12 @@ def test_mapping_dataclass_is_what_melting_pot_needs_of_chex() -> None:
     value: Any = make(one=1, two=(2, 3), three=4)
     assert issubclass(make, Mapping)
     assert dict(value) == {"one": 1, "two": (2, 3), "three": 4}
-    assert tree.map_structure(lambda leaf: -leaf, value) == make(one=-1, two=(-2, -3), three=-4)
-    assert make({"one": 0, "two": (2, 3), "three": 4}) == dataclasses.replace(value, one=0)
+    assert tree.map_structure(lambda leaf: -leaf, value) == make(
+        one=-1, two=(-2, -3), three=-4
+    )
+    assert make({"one": 0, "two": (2, 3), "three": 4}) == dataclasses.replace(
+        value, one=0
+    )
     assert make.from_tuple(value.to_tuple()) == value
     with pytest.raises(dataclasses.FrozenInstanceError):
         value.one = 5

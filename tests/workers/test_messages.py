@@ -10,7 +10,14 @@ import pytest
 
 import envherd.workers.messages
 from envherd.shm.interrupts import ignoring_refusals
-from envherd.workers.messages import Ask, Channel, Close, DetachStorage, WorkerChannel, uninterrupted
+from envherd.workers.messages import (
+    Ask,
+    Channel,
+    Close,
+    DetachStorage,
+    WorkerChannel,
+    uninterrupted,
+)
 from tests.gates import is_interrupted
 
 
@@ -25,7 +32,11 @@ def ends():
 
 def test_messages_arrive_in_order(ends):
     parent, worker = ends
-    sent = [Ask(what="call", env_ids=(1,), name="f", args=(2,), kwargs={"x": 3}), DetachStorage(target=4), Close()]
+    sent = [
+        Ask(what="call", env_ids=(1,), name="f", args=(2,), kwargs={"x": 3}),
+        DetachStorage(target=4),
+        Close(),
+    ]
     for message in sent:
         parent.queue_message(message)
     assert parent.flush_nowait()
@@ -50,7 +61,9 @@ def test_each_message_keeps_its_own_descriptors(ends):
     parent, worker = ends
     pipes = [os.pipe() for _ in range(3)]
     for number, (read, _) in enumerate(pipes):
-        parent.queue_message(DetachStorage(target=number), [read] if number != 1 else [])
+        parent.queue_message(
+            DetachStorage(target=number), [read] if number != 1 else []
+        )
         os.close(read)
     parent.flush_nowait()
     got = [worker.receive_message() for _ in pipes]
@@ -133,7 +146,8 @@ def test_an_interrupt_at_any_bytecode_sends_every_message_once(ends):
             sent.append(received[0].target)
         assert worker.number == parent.num_queued
     assert sent == sorted(set(sent))  # none twice
-    assert 0 < len(sent) < number  # some were interrupted before they were queued, some after
+    # Some were interrupted before they were queued, some after.
+    assert 0 < len(sent) < number
     os.close(read)
     os.close(write)
 
@@ -162,7 +176,11 @@ def test_an_interrupt_at_any_bytecode_loses_no_frame(ends):
 def test_only_errors_of_the_operating_system_are_ignored():
     with ignoring_refusals():
         os.close(-1)
-    for error in (TimeoutError("alarm"), OSError("of a signal handler"), ValueError("other")):
+    for error in (
+        TimeoutError("alarm"),
+        OSError("of a signal handler"),
+        ValueError("other"),
+    ):
         with pytest.raises(type(error), match=str(error)), ignoring_refusals():
             raise error
 
@@ -184,7 +202,8 @@ def test_handlers_that_raise_are_put_off():
 
     before = signal.signal(signal.SIGALRM, raise_late)
     idle = threading.Event()
-    other = threading.Thread(target=idle.wait)  # another thread that may receive the process's signals
+    # Another thread that may receive the process's signals.
+    other = threading.Thread(target=idle.wait)
     other.start()
     reached = []
     try:

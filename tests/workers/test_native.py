@@ -30,10 +30,19 @@ from envherd.workers.options import BlockOptions
 from envherd.workers.protocol import RESET, STEP, STEP_RESET, Flag
 from envherd.workers.testing import CountingEnv
 from envherd.workers.testing.envs import PlainAdapter
-from tests.oracles.native_sides import NUM_COLUMNS, TARGET, Scripted, Side, fingerprint, run
+from tests.oracles.native_sides import (
+    NUM_COLUMNS,
+    TARGET,
+    Scripted,
+    Side,
+    fingerprint,
+    run,
+)
 from tests.scale import IS_FULL, scaled
 
-pytestmark = pytest.mark.skipif(native.load() is None, reason=f"the C extension is not there: {native.describe()}")
+pytestmark = pytest.mark.skipif(
+    native.load() is None, reason=f"the C extension is not there: {native.describe()}"
+)
 
 EACH, PREPARED = int(Flag.EACH), int(Flag.PREPARED)
 
@@ -44,7 +53,17 @@ INDEX = spaces.Discrete(5)
 OBSERVATIONS: dict[str, Any] = {
     **{
         dtype: spaces.Box(0, 100, (2, 3), np.dtype(dtype))
-        for dtype in ("float32", "float64", "float16", "uint8", "int8", "int16", "int32", "int64", "uint16")
+        for dtype in (
+            "float32",
+            "float64",
+            "float16",
+            "uint8",
+            "int8",
+            "int16",
+            "int32",
+            "int64",
+            "uint16",
+        )
     },
     "one float": spaces.Box(-1, 1, (1,), np.float32),
     "one double": spaces.Box(-1, 1, (1,), np.float64),
@@ -56,10 +75,17 @@ OBSERVATIONS: dict[str, Any] = {
     "indices": spaces.MultiDiscrete([3, 4, 5]),
     "bits": spaces.MultiBinary((2, 2)),
     "bools": spaces.Box(0, 1, (3,), bool),
-    "dict": spaces.Dict(a=FLOATS, b=spaces.Discrete(4), c=spaces.Box(0, 255, (2, 2), np.uint8)),
+    "dict": spaces.Dict(
+        a=FLOATS, b=spaces.Discrete(4), c=spaces.Box(0, 255, (2, 2), np.uint8)
+    ),
     "dict of one": spaces.Dict(a=FLOATS),
-    "dict with a small index": spaces.Dict(a=spaces.Discrete(4), b=spaces.Discrete(4, dtype=np.int8)),
-    "nested": spaces.Dict(a=spaces.Tuple((FLOATS, spaces.Discrete(2))), b=spaces.Dict(c=spaces.MultiBinary(3))),
+    "dict with a small index": spaces.Dict(
+        a=spaces.Discrete(4), b=spaces.Discrete(4, dtype=np.int8)
+    ),
+    "nested": spaces.Dict(
+        a=spaces.Tuple((FLOATS, spaces.Discrete(2))),
+        b=spaces.Dict(c=spaces.MultiBinary(3)),
+    ),
     "tuple": spaces.Tuple((FLOATS, spaces.Discrete(3, start=1))),
     "text": spaces.Dict(a=FLOATS, b=spaces.Text(4)),
 }
@@ -114,12 +140,15 @@ class Leave(BaseException):
 
 def raising(error: BaseException) -> Callable[[Any], Any]:
     def step(_result: Any) -> Any:
-        raise type(error)(*error.args)  # a new instance, because an exception keeps the tracebacks of all its raises
+        # A new instance, because an exception keeps the tracebacks of all its raises.
+        raise type(error)(*error.args)
 
     return step
 
 
-def with_observation(change: Callable[[np.ndarray], Any], *, of_items: bool = False) -> Callable[[Any], Any]:
+def with_observation(
+    change: Callable[[np.ndarray], Any], *, of_items: bool = False
+) -> Callable[[Any], Any]:
     """Change the observation where it is an array (`of_items`: that has items), or each of its entries."""
 
     def changed(value: Any) -> Any:
@@ -127,14 +156,20 @@ def with_observation(change: Callable[[np.ndarray], Any], *, of_items: bool = Fa
             return {key: changed(item) for key, item in value.items()}
         if isinstance(value, tuple):
             return tuple(map(changed, value))
-        return change(value) if isinstance(value, np.ndarray) and (value.size or not of_items) else value
+        return (
+            change(value)
+            if isinstance(value, np.ndarray) and (value.size or not of_items)
+            else value
+        )
 
     return lambda result: (changed(result[0]), *result[1:])
 
 
 def with_axes(change: Callable[[np.ndarray], Any]) -> Callable[[Any], Any]:
     """Change the observation where it is an array with axes, or each of its entries."""
-    return with_observation(lambda array: change(array) if array.ndim else array, of_items=True)
+    return with_observation(
+        lambda array: change(array) if array.ndim else array, of_items=True
+    )
 
 
 def put(index: int, value: Any) -> Callable[[Any], Any]:
@@ -142,7 +177,10 @@ def put(index: int, value: Any) -> Callable[[Any], Any]:
 
 
 def with_dict(change: Callable[[dict[str, Any]], Any]) -> Callable[[Any], Any]:
-    return lambda result: (change(result[0]) if isinstance(result[0], dict) else result[0], *result[1:])
+    return lambda result: (
+        change(result[0]) if isinstance(result[0], dict) else result[0],
+        *result[1:],
+    )
 
 
 def rows_from_anywhere(array: np.ndarray) -> Any:
@@ -169,31 +207,59 @@ RESULTS: dict[str, Callable[[Any], Any]] = {
     "info that cannot be packed": put(4, {"lock": threading.Lock()}),
     **{
         f"as {dtype}": with_observation(operator.methodcaller("astype", dtype))
-        for dtype in ("float64", "float32", "float16", "int64", "int8", "bool", "complex", "object")
+        for dtype in (
+            "float64",
+            "float32",
+            "float16",
+            "int64",
+            "int8",
+            "bool",
+            "complex",
+            "object",
+        )
     },
-    "swapped bytes": with_observation(lambda array: array.astype(array.dtype.newbyteorder())),
+    "swapped bytes": with_observation(
+        lambda array: array.astype(array.dtype.newbyteorder())
+    ),
     "times": with_observation(lambda array: np.zeros(array.shape, "M8[s]")),
     "another shape": with_observation(lambda array: array[np.newaxis]),
     "shorter": with_observation(lambda array: array[:1]),
     "longer": with_axes(lambda array: np.concatenate([array, array])),
     "flat": with_observation(lambda array: array.reshape(-1)),
-    "its first item": with_observation(lambda array: array.reshape(-1)[0], of_items=True),
+    "its first item": with_observation(
+        lambda array: array.reshape(-1)[0], of_items=True
+    ),
     "Fortran": with_observation(np.asfortranarray),
     "strided": with_axes(lambda array: np.repeat(array, 2, axis=-1)[..., ::2]),
     "reversed": with_axes(lambda array: array[::-1].copy()[::-1]),
-    "read-only": with_observation(lambda array: np.frombuffer(array.tobytes(), array.dtype).reshape(array.shape)),
+    "read-only": with_observation(
+        lambda array: np.frombuffer(array.tobytes(), array.dtype).reshape(array.shape)
+    ),
     "subclass": with_observation(lambda array: array.view(Sub)),
     "masked": with_observation(np.ma.masked_array),
     "rows": with_axes(tuple),
     "rows from anywhere": with_axes(rows_from_anywhere),
-    "rows, one of another dtype": with_axes(lambda array: (*array[:-1], array[-1].astype(np.float32))),
+    "rows, one of another dtype": with_axes(
+        lambda array: (*array[:-1], array[-1].astype(np.float32))
+    ),
     "rows, one too many": with_axes(lambda array: (*array, array[0])),
     "nested list": with_observation(lambda array: array.tolist()),
     "memoryview": with_observation(lambda array: array.copy().data),
     "array of nothing": with_observation(lambda array: np.array(None)),
     **{
         f"observation {value!r}": put(0, value)
-        for value in (None, 2, np.int64(2), np.int32(2), True, 0.25, np.float64(0.25), 2**70, "text", {"a": 1})
+        for value in (
+            None,
+            2,
+            np.int64(2),
+            np.int32(2),
+            True,
+            0.25,
+            np.float64(0.25),
+            2**70,
+            "text",
+            {"a": 1},
+        )
     },
     "an entry more": with_dict(lambda observation: {**observation, "more": 1}),
     "an entry less": with_dict(lambda observation: dict(list(observation.items())[1:])),
@@ -201,8 +267,31 @@ RESULTS: dict[str, Callable[[Any], Any]] = {
     **{
         f"reward {value!r}": put(1, value)
         for value in (
-            *(1, True, 0.1, -0.0, 1e300, 3.5e38, 1e-40, 5e-324, float("nan"), float("-inf"), None, "1", 2**70, 10**400),
-            *(np.float64(0.1), np.float32(0.1), np.float16(0.1), np.int64(3), np.int32(3), np.uint8(3), np.bool_(1)),
+            *(
+                1,
+                True,
+                0.1,
+                -0.0,
+                1e300,
+                3.5e38,
+                1e-40,
+                5e-324,
+                float("nan"),
+                float("-inf"),
+                None,
+                "1",
+                2**70,
+                10**400,
+            ),
+            *(
+                np.float64(0.1),
+                np.float32(0.1),
+                np.float16(0.1),
+                np.int64(3),
+                np.int32(3),
+                np.uint8(3),
+                np.bool_(1),
+            ),
             *(SubFloat(2.5), [1.0], 1j),
         )
     },
@@ -225,9 +314,20 @@ RESULTS: dict[str, Callable[[Any], Any]] = {
     "exits": raising(SystemExit(3)),
     "stops": raising(StopIteration(1)),
 }
-_ONLY_STEPS = ("end", "reward", "terminated", "truncated", "both", "truth", "four", "six")
+_ONLY_STEPS = (
+    "end",
+    "reward",
+    "terminated",
+    "truncated",
+    "both",
+    "truth",
+    "four",
+    "six",
+)
 #: The same for a reset: of its two values.
-RESETS = {name: change for name, change in RESULTS.items() if not name.startswith(_ONLY_STEPS)} | {
+RESETS = {
+    name: change for name, change in RESULTS.items() if not name.startswith(_ONLY_STEPS)
+} | {
     "info none": put(1, None),
     "no info": put(1, {}),
     "no info of its own": put(1, SubDict()),
@@ -244,7 +344,9 @@ class Listed(NamedTuple):
     values: Any
 
 
-def listed(change: Callable[[list[Any], list[Any], Any, Any], Any]) -> Callable[[Any], Any]:
+def listed(
+    change: Callable[[list[Any], list[Any], Any, Any], Any],
+) -> Callable[[Any], Any]:
     return lambda result: Listed(change([result[0]], [result[1]], *result[2:4]))
 
 
@@ -292,7 +394,13 @@ def adapters(
 
     def make() -> list[Adapter]:
         envs = [
-            Scripted(observation, action, [changes[name] for name in names], length, [RESETS[name] for name in others])
+            Scripted(
+                observation,
+                action,
+                [changes[name] for name in names],
+                length,
+                [RESETS[name] for name in others],
+            )
             for names, others in zip(scripts, all_resets, strict=True)
         ]
         return [kind(env) for env in envs]
@@ -331,12 +439,22 @@ AMONG_RESETS = [(STEP, 0), (RESET, 1), (STEP, 1), (RESET, 0), (RESET, 2)]
 
 def cases_of(target: int, has_seeds: bool) -> dict[str, Case]:  # noqa: FBT001
     name = f"target {target}, {'' if has_seeds else 'no '}seeds"
-    last, options = NUM_COLUMNS - 1 if target else 2, BlockOptions(episode_seeds=has_seeds)
-    ends_in_storage = [1, 2] if target else []  # in a storage Python writes the root after an end
+    last, options = (
+        NUM_COLUMNS - 1 if target else 2,
+        BlockOptions(episode_seeds=has_seeds),
+    )
+    # In a storage Python writes the root after an end.
+    ends_in_storage = [1, 2] if target else []
     return {
         f"resets after ends, {name}": Case(
             adapters(scripts=TWO, length=2),
-            [(STEP, [1, 2]), *((STEP_RESET, [1, 2], target, column) for column in (0, 1, last, 0, last, 1))],
+            [
+                (STEP, [1, 2]),
+                *(
+                    (STEP_RESET, [1, 2], target, column)
+                    for column in (0, 1, last, 0, last, 1)
+                ),
+            ],
             options,
             [[1, 2], *[[]] * 6],
         ),
@@ -368,7 +486,9 @@ def index(value: int) -> Callable[[Side], None]:
 
 
 def prepare(side: Side) -> None:
-    side.block.prepare(Prepare(env_id=1, seed=99, options={"options": {"a": 1}}, has_seed=True))
+    side.block.prepare(
+        Prepare(env_id=1, seed=99, options={"options": {"a": 1}}, has_seed=True)
+    )
 
 
 def shorten(side: Side) -> None:
@@ -388,7 +508,13 @@ def ask_for_ring(ring_at: int) -> Callable[[Side], None]:
 
 
 def replace_step(side: Side) -> None:
-    side.adapters[1].env.step = lambda action: (np.full(3, 9, np.float32), 1.0, False, False, {})
+    side.adapters[1].env.step = lambda action: (
+        np.full(3, 9, np.float32),
+        1.0,
+        False,
+        False,
+        {},
+    )
 
 
 def restore_step(side: Side) -> None:
@@ -403,7 +529,10 @@ def replace_env(side: Side) -> None:
 
 NOT_PLAIN: dict[str, tuple[Make, BlockOptions]] = {
     **{name: (adapters(OBSERVATIONS[name]), BlockOptions()) for name in NOT_STORED},
-    "infos that are no dicts": (adapters(scripts=[["no info of its own"] * 13]), BlockOptions(infos="plain")),
+    "infos that are no dicts": (
+        adapters(scripts=[["no info of its own"] * 13]),
+        BlockOptions(infos="plain"),
+    ),
     "isolated generators": (adapters(), BlockOptions(isolate_rng=True)),
     "checked for NaN": (adapters(), BlockOptions(check_finite=True)),
 }
@@ -419,7 +548,12 @@ CASES: dict[str, Case] = {
         for target in (0, TARGET)
     },
     **{
-        f"not plain: {name}": Case(make, [(STEP, [1]), (STEP, [1]), *[(STEP_RESET, [1])] * 11], options, [[1]] * 13)
+        f"not plain: {name}": Case(
+            make,
+            [(STEP, [1]), (STEP, [1]), *[(STEP_RESET, [1])] * 11],
+            options,
+            [[1]] * 13,
+        )
         for name, (make, options) in NOT_PLAIN.items()
     },
     **{
@@ -431,12 +565,23 @@ CASES: dict[str, Case] = {
     **{
         f"steps and resets without infos, infos={infos}": Case(
             adapters(
-                scripts=[["no info", "no info", "end without info", "no info", "no info", "end without info", "plain"]],
+                scripts=[
+                    [
+                        "no info",
+                        "no info",
+                        "end without info",
+                        "no info",
+                        "no info",
+                        "end without info",
+                        "plain",
+                    ]
+                ],
                 resets=[["plain", "no info", "plain"]],
             ),
             [(STEP, [1]), *[(STEP_RESET, [1])] * 12],
             BlockOptions(infos=infos),
-            [[1], *[[]] * 5, [1], *[[]] * 6],  # the first step is watched; a step after the second end has an info
+            # The first step is watched; a step after the second end has an info.
+            [[1], *[[]] * 5, [1], *[[]] * 6],
         )
         for infos in ("plain", "pickle")
     },
@@ -447,23 +592,37 @@ CASES: dict[str, Case] = {
         [[1], *[[]] * 12],
     ),
     **{
-        f"action: {name}": Case(adapters(action=space, scripts=TWO), [(STEP, [1, 2])] * 4)
+        f"action: {name}": Case(
+            adapters(action=space, scripts=TWO), [(STEP, [1, 2])] * 4
+        )
         for name, space in ACTIONS.items()
     },
     "indices beyond those that are ready made": Case(
         adapters(action=spaces.Discrete(2**40, start=-(2**20))),
-        [part for value in (0, 255, 256, 2**35, -1, -(2**63)) for part in (index(value), (STEP, [1]))],
+        [
+            part
+            for value in (0, 255, 256, 2**35, -1, -(2**63))
+            for part in (index(value), (STEP, [1]))
+        ],
     ),
     **{
         f"any adapter, {options}": Case(
             counting(**options),
-            [(STEP_RESET, [1, 2, 3], target, column % 3) for column in range(9) for target in (0, TARGET)],
+            [
+                (STEP_RESET, [1, 2, 3], target, column % 3)
+                for column in range(9)
+                for target in (0, TARGET)
+            ],
         )
         for options in ({}, {"size": 4}, {"reuses_buffers": True, "size": 2})
     },
     "new root seeds": Case(
         adapters(length=2),
-        [part for seed in (3, 2**70, 0) for part in (seed_anew(seed), *[(STEP_RESET, [1])] * 4)],
+        [
+            part
+            for seed in (3, 2**70, 0)
+            for part in (seed_anew(seed), *[(STEP_RESET, [1])] * 4)
+        ],
     ),
     "an episode whose number has more than 32 bits": Case(
         adapters(length=2), [number_of_episode, *[(STEP_RESET, [1])] * 8]
@@ -473,28 +632,50 @@ CASES: dict[str, Case] = {
     ),
     "a seed and options for one reset": Case(
         adapters(scripts=TWO),
-        [(STEP, [1, 2]), (STEP, [1, 2]), prepare, (RESET, [1, 2], 0, 0, PREPARED), (STEP, [1, 2])],
+        [
+            (STEP, [1, 2]),
+            (STEP, [1, 2]),
+            prepare,
+            (RESET, [1, 2], 0, 0, PREPARED),
+            (STEP, [1, 2]),
+        ],
     ),
     "a storage that was detached": Case(
-        adapters(), [(STEP, [1], TARGET)] * 2 + [detach, (STEP, [1], TARGET, 1), (RESET, [1]), (STEP, [1])]
+        adapters(),
+        [(STEP, [1], TARGET)] * 2
+        + [detach, (STEP, [1], TARGET, 1), (RESET, [1]), (STEP, [1])],
     ),
     **{
         f"answers one by one, rung for at {ring_at}": Case(
-            adapters(scripts=((), (), ())), [(STEP, [1, 2, 3]), ask_for_ring(ring_at), (STEP, [3, 1, 2], 0, 0, EACH)]
+            adapters(scripts=((), (), ())),
+            [(STEP, [1, 2, 3]), ask_for_ring(ring_at), (STEP, [3, 1, 2], 0, 0, EACH)],
         )
         for ring_at in (0, 3, 5, 100)
     },
     "another step of an env, then its own": Case(
-        adapters(), [(STEP, [1]), (STEP, [1]), replace_step, (STEP, [1]), restore_step, (STEP, [1])]
+        adapters(),
+        [
+            (STEP, [1]),
+            (STEP, [1]),
+            replace_step,
+            (STEP, [1]),
+            restore_step,
+            (STEP, [1]),
+        ],
     ),
-    "another env": Case(adapters(scripts=TWO), [(STEP, [1, 2]), replace_env, (STEP, [1, 2]), (STEP, [1, 2])]),
+    "another env": Case(
+        adapters(scripts=TWO),
+        [(STEP, [1, 2]), replace_env, (STEP, [1, 2]), (STEP, [1, 2])],
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_c_does_what_python_does(name):
     make, program, options, by_python = CASES[name]
-    _, executed = run(make, [(RESET, list(range(1, len(make()) + 1))), *program], options)
+    _, executed = run(
+        make, [(RESET, list(range(1, len(make()) + 1))), *program], options
+    )
     if by_python is not None:
         assert executed[1:] == by_python
 
@@ -504,27 +685,51 @@ def test_programs_have_the_effects_that_they_are_written_for():
 
     def after(name: str) -> Side:
         case = CASES[name]
-        side: Side = run(case.make, [(RESET, list(range(1, len(case.make()) + 1))), *case.program], case.options)[0]
+        side: Side = run(
+            case.make,
+            [(RESET, list(range(1, len(case.make()) + 1))), *case.program],
+            case.options,
+        )[0]
         return side
 
     side = after("resets after ends, target 0, seeds")
     assert side.words["resets"].tolist() == side.words["episode"].tolist() == [0, 4, 4]
-    seeds = [seen[1] for seen in after("new root seeds").envs[0].seen if seen[0] == "reset"]
+    seeds = [
+        seen[1] for seen in after("new root seeds").envs[0].seen if seen[0] == "reset"
+    ]
     assert len(set(seeds)) == len(seeds) == 7
-    assert after("messages are read before the steps that follow them").words["resets"].tolist() == [0, 2, 1]
+    assert after("messages are read before the steps that follow them").words[
+        "resets"
+    ].tolist() == [0, 2, 1]
     side = after("a seed and options for one reset")
-    assert [seen[1:3] for seen in side.envs[0].seen if seen[0] == "reset"][1:] == [(99, {"a": 1})]
+    assert [seen[1:3] for seen in side.envs[0].seen if seen[0] == "reset"][1:] == [
+        (99, {"a": 1})
+    ]
     side = after("a storage that was detached")
     assert [report["kind"] for report in side.reports] == ["fault"]
     side = after("answers one by one, rung for at 3")
     assert side.words["answered"].tolist() == [2, 3]
     side = after("another step of an env, then its own")
-    assert (side.envs[0].num_steps, after("another env").adapters[1].env.unwrapped.num_steps) == (3, 2)
+    assert (
+        side.envs[0].num_steps,
+        after("another env").adapters[1].env.unwrapped.num_steps,
+    ) == (3, 2)
 
 
 #: Spaces that C stores as it does another of the table. `CASES` has steps of them, and the random programs have them.
 LIKE_OTHERS = (
-    *("int8", "int16", "int32", "uint16", "float16", "index from 3", "dict of one", "one double", "indices", "bits"),
+    *(
+        "int8",
+        "int16",
+        "int32",
+        "uint16",
+        "float16",
+        "index from 3",
+        "dict of one",
+        "one double",
+        "indices",
+        "bits",
+    ),
     *("tuple", "dict with a small index"),
 )
 #: Where infos are reported, C leaves results with an info of an unknown schema to Python, of whatever space it is.
@@ -535,7 +740,9 @@ OF_SPACES = [
 
 
 #: Spaces with all results. C reads rewards and flags without a look at the space: the others have them in a full run.
-WITH_ALL: Collection[str] = OBSERVATIONS if IS_FULL else ("float32", "index", "one float", "dict", "text")
+WITH_ALL: Collection[str] = (
+    OBSERVATIONS if IS_FULL else ("float32", "index", "one float", "dict", "text")
+)
 _OF_NO_SPACE = ("reward", "terminated ", "truncated ", "truth")
 
 
@@ -549,13 +756,26 @@ _OF_NO_SPACE = ("reward", "terminated ", "truncated ", "truth")
 )
 def test_every_result_of_every_space(observation, infos, kind):
     """An env for each result: an odd one follows its first step in C, to the ring and to a storage."""
-    names = [name for name in RESULTS if observation in WITH_ALL or not name.startswith(_OF_NO_SPACE)]
+    names = [
+        name
+        for name in RESULTS
+        if observation in WITH_ALL or not name.startswith(_OF_NO_SPACE)
+    ]
     names += LISTS if kind is ListAdapter else ()
     scripts = [["plain", name, "plain", name, "plain"] for name in names]
     make = adapters(OBSERVATIONS[observation], scripts=scripts, length=9, kind=kind)
     ids = list(range(1, len(names) + 1))
-    commands = [(STEP_RESET, 0), (STEP_RESET, 0), (RESET, 0), (STEP_RESET, 0), (STEP_RESET, TARGET), (STEP, TARGET)]
-    program = [(op, ids, target, column % 3) for column, (op, target) in enumerate(commands)]
+    commands = [
+        (STEP_RESET, 0),
+        (STEP_RESET, 0),
+        (RESET, 0),
+        (STEP_RESET, 0),
+        (STEP_RESET, TARGET),
+        (STEP, TARGET),
+    ]
+    program = [
+        (op, ids, target, column % 3) for column, (op, target) in enumerate(commands)
+    ]
     run(make, [(RESET, ids), *program], BlockOptions(infos=infos))
 
 
@@ -565,7 +785,11 @@ def test_every_reset_of_every_space(observation, infos):
     """An env for each reset: after an end in the ring, after one in a storage, and as a command."""
     names = list(RESETS)
     scripts = [["plain", *["no info", "end without info"] * 3] for _ in names]
-    make = adapters(OBSERVATIONS[observation], scripts=scripts, resets=[["plain", name] * 4 for name in names])
+    make = adapters(
+        OBSERVATIONS[observation],
+        scripts=scripts,
+        resets=[["plain", name] * 4 for name in names],
+    )
     ids = list(range(1, len(names) + 1))
     ops = [
         *[(STEP_RESET, 0)] * 3,
@@ -583,7 +807,9 @@ def test_every_reset_of_every_space(observation, infos):
 COMMANDS = st.lists(
     st.tuples(
         st.sampled_from([STEP, STEP, STEP_RESET, STEP_RESET, RESET]),
-        st.permutations([1, 2, 3]).flatmap(lambda ids: st.sampled_from([ids, ids[:1], ids[:2]])),
+        st.permutations([1, 2, 3]).flatmap(
+            lambda ids: st.sampled_from([ids, ids[:1], ids[:2]])
+        ),
         st.sampled_from([0, TARGET]),
         st.integers(0, 2),
         st.sampled_from([0, EACH]),
@@ -593,28 +819,44 @@ COMMANDS = st.lists(
 
 
 def three_of(names: Any, max_size: int) -> st.SearchStrategy[list[list[str]]]:
-    return st.lists(st.lists(st.sampled_from([*names]), max_size=max_size), min_size=3, max_size=3)
+    return st.lists(
+        st.lists(st.sampled_from([*names]), max_size=max_size), min_size=3, max_size=3
+    )
 
 
 @pytest.mark.slow
-@settings(max_examples=300 if IS_FULL else 60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=300 if IS_FULL else 60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 @given(
     st.sampled_from(list(OBSERVATIONS)),
     st.sampled_from(list(ACTIONS)),
     three_of(RESULTS, 8),
     three_of(["plain", *RESETS], 4),
     COMMANDS,
-    st.builds(BlockOptions, episode_seeds=st.booleans(), infos=st.sampled_from(["drop", "plain", "pickle"])),
+    st.builds(
+        BlockOptions,
+        episode_seeds=st.booleans(),
+        infos=st.sampled_from(["drop", "plain", "pickle"]),
+    ),
 )
-def test_every_program_of_any_envs(observation, action, scripts, resets, commands, options):
-    make = adapters(OBSERVATIONS[observation], ACTIONS[action], scripts, resets, length=3)
+def test_every_program_of_any_envs(
+    observation, action, scripts, resets, commands, options
+):
+    make = adapters(
+        OBSERVATIONS[observation], ACTIONS[action], scripts, resets, length=3
+    )
     run(make, [(RESET, [1, 2, 3]), *commands], options)
 
 
 # ---- what else ---------------------------------------------------------------------------------------
 
 
-def under_way(make: Make, options: BlockOptions | None = None, way: str = "loop") -> Side:
+def under_way(
+    make: Make, options: BlockOptions | None = None, way: str = "loop"
+) -> Side:
     """Return a side whose envs have been reset and stepped once."""
     side = Side(make(), way, options)
     for op in (RESET, STEP):
@@ -627,7 +869,11 @@ def step_of(side: Side, target: int = 0) -> Any:
     return getattr(side.block.slots[1].sinks[target].step, "__self__", None)
 
 
-@pytest.mark.parametrize("make", [adapters(), counting(1), adapters(kind=ListAdapter)], ids=["env", "plain", "derived"])
+@pytest.mark.parametrize(
+    "make",
+    [adapters(), counting(1), adapters(kind=ListAdapter)],
+    ids=["env", "plain", "derived"],
+)
 def test_the_loop_in_python_calls_plain_steps_in_c(make):
     assert type(step_of(under_way(make, way="step"))) is native.load().Step
     assert step_of(under_way(make, way="python")) is None
@@ -661,7 +907,9 @@ def facts_of(side: Side) -> dict[str, Any]:
     return step_facts(slot, slot.sinks[0], side.loop._words, slot.adapter.step)
 
 
-@pytest.mark.parametrize("missing", ["observation", "words", "env_id", "readers", "done", "seed_pool"])
+@pytest.mark.parametrize(
+    "missing", ["observation", "words", "env_id", "readers", "done", "seed_pool"]
+)
 def test_facts_that_are_missing_are_refused(missing):
     facts = facts_of(Side(counting(1)()))
     native.load().Step(facts)
@@ -745,7 +993,9 @@ def test_nothing_leaks_whatever_envs_return():
     def turn(side: Side) -> None:
         for (name, change), env in zip(RESULTS.items(), side.envs, strict=True):
             env.script = [change] if name != "generator" else []
-            env.resets = [RESETS[name]] if name in RESETS and name != "generator" else []
+            env.resets = (
+                [RESETS[name]] if name in RESETS and name != "generator" else []
+            )
             env.num_steps = 9 if env.resets else 0
             env.seen.clear()
             env.kept.clear()
@@ -767,14 +1017,20 @@ def test_nothing_leaks_whatever_envs_return():
         turns(num_turns)
         gained.append(len(gc.get_objects()) - objects)
         growths.append(process.memory_info().rss - before)
-    assert min(gained) < num_turns, "a leak grows at every time; what else the process has does not"
+    assert min(gained) < num_turns, (
+        "a leak grows at every time; what else the process has does not"
+    )
     assert min(growths) < num_turns << 16
 
 
 @pytest.mark.slow
 def test_nothing_leaks_in_many_plain_steps():
     sides = [under_way(counting(50), way=way) for way in ("step", "loop")]
-    parts = [part for side in sides for part in (side.adapters[1], side.envs[0], side.block.slots[1])]
+    parts = [
+        part
+        for side in sides
+        for part in (side.adapters[1], side.envs[0], side.block.slots[1])
+    ]
     watched = [*parts, np.ndarray, native.load().Step]
 
     def turns(number: int) -> None:
@@ -788,7 +1044,10 @@ def test_nothing_leaks_in_many_plain_steps():
         gc.collect()
 
     turns(100)
-    references, blocks = [sys.getrefcount(item) for item in watched], sys.getallocatedblocks()
+    references, blocks = (
+        [sys.getrefcount(item) for item in watched],
+        sys.getallocatedblocks(),
+    )
     turns(scaled(300, full=1000))
     assert [sys.getrefcount(item) for item in watched] == references
     assert sys.getallocatedblocks() - blocks < 1000

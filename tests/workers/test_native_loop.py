@@ -21,7 +21,9 @@ from envherd.workers.testing.envs import PlainAdapter
 from tests.oracles.native_sides import Side
 from tools import native_header
 
-pytestmark = pytest.mark.skipif(native.load() is None, reason=f"the C extension is not there: {native.describe()}")
+pytestmark = pytest.mark.skipif(
+    native.load() is None, reason=f"the C extension is not there: {native.describe()}"
+)
 
 SOURCE = (Path(native.__file__).parent / "loop.c").read_text()
 
@@ -68,11 +70,19 @@ def alarm():
     signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize(("delay", "spin_ns"), [(0.001, None), (0.2, None), (0.02, 10**8)])
-def test_a_signal_handler_that_raises_ends_the_wait_and_the_loop_can_continue(delay, spin_ns, alarm):
+@pytest.mark.parametrize(
+    ("delay", "spin_ns"), [(0.001, None), (0.2, None), (0.02, 10**8)]
+)
+def test_a_signal_handler_that_raises_ends_the_wait_and_the_loop_can_continue(
+    delay, spin_ns, alarm
+):
     """During the spin, while it blocks, and while it yields in a long spin."""
     side = make_side()
-    loop = side.native if spin_ns is None else native.load().Loop(side.loop.facts() | {"brief_spin": spin_ns})
+    loop = (
+        side.native
+        if spin_ns is None
+        else native.load().Loop(side.loop.facts() | {"brief_spin": spin_ns})
+    )
 
     def handle(_number: int, _frame: Any) -> None:
         raise Alarm
@@ -143,7 +153,9 @@ def test_signals_to_a_worker_that_waits_do_what_they_do_without_c():
 
 def body_of(function: str) -> str:
     """Return the source of a C function, which ends with the first brace that begins a line."""
-    found = re.search(rf"\n[^\n;]*\b{function}\([^;]*?\n\{{\n(.*?)\n\}}\n", SOURCE, re.DOTALL)
+    found = re.search(
+        rf"\n[^\n;]*\b{function}\([^;]*?\n\{{\n(.*?)\n\}}\n", SOURCE, re.DOTALL
+    )
     assert found is not None, function
     return found.group(1)
 
@@ -173,7 +185,10 @@ def test_a_command_is_served_with_its_number_written_after_its_rows():
     seen: list[list[int]] = []
     for adapter in side.adapters.values():
         step = adapter.env.step
-        adapter.env.step = lambda action, step=step: (seen.append(side.owing()), step(action))[1]
+        adapter.env.step = lambda action, step=step: (
+            seen.append(side.owing()),
+            step(action),
+        )[1]
     assert side.num_rings() == 2
     side.command(STEP, [1, 2, 3])
     side.serve()
@@ -183,7 +198,9 @@ def test_a_command_is_served_with_its_number_written_after_its_rows():
 
 
 def test_constants_of_c_are_those_of_python():
-    assert native_header.HEADER.read_text() == native_header.header(), "python -m tools.native_header --write"
+    assert native_header.HEADER.read_text() == native_header.header(), (
+        "python -m tools.native_header --write"
+    )
 
 
 def test_durations_fall_into_the_bins_of_the_slab(monkeypatch):
@@ -193,7 +210,11 @@ def test_durations_fall_into_the_bins_of_the_slab(monkeypatch):
     side.serve()
     step = CountingEnv.step
     for seconds in (0.001, 0.01, 0.05):
-        monkeypatch.setattr(CountingEnv, "step", lambda *args, seconds=seconds: (time.sleep(seconds), step(*args))[1])
+        monkeypatch.setattr(
+            CountingEnv,
+            "step",
+            lambda *args, seconds=seconds: (time.sleep(seconds), step(*args))[1],
+        )
         before = side.words["step_bins"].copy()
         side.command(STEP, [1])
         side.serve()
@@ -207,10 +228,19 @@ def test_a_doorbell_that_is_not_one_is_refused():
     facts = side.loop.facts()
     module: Any = native.load()
     module.Loop(facts)
-    for wrong in (np.zeros(8, np.uint8), np.zeros(DOORBELL_BYTES + 1, np.uint8)[1:], b"x" * DOORBELL_BYTES):
+    for wrong in (
+        np.zeros(8, np.uint8),
+        np.zeros(DOORBELL_BYTES + 1, np.uint8)[1:],
+        b"x" * DOORBELL_BYTES,
+    ):
         with pytest.raises((ValueError, BufferError)):
             module.Loop(facts | {"go": wrong})
-    for name, value in {"worker_id": 2, "num_bins": 3, "slots": [(99, None)], "tidy_every": 0}.items():
+    for name, value in {
+        "worker_id": 2,
+        "num_bins": 3,
+        "slots": [(99, None)],
+        "tidy_every": 0,
+    }.items():
         with pytest.raises(ValueError, match="slab"):
             module.Loop(facts | {name: value})
 

@@ -21,7 +21,12 @@ from envherd.workers.errors import ResetNeeded
 from tests.envs.pettingzoo_envs import LENGTH, PRESENT, Scripted, Village, outcome
 from tests.workers.adapter_values import stored
 
-TERMINATED, TRUNCATED, BOTH, ALIVE = (True, False), (False, True), (True, True), (False, False)
+TERMINATED, TRUNCATED, BOTH, ALIVE = (
+    (True, False),
+    (False, True),
+    (True, True),
+    (False, False),
+)
 
 
 class Driver:
@@ -40,13 +45,22 @@ class Driver:
         zeros = [np.zeros(leaf.shape, leaf.dtype) for leaf in self.spec.action]
         observation, reward, terminated, truncated = self.adapter.step(actions or zeros)
         assert (type(terminated), type(truncated)) == (bool, bool)
-        values = stored(self.spec.observation, observation) | stored(self.spec.reward, reward)
-        return values | stored(self.spec.done[3:], self.adapter.done_values()) | {"end": (terminated, truncated)}
+        values = stored(self.spec.observation, observation) | stored(
+            self.spec.reward, reward
+        )
+        return (
+            values
+            | stored(self.spec.done[3:], self.adapter.done_values())
+            | {"end": (terminated, truncated)}
+        )
 
 
 def flags(values: dict[Any, Any], group: str) -> list[tuple[bool, bool]]:
     """Return how the agents of a group have ended; `done` must agree."""
-    terminated, truncated = values[group, "terminated"][:, 0], values[group, "truncated"][:, 0]
+    terminated, truncated = (
+        values[group, "terminated"][:, 0],
+        values[group, "truncated"][:, 0],
+    )
     np.testing.assert_array_equal(values[group, "done"][:, 0], terminated | truncated)
     return list(zip(terminated.tolist(), truncated.tolist(), strict=True))
 
@@ -67,7 +81,9 @@ def test_masks_say_who_acts_and_only_they_are_given_actions():
     values = driver.reset()
     for present in PRESENT:
         for name, agents in driver.spec.metadata["group_map"].items():
-            assert values[name, "mask"].tolist() == [agent in present for agent in agents]
+            assert values[name, "mask"].tolist() == [
+                agent in present for agent in agents
+            ]
         values = driver.step()
     assert [tuple(actions) for actions in env.given] == list(PRESENT)
     assert not any(values[name, "mask"].any() for name in ("wolf", "sheep", "dog"))
@@ -77,12 +93,24 @@ def test_an_agent_that_is_gone_is_zeros_and_done_until_it_comes_back():
     driver = Driver(Village())
     number = driver.reset()["sheep", "observation"][0, 0]
     rows = [driver.step() for _ in range(4)]
-    sheep = [{key[1]: value[0] for key, value in row.items() if key[0] == "sheep"} for row in rows]
-    assert sheep[1]["observation"].tolist() == [number, 2]  # its last observation, with its last reward
-    assert (sheep[1]["reward"], sheep[1]["terminated"], sheep[1]["mask"]) == (3, True, False)
+    sheep = [
+        {key[1]: value[0] for key, value in row.items() if key[0] == "sheep"}
+        for row in rows
+    ]
+    # Its last observation, with its last reward.
+    assert sheep[1]["observation"].tolist() == [number, 2]
+    assert (sheep[1]["reward"], sheep[1]["terminated"], sheep[1]["mask"]) == (
+        3,
+        True,
+        False,
+    )
     for away in sheep[2:3]:
         assert away["observation"].tolist() == [0, 0]
-        assert (away["reward"], away["terminated"], away["truncated"]) == (0, True, False)
+        assert (away["reward"], away["terminated"], away["truncated"]) == (
+            0,
+            True,
+            False,
+        )
     assert sheep[3]["observation"].tolist() == [number, 4]
     assert (sheep[3]["done"], sheep[3]["mask"]) == (False, True)
 
@@ -95,10 +123,16 @@ def test_an_agent_that_has_not_come_yet_is_not_done():
     assert rows[5]["sheep", "observation"][2, 1] == 5
 
 
-@pytest.mark.parametrize(("number", "root"), [(0, TRUNCATED), (1, TRUNCATED), (2, TRUNCATED)])
+@pytest.mark.parametrize(
+    ("number", "root"), [(0, TRUNCATED), (1, TRUNCATED), (2, TRUNCATED)]
+)
 def test_a_village_ends_as_its_agents_do(number, root):
     driver = Driver(Village())
-    seed = next(seed for seed in range(100) if np.random.default_rng(seed).integers(100) % 3 == number)
+    seed = next(
+        seed
+        for seed in range(100)
+        if np.random.default_rng(seed).integers(100) % 3 == number
+    )
     driver.reset(seed)
     *before, last = [driver.step() for _ in range(LENGTH)]
     assert [row["end"] for row in before] == [ALIVE] * (LENGTH - 1)
@@ -126,7 +160,16 @@ ENDS = [
 def test_how_an_episode_ends(ends, root, keeps_agents):
     """Some envs leave agents that are done in their list."""
     names = ["a_0", "a_1"]
-    driver = Driver(Scripted(answers=[(names if keeps_agents else [], outcome(dict(zip(names, ends, strict=True))))]))
+    driver = Driver(
+        Scripted(
+            answers=[
+                (
+                    names if keeps_agents else [],
+                    outcome(dict(zip(names, ends, strict=True))),
+                )
+            ]
+        )
+    )
     driver.reset()
     values = driver.step()
     assert values["end"] == root
@@ -145,7 +188,10 @@ def test_an_agent_with_one_of_the_two_flags_does_not_have_the_other(place, end):
 def test_an_agent_gone_without_a_word_has_terminated():
     driver = Driver(
         Scripted(
-            answers=[(["a_1"], outcome({"a_0": None, "a_1": ALIVE}, seen=["a_1"])), ([], outcome({"a_1": TERMINATED}))]
+            answers=[
+                (["a_1"], outcome({"a_0": None, "a_1": ALIVE}, seen=["a_1"])),
+                ([], outcome({"a_1": TERMINATED})),
+            ]
         )
     )
     driver.reset()
@@ -168,7 +214,9 @@ def test_an_episode_that_ends_without_a_word_has_terminated():
 def test_each_group_has_its_own_spaces():
     spec = Driver(Village()).spec
     leaves = {
-        leaf.key: (leaf.shape, leaf.dtype) for leaf in spec.leaves() if leaf.key[-1] not in ("done", "terminated")
+        leaf.key: (leaf.shape, leaf.dtype)
+        for leaf in spec.leaves()
+        if leaf.key[-1] not in ("done", "terminated")
     }
     assert leaves == {
         ("wolf", "observation", "observation"): ((1, 3), "float32"),
@@ -202,7 +250,11 @@ def test_action_masks_of_observations_and_infos_have_one_place():
     driver = Driver(Village())
     values = driver.reset()
     assert values["wolf", "action_mask"].tolist() == [[True, True, False, True]]
-    assert values["sheep", "action_mask"].tolist() == [[False, True, True], [False, True, True], [True, True, True]]
+    assert values["sheep", "action_mask"].tolist() == [
+        [False, True, True],
+        [False, True, True],
+        [True, True, True],
+    ]
     values = driver.step()
     assert values["wolf", "action_mask"].tolist() == [[True, True, True, False]]
     driver.step()
@@ -218,15 +270,22 @@ def test_infos_are_leaves_where_all_of_a_group_have_them_and_all_of_them_in_info
     assert driver.adapter.info["dog"] == {"energy": 9.0, "name": "dog"}
 
 
-@pytest.mark.parametrize("odd", [None, "text", b"1", [[1], [1, 2]], {"energy": 1.0}, object()])
+@pytest.mark.parametrize(
+    "odd", [None, "text", b"1", [[1], [1, 2]], {"energy": 1.0}, object()]
+)
 def test_infos_that_are_no_numbers_are_no_leaves(odd):
     env = Scripted(["a_0"])
     env.first = {"a_0": env.zero("a_0")}, {"a_0": {"energy": 1, "odd": odd, 3: 4.0}}
     spec = Driver(env).spec
-    assert [leaf.key for leaf in spec.observation if "info" in leaf.key] == [("a", "info", "energy")]
+    assert [leaf.key for leaf in spec.observation if "info" in leaf.key] == [
+        ("a", "info", "energy")
+    ]
 
 
-@pytest.mark.parametrize(("metadata", "name"), [({"name": "village"}, "village"), ({}, "Scripted"), (None, "Scripted")])
+@pytest.mark.parametrize(
+    ("metadata", "name"),
+    [({"name": "village"}, "village"), ({}, "Scripted"), (None, "Scripted")],
+)
 def test_an_env_has_the_name_of_its_metadata_or_of_its_class(metadata, name):
     env = Scripted()
     env.metadata = metadata
@@ -237,18 +296,30 @@ def test_actions_reach_agents_as_their_spaces_say():
     env = Village()
     driver = Driver(env)
     driver.reset()
-    driver.step([np.array([3]), np.array([0, 2, 1]), np.array([[0.5, -0.5]], np.float32)])
+    driver.step(
+        [np.array([3]), np.array([0, 2, 1]), np.array([[0.5, -0.5]], np.float32)]
+    )
     given = env.given[0]
-    assert (given["wolf_0"], given["sheep_0"], given["sheep_1"]) == (3, 1, 3)  # the sheep's actions start at 1
+    # The sheep's actions start at 1.
+    assert (given["wolf_0"], given["sheep_0"], given["sheep_1"]) == (3, 1, 3)
     assert isinstance(given["wolf_0"], np.int64)
     assert given["dog"].tolist() == [0.5, -0.5]
 
 
 def test_agents_of_unlike_shapes_become_groups_of_their_own():
-    unlike = {"a_1": (spaces.Box(-1, 1, (5,), np.float32), spaces.MultiDiscrete([2, 3]))}
+    unlike = {
+        "a_1": (spaces.Box(-1, 1, (5,), np.float32), spaces.MultiDiscrete([2, 3]))
+    }
     spec = Driver(Scripted(["a_0", "a_1", "b_0", "b_1"], unlike)).spec
-    assert spec.metadata["group_map"] == {"a_0": ["a_0"], "a_1": ["a_1"], "b": ["b_0", "b_1"]}
-    assert LeafSpec(("a_1", "action"), (1, 2), "int64", MultiDiscrete(((2, 3),))) in spec.action
+    assert spec.metadata["group_map"] == {
+        "a_0": ["a_0"],
+        "a_1": ["a_1"],
+        "b": ["b_0", "b_1"],
+    }
+    assert (
+        LeafSpec(("a_1", "action"), (1, 2), "int64", MultiDiscrete(((2, 3),)))
+        in spec.action
+    )
 
 
 def test_agents_that_differ_in_bounds_and_numbers_stay_together():
@@ -261,7 +332,9 @@ def test_agents_that_differ_in_bounds_and_numbers_stay_together():
     )
     driver = Driver(env)
     (action,) = driver.spec.action
-    assert action == LeafSpec(("a", "action"), (2,), "int64", MultiDiscrete((3, 5), (0, 2)))
+    assert action == LeafSpec(
+        ("a", "action"), (2,), "int64", MultiDiscrete((3, 5), (0, 2))
+    )
     box = driver.spec.observation[0].domain
     assert isinstance(box, Box)
     assert (box.low.tolist(), box.high.tolist()) == ([[-1, -1], [-2, -2]], 1)
@@ -271,7 +344,12 @@ def test_agents_that_differ_in_bounds_and_numbers_stay_together():
 
 
 def test_nested_actions_are_put_together_for_each_agent():
-    nested = spaces.Dict({"move": spaces.MultiDiscrete([2, 3], start=[1, 0]), "push": spaces.Box(0, 1, (), np.float32)})
+    nested = spaces.Dict(
+        {
+            "move": spaces.MultiDiscrete([2, 3], start=[1, 0]),
+            "push": spaces.Box(0, 1, (), np.float32),
+        }
+    )
     box = spaces.Box(-1, 1, (2,), np.float32)
     env = Scripted(
         spaces_=dict.fromkeys(("a_0", "a_1"), (box, nested)),
@@ -294,7 +372,9 @@ def test_a_group_map_groups_agents_as_it_says():
     driver = Driver(PettingZooFactory("mpe2.simple_spread_v3", group_map=group_map)())
     seen, _ = simple_spread_v3.parallel_env().reset(seed=3)
     values = driver.reset(3)
-    np.testing.assert_array_equal(values["x", "observation"], [seen["agent_2"], seen["agent_0"]])
+    np.testing.assert_array_equal(
+        values["x", "observation"], [seen["agent_2"], seen["agent_0"]]
+    )
     np.testing.assert_array_equal(values["y", "observation"], [seen["agent_1"]])
 
 
@@ -306,10 +386,16 @@ def test_seed_and_options_reach_the_env_and_options_are_its_own():
     adapter = PettingZooAdapter(env)
     options = {"options": {"level": [1]}}
     adapter.reset(5, options)
-    assert env.resets == [{"seed": None, "options": None}, {"seed": 5, "options": {"level": [1]}}]
+    assert env.resets == [
+        {"seed": None, "options": None},
+        {"seed": 5, "options": {"level": [1]}},
+    ]
     env.resets[1]["options"]["level"].append(2)
     assert options == {"options": {"level": [1]}}
-    with pytest.raises(TypeError, match="expected no keyword but `options` for a PettingZoo env, got `level`"):
+    with pytest.raises(
+        TypeError,
+        match="expected no keyword but `options` for a PettingZoo env, got `level`",
+    ):
         adapter.reset(5, {"level": 1})
 
 
@@ -318,7 +404,9 @@ def test_the_state_is_observed_where_it_was_asked_for():
     raw, driver = simple_spread_v3.parallel_env(), Driver(factory())
     raw.reset(seed=3)
     np.testing.assert_array_equal(driver.reset(3)["state",], raw.state())
-    assert ("state",) not in {leaf.key for leaf in Driver(simple_spread_v3.parallel_env()).spec.observation}
+    assert ("state",) not in {
+        leaf.key for leaf in Driver(simple_spread_v3.parallel_env()).spec.observation
+    }
 
 
 def test_a_state_without_a_space_is_as_it_looks():
@@ -329,7 +417,9 @@ def test_a_state_without_a_space_is_as_it_looks():
 
 
 def test_pictures_are_drawn_where_the_env_was_made_for_it():
-    adapter = PettingZooAdapter(PettingZooFactory("mpe2.simple_spread_v3", render_mode="rgb_array")())
+    adapter = PettingZooAdapter(
+        PettingZooFactory("mpe2.simple_spread_v3", render_mode="rgb_array")()
+    )
     adapter.reset(0)
     frame = adapter.render()
     assert (frame.dtype, frame.ndim, frame.shape[2]) == (np.uint8, 3, 3)
@@ -341,16 +431,26 @@ def test_pictures_are_drawn_where_the_env_was_made_for_it():
 
 
 def test_an_aec_env_that_can_be_parallel_is():
-    aec, parallel = Driver(simple_spread_v3.env(max_cycles=3)), Driver(simple_spread_v3.parallel_env(max_cycles=3))
+    aec, parallel = (
+        Driver(simple_spread_v3.env(max_cycles=3)),
+        Driver(simple_spread_v3.parallel_env(max_cycles=3)),
+    )
     assert aec.spec == parallel.spec
-    for rows in ((aec.reset(2), parallel.reset(2)), *((aec.step(), parallel.step()) for _ in range(3))):
+    for rows in (
+        (aec.reset(2), parallel.reset(2)),
+        *((aec.step(), parallel.step()) for _ in range(3)),
+    ):
         for key, value in rows[0].items():
             np.testing.assert_array_equal(value, rows[1][key], str(key))
 
 
-@pytest.mark.skipif(not hasattr(pettingzoo, "make"), reason="PettingZoo before 1.26 has no registry")
+@pytest.mark.skipif(
+    not hasattr(pettingzoo, "make"), reason="PettingZoo before 1.26 has no registry"
+)
 def test_in_turns_only_one_agent_acts_and_knows_what_it_may_do():
-    driver = Driver(turn_based_aec_to_parallel(pettingzoo.make("aec", "classic/tictactoe-v3")))
+    driver = Driver(
+        turn_based_aec_to_parallel(pettingzoo.make("aec", "classic/tictactoe-v3"))
+    )
     rng = np.random.default_rng(1)
     values, end, num_steps = driver.reset(), ALIVE, 0
     while end == ALIVE:
@@ -382,7 +482,15 @@ GOOD = outcome({"a_0": ALIVE, "a_1": ALIVE})
 @pytest.mark.parametrize("number", [int, float, np.int64, np.array])
 def test_flags_may_be_numbers(number):
     flags = {"a_0": number(0), "a_1": number(1)}
-    adapter = _after_reset((*GOOD[:2], flags, {"a_0": number(0), "a_1": number(0)}, GOOD[4]))
+    adapter = _after_reset(
+        (*GOOD[:2], flags, {"a_0": number(0), "a_1": number(0)}, GOOD[4])
+    )
     adapter.step([np.zeros(2, np.int64)])
-    done, terminated, truncated = (value[:, 0].tolist() for value in adapter.done_values()[:3])
-    assert (done, terminated, truncated) == ([False, True], [False, True], [False, False])
+    done, terminated, truncated = (
+        value[:, 0].tolist() for value in adapter.done_values()[:3]
+    )
+    assert (done, terminated, truncated) == (
+        [False, True],
+        [False, True],
+        [False, False],
+    )

@@ -30,7 +30,9 @@ def test_arguments_reach_the_env_and_unlike_ones_each_their_own():
     assert data.get("agent").batch_size == (2, 2, 5)
 
 
-@pytest.mark.skipif(not hasattr(pettingzoo, "make"), reason="PettingZoo before 1.26 has no registry")
+@pytest.mark.skipif(
+    not hasattr(pettingzoo, "make"), reason="PettingZoo before 1.26 has no registry"
+)
 def test_random_players_take_turns_and_make_legal_moves():
     with SerialEnv(1, tictactoe, seed=0) as env:
         data = env.rollout(60, break_when_any_done=False)[0]
@@ -40,7 +42,9 @@ def test_random_players_take_turns_and_make_legal_moves():
     assert lengths.min() >= 5, "an illegal move would have ended a game at once"
     assert lengths.max() <= 9
     assert (data["player", "mask"].sum(-1) == 1).all()
-    assert (data["next", "player", "mask"].sum(-1) == (~data["next", "done"]).flatten()).all()
+    assert (
+        data["next", "player", "mask"].sum(-1) == (~data["next", "done"]).flatten()
+    ).all()
 
 
 def tictactoe() -> Any:
@@ -54,30 +58,42 @@ CASES = {
     "tag": PettingZooFactory("mpe2.simple_tag_v3", return_state=True),
     "adversary": PettingZooFactory("mpe2.simple_adversary_v3", return_state=True),
     "world_comm": PettingZooFactory("mpe2.simple_world_comm_v3", return_state=True),
-    "speaker_listener": PettingZooFactory("mpe2.simple_speaker_listener_v4", return_state=True),
+    "speaker_listener": PettingZooFactory(
+        "mpe2.simple_speaker_listener_v4", return_state=True
+    ),
     "multiwalker": PettingZooFactory("sisl/multiwalker-v9", return_state=True),
 }
-MARKED = [pytest.param(case, marks=needs("box2d")) if case == "multiwalker" else case for case in CASES]
+MARKED = [
+    pytest.param(case, marks=needs("box2d")) if case == "multiwalker" else case
+    for case in CASES
+]
 
 
 def torchrl_env(env: Any, *, return_state: bool = True) -> Any:
     """Return TorchRL's wrapper, configured to continue until no agent is left, like envherd."""
     from torchrl.envs.libs.pettingzoo import PettingZooWrapper
 
-    return PettingZooWrapper(env, return_state=return_state, use_mask=True, done_on_any=False)
+    return PettingZooWrapper(
+        env, return_state=return_state, use_mask=True, done_on_any=False
+    )
 
 
 def outline(data: Any) -> dict[Any, tuple[Any, torch.dtype]]:
     """Return `{key: (shape behind the batch and time, dtype)}`."""
     return {
-        key: (value.shape[data.ndim :], value.dtype) for key, value in data.items(include_nested=True, leaves_only=True)
+        key: (value.shape[data.ndim :], value.dtype)
+        for key, value in data.items(include_nested=True, leaves_only=True)
     }
 
 
 def marked(test: Any) -> Any:
     """Mark a test that runs TorchRL's wrapper, and envs in Box2D."""
-    test = pytest.mark.filterwarnings("ignore:PettingZoo in TorchRL is tested:UserWarning")(test)
-    test = pytest.mark.filterwarnings("ignore:builtin type .* has no __module__ attribute:DeprecationWarning")(test)
+    test = pytest.mark.filterwarnings(
+        "ignore:PettingZoo in TorchRL is tested:UserWarning"
+    )(test)
+    test = pytest.mark.filterwarnings(
+        "ignore:builtin type .* has no __module__ attribute:DeprecationWarning"
+    )(test)
     return pytest.mark.slow(test)
 
 
@@ -102,7 +118,11 @@ def test_keys_with_masks_and_infos_are_those_of_torchrl():
         possible_agents = Village.possible_agents[:3]
 
         def _tell(self, agent: str) -> dict[str, Any]:
-            return {key: value for key, value in super()._tell(agent).items() if key != "name"}
+            return {
+                key: value
+                for key, value in super()._tell(agent).items()
+                if key != "name"
+            }
 
         def reset(self, seed: int | None = None, options: Any = None) -> Any:
             observations, infos = super().reset(seed, options)
@@ -124,8 +144,14 @@ def test_values_are_those_of_torchrl(case):
 @needs("box2d")
 def test_walkers_that_fall_and_stay_away_are_as_in_torchrl():
     """TorchRL marks an absent agent both terminated and truncated; only that differs."""
-    factory = PettingZooFactory("sisl/multiwalker-v9")  # has no state when a walker is gone
-    kwargs = {"terminate_on_fall": False, "remove_on_fall": True, "position_noise": 0, "angle_noise": 0}
+    # Has no state when a walker is gone.
+    factory = PettingZooFactory("sisl/multiwalker-v9")
+    kwargs = {
+        "terminate_on_fall": False,
+        "remove_on_fall": True,
+        "position_noise": 0,
+        "angle_noise": 0,
+    }
     assert compare(factory, num_steps=150, max_cycles=100, **kwargs) > 0
 
 
@@ -138,18 +164,27 @@ def compare(factory: PettingZooFactory, num_steps: int, **env_kwargs: Any) -> in
     spec = adapter.spec
     assert_equal(stored(spec.observation, adapter.reset(5)), theirs.reset(seed=5), [])
     for step in range(num_steps):
-        td = theirs.rand_action(TensorDict()) if step % 20 == 0 else td  # held for a while: walkers fall
-        observation, reward, terminated, truncated = adapter.step([td[leaf.key].numpy() for leaf in spec.action])
+        # Held for a while: walkers fall.
+        td = theirs.rand_action(TensorDict()) if step % 20 == 0 else td
+        observation, reward, terminated, truncated = adapter.step(
+            [td[leaf.key].numpy() for leaf in spec.action]
+        )
         expected = theirs.step(td)["next"]
         values = stored(spec.observation, observation) | stored(spec.reward, reward)
         flags = stored(spec.done[3:], adapter.done_values())
         away = [group for (group,), _ in spec.groups if not values[group, "mask"].all()]
-        assert_equal(values | flags, expected, [(g, key) for g in away for key in ("terminated", "truncated")])
+        assert_equal(
+            values | flags,
+            expected,
+            [(g, key) for g in away for key in ("terminated", "truncated")],
+        )
         assert bool(expected["done"]) == (terminated or truncated)
         num_away += bool(away) and not (terminated or truncated)
         if terminated or truncated:
             num_ends += 1
-            assert_equal(stored(spec.observation, adapter.reset(6)), theirs.reset(seed=6), [])
+            assert_equal(
+                stored(spec.observation, adapter.reset(6)), theirs.reset(seed=6), []
+            )
     assert num_ends > 0
     adapter.close()
     theirs.close()
@@ -176,4 +211,6 @@ NAMES = [
 def test_groups_are_named_as_torchrl_names_them(names):
     from torchrl.envs.libs.pettingzoo import PettingZooWrapper
 
-    assert groups_by_name(names) == PettingZooWrapper._get_default_group_map(SimpleNamespace(parallel=True), names)
+    assert groups_by_name(names) == PettingZooWrapper._get_default_group_map(
+        SimpleNamespace(parallel=True), names
+    )

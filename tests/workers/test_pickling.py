@@ -20,11 +20,19 @@ SCRIPT = Path(__file__).with_name("script_definitions.py")
 @needs("gymnasium")
 @pytest.mark.slow
 def test_definitions_of_a_script_are_equal_in_another_process():
-    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        [sys.executable, SCRIPT],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert len(found) > 11
-    assert {name: there for name, (_, there) in found.items()} == {name: here for name, (here, _) in found.items()}
+    assert {name: there for name, (_, there) in found.items()} == {
+        name: here for name, (here, _) in found.items()
+    }
 
 
 @pytest.fixture
@@ -80,7 +88,10 @@ HOLDER = Holder()
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
-        (helper_factory, r"captured the variable `LOCK`, a _thread.lock that cannot be pickled \(helper -> LOCK\)"),
+        (
+            helper_factory,
+            r"captured the variable `LOCK`, a _thread.lock that cannot be pickled \(helper -> LOCK\)",
+        ),
         (
             lambda: NESTED,
             r"captured the variable `NESTED`, a builtins.dict, which holds a _thread.lock .*\['a'\] -> \[1\]",
@@ -89,8 +100,14 @@ HOLDER = Holder()
             make,
             "uses the class Env, .*: Env -> inner -> helper -> LOCK is a _thread.lock. Put Env into a module",
         ),
-        (make_child, "uses the class Child, .*: Child -> Env -> inner -> helper -> LOCK is a _thread.lock"),
-        (lambda: HOLDER, r"the variable `HOLDER`, a tests.*Holder, which holds a .*generator .*HOLDER -> generator"),
+        (
+            make_child,
+            "uses the class Child, .*: Child -> Env -> inner -> helper -> LOCK is a _thread.lock",
+        ),
+        (
+            lambda: HOLDER,
+            r"the variable `HOLDER`, a tests.*Holder, which holds a .*generator .*HOLDER -> generator",
+        ),
     ],
 )
 def test_the_way_to_what_cannot_be_pickled_is_named(by_value, factory, message):

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from envherd import EpisodeLogger, ExecutorOptions, FactoryError, MeltingPotFactory, SerialEnv, SmallPictures, SpecError
+from envherd import (
+    EpisodeLogger,
+    ExecutorOptions,
+    FactoryError,
+    MeltingPotFactory,
+    SerialEnv,
+    SmallPictures,
+    SpecError,
+)
 from envherd.executor.testing import check_env_contract
 from envherd.workers.wrappers.pictures import shrunk
 from tests.envs.team_env import Team
@@ -18,14 +26,19 @@ TEAM = functools.partial(Team, 3, 8)
 
 def mean_of(picture, factor):
     *lead, height, width, channels = picture.shape
-    blocks = picture.astype(np.float64).reshape(*lead, height // factor, factor, width // factor, factor, channels)
+    blocks = picture.astype(np.float64).reshape(
+        *lead, height // factor, factor, width // factor, factor, channels
+    )
     return np.floor(blocks.mean((-4, -2)) + 0.5).astype(np.uint8)
 
 
 @pytest.mark.parametrize("factor", [1, 2, 4, 8, 20, 40])
 def test_a_pixel_is_the_rounded_mean_of_those_that_it_replaces(factor):
     random = np.random.default_rng(factor)
-    for picture in (random.integers(0, 256, (3, 80, 40, 3), dtype=np.uint8), np.full((80, 80, 3), 255, np.uint8)):
+    for picture in (
+        random.integers(0, 256, (3, 80, 40, 3), dtype=np.uint8),
+        np.full((80, 80, 3), 255, np.uint8),
+    ):
         assert np.array_equal(shrunk(picture, factor), mean_of(picture, factor))
 
 
@@ -46,8 +59,16 @@ def test_views_are_made_smaller_and_the_world_view_is_not():
     ("how", "error", "message"),
     [
         ({"shrink": 3}, SpecError, "expected sides that shrink=3 divides"),
-        ({"shrink": 0}, FactoryError, "expected shrink to be a positive integer, got 0"),
-        ({"shrink": True}, FactoryError, "expected shrink to be a positive integer, got True"),
+        (
+            {"shrink": 0},
+            FactoryError,
+            "expected shrink to be a positive integer, got 0",
+        ),
+        (
+            {"shrink": True},
+            FactoryError,
+            "expected shrink to be a positive integer, got True",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(how, error, message):
@@ -64,11 +85,16 @@ def test_an_env_without_pictures_is_refused():
 @pytest.mark.slow
 def test_views_of_melting_pot_are_those_of_the_substrate_made_smaller():
     plain = MeltingPotFactory(
-        "prisoners_dilemma_in_the_matrix__repeated", keys=("RGB",), deterministic=True, max_steps=4
+        "prisoners_dilemma_in_the_matrix__repeated",
+        keys=("RGB",),
+        deterministic=True,
+        max_steps=4,
     )
     batches = []
     for make_env in (plain, SmallPictures(plain, shrink=8)):
-        with SerialEnv(1, make_env, seed=3, options=ExecutorOptions(episode_statistics=True)) as env:
+        with SerialEnv(
+            1, make_env, seed=3, options=ExecutorOptions(episode_statistics=True)
+        ) as env:
             batches.append(env.rollout(6, break_when_any_done=False))
     full, small = batches
     assert small[VIEW].shape == (1, 6, 2, 5, 5, 3)

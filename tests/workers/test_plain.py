@@ -11,15 +11,26 @@ from hypothesis import strategies as st
 from envherd.workers.plain import NotPlain, decode, encode
 
 KEYS = st.one_of(
-    st.text(max_size=5), st.integers(), st.booleans(), st.none(), st.tuples(st.integers(), st.text(max_size=3))
+    st.text(max_size=5),
+    st.integers(),
+    st.booleans(),
+    st.none(),
+    st.tuples(st.integers(), st.text(max_size=3)),
 )
 LEAVES = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=20), st.binary(max_size=20)
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.text(max_size=20),
+    st.binary(max_size=20),
 )
 VALUES = st.recursive(
     LEAVES,
     lambda inner: st.one_of(
-        st.lists(inner, max_size=4), st.lists(inner, max_size=4).map(tuple), st.dictionaries(KEYS, inner, max_size=4)
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(KEYS, inner, max_size=4),
     ),
     max_leaves=20,
 )
@@ -83,7 +94,10 @@ def test_odd_floats():
     assert inf == -math.inf
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, lambda: 0, np.array([object()]), ValueError("x"), range(3)])
+@pytest.mark.parametrize(
+    "value",
+    [object(), {1, 2}, lambda: 0, np.array([object()]), ValueError("x"), range(3)],
+)
 def test_everything_else_is_refused_by_name(value):
     with pytest.raises(NotPlain, match=r"value\['a'\]\[1\] is a"):
         encode({"a": [0, value]})

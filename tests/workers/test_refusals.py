@@ -17,7 +17,14 @@ from gymnasium import spaces
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AutoresetMode
 
-from envherd.executor import EnvError, ExecutorOptions, FactoryError, ResetNeeded, SerialEnv, SpecError
+from envherd.executor import (
+    EnvError,
+    ExecutorOptions,
+    FactoryError,
+    ResetNeeded,
+    SerialEnv,
+    SpecError,
+)
 from envherd.workers.adapters.common.tree import RESERVED_NAMES
 from envherd.workers.adapters.registry import find_adapter
 from tests.envs import torch_simulators as simulators
@@ -99,7 +106,9 @@ def dm_step(kind: str, *values: Any) -> Any:
     import dm_env
 
     answer = getattr(dm_env, kind)(*values) if kind else values[0]
-    return dm_env_of(answer=answer, reset=lambda: dm_env.restart(np.zeros(2, np.float32)))
+    return dm_env_of(
+        answer=answer, reset=lambda: dm_env.restart(np.zeros(2, np.float32))
+    )
 
 
 def dm_reserved(name: str) -> Any:
@@ -117,7 +126,9 @@ def zoo(*args: Any, **kwargs: Any) -> Any:
     return ScriptedZoo(*args, **kwargs)
 
 
-def zoo_step(change: Callable[[Any], Any], agents: Any = ("a_0", "a_1"), **ends: Any) -> Any:
+def zoo_step(
+    change: Callable[[Any], Any], agents: Any = ("a_0", "a_1"), **ends: Any
+) -> Any:
     """Return an env of two agents whose first step returns a changed answer; `ends` are the agents' flags."""
     from tests.envs.pettingzoo_envs import outcome
 
@@ -128,7 +139,9 @@ def zoo_step(change: Callable[[Any], Any], agents: Any = ("a_0", "a_1"), **ends:
 def grouped(env: str | Make, **group_map: list[str]) -> Any:
     from envherd.workers.adapters.named import PettingZooFactory
 
-    return PettingZooFactory(f"mpe2.simple_{env}_v3" if isinstance(env, str) else env, group_map=group_map)()
+    return PettingZooFactory(
+        f"mpe2.simple_{env}_v3" if isinstance(env, str) else env, group_map=group_map
+    )()
 
 
 def unnamed_agents() -> Any:
@@ -145,7 +158,11 @@ def short_masks() -> Any:
     tell, reset = env._tell, env.reset
 
     def tell_less(agent: str) -> dict[str, Any]:
-        return {**tell(agent), "action_mask": np.ones(2, np.int8)} if "sheep" in agent else tell(agent)
+        return (
+            {**tell(agent), "action_mask": np.ones(2, np.int8)}
+            if "sheep" in agent
+            else tell(agent)
+        )
 
     def reset_once(*args: Any, **kwargs: Any) -> Any:
         given = reset(*args, **kwargs)
@@ -164,15 +181,27 @@ def tictactoe() -> Any:
 
 def with_entry(place: int, agent: str, value: Any) -> Callable[[Any], Any]:
     """Replace the value of an agent in one of the five dicts of a step."""
-    return lambda answer: (*answer[:place], {**answer[place], agent: value}, *answer[place + 1 :])
+    return lambda answer: (
+        *answer[:place],
+        {**answer[place], agent: value},
+        *answer[place + 1 :],
+    )
 
 
 def unlike_masks() -> Any:
     """Return an env of two agents whose spaces differ in the size of the action mask."""
-    masks = {"a_0": spaces.Box(0, 1, (2,), np.int8), "a_1": spaces.Box(0, 1, (3,), np.int8)}
+    masks = {
+        "a_0": spaces.Box(0, 1, (2,), np.int8),
+        "a_1": spaces.Box(0, 1, (3,), np.int8),
+    }
     seen = spaces.Box(-9, 9, (2,), np.float32)
-    own = {agent: spaces.Dict(observation=seen, action_mask=mask) for agent, mask in masks.items()}
-    return zoo(own, {agent: (space, spaces.Discrete(2)) for agent, space in own.items()})
+    own = {
+        agent: spaces.Dict(observation=seen, action_mask=mask)
+        for agent, mask in masks.items()
+    }
+    return zoo(
+        own, {agent: (space, spaces.Discrete(2)) for agent, space in own.items()}
+    )
 
 
 # ---- others ------------------------------------------------------------------------------------------------------
@@ -194,7 +223,8 @@ def next_step_of_torchrl() -> Any:
     from tests.workers.test_torchrl_protocol import vector_env
 
     env = vector_env(AutoresetMode.DISABLED)
-    env._env.autoreset_mode = AutoresetMode.NEXT_STEP  # if gym is also installed, TorchRL may accept it
+    # If gym is also installed, TorchRL may accept it.
+    env._env.autoreset_mode = AutoresetMode.NEXT_STEP
     return env
 
 
@@ -212,7 +242,9 @@ class OwnHistory:
 
 def managed_with_own_history() -> Any:
     env = isaac.make_managed(history_length=3)
-    env.observation_manager._group_obs_term_history_buffer["policy"]["state"] = OwnHistory()
+    env.observation_manager._group_obs_term_history_buffer["policy"]["state"] = (
+        OwnHistory()
+    )
     return env
 
 
@@ -255,11 +287,17 @@ TORCH = {"options": ExecutorOptions(env_type="torch")}
 #: What -> (how the env is made, the message, and arguments of `SerialEnv` besides one env).
 BUILT: dict[str, tuple[Any, ...]] = {
     **{
-        f"gymnasium: no {name}": (partial(without, name), f"reading {name} failed.*got builtins.NoneType")
+        f"gymnasium: no {name}": (
+            partial(without, name),
+            f"reading {name} failed.*got builtins.NoneType",
+        )
         for name in ("observation_space", "action_space")
     },
     **{
-        f"gymnasium: {name} at the root": (partial(reserved, name), f"got '{name}' at the root. Rename it")
+        f"gymnasium: {name} at the root": (
+            partial(reserved, name),
+            f"got '{name}' at the root. Rename it",
+        )
         for name in RESERVED_NAMES
     },
     "vector: two resets of a row": (
@@ -267,20 +305,37 @@ BUILT: dict[str, tuple[Any, ...]] = {
         r"resets a row again.*DISABLED",
     ),
     "vector: a wrapper without masks": (
-        lambda: gymnasium.wrappers.vector.NormalizeObservation(vectors.sync(AutoresetMode.NEXT_STEP)),
+        lambda: gymnasium.wrappers.vector.NormalizeObservation(
+            vectors.sync(AutoresetMode.NEXT_STEP)
+        ),
         "NormalizeObservation",
     ),
-    "vector: an env without masks": (partial(OwnVector, 3), r"OwnVector.*vectorization_mode='sync'"),
+    "vector: an env without masks": (
+        partial(OwnVector, 3),
+        r"OwnVector.*vectorization_mode='sync'",
+    ),
     "atari: some rows at a time": (atari, "batch_size 1 of 2"),
     "vmas: an env of its own": (vmas_balance, r"torchrl\.envs\.VmasWrapper\(env\)"),
     "old gym: its class": (OldEnv, r"shimmy\.GymV21CompatibilityV0\(env=env\)"),
     **{
-        f"dm_env: {name} at the root": (partial(dm_reserved, name), f"got '{name}' at the root")
+        f"dm_env: {name} at the root": (
+            partial(dm_reserved, name),
+            f"got '{name}' at the root",
+        )
         for name in ("reward", "next")
     },
-    "dm_env: no spec": (partial(dm_env_of, action=3), r"reading the spec of action failed.*got builtins.int"),
-    "envpool: several players": (partial(envpool_of, max_num_players=2), "max_num_players=2"),
-    "pettingzoo: an agent in no group": (partial(grouped, "spread", x=["agent_0", "agent_1"]), "'agent_2' in none"),
+    "dm_env: no spec": (
+        partial(dm_env_of, action=3),
+        r"reading the spec of action failed.*got builtins.int",
+    ),
+    "envpool: several players": (
+        partial(envpool_of, max_num_players=2),
+        "max_num_players=2",
+    ),
+    "pettingzoo: an agent in no group": (
+        partial(grouped, "spread", x=["agent_0", "agent_1"]),
+        "'agent_2' in none",
+    ),
     "pettingzoo: an agent in two groups": (
         partial(grouped, "spread", x=["agent_0", "agent_1", "agent_2"], y=["agent_1"]),
         "'agent_1' twice",
@@ -294,31 +349,52 @@ BUILT: dict[str, tuple[Any, ...]] = {
         "got 'reward'",
     ),
     "pettingzoo: a group of unlike agents": (
-        partial(grouped, "tag", all=["adversary_0", "adversary_1", "adversary_2", "agent_0"]),
+        partial(
+            grouped, "tag", all=["adversary_0", "adversary_1", "adversary_2", "agent_0"]
+        ),
         "expected agents of one group to have the same keys, shapes and dtypes",
     ),
     **{
-        f"pettingzoo: an agent named {name}": (partial(zoo, [name]), "expected names of groups")
+        f"pettingzoo: an agent named {name}": (
+            partial(zoo, [name]),
+            "expected names of groups",
+        )
         for name in ("reward", "next_0", "state")
     },
     "pettingzoo: text": (
         partial(zoo, ["a_0"], {"a_0": (spaces.Text(4), spaces.Discrete(2))}),
         "a_0 failed: expected values of a fixed shape",
     ),
-    "pettingzoo: unlike masks in a group": (partial(grouped, unlike_masks, a=["a_0", "a_1"]), "different action masks"),
+    "pettingzoo: unlike masks in a group": (
+        partial(grouped, unlike_masks, a=["a_0", "a_1"]),
+        "different action masks",
+    ),
     "pettingzoo: an old reset": (
         partial(zoo, first={"a_0": np.zeros(2, np.float32)}),
         r"PettingZoo before 1\.23 returned observations alone",
     ),
-    "pettingzoo: no names": (unnamed_agents, "expected possible_agents, got none from Scripted"),
+    "pettingzoo: no names": (
+        unnamed_agents,
+        "expected possible_agents, got none from Scripted",
+    ),
     "pettingzoo: turns": (tictactoe, r"turn_based_aec_to_parallel\(env\)"),
     "torch: no mode": (simulators.Silent, r"says when it resets.*resets='never'"),
     "torch: next step": (simulators.NextStep, "NEXT_STEP.*DISABLED"),
     "torch: one row": (partial(gymnasium.make, "CartPole-v1"), "num_envs", TORCH),
     "isaaclab: several agents": (isaac.DirectMARLEnv, "multi_agent_to_single_agent"),
-    "isaaclab: two simulators": (isaac.make_direct, r"one simulator in a process.*num_workers", {"num_envs": 2}),
-    "torchrl: next step": (next_step_of_torchrl, r"NEXT_STEP. Build it with autoreset_mode=AutoresetMode.DISABLED"),
-    "meltingpot: unlike players": (unlike_players, "player_0 and player_1 differing in INVENTORY"),
+    "isaaclab: two simulators": (
+        isaac.make_direct,
+        r"one simulator in a process.*num_workers",
+        {"num_envs": 2},
+    ),
+    "torchrl: next step": (
+        next_step_of_torchrl,
+        r"NEXT_STEP. Build it with autoreset_mode=AutoresetMode.DISABLED",
+    ),
+    "meltingpot: unlike players": (
+        unlike_players,
+        "player_0 and player_1 differing in INVENTORY",
+    ),
 }
 #: What -> (how the env is made, the message, and arguments of `reset`).
 RESET: dict[str, tuple[Any, ...]] = {
@@ -327,14 +403,23 @@ RESET: dict[str, tuple[Any, ...]] = {
             partial(Scripted, first=first),
             r"expected \(observation, info dict\), got .*before 0\.26",
         )
-        for first in (np.zeros(2), (np.zeros(2),), [np.zeros(2), {}], (np.zeros(2), None), None)
+        for first in (
+            np.zeros(2),
+            (np.zeros(2),),
+            [np.zeros(2), {}],
+            (np.zeros(2), None),
+            None,
+        )
     },
     "gymnasium: a keyword": (Scripted, r"got `level`.*reset\(options=", {"level": 3}),
     "gymnasium: a key less": (
         partial(Lying, PAIR, {"a": 0}),
         r"reading observation failed: expected a dict with 'a', 'b', got one without 'b'",
     ),
-    "gymnasium: a key more": (partial(Lying, PAIR, {"a": 0, "b": 1, "c": 2}), r"got one that has 'c' too"),
+    "gymnasium: a key more": (
+        partial(Lying, PAIR, {"a": 0, "b": 1, "c": 2}),
+        r"got one that has 'c' too",
+    ),
     "gymnasium: no dict": (partial(Lying, PAIR, 3), "got int"),
     "gymnasium: a nested key less": (
         partial(Lying, spaces.Dict(x=PAIR, y=spaces.Text(3)), {"x": {"b": 1}, "y": ""}),
@@ -345,7 +430,9 @@ RESET: dict[str, tuple[Any, ...]] = {
         "expected a tuple of 2, got tuple of 1",
     ),
     "gymnasium: a tuple too long": (
-        partial(Lying, spaces.Tuple((spaces.Discrete(2), spaces.Discrete(2))), (1, 2, 3)),
+        partial(
+            Lying, spaces.Tuple((spaces.Discrete(2), spaces.Discrete(2))), (1, 2, 3)
+        ),
         "expected a tuple of 2, got tuple of 3",
     ),
     "gymnasium: no plain data": (
@@ -361,9 +448,21 @@ RESET: dict[str, tuple[Any, ...]] = {
         partial(dm_env_of, reset=lambda: (np.zeros(2), {})),
         r"reset failed: expected a dm_env.TimeStep, got tuple",
     ),
-    "dm_env: options": (dm_env_of, "expected no keyword for a dm_env env, got `options`", {"options": {"a": 1}}),
-    "envpool: options": (envpool_of, "no options for EnvPool, got `options`", {"options": {"a": 1}}),
-    "pettingzoo: a keyword": (zoo, "expected no keyword but `options` for a PettingZoo env, got `level`", {"level": 1}),
+    "dm_env: options": (
+        dm_env_of,
+        "expected no keyword for a dm_env env, got `options`",
+        {"options": {"a": 1}},
+    ),
+    "envpool: options": (
+        envpool_of,
+        "no options for EnvPool, got `options`",
+        {"options": {"a": 1}},
+    ),
+    "pettingzoo: a keyword": (
+        zoo,
+        "expected no keyword but `options` for a PettingZoo env, got `level`",
+        {"level": 1},
+    ),
     "pettingzoo: short masks": (
         short_masks,
         r"the action mask of sheep_0 failed: expected flags of shape \(3,\)",
@@ -386,24 +485,40 @@ STEPPED: dict[str, tuple[Make, str]] = {
         )
     },
     **{
-        f"gymnasium: {name} {flag!r}": (partial(answering, **{name: flag}), f"expected a bool as `{name}`")
+        f"gymnasium: {name} {flag!r}": (
+            partial(answering, **{name: flag}),
+            f"expected a bool as `{name}`",
+        )
         for name in ("terminated", "truncated")
         for flag in NO_FLAGS
     },
     "gymnasium: four values": (
         partial(Scripted, (np.zeros(2), 0.0, False, {})),
-        FIVE + r"got 4 values \(ndarray, float, bool, dict\).*before 0\.26.*shimmy\.GymV21CompatibilityV0",
+        FIVE
+        + r"got 4 values \(ndarray, float, bool, dict\).*before 0\.26.*shimmy\.GymV21CompatibilityV0",
     ),
-    "gymnasium: three values": (partial(Scripted, (np.zeros(2), 0.0, False)), f"{FIVE}got 3 values"),
-    "gymnasium: six values": (partial(Scripted, (1, 2, 3, 4, 5, 6)), f"{FIVE}got 6 values"),
+    "gymnasium: three values": (
+        partial(Scripted, (np.zeros(2), 0.0, False)),
+        f"{FIVE}got 3 values",
+    ),
+    "gymnasium: six values": (
+        partial(Scripted, (1, 2, 3, 4, 5, 6)),
+        f"{FIVE}got 6 values",
+    ),
     "gymnasium: nothing": (Scripted, f"{FIVE}got NoneType"),
     "gymnasium: an observation": (partial(Scripted, np.zeros(2)), f"{FIVE}got ndarray"),
     "vector: four values": (
         lambda: FourValues(vectors.sync(AutoresetMode.DISABLED)),
         r"expected \(observations, rewards, terminations, truncations, infos\), got tuple",
     ),
-    "dm_env: no reward": (partial(dm_step, "transition", None, np.zeros(2)), "one number as the reward, got None"),
-    "dm_env: two rewards": (partial(dm_step, "transition", np.zeros(2), np.zeros(2)), "one number as the reward"),
+    "dm_env: no reward": (
+        partial(dm_step, "transition", None, np.zeros(2)),
+        "one number as the reward, got None",
+    ),
+    "dm_env: two rewards": (
+        partial(dm_step, "transition", np.zeros(2), np.zeros(2)),
+        "one number as the reward",
+    ),
     "dm_env: no discount": (
         partial(dm_step, "truncation", 0.0, np.zeros(2), None),
         "expected a discount with the last step",
@@ -440,17 +555,37 @@ STEPPED: dict[str, tuple[Make, str]] = {
         partial(zoo_step, with_entry(1, "a_1", "x")),
         "expected one number as the reward of a_1",
     ),
-    "pettingzoo: no flag": (partial(zoo_step, with_entry(2, "a_0", 2)), "expected a bool as `terminations"),
-    "old gym: a class of gymnasium": (partial(OldReset, None), r"shimmy\.GymV21CompatibilityV0"),
+    "pettingzoo: no flag": (
+        partial(zoo_step, with_entry(2, "a_0", 2)),
+        "expected a bool as `terminations",
+    ),
+    "old gym: a class of gymnasium": (
+        partial(OldReset, None),
+        r"shimmy\.GymV21CompatibilityV0",
+    ),
     "torch: no last observations": (simulators.Losing, r"final_obs.*compute_final_obs"),
     "torch: its own buffer": (simulators.Aliasing, "view of its observation buffer"),
-    "isaaclab: another history": (managed_with_own_history, r"expected IsaacLab's CircularBuffer, got a OwnHistory"),
+    "isaaclab: another history": (
+        managed_with_own_history,
+        r"expected IsaacLab's CircularBuffer, got a OwnHistory",
+    ),
     "isaaclab: a history and masks": (
-        partial(isaac.make_managed, compute_final_obs=False, resets_by_mask=True, history_length=3, max_length=1),
+        partial(
+            isaac.make_managed,
+            compute_final_obs=False,
+            resets_by_mask=True,
+            history_length=3,
+            max_length=1,
+        ),
         "They are lost: .*observations with a history need resets by _reset_idx",
     ),
     "isaaclab: its own buffer and masks": (
-        partial(isaac.make_direct, compute_final_obs=False, resets_by_mask=True, max_length=1),
+        partial(
+            isaac.make_direct,
+            compute_final_obs=False,
+            resets_by_mask=True,
+            max_length=1,
+        ),
         "view of its observation buffer",
     ),
 }
@@ -461,14 +596,23 @@ NOT_RESET: dict[str, Make] = {
 }
 #: First word of a row -> the extra that it needs.
 EXTRAS = {"dm_env": "dm-control"}
-EXTRAS |= {family: family for family in ("atari", "envpool", "meltingpot", "pettingzoo", "torchrl", "vmas")}
+EXTRAS |= {
+    family: family
+    for family in ("atari", "envpool", "meltingpot", "pettingzoo", "torchrl", "vmas")
+}
 
 
 def each(table: dict[str, Any]) -> pytest.MarkDecorator:
     """Return the mark that runs a test for every row of a table."""
-    extras = {name: EXTRAS.get(name, EXTRAS.get(name.partition(":")[0])) for name in table}
+    extras = {
+        name: EXTRAS.get(name, EXTRAS.get(name.partition(":")[0])) for name in table
+    }
     return pytest.mark.parametrize(
-        "name", [pytest.param(name, marks=[needs(extra)] if extra else []) for name, extra in extras.items()]
+        "name",
+        [
+            pytest.param(name, marks=[needs(extra)] if extra else [])
+            for name, extra in extras.items()
+        ],
     )
 
 
@@ -502,6 +646,8 @@ def test_an_adapter_refuses_to_step_rows_that_were_not_reset(name: str) -> None:
     env = NOT_RESET[name]()
     make: Any = find_adapter(env)
     adapter = make(env)
-    with pytest.raises(ResetNeeded, match=r"expected running rows, got rows \[0, 1, 2\]"):
+    with pytest.raises(
+        ResetNeeded, match=r"expected running rows, got rows \[0, 1, 2\]"
+    ):
         adapter.step([np.zeros(3, np.int64)])
     adapter.close()

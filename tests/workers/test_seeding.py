@@ -24,7 +24,9 @@ def test_neighbours_differ():
 
 
 def test_building_draws_from_a_stream_of_its_own():
-    assert seeding.build_seed(0, 1) not in {seeding.episode_seed(0, 1, episode) for episode in range(1000)}
+    assert seeding.build_seed(0, 1) not in {
+        seeding.episode_seed(0, 1, episode) for episode in range(1000)
+    }
 
 
 def test_global_generators_are_seeded():
@@ -53,7 +55,10 @@ def test_who_drew_is_named():
     random.random()
     assert seeding.drawn_between(before, seeding.globals_state()) == ["random"]
     np.random.random()
-    assert seeding.drawn_between(before, seeding.globals_state()) == ["random", "numpy.random"]
+    assert seeding.drawn_between(before, seeding.globals_state()) == [
+        "random",
+        "numpy.random",
+    ]
     seeding.restore_globals(before)
 
 
@@ -61,11 +66,20 @@ def test_root_seeds_are_drawn_afresh():
     assert seeding.draw_root_seed() != seeding.draw_root_seed()
 
 
-_WORDS = st.one_of(st.integers(0, 3), st.integers(2**32 - 2, 2**32 + 1), st.integers(0, 2**32))
+_WORDS = st.one_of(
+    st.integers(0, 3), st.integers(2**32 - 2, 2**32 + 1), st.integers(0, 2**32)
+)
 
 
 @given(
-    st.one_of(_WORDS, st.integers(0, 2**63 - 1), st.integers(2**127, 2**130), st.integers(0, 2**300)), _WORDS, _WORDS
+    st.one_of(
+        _WORDS,
+        st.integers(0, 2**63 - 1),
+        st.integers(2**127, 2**130),
+        st.integers(0, 2**300),
+    ),
+    _WORDS,
+    _WORDS,
 )
 @example(0, 0, 0)
 @example(2**128, 2**32, 2**32 - 1)
@@ -79,4 +93,6 @@ def test_the_seeds_of_an_env_are_those_of_its_triples(root_seed, env_id, episode
 @pytest.mark.parametrize("root_seed", [0, 2**40])
 def test_the_seeds_of_an_env_in_a_row(root_seed):
     seeds = seeding.EpisodeSeeds(root_seed, 3)
-    assert [seeds[i] for i in range(100)] == [seeding.episode_seed(root_seed, 3, i) for i in range(100)]
+    assert [seeds[i] for i in range(100)] == [
+        seeding.episode_seed(root_seed, 3, i) for i in range(100)
+    ]

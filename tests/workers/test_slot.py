@@ -39,12 +39,20 @@ class Keeping(FlagsEnv):
 
 
 def opened(make_env: Any, isolate_rng: bool) -> SerialEnv:  # noqa: FBT001  # a column of the tests' table
-    return SerialEnv(2, make_env, seed=0, options=ExecutorOptions(isolate_rng=isolate_rng))
+    return SerialEnv(
+        2, make_env, seed=0, options=ExecutorOptions(isolate_rng=isolate_rng)
+    )
 
 
 @BOTH_WAYS
 def test_an_action_that_an_env_keeps_is_the_envs_own(isolate_rng):
-    actions = torch.tensor([[[0, 0, 0, 1], [1, 0, 0, 0]], [[0, 1, 1, 0], [1, 1, 1, 1]], [[1, 0, 1, 0], [0, 0, 0, 0]]])
+    actions = torch.tensor(
+        [
+            [[0, 0, 0, 1], [1, 0, 0, 0]],
+            [[0, 1, 1, 0], [1, 1, 1, 1]],
+            [[1, 0, 1, 0], [0, 0, 0, 0]],
+        ]
+    )
     with opened(Keeping, isolate_rng) as env:
         env.reset()
         for action in actions:
@@ -61,7 +69,10 @@ class TwoActions(CountingEnv):
 
     def __init__(self) -> None:
         super().__init__(50)
-        self.spec = replace(self.spec, action=(action_leaf(), LeafSpec(("more",), (), "int64", Discrete(9))))
+        self.spec = replace(
+            self.spec,
+            action=(action_leaf(), LeafSpec(("more",), (), "int64", Discrete(9))),
+        )
 
     def step(self, action: list[Any]) -> Any:
         _, more = action
@@ -73,7 +84,11 @@ def test_every_value_of_an_action_is_handed_over(isolate_rng):
     with opened(TwoActions, isolate_rng) as env:
         env.reset()
         for more in ([5, 6], [7, 8], [0, 1]):
-            td = env.step(TensorDict({"action": torch.tensor([1, 2]), "more": torch.tensor(more)}, [2]))
+            td = env.step(
+                TensorDict(
+                    {"action": torch.tensor([1, 2]), "more": torch.tensor(more)}, [2]
+                )
+            )
             assert td["next", "observation"][:, 2].tolist() == more
 
 
@@ -92,7 +107,10 @@ def test_done_leaves_of_agents_are_written_in_every_row(isolate_rng):
         assert seen == [[False] * 6, [False] * 6, [True] * 6] * 2
         assert roots == [False] * 6
         data = env.rollout(7, break_when_any_done=False)
-        assert torch.equal(data["next", "agents", "done"], data["next", "done"][..., None].expand(2, 7, 3, 1))
+        assert torch.equal(
+            data["next", "agents", "done"],
+            data["next", "done"][..., None].expand(2, 7, 3, 1),
+        )
         assert not data["agents", "done"].any()
 
 
@@ -108,7 +126,9 @@ def test_too_few_values_are_an_error_of_that_env(isolate_rng, missing):
             return observation, reward, *ends
 
         def done_values(self) -> list[Any]:
-            return super().done_values()[: 1 if missing == "done" and self.num_steps == 2 else 3]
+            return super().done_values()[
+                : 1 if missing == "done" and self.num_steps == 2 else 3
+            ]
 
     with opened(lambda: Forgetful(9), isolate_rng) as env:
         root = env.reset()
@@ -122,7 +142,10 @@ def test_leaves_that_an_adapter_does_not_want_checked_may_be_nan():
     adapter.unchecked = frozenset({("loose",)})
     slot = Slot(0, adapter, check_finite=True)
     arrays = {("next", key): np.zeros(2, np.float32) for key in ("loose", "tight")}
-    loose, tight = (slot.writer(LeafSpec((key,), (), "float32"), arrays, "next", 0) for key in ("loose", "tight"))
+    loose, tight = (
+        slot.writer(LeafSpec((key,), (), "float32"), arrays, "next", 0)
+        for key in ("loose", "tight")
+    )
     loose(1, np.nan)
     assert np.isnan(arrays["next", "loose"]).tolist() == [False, True]
     with pytest.raises(SpecError, match="tight"):

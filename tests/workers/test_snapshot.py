@@ -67,7 +67,8 @@ class Room(gymnasium.Env):
         self.drawn = random.Random(3)
         self.legacy = np.random.RandomState(4)
         self.pair = Pair(1, [2])
-        self.observation_space = gymnasium.spaces.Box(-9, 9, (2,), np.float64)  # sampled, so not the class's
+        # Sampled, so not the class's.
+        self.observation_space = gymnasium.spaces.Box(-9, 9, (2,), np.float64)
         self.both = gymnasium.spaces.Dict(n=gymnasium.spaces.Discrete(1000))
         self.spaces = {"a": gymnasium.spaces.Discrete(3)}
         self.itself = self
@@ -88,12 +89,18 @@ class Room(gymnasium.Env):
         self.counts["b"] = number
         self.pair = Pair(number, [number])
         sampled = [self.observation_space.sample().tolist(), self.both.sample()["n"]]
-        return self.drawn.random(), self.legacy.random_sample(), self.np_random.random(), sampled
+        return (
+            self.drawn.random(),
+            self.legacy.random_sample(),
+            self.np_random.random(),
+            sampled,
+        )
 
 
 def make():
     env = gymnasium.wrappers.TimeLimit(
-        gymnasium.wrappers.OrderEnforcing(gymnasium.wrappers.PassiveEnvChecker(Room())), 9
+        gymnasium.wrappers.OrderEnforcing(gymnasium.wrappers.PassiveEnvChecker(Room())),
+        9,
     )
     env.reset(seed=1)
     env.unwrapped.change(5)
@@ -175,7 +182,11 @@ def test_what_cannot_be_saved_is_named(name):
 def forged(state, change):
     """Return a state whose nodes and simulators somebody has changed."""
     nodes, simulators = plain.decode(state["held"])
-    held = plain.encode([nodes, simulators] if (changed := change(nodes, simulators)) is None else changed)
+    held = plain.encode(
+        [nodes, simulators]
+        if (changed := change(nodes, simulators)) is None
+        else changed
+    )
     return {**state, "held": held, "digest": snapshot._digest(held)}
 
 
@@ -209,26 +220,74 @@ class Removed:
 PLACE = ".env.env.env"
 REFUSED = {
     "a call": (with_node("data", None, ["posix:system", ["true"]]), "posix:system"),
-    "a call of a package": (with_node("data", None, ["numpy:load", ["x"]]), "numpy:load"),
-    "a file of numpy": (with_node("data", None, ["numpy:memmap", ["x", "uint8", "w+", 0, 5]]), "numpy:memmap"),
-    "an array of another class": (with_node("array", "numpy:memmap", ["|u1", [5], "C", bytes(5)]), "numpy:memmap"),
-    "an array of objects": (with_node("array", None, ["|O", [1], "C", bytes(8)]), "dtype"),
-    "an array of records": (with_node("array", None, ["(1,i4", [1], "C", bytes(4)]), "dtype"),
-    "a view beyond its memory": (with_view(["<f8", [1], [8], 4]), "strides is incompatible"),
-    "a view before its memory": (with_view(["<f8", [1], [8], -8]), "strides is incompatible"),
+    "a call of a package": (
+        with_node("data", None, ["numpy:load", ["x"]]),
+        "numpy:load",
+    ),
+    "a file of numpy": (
+        with_node("data", None, ["numpy:memmap", ["x", "uint8", "w+", 0, 5]]),
+        "numpy:memmap",
+    ),
+    "an array of another class": (
+        with_node("array", "numpy:memmap", ["|u1", [5], "C", bytes(5)]),
+        "numpy:memmap",
+    ),
+    "an array of objects": (
+        with_node("array", None, ["|O", [1], "C", bytes(8)]),
+        "dtype",
+    ),
+    "an array of records": (
+        with_node("array", None, ["(1,i4", [1], "C", bytes(4)]),
+        "dtype",
+    ),
+    "a view beyond its memory": (
+        with_view(["<f8", [1], [8], 4]),
+        "strides is incompatible",
+    ),
+    "a view before its memory": (
+        with_view(["<f8", [1], [8], -8]),
+        "strides is incompatible",
+    ),
     "a huge view": (with_view(["<f8", [2**40], [0], 0]), "a view of shape"),
     "a view of objects": (with_view(["|O", [1], [8], 0]), "a view '|O'"),
-    "a view of a simulation that is not there": (with_node("array", None, ["a.qpos", ["<f8", [1], [8], 0]]), "a.qpos"),
-    "a view of an env": (with_node("array", None, [[0], ["<f8", [1], [8], 0]]), "AttributeError"),
-    "a short text of a huge number": (with_node("data", None, ["fractions:Fraction", ["1e99999999"]]), "of no int"),
-    "a huge array": (with_node("array", None, ["<f8", [2**40], "C", bytes(8)]), "8 bytes for an array"),
-    "an array of nothing": (with_node("array", None, ["|S0", [2**40], "C", b""]), "0 bytes for an array"),
-    "a huge array of objects": (with_node("objects", None, [[2**40], []]), "0 objects for"),
-    "a finalizer": (with_node("object", f"{__name__}:Removed", []), "Removed, which has a finalizer"),
-    "a class that the env refers to": (with_node("object", "subprocess:Popen", []), "subprocess:Popen"),
+    "a view of a simulation that is not there": (
+        with_node("array", None, ["a.qpos", ["<f8", [1], [8], 0]]),
+        "a.qpos",
+    ),
+    "a view of an env": (
+        with_node("array", None, [[0], ["<f8", [1], [8], 0]]),
+        "AttributeError",
+    ),
+    "a short text of a huge number": (
+        with_node("data", None, ["fractions:Fraction", ["1e99999999"]]),
+        "of no int",
+    ),
+    "a huge array": (
+        with_node("array", None, ["<f8", [2**40], "C", bytes(8)]),
+        "8 bytes for an array",
+    ),
+    "an array of nothing": (
+        with_node("array", None, ["|S0", [2**40], "C", b""]),
+        "0 bytes for an array",
+    ),
+    "a huge array of objects": (
+        with_node("objects", None, [[2**40], []]),
+        "0 objects for",
+    ),
+    "a finalizer": (
+        with_node("object", f"{__name__}:Removed", []),
+        "Removed, which has a finalizer",
+    ),
+    "a class that the env refers to": (
+        with_node("object", "subprocess:Popen", []),
+        "subprocess:Popen",
+    ),
     "a file that is removed": (
         with_node(
-            "owner", None, [f"{PLACE}.task.kept", "tempfile:_TemporaryFileCloser"], {"name": "x", "delete": True}
+            "owner",
+            None,
+            [f"{PLACE}.task.kept", "tempfile:_TemporaryFileCloser"],
+            {"name": "x", "delete": True},
         ),
         "an object of .tempfile:_TemporaryFileCloser",
     ),
@@ -236,13 +295,18 @@ REFUSED = {
     "a class of C": (with_node("object", "numpy:ndarray", []), "ndarray"),
     "a list as a dict": (with_node("dict", f"{__name__}:Ball", []), "which is no dict"),
     "a function as a class": (with_node("object", "numpy:load", []), "numpy:load"),
-    "an object that is not there": (with_node("at", None, [".nothing", False]), r"env\.nothing"),
+    "an object that is not there": (
+        with_node("at", None, [".nothing", False]),
+        r"env\.nothing",
+    ),
     "attributes of a function": (
         with_node("at", None, [f"{PLACE}.shape", False], {"__code__": 1}),
         "attributes of a at",
     ),
     "a value that holds itself": (
-        lambda state: forged(state, lambda nodes, _: nodes.append(["tuple", None, [[len(nodes)]], {}])),
+        lambda state: forged(
+            state, lambda nodes, _: nodes.append(["tuple", None, [[len(nodes)]], {}])
+        ),
         "consists of itself",
     ),
     "a node that is not there": (
@@ -250,19 +314,47 @@ REFUSED = {
         "no node",
     ),
     "an unknown kind": (with_node("call", None, []), "KeyError"),
-    "no node": (lambda state: forged(state, lambda nodes, _: nodes.append(3)), "TypeError"),
+    "no node": (
+        lambda state: forged(state, lambda nodes, _: nodes.append(3)),
+        "TypeError",
+    ),
     "a generator beyond its words": (
-        with_node("bits", None, [{"bit_generator": "MT19937", "state": {"key": [1] * 624, "pos": 10**6}}, None]),
+        with_node(
+            "bits",
+            None,
+            [
+                {"bit_generator": "MT19937", "state": {"key": [1] * 624, "pos": 10**6}},
+                None,
+            ],
+        ),
         "pos=1000000",
     ),
     "seeds of much memory": (with_node("seeds", None, [1, [], 2**40, 0]), "a pool of"),
-    "a state without the env": (lambda state: forged(state, lambda _, simulators: [[], simulators]), "of none"),
-    "damage": (lambda state: state | {"held": state["held"][:-1]}, "got one that is damaged"),
+    "a state without the env": (
+        lambda state: forged(state, lambda _, simulators: [[], simulators]),
+        "of none",
+    ),
+    "damage": (
+        lambda state: state | {"held": state["held"][:-1]},
+        "got one that is damaged",
+    ),
     "a text": (lambda state: state | {"held": "x"}, "got one that is damaged"),
-    "a newer version": (lambda state: state | {"version": 3}, "with version 2 of the format, got version 3"),
-    "no version": (lambda state: {"held": state["held"]}, "without a state of this form"),
-    "another env": (lambda _: snapshot.save(gymnasium.make("CartPole-v1")), "got one of a .*Cart.* for a .*Room"),
-    "another wrapper": (lambda _: snapshot.save(Room()), "got one of a .*Room for a .*TimeLimit"),
+    "a newer version": (
+        lambda state: state | {"version": 3},
+        "with version 2 of the format, got version 3",
+    ),
+    "no version": (
+        lambda state: {"held": state["held"]},
+        "without a state of this form",
+    ),
+    "another env": (
+        lambda _: snapshot.save(gymnasium.make("CartPole-v1")),
+        "got one of a .*Cart.* for a .*Room",
+    ),
+    "another wrapper": (
+        lambda _: snapshot.save(Room()),
+        "got one of a .*Room for a .*TimeLimit",
+    ),
     "no state": (lambda _: {"a": 1}, "expected what state_dict"),
 }
 
@@ -288,7 +380,9 @@ def test_a_state_makes_objects_that_the_env_does_not_hold_now():
 
 
 def test_a_simulation_without_its_model_cannot_be_saved():  # as in MuJoCo 2
-    held = collections.UserDict(data=type("MjData", (), {"__module__": "mujoco._structs"})())
+    held = collections.UserDict(
+        data=type("MjData", (), {"__module__": "mujoco._structs"})()
+    )
     with pytest.raises(Unsaveable):
         snapshot.save(held)
 
@@ -299,7 +393,8 @@ def test_views_of_a_simulation_follow_it_again():
     for env in (one, other):
         env.reset(seed=1)
         env.unwrapped.velocity = env.unwrapped.data.qvel[1:]
-        env.unwrapped.rows = np.broadcast_to(env.unwrapped.data.qpos, (5, 2))  # which is copied
+        # Which is copied.
+        env.unwrapped.rows = np.broadcast_to(env.unwrapped.data.qpos, (5, 2))
         env.unwrapped.mass = env.unwrapped.model.body_mass
     state = snapshot.save(one)
     for env in (one, other):
@@ -314,7 +409,9 @@ def test_views_of_a_simulation_follow_it_again():
 
 @needs("box2d")
 def test_pictures_are_made_again_where_there_are_none():
-    one, other, third = (gymnasium.make("CartPole-v1", render_mode="rgb_array") for _ in range(3))
+    one, other, third = (
+        gymnasium.make("CartPole-v1", render_mode="rgb_array") for _ in range(3)
+    )
     for seed, env in enumerate((one, other, third)):
         env.reset(seed=seed)
     drawn = one.render()

@@ -86,11 +86,26 @@ class OwnScreen(Walk):
 @pytest.mark.parametrize(
     ("make_env", "match"),
     [
-        (ClassAttribute, r"env 0 gave another observation than alone \(.*\): .*ClassAttribute\.count.*alone=True"),
-        (GlobalVariable, r"env 0 gave another observation than alone .*test_together\.TURN.*alone=True"),
-        (GlobalGenerator, r"draws from global generators\. ExecutorOptions\(isolate_rng=True\)"),
-        (OneCanvas, r"env 0 gave another picture than alone \(the first root\)\. It is that of env 1: .*GL context"),
-        (OwnScreen, r"They probably share a variable of a library in C, a file, or a port.*alone=True"),
+        (
+            ClassAttribute,
+            r"env 0 gave another observation than alone \(.*\): .*ClassAttribute\.count.*alone=True",
+        ),
+        (
+            GlobalVariable,
+            r"env 0 gave another observation than alone .*test_together\.TURN.*alone=True",
+        ),
+        (
+            GlobalGenerator,
+            r"draws from global generators\. ExecutorOptions\(isolate_rng=True\)",
+        ),
+        (
+            OneCanvas,
+            r"env 0 gave another picture than alone \(the first root\)\. It is that of env 1: .*GL context",
+        ),
+        (
+            OwnScreen,
+            r"They probably share a variable of a library in C, a file, or a port.*alone=True",
+        ),
         (Unseeded, r"nothing was proved, as the seed does not determine the env"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

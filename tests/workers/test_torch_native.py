@@ -11,7 +11,10 @@ import torch
 
 from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.executor.testing import Contract
-from envherd.workers.adapters.simulators.native import IsaacLabAdapter, TorchNativeAdapter
+from envherd.workers.adapters.simulators.native import (
+    IsaacLabAdapter,
+    TorchNativeAdapter,
+)
 from envherd.workers.errors import EnvError, FactoryError, ResetNeeded
 from tests.contracts.batched_families import isaac_by_hand, reset_direct, reset_managed
 from tests.contracts.family import Family
@@ -41,7 +44,10 @@ def still(td: Any) -> Any:
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "direct": ("direct", {}),
     "direct that publishes": ("direct", {"compute_final_obs": True}),
-    "direct with fresh tensors": ("direct", {"compute_final_obs": True, "reuses_buffers": False}),
+    "direct with fresh tensors": (
+        "direct",
+        {"compute_final_obs": True, "reuses_buffers": False},
+    ),
     "direct that resets by mask": (
         "direct",
         {"compute_final_obs": False, "resets_by_mask": True, "reuses_buffers": False},
@@ -55,10 +61,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "managed that never resets": (
         "managed",
-        {"compute_final_obs": False, "autoreset_mode": "DISABLED", "reuses_buffers": False},
+        {
+            "compute_final_obs": False,
+            "autoreset_mode": "DISABLED",
+            "reuses_buffers": False,
+        },
     ),
     "managed with histories": ("managed", {"history_length": 3}),
-    "managed with histories that publishes": ("managed", {"history_length": 3, "compute_final_obs": True}),
+    "managed with histories that publishes": (
+        "managed",
+        {"history_length": 3, "compute_final_obs": True},
+    ),
 }
 RESET_ROWS = {"direct": reset_direct, "managed": reset_managed}
 
@@ -97,16 +110,27 @@ def test_every_row_is_a_step_that_happened(case):
 
     family = Family(
         title=case,
-        make_env=partial(batched_envs.isaac, "wrapped" if case == "wrapped" else kind, **cfg),
+        make_env=partial(
+            batched_envs.isaac, "wrapped" if case == "wrapped" else kind, **cfg
+        ),
         plain=partial(
             ByHand,
-            partial(isaac_by_hand, kind, autoreset_mode=cfg.get("autoreset_mode", "SAME_STEP")),
+            partial(
+                isaac_by_hand,
+                kind,
+                autoreset_mode=cfg.get("autoreset_mode", "SAME_STEP"),
+            ),
             RESET_ROWS[kind],
             resets_itself="autoreset_mode" not in cfg,
         ),
     )
-    with SerialEnv(1, family.make_env, seed=3) as env, contextlib.closing(Driven(family, env, 3)) as driven:
-        num_resets = driven.step_and_reset_at_random(scaled(60, full=640), np.random.default_rng(7))
+    with (
+        SerialEnv(1, family.make_env, seed=3) as env,
+        contextlib.closing(Driven(family, env, 3)) as driven,
+    ):
+        num_resets = driven.step_and_reset_at_random(
+            scaled(60, full=640), np.random.default_rng(7)
+        )
     assert num_resets > scaled(60, full=640)
 
 
@@ -125,7 +149,9 @@ def test_rows_that_ended_stay_ended_until_they_are_reset():
 
 
 def test_last_observations_have_the_noise_of_the_step():
-    with SerialEnv(1, recorded(isaac.make_direct, noise=1e-3, max_length=3)[0], seed=0) as env:
+    with SerialEnv(
+        1, recorded(isaac.make_direct, noise=1e-3, max_length=3)[0], seed=0
+    ) as env:
         final = env.rollout(3)["next", "policy"][0, -1]
     assert (final[:, 3] - 3).abs().max() < 1e-2
     assert (final[:, 3] != 3).all()
@@ -133,8 +159,16 @@ def test_last_observations_have_the_noise_of_the_step():
 
 def test_a_reset_of_rows_that_never_ended_does_not_tell_of_itself():
     make_env, _ = recorded(isaac.make_direct, resets_too_many=True, max_length=50)
-    with SerialEnv(1, make_env, seed=0) as env, pytest.raises(EnvError, match="neither terminated nor truncated"):
-        env.rollout(40, policy=lambda td: td.set("action", torch.tensor([[[9.0], [0.0], [0.0], [0.0]]])))
+    with (
+        SerialEnv(1, make_env, seed=0) as env,
+        pytest.raises(EnvError, match="neither terminated nor truncated"),
+    ):
+        env.rollout(
+            40,
+            policy=lambda td: td.set(
+                "action", torch.tensor([[[9.0], [0.0], [0.0], [0.0]]])
+            ),
+        )
 
 
 # ---- one simulator in a process ------------------------------------------------------------------
@@ -177,10 +211,14 @@ def test_rows_are_reset_one_by_one(make):
     for row, length in enumerate((3, 4, 5, 6)):
         counts = data["next", "observation"][:, row, 1].tolist()
         assert counts == [1 + step % length for step in range(12)]
-        assert data["next", "truncated"][:, row, 0].tolist() == [count == length for count in counts]
+        assert data["next", "truncated"][:, row, 0].tolist() == [
+            count == length for count in counts
+        ]
         episodes = data["observation"][:, row, 0]
         assert (episodes.diff()[1:] >= 0).all()
-        assert data["observation"][:, row, 1].tolist() == [step % length for step in range(12)]
+        assert data["observation"][:, row, 1].tolist() == [
+            step % length for step in range(12)
+        ]
 
 
 def test_a_simulator_that_resets_by_mask_is_given_the_mask():
@@ -218,10 +256,16 @@ class Plain:
     def __init__(self) -> None:
         self._inner = simulators.Counter()
         self.num_envs, self.single_action_space = 4, self._inner.single_action_space
-        self.metadata, self.reset, self.step = self._inner.metadata, self._inner.reset, self._inner.step
+        self.metadata, self.reset, self.step = (
+            self._inner.metadata,
+            self._inner.reset,
+            self._inner.step,
+        )
 
 
-@pytest.mark.parametrize("make", [simulators.Counter, isaac.make_direct, isaac.make_wrapped])
+@pytest.mark.parametrize(
+    "make", [simulators.Counter, isaac.make_direct, isaac.make_wrapped]
+)
 def test_simulators_are_known_by_themselves(make):
     with SerialEnv(1, make) as env:
         assert env.specs[0].family in ("torch", "isaaclab")
@@ -260,12 +304,16 @@ def test_env_type_numpy_is_for_envs_that_take_arrays():
 def test_env_type_torch_leaves_torchrl_to_its_own_adapter():
     from torchrl.envs import GymEnv
 
-    with SerialEnv(1, lambda: GymEnv("CartPole-v1"), options=ExecutorOptions(env_type="torch")) as env:
+    with SerialEnv(
+        1, lambda: GymEnv("CartPole-v1"), options=ExecutorOptions(env_type="torch")
+    ) as env:
         assert env.specs[0].family == "torchrl"
 
 
 def test_infos_are_arrays():
-    with SerialEnv(1, isaac.make_direct, options=ExecutorOptions(infos="plain"), seed=0) as env:
+    with SerialEnv(
+        1, isaac.make_direct, options=ExecutorOptions(infos="plain"), seed=0
+    ) as env:
         env.reset()
         for _ in range(3):
             env.step(still(env.current()))
@@ -275,6 +323,14 @@ def test_infos_are_arrays():
 
 def test_adapters_are_of_their_family():
     adapter = IsaacLabAdapter(isaac.make_managed())
-    assert (adapter.family, adapter.is_alone, adapter.takes_tensors) == ("isaaclab", True, True)
-    assert {leaf.key for leaf in adapter.spec.observation} == {("policy",), ("critic", "place"), ("critic", "length")}
+    assert (adapter.family, adapter.is_alone, adapter.takes_tensors) == (
+        "isaaclab",
+        True,
+        True,
+    )
+    assert {leaf.key for leaf in adapter.spec.observation} == {
+        ("policy",),
+        ("critic", "place"),
+        ("critic", "length"),
+    }
     adapter.close()

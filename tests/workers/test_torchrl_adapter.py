@@ -14,7 +14,14 @@ import numpy as np
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
-from torchrl.envs import DMControlEnv, EnvBase, GymEnv, PendulumEnv, StepCounter, TransformedEnv
+from torchrl.envs import (
+    DMControlEnv,
+    EnvBase,
+    GymEnv,
+    PendulumEnv,
+    StepCounter,
+    TransformedEnv,
+)
 
 from envherd.shm.specs import DONE_KEYS, LeafSpec
 from envherd.workers import plain
@@ -42,7 +49,11 @@ def at(td: TensorDictBase, key: tuple[str, ...]) -> Any:
     node: Any = td
     for name in key:
         if name.isdigit():
-            dim = node.stack_dim if isinstance(node, LazyStackedTensorDict) else node.batch_dims - 1
+            dim = (
+                node.stack_dim
+                if isinstance(node, LazyStackedTensorDict)
+                else node.batch_dims - 1
+            )
             node = node.unbind(dim)[int(name)]
         else:
             node = node.get(name)
@@ -70,7 +81,9 @@ def reset_torchrl(env: EnvBase, seed: int) -> TensorDictBase:
     return env.reset()
 
 
-def play_torchrl(env: EnvBase, adapter: TorchRLAdapter, actions: list[TensorDictBase]) -> list[Moment]:
+def play_torchrl(
+    env: EnvBase, adapter: TorchRLAdapter, actions: list[TensorDictBase]
+) -> list[Moment]:
     """Play with `env.step` and `env.step_mdp`; the adapter only names the leaves."""
     spec = adapter.spec
 
@@ -78,8 +91,14 @@ def play_torchrl(env: EnvBase, adapter: TorchRLAdapter, actions: list[TensorDict
         leaves = (*spec.observation, *spec.done[3:], *(() if is_reset else spec.reward))
         ends = [at(td, key) for key in DONE_KEYS if td.get(key, None) is not None]
         ends = ends or [at(td, leaf.key) for leaf in spec.done[3:] if len(leaf.key) > 1]
-        flat = [end.reshape(*spec.batch_shape, -1).any(-1, keepdims=True) for end in ends]
-        return Moment({leaf.key: at(td, leaf.key) for leaf in leaves}, np.logical_or.reduce(flat), is_reset)
+        flat = [
+            end.reshape(*spec.batch_shape, -1).any(-1, keepdims=True) for end in ends
+        ]
+        return Moment(
+            {leaf.key: at(td, leaf.key) for leaf in leaves},
+            np.logical_or.reduce(flat),
+            is_reset,
+        )
 
     seed = 7
     root = reset_torchrl(env, seed)
@@ -100,7 +119,9 @@ def play_torchrl(env: EnvBase, adapter: TorchRLAdapter, actions: list[TensorDict
 
 
 def play_adapter(
-    adapter: TorchRLAdapter, actions: list[TensorDictBase], state: Callable[[LeafSpec, dict], Any]
+    adapter: TorchRLAdapter,
+    actions: list[TensorDictBase],
+    state: Callable[[LeafSpec, dict], Any],
 ) -> list[Moment]:
     """Play with the adapter, while other code draws from torch's generator."""
     spec = adapter.spec
@@ -132,20 +153,35 @@ def play_adapter(
 
 def value_of(leaf: LeafSpec, value: Any) -> Any:
     """Return an input in the form in which the worker's block passes it to an adapter."""
-    return int(value) if not leaf.is_side and leaf.shape == () and leaf.dtype == "int64" else value
+    return (
+        int(value)
+        if not leaf.is_side and leaf.shape == () and leaf.dtype == "int64"
+        else value
+    )
 
 
 def assert_same(ours: list[Moment], theirs: list[Moment]) -> None:
     assert len(ours) == len(theirs)
     for index, (mine, their) in enumerate(zip(ours, theirs, strict=True)):
         assert mine.is_reset == their.is_reset
-        assert np.array_equal(mine.done, their.done) or mine.is_reset, (index, mine.done, their.done)
+        assert np.array_equal(mine.done, their.done) or mine.is_reset, (
+            index,
+            mine.done,
+            their.done,
+        )
         assert mine.values.keys() == their.values.keys()
         for key, value in mine.values.items():
             expected = their.values[key]
             if isinstance(expected, np.ndarray):
-                assert (value.dtype, value.shape) == (expected.dtype, expected.shape), key
-                assert value.tobytes() == expected.tobytes(), (index, key, value, expected)
+                assert (value.dtype, value.shape) == (expected.dtype, expected.shape), (
+                    key
+                )
+                assert value.tobytes() == expected.tobytes(), (
+                    index,
+                    key,
+                    value,
+                    expected,
+                )
             else:
                 assert value == expected, (index, key)
 
@@ -156,7 +192,11 @@ def drawn_actions(env: EnvBase) -> list[TensorDictBase]:
 
 
 each = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[needs(EXTRAS[name])] if name in EXTRAS else []) for name in SAME_DATA]
+    "name",
+    [
+        pytest.param(name, marks=[needs(EXTRAS[name])] if name in EXTRAS else [])
+        for name in SAME_DATA
+    ],
 )
 
 
@@ -174,7 +214,9 @@ def test_same_data_as_torchrl(name):
     assert sum(moment.is_reset for moment in ours) > 1, "no episode ended"
     assert_same(ours, theirs)
     if other.spec.state:
-        assert_same(play_adapter(other, actions, lambda leaf, root: root.get(leaf.key)), theirs)
+        assert_same(
+            play_adapter(other, actions, lambda leaf, root: root.get(leaf.key)), theirs
+        )
 
 
 def check_spec(spec, other):
@@ -182,7 +224,13 @@ def check_spec(spec, other):
     assert type(spec).from_plain(plain.decode(plain.encode(spec.to_plain()))) == other
     assert [leaf.key for leaf in spec.done[:3]] == list(DONE_KEYS)
     assert {leaf.shape for leaf in spec.done[:3]} == {(*spec.batch_shape, 1)}
-    for group in (spec.observation, spec.action, spec.reward, spec.done[3:], spec.state):
+    for group in (
+        spec.observation,
+        spec.action,
+        spec.reward,
+        spec.done[3:],
+        spec.state,
+    ):
         keys = [leaf.key for leaf in group]
         assert keys == sorted(keys, key=lambda key: (len(key), key))
 
@@ -192,9 +240,13 @@ def test_given_state_wins_over_the_env_s_own():
     adapter.reset(0)
     given: dict[Any, Any] = {("th",): np.float32(0.5), ("thdot",): np.float32(-1.0)}
     values = [given.get(leaf.key) for leaf in adapter.spec.state]
-    ours = stored(adapter.spec.observation, adapter.step([np.ones(1, np.float32), *values])[0])
+    ours = stored(
+        adapter.spec.observation, adapter.step([np.ones(1, np.float32), *values])[0]
+    )
     env = PendulumEnv()
-    root = env.reset().update({"th": torch.tensor(0.5), "thdot": torch.tensor(-1.0), "action": torch.ones(1)})
+    root = env.reset().update(
+        {"th": torch.tensor(0.5), "thdot": torch.tensor(-1.0), "action": torch.ones(1)}
+    )
     theirs = env.step(root)["next"]
     assert ours["th",] == theirs["th"].item()
     assert ours["thdot",] == theirs["thdot"].item()
@@ -206,13 +258,18 @@ def test_recurrent_state_passes_through_a_step():
     assert not stored(adapter.spec.observation, adapter.reset(0))["hidden",].any()
     hidden = np.arange(4, dtype=np.float32)
     observation = adapter.step([np.array([1, 0]), hidden])[0]
-    assert np.array_equal(stored(adapter.spec.observation, observation)["hidden",], hidden)
+    assert np.array_equal(
+        stored(adapter.spec.observation, observation)["hidden",], hidden
+    )
 
 
 def test_state_has_no_bounds():
     spec = TorchRLAdapter(PendulumEnv()).spec
     assert {str(leaf.domain) for leaf in spec.state} == {"any"}
-    assert str(next(leaf for leaf in spec.observation if leaf.key == ("thdot",)).domain) == "[-8.0, 8.0]"
+    assert (
+        str(next(leaf for leaf in spec.observation if leaf.key == ("thdot",)).domain)
+        == "[-8.0, 8.0]"
+    )
 
 
 def test_a_single_env_that_ended_undecidedly_is_truncated():
@@ -224,7 +281,9 @@ def test_a_single_env_that_ended_undecidedly_is_truncated():
 
 @pytest.mark.parametrize(("at_root", "ends_at"), [(True, 3), (False, 3)])
 def test_root_done_prevails_and_nested_ones_count_without_it(at_root, ends_at):
-    adapter = TorchRLAdapter(torchrl_own.MockNestedResetEnv(num_steps=3, done_at_root=at_root))
+    adapter = TorchRLAdapter(
+        torchrl_own.MockNestedResetEnv(num_steps=3, done_at_root=at_root)
+    )
     nested = [leaf.key for leaf in adapter.spec.done[3:]]
     assert ("agent_1", "done") in nested
     adapter.reset(None)
@@ -233,7 +292,10 @@ def test_root_done_prevails_and_nested_ones_count_without_it(at_root, ends_at):
         *_, terminated, truncated = adapter.step([None] * len(adapter.spec.action))
         ends.append(terminated or truncated)
     assert ends == [step == ends_at for step in (1, 2, 3)]
-    assert stored(adapter.spec.done[3:], adapter.done_values())["agent_1", "done"].item() is True
+    assert (
+        stored(adapter.spec.done[3:], adapter.done_values())["agent_1", "done"].item()
+        is True
+    )
 
 
 def test_step_before_reset_and_missing_leaf_are_named():
@@ -241,7 +303,10 @@ def test_step_before_reset_and_missing_leaf_are_named():
     with pytest.raises(ResetNeeded, match="expected a reset first"):
         adapter.step([np.zeros(1, np.float32)])
     adapter.reset(0)
-    with pytest.raises(SpecError, match=r"reading extra failed: expected extra: float32 \(2,\) in any, got nothing"):
+    with pytest.raises(
+        SpecError,
+        match=r"reading extra failed: expected extra: float32 \(2,\) in any, got nothing",
+    ):
         adapter.step([np.zeros(1, np.float32)])
 
 

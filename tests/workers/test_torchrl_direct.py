@@ -54,7 +54,8 @@ from tests.envs.torchrl_direct_envs import Buffered, Keeper, Nested, Twice, herd
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning",
     "ignore::FutureWarning",
-    "ignore:In future, it will be an error for 'np.bool:DeprecationWarning",  # TorchRL 0.10 with NumPy 2.1
+    # TorchRL 0.10 with NumPy 2.1.
+    "ignore:In future, it will be an error for 'np.bool:DeprecationWarning",
 )
 
 Make = Callable[[], EnvBase]
@@ -85,9 +86,15 @@ def melting_pot(name: str, *transforms: Any, **kwargs: Any) -> EnvBase:
     return TransformedEnv(env, Compose(*transforms)) if transforms else env
 
 
-def farm(*transforms: Any, dies: bool = True, masks: str = "", **kwargs: Any) -> EnvBase:
-    own = {name: kwargs.pop(name) for name in ("has_infos", "is_nested") if name in kwargs}
-    env = PettingZooWrapper(herd(dies=dies, masks=masks, **own), use_mask=dies, **kwargs)
+def farm(
+    *transforms: Any, dies: bool = True, masks: str = "", **kwargs: Any
+) -> EnvBase:
+    own = {
+        name: kwargs.pop(name) for name in ("has_infos", "is_nested") if name in kwargs
+    }
+    env = PettingZooWrapper(
+        herd(dies=dies, masks=masks, **own), use_mask=dies, **kwargs
+    )
     return TransformedEnv(env, Compose(*transforms)) if transforms else env
 
 
@@ -105,18 +112,54 @@ DIRECT: dict[str, Any] = {
     "categorical": (lambda: gym("CartPole-v1", categorical_action_encoding=True), 60),
     "box": (lambda: swings(device="cpu"), 60),
     "pixels": (lambda: gym("CartPole-v1", from_pixels=True, max_episode_steps=5), 40),
-    "pixels and state": (lambda: gym("CartPole-v1", from_pixels=True, pixels_only=False, max_episode_steps=5), 40),
+    "pixels and state": (
+        lambda: gym(
+            "CartPole-v1", from_pixels=True, pixels_only=False, max_episode_steps=5
+        ),
+        40,
+    ),
     "buffered": (lambda: GymWrapper(Buffered(), categorical_action_encoding=True), 60),
-    **{f"nested, {kind}": (lambda kind=kind: GymWrapper(Nested(kind)), 60) for kind in ("float", "float32", "int")},
-    **{f"nested, {kind}": (lambda kind=kind: GymWrapper(Nested(kind)), 60) for kind in ("zero", "array", "None")},
+    **{
+        f"nested, {kind}": (lambda kind=kind: GymWrapper(Nested(kind)), 60)
+        for kind in ("float", "float32", "int")
+    },
+    **{
+        f"nested, {kind}": (lambda kind=kind: GymWrapper(Nested(kind)), 60)
+        for kind in ("zero", "array", "None")
+    },
     "fast encoding": (lambda: (env := swings()).fast_encoding() or env, 60),
-    "counters": (lambda: gym(PENDULUM, StepCounter(7), RewardSum(), InitTracker(), DoubleToFloat()), 60),
+    "counters": (
+        lambda: gym(
+            PENDULUM, StepCounter(7), RewardSum(), InitTracker(), DoubleToFloat()
+        ),
+        60,
+    ),
     "no transform": (lambda: TransformedEnv(GymEnv("CartPole-v1")), 60),
     "one transform": (lambda: TransformedEnv(GymEnv("CartPole-v1"), StepCounter()), 60),
-    "scales": (lambda: swings(RewardScaling(0.5, 2.0), ObservationNorm(0.5, 2.0, in_keys=["observation"])), 60),
-    "frames": (lambda: gym(PENDULUM, CatFrames(3, dim=-1, in_keys=["observation"]), StepCounter(9)), 60),
-    "max pool": (lambda: gym(PENDULUM, TimeMaxPool(in_keys=["observation"], T=3), StepCounter(9)), 60),
-    "norm": (lambda: gym(PENDULUM, VecNorm(in_keys=["observation", "reward"]), StepCounter(9)), 60),
+    "scales": (
+        lambda: swings(
+            RewardScaling(0.5, 2.0), ObservationNorm(0.5, 2.0, in_keys=["observation"])
+        ),
+        60,
+    ),
+    "frames": (
+        lambda: gym(
+            PENDULUM, CatFrames(3, dim=-1, in_keys=["observation"]), StepCounter(9)
+        ),
+        60,
+    ),
+    "max pool": (
+        lambda: gym(
+            PENDULUM, TimeMaxPool(in_keys=["observation"], T=3), StepCounter(9)
+        ),
+        60,
+    ),
+    "norm": (
+        lambda: gym(
+            PENDULUM, VecNorm(in_keys=["observation", "reward"]), StepCounter(9)
+        ),
+        60,
+    ),
     "images": (
         lambda: gym(
             "CartPole-v1",
@@ -127,11 +170,29 @@ DIRECT: dict[str, Any] = {
         ),
         40,
     ),
-    "discrete": (lambda: gym(PENDULUM, ActionDiscretizer(num_intervals=4), StepCounter(9)), 60),
-    "primer": (lambda: swings(InitTracker(), TensorDictPrimer(hidden=Unbounded((4,)), default_value=0.0)), 60),
-    "renamed": (lambda: swings(RenameTransform(["observation"], ["seen"]), RewardClipping(-1, 0)), 60),
+    "discrete": (
+        lambda: gym(PENDULUM, ActionDiscretizer(num_intervals=4), StepCounter(9)),
+        60,
+    ),
+    "primer": (
+        lambda: swings(
+            InitTracker(), TensorDictPrimer(hidden=Unbounded((4,)), default_value=0.0)
+        ),
+        60,
+    ),
+    "renamed": (
+        lambda: swings(
+            RenameTransform(["observation"], ["seen"]), RewardClipping(-1, 0)
+        ),
+        60,
+    ),
     "skips frames": (lambda: gym(PENDULUM, FrameSkipTransform(3), StepCounter(9)), 60),
-    "function": (lambda: TransformedEnv(swings(), lambda td: td.set("observation", td["observation"] + 1)), 60),
+    "function": (
+        lambda: TransformedEnv(
+            swings(), lambda td: td.set("observation", td["observation"] + 1)
+        ),
+        60,
+    ),
     "keeper": (lambda: gym(PENDULUM, Keeper(), StepCounter(9)), 60),
     "keeper of buffers": (lambda: TransformedEnv(GymWrapper(Buffered()), Keeper()), 60),
     "twice": (lambda: gym(PENDULUM, Twice(), RewardSum(), StepCounter(9)), 60),
@@ -142,15 +203,19 @@ DM = {
     "dm_control, transforms": (
         lambda: TransformedEnv(
             DMControlEnv("reacher", "easy"),
-            Compose(CatTensors(["position", "velocity"], "observation"), DoubleToFloat(), StepCounter(9)),
+            Compose(
+                CatTensors(["position", "velocity"], "observation"),
+                DoubleToFloat(),
+                StepCounter(9),
+            ),
         ),
         60,
     ),
 }
 ZOO = {
     f"{masks or 'no masks'}, {has_infos=}, {is_nested=}, {kwargs}": (
-        lambda masks=masks, has_infos=has_infos, is_nested=is_nested, kwargs=kwargs: farm(
-            masks=masks, has_infos=has_infos, is_nested=is_nested, **kwargs
+        lambda masks=masks, has_infos=has_infos, is_nested=is_nested, kwargs=kwargs: (
+            farm(masks=masks, has_infos=has_infos, is_nested=is_nested, **kwargs)
         ),
         60,
     )
@@ -163,17 +228,29 @@ ZOO = {
     )
 } | {
     "groups": (
-        lambda: farm(dies=False, group_map={"b": ["walker_2", "walker_0"], "c": ["walker_1"], "a": ["bird_0"]}),
+        lambda: farm(
+            dies=False,
+            group_map={
+                "b": ["walker_2", "walker_0"],
+                "c": ["walker_1"],
+                "a": ["bird_0"],
+            },
+        ),
         60,
         False,
     ),
     "transforms": (
-        lambda: farm(StepCounter(8), RewardSum(in_keys=[AGENTS]), masks="obs", done_on_any=False),
+        lambda: farm(
+            StepCounter(8), RewardSum(in_keys=[AGENTS]), masks="obs", done_on_any=False
+        ),
         60,
     ),
 }
 MASKS = torchrl_own.since((0, 13), "masks of agents that are gone")
-COMMONS, PRISONERS = "commons_harvest__open", "prisoners_dilemma_in_the_matrix__repeated"
+COMMONS, PRISONERS = (
+    "commons_harvest__open",
+    "prisoners_dilemma_in_the_matrix__repeated",
+)
 SPLIT = {
     "b": ["player_3", "player_1"],
     "a": ["player_0", "player_2", "player_6"],
@@ -183,11 +260,21 @@ SPLIT = {
 POTS = {
     "a real end": (lambda: melting_pot(COMMONS, max_frames=6), 40),
     "commons": (lambda: melting_pot(COMMONS, max_steps=9), 20),
-    "inventories, one-hot": (lambda: melting_pot(PRISONERS, max_steps=9, categorical_actions=False), 20),
+    "inventories, one-hot": (
+        lambda: melting_pot(PRISONERS, max_steps=9, categorical_actions=False),
+        20,
+    ),
     "groups": (lambda: melting_pot(COMMONS, group_map=SPLIT, max_steps=9), 20),
-    "a group each": (lambda: melting_pot(COMMONS, group_map=MarlGroupMapType.ONE_GROUP_PER_AGENT, max_steps=9), 20),
+    "a group each": (
+        lambda: melting_pot(
+            COMMONS, group_map=MarlGroupMapType.ONE_GROUP_PER_AGENT, max_steps=9
+        ),
+        20,
+    ),
     "transforms": (
-        lambda: melting_pot(COMMONS, StepCounter(8), RewardSum(in_keys=[("agents", "reward")])),
+        lambda: melting_pot(
+            COMMONS, StepCounter(8), RewardSum(in_keys=[("agents", "reward")])
+        ),
         20,
     ),
 }
@@ -201,14 +288,18 @@ class Pair:
         for _ in range(2):
             torch.manual_seed(0)
             hosted = HostedEnv(make(), **how)
-            with contextlib.suppress(NotImplementedError), hosted.on_stage():  # Melting Pot
+            # Melting Pot.
+            with contextlib.suppress(NotImplementedError), hosted.on_stage():
                 hosted.seed(5, static=False)
             self.adapters.append(adapter_of(hosted))
         direct, usual = self.adapters
         assert direct.spec.metadata["way"] == "direct"
         usual.env.direct = None
         self.env = usual.env.env
-        self.leaves = {"observation": direct.spec.observation, "reward": direct.spec.reward}
+        self.leaves = {
+            "observation": direct.spec.observation,
+            "reward": direct.spec.reward,
+        }
         self.rng = np.random.default_rng(3)
 
     def both(self, act: Callable[[Any], Any]) -> tuple[Any, Any]:
@@ -224,8 +315,11 @@ class Pair:
                 continue
             one, other = (np.asarray(value) for value in values)
             assert np.can_cast(one.dtype, leaf.dtype, "same_kind"), leaf
-            one, other = (array.astype(leaf.dtype).reshape(leaf.shape) for array in (one, other))
-            if leaf.key[0].endswith("episode/return"):  # direct ways sum rewards before they are rounded to float32
+            one, other = (
+                array.astype(leaf.dtype).reshape(leaf.shape) for array in (one, other)
+            )
+            # Direct ways sum rewards before they are rounded to float32.
+            if leaf.key[0].endswith("episode/return"):
                 np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
             else:
                 assert one.tobytes() == other.tobytes(), (leaf.key, one, other)
@@ -238,12 +332,17 @@ class Pair:
         random = self.env.full_action_spec.rand()
         root = self.adapters[1].env.root
         actions = set(leaf_keys(self.env)[0]) - set(self.env.state_keys)
-        return [(random if key in actions else root).get(key).numpy() for key in leaf_keys(self.env)[0]]
+        return [
+            (random if key in actions else root).get(key).numpy()
+            for key in leaf_keys(self.env)[0]
+        ]
 
     def step(self) -> bool:
         """Step both; return whether they ended."""
         inputs = self.inputs()
-        left, right = self.both(lambda adapter: adapter.step([array.copy() for array in inputs]))
+        left, right = self.both(
+            lambda adapter: adapter.step([array.copy() for array in inputs])
+        )
         self.check(left[0], right[0], "observation")
         self.check(left[1], right[1], "reward")
         assert left[2:] == right[2:]
@@ -254,7 +353,9 @@ class Pair:
 
         def call(adapter: Any) -> Any:
             with adapter.env.on_stage():
-                copied = [arg.clone() if isinstance(arg, TensorDict) else arg for arg in args]
+                copied = [
+                    arg.clone() if isinstance(arg, TensorDict) else arg for arg in args
+                ]
                 return getattr(adapter.env, name)(*copied, **kwargs)
 
         left, right = self.both(call)
@@ -264,11 +365,17 @@ class Pair:
     def same(self, left: Any, right: Any) -> None:
         if not isinstance(right, TensorDict):
             return
-        named = [dict(td.items(include_nested=True, leaves_only=True)) for td in (left, right)]
+        named = [
+            dict(td.items(include_nested=True, leaves_only=True))
+            for td in (left, right)
+        ]
         assert named[0].keys() == named[1].keys()
         for key, value in named[1].items():
             assert named[0][key].dtype == value.dtype
-            assert named[0][key].numpy().tobytes() == value.numpy().tobytes() or "episode" in key, key
+            assert (
+                named[0][key].numpy().tobytes() == value.numpy().tobytes()
+                or "episode" in key
+            ), key
 
     def close(self) -> None:
         for adapter in self.adapters:
@@ -303,7 +410,9 @@ def compare(make: Make, num_steps: int, steps_on: bool = True, **how: Any) -> No
 
 
 def _named(pair: Pair) -> tuple[list[Any], list[torch.Tensor]]:
-    return leaf_keys(pair.env)[0], [torch.from_numpy(array.copy()) for array in pair.inputs()]
+    return leaf_keys(pair.env)[0], [
+        torch.from_numpy(array.copy()) for array in pair.inputs()
+    ]
 
 
 @pytest.mark.parametrize("case", DIRECT)
@@ -323,15 +432,25 @@ def test_dm_control_that_draws() -> None:
     """In a separate process, because dm_control selects its OpenGL backend when it is imported."""
     environ = os.environ | {"MUJOCO_GL": "egl"}
     script = [sys.executable, "-m", "tests.workers.torchrl_pixels"]
-    done = subprocess.run(script, env=environ, capture_output=True, text=True, check=False, timeout=200)
+    done = subprocess.run(
+        script, env=environ, capture_output=True, text=True, check=False, timeout=200
+    )
     if "no OpenGL" in done.stdout:
         pytest.skip("no EGL on this machine")
-    assert done.stdout.split() == ["pixels", "pixels,position,velocity"], done.stderr[-2000:]
+    assert done.stdout.split() == ["pixels", "pixels,position,velocity"], done.stderr[
+        -2000:
+    ]
 
 
 @needs("pettingzoo")
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=MASKS if case.startswith(("obs", "info", "transforms")) else ()) for case in ZOO]
+    "case",
+    [
+        pytest.param(
+            case, marks=MASKS if case.startswith(("obs", "info", "transforms")) else ()
+        )
+        for case in ZOO
+    ],
 )
 def test_pettingzoo(case: str) -> None:
     compare(*ZOO[case])
@@ -382,9 +501,14 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "type checks": (checking, "GymEnv: it checks types"),
     "frame skip": (lambda: gym(PENDULUM, frame_skip=2), "GymEnv: it skips frames"),
     "replaced": (replaced, "GymEnv: a method of the instance was replaced"),
-    "inside": (lambda: TransformedEnv(Other(PENDULUM), StepCounter()), "around Other has no direct way"),
+    "inside": (
+        lambda: TransformedEnv(Other(PENDULUM), StepCounter()),
+        "around Other has no direct way",
+    ),
     "nested": (
-        lambda: TransformedEnv(gym(PENDULUM, RewardSum()), StepCounter(9), auto_unwrap=False),
+        lambda: TransformedEnv(
+            gym(PENDULUM, RewardSum()), StepCounter(9), auto_unwrap=False
+        ),
         "around a TransformedEnv",
     ),
 }
@@ -405,7 +529,9 @@ def test_envs_that_may_draw_from_torch_keep_their_own_generator() -> None:
     """C, which does not exchange the states of torch's generator, steps only those that cannot."""
 
     def noisy(env: Any) -> Any:
-        return gymnasium.wrappers.TransformReward(env, lambda reward: float(reward) + torch.rand(()).item())
+        return gymnasium.wrappers.TransformReward(
+            env, lambda reward: float(reward) + torch.rand(()).item()
+        )
 
     called = []
     for wrap in (lambda env: env, gymnasium.wrappers.RecordEpisodeStatistics, noisy):

@@ -50,7 +50,12 @@ def observed(adapter: TorchRLAdapter, values: list[Any]) -> dict[Any, Any]:
 
 
 def vector_env(mode: AutoresetMode) -> EnvBase:
-    env = gymnasium.make_vec("CartPole-v1", 3, vectorization_mode="sync", vector_kwargs={"autoreset_mode": mode})
+    env = gymnasium.make_vec(
+        "CartPole-v1",
+        3,
+        vectorization_mode="sync",
+        vector_kwargs={"autoreset_mode": mode},
+    )
     return GymWrapper(env, categorical_action_encoding=True)
 
 
@@ -67,11 +72,15 @@ def test_partial_reset_touches_the_masked_rows_alone():
     mask = np.array([[True], [False], [False]])
     options: dict[str, Any] = {}
     rows = observed(adapter, adapter.reset(5, options, mask))
-    assert rows["observation",].tolist() == rows["step_count",].tolist() == [[0], [3], [3]]
+    assert (
+        rows["observation",].tolist() == rows["step_count",].tolist() == [[0], [3], [3]]
+    )
     assert rows["is_init",].tolist() == [[True], [False], [False]]
     assert (mask.tolist(), options) == ([[True], [False], [False]], {})
     rows = observed(adapter, adapter.step(ones)[0])
-    assert rows["observation",].tolist() == rows["step_count",].tolist() == [[1], [4], [4]]
+    assert (
+        rows["observation",].tolist() == rows["step_count",].tolist() == [[1], [4], [4]]
+    )
 
 
 def test_masks_of_all_rows_and_of_none():
@@ -83,7 +92,9 @@ def test_masks_of_all_rows_and_of_none():
     assert unchanged["text",] == ["at 1", "at 1", "at 1"]
     fresh = observed(adapter, adapter.reset(3, None, np.ones((3, 1), bool)))
     assert fresh["count",].tolist() == [[0], [0], [0]]
-    assert adapter.env.seeds == [1, 3], "the first reset is of all rows; a mask of none resets and seeds nothing"
+    assert adapter.env.seeds == [1, 3], (
+        "the first reset is of all rows; a mask of none resets and seeds nothing"
+    )
 
 
 def test_partial_reset_of_nested_done_groups():
@@ -99,15 +110,25 @@ def test_partial_reset_of_nested_done_groups():
 @pytest.mark.parametrize("mode", [AutoresetMode.DISABLED, AutoresetMode.SAME_STEP])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_vector_envs_keep_their_last_observations(mode):
-    adapter, by_hand = TorchRLAdapter(vector_env(mode)), [gymnasium.make("CartPole-v1") for _ in range(3)]
+    adapter, by_hand = (
+        TorchRLAdapter(vector_env(mode)),
+        [gymnasium.make("CartPole-v1") for _ in range(3)],
+    )
     assert adapter.spec.batch_shape == (3,)
-    expected = np.stack([env.reset(seed=11 + row)[0] for row, env in enumerate(by_hand)])
-    assert np.array_equal(observed(adapter, adapter.reset(11))["observation",], expected)
+    expected = np.stack(
+        [env.reset(seed=11 + row)[0] for row, env in enumerate(by_hand)]
+    )
+    assert np.array_equal(
+        observed(adapter, adapter.reset(11))["observation",], expected
+    )
     terminated = np.zeros((3, 1), bool)
     while not terminated.any():
-        action = np.array([int(expected[0, 2] > 0), 1, int(expected[2, 2] > 0)])  # the second one falls over
+        # The second one falls over.
+        action = np.array([int(expected[0, 2] > 0), 1, int(expected[2, 2] > 0)])
         observation, _, terminated, truncated = adapter.step([action])
-        expected = np.stack([env.step(a)[0] for env, a in zip(by_hand, action.tolist(), strict=True)])
+        expected = np.stack(
+            [env.step(a)[0] for env, a in zip(by_hand, action.tolist(), strict=True)]
+        )
         assert np.array_equal(observed(adapter, observation)["observation",], expected)
     assert (terminated.tolist(), truncated.any()) == ([[False], [True], [False]], False)
     rows = observed(adapter, adapter.reset(12, None, terminated))["observation",]
@@ -132,10 +153,14 @@ def test_a_gym_env_is_reset_once_with_the_seed_and_the_options():
     assert [asked["seed"] for asked in inner.asked] == [5, None, 9]
 
 
-@pytest.mark.parametrize("make", [torchrl_envs.Noisy, PendulumEnv, torchrl_own.StateLessCountingEnv])
+@pytest.mark.parametrize(
+    "make", [torchrl_envs.Noisy, PendulumEnv, torchrl_own.StateLessCountingEnv]
+)
 def test_torch_s_global_generator_is_the_env_s_own_and_nobody_else_s(make):
     adapter, other = TorchRLAdapter(make()), TorchRLAdapter(torchrl_envs.Noisy())
-    action = [np.zeros(leaf.shape, leaf.dtype) for leaf in adapter.spec.action] + [None] * len(adapter.spec.state)
+    action = [np.zeros(leaf.shape, leaf.dtype) for leaf in adapter.spec.action] + [
+        None
+    ] * len(adapter.spec.state)
 
     def play(seed: int, disturb: Any) -> list[bytes]:
         shown = [observed(adapter, adapter.reset(seed))]
@@ -147,7 +172,9 @@ def test_torch_s_global_generator_is_the_env_s_own_and_nobody_else_s(make):
     before = torch.get_rng_state()
     quiet = play(3, lambda: None)
     assert torch.equal(before, torch.get_rng_state())
-    assert quiet == play(3, lambda: (torch.rand(5), torch.manual_seed(0), other.reset(8)))
+    assert quiet == play(
+        3, lambda: (torch.rand(5), torch.manual_seed(0), other.reset(8))
+    )
     assert quiet != play(4, lambda: None)
 
 
@@ -184,14 +211,23 @@ def test_meltingpot_env_gives_what_torchrl_gives():
     for leaf in (*spec.observation, *spec.reward):
         if leaf.key != ("step_count",):
             theirs = declared[leaf.key if len(leaf.key) > 1 else leaf.key[0]]
-            assert (leaf.shape, leaf.dtype) == (tuple(theirs.shape), str(theirs.dtype).removeprefix("torch."))
-    assert [(leaf.key, leaf.shape, str(leaf.domain)) for leaf in spec.action] == [(("agents", "action"), (2,), "0..7")]
+            assert (leaf.shape, leaf.dtype) == (
+                tuple(theirs.shape),
+                str(theirs.dtype).removeprefix("torch."),
+            )
+    assert [(leaf.key, leaf.shape, str(leaf.domain)) for leaf in spec.action] == [
+        (("agents", "action"), (2,), "0..7")
+    ]
     seen = observed(adapter, adapter.reset(0))
     assert np.array_equal(adapter.render(), seen["RGB",])
     for step in range(1, 5):
-        observation, reward, terminated, truncated = adapter.step([np.array([1, 3]), None])
+        observation, reward, terminated, truncated = adapter.step(
+            [np.array([1, 3]), None]
+        )
         theirs = adapter._latest  # what TorchRL's own step gave
-        for key, value in (observed(adapter, observation) | stored(spec.reward, reward)).items():
+        for key, value in (
+            observed(adapter, observation) | stored(spec.reward, reward)
+        ).items():
             assert np.array_equal(value, theirs[key].numpy())
         assert (terminated, truncated) == (step == 4, False)
     adapter.close()
@@ -201,13 +237,16 @@ def test_meltingpot_env_gives_what_torchrl_gives():
 
 
 @pytest.mark.parametrize(
-    "wrap", [lambda env: env, lambda env: TransformedEnv(env, StepCounter())], ids=["bare", "transformed"]
+    "wrap",
+    [lambda env: env, lambda env: TransformedEnv(env, StepCounter())],
+    ids=["bare", "transformed"],
 )
 @pytest.mark.parametrize("batched", [ParallelEnv, SerialEnv])
 def test_batched_envs_are_refused_before_they_start(batched, wrap):
     env = wrap(batched(2, PendulumEnv))
     with pytest.raises(
-        FactoryError, match=f"got a torchrl {batched.__name__}, which runs several. Give the factory of one"
+        FactoryError,
+        match=f"got a torchrl {batched.__name__}, which runs several. Give the factory of one",
     ):
         TorchRLAdapter(env)
     assert env.is_closed
@@ -231,11 +270,17 @@ def test_vmas_envs_of_a_process_draw_from_states_of_their_own():
 
 def test_state_dict_is_plain_and_comes_back():
     def make(loc: float) -> TorchRLAdapter:
-        norm = ObservationNorm(torch.full((4,), loc), torch.ones(4), in_keys=["observation"])
-        return TorchRLAdapter(TransformedEnv(GymEnv("CartPole-v1"), Compose(norm, StepCounter())))
+        norm = ObservationNorm(
+            torch.full((4,), loc), torch.ones(4), in_keys=["observation"]
+        )
+        return TorchRLAdapter(
+            TransformedEnv(GymEnv("CartPole-v1"), Compose(norm, StepCounter()))
+        )
 
     one, other = make(1.0), make(5.0)
-    before = [observed(adapter, adapter.reset(2))["observation",] for adapter in (one, other)]
+    before = [
+        observed(adapter, adapter.reset(2))["observation",] for adapter in (one, other)
+    ]
     assert not np.array_equal(*before)
     state = plain.decode(plain.encode(one.state_dict()))
     assert [type(value) for value in state.values()].count(np.ndarray) == len(state) > 0
@@ -255,7 +300,9 @@ def test_pictures():
     assert TorchRLAdapter(PendulumEnv()).render() is None
     pixels = TorchRLAdapter(GymEnv("CartPole-v1", from_pixels=True))
     shown = observed(pixels, pixels.reset(0))["pixels",]
-    assert np.array_equal(pixels.render(), shown if shown.shape[-1] == 3 else shown.transpose(1, 2, 0))
+    assert np.array_equal(
+        pixels.render(), shown if shown.shape[-1] == 3 else shown.transpose(1, 2, 0)
+    )
 
 
 def test_close_closes_the_env_inside(monkeypatch):
@@ -267,5 +314,10 @@ def test_close_closes_the_env_inside(monkeypatch):
 
 
 def test_unused_composites_are_no_leaves():
-    env = torchrl_envs.Typed(Composite(inner=Composite(value=Unbounded((2,))), nothing=Composite()))
-    assert [leaf.key for leaf in TorchRLAdapter(env).spec.observation] == [("count",), ("added", "inner", "value")]
+    env = torchrl_envs.Typed(
+        Composite(inner=Composite(value=Unbounded((2,))), nothing=Composite())
+    )
+    assert [leaf.key for leaf in TorchRLAdapter(env).spec.observation] == [
+        ("count",),
+        ("added", "inner", "value"),
+    ]

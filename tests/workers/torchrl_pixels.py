@@ -23,11 +23,18 @@ def make_env(*, pixels_only: bool) -> EnvBase:
 
     def without_shadows(*args: Any, **kwargs: Any) -> Any:
         env = load(*args, **kwargs)
-        env.physics.model.vis.quality.shadowsize = 0  # they take most of the time where the processor draws
+        # They take most of the time where the processor draws.
+        env.physics.model.vis.quality.shadowsize = 0
         return env
 
     with patch.object(suite, "load", without_shadows):
-        return DMControlEnv("cartpole", "swingup", time_limit=0.03, from_pixels=True, pixels_only=pixels_only)
+        return DMControlEnv(
+            "cartpole",
+            "swingup",
+            time_limit=0.03,
+            from_pixels=True,
+            pixels_only=pixels_only,
+        )
 
 
 def rollout(env: EnvBase) -> TensorDictBase:
@@ -36,10 +43,14 @@ def rollout(env: EnvBase) -> TensorDictBase:
 
     def act(td: TensorDictBase) -> TensorDictBase:
         spec = env.full_action_spec["action"]
-        return td.set("action", torch.rand(spec.shape, generator=draws, dtype=spec.dtype) * 2 - 1)
+        return td.set(
+            "action", torch.rand(spec.shape, generator=draws, dtype=spec.dtype) * 2 - 1
+        )
 
     env.set_seed(5)
-    parts = [env.rollout(NUM_STEPS, act, break_when_any_done=False).clone() for _ in range(2)]
+    parts = [
+        env.rollout(NUM_STEPS, act, break_when_any_done=False).clone() for _ in range(2)
+    ]
     env.close()
     return torch.cat(parts, 1)
 
@@ -60,7 +71,9 @@ def main() -> None:
         ours, theirs = rollout(env), rollout(SerialEnv(NUM_ENVS, make))
         assert_close(ours, theirs, rtol=0, atol=0)
         assert ours["pixels"].float().std() > 1
-        names = sorted(set(ours.keys()) - {"action", "next", "done", "terminated", "truncated"})
+        names = sorted(
+            set(ours.keys()) - {"action", "next", "done", "terminated", "truncated"}
+        )
         print(",".join(names))
 
 

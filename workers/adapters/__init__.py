@@ -4,4 +4,11 @@ from envherd.workers.adapters.base import Adapter, StepValues
 from envherd.workers.adapters.named import PettingZooFactory
 from envherd.workers.adapters.registry import find_adapter, is_env_like, register
 
-__all__ = ["Adapter", "PettingZooFactory", "StepValues", "find_adapter", "is_env_like", "register"]
+__all__ = [
+    "Adapter",
+    "PettingZooFactory",
+    "StepValues",
+    "find_adapter",
+    "is_env_like",
+    "register",
+]

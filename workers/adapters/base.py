@@ -105,7 +105,9 @@ class Adapter(ABC):
     origin: str = ""
 
     @abstractmethod
-    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:
+    def reset(
+        self, seed: int | None, options: Options = None, mask: Mask = None
+    ) -> list[Any]:
         """Start a new episode and return its first observation.
 
         Args:
@@ -148,7 +150,9 @@ class Adapter(ABC):
     def state_dict(self) -> Any:
         """Return the env's state as plain data; envs that cannot raise `NotImplementedError`."""
         if not self.is_its_attributes:
-            raise self._without_state(f"its family ({self.family}) has no way to read it")
+            raise self._without_state(
+                f"its family ({self.family}) has no way to read it"
+            )
         try:
             return guest("saving").save(self.env)
         except Unsaveable as error:
@@ -157,7 +161,9 @@ class Adapter(ABC):
     def load_state_dict(self, state: Any) -> None:
         """Restore a state that `state_dict` returned; envs that cannot raise `NotImplementedError`."""
         if not self.is_its_attributes:
-            raise self._without_state(f"its family ({self.family}) has no way to set it")
+            raise self._without_state(
+                f"its family ({self.family}) has no way to set it"
+            )
         self.read_state(state)()
 
     def read_state(self, state: Any) -> Callable[[], None]:

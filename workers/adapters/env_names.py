@@ -73,12 +73,24 @@ def factory_for(name: str, *, with_frames: bool = False) -> Factory:
         _check_module(rest, name)
     elif family.package:
         rest = _listed(key, rest, name)
-    factory: Any = family.factory(rest, **rows) if family.factory else NamedFactory(key, rest, **rows)
-    return replace(factory, render_mode="rgb_array") if with_frames and family.renders else factory
+    factory: Any = (
+        family.factory(rest, **rows)
+        if family.factory
+        else NamedFactory(key, rest, **rows)
+    )
+    return (
+        replace(factory, render_mode="rgb_array")
+        if with_frames and family.renders
+        else factory
+    )
 
 
 def made_for(
-    name: str, env_kwargs: Mapping[str, Any] | None, max_steps: int | None, *, with_frames: bool = False
+    name: str,
+    env_kwargs: Mapping[str, Any] | None,
+    max_steps: int | None,
+    *,
+    with_frames: bool = False,
 ) -> Made:
     """Return the factory that a name stands for, and the keyword arguments for its calls.
 
@@ -146,7 +158,11 @@ def is_only_looked_up(name: str) -> bool:
     if key in ("gymnasium", "gymnasium_vec"):
         env_id = rest if key == "gymnasium" else _split_rows(rest)[0]
         return env_id.rpartition(":")[0] in ("", *GYMNASIUM_PLUG_INS)
-    return is_pettingzoo_id(rest) if key == "pettingzoo" else key in FAMILIES and FAMILIES[key].names is not None
+    return (
+        is_pettingzoo_id(rest)
+        if key == "pettingzoo"
+        else key in FAMILIES and FAMILIES[key].names is not None
+    )
 
 
 def known_names(family: str) -> tuple[str, ...]:
@@ -163,7 +179,9 @@ def known_names(family: str) -> tuple[str, ...]:
         _require(entry.package)
     found = tuple(sorted(entry.names() if entry.names else ()))
     if not found:
-        raise FactoryError(f"{family} failed: expected an installed {family}, got none. {_install(family)}")
+        raise FactoryError(
+            f"{family} failed: expected an installed {family}, got none. {_install(family)}"
+        )
     return found
 
 
@@ -179,10 +197,21 @@ def _no_family(name: str, known: list[str], missing: list[str]) -> str:
         return f"{name!r} failed: expected MODULE:CALLABLE, got a module or a path. Write {written}."
     family, colon, _ = name.partition(":")
     candidates = [f"{prefix}:" for prefix in FAMILIES] if colon else known
-    hint = "" if family in ("", *FAMILIES) else closest(f"{family}:" if colon else name, candidates)
-    got = f", got neither a family nor a module {family!r}" if colon and family not in ("", *FAMILIES) else ""
+    hint = (
+        ""
+        if family in ("", *FAMILIES)
+        else closest(f"{family}:" if colon else name, candidates)
+    )
+    got = (
+        f", got neither a family nor a module {family!r}"
+        if colon and family not in ("", *FAMILIES)
+        else ""
+    )
     if got and _is_there(family):
-        got, hint = ", got a module and no callable", f" If {family} registers this id, write gymnasium:{name}."
+        got, hint = (
+            ", got a module and no callable",
+            f" If {family} registers this id, write gymnasium:{name}.",
+        )
     absent = f" Not installed: {', '.join(missing)}." if name and missing else ""
     return f"{name!r} failed: expected one of {', '.join(FORMS)}{got}.{hint}{absent}"
 
@@ -209,7 +238,11 @@ def _is_there(module: str) -> bool:
 def _split_rows(name: str) -> tuple[str, dict[str, Any]]:
     """Split `NAME:ROWS` at the last colon; the name may also contain colons."""
     first, _, last = name.rpartition(":")
-    return (first, {"num_rows": int(last)}) if first and last.isdecimal() and int(last) else (name, {})
+    return (
+        (first, {"num_rows": int(last)})
+        if first and last.isdecimal() and int(last)
+        else (name, {})
+    )
 
 
 def _listed(key: str, rest: str, full_name: str) -> str:
@@ -230,12 +263,16 @@ def _listed(key: str, rest: str, full_name: str) -> str:
         bare = _latest(bare, [*known, *plug_in_ids()] if of_gymnasium else known)
         rest = f"{module}:{bare}" if module else bare
     if of_gymnasium and not module:
-        plug_in = (registered_by_plug_ins() if bare in known else plug_in_ids()).get(bare)
+        plug_in = (registered_by_plug_ins() if bare in known else plug_in_ids()).get(
+            bare
+        )
         if plug_in is not None:
             return f"{plug_in}:{bare}"  # makes workers import the package
     first, _, last = bare.rpartition(":")
     if first in known:
-        raise FactoryError(f"{full_name!r} failed: expected a number of rows after {first}, got {last!r}.")
+        raise FactoryError(
+            f"{full_name!r} failed: expected a number of rows after {first}, got {last!r}."
+        )
     if bare not in known:
         raise FactoryError(
             f"{full_name!r} failed: expected {family.form} of an installed env, got {bare!r}."
@@ -246,7 +283,11 @@ def _listed(key: str, rest: str, full_name: str) -> str:
 
 def _latest(name: str, known: Iterable[str]) -> str:
     """Return the id of the highest version of an env that is named without one, as `gymnasium.make` takes it."""
-    versions = [int(one[len(name) + 2 :]) for one in known if re.fullmatch(re.escape(name) + r"-v[0-9]+", one)]
+    versions = [
+        int(one[len(name) + 2 :])
+        for one in known
+        if re.fullmatch(re.escape(name) + r"-v[0-9]+", one)
+    ]
     return f"{name}-v{max(versions)}" if versions else name
 
 

@@ -67,17 +67,29 @@ class EnvPoolAdapter(Adapter):
             )
         self._names = list(env.spec.state_array_spec)
         self._observed = [name for name in self._names if name.startswith("obs")]
-        self._actions = [name for name in env.spec.action_array_spec if name not in _NO_ACTIONS]
-        self._action_dtypes = [env.spec.action_array_spec[name].dtype for name in self._actions]
+        self._actions = [
+            name for name in env.spec.action_array_spec if name not in _NO_ACTIONS
+        ]
+        self._action_dtypes = [
+            env.spec.action_array_spec[name].dtype for name in self._actions
+        ]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # EnvPool makes spaces whose bounds lose precision
-            observation = _observation_leaves(env.spec.gymnasium_observation_space, self._observed, n)
+            # EnvPool makes spaces whose bounds lose precision.
+            warnings.simplefilter("ignore")
+            observation = _observation_leaves(
+                env.spec.gymnasium_observation_space, self._observed, n
+            )
             action = _action_leaves(env.spec.gymnasium_action_space, self._actions, n)
         self._give = [leaf.give for leaf in action]
         self._ids = np.arange(n, dtype=np.int32)
         self._ended = np.ones(n, bool)
-        self._state: dict[str, np.ndarray] = {}  # the current values of all rows, by the pool's own names
-        self._info_names = {name: name.removeprefix("info:") for name in self._names if name.startswith("info:")}
+        # The current values of all rows, by the pool's own names.
+        self._state: dict[str, np.ndarray] = {}
+        self._info_names = {
+            name: name.removeprefix("info:")
+            for name in self._names
+            if name.startswith("info:")
+        }
         self._info_names["elapsed_step"] = "elapsed_step"
         self._is_reseeded = True
         self.spec = EnvSpec(
@@ -87,14 +99,19 @@ class EnvPoolAdapter(Adapter):
             done=done_leaves((n,)),
             batch_shape=(n,),
             family=self.family,
-            metadata={"env": type(env).__name__, "max_episode_steps": int(config.max_episode_steps)},
+            metadata={
+                "env": type(env).__name__,
+                "max_episode_steps": int(config.max_episode_steps),
+            },
         )
 
     def reseeded(self) -> None:
         """Build the pool again at its next reset."""
         self._is_reseeded = True
 
-    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:
+    def reset(
+        self, seed: int | None, options: Options = None, mask: Mask = None
+    ) -> list[Any]:
         """Start new episodes in some rows; see `Adapter.reset`.
 
         Args:
@@ -126,7 +143,9 @@ class EnvPoolAdapter(Adapter):
         old = self.env
         config = old.spec.config._replace(batch_size=self.num_rows)
         if seed is not None:
-            config = config._replace(seed=seed % (_MAX_SEED - self.num_rows), env_seed=[])
+            config = config._replace(
+                seed=seed % (_MAX_SEED - self.num_rows), env_seed=[]
+            )
         new = type(old)(type(old.spec)(config))
         for name, value in vars(old).items():
             if name.startswith("_render"):
@@ -167,8 +186,12 @@ class EnvPoolAdapter(Adapter):
                 f"or were never reset. Reset them with a '_reset' mask."
             )
         given = {}
-        for name, value, give, dtype in zip(self._actions, action, self._give, self._action_dtypes, strict=True):
-            given[name] = np.ascontiguousarray(value if give is None else give(value), dtype)
+        for name, value, give, dtype in zip(
+            self._actions, action, self._give, self._action_dtypes, strict=True
+        ):
+            given[name] = np.ascontiguousarray(
+                value if give is None else give(value), dtype
+            )
         self.env.send({**given, "env_id": self._ids, "players.env_id": self._ids})
         self._receive(self.num_rows)
         state = self._state
@@ -177,7 +200,12 @@ class EnvPoolAdapter(Adapter):
         truncated &= ended
         terminated = ended & ~truncated
         observation = [state[name] for name in self._observed]
-        return observation, [state["reward"][:, None]], terminated[:, None], truncated[:, None]
+        return (
+            observation,
+            [state["reward"][:, None]],
+            terminated[:, None],
+            truncated[:, None],
+        )
 
     def render(self) -> Any:
         """Return what the rows draw, side by side in a square, uint8 `[H, W, 3]`, or None if they draw no arrays."""
@@ -213,7 +241,10 @@ def _action_leaves(space: Any, names: list[str], num_rows: int) -> list[Leaf]:
     make_leaf = gymnasium_rows.actions_of(num_rows)
     paths = [tuple(name.split(".")) for name in names]
     keys = [("action",) if len(names) == 1 else ("action", *path) for path in paths]
-    return [make_leaf(_with_true_bounds(_inside(space, path)), key) for path, key in zip(paths, keys, strict=True)]
+    return [
+        make_leaf(_with_true_bounds(_inside(space, path)), key)
+        for path, key in zip(paths, keys, strict=True)
+    ]
 
 
 def _inside(space: Any, path: tuple[str, ...]) -> Any:
@@ -229,5 +260,10 @@ def _with_true_bounds(space: Any) -> Any:
         limits = np.finfo(space.dtype)
         low = np.where(space.low == limits.tiny, -np.inf, space.low)
         high = np.where(space.high >= limits.max, np.inf, space.high)
-        return spaces.Box(low.astype(space.dtype), high.astype(space.dtype), space.shape, space.dtype.type)
+        return spaces.Box(
+            low.astype(space.dtype),
+            high.astype(space.dtype),
+            space.shape,
+            space.dtype.type,
+        )
     return space

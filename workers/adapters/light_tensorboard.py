@@ -9,4 +9,6 @@ import sys
 import types
 
 if "tensorflow" not in sys.modules:
-    sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("tensorboard.compat.notf"))
+    sys.modules.setdefault(
+        "tensorboard.compat.notf", types.ModuleType("tensorboard.compat.notf")
+    )

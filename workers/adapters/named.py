@@ -18,7 +18,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory, scenario_names, substrate_names
+from envherd.workers.adapters.meltingpot.factory import (
+    MeltingPotFactory,
+    scenario_names,
+    substrate_names,
+)
 from envherd.workers.adapters.registry import is_one_of
 from envherd.workers.errors import FactoryError, closest
 from envherd.workers.sending.importing import explain_exit
@@ -77,7 +81,11 @@ class PettingZooFactory:
     @property
     def preload(self) -> tuple[str, ...]:
         """Modules worth importing before workers are forked."""
-        return (self.env,) if isinstance(self.env, str) and not is_pettingzoo_id(self.env) else ("pettingzoo",)
+        return (
+            (self.env,)
+            if isinstance(self.env, str) and not is_pettingzoo_id(self.env)
+            else ("pettingzoo",)
+        )
 
     def __call__(self, **env_kwargs: Any) -> Any:
         """Return the env, made with these arguments (`ParallelEnv(..., env_kwargs={"N": 5})`)."""
@@ -115,10 +123,17 @@ def _build_gymnasium_vec(made: NamedFactory, **env_kwargs: Any) -> Any:
     """Return a SyncVectorEnv that leaves resets to the executor."""
     import gymnasium
 
-    rendering: dict[str, Any] = {"render_mode": made.render_mode} if made.render_mode else {}
+    rendering: dict[str, Any] = (
+        {"render_mode": made.render_mode} if made.render_mode else {}
+    )
     disabled = {"autoreset_mode": gymnasium.vector.AutoresetMode.DISABLED}
     return gymnasium.make_vec(
-        made.name, made.num_rows, vectorization_mode="sync", vector_kwargs=disabled, **rendering, **env_kwargs
+        made.name,
+        made.num_rows,
+        vectorization_mode="sync",
+        vector_kwargs=disabled,
+        **rendering,
+        **env_kwargs,
     )
 
 
@@ -127,7 +142,13 @@ def _build_envpool(made: NamedFactory, **env_kwargs: Any) -> Any:
     import envpool
 
     return envpool.make(
-        made.name, **{"env_type": "gymnasium", "num_envs": made.num_rows, "num_threads": 1, **env_kwargs}
+        made.name,
+        **{
+            "env_type": "gymnasium",
+            "num_envs": made.num_rows,
+            "num_threads": 1,
+            **env_kwargs,
+        },
     )
 
 
@@ -170,7 +191,13 @@ def gymnasium_ids() -> list[str]:
 
 
 #: Packages that register envs with Gymnasium when they are imported.
-GYMNASIUM_PLUG_INS = ("ale_py", "minigrid", "highway_env", "gymnasium_robotics", "metaworld")
+GYMNASIUM_PLUG_INS = (
+    "ale_py",
+    "minigrid",
+    "highway_env",
+    "gymnasium_robotics",
+    "metaworld",
+)
 
 
 def plug_in_ids() -> dict[str, str]:
@@ -178,7 +205,11 @@ def plug_in_ids() -> dict[str, str]:
     for name in GYMNASIUM_PLUG_INS:
         if importlib.util.find_spec(name) is not None:
             # One that is broken has no ids.
-            with contextlib.suppress(Exception), contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+            with (
+                contextlib.suppress(Exception),
+                contextlib.redirect_stdout(sys.stderr),
+                warnings.catch_warnings(),
+            ):
                 warnings.simplefilter("ignore")
                 importlib.import_module(name)
     return registered_by_plug_ins()
@@ -188,8 +219,15 @@ def registered_by_plug_ins() -> dict[str, str]:
     """Return id -> plug-in of the envs that the plug-ins imported so far have registered."""
     import gymnasium
 
-    makers = {env_id: re.split("[.:]", str(spec.entry_point))[0] for env_id, spec in gymnasium.registry.items()}
-    return {env_id: maker for env_id, maker in sorted(makers.items()) if maker in GYMNASIUM_PLUG_INS}
+    makers = {
+        env_id: re.split("[.:]", str(spec.entry_point))[0]
+        for env_id, spec in gymnasium.registry.items()
+    }
+    return {
+        env_id: maker
+        for env_id, maker in sorted(makers.items())
+        if maker in GYMNASIUM_PLUG_INS
+    }
 
 
 def _pettingzoo_ids() -> list[str]:
@@ -223,10 +261,17 @@ def reference_of(factory: Any) -> dict[str, Any]:
     if isinstance(known, dict):
         return known
     if isinstance(factory, functools.partial):
-        if getattr(factory.func, "__module__", "") == "gymnasium.envs.registration" and len(factory.args) == 1:
+        if (
+            getattr(factory.func, "__module__", "") == "gymnasium.envs.registration"
+            and len(factory.args) == 1
+        ):
             return {"env": f"gymnasium:{factory.args[0]}", "kwargs": factory.keywords}
         inner = {} if factory.args else reference_of(factory.func)
-        return {**inner, "kwargs": {**inner.get("kwargs", {}), **factory.keywords}} if inner else {}
+        return (
+            {**inner, "kwargs": {**inner.get("kwargs", {}), **factory.keywords}}
+            if inner
+            else {}
+        )
     if isinstance(factory, NamedFactory):
         rows = f":{factory.num_rows}" if FAMILIES[factory.family].has_rows else ""
         fields = {"render_mode": factory.render_mode, "max_steps": factory.max_steps}
@@ -237,14 +282,31 @@ def reference_of(factory: Any) -> dict[str, Any]:
         if type(factory) is kind:
             first, *others = dataclasses.fields(factory)
             options = {one.name: getattr(factory, one.name) for one in others}
-            changed = {one.name: options[one.name] for one in others if options[one.name] != one.default}
+            changed = {
+                one.name: options[one.name]
+                for one in others
+                if options[one.name] != one.default
+            }
             named = getattr(factory, first.name)
-            return {"env": f"{key}:{named}", "fields": changed} if isinstance(named, str) else {}
-    module, name = getattr(factory, "__module__", None), getattr(factory, "__qualname__", None)
-    found: Any = None if module in ("__main__", "__mp_main__") else sys.modules.get(str(module))
+            return (
+                {"env": f"{key}:{named}", "fields": changed}
+                if isinstance(named, str)
+                else {}
+            )
+    module, name = (
+        getattr(factory, "__module__", None),
+        getattr(factory, "__qualname__", None),
+    )
+    found: Any = (
+        None if module in ("__main__", "__mp_main__") else sys.modules.get(str(module))
+    )
     for part in str(name).split("."):
         found = getattr(found, part, None)
-    return {} if found is None or found is not factory else {"env": f"python:{module}:{name}"}
+    return (
+        {}
+        if found is None or found is not factory
+        else {"env": f"python:{module}:{name}"}
+    )
 
 
 def import_named(module: str, asked: str) -> Any:
@@ -256,7 +318,11 @@ def import_named(module: str, asked: str) -> Any:
     try:
         return importlib.import_module(module)
     except (Exception, SystemExit) as error:
-        why = explain_exit(error) if isinstance(error, SystemExit) else f"{type(error).__name__}: {error}"
+        why = (
+            explain_exit(error)
+            if isinstance(error, SystemExit)
+            else f"{type(error).__name__}: {error}"
+        )
         raise FactoryError(
             f"{asked!r} failed: importing {module} raised {why}. "
             f"Modules are looked for in the current directory and among the installed packages."
@@ -275,15 +341,25 @@ def named_callable(target: str, asked: str) -> Callable[..., Any]:
     """
     module, _, name = target.partition(":")
     if not (module and name) or module.endswith(".py"):
-        raise FactoryError(f"{asked!r} failed: expected MODULE:CALLABLE, e.g. my_module:make, got {target!r}.")
+        raise FactoryError(
+            f"{asked!r} failed: expected MODULE:CALLABLE, e.g. my_module:make, got {target!r}."
+        )
     found: Any = import_named(module, asked)
     for part in name.split("."):
         if not hasattr(found, part):
-            public = [known for known in dir(found) if not known.startswith("_") and callable(getattr(found, known))]
-            raise FactoryError(f"{asked!r} failed: {module} has no {name!r}.{closest(part, public)}")
+            public = [
+                known
+                for known in dir(found)
+                if not known.startswith("_") and callable(getattr(found, known))
+            ]
+            raise FactoryError(
+                f"{asked!r} failed: {module} has no {name!r}.{closest(part, public)}"
+            )
         found = getattr(found, part)
     if not callable(found):
-        raise FactoryError(f"{asked!r} failed: expected a callable, got {type(found).__qualname__}.")
+        raise FactoryError(
+            f"{asked!r} failed: expected a callable, got {type(found).__qualname__}."
+        )
     return found
 
 
@@ -331,14 +407,22 @@ FAMILIES = {
     "meltingpot": Family(
         form="meltingpot:NAME",
         factory=MeltingPotFactory,
-        names=lambda: (*substrate_names(), *scenario_names()),  # the package is not imported, which is slow
+        # The package is not imported, which is slow.
+        names=lambda: (*substrate_names(), *scenario_names()),
         limit="max_steps",
     ),
     "gymnasium": Family(
-        form="gymnasium:[MODULE:]ID", build=_build_gymnasium, limit="max_episode_steps", **_OF_GYMNASIUM
+        form="gymnasium:[MODULE:]ID",
+        build=_build_gymnasium,
+        limit="max_episode_steps",
+        **_OF_GYMNASIUM,
     ),
     "gymnasium_vec": Family(
-        form="gymnasium_vec:ID[:ROWS]", build=_build_gymnasium_vec, is_listed=False, has_rows=True, **_OF_GYMNASIUM
+        form="gymnasium_vec:ID[:ROWS]",
+        build=_build_gymnasium_vec,
+        is_listed=False,
+        has_rows=True,
+        **_OF_GYMNASIUM,
     ),
     "envpool": Family(
         form="envpool:TASK[:ROWS]",
@@ -365,6 +449,8 @@ FAMILIES = {
         renders=True,
         limit="max_cycles",
     ),
-    "torchrl": Family(form="torchrl:MODULE:CALLABLE", package="torchrl", is_listed=False),
+    "torchrl": Family(
+        form="torchrl:MODULE:CALLABLE", package="torchrl", is_listed=False
+    ),
     "python": Family(form="python:MODULE:CALLABLE", is_listed=False, limit="max_steps"),
 }

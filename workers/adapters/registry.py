@@ -40,7 +40,11 @@ _TABLE: dict[str, str | type[Adapter]] = {
     "mani_skill.envs.sapien_env.BaseEnv": _MANISKILL,
     "mani_skill.vector.wrappers.gymnasium.ManiSkillVectorEnv": _MANISKILL,
     **dict.fromkeys(
-        (f"{package}.{name}" for package in ("isaaclab.envs", "omni.isaac.lab.envs") for name in _ISAACLAB),
+        (
+            f"{package}.{name}"
+            for package in ("isaaclab.envs", "omni.isaac.lab.envs")
+            for name in _ISAACLAB
+        ),
         _ISAAC,
     ),
 }
@@ -99,7 +103,9 @@ def find_adapter(env: Any, env_type: EnvType = "auto") -> type[Adapter]:
                 f"{_qualified_name(type(inner))}, which takes torch tensors. Leave env_type at 'auto'."
             )
         return _load(native)
-    is_torch = env_type == "torch" and not is_one_of(inner, "torchrl.envs.common.EnvBase")
+    is_torch = env_type == "torch" and not is_one_of(
+        inner, "torchrl.envs.common.EnvBase"
+    )
     if is_torch or (env_type == "auto" and _looks_like_simulator(inner, native)):
         return _load(_GENERIC_TORCH)
     if adapter is not None:
@@ -124,7 +130,10 @@ def find_adapter(env: Any, env_type: EnvType = "auto") -> type[Adapter]:
 
 
 def _lookup(cls: type) -> str | type[Adapter] | None:
-    return next((_TABLE[name] for name in map(_qualified_name, cls.__mro__) if name in _TABLE), None)
+    return next(
+        (_TABLE[name] for name in map(_qualified_name, cls.__mro__) if name in _TABLE),
+        None,
+    )
 
 
 def _innermost(env: Any) -> Any:
@@ -141,14 +150,24 @@ def _looks_like_simulator(env: Any, adapter: str | type[Adapter] | None) -> bool
     """Return whether a Gymnasium env, or one of no known family, declares many rows on a torch device."""
     if adapter is not None and adapter != _TABLE["gymnasium.core.Env"]:
         return False
-    has_methods = callable(getattr(env, "step", None)) and callable(getattr(env, "reset", None))
-    return has_methods and isinstance(getattr(env, "num_envs", None), int) and getattr(env, "device", None) is not None
+    has_methods = callable(getattr(env, "step", None)) and callable(
+        getattr(env, "reset", None)
+    )
+    return (
+        has_methods
+        and isinstance(getattr(env, "num_envs", None), int)
+        and getattr(env, "device", None) is not None
+    )
 
 
 def _is_old_gym(env: Any) -> bool:
     """Return whether an object of any class has the methods and attributes of an old gym env."""
     methods = (getattr(env, name, None) for name in ("reset", "step"))
-    return all(map(callable, methods)) and hasattr(env, "observation_space") and hasattr(env, "action_space")
+    return (
+        all(map(callable, methods))
+        and hasattr(env, "observation_space")
+        and hasattr(env, "action_space")
+    )
 
 
 def is_env_like(candidate: Any) -> bool:
@@ -156,7 +175,9 @@ def is_env_like(candidate: Any) -> bool:
     if isinstance(candidate, type):
         return False
     names = {_qualified_name(cls) for cls in type(candidate).__mro__}
-    has_methods = callable(getattr(candidate, "step", None)) and callable(getattr(candidate, "reset", None))
+    has_methods = callable(getattr(candidate, "step", None)) and callable(
+        getattr(candidate, "reset", None)
+    )
     return bool(names & _TABLE.keys()) or has_methods
 
 

@@ -79,7 +79,10 @@ class Block:
     ) -> None:
         self._passes = passes
         self.worker_id = worker_id
-        self.slots = {i: Slot(i, adapter, check_finite=options.check_finite) for i, adapter in adapters.items()}
+        self.slots = {
+            i: Slot(i, adapter, check_finite=options.check_finite)
+            for i, adapter in adapters.items()
+        }
         self._report = report
         self._isolate_rng, self._info_keys = options.isolate_rng, options.info_keys
         for slot in self.slots.values():
@@ -106,10 +109,14 @@ class Block:
             group = slab.groups[group_index]
             slot.sinks = {RING: Sink(slot, group.of_row(row), root_follows=False)}
             slot.bind_inputs(group.inputs, row)
-            slot.journal = Journal(group.journal, group.inputs, row) if group.journal else None
+            slot.journal = (
+                Journal(group.journal, group.inputs, row) if group.journal else None
+            )
             slot.info_writer = None
             if slab.infos is not None:
-                slot.info_writer = InfoWriter(slab, slot.env_id, partial(self._report_news, slot))
+                slot.info_writer = InfoWriter(
+                    slab, slot.env_id, partial(self._report_news, slot)
+                )
             self._compile(slot, slot.sinks[RING])
 
     def _report_news(self, slot: Slot, message: dict[str, Any]) -> None:
@@ -120,7 +127,9 @@ class Block:
     def attach_storage(self, target: int, storage: Storage) -> None:
         """Take these envs' rows of a rollout storage, addressed as `target` from now on."""
         for slot in self.slots.values():
-            sink = slot.sinks[target] = Sink(slot, storage.of_row(*slot.place), root_follows=True)
+            sink = slot.sinks[target] = Sink(
+                slot, storage.of_row(*slot.place), root_follows=True
+            )
             if slot.is_built:
                 self._compile(slot, sink)
 
@@ -131,16 +140,28 @@ class Block:
         if slot.unwatched or self._isolate_rng:
 
             def step(action: list[Any]) -> StepValues:
-                values: StepValues = self._with_own_rng(slot, "step", lambda: adapter.step(action))
+                values: StepValues = self._with_own_rng(
+                    slot, "step", lambda: adapter.step(action)
+                )
                 return values
 
-        native = compile_native(slot, sink, self._words, step, notes_infos=self._pack_info is not None)
-        sink.step = compile_step(slot, sink, self._words, step) if native is None else native.run
+        native = compile_native(
+            slot, sink, self._words, step, notes_infos=self._pack_info is not None
+        )
+        sink.step = (
+            compile_step(slot, sink, self._words, step)
+            if native is None
+            else native.run
+        )
         sink.native = None if slot.unwatched or self._why_python(slot) else native
 
     def why_python(self) -> list[str]:
         """Return why the loop in Python steps the envs, in words for users; empty if the loop in C does."""
-        return [*dict.fromkeys(why for slot in self.slots.values() for why in self._why_python(slot))]
+        return [
+            *dict.fromkeys(
+                why for slot in self.slots.values() for why in self._why_python(slot)
+            )
+        ]
 
     def _why_python(self, slot: Slot) -> list[str]:
         """Return why a step of an env does more than to call it and to write the result; see `why_python`.
@@ -149,9 +170,13 @@ class Block:
         """
         own = {
             "isolate_rng=True": self._isolate_rng,
-            f"infos={reprlib.repr(self._info_keys)}": slot.adapter.on_left_out is not None,
+            f"infos={reprlib.repr(self._info_keys)}": slot.adapter.on_left_out
+            is not None,
         }
-        return [*why_not_stored(slot), *(why for why, applies in own.items() if applies)]
+        return [
+            *why_not_stored(slot),
+            *(why for why, applies in own.items() if applies),
+        ]
 
     def detach_storage(self, target: int) -> None:
         """Forget a rollout storage."""
@@ -201,7 +226,9 @@ class Block:
 
     def ask(self, message: Ask) -> dict[str, Any]:
         """Do something with envs that is not a step; return the answer."""
-        reply = answer(message, self._adapter_of, pickles=self._pickles, passes=self._passes)
+        reply = answer(
+            message, self._adapter_of, pickles=self._pickles, passes=self._passes
+        )
         for position, env_id in enumerate(message.env_ids):
             slot = self.slots[env_id]
             if message.what in CHANGES and slot.journal is not None:
@@ -209,7 +236,9 @@ class Block:
             if message.what in UNGUARDS:
                 slot.move(SlotEvent.IS_ALLOWED)
             elif message.what == "save" and reply["kind"] == "values":
-                generators = None if slot.rng_state is None else seeding.as_plain(slot.rng_state)
+                generators = (
+                    None if slot.rng_state is None else seeding.as_plain(slot.rng_state)
+                )
                 reply["values"][position] |= {
                     "episode": int(self._words["episode"][env_id]),
                     "generators": generators,
@@ -232,7 +261,13 @@ class Block:
         if saved.get("generators") is not None:
             slot.rng_state = seeding.from_plain(saved["generators"])
 
-    def execute(self, env_id: int, command: int, begun: Step | None = None, reset: Begun | None = None) -> int:
+    def execute(
+        self,
+        env_id: int,
+        command: int,
+        begun: Step | None = None,
+        reset: Begun | None = None,
+    ) -> int:
         """Carry out one command for one env and return how it ended; report what the env raises.
 
         Args:
@@ -251,34 +286,50 @@ class Block:
         self._phase[self.worker_id] = slot.phase_words[op]
         try:
             self._carry_out(slot, slot.sinks[target], op, column, begun, reset)
-            return self._tell(slot) if slot.has_news or slot.has_side or slot.infos else _OK
+            return (
+                self._tell(slot)
+                if slot.has_news or slot.has_side or slot.infos
+                else _OK
+            )
         except self._passes:
             slot.prepared = None
             slot.move(SlotEvent.IS_BROKEN_OFF)
             raise
-        except BaseException as error:  # also SystemExit: it concerns this env, not the worker
+        except (
+            BaseException
+        ) as error:  # also SystemExit: it concerns this env, not the worker
             slot.prepared = None
             slot.move(SlotEvent.IS_BROKEN_OFF)
             self._keep_step(slot, op)
             if isinstance(error, SpecError) and slot.is_built and slot.adapter.origin:
-                error = SpecError(f"{error} Built by {slot.adapter.origin}.").with_traceback(error.__traceback__)
+                error = SpecError(
+                    f"{error} Built by {slot.adapter.origin}."
+                ).with_traceback(error.__traceback__)
             self._report(Fault.from_exception(env_id, slot.phase, error).to_plain())
             return _FAILED
 
     def _carry_out(  # see `execute`
-        self, slot: Slot, sink: Sink, op: int, column: int, begun: Step | None, reset: Begun | None
+        self,
+        slot: Slot,
+        sink: Sink,
+        op: int,
+        column: int,
+        begun: Step | None,
+        reset: Begun | None,
     ) -> None:
         if self._pack_info is not None:
             self._forget_infos(slot, op)
         if op == _RESET:
-            mask = None if slot.is_new else slot.reset_mask  # a new instance, as a whole
+            # A new instance, as a whole.
+            mask = None if slot.is_new else slot.reset_mask
             self._reset(slot, sink, column, mask, reset)
             return
         slot.phase = "step"
         if begun is None:
             slot.move(_STEP)
         observation = sink.step(column) if begun is None else begun(column)
-        if self._pack_info is not None and reset is None:  # C resets only after it has noted the step's info
+        # C resets only after it has noted the step's info.
+        if self._pack_info is not None and reset is None:
             self._note_info(slot, "next")
         if op == _STEP_RESET and slot.has_ended:
             if slot.has_side:  # the env may overwrite its values
@@ -299,7 +350,8 @@ class Block:
         """If only the reset after a step has raised, report the step's data besides its row; otherwise drop them."""
         if op != _STEP_RESET or slot.phase != "reset":
             slot.clear_infos("next", "root")
-            slot.side["next"][:] = [None] * len(slot.side["next"])  # or the next reset would report the step before
+            # Or the next reset would report the step before.
+            slot.side["next"][:] = [None] * len(slot.side["next"])
             return
         slot.clear_infos("root")
         if slot.infos or slot.has_side:
@@ -308,9 +360,17 @@ class Block:
     def _tell(self, slot: Slot) -> int:
         """Report an env's data for the parent besides its rows."""
         if slot.infos:
-            self._report(InfosReply(slot.env_id, slot.infos.pop("next", None), slot.infos.pop("root", None)).to_plain())
+            self._report(
+                InfosReply(
+                    slot.env_id,
+                    slot.infos.pop("next", None),
+                    slot.infos.pop("root", None),
+                ).to_plain()
+            )
         if slot.has_side:
-            self._report(SideValues(slot.env_id, slot.side["next"], slot.side["root"]).to_plain())
+            self._report(
+                SideValues(slot.env_id, slot.side["next"], slot.side["root"]).to_plain()
+            )
         if slot.left_out:
             self._report(LeftOut(slot.env_id, slot.left_out).to_plain())
             slot.left_out = {}
@@ -324,7 +384,14 @@ class Block:
         unpacked = self._unpacked[command] = unpack(command)
         return unpacked
 
-    def _reset(self, slot: Slot, sink: Sink, column: int, mask: np.ndarray | None, begun: Begun | None = None) -> None:
+    def _reset(
+        self,
+        slot: Slot,
+        sink: Sink,
+        column: int,
+        mask: np.ndarray | None,
+        begun: Begun | None = None,
+    ) -> None:
         slot.phase = "reset"
         self._phase[self.worker_id] = slot.phase_words[_RESET]
         inner = None if mask is None or mask.all() else mask.copy()
@@ -354,16 +421,22 @@ class Block:
         if slot.journal is not None and mask is not None:
             slot.journal.note(JournalFlag.IN_PARTS)
         elif slot.journal is not None:
-            slot.journal.begin(episode, seed, [JournalFlag.WITH_OPTIONS] if options else [])
+            slot.journal.begin(
+                episode, seed, [JournalFlag.WITH_OPTIONS] if options else []
+            )
         adapter = slot.adapter
-        observation: list[Any] = self._with_own_rng(slot, "reset", lambda: adapter.reset(seed, options, mask))
+        observation: list[Any] = self._with_own_rng(
+            slot, "reset", lambda: adapter.reset(seed, options, mask)
+        )
         return observation
 
     def _rebuild(self, slot: Slot) -> Adapter:
         """Close an env, and return a new instance in its place. If that fails, what needs the env next tries again."""
         self._close(slot)
         outer = seeding.caller_state()
-        seeding.seed_globals(seeding.build_seed(self.root_seed, self._first_env_id + slot.env_id))
+        seeding.seed_globals(
+            seeding.build_seed(self.root_seed, self._first_env_id + slot.env_id)
+        )
         try:
             adapter = self.build_again(slot.env_id, *slot.call)
         finally:
@@ -386,9 +459,11 @@ class Block:
         """Close an env that another instance will replace, unless it is closed already; no reference to it remains."""
         if slot.is_built:
             for sink in slot.sinks.values():
-                sink.native = sink.step = None  # first: C would reset the instance that is closed
+                # First: C would reset the instance that is closed.
+                sink.native = sink.step = None
             slot.is_built = False
-            with contextlib.suppress(Exception, SystemExit):  # some envs end their program
+            # Some envs end their program.
+            with contextlib.suppress(Exception, SystemExit):
                 slot.adapter.close()
             self.forget(slot.adapter)
             slot.adapter = None
@@ -408,9 +483,13 @@ class Block:
         if left_out:
             slot.leave_out(left_out)
 
-    def _write_root(self, slot: Slot, sink: Sink, column: int, observation: list[Any]) -> None:
+    def _write_root(
+        self, slot: Slot, sink: Sink, column: int, observation: list[Any]
+    ) -> None:
         store(sink.root_observation, column, observation, "observation")
-        for flag, source in zip(sink.root_done, self._root_flags(slot, sink, column), strict=True):
+        for flag, source in zip(
+            sink.root_done, self._root_flags(slot, sink, column), strict=True
+        ):
             flag[column] = source
         if sink.root_nested:
             store(sink.root_nested, column, slot.adapter.done_values(), "done")
@@ -435,7 +514,9 @@ class Block:
         outer = before = seeding.globals_state()
         if self._isolate_rng:
             if slot.rng_state is None:
-                seeding.seed_globals(seeding.build_seed(self.root_seed, self._first_env_id + slot.env_id))
+                seeding.seed_globals(
+                    seeding.build_seed(self.root_seed, self._first_env_id + slot.env_id)
+                )
             else:
                 seeding.restore_globals(slot.rng_state)
             before = seeding.globals_state()

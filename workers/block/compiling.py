@@ -44,12 +44,16 @@ def compile_native(
         return None
     call = slot.adapter.env_call() if step == slot.adapter.step else None
     return native.load().Step(
-        step_facts(slot, sink, words, step if call is None else call) | {"notes_infos": notes_infos}
+        step_facts(slot, sink, words, step if call is None else call)
+        | {"notes_infos": notes_infos}
     )
 
 
 def step_facts(
-    slot: Slot, sink: Sink, words: Mapping[str, memoryview], step: Callable[[list[Any]], StepValues] | EnvCall
+    slot: Slot,
+    sink: Sink,
+    words: Mapping[str, memoryview],
+    step: Callable[[list[Any]], StepValues] | EnvCall,
 ) -> dict[str, Any]:
     """Return the arguments of `_native.Step` for a plain env's step to a sink.
 
@@ -59,8 +63,17 @@ def step_facts(
         words: of the slab.
         step: steps the env, given the values of its action; or how to call the env itself.
     """
-    spec, arrays, keep, journal = slot.spec, sink.arrays, compile_keep(slot, sink, words), slot.journal
-    call = step if isinstance(step, EnvCall) else EnvCall(lambda values: values, reads_number=False)
+    spec, arrays, keep, journal = (
+        slot.spec,
+        sink.arrays,
+        compile_keep(slot, sink, words),
+        slot.journal,
+    )
+    call = (
+        step
+        if isinstance(step, EnvCall)
+        else EnvCall(lambda values: values, reads_number=False)
+    )
     read = call.read
     return {
         "slot": slot,
@@ -72,7 +85,8 @@ def step_facts(
         "reads_number": call.reads_number,
         "notes_infos": False,
         "schemas": slot.info_writer and slot.info_writer.schemas,
-        "info_rows": slot.info_writer and slot.info_writer.rows.reshape(-1).view(np.int64),
+        "info_rows": slot.info_writer
+        and slot.info_writer.rows.reshape(-1).view(np.int64),
         "give": call.give,
         "build": call.build,
         "flatten": call.flatten,
@@ -109,7 +123,11 @@ def why_not_stored(slot: Slot) -> list[str]:
     """Return why C cannot step an env and store the result, in words for users; empty if it can."""
     spec = slot.spec
     side = [leaf.key for leaf in spec.leaves() if leaf.is_side]
-    odd = [leaf.key for leaf in (*spec.observation, *spec.reward) if not leaf.is_side and not _is_stored_plainly(leaf)]
+    odd = [
+        leaf.key
+        for leaf in (*spec.observation, *spec.reward)
+        if not leaf.is_side and not _is_stored_plainly(leaf)
+    ]
     reasons = {
         "check_finite=True": slot.check_finite,
         f"values without a fixed shape: {reprlib.repr(side)}": bool(side),

@@ -43,7 +43,12 @@ class Journal:
         sources: where each is read, `[1, ...]` (VIEWS).
     """
 
-    def __init__(self, arrays: Mapping[Name, np.ndarray], inputs: Mapping[Name, np.ndarray], row: int) -> None:
+    def __init__(
+        self,
+        arrays: Mapping[Name, np.ndarray],
+        inputs: Mapping[Name, np.ndarray],
+        row: int,
+    ) -> None:
         names = [name for name in arrays if name[0] == "input"]
         self.facts = arrays["facts",][row]
         self.rows = [arrays[name][row] for name in names]
@@ -55,12 +60,20 @@ class Journal:
             for kept, source in zip(self.rows, self.sources, strict=True)
         ]
 
-    def begin(self, episode: int, seed: int | None, flags: Iterable[JournalFlag] = ()) -> None:
+    def begin(
+        self, episode: int, seed: int | None, flags: Iterable[JournalFlag] = ()
+    ) -> None:
         """Note that the env is reset as a whole."""
         words = self._words
         words[STEPS], words[EPISODE] = 0, episode
-        words[SEED] = 0 if seed is None else seed if 0 <= seed <= _LARGEST_SEED else -1  # others do not fit
-        words[FLAGS] = sum(flags, JournalFlag.BEGUN if seed is None else JournalFlag.BEGUN | JournalFlag.SEEDED)
+        # Others do not fit.
+        words[SEED] = 0 if seed is None else seed if 0 <= seed <= _LARGEST_SEED else -1
+        words[FLAGS] = sum(
+            flags,
+            JournalFlag.BEGUN
+            if seed is None
+            else JournalFlag.BEGUN | JournalFlag.SEEDED,
+        )
 
     def note(self, flag: JournalFlag) -> None:
         """Note what else has happened."""

@@ -15,13 +15,21 @@ from envherd.workers.sending.pickling import dumps
 Passes = tuple[type[BaseException], ...]
 
 
-def answer(message: Ask, adapter_of: Callable[[int], Adapter], *, pickles: bool, passes: Passes = ()) -> dict[str, Any]:
+def answer(
+    message: Ask,
+    adapter_of: Callable[[int], Adapter],
+    *,
+    pickles: bool,
+    passes: Passes = (),
+) -> dict[str, Any]:
     """Return the answer: the number, and one value per env in the order of the request, or the first fault."""
     reply = _answer(message, adapter_of, pickles=pickles, passes=passes)
     return {**reply, "number": message.number}
 
 
-def _answer(message: Ask, adapter_of: Callable[[int], Adapter], *, pickles: bool, passes: Passes) -> dict[str, Any]:
+def _answer(
+    message: Ask, adapter_of: Callable[[int], Adapter], *, pickles: bool, passes: Passes
+) -> dict[str, Any]:
     values = []
     for position, env_id in enumerate(message.env_ids):
         try:
@@ -30,7 +38,9 @@ def _answer(message: Ask, adapter_of: Callable[[int], Adapter], *, pickles: bool
         except passes:
             raise
         except BaseException as error:  # an env's method may raise anything
-            return Fault.from_exception(env_id, f"{message.what} {message.name}".strip(), error).to_plain()
+            return Fault.from_exception(
+                env_id, f"{message.what} {message.name}".strip(), error
+            ).to_plain()
     return {"kind": "values", "values": values}
 
 
@@ -47,7 +57,11 @@ def _answer_one(message: Ask, adapter: Adapter, position: int) -> Any:
         return _layers(adapter.env)
     if message.what == "set":
         owner, _, name = message.name.rpartition(".")
-        setattr(_find(adapter.env, owner) if owner else adapter.env, name, message.args[position])
+        setattr(
+            _find(adapter.env, owner) if owner else adapter.env,
+            name,
+            message.args[position],
+        )
         return None
     if message.what == "render":
         return adapter.render()
@@ -77,7 +91,11 @@ def _why_not(adapter: Adapter, state: Any) -> str:
     try:
         adapter.read_state(state)
     except Exception as error:  # of an adapter that reads its state itself
-        return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        return (
+            str(error)
+            if isinstance(error, ValueError)
+            else f"{type(error).__name__}: {error}"
+        )
     return ""
 
 
@@ -85,7 +103,11 @@ def _find(env: Any, name: str) -> Any:
     """Return an attribute by dotted name; Gymnasium wrappers are searched as Gymnasium does."""
     for part in name.split("."):
         look_through = getattr(env, "get_wrapper_attr", None)
-        env = look_through(part) if look_through is not None and not hasattr(env, part) else getattr(env, part)
+        env = (
+            look_through(part)
+            if look_through is not None and not hasattr(env, part)
+            else getattr(env, part)
+        )
     return env
 
 
@@ -101,7 +123,9 @@ def _layers(env: Any) -> list[list[str]]:
     """Return, from the outermost wrapper inwards, the `module.QualName` of each layer's class and its bases."""
     layers = []
     while True:
-        layers.append([f"{cls.__module__}.{cls.__qualname__}" for cls in type(env).__mro__])
+        layers.append(
+            [f"{cls.__module__}.{cls.__qualname__}" for cls in type(env).__mro__]
+        )
         inner = vars(env).get("env") if hasattr(env, "__dict__") else None
         if inner is None or inner is env:
             return layers
@@ -114,7 +138,8 @@ def _cross(value: Any, message: Ask, *, pickles: bool) -> Any:
         plain.encode(value)
     except plain.NotPlain as error:
         if pickles:
-            return {"pickled": dumps(value)}  # by value where the class came so with the factory
+            # By value where the class came so with the factory.
+            return {"pickled": dumps(value)}
         raise TypeError(
             f"{message.what} {message.name!r} failed: {error}. Return numbers, text, arrays or lists and dicts of "
             'them, or allow pickles with ExecutorOptions(infos="pickle").'

@@ -42,24 +42,42 @@ class Sink:
         native: the `Step` in C that the loop in C may call itself; None where it leaves the whole command to the block.
     """
 
-    def __init__(self, slot: Slot, arrays: Mapping[Name, np.ndarray], *, root_follows: bool) -> None:
+    def __init__(
+        self, slot: Slot, arrays: Mapping[Name, np.ndarray], *, root_follows: bool
+    ) -> None:
         spec = slot.spec
         self.arrays = arrays
         self.root_follows = root_follows
         self.num_columns = len(arrays["next", "done"])
-        self.next_observation = [slot.writer(leaf, arrays, "next", i) for i, leaf in enumerate(spec.observation)]
-        self.root_observation = [slot.writer(leaf, arrays, "root", i) for i, leaf in enumerate(spec.observation)]
+        self.next_observation = [
+            slot.writer(leaf, arrays, "next", i)
+            for i, leaf in enumerate(spec.observation)
+        ]
+        self.root_observation = [
+            slot.writer(leaf, arrays, "root", i)
+            for i, leaf in enumerate(spec.observation)
+        ]
         self.reward = [slot.writer(leaf, arrays, "next", -1) for leaf in spec.reward]
-        self.next_done = [_flags(spec, arrays[("next", *leaf.key)]) for leaf in spec.done[:3]]
-        self.root_done = [_flags(spec, arrays[("root", *leaf.key)]) for leaf in spec.done[:3]]
-        self.next_nested = [slot.writer(leaf, arrays, "next", -1) for leaf in spec.done[3:]]
-        self.root_nested = [slot.writer(leaf, arrays, "root", -1) for leaf in spec.done[3:]]
+        self.next_done = [
+            _flags(spec, arrays[("next", *leaf.key)]) for leaf in spec.done[:3]
+        ]
+        self.root_done = [
+            _flags(spec, arrays[("root", *leaf.key)]) for leaf in spec.done[:3]
+        ]
+        self.next_nested = [
+            slot.writer(leaf, arrays, "next", -1) for leaf in spec.done[3:]
+        ]
+        self.root_nested = [
+            slot.writer(leaf, arrays, "root", -1) for leaf in spec.done[3:]
+        ]
         self.step: Any = _not_compiled
         self.native: Any = None
 
 
 def _not_compiled(_column: int) -> list[Any]:
-    raise InternalError("step failed: expected a compiled step, got a sink without one.")
+    raise InternalError(
+        "step failed: expected a compiled step, got a sink without one."
+    )
 
 
 def _flags(spec: EnvSpec, array: np.ndarray) -> np.ndarray:
@@ -72,8 +90,10 @@ class Slot:
 
     def __init__(self, env_id: int, adapter: Adapter, *, check_finite: bool) -> None:
         self.adapter: Any = adapter  # None while it is not built
-        self.is_built = True  # False while a new instance was not built yet, or could not be
-        self.call: tuple[Any, ...] = ()  # of its factory: what `Prepare.call` has brought; empty for that of the start
+        # False while a new instance was not built yet, or could not be.
+        self.is_built = True
+        # Of its factory: what `Prepare.call` has brought; empty for that of the start.
+        self.call: tuple[Any, ...] = ()
         self.unchecked, self.takes_tensors = adapter.unchecked, adapter.takes_tensors
         self.spec = adapter.spec
         self.check_finite = check_finite
@@ -86,21 +106,28 @@ class Slot:
         self.prepared: Prepare | None = None
         self.rename(env_id)
         self.rng_state: tuple[Any, ...] | None = None
-        self.seed_pool: np.ndarray | None = None  # of `seeding.EpisodeSeeds`; None if the env's own generators continue
+        # Of `seeding.EpisodeSeeds`; None if the env's own generators continue.
+        self.seed_pool: np.ndarray | None = None
         self._seeds: EpisodeSeeds | None = None
         self.unwatched = {"reset", "step"}
-        self.state = np.full(1, SlotState.NEEDS_RESET, np.int8)  # shared with the steps in C; see `slot_states`
+        # Shared with the steps in C; see `slot_states`.
+        self.state = np.full(1, SlotState.NEEDS_RESET, np.int8)
         self._state = self.state.data
-        self.last_done: Any = not self.spec.batch_shape  # of an env that is a batch: its rows that have ended
-        self.last_ends: tuple[Any, Any] = (False, False)  # terminated, truncated of the latest step in which any did
+        # Of an env that is a batch: its rows that have ended.
+        self.last_done: Any = not self.spec.batch_shape
+        # Terminated, truncated of the latest step in which any did.
+        self.last_ends: tuple[Any, Any] = (False, False)
         self.has_news = False
         self.phase = "step"
         self.infos: dict[str, bytes] = {}
-        self.info_writer: InfoWriter | None = None  # of the slab, if it has rows for infos
+        # Of the slab, if it has rows for infos.
+        self.info_writer: InfoWriter | None = None
         self.left_out: dict[str, str] = {}
         self.reported: set[str] = set()
         self.has_side = any(leaf.is_side for leaf in self.spec.leaves())
-        self.side = {section: [None] * len(self.spec.observation) for section in ("next", "root")}
+        self.side = {
+            section: [None] * len(self.spec.observation) for section in ("next", "root")
+        }
 
     def rename(self, env_id: int) -> None:
         """Take the id of an env."""
@@ -142,10 +169,18 @@ class Slot:
         """Return the seed of an episode, or None if the env's own generators continue."""
         return None if self._seeds is None else self._seeds[episode]
 
-    def writer(self, leaf: LeafSpec, arrays: Mapping[Name, np.ndarray], section: str, index: int) -> Writer:
+    def writer(
+        self,
+        leaf: LeafSpec,
+        arrays: Mapping[Name, np.ndarray],
+        section: str,
+        index: int,
+    ) -> Writer:
         """Return the writer of a leaf: into its array, or into the side values."""
         if leaf.is_side and index < 0:
-            raise SpecError(f"attach failed: expected rewards and done flags of fixed shape, got {leaf}.")
+            raise SpecError(
+                f"attach failed: expected rewards and done flags of fixed shape, got {leaf}."
+            )
         if leaf.is_side:
             values = self.side[section]
 
@@ -181,9 +216,13 @@ class Slot:
                 self.action_readers.append(_side_reader(self, side_index))
                 side_index += 1
             elif self.takes_tensors:
-                self.action_readers.append(_view_reader(inputs[("input", *leaf.key)][row]))
+                self.action_readers.append(
+                    _view_reader(inputs[("input", *leaf.key)][row])
+                )
             else:
-                self.action_readers.append(_input_reader(leaf, inputs[("input", *leaf.key)], row))
+                self.action_readers.append(
+                    _input_reader(leaf, inputs[("input", *leaf.key)], row)
+                )
         mask = inputs.get(("reset_mask",))
         self.reset_mask = None if mask is None else mask[row]
 
@@ -203,14 +242,19 @@ def _view_reader(source: np.ndarray) -> Callable[[], Any]:
 def _side_reader(slot: Slot, index: int) -> Callable[[], Any]:
     def read() -> Any:
         if slot.prepared is None or slot.prepared.side is None:
-            raise SpecError("step failed: expected a value for a non-tensor action, got none.")
+            raise SpecError(
+                "step failed: expected a value for a non-tensor action, got none."
+            )
         return copy.deepcopy(slot.prepared.side[index])  # the env may write to it
 
     return read
 
 
 def compile_step(
-    slot: Slot, sink: Sink, words: Mapping[str, memoryview], step: Callable[[list[Any]], StepValues]
+    slot: Slot,
+    sink: Sink,
+    words: Mapping[str, memoryview],
+    step: Callable[[list[Any]], StepValues],
 ) -> Step:
     """Return the function that steps an env once and writes its `next` to a column of a sink (1 us).
 
@@ -250,9 +294,15 @@ def compile_keep(slot: Slot, sink: Sink, words: Mapping[str, memoryview]) -> Kee
     observe_only = observe[0] if num_observations == 1 else None
     reward_only = give_reward[0] if num_rewards == 1 else None
 
-    note_ends = _ends_noter(slot, sink) if sink.next_nested or slot.spec.batch_shape else None
+    note_ends = (
+        _ends_noter(slot, sink) if sink.next_nested or slot.spec.batch_shape else None
+    )
     follow = _follower(slot, sink) if sink.root_follows else None
-    state, if_running, if_ended = slot.state.data, AFTER[SlotEvent.RUNS], AFTER[SlotEvent.ENDS]
+    state, if_running, if_ended = (
+        slot.state.data,
+        AFTER[SlotEvent.RUNS],
+        AFTER[SlotEvent.ENDS],
+    )
 
     def keep(column: int, values: StepValues) -> list[Any]:
         observation, reward, terminated, truncated = values
@@ -290,7 +340,11 @@ def _ends_noter(slot: Slot, sink: Sink) -> Callable[[int, Any, Any], bool]:
 
     It takes a column and what the env returned as terminated and truncated, and returns whether (part of) it has ended.
     """
-    is_batch, nested, done_values = bool(slot.spec.batch_shape), sink.next_nested, slot.adapter.done_values
+    is_batch, nested, done_values = (
+        bool(slot.spec.batch_shape),
+        sink.next_nested,
+        slot.adapter.done_values,
+    )
     done = _storable(slot, sink.next_done)[0]
 
     def note(column: int, terminated: Any, truncated: Any) -> bool:
@@ -313,7 +367,11 @@ def _storable(slot: Slot, flags: list[np.ndarray]) -> list[Any]:
 
 def _follower(slot: Slot, sink: Sink) -> Callable[[int, list[Any]], None]:
     """Return the function that writes the root after a step in which no episode ended."""
-    observe, nested, num_columns = sink.root_observation, sink.root_nested, sink.num_columns
+    observe, nested, num_columns = (
+        sink.root_observation,
+        sink.root_nested,
+        sink.num_columns,
+    )
     done, terminated, truncated = _storable(slot, sink.root_done)
     observe_only = observe[0] if len(observe) == 1 else None
     done_values = slot.adapter.done_values
@@ -344,6 +402,8 @@ def wrong_count(spec: EnvSpec, observation: list[Any], reward: list[Any]) -> Spe
 def store(writers: list[Writer], column: int, values: list[Any], group: str) -> None:
     """Write one value per writer to a column."""
     if len(values) != len(writers):
-        raise SpecError(f"writing {group} failed: expected {len(writers)} values, got {len(values)}.")
+        raise SpecError(
+            f"writing {group} failed: expected {len(writers)} values, got {len(values)}."
+        )
     for write, value in zip(writers, values):  # noqa: B905  # lengths were compared
         write(column, value)

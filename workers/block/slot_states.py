@@ -49,7 +49,10 @@ class SlotEvent(IntEnum):
     IS_ALLOWED = 4
 
 
-_GUARDED = {SlotEvent.RUNS: SlotState.RUNNING, SlotEvent.IS_BROKEN_OFF: SlotState.NEEDS_RESET}
+_GUARDED = {
+    SlotEvent.RUNS: SlotState.RUNNING,
+    SlotEvent.IS_BROKEN_OFF: SlotState.NEEDS_RESET,
+}
 _FREE = {
     SlotEvent.RUNS: SlotState.FREE_RUNNING,
     SlotEvent.ENDS: SlotState.FREE_ENDED,
@@ -65,14 +68,26 @@ FOLLOWS: dict[SlotState, dict[SlotEvent, SlotState]] = {
         **_GUARDED,
         SlotEvent.IS_ALLOWED: SlotState.FREE_RUNNING,
     },
-    SlotState.ENDED: {SlotEvent.ENDS: SlotState.ENDED, **_GUARDED, SlotEvent.IS_ALLOWED: SlotState.FREE_ENDED},
-    SlotState.FREE_NEW: {SlotEvent.STEP: SlotState.FREE_NEW, **_FREE, SlotEvent.IS_ALLOWED: SlotState.FREE_NEW},
+    SlotState.ENDED: {
+        SlotEvent.ENDS: SlotState.ENDED,
+        **_GUARDED,
+        SlotEvent.IS_ALLOWED: SlotState.FREE_ENDED,
+    },
+    SlotState.FREE_NEW: {
+        SlotEvent.STEP: SlotState.FREE_NEW,
+        **_FREE,
+        SlotEvent.IS_ALLOWED: SlotState.FREE_NEW,
+    },
     SlotState.FREE_RUNNING: {
         SlotEvent.STEP: SlotState.FREE_RUNNING,
         **_FREE,
         SlotEvent.IS_ALLOWED: SlotState.FREE_RUNNING,
     },
-    SlotState.FREE_ENDED: {SlotEvent.STEP: SlotState.FREE_ENDED, **_FREE, SlotEvent.IS_ALLOWED: SlotState.FREE_ENDED},
+    SlotState.FREE_ENDED: {
+        SlotEvent.STEP: SlotState.FREE_ENDED,
+        **_FREE,
+        SlotEvent.IS_ALLOWED: SlotState.FREE_ENDED,
+    },
 }
 #: The exception that refuses a STEP in states for which `FOLLOWS` lacks it. Other missing pairs cannot occur.
 REFUSED_WITH: dict[SlotState, type[EnvherdError]] = {

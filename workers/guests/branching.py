@@ -35,7 +35,9 @@ _DEVICES = ("/dev/nvidia", "/dev/dri", "/dev/kfd")
 _CONTEXTS = {"libEGL.so": "eglGetCurrentContext", "libGLX.so": "glXGetCurrentContext"}
 
 
-def branch(own: socket.socket, fds: Sequence[int], log_fd: int, become: Callable[[int], None]) -> tuple[int, list[str]]:
+def branch(
+    own: socket.socket, fds: Sequence[int], log_fd: int, become: Callable[[int], None]
+) -> tuple[int, list[str]]:
     """Fork this worker; return 0 in the copy. Return the copy's pid here, or why there is none, in words for users.
 
     Args:
@@ -64,7 +66,11 @@ def reasons_against(own: socket.socket, given: int) -> list[str]:
         own: the socket to the owner.
         given: descriptor of the copy's socket. No other one may be open.
     """
-    threads = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
+    threads = [
+        thread
+        for thread in threading.enumerate()
+        if thread is not threading.current_thread()
+    ]
     found = [f"a thread {thread.name!r}" for thread in threads]
     return [*found, *_children(), *_descriptors({own.fileno(), given}), *_contexts()]
 
@@ -90,9 +96,13 @@ def _descriptors(own: set[int]) -> Iterator[str]:
 def _contexts() -> Iterator[str]:
     maps = Path("/proc/self/maps").read_text()
     for library, name in _CONTEXTS.items():
-        path = next((line.split()[-1] for line in maps.splitlines() if f"/{library}" in line), None)
+        path = next(
+            (line.split()[-1] for line in maps.splitlines() if f"/{library}" in line),
+            None,
+        )
         if path is not None:
-            with contextlib.suppress(OSError, AttributeError):  # its file was replaced, or it lacks the function
+            # Its file was replaced, or it lacks the function.
+            with contextlib.suppress(OSError, AttributeError):
                 current = getattr(ctypes.CDLL(path, os.RTLD_NOLOAD | os.RTLD_NOW), name)
                 current.restype = ctypes.c_void_p
                 if current():
@@ -120,7 +130,8 @@ def fork_orphan() -> tuple[int, list[str]]:
         os.close(write)
         write = -1  # so that a read after the other's death ends
         answer = os.read(read, _ANSWER_BYTES)
-        with contextlib.suppress(ChildProcessError):  # a handler of the env's has reaped it
+        # A handler of the env's has reaped it.
+        with contextlib.suppress(ChildProcessError):
             os.waitpid(between, 0)
     except OSError as error:
         return -1, [f"no fork: {error}"]
@@ -133,7 +144,8 @@ def fork_orphan() -> tuple[int, list[str]]:
 
 def _fork() -> int:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # threads: see `reasons_against`
+        # Threads: see `reasons_against`.
+        warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 
 

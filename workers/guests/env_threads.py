@@ -55,7 +55,9 @@ class EnvThreads(EnvCalls):
                 call = calls.get()
                 try:
                     call()
-                except BaseException:  # not an env's exception: `Block.execute` and `run` catch those
+                except (
+                    BaseException
+                ):  # not an env's exception: `Block.execute` and `run` catch those
                     traceback.print_exc()
                     os._exit(1)
 
@@ -106,7 +108,8 @@ class _Phases:
 
     def __init__(self, words: Mapping[str, memoryview], *, steps_first: bool) -> None:
         self._words, self._steps_first = words, steps_first
-        self._running: dict[int, tuple[int, int]] = {}  # thread -> phase and start, oldest first
+        # Thread -> phase and start, oldest first.
+        self._running: dict[int, tuple[int, int]] = {}
         self._lock = threading.Lock()
 
     def __setitem__(self, worker_id: int, phase: int) -> None:
@@ -119,7 +122,11 @@ class _Phases:
                 self._running.pop(thread, None)
             shown, since = next(iter(self._running.values()), (0, now))
             if self._steps_first and describe_phase(shown)[0] == "reset":
-                steps = (call for call in self._running.values() if describe_phase(call[0])[0] == "step")
+                steps = (
+                    call
+                    for call in self._running.values()
+                    if describe_phase(call[0])[0] == "step"
+                )
                 shown, since = next(steps, (shown, since))
             self._words["phase"][worker_id] = shown
             self._words["since_ns"][worker_id] = since
@@ -160,14 +167,19 @@ class ThreadedBlock(Block):
         ask_one = super().ask
         asked = []
         for position, env_id in enumerate(message.env_ids):
-            args = (message.args[position],) if message.what in PER_ENV else message.args
+            args = (
+                (message.args[position],) if message.what in PER_ENV else message.args
+            )
             one = replace(message, env_ids=(env_id,), args=args)
             asked.append(self.threads.begin(env_id, lambda one=one: ask_one(one)))  # type: ignore[misc]
         replies: list[dict[str, Any]] = [future.result() for future in asked]
         fault = next((reply for reply in replies if reply["kind"] == "fault"), None)
         if fault is not None or not replies:
             return fault or ask_one(message)
-        return {**replies[0], "values": [value for reply in replies for value in reply["values"]]}
+        return {
+            **replies[0],
+            "values": [value for reply in replies for value in reply["values"]],
+        }
 
     def _rebuild(self, slot: Slot) -> Adapter:
         """Build a new instance of an env; as at the start, one env at a time."""
@@ -207,7 +219,10 @@ class ThreadedLoop(Loop):
         pending = [env_id for env_id in latest if numbers[env_id] != latest[env_id]]
         if len(pending) > 1 and commands[pending[0]] & _EACH:
             pending.sort(key=numbers.__getitem__)
-        if self._mail_read < words["mail_seq"][self._block.worker_id] and not self._check_mail():
+        if (
+            self._mail_read < words["mail_seq"][self._block.worker_id]
+            and not self._check_mail()
+        ):
             return
         if not pending:
             return
@@ -216,13 +231,16 @@ class ThreadedLoop(Loop):
             if not self._num_running:
                 self._busy_since = time.perf_counter_ns()
             self._num_running += len(pending)
-        owed = [sum(not commands[env_id] & _EACH for env_id in pending)]  # answers missing before the one ring
+        # Answers missing before the one ring.
+        owed = [sum(not commands[env_id] & _EACH for env_id in pending)]
         for env_id in pending:
             number, command = numbers[env_id], commands[env_id]
             latest[env_id] = number
             self._block.threads.post(env_id, self._task(env_id, number, command, owed))
 
-    def _task(self, env_id: int, number: int, command: int, owed: list[int]) -> Callable[[], None]:
+    def _task(
+        self, env_id: int, number: int, command: int, owed: list[int]
+    ) -> Callable[[], None]:
         words, block = self._words, self._block
 
         def carry_out() -> None:
@@ -236,16 +254,25 @@ class ThreadedLoop(Loop):
             keep_order()
             words["reply_seq"][env_id] = number
             with self._lock:
-                if self._note_answer(ended, ended - began, owed, command, was_reset=resets[env_id] != before):
+                if self._note_answer(
+                    ended,
+                    ended - began,
+                    owed,
+                    command,
+                    was_reset=resets[env_id] != before,
+                ):
                     self._done.ring()
 
         return carry_out
 
-    def _note_answer(self, now: int, took: int, owed: list[int], command: int, *, was_reset: bool) -> bool:
+    def _note_answer(
+        self, now: int, took: int, owed: list[int], command: int, *, was_reset: bool
+    ) -> bool:
         """Count an answer, with the lock held; return whether to wake the parent."""
         words, worker_id = self._words, self._block.worker_id
         if was_reset:
-            words["reset_ns"][worker_id] += took // self._num_running  # of the time in which any env was in a call
+            # Of the time in which any env was in a call.
+            words["reset_ns"][worker_id] += took // self._num_running
         else:
             words["step_bins"][worker_id * NUM_BINS + bin_of(took)] += 1
         self._num_running -= 1

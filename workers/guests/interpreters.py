@@ -58,16 +58,28 @@ class InPython:
         target: str,
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        program, *words = [python] if isinstance(python, (str, os.PathLike)) else [*python] or [""]
+        program, *words = (
+            [python] if isinstance(python, (str, os.PathLike)) else [*python] or [""]
+        )
         found = shutil.which(os.path.expanduser(program))  # `Path` has no `which`
         if found is None:
-            advice = f" Did you mean {os.path.join(program, 'bin', 'python')}?" if os.path.isdir(program) else ""
+            advice = (
+                f" Did you mean {os.path.join(program, 'bin', 'python')}?"
+                if os.path.isdir(program)
+                else ""
+            )
             raise FactoryError(
                 f"InPython failed: expected a Python interpreter, got {os.fspath(program)!r}: no such program.{advice}"
             )
-        module, _, name = target.partition(":") if isinstance(target, str) else ("", "", "")
-        if not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
-            raise FactoryError(f"InPython failed: expected a target 'MODULE:CALLABLE', got {target!r}.")
+        module, _, name = (
+            target.partition(":") if isinstance(target, str) else ("", "", "")
+        )
+        if not all(
+            part.isidentifier() for part in (*module.split("."), *name.split("."))
+        ):
+            raise FactoryError(
+                f"InPython failed: expected a target 'MODULE:CALLABLE', got {target!r}."
+            )
         try:
             self._kwargs = plain.encode(dict(kwargs or {}))
         except Exception as error:
@@ -78,7 +90,8 @@ class InPython:
         # not resolved: a virtual environment's python is a link
         self.interpreter = shlex.join([os.path.abspath(found), *words])
         self.target = target
-        self.__qualname__ = f"InPython({self.interpreter!r}, {target!r})"  # for messages
+        # For messages.
+        self.__qualname__ = f"InPython({self.interpreter!r}, {target!r})"
 
     def __call__(self, **_: Any) -> Any:
         """Refuse to build the env in this process.
@@ -117,8 +130,11 @@ def enter(interpreter: str) -> None:
     """Note which interpreter executes this process, and let it read arrays that the caller has pickled."""
     global _here  # noqa: PLW0603
     _here = interpreter
-    if np.__version__.startswith("1."):  # numpy 2 pickles arrays as results of a function of this module
-        sys.modules.setdefault("numpy._core.numeric", importlib.import_module("numpy.core.numeric"))
+    # Numpy 2 pickles arrays as results of a function of this module.
+    if np.__version__.startswith("1."):
+        sys.modules.setdefault(
+            "numpy._core.numeric", importlib.import_module("numpy.core.numeric")
+        )
 
 
 def _wrong_place(interpreter: str, target: str) -> FactoryError:

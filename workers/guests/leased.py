@@ -34,8 +34,15 @@ class LeasedFactory:
         # The caller names them, and refuses an env among them, as if this object were the user's factory.
         vars(self).update(captures(factory), __qualname__=describe(factory))
         env = factory(**kwargs)
-        is_captured = is_env_like(env) and any(value is env for value in vars(self).values())
-        if env is None or is_captured or inspect.isroutine(env) or isinstance(env, type):
+        is_captured = is_env_like(env) and any(
+            value is env for value in vars(self).values()
+        )
+        if (
+            env is None
+            or is_captured
+            or inspect.isroutine(env)
+            or isinstance(env, type)
+        ):
             return env
         return LeasedAdapter(env)
 
@@ -68,7 +75,11 @@ class LeasedAdapter(Adapter):
         text = ""
         try:
             method, args, kwargs = pickle.loads(payload)
-            call = getattr(self._leased, method) if isinstance(method, str) else functools.partial(method, self._leased)
+            call = (
+                getattr(self._leased, method)
+                if isinstance(method, str)
+                else functools.partial(method, self._leased)
+            )
             value = call(*args, **kwargs)
         except Exception as error:
             value = error
@@ -78,10 +89,14 @@ class LeasedAdapter(Adapter):
         except Exception as error:
             if not text:
                 found = type(value).__qualname__
-                raise TypeError(f"expected a result that can be sent, got a {found} ({error})") from None
+                raise TypeError(
+                    f"expected a result that can be sent, got a {found} ({error})"
+                ) from None
             packed = b""
         if len(packed) > max_bytes:
-            raise TypeError(f"expected a result of at most {max_bytes:,} bytes, got {len(packed):,}")
+            raise TypeError(
+                f"expected a result of at most {max_bytes:,} bytes, got {len(packed):,}"
+            )
         return packed, text
 
     def close(self) -> None:

@@ -69,7 +69,13 @@ def find() -> tuple[Any, str]:
         return None, "the C extension is not built"
     except ImportError as error:
         return None, f"the C extension cannot be loaded: {error}"
-    sources = sorted(Path(__file__).parents[2].glob("*/native/*.[ch]"))  # in a checkout; an installed package has none
-    if sources and getattr(module, "sources", None) != zlib.crc32(b"".join(path.read_bytes() for path in sources)):
-        return None, "the C extension was built from other sources; run: python setup.py build_ext --inplace"
+    # In a checkout; an installed package has none.
+    sources = sorted(Path(__file__).parents[2].glob("*/native/*.[ch]"))
+    if sources and getattr(module, "sources", None) != zlib.crc32(
+        b"".join(path.read_bytes() for path in sources)
+    ):
+        return (
+            None,
+            "the C extension was built from other sources; run: python setup.py build_ext --inplace",
+        )
     return module, ""

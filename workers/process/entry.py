@@ -26,7 +26,13 @@ from typing import Any
 
 import numpy as np
 
-from envherd.shm.platforms import arm_lifeline, detach, fcntl, listen_for_stack_requests, pread
+from envherd.shm.platforms import (
+    arm_lifeline,
+    detach,
+    fcntl,
+    listen_for_stack_requests,
+    pread,
+)
 from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, Storage
 from envherd.shm.sync import Bell, Doorbell
@@ -47,11 +53,20 @@ _LOG_KEPT = 1 << 16  # bytes that are kept then
 _FIRST_FD = 512  # of the worker's own descriptors
 
 
-def main(sock: socket.socket, lifeline_fd: int, log_fd: int, config: dict[str, Any]) -> None:
+def main(
+    sock: socket.socket, lifeline_fd: int, log_fd: int, config: dict[str, Any]
+) -> None:
     """Run a worker until a message tells it to exit; never returns."""
-    detach(log_fd, is_captured=config.get("output") == "capture", is_leader=not config.get("python"))
+    detach(
+        log_fd,
+        is_captured=config.get("output") == "capture",
+        is_leader=not config.get("python"),
+    )
     lifeline_fd = _arm_lifeline(lifeline_fd)
-    sock, log_fd = socket.socket(fileno=_out_of_the_way(sock.detach())), _out_of_the_way(log_fd)
+    sock, log_fd = (
+        socket.socket(fileno=_out_of_the_way(sock.detach())),
+        _out_of_the_way(log_fd),
+    )
     run(sock, log_fd, config, lifeline_fd=lifeline_fd)
 
 
@@ -97,7 +112,8 @@ def _out_of_the_way(fd: int) -> int:
 
 def _arm_lifeline(fd: int) -> int:
     """Ask the kernel for SIGKILL when the owner's end closes; return the descriptor that replaces `fd`."""
-    own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # own file: own F_SETOWN
+    # Own file: own F_SETOWN.
+    own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     os.close(fd)
     own = _out_of_the_way(own)
     arm_lifeline(own, os.getpid())
@@ -201,36 +217,71 @@ class Worker:
     def _on_build(self, message: messages.Build) -> None:
         self._build = message
         self._builder = Builder(
-            message.block.info_keys, message.block.env_type, episode_statistics=message.block.episode_statistics
+            message.block.info_keys,
+            message.block.env_type,
+            episode_statistics=message.block.episode_statistics,
         )
         adapters = {}
         env_ids, first = message.worker.env_ids, message.block.first_env_id
         self._enter(message.worker)
-        self._calls = guest("env_threads").EnvThreads(env_ids) if message.block.env_threads else EnvCalls()
+        self._calls = (
+            guest("env_threads").EnvThreads(env_ids)
+            if message.block.env_threads
+            else EnvCalls()
+        )
         for env_id in env_ids:
             seeding.seed_globals(seeding.build_seed(message.root_seed, first + env_id))
             try:
-                adapters[env_id] = self._calls.run(env_id, functools.partial(self._build_env, env_id))
-            except BaseException as error:  # a factory may raise anything; the parent decides
-                self._channel.send_plain(Fault.from_exception(env_id, "build", error).to_plain())
+                adapters[env_id] = self._calls.run(
+                    env_id, functools.partial(self._build_env, env_id)
+                )
+            except (
+                BaseException
+            ) as error:  # a factory may raise anything; the parent decides
+                self._channel.send_plain(
+                    Fault.from_exception(env_id, "build", error).to_plain()
+                )
                 return
-        parts = message.worker.worker_id, adapters, message.root_seed, self._channel.send_plain, message.block
+        parts = (
+            message.worker.worker_id,
+            adapters,
+            message.root_seed,
+            self._channel.send_plain,
+            message.block,
+        )
         self._block = self._calls.make_block(*parts)
-        self._block.build_again, self._block.forget = self._build_env, self._builder.forget
-        listen_for_stack_requests(self._log_fd)  # an imported package may have replaced the handler
-        specs = {str(env_id): adapter.spec.to_plain() for env_id, adapter in adapters.items()}
-        self._channel.send_plain({"kind": "specs", "specs": specs, "why_python": self._block.why_python()})
+        self._block.build_again, self._block.forget = (
+            self._build_env,
+            self._builder.forget,
+        )
+        # An imported package may have replaced the handler.
+        listen_for_stack_requests(self._log_fd)
+        specs = {
+            str(env_id): adapter.spec.to_plain() for env_id, adapter in adapters.items()
+        }
+        self._channel.send_plain(
+            {"kind": "specs", "specs": specs, "why_python": self._block.why_python()}
+        )
 
     def _build_env(self, env_id: int, *call: Any) -> Adapter:
         """Build an env by a factory call, or without one by that of the start."""
         message = self._build
         assert message is not None
         env_ids = message.worker.env_ids
-        index = env_ids.index(env_id) if env_id in env_ids else 0  # a copy of another env remains what that one is
-        if call and self._block is not None:  # first: the factories of former tasks may hold much memory
-            self._builder.keep({*message.factories, *(s.call[0] for s in self._block.slots.values() if s.call)})
+        # A copy of another env remains what that one is.
+        index = env_ids.index(env_id) if env_id in env_ids else 0
+        # First: the factories of former tasks may hold much memory.
+        if call and self._block is not None:
+            self._builder.keep(
+                {
+                    *message.factories,
+                    *(s.call[0] for s in self._block.slots.values() if s.call),
+                }
+            )
         with current.building(current.worker(), message.block.first_env_id + env_id):
-            return self._builder.build(*(call or (message.factories[index], message.env_kwargs[index])))
+            return self._builder.build(
+                *(call or (message.factories[index], message.env_kwargs[index]))
+            )
 
     def _enter(self, worker: WorkerInfo) -> None:
         """Make this process that worker, with the ids of messages."""
@@ -255,13 +306,21 @@ class Worker:
             Doorbell.attach(buffer, message.plan.go_offset(self._block.worker_id)),
             Doorbell.attach(buffer, message.plan.bells_offset),
         )
-        self._loop = kind(self._block, self._slab, bells, self._read_mail, self._trim_log, self._channel.number)
+        self._loop = kind(
+            self._block,
+            self._slab,
+            bells,
+            self._read_mail,
+            self._trim_log,
+            self._channel.number,
+        )
         self._channel.send_plain({"kind": "attached"})
 
     def _on_attach_storage(self, message: messages.AttachStorage) -> None:
         assert self._block is not None
         self._await_envs()
-        with contextlib.suppress(FileNotFoundError):  # a name that its owner has removed: it is detached next
+        # A name that its owner has removed: it is detached next.
+        with contextlib.suppress(FileNotFoundError):
             memory = _map(message.nbytes, self._fds, message.name)
             self._block.attach_storage(message.target, Storage(message.plan, memory))
 
@@ -286,11 +345,16 @@ class Worker:
     def _on_branch(self, message: messages.Branch) -> None:
         fds, self._fds = self._fds, []
         pid, why = guest("branching").branch(
-            self._channel.sock, fds, self._log_fd, functools.partial(self._become, message)
+            self._channel.sock,
+            fds,
+            self._log_fd,
+            functools.partial(self._become, message),
         )
         if pid == 0:
             raise LoopLeft
-        self._channel.send_plain({"kind": "branched", "pid": pid, "why": why, "number": message.number})
+        self._channel.send_plain(
+            {"kind": "branched", "pid": pid, "why": why, "number": message.number}
+        )
 
     def _become(self, message: messages.Branch, sock_fd: int) -> None:
         """In the copy, leave everything of the worker that was forked, and wait for the slab as another one."""
@@ -300,7 +364,9 @@ class Worker:
         current.mark_copy()
         _apply(message.config)
         self._enter(message.worker)
-        self._block.take_place(message.worker.worker_id, message.worker.env_ids[0], message.seed)
+        self._block.take_place(
+            message.worker.worker_id, message.worker.env_ids[0], message.seed
+        )
         self._loop = self._slab = None
 
     def _trim_log(self) -> None:
@@ -319,8 +385,12 @@ class Worker:
             try:
                 if slot.is_built:
                     self._calls.run(env_id, slot.adapter.close)
-            except BaseException as error:  # an env that cannot close must not keep the others open
-                self._channel.send_plain(Fault.from_exception(env_id, "close", error).to_plain())
+            except (
+                BaseException
+            ) as error:  # an env that cannot close must not keep the others open
+                self._channel.send_plain(
+                    Fault.from_exception(env_id, "close", error).to_plain()
+                )
 
 
 def _map(nbytes: int, fds: list[int], name: str | None) -> np.ndarray:
@@ -330,7 +400,9 @@ def _map(nbytes: int, fds: list[int], name: str | None) -> np.ndarray:
     return buffer
 
 
-def exec_main(sock_fd: int, lifeline_fd: int, log_fd: int, config: dict[str, Any]) -> None:
+def exec_main(
+    sock_fd: int, lifeline_fd: int, log_fd: int, config: dict[str, Any]
+) -> None:
     """Entry point of an exec'd worker."""
     surroundings.enter(config["caller"])
     install_import_hooks()

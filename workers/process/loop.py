@@ -18,7 +18,8 @@ from envherd.workers.block.block import Block
 from envherd.workers.protocol import LEAVE, Flag
 
 _EACH = Flag.EACH << 4
-TIDY_EVERY = 64  # wakes; checking the log costs a microsecond, and an env may print a megabyte per step
+# Wakes; checking the log costs a microsecond, and an env may print a megabyte per step.
+TIDY_EVERY = 64
 
 
 class Loop:
@@ -65,7 +66,9 @@ class Loop:
     def server(self) -> Callable[[], bool]:
         """Return the function that serves one token; it returns False if a message says to exit."""
         worker_id, num_wakes = self._block.worker_id, 0
-        since, phase, busy = (self._words[name] for name in ("since_ns", "phase", "busy_ns"))
+        since, phase, busy = (
+            self._words[name] for name in ("since_ns", "phase", "busy_ns")
+        )
 
         def serve() -> bool:
             nonlocal num_wakes
@@ -74,7 +77,8 @@ class Loop:
                 self._tidy()
             began = time.perf_counter_ns()
             since[worker_id] = began
-            if self._check_mail():  # once per token is enough: a token follows every command and message
+            # Once per token is enough: a token follows every command and message.
+            if self._check_mail():
                 self._scan()
             phase[worker_id] = 0
             since[worker_id] = ended = time.perf_counter_ns()
@@ -103,14 +107,18 @@ class Loop:
         owes_ring, execute = False, self._block.execute
         pending = [env_id for env_id in latest if numbers[env_id] != latest[env_id]]
         if len(pending) > 1 and commands[pending[0]] & _EACH:
-            pending.sort(key=numbers.__getitem__)  # sent one by one: the longest waiting first
+            # Sent one by one: the longest waiting first.
+            pending.sort(key=numbers.__getitem__)
         sent, worker_id = words["mail_seq"], self._block.worker_id
         # What came by mail for these commands was sent before their numbers were written.
-        if (self._mail_read < sent[worker_id] and not self._check_mail()) or not pending:
+        if (
+            self._mail_read < sent[worker_id] and not self._check_mail()
+        ) or not pending:
             return
         keep_order()  # before what the numbers announce
         self._num_scans += 1
-        sampled = pending[self._num_scans % len(pending)]  # time one command per scan: 0.2 us, for any number of envs
+        # Time one command per scan: 0.2 us, for any number of envs.
+        sampled = pending[self._num_scans % len(pending)]
         for env_id in pending:
             if sent[worker_id] == LEAVE:
                 self._check_mail()

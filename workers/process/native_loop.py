@@ -59,9 +59,17 @@ class NativeLoop(Loop):
             **native.waiting_facts(),
         }
 
-    def _hand_over(self, env_id: int, command: int, hand_over: Callable[[int, Any], list[Any]], result: Any) -> int:
+    def _hand_over(
+        self,
+        env_id: int,
+        command: int,
+        hand_over: Callable[[int, Any], list[Any]],
+        result: Any,
+    ) -> int:
         """Complete a command whose env returned a result that is not plain."""
-        return self._block.execute(env_id, command, lambda column: hand_over(column, result))
+        return self._block.execute(
+            env_id, command, lambda column: hand_over(column, result)
+        )
 
     def _fail(self, env_id: int, command: int, error: BaseException) -> int:
         """Complete a command whose env raised."""
@@ -75,14 +83,22 @@ class NativeLoop(Loop):
         """Complete a command whose step was stored, and in which the env has ended."""
         return self._block.execute(env_id, command, lambda _column: observation)
 
-    def _hand_over_reset(self, env_id: int, command: int, observation: Any, root: list[Any]) -> int:
+    def _hand_over_reset(
+        self, env_id: int, command: int, observation: Any, root: list[Any]
+    ) -> int:
         """Complete a command whose env was reset (after a step, if any) and returned a result that is not plain."""
-        return self._block.execute(env_id, command, lambda _column: observation, lambda: root)
+        return self._block.execute(
+            env_id, command, lambda _column: observation, lambda: root
+        )
 
-    def _fail_reset(self, env_id: int, command: int, observation: Any, error: BaseException) -> int:
+    def _fail_reset(
+        self, env_id: int, command: int, observation: Any, error: BaseException
+    ) -> int:
         """Complete a command whose env raised in its reset (after a step, if any)."""
 
         def raise_again() -> list[Any]:
             raise error
 
-        return self._block.execute(env_id, command, lambda _column: observation, raise_again)
+        return self._block.execute(
+            env_id, command, lambda _column: observation, raise_again
+        )

@@ -41,8 +41,10 @@ from envherd.shm.platforms import arm_lifeline, fcntl, send_signal, termios
 from envherd.workers.current import MARK, mark_of
 from envherd.workers.sending import surroundings
 
-_PACKET = 1 << 15  # bytes of the largest packet; a socket's buffer has 208 KiB by default
-_IN_FILE = b"\0"  # the packet of a request that is in the first descriptor; no JSON begins like this
+# Bytes of the largest packet; a socket's buffer has 208 KiB by default.
+_PACKET = 1 << 15
+# The packet of a request that is in the first descriptor; no JSON begins like this.
+_IN_FILE = b"\0"
 _LONGEST_REASON = 1000  # characters
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _ORPHANS_S = 1.0  # to kill what envs had started in separate sessions
@@ -71,10 +73,19 @@ def main(fd: int, log_fd: int) -> None:
     num_threads = _num_threads()
     gc.collect()
     gc.freeze()
-    set_variables = {name: value for name, value in os.environ.items() if environ.get(name) != value}
-    answer = {"failed": failed, "num_threads": num_threads, "cpu_s": time.process_time(), "environ": set_variables}
+    set_variables = {
+        name: value for name, value in os.environ.items() if environ.get(name) != value
+    }
+    answer = {
+        "failed": failed,
+        "num_threads": num_threads,
+        "cpu_s": time.process_time(),
+        "environ": set_variables,
+    }
     _send(sock, start, answer)
-    Zygote(sock, log_fd, began_ns, must_exec=start["must_exec"] or num_threads > 1).serve()
+    Zygote(
+        sock, log_fd, began_ns, must_exec=start["must_exec"] or num_threads > 1
+    ).serve()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # the interpreter's own end takes long with torch
@@ -92,7 +103,9 @@ def _num_threads() -> int:
 def _leave_terminal() -> None:
     """Give up the controlling terminal, as a new session would: it may stop background processes that write to it."""
     with contextlib.suppress(OSError):
-        fd = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(
+            "/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC
+        )
         try:
             fcntl.ioctl(fd, termios.TIOCNOTTY)
         finally:
@@ -129,7 +142,9 @@ def _preload(names: list[str]) -> dict[str, str]:
     for name in names:
         try:
             importlib.import_module(name)
-        except BaseException as error:  # the factory will report a module that cannot be imported
+        except (
+            BaseException
+        ) as error:  # the factory will report a module that cannot be imported
             failed[name] = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
     return failed
 
@@ -167,22 +182,29 @@ def in_file(payload: bytes) -> BinaryIO:
 
 def _send(sock: socket.socket, request: dict[str, Any], answer: dict[str, Any]) -> None:
     """Answer a request; the answer repeats the request's number."""
-    sock.send(json.dumps({"number": request["number"], **answer}).encode(), socket.MSG_NOSIGNAL)
+    sock.send(
+        json.dumps({"number": request["number"], **answer}).encode(),
+        socket.MSG_NOSIGNAL,
+    )
 
 
 class Zygote:
     """Forks workers, records their exit codes, and kills remaining processes at the end."""
 
-    def __init__(self, sock: socket.socket, log_fd: int, began_ns: int, *, must_exec: bool) -> None:
+    def __init__(
+        self, sock: socket.socket, log_fd: int, began_ns: int, *, must_exec: bool
+    ) -> None:
         self._sock, self._log_fd = sock, log_fd
         self._began_ns = began_ns  # of the imports
         self._files = _files_of_modules()
         self._of_imports = set(_children())
-        self._ends_at: float | None = None  # monotonic seconds; unless a request comes before
+        # Monotonic seconds; unless a request comes before.
+        self._ends_at: float | None = None
         self._must_exec = must_exec
         self._statuses: dict[int, int] = {}
         self._alive: set[int] = set()
-        self._worker_of_log: dict[int, int] = {}  # inode -> pid, also of those that have ended since the last sweep
+        # Inode -> pid, also of those that have ended since the last sweep.
+        self._worker_of_log: dict[int, int] = {}
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -196,8 +218,12 @@ class Zygote:
         poller.register(self._wake_read, select.POLLIN)
         try:
             while True:
-                left_s = None if self._ends_at is None else self._ends_at - time.monotonic()
-                is_over = not poller.poll(None if left_s is None else max(0.0, left_s) * 1000)
+                left_s = (
+                    None if self._ends_at is None else self._ends_at - time.monotonic()
+                )
+                is_over = not poller.poll(
+                    None if left_s is None else max(0.0, left_s) * 1000
+                )
                 self._reap()
                 if is_over or not self._answer():
                     return
@@ -219,13 +245,20 @@ class Zygote:
         if request["op"] == "fork":
             try:
                 _send(self._sock, request, {"pid": self._fork(request["config"], fds)})
-            except OSError as error:  # a limit on processes or memory: only this worker fails
+            except (
+                OSError
+            ) as error:  # a limit on processes or memory: only this worker fails
                 _send(self._sock, request, {"error": f"fork: {error}"})
         elif request["op"] == "adopt":
-            _send(self._sock, request, {"is_child": self._adopt(request["pid"], request["log"])})
+            _send(
+                self._sock,
+                request,
+                {"is_child": self._adopt(request["pid"], request["log"])},
+            )
         elif request["op"] == "sweep":
             self._sweep(self._is_of_the_dead)
-            if request["idle_s"] is not None and not self._alive:  # no other executor has joined meanwhile
+            # No other executor has joined meanwhile.
+            if request["idle_s"] is not None and not self._alive:
                 self._ends_at = time.monotonic() + request["idle_s"]
             _send(self._sock, request, {})
         elif request["op"] == "resume":
@@ -266,11 +299,13 @@ class Zygote:
             os.close(self._wake_read)
             os.close(self._wake_write)
             self._sock.close()
-            os.dup2(fds[2], self._log_fd, inheritable=False)  # SIGUSR2 writes there: from now on to its own log
+            # SIGUSR2 writes there: from now on to its own log.
+            os.dup2(fds[2], self._log_fd, inheritable=False)
             python = config.get("python")
             if self._must_exec or python:
                 surroundings.enter_before_exec(config["caller"])
-                signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until its handler is set: by default the signal kills
+                # Until its handler is set: by default the signal kills.
+                signal.signal(signal.SIGUSR2, signal.SIG_IGN)
                 file = in_file(json.dumps(config).encode())
                 if config.get("output") == "capture":  # of imports
                     os.dup2(fds[2], 1)
@@ -280,7 +315,8 @@ class Zygote:
                     os.set_inheritable(fd, True)
                 command = [sys.executable, *flags(), "-c", _EXEC]
                 if python:
-                    os.setpgid(0, 0)  # before a command forks: by the group, all its processes are ended
+                    # Before a command forks: by the group, all its processes are ended.
+                    os.setpgid(0, 0)
                     command = [*python["command"], "-c", _EXEC_OTHER]
                 os.execv(command[0], [*command, *map(str, fds)])
             from envherd.workers.process import entry
@@ -299,7 +335,9 @@ class Zygote:
             while os.read(self._wake_read, 4096):
                 pass
         with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            while (
+                ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            ) is not None:
                 pid = ended.si_pid
                 if pid in self._alive:
                     with contextlib.suppress(OSError):
@@ -327,7 +365,11 @@ class Zygote:
             adopted = set(_children()) - self._alive
             killed = {pid for pid in adopted if pid in killed or is_left(pid)}
             if not killed:
-                self._worker_of_log = {log: pid for log, pid in self._worker_of_log.items() if pid in self._alive}
+                self._worker_of_log = {
+                    log: pid
+                    for log, pid in self._worker_of_log.items()
+                    if pid in self._alive
+                }
                 return
             for pid in killed:
                 with contextlib.suppress(OSError):
@@ -338,7 +380,9 @@ class Zygote:
     def _has_changed(self) -> bool:
         """Return whether the file of an imported module was written or removed since the imports began."""
         try:
-            return any(os.stat(file).st_ctime_ns >= self._began_ns for file in self._files)
+            return any(
+                os.stat(file).st_ctime_ns >= self._began_ns for file in self._files
+            )
         except OSError:
             return True
 
@@ -349,24 +393,43 @@ class Zygote:
         with contextlib.suppress(OSError):  # the process has ended
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             own = f"{MARK}={mark_of(os.getpid(), '')}".encode()
-            workers = {int(variable[len(own) :]) for variable in variables if variable.startswith(own)}
-            if not workers:  # it has executed no other program, so it has the worker's descriptors
-                inodes = {os.stat(file).st_ino for file in Path(f"/proc/{pid}/fd").iterdir()}
-                workers = {worker for inode, worker in self._worker_of_log.items() if inode in inodes}
+            workers = {
+                int(variable[len(own) :])
+                for variable in variables
+                if variable.startswith(own)
+            }
+            # It has executed no other program, so it has the worker's descriptors.
+            if not workers:
+                inodes = {
+                    os.stat(file).st_ino for file in Path(f"/proc/{pid}/fd").iterdir()
+                }
+                workers = {
+                    worker
+                    for inode, worker in self._worker_of_log.items()
+                    if inode in inodes
+                }
             return bool(workers) and workers.isdisjoint(self._alive)
         return False
 
 
 def _files_of_modules() -> list[str]:
     """Return the files of all modules; some modules name a file that does not exist."""
-    named = {getattr(module, "__dict__", {}).get("__file__") for module in list(sys.modules.values())}
+    named = {
+        getattr(module, "__dict__", {}).get("__file__")
+        for module in list(sys.modules.values())
+    }
     return [file for file in named if isinstance(file, str) and os.path.exists(file)]
 
 
 def _children() -> list[int]:
     """Return the pids of this process's children, adopted ones too."""
     with contextlib.suppress(OSError):
-        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+        return [
+            int(pid)
+            for pid in Path(f"/proc/self/task/{os.getpid()}/children")
+            .read_text()
+            .split()
+        ]
     return []
 
 

@@ -29,7 +29,18 @@ SCRIPT = ("__main__", "__mp_main__")
 _INSTALLED = ("site-packages", "dist-packages")
 #: Packages that read the command line.
 _PARSERS = {
-    *("absl", "argparse", "cappa", "click", "cyclopts", "docopt", "fire", "getopt", "hydra", "jsonargparse"),
+    *(
+        "absl",
+        "argparse",
+        "cappa",
+        "click",
+        "cyclopts",
+        "docopt",
+        "fire",
+        "getopt",
+        "hydra",
+        "jsonargparse",
+    ),
     *("optparse", "simple_parsing", "tap", "tyro", "typer"),
 }
 _GUARD = (
@@ -66,13 +77,16 @@ def place_of(name: str) -> Place:
     return _places[key]
 
 
-def _find(name: str, module: types.ModuleType | None, by_value: tuple[str, ...]) -> Place:
+def _find(
+    name: str, module: types.ModuleType | None, by_value: tuple[str, ...]
+) -> Place:
     if module is None or name in SCRIPT or module is sys.modules.get("__main__"):
         return Place.NOWHERE
     if any(name == one or name.startswith(f"{one}.") for one in by_value):
         return Place.OTHER
     own = getattr(module, "__spec__", None)
-    if getattr(own, "_initializing", False):  # to import it, a worker would run what makes this executor
+    # To import it, a worker would run what makes this executor.
+    if getattr(own, "_initializing", False):
         return Place.NOWHERE
     path = None
     parent = name.rpartition(".")[0]
@@ -82,7 +96,9 @@ def _find(name: str, module: types.ModuleType | None, by_value: tuple[str, ...])
         path = getattr(sys.modules[parent], "__path__", None)
     found = None if parent and path is None else _ask_finders(name, path)
     if found is None:
-        is_of_python = any(isinstance(one, types.FunctionType) for one in vars(module).values())
+        is_of_python = any(
+            isinstance(one, types.FunctionType) for one in vars(module).values()
+        )
         is_made_by_parent = bool(parent) and not getattr(own, "has_location", False)
         return Place.SAME if is_made_by_parent and not is_of_python else Place.NOWHERE
     file = getattr(module, "__file__", None)
@@ -91,7 +107,9 @@ def _find(name: str, module: types.ModuleType | None, by_value: tuple[str, ...])
     # This package goes by name also if its source changes under a script that runs: what unpickles is not sent itself.
     return (
         Place.OTHER
-        if file is not None and not name.startswith("envherd.") and _was_edited(module, file)
+        if file is not None
+        and not name.startswith("envherd.")
+        and _was_edited(module, file)
         else Place.SAME
     )
 
@@ -180,12 +198,23 @@ def refuse_at_import() -> None:
         RuntimeError: with the module, and what to do.
     """
     if getattr(process.current_process(), "_inheriting", False):
-        raise RuntimeError(_GUARD.format("a process that `multiprocessing` starts, which runs the script again"))
+        raise RuntimeError(
+            _GUARD.format(
+                "a process that `multiprocessing` starts, which runs the script again"
+            )
+        )
     if _is_child:
         for frame in _frames(sys._getframe()):
-            if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") not in SCRIPT:
+            if (
+                frame.f_code.co_name == "<module>"
+                and frame.f_globals.get("__name__") not in SCRIPT
+            ):
                 what = f"the import of {frame.f_globals.get('__name__')} in a worker or its helper process"
-                raise RuntimeError(_GUARD.format(f"{what} ({frame.f_code.co_filename}:{frame.f_lineno})"))
+                raise RuntimeError(
+                    _GUARD.format(
+                        f"{what} ({frame.f_code.co_filename}:{frame.f_lineno})"
+                    )
+                )
 
 
 def _frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:
@@ -202,7 +231,11 @@ def explain_exit(error: SystemExit) -> str:
         frames.append(traceback.tb_frame)
         traceback = traceback.tb_next
     text = f"SystemExit: {error.code}" if error.code is not None else "SystemExit"
-    names = [str(one.f_globals.get("__name__")) for one in frames if one.f_code.co_name == "<module>"]
+    names = [
+        str(one.f_globals.get("__name__"))
+        for one in frames
+        if one.f_code.co_name == "<module>"
+    ]
     imported = [name for name in names if name not in SCRIPT]
     where = f"The import of {imported[-1]}" if imported else "It"
     packages = [str(one.f_globals.get("__name__")).partition(".")[0] for one in frames]
@@ -218,11 +251,20 @@ def explain_exit(error: SystemExit) -> str:
 def own_folders() -> list[str]:
     """Return the folders of the import path that belong to no interpreter and hold no installed packages."""
     paths = sysconfig.get_paths()
-    theirs = [os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, paths["stdlib"], paths["purelib"])]
+    theirs = [
+        os.path.realpath(path)
+        for path in (sys.prefix, sys.base_prefix, paths["stdlib"], paths["purelib"])
+    ]
     own = []
     for entry in sys.path:
         folder = os.path.realpath(entry or ".")
-        is_theirs = any(folder == other or folder.startswith(other + os.sep) for other in theirs)
-        if os.path.isdir(folder) and not is_theirs and Path(folder).name not in ("site-packages", "dist-packages"):
+        is_theirs = any(
+            folder == other or folder.startswith(other + os.sep) for other in theirs
+        )
+        if (
+            os.path.isdir(folder)
+            and not is_theirs
+            and Path(folder).name not in ("site-packages", "dist-packages")
+        ):
             own.append(folder)
     return own

@@ -98,12 +98,17 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
 
     def __init__(self, file: Any, protocol: int | None = None) -> None:
         super().__init__(file, protocol=protocol)
-        self._owned: set[int] = set()  # ids of objects in attributes of classes; the classes keep the objects alive
+        # Ids of objects in attributes of classes; the classes keep the objects alive.
+        self._owned: set[int] = set()
 
     def reducer_override(self, obj: Any) -> Any:
         """Return how to rebuild an object, or NotImplemented for pickle's own way."""
         if isinstance(obj, type):
-            return super().reducer_override(obj) if _is_importable(obj) else self._reduce_class(obj)
+            return (
+                super().reducer_override(obj)
+                if _is_importable(obj)
+                else self._reduce_class(obj)
+            )
         reduced = self._reduce_special(obj)
         if reduced is not None:
             return reduced
@@ -140,15 +145,28 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
         is_here = module is sys.modules.get(name)
         if is_here and (name in SCRIPT or place_of(name) is Place.SAME):
             return importlib.import_module, (name,)
-        state = {key: value for key, value in vars(module).items() if key not in _OF_IMPORTS}
+        state = {
+            key: value for key, value in vars(module).items() if key not in _OF_IMPORTS
+        }
         self._own(state)
-        return types.ModuleType, (name,), (state, is_here and place_of(name)), None, None, _set_module
+        return (
+            types.ModuleType,
+            (name,),
+            (state, is_here and place_of(name)),
+            None,
+            None,
+            _set_module,
+        )
 
     def _reduce_class(self, cls: type) -> Any:
         for value in vars(cls).values():
             self._own(value)
         reduced = super().reducer_override(cls)
-        if reduced is NotImplemented and cls.__flags__ & _HEAP and place_of(cls.__module__) is not Place.SAME:
+        if (
+            reduced is NotImplemented
+            and cls.__flags__ & _HEAP
+            and place_of(cls.__module__) is not Place.SAME
+        ):
             reduced = private._dynamic_class_reduce(cls)  # noqa: SLF001  # it has a name, which workers lack
         if not isinstance(reduced, tuple) or len(reduced) != 6:  # pickled by name
             return reduced
@@ -161,7 +179,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
 
     def _own(self, value: Any) -> None:
         """Note an attribute of a class, and what it holds."""
-        if id(value) in self._owned or isinstance(value, (type, types.ModuleType, types.FunctionType)):
+        if id(value) in self._owned or isinstance(
+            value, (type, types.ModuleType, types.FunctionType)
+        ):
             return
         if _fresh(value):
             self._owned.add(id(value))
@@ -219,9 +239,15 @@ class Script(types.ModuleType):
         waiting = self.waiting[name]
         try:
             with _keeping():
-                value = importlib.import_module(waiting) if isinstance(waiting, str) else pickle.loads(waiting)
+                value = (
+                    importlib.import_module(waiting)
+                    if isinstance(waiting, str)
+                    else pickle.loads(waiting)
+                )
         except Exception as error:
-            raise AttributeError(f"module '__main__' has no attribute {name!r} in a worker: {error}") from error
+            raise AttributeError(
+                f"module '__main__' has no attribute {name!r} in a worker: {error}"
+            ) from error
         return vars(self).setdefault(name, value)
 
     def promise(self, names: Iterable[str], namespace: dict[str, Any]) -> None:
@@ -230,7 +256,11 @@ class Script(types.ModuleType):
             waiting = self.waiting.get(name)
             if waiting is not None and name not in namespace:
                 with contextlib.suppress(Exception):  # a worker cannot import it
-                    namespace[name] = _LazyModule(waiting) if isinstance(waiting, str) else getattr(self, name)
+                    namespace[name] = (
+                        _LazyModule(waiting)
+                        if isinstance(waiting, str)
+                        else getattr(self, name)
+                    )
 
 
 class _LazyModule(types.ModuleType):
@@ -261,7 +291,9 @@ def _reduce_for_children(_: Any, obj: Any) -> Any:
     """
     if isinstance(obj, (type, types.FunctionType)) and _script is not None:
         module = str(obj.__module__)
-        pickled = _script.waiting.get(obj.__qualname__) if module.startswith(SCRIPT) else None
+        pickled = (
+            _script.waiting.get(obj.__qualname__) if module.startswith(SCRIPT) else None
+        )
         if isinstance(pickled, bytes) and _is_named(obj):
             return _define, (module, obj.__qualname__, pickled)
     return NotImplemented
@@ -303,13 +335,19 @@ def _keeping() -> Iterator[None]:
 
 def _with_place(obj: Any, reduced: _Reduced) -> _Reduced:
     """Make what `reduced` builds an attribute of its module in a worker, if it is one here and a worker lacks that."""
-    place = obj.__module__ if obj.__module__ in sys.modules and place_of(obj.__module__) is Place.NOWHERE else None
+    place = (
+        obj.__module__
+        if obj.__module__ in sys.modules and place_of(obj.__module__) is Place.NOWHERE
+        else None
+    )
     name = obj.__name__ if "." not in obj.__qualname__ and _is_named(obj) else None
     make, arguments, state, *_, setter = reduced
     return make, arguments, (setter, state, place, name), None, None, _set_definition
 
 
-def _set_definition(obj: Any, what: tuple[Callable[[Any, Any], Any], Any, str | None, str | None]) -> None:
+def _set_definition(
+    obj: Any, what: tuple[Callable[[Any, Any], Any], Any, str | None, str | None]
+) -> None:
     setter, state, place, name = what
     if not (_keeps and isinstance(obj, type) and obj in _complete):
         setter(obj, state)
@@ -317,17 +355,30 @@ def _set_definition(obj: Any, what: tuple[Callable[[Any, Any], Any], Any, str | 
         _complete.add(obj)
     if place is None or _script is None:
         return
-    module = _script if place in SCRIPT else sys.modules.setdefault(place, types.ModuleType(place))
+    module = (
+        _script
+        if place in SCRIPT
+        else sys.modules.setdefault(place, types.ModuleType(place))
+    )
     used = getattr(obj, "__globals__", vars(module))
     if name is not None:
         vars(module).setdefault(name, obj)
-    if used.get("__name__") == place:  # else the function has another's name, by functools.wraps
+    # Else the function has another's name, by functools.wraps.
+    if used.get("__name__") == place:
         for key, value in list(used.items()):
-            if not key.startswith("__") or key == "__path__":  # with a file, it would look like an imported module
+            # With a file, it would look like an imported module.
+            if not key.startswith("__") or key == "__path__":
                 vars(module).setdefault(key, value)
-    if _is_building and name is not None and isinstance(obj, types.FunctionType) and vars(module)[name] is not obj:
+    if (
+        _is_building
+        and name is not None
+        and isinstance(obj, types.FunctionType)
+        and vars(module)[name] is not obj
+    ):
         obj.__module__ = f"{place} (copy {id(used)})"
-        copies = sys.modules.setdefault(obj.__module__, types.ModuleType(obj.__module__))
+        copies = sys.modules.setdefault(
+            obj.__module__, types.ModuleType(obj.__module__)
+        )
         setattr(copies, name, obj)
     # From Python 3.14 on, those that are no texts are computed when they are read, which fails if a name is missing.
     annotations = (
@@ -371,11 +422,15 @@ def _nameable(value: Any, named: _Names) -> _Names | None:
     for _, obj in _way_to_culprit(value, named):
         if not isinstance(obj, (type, types.FunctionType)):
             package = type(obj).__module__.partition(".")[0]
-            own_first = sorted(sys.modules, key=lambda module: module.partition(".")[0] != package)
+            own_first = sorted(
+                sys.modules, key=lambda module: module.partition(".")[0] != package
+            )
             held = (
                 (module, name)
                 for module in own_first
-                for name, one in list(getattr(sys.modules.get(module), "__dict__", {}).items())
+                for name, one in list(
+                    getattr(sys.modules.get(module), "__dict__", {}).items()
+                )
                 if one is obj and place_of(module) is Place.SAME
             )
             found = next(held, None)
@@ -390,9 +445,14 @@ def definitions() -> dict[str, bytes | str]:
     Those that hold more than a little data are left out: a worker needs few of them, and none at its start.
     """
     script = sys.modules["__main__"]
-    found: dict[str, bytes | str] = dict(script.waiting) if isinstance(script, Script) else {}
+    found: dict[str, bytes | str] = (
+        dict(script.waiting) if isinstance(script, Script) else {}
+    )
     for name, value in list(vars(script).items()):
-        if isinstance(value, types.ModuleType) and place_of(value.__name__) is Place.SAME:
+        if (
+            isinstance(value, types.ModuleType)
+            and place_of(value.__name__) is Place.SAME
+        ):
             found[name] = value.__name__
         elif not name.startswith("__") and name != "waiting":
             with contextlib.suppress(Exception):
@@ -419,7 +479,9 @@ class _DefinitionPickler(Pickler):
         kind = type(obj)
         package = kind.__module__.partition(".")[0]
         is_plain = package in sys.stdlib_module_names or package in ("numpy", *SCRIPT)
-        if package == "_io" or not (is_plain or isinstance(obj, (type, types.ModuleType))):
+        if package == "_io" or not (
+            is_plain or isinstance(obj, (type, types.ModuleType))
+        ):
             raise pickle.PicklingError("data")
         return super().reducer_override(obj)
 
@@ -446,7 +508,14 @@ def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _reduce_cache(cache: Any) -> _Reduced:
-    return _make_cache, (cache.__wrapped__, cache.cache_parameters()), vars(cache), None, None, _set_attributes
+    return (
+        _make_cache,
+        (cache.__wrapped__, cache.cache_parameters()),
+        vars(cache),
+        None,
+        None,
+        _set_attributes,
+    )
 
 
 def _make_cache(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
@@ -456,8 +525,19 @@ def _make_cache(function: Callable[..., Any], parameters: dict[str, Any]) -> Any
 def _reduce_dispatcher(dispatcher: Any) -> _Reduced:
     own = ("register", "dispatch", "registry", "_clear_cache", "__wrapped__")
     state = {name: value for name, value in vars(dispatcher).items() if name not in own}
-    state |= {name: getattr(dispatcher, name) for name in functools.WRAPPER_ASSIGNMENTS if hasattr(dispatcher, name)}
-    return _make_dispatcher, (dict(dispatcher.registry),), state, None, None, _set_attributes
+    state |= {
+        name: getattr(dispatcher, name)
+        for name in functools.WRAPPER_ASSIGNMENTS
+        if hasattr(dispatcher, name)
+    }
+    return (
+        _make_dispatcher,
+        (dict(dispatcher.registry),),
+        state,
+        None,
+        None,
+        _set_attributes,
+    )
 
 
 def _make_dispatcher(implementations: dict[type, Callable[..., Any]]) -> Any:
@@ -482,7 +562,14 @@ def _set_attributes(obj: Any, state: dict[str, Any]) -> None:
 
 def _reduce_new_type(kind: Any) -> _Reduced:
     state = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return typing.NewType, (kind.__name__, kind.__supertype__), state, None, None, _set_attributes
+    return (
+        typing.NewType,
+        (kind.__name__, kind.__supertype__),
+        state,
+        None,
+        None,
+        _set_attributes,
+    )
 
 
 def _reduce_parameters(parameters: Any) -> _Reduced:
@@ -551,11 +638,19 @@ def _fresh(obj: Any) -> _Reduced | None:
 def _has_hooks(cls: type) -> bool:
     """Return whether making the class runs code of the script, whose results are attributes that are pickled also."""
     bases = cls.__mro__[1:]
-    hooked = [base for base in bases if "__init_subclass__" in vars(base) and not _is_importable(base)]
+    hooked = [
+        base
+        for base in bases
+        if "__init_subclass__" in vars(base) and not _is_importable(base)
+    ]
     return bool(hooked) or not _is_importable(type(cls))
 
 
-def _make_class(make: Callable[..., type], arguments: tuple[Any, ...], has_hooks: bool) -> type:  # noqa: FBT001
+def _make_class(
+    make: Callable[..., type],
+    arguments: tuple[Any, ...],
+    has_hooks: bool,  # noqa: FBT001
+) -> type:
     """Make a class without attributes; if hooks have run where it was defined, or fail here, without them.
 
     Args:
@@ -564,7 +659,8 @@ def _make_class(make: Callable[..., type], arguments: tuple[Any, ...], has_hooks
         has_hooks: see `_has_hooks`.
     """
     if not has_hooks:
-        with contextlib.suppress(Exception):  # a hook of a library wants the keywords of the class statement
+        # A hook of a library wants the keywords of the class statement.
+        with contextlib.suppress(Exception):
             return make(*arguments)
     meta, name, bases, *more = arguments
     with _quiet(bases[0]):
@@ -588,9 +684,13 @@ def _quiet(base: type) -> Iterator[None]:
             type.__setattr__(base, "__init_subclass__", own)
 
 
-def _call_type(meta: type, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
+def _call_type(
+    meta: type, name: str, bases: tuple[type, ...], namespace: dict[str, Any]
+) -> Any:
     """Make a class with the first metaclass of `meta` and its bases that a library defines and that can make it."""
-    kinds = [kind for kind in meta.__mro__ if issubclass(kind, type) and _is_importable(kind)]
+    kinds = [
+        kind for kind in meta.__mro__ if issubclass(kind, type) and _is_importable(kind)
+    ]
     for kind in kinds[:-1]:
         try:
             return kind.__new__(meta, name, bases, namespace)
@@ -603,21 +703,33 @@ def _call_type(meta: type, name: str, bases: tuple[type, ...], namespace: dict[s
 _OF_MEMBERS = frozenset({"_value_", "_name_", "_sort_order_", "__objclass__"})
 
 
-def _reduce_enum(kind: type[enum.Enum], make: Any, arguments: tuple[Any, ...], state: tuple[Any, ...]) -> _Reduced:
+def _reduce_enum(
+    kind: type[enum.Enum], make: Any, arguments: tuple[Any, ...], state: tuple[Any, ...]
+) -> _Reduced:
     """Return how to rebuild an enum, with what cloudpickle leaves out: aliases, functions and attributes of members."""
     values = {name: member.value for name, member in kind.__members__.items()}
-    members = {name: enum.member(value) if callable(value) else value for name, value in values.items()}
+    members = {
+        name: enum.member(value) if callable(value) else value
+        for name, value in values.items()
+    }
     setter, attributes, slots = state
-    attributes = {name: value for name, value in attributes.items() if name not in members}
+    attributes = {
+        name: value for name, value in attributes.items() if name not in members
+    }
     own = {
-        name: {key: value for key, value in vars(member).items() if key not in _OF_MEMBERS}
+        name: {
+            key: value for key, value in vars(member).items() if key not in _OF_MEMBERS
+        }
         for name, member in kind.__members__.items()
     }
     arguments = (*arguments[:3], members, *arguments[4:])
     return make, arguments, (setter, (attributes, slots), own), None, None, _set_members
 
 
-def _set_members(kind: type[enum.Enum], state: tuple[Callable[..., None], Any, dict[str, dict[str, Any]]]) -> None:
+def _set_members(
+    kind: type[enum.Enum],
+    state: tuple[Callable[..., None], Any, dict[str, dict[str, Any]]],
+) -> None:
     set_attributes, attributes, own = state
     set_attributes(kind, attributes)
     for name, values in own.items():
@@ -636,11 +748,20 @@ def captures(factory: Any) -> Iterator[tuple[str, Any]]:
     elif inspect.ismethod(factory):
         yield "self", factory.__self__
     elif isinstance(factory, types.FunctionType):
-        for name, cell in zip(factory.__code__.co_freevars, factory.__closure__ or (), strict=True):
-            with contextlib.suppress(ValueError):  # nothing was assigned to the variable yet
+        for name, cell in zip(
+            factory.__code__.co_freevars, factory.__closure__ or (), strict=True
+        ):
+            # Nothing was assigned to the variable yet.
+            with contextlib.suppress(ValueError):
                 yield name, cell.cell_contents
-        used = dict.fromkeys(name for code in _codes_in(factory.__code__) for name in code.co_names)
-        yield from ((name, factory.__globals__[name]) for name in used if name in factory.__globals__)
+        used = dict.fromkeys(
+            name for code in _codes_in(factory.__code__) for name in code.co_names
+        )
+        yield from (
+            (name, factory.__globals__[name])
+            for name in used
+            if name in factory.__globals__
+        )
         defaults = inspect.signature(factory, follow_wrapped=False).parameters.values()
         yield from ((p.name, p.default) for p in defaults if p.default is not p.empty)
         yield from vars(factory).items()
@@ -667,7 +788,14 @@ def _way_to_culprit(value: Any, named: _Names) -> list[tuple[str, Any]]:
     way: list[tuple[str, Any]] = []
     seen = {id(value)}
     while len(way) < _MAX_DEPTH:
-        found = next(((name, one) for name, one in _held_by(value) if id(one) not in seen and _fails(one, named)), None)
+        found = next(
+            (
+                (name, one)
+                for name, one in _held_by(value)
+                if id(one) not in seen and _fails(one, named)
+            ),
+            None,
+        )
         if found is None:
             break
         way.append(found)
@@ -684,11 +812,21 @@ def _held_by(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, (staticmethod, classmethod)):
         yield value.__func__.__name__, value.__func__
     elif isinstance(value, property):
-        yield from ((one.__name__, one) for one in (value.fget, value.fset, value.fdel) if one is not None)
+        yield from (
+            (one.__name__, one)
+            for one in (value.fget, value.fset, value.fdel)
+            if one is not None
+        )
     elif isinstance(value, type):
         if not _is_importable(value):
-            yield from ((name, one) for name, one in vars(value).items() if name not in ("__dict__", "__weakref__"))
-            yield from ((base.__qualname__, base) for base in (*value.__bases__, type(value)))
+            yield from (
+                (name, one)
+                for name, one in vars(value).items()
+                if name not in ("__dict__", "__weakref__")
+            )
+            yield from (
+                (base.__qualname__, base) for base in (*value.__bases__, type(value))
+            )
     elif callable(value) or not _is_importable(type(value)):
         yield from captures(value)
 

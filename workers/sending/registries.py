@@ -69,7 +69,9 @@ def collect() -> bytes:
     found: _Entries = {"__main__": definitions()}
     for package, registry in _REGISTRIES.items():
         if package in sys.modules:
-            found[package] = {name: _pickled(name, value) for name, value in registry.read()}
+            found[package] = {
+                name: _pickled(name, value) for name, value in registry.read()
+            }
         elif package in _waiting:
             found[package] = _waiting[package]
     return zlib.compress(pickle.dumps(found, pickle.HIGHEST_PROTOCOL), 1)
@@ -77,7 +79,8 @@ def collect() -> bytes:
 
 def _pickled(name: str, value: Any) -> bytes:
     try:
-        data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)  # much faster for the usual entries, which are plain
+        # Much faster for the usual entries, which are plain.
+        data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception:
         data = b"__main__"
     by_value = ("__main__", *cloudpickle.list_registry_pickle_by_value())
@@ -116,11 +119,24 @@ def _add(package: str, named: dict[str, bytes]) -> None:
 class _Finder(importlib.abc.MetaPathFinder):
     """Adds the waiting entries of a package after its import."""
 
-    def find_spec(self, name: str, path: Any = None, target: types.ModuleType | None = None) -> Any:
+    def find_spec(
+        self, name: str, path: Any = None, target: types.ModuleType | None = None
+    ) -> Any:
         if name not in _waiting:
             return None
-        finders = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
-        spec = next((spec for finder in finders if (spec := finder.find_spec(name, path, target))), None)
+        finders = [
+            finder
+            for finder in sys.meta_path
+            if finder is not self and hasattr(finder, "find_spec")
+        ]
+        spec = next(
+            (
+                spec
+                for finder in finders
+                if (spec := finder.find_spec(name, path, target))
+            ),
+            None,
+        )
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader)
         return spec
@@ -154,7 +170,8 @@ _RUNNERS = "rllib-"
 def _specs(package: str) -> dict[str, Any]:
     """Return the dict from ids to specs."""
     registry = sys.modules[f"{package}.registration"].registry
-    specs: dict[str, Any] = getattr(registry, "env_specs", registry)  # an object before gym 0.26
+    # An object before gym 0.26.
+    specs: dict[str, Any] = getattr(registry, "env_specs", registry)
     return specs
 
 
@@ -169,8 +186,14 @@ def _add_spec(package: str, name: str, spec: Any) -> None:
 
 def _read_specs(package: str) -> Iterator[tuple[str, Any]]:
     """Yield the specs by id; before them what they name in the script, as `__main__:Env`."""
-    specs = {name: spec for name, spec in _specs(package).items() if not name.startswith(_RUNNERS)}
-    named = dict.fromkeys(name for spec in specs.values() for name in _names_in_script(spec))
+    specs = {
+        name: spec
+        for name, spec in _specs(package).items()
+        if not name.startswith(_RUNNERS)
+    }
+    named = dict.fromkeys(
+        name for spec in specs.values() for name in _names_in_script(spec)
+    )
     for name in named:
         with contextlib.suppress(AttributeError):  # an entry that no process can use
             yield name, getattr(sys.modules["__main__"], name.removeprefix(_SCRIPT))
@@ -186,7 +209,9 @@ def _names_in_script(spec: Any) -> Iterator[str]:
 
 
 def _gym(package: str) -> _Registry:
-    return _Registry(functools.partial(_read_specs, package), functools.partial(_add_spec, package))
+    return _Registry(
+        functools.partial(_read_specs, package), functools.partial(_add_spec, package)
+    )
 
 
 # ---- dm_control --------------------------------------------------------------------------------
@@ -197,11 +222,18 @@ def _suite_entries() -> Iterator[tuple[str, Any]]:
     for domain, module in list(sys.modules["dm_control.suite"]._DOMAINS.items()):  # noqa: SLF001  # its only registry
         if not module.__name__.startswith("dm_control.suite."):
             is_script = module is sys.modules.get("__main__")
-            yield domain, types.SimpleNamespace(SUITE=module.SUITE) if is_script else module
+            yield (
+                domain,
+                types.SimpleNamespace(SUITE=module.SUITE) if is_script else module,
+            )
             continue
         for task, function in module.SUITE.items():
             if function.__module__ != module.__name__:
-                tags = [tag for tag in module.SUITE.tags() if task in module.SUITE.tagged(tag)]
+                tags = [
+                    tag
+                    for tag in module.SUITE.tags()
+                    if task in module.SUITE.tagged(tag)
+                ]
                 yield f"{domain}.{task}", (function, tags)
 
 
@@ -223,7 +255,9 @@ def _add_to_suite(name: str, value: Any) -> None:
 def _torchrl_entries() -> Iterator[tuple[str, Any]]:
     """Yield the conversions of spaces that are not TorchRL's own, and the backend of `set_gym_backend`."""
     gym = sys.modules["torchrl.envs.libs.gym"]
-    for index, (space, convert) in enumerate(list(gym._conversion_registry.data.items())):  # noqa: SLF001  # no public door
+    for index, (space, convert) in enumerate(
+        list(gym._conversion_registry.data.items())  # noqa: SLF001  # no public door
+    ):
         if not convert.__module__.startswith("torchrl."):
             yield f"conversion {index}", (space, convert)
     if gym.DEFAULT_GYM is not None and gym.DEFAULT_GYM.__name__ != "gymnasium":

@@ -22,7 +22,9 @@ from typing import Any, NamedTuple
 from envherd.shm.platforms import fcntl
 
 #: Modules of `multiprocessing` whose reducers must be asked for.
-_MODULES = tuple(f"multiprocessing.{name}" for name in ("connection", "heap", "sharedctypes"))
+_MODULES = tuple(
+    f"multiprocessing.{name}" for name in ("connection", "heap", "sharedctypes")
+)
 
 
 class OwnersDescriptor(NamedTuple):
@@ -51,7 +53,10 @@ class OwnersDescriptor(NamedTuple):
         fd = -1
         with contextlib.suppress(OSError):
             if self.host == platform.node():
-                fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", self.flags | os.O_NONBLOCK | os.O_CLOEXEC)
+                fd = os.open(
+                    f"/proc/{self.pid}/fd/{self.fd}",
+                    self.flags | os.O_NONBLOCK | os.O_CLOEXEC,
+                )
         if fd < 0 or _file_of(fd) != self.file:
             if fd >= 0:
                 os.close(fd)
@@ -104,16 +109,25 @@ def reduce_shared(obj: Any) -> Any:
     """Return how a worker gets an object that processes share, or None if it is no such object."""
     kind = type(obj)
     reduce: Any = reduction.ForkingPickler._extra_reducers.get(kind)  # type: ignore[attr-defined]  # noqa: SLF001
-    if getattr(reduce, "__module__", "") in _MODULES and (hasattr(obj, "_wrapper") or kind.__module__ in _MODULES):
+    if getattr(reduce, "__module__", "") in _MODULES and (
+        hasattr(obj, "_wrapper") or kind.__module__ in _MODULES
+    ):
         context.assert_spawning(obj)
         return reduce(obj)
-    if kind.__module__ != "torch.storage" or context.get_spawning_popen() is not _SPAWNING:
+    if (
+        kind.__module__ != "torch.storage"
+        or context.get_spawning_popen() is not _SPAWNING
+    ):
         return None
     storage = getattr(obj, "_untyped_storage", obj)
     if storage.device.type != "cpu" or not storage.is_shared():
         return None
     fd, nbytes = storage._share_fd_cpu_()  # as `torch.multiprocessing` does
-    return None if fd < 0 else (_open_storage, (_share(fd), nbytes, getattr(obj, "dtype", None)))
+    return (
+        None
+        if fd < 0
+        else (_open_storage, (_share(fd), nbytes, getattr(obj, "dtype", None)))
+    )
 
 
 def _open_storage(shared: OwnersDescriptor, nbytes: int, dtype: Any) -> Any:
@@ -123,9 +137,17 @@ def _open_storage(shared: OwnersDescriptor, nbytes: int, dtype: Any) -> Any:
         storage = torch.UntypedStorage._new_shared_fd_cpu(fd, nbytes)  # noqa: SLF001
     finally:
         os.close(fd)
-    return storage if dtype is None else torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+    return (
+        storage
+        if dtype is None
+        else torch.storage.TypedStorage(
+            wrap_storage=storage, dtype=dtype, _internal=True
+        )
+    )
 
 
 def is_meant_to_be_shared(obj: Any) -> bool:
     """Return whether an object connects processes."""
-    return any("multiprocessing" in base.__module__.split(".") for base in type(obj).__mro__)
+    return any(
+        "multiprocessing" in base.__module__.split(".") for base in type(obj).__mro__
+    )

@@ -41,7 +41,10 @@ class Row(NamedTuple):
 
 def import_path() -> list[str]:
     """Return `sys.path` for a process in another folder."""
-    return [os.path.abspath(entry) if os.path.exists(entry or ".") else entry for entry in sys.path]
+    return [
+        os.path.abspath(entry) if os.path.exists(entry or ".") else entry
+        for entry in sys.path
+    ]
 
 
 def _set_path(path: list[str]) -> None:
@@ -119,7 +122,11 @@ def _script() -> dict[str, Any]:
     file = getattr(script, "__file__", None)
     if file is not None:
         file = os.path.normpath(os.path.join(process.ORIGINAL_DIR or "", file))  # type: ignore[attr-defined]
-    return {"__file__": file, "__package__": getattr(script, "__package__", None), "__doc__": script.__doc__}
+    return {
+        "__file__": file,
+        "__package__": getattr(script, "__package__", None),
+        "__doc__": script.__doc__,
+    }
 
 
 def _make_script(attributes: dict[str, Any]) -> None:
@@ -141,7 +148,8 @@ TABLE = {
     "authkey": Row(_key, _set_key),
     "name": Row(lambda: process.current_process().name, _set_name),
     "start_method": Row(
-        lambda: multiprocessing.get_start_method(allow_none=True),  # else it could not be set later
+        # Else it could not be set later.
+        lambda: multiprocessing.get_start_method(allow_none=True),
         lambda name: multiprocessing.set_start_method(name, force=True),
     ),
     "log": Row(_log, _set_log),
@@ -157,7 +165,11 @@ def read() -> dict[str, Any]:
 
 def for_other_python(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part that a worker of another interpreter can have."""
-    return {name: value for name, value in values.items() if not TABLE[name].is_of_this_python}
+    return {
+        name: value
+        for name, value in values.items()
+        if not TABLE[name].is_of_this_python
+    }
 
 
 def enter(values: Mapping[str, Any]) -> None:

@@ -28,7 +28,9 @@ class PlainEnv:
 
     spec: EnvSpec
 
-    def reset(self, seed: int | None, options: Mapping[str, Any] | None = None) -> list[Any]:
+    def reset(
+        self, seed: int | None, options: Mapping[str, Any] | None = None
+    ) -> list[Any]:
         """Start a new episode and return the observation values."""
         raise NotImplementedError
 
@@ -63,9 +65,15 @@ class PlainAdapter(Adapter):
         self.env = env
         self.spec = env.spec
 
-    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:
+    def reset(
+        self, seed: int | None, options: Options = None, mask: Mask = None
+    ) -> list[Any]:
         """See `Adapter.reset`; a mask is passed on to envs that are a batch themselves."""
-        return self.env.reset(seed, options) if mask is None else self.env.reset(seed, options, mask)
+        return (
+            self.env.reset(seed, options)
+            if mask is None
+            else self.env.reset(seed, options, mask)
+        )
 
     def step(self, action: list[Any]) -> StepValues:
         return self.env.step(action)
@@ -116,7 +124,9 @@ class CountingEnv(PlainEnv):
         episode: resets of this instance, less one.
     """
 
-    def __init__(self, length: int | None = None, *, size: int = 0, reuses_buffers: bool = False) -> None:
+    def __init__(
+        self, length: int | None = None, *, size: int = 0, reuses_buffers: bool = False
+    ) -> None:
         self.length = length
         self.size = size
         self.reuses_buffers = reuses_buffers
@@ -125,13 +135,20 @@ class CountingEnv(PlainEnv):
         self.episode = -1
         self.num_steps = 0
         self.seed = 0
-        self._buffers: list[np.ndarray] = [np.zeros(3, np.int64), np.zeros((size, size), np.uint8)]
+        self._buffers: list[np.ndarray] = [
+            np.zeros(3, np.int64),
+            np.zeros((size, size), np.uint8),
+        ]
         pixels = (LeafSpec(("pixels",), (size, size), "uint8"),) if size else ()
         self.spec = EnvSpec(
-            observation=(LeafSpec(("observation",), (3,), "int64"), *pixels), action=(action_leaf(),), family="plain"
+            observation=(LeafSpec(("observation",), (3,), "int64"), *pixels),
+            action=(action_leaf(),),
+            family="plain",
         )
 
-    def reset(self, seed: int | None, options: Mapping[str, Any] | None = None) -> list[Any]:
+    def reset(
+        self, seed: int | None, options: Mapping[str, Any] | None = None
+    ) -> list[Any]:
         """Begin the next episode."""
         self.seed = self.seed if seed is None else seed
         self.options = options

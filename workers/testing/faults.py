@@ -128,7 +128,11 @@ SIGNALS: dict[str, Callable[[], Any]] = {
 }
 
 #: Hangs: in Python, in a busy loop, and in C with the GIL held.
-HANGS: dict[str, Callable[[], Any]] = {"sleep": _sleep, "spin": _spin, "gil": _hold_the_gil}
+HANGS: dict[str, Callable[[], Any]] = {
+    "sleep": _sleep,
+    "spin": _spin,
+    "gil": _hold_the_gil,
+}
 
 #: Observations that break the env's own spec (int64 `[3]`).
 BAD_OBSERVATIONS: dict[str, Callable[[np.ndarray], Any]] = {
@@ -181,7 +185,9 @@ class FaultyEnv(CountingEnv):
         self._flag = flag
         self._break("construct")
 
-    def reset(self, seed: int | None, options: Mapping[str, Any] | None = None) -> list[Any]:
+    def reset(
+        self, seed: int | None, options: Mapping[str, Any] | None = None
+    ) -> list[Any]:
         """Begin the next episode, or break."""
         observation = super().reset(seed, options)
         is_due = self.episode >= self._fault_episode
@@ -190,7 +196,9 @@ class FaultyEnv(CountingEnv):
     def step(self, action: list[Any]) -> StepValues:
         """Count one step, or break."""
         observation, *others = super().step(action)
-        is_due = self.episode >= self._fault_episode and self.num_steps == self._fault_step
+        is_due = (
+            self.episode >= self._fault_episode and self.num_steps == self._fault_step
+        )
         return (self._break("step", observation) if is_due else observation, *others)
 
     def render(self) -> np.ndarray:
@@ -203,7 +211,11 @@ class FaultyEnv(CountingEnv):
         self._break("close")
 
     def _break(self, where: str, observation: list[Any] | None = None) -> Any:
-        if self._fault is None or where != self._at or (self._flag is not None and Path(self._flag).exists()):
+        if (
+            self._fault is None
+            or where != self._at
+            or (self._flag is not None and Path(self._flag).exists())
+        ):
             return observation
         if self._flag is not None:
             Path(self._flag).touch()

@@ -47,7 +47,10 @@ class EpisodeSums:
     """
 
     def __init__(self, shape: tuple[int, ...], rewards: Sequence[LeafSpec]) -> None:
-        returns = [LeafSpec(return_key(leaf.key), leaf.shape, _sum_dtype(leaf.dtype)) for leaf in rewards]
+        returns = [
+            LeafSpec(return_key(leaf.key), leaf.shape, _sum_dtype(leaf.dtype))
+            for leaf in rewards
+        ]
         length = LeafSpec((_ROOT, "length"), (*shape, 1), "int64")
         seconds = LeafSpec((_ROOT, "time"), (*shape, 1), "float32")
         self.leaves = (*returns, length, seconds)
@@ -59,8 +62,13 @@ class EpisodeSums:
         self._has_fresh = True
         self._pairs = list(zip(self._sums, self.values[:-2], strict=True))
         self._length, self._seconds = self.values[-2:]
-        if not shape and [(leaf.shape, leaf.dtype in _FLOATS) for leaf in rewards] == [((1,), True)]:
-            self._single: list[Any] = [array.reshape(-1).data for array in (*self._sums, self._began, *self.values)]
+        if not shape and [(leaf.shape, leaf.dtype in _FLOATS) for leaf in rewards] == [
+            ((1,), True)
+        ]:
+            self._single: list[Any] = [
+                array.reshape(-1).data
+                for array in (*self._sums, self._began, *self.values)
+            ]
             self.add = self._add_single  # type: ignore[method-assign]
 
     def restart(self, rows: Any = ..., of_returns: Sequence[Any] | None = None) -> None:
@@ -70,7 +78,9 @@ class EpisodeSums:
             rows: index of the env's rows, e.g. bool `[*shape]`.
             of_returns: an index for each return, where a reset may be of some agents of a row; None for `rows`.
         """
-        for (total, value), index in zip(self._pairs, of_returns or [rows] * len(self._pairs), strict=True):
+        for (total, value), index in zip(
+            self._pairs, of_returns or [rows] * len(self._pairs), strict=True
+        ):
             total[index] = value[index] = 0
         self._length[rows] = self._seconds[rows] = 0
         self._is_fresh[rows] = self._has_fresh = True
@@ -83,10 +93,14 @@ class EpisodeSums:
 
     def add(self, rewards: list[Any]) -> None:
         """Add the rewards, after a step."""
-        for (total, value), given in zip(self._pairs, rewards, strict=False):  # the block refuses too few or too many
+        # The block refuses too few or too many.
+        for (total, value), given in zip(self._pairs, rewards, strict=False):
             try:
                 np.add(total, given, out=total)
-            except (TypeError, ValueError):  # not a reward of this env: the block says so when it stores it
+            except (
+                TypeError,
+                ValueError,
+            ):  # not a reward of this env: the block says so when it stores it
                 continue
             value[...] = total
         self._length += 1
@@ -117,8 +131,12 @@ class EpisodeSums:
         own = self.state()
         forms = [(array.shape, array.dtype) for array in own]
         arrays = state if isinstance(state, list) else []
-        if [(getattr(one, "shape", None), getattr(one, "dtype", None)) for one in arrays] != forms:
-            raise ValueError(f"expected the statistics of an episode as {forms}, got {type(state).__name__}.")
+        if [
+            (getattr(one, "shape", None), getattr(one, "dtype", None)) for one in arrays
+        ] != forms:
+            raise ValueError(
+                f"expected the statistics of an episode as {forms}, got {type(state).__name__}."
+            )
         return arrays
 
     def restore(self, state: list[Any]) -> None:
@@ -146,9 +164,13 @@ class EpisodeLeaves(Wrapping):
         self._sums = sums = EpisodeSums(inner.spec.batch_shape, inner.spec.reward)
         super().__init__(inner, sums.leaves, sums.roots, "episode_statistics")
         keys = [list(leaf.key) for leaf in self.leaves]
-        self.spec = replace(self.spec, metadata={**self.spec.metadata, EPISODE_KEYS: keys})
+        self.spec = replace(
+            self.spec, metadata={**self.spec.metadata, EPISODE_KEYS: keys}
+        )
 
-    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:
+    def reset(
+        self, seed: int | None, options: Options = None, mask: Mask = None
+    ) -> list[Any]:
         observation = self.inner.reset(seed, options, mask)
         self._sums.restart(... if mask is None else mask[..., 0])
         return [*observation, *self._sums.values]
@@ -168,7 +190,10 @@ class EpisodeLeaves(Wrapping):
         """Check a state, also one saved without the option: the statistics then start here; return what restores it."""
         if not (isinstance(state, Mapping) and _STATE in state and "env" in state):
             return self.inner.read_state(state)
-        put, sums = self.inner.read_state(state["env"]), self._sums.checked(state[_STATE])
+        put, sums = (
+            self.inner.read_state(state["env"]),
+            self._sums.checked(state[_STATE]),
+        )
 
         def put_all() -> None:
             put()
@@ -178,4 +203,10 @@ class EpisodeLeaves(Wrapping):
 
 
 def _sum_dtype(dtype: str) -> str:
-    return dtype if np.dtype(dtype).kind == "f" else "float64" if np.dtype(dtype).kind == "c" else "int64"
+    return (
+        dtype
+        if np.dtype(dtype).kind == "f"
+        else "float64"
+        if np.dtype(dtype).kind == "c"
+        else "int64"
+    )

@@ -72,7 +72,9 @@ class InfoLeaves(Wrapping):
         self._batch_shape = inner.spec.batch_shape
         self._values: list[Any] = [np.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
 
-    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:
+    def reset(
+        self, seed: int | None, options: Options = None, mask: Mask = None
+    ) -> list[Any]:
         observation = self.inner.reset(seed, options, mask)
         self._read(None if mask is None else mask[..., 0])
         return [*observation, *self._values]
@@ -88,7 +90,11 @@ class InfoLeaves(Wrapping):
         for index, field in enumerate(self._fields):
             value, was_given = self._value_of(field, info)
             if rows is not None:
-                value = np.where(rows.reshape(*rows.shape, *[1] * (value.ndim - rows.ndim)), value, values[2 * index])
+                value = np.where(
+                    rows.reshape(*rows.shape, *[1] * (value.ndim - rows.ndim)),
+                    value,
+                    values[2 * index],
+                )
                 was_given = np.where(rows, was_given, values[2 * index + 1])
             values[2 * index], values[2 * index + 1] = value, was_given
 
@@ -99,17 +105,28 @@ class InfoLeaves(Wrapping):
                 return self._nothing(field)
             value = coerce(field.leaf, as_array(found))
             mask = np.ones(self._batch_shape, bool)
-            if self._batch_shape and f"_{field.path[-1]}" in holder:  # a vector env's mask of the rows that returned it
-                mask = np.asarray(holder[f"_{field.path[-1]}"], bool).reshape(self._batch_shape)
-                value = np.where(mask.reshape(*mask.shape, *[1] * (value.ndim - mask.ndim)), value, value.dtype.type(0))
+            # A vector env's mask of the rows that returned it.
+            if self._batch_shape and f"_{field.path[-1]}" in holder:
+                mask = np.asarray(holder[f"_{field.path[-1]}"], bool).reshape(
+                    self._batch_shape
+                )
+                value = np.where(
+                    mask.reshape(*mask.shape, *[1] * (value.ndim - mask.ndim)),
+                    value,
+                    value.dtype.type(0),
+                )
             return value, mask
-        except Exception as error:  # an info may hold the user's objects, which may raise anything
+        except (
+            Exception
+        ) as error:  # an info may hold the user's objects, which may raise anything
             if self.on_left_out is not None:
                 self.on_left_out({_show(field.path): explain(error)})
             return self._nothing(field)
 
     def _nothing(self, field: InfoEntry) -> tuple[np.ndarray, np.ndarray]:
-        return np.zeros(field.leaf.shape, field.leaf.dtype), np.zeros(self._batch_shape, bool)
+        return np.zeros(field.leaf.shape, field.leaf.dtype), np.zeros(
+            self._batch_shape, bool
+        )
 
 
 def declared_fields(keys: Mapping[str | Path, Any], spec: EnvSpec) -> list[InfoEntry]:
@@ -117,11 +134,19 @@ def declared_fields(keys: Mapping[str | Path, Any], spec: EnvSpec) -> list[InfoE
     fields = []
     for name, like in keys.items():
         value = example_of(name, like)
-        fields.append(_field(as_path(name), np.broadcast_to(value, (*spec.batch_shape, *value.shape)), spec))
+        fields.append(
+            _field(
+                as_path(name),
+                np.broadcast_to(value, (*spec.batch_shape, *value.shape)),
+                spec,
+            )
+        )
     return fields
 
 
-def find_fields(adapter: Adapter, keys: Literal["all"] | Sequence[str | Path]) -> list[InfoEntry]:
+def find_fields(
+    adapter: Adapter, keys: Literal["all"] | Sequence[str | Path]
+) -> list[InfoEntry]:
     """Reset and step an env once, and return a field for each entry wanted.
 
     Raises:
@@ -134,7 +159,9 @@ def find_fields(adapter: Adapter, keys: Literal["all"] | Sequence[str | Path]) -
     failure = ""
     try:
         rng = np.random.default_rng(0)
-        adapter.step([_input(leaf, rng) for leaf in (*adapter.spec.action, *adapter.spec.state)])
+        adapter.step(
+            [_input(leaf, rng) for leaf in (*adapter.spec.action, *adapter.spec.state)]
+        )
         _collect(adapter.info, (), found, shape)
     except Exception as error:  # a random action may be one that the env refuses
         failure = f" (its step raised {explain(error)})"
@@ -143,29 +170,50 @@ def find_fields(adapter: Adapter, keys: Literal["all"] | Sequence[str | Path]) -
     fields: dict[Path, InfoEntry] = {}
     for name in keys:
         wanted = as_path(name)
-        matching = {path: array for path, array in found.items() if path[: len(wanted)] == wanted}
+        matching = {
+            path: array
+            for path, array in found.items()
+            if path[: len(wanted)] == wanted
+        }
         if not matching:
             kind = type(_look_up(adapter.info, wanted)[0]).__name__
             if kind != "NoneType":
-                raise SpecError(f"infos failed: expected a number as {_show(wanted)!r}, got a {kind}. {_AS_DICTS}")
+                raise SpecError(
+                    f"infos failed: expected a number as {_show(wanted)!r}, got a {kind}. {_AS_DICTS}"
+                )
             raise SpecError(_not_found(wanted, sorted(map(_show, found)), failure))
-        fields.update({path: _field(path, array, adapter.spec) for path, array in matching.items()})
+        fields.update(
+            {
+                path: _field(path, array, adapter.spec)
+                for path, array in matching.items()
+            }
+        )
     return list(fields.values())
 
 
 def _input(leaf: LeafSpec, rng: np.random.Generator) -> Any:
     """Draw a value in the form that adapters take."""
     value = draw(leaf, rng)
-    return int(value) if isinstance(leaf.domain, Discrete) and leaf.shape == () else value
+    return (
+        int(value) if isinstance(leaf.domain, Discrete) and leaf.shape == () else value
+    )
 
 
 def _field(path: Path, array: np.ndarray, spec: EnvSpec) -> InfoEntry:
     domain = Binary() if array.dtype.kind == "b" else Unbounded()
     leaf = LeafSpec((_ROOT, *path), array.shape, array.dtype.name, domain)
-    return InfoEntry(path, leaf, LeafSpec((_ROOT, *path[:-1], f"_{path[-1]}"), spec.batch_shape, "bool", Binary()))
+    return InfoEntry(
+        path,
+        leaf,
+        LeafSpec(
+            (_ROOT, *path[:-1], f"_{path[-1]}"), spec.batch_shape, "bool", Binary()
+        ),
+    )
 
 
-def _collect(info: Any, path: Path, found: dict[Path, np.ndarray], batch_shape: tuple[int, ...]) -> None:
+def _collect(
+    info: Any, path: Path, found: dict[Path, np.ndarray], batch_shape: tuple[int, ...]
+) -> None:
     """Add the numbers of an info (of one env, or of a batch) to those already found; existing ones are kept."""
     if len(path) == _DEEPEST or not isinstance(info, Mapping):
         return

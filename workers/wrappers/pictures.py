@@ -40,8 +40,14 @@ class SmallPictures:
     shrink: int
 
     def __post_init__(self) -> None:
-        if isinstance(self.shrink, bool) or not isinstance(self.shrink, int) or self.shrink < 1:
-            raise FactoryError(f"SmallPictures failed: expected shrink to be a positive integer, got {self.shrink!r}.")
+        if (
+            isinstance(self.shrink, bool)
+            or not isinstance(self.shrink, int)
+            or self.shrink < 1
+        ):
+            raise FactoryError(
+                f"SmallPictures failed: expected shrink to be a positive integer, got {self.shrink!r}."
+            )
 
     @property
     def preload(self) -> tuple[str, ...]:
@@ -52,7 +58,10 @@ class SmallPictures:
         """Return the adapter of the env, with smaller pictures."""
         made = self.make_env(**kwargs)
         # every family's constructor takes the env
-        return PictureLeaves(made if isinstance(made, Adapter) else find_adapter(made)(made), self.shrink)  # type: ignore[call-arg]
+        return PictureLeaves(
+            made if isinstance(made, Adapter) else find_adapter(made)(made),  # type: ignore[call-arg]
+            self.shrink,
+        )
 
 
 class PictureLeaves(Wrapping):
@@ -72,7 +81,11 @@ class PictureLeaves(Wrapping):
         world = inner.spec.metadata.get("frame_key")
         world = world if isinstance(world, str) else "/".join(world or ())
         leaves = list(inner.spec.observation)
-        self._at = [i for i, leaf in enumerate(leaves) if _is_picture(leaf) and "/".join(leaf.key) != world]
+        self._at = [
+            i
+            for i, leaf in enumerate(leaves)
+            if _is_picture(leaf) and "/".join(leaf.key) != world
+        ]
         if not self._at:
             raise SpecError(
                 f"SmallPictures failed: expected uint8 observations [..., H, W, 3], got none among "
@@ -82,7 +95,9 @@ class PictureLeaves(Wrapping):
             leaves[i] = _small_leaf(leaves[i], shrink)
         self.spec = replace(inner.spec, observation=tuple(leaves))
 
-    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:
+    def reset(
+        self, seed: int | None, options: Options = None, mask: Mask = None
+    ) -> list[Any]:
         return self._small(self.inner.reset(seed, options, mask))
 
     def step(self, action: list[Any]) -> StepValues:
@@ -103,8 +118,12 @@ def _is_picture(leaf: LeafSpec) -> bool:
 def _small_leaf(leaf: LeafSpec, factor: int) -> LeafSpec:
     *lead, height, width, channels = leaf.shape
     if height % factor or width % factor:
-        raise SpecError(f"SmallPictures failed: expected sides that shrink={factor} divides, got {leaf}.")
-    return LeafSpec(leaf.key, (*lead, height // factor, width // factor, channels), "uint8")
+        raise SpecError(
+            f"SmallPictures failed: expected sides that shrink={factor} divides, got {leaf}."
+        )
+    return LeafSpec(
+        leaf.key, (*lead, height // factor, width // factor, channels), "uint8"
+    )
 
 
 def shrunk(picture: np.ndarray, factor: int) -> np.ndarray:

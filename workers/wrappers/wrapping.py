@@ -24,11 +24,21 @@ class Wrapping(Adapter):
         SpecError: the env has an observation under one of the added names.
     """
 
-    def __init__(self, inner: Adapter, leaves: Iterable[LeafSpec], roots: Iterable[Key], option: str) -> None:
+    def __init__(
+        self,
+        inner: Adapter,
+        leaves: Iterable[LeafSpec],
+        roots: Iterable[Key],
+        option: str,
+    ) -> None:
         self.inner = inner
         self.family = inner.family  # type: ignore[misc]  # one adapter for all families
         self.origin = inner.origin
-        self.takes_tensors, self.is_alone, self.device = inner.takes_tensors, inner.is_alone, inner.device
+        self.takes_tensors, self.is_alone, self.device = (
+            inner.takes_tensors,
+            inner.is_alone,
+            inner.device,
+        )
         self.has_whole_state = inner.has_whole_state
         self.done_values = inner.done_values  # type: ignore[method-assign]
         self.render = inner.render  # type: ignore[method-assign]
@@ -36,7 +46,9 @@ class Wrapping(Adapter):
         self.leaves = tuple(leaves)
         refuse_taken([leaf.key for leaf in inner.spec.observation], roots, option)
         self.unchecked = inner.unchecked | {leaf.key for leaf in self.leaves}
-        self.spec = replace(inner.spec, observation=(*inner.spec.observation, *self.leaves))
+        self.spec = replace(
+            inner.spec, observation=(*inner.spec.observation, *self.leaves)
+        )
 
     @property
     def env(self) -> Any:

@@ -9,4 +9,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Gym", "OldVectorEnv", "gym"]
 
-__getattr__ = lazy_names(__name__, dict.fromkeys(__all__, "gym_029"), "envherd[gymnasium]", "gymnasium")
+__getattr__ = lazy_names(
+    __name__, dict.fromkeys(__all__, "gym_029"), "envherd[gymnasium]", "gymnasium"
+)

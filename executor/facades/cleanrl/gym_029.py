@@ -52,26 +52,36 @@ class OldVectorEnv(AsyncVectorEnv, VectorEnv[Any, Any, np.ndarray]):
             options=options,
         )
 
-    def _add_info(self, vector_infos: dict[str, Any], env_info: dict[str, Any], env_num: int) -> dict[str, Any]:
+    def _add_info(
+        self, vector_infos: dict[str, Any], env_info: dict[str, Any], env_num: int
+    ) -> dict[str, Any]:
         rest = dict(env_info)
         for name, old_name in _FINALS.items():
             if name in rest:
-                finals = vector_infos.setdefault(old_name, np.full(self.num_envs, None, object))
+                finals = vector_infos.setdefault(
+                    old_name, np.full(self.num_envs, None, object)
+                )
                 finals[env_num] = rest.pop(name)
-                vector_infos.setdefault(f"_{old_name}", np.zeros(self.num_envs, bool))[env_num] = True
+                vector_infos.setdefault(f"_{old_name}", np.zeros(self.num_envs, bool))[
+                    env_num
+                ] = True
         return super()._add_info(vector_infos, rest, env_num)
 
 
 class _Vector:
     """`gymnasium.vector`, whose two vector envs are ours."""
 
-    def __init__(self, num_workers: int | Literal["auto"] | None, options: ExecutorOptions | None) -> None:
+    def __init__(
+        self, num_workers: int | Literal["auto"] | None, options: ExecutorOptions | None
+    ) -> None:
         self._arguments = {"num_workers": num_workers, "options": options}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(gymnasium.vector, name)
 
-    def SyncVectorEnv(self, env_fns: Sequence[Callable[[], Any]], *args: Any, **kwargs: Any) -> OldVectorEnv:  # noqa: N802
+    def SyncVectorEnv(  # noqa: N802
+        self, env_fns: Sequence[Callable[[], Any]], *args: Any, **kwargs: Any
+    ) -> OldVectorEnv:
         """Make a vector env in worker processes."""
         return OldVectorEnv(env_fns, *args, **{**self._arguments, **kwargs})
 
@@ -90,7 +100,10 @@ class Gym(worker.Gym):
     """
 
     def __init__(
-        self, *, num_workers: int | Literal["auto"] | None = None, options: ExecutorOptions | None = None
+        self,
+        *,
+        num_workers: int | Literal["auto"] | None = None,
+        options: ExecutorOptions | None = None,
     ) -> None:
         super().__init__()
         self.vector = _Vector(num_workers, options)

@@ -15,4 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncState", "AsyncVectorEnv", "SyncVectorEnv", "installed", "make_vec"]
 
-__getattr__ = lazy_names(__name__, dict.fromkeys(__all__, "vector_env"), "envherd[gymnasium]", "gymnasium")
+__getattr__ = lazy_names(
+    __name__, dict.fromkeys(__all__, "vector_env"), "envherd[gymnasium]", "gymnasium"
+)

@@ -19,7 +19,11 @@ from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
-from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
+from gymnasium.error import (
+    AlreadyPendingCallError,
+    ClosedEnvironmentError,
+    NoAsyncCallError,
+)
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from envherd.executor.batched import BatchedEnv
@@ -28,7 +32,12 @@ from envherd.executor.facades.errors import listed
 from envherd.executor.facades.gymnasium.errors import as_gymnasium, raising_gymnasiums
 from envherd.executor.facades.gymnasium.infos import Columns
 from envherd.executor.facades.gymnasium.rows import Actions, Observations
-from envherd.executor.facades.gymnasium.spaces import Description, batch, check_mode, describe_all
+from envherd.executor.facades.gymnasium.spaces import (
+    Description,
+    batch,
+    check_mode,
+    describe_all,
+)
 from envherd.executor.facades.gymnasium.worker import FINAL_OBSERVATION
 from envherd.executor.facades.states import Stateful
 from envherd.executor.options import ExecutorOptions
@@ -57,7 +66,12 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
     _flight: Flight  # that began last
 
     def __init__(
-        self, env_fns: EnvFns, *, copy: bool, observation_mode: Any, autoreset_mode: str | AutoresetMode
+        self,
+        env_fns: EnvFns,
+        *,
+        copy: bool,
+        observation_mode: Any,
+        autoreset_mode: str | AutoresetMode,
     ) -> None:
         self.env_fns = listed(type(self).__name__, env_fns)
         self.copy = copy
@@ -76,7 +90,11 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
         """Return options changed for Gymnasium's behaviour: all infos, and the envs' own seeding."""
         return replace(checked_options(options), infos="pickle", episode_seeds=False)
 
-    def _host(self, executor: BatchedEnv, check: Callable[[Description], None] = lambda _: None) -> None:
+    def _host(
+        self,
+        executor: BatchedEnv,
+        check: Callable[[Description], None] = lambda _: None,
+    ) -> None:
         """Take over an executor; close it if its envs do not fit together."""
         self.executor = executor
         try:
@@ -86,31 +104,48 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
         except BaseException:
             executor.close()
             raise
-        self.closed = False  # last: Gymnasium 1.1 closes deleted envs that are not closed
+        # Last: Gymnasium 1.1 closes deleted envs that are not closed.
+        self.closed = False
 
     def _take_spaces(self, descriptions: list[Description]) -> None:
         first, engine = descriptions[0], self.executor.engine
         self.metadata = {**first.metadata, "autoreset_mode": self.autoreset_mode}
         self.render_mode = first.render_mode
         spaces = batch(self._name, descriptions, self.observation_mode)
-        self.single_observation_space, self.observation_space, self.single_action_space, self.action_space = spaces
+        (
+            self.single_observation_space,
+            self.observation_space,
+            self.single_action_space,
+            self.action_space,
+        ) = spaces
         self._engine = engine
         self._guard = engine.guard
         self._actions = Actions(engine, first.action_space, self.action_space)
         leaves = engine.pool.slab.groups[0].spec.observation
-        self._observations = Observations(engine, first.observation_space, leaves, self.num_envs, is_copy=self.copy)
-        group = engine.pool.slab.groups[0].columns
-        self._episodes = episode_reader(engine.pool.slab, group["next", "reward"].shape[-1])
-        engine.states.remedy = "Call reset(), or reset(options={'reset_mask': mask}) for these envs alone."
-        engine.allow_steps()  # in Gymnasium the env decides whether it may be stepped before a reset
-        self._rewards, self._terminations, self._truncations = (
-            list(group["next", name][:, :, 0]) for name in ("reward", "terminated", "truncated")
+        self._observations = Observations(
+            engine, first.observation_space, leaves, self.num_envs, is_copy=self.copy
         )
-        self._step_op = Op.STEP_RESET if self.autoreset_mode is AutoresetMode.SAME_STEP else Op.STEP
+        group = engine.pool.slab.groups[0].columns
+        self._episodes = episode_reader(
+            engine.pool.slab, group["next", "reward"].shape[-1]
+        )
+        engine.states.remedy = (
+            "Call reset(), or reset(options={'reset_mask': mask}) for these envs alone."
+        )
+        # In Gymnasium the env decides whether it may be stepped before a reset.
+        engine.allow_steps()
+        self._rewards, self._terminations, self._truncations = (
+            list(group["next", name][:, :, 0])
+            for name in ("reward", "terminated", "truncated")
+        )
+        self._step_op = (
+            Op.STEP_RESET if self.autoreset_mode is AutoresetMode.SAME_STEP else Op.STEP
+        )
         self._command = compile_command(engine, self._step_op)
         self._resets_next = self.autoreset_mode is AutoresetMode.NEXT_STEP
         self._columns = Columns(self.num_envs)
-        self._ended: np.ndarray | None = None  # int [k], the envs that the next step resets; None for none
+        # Int [k], the envs that the next step resets; None for none.
+        self._ended: np.ndarray | None = None
         self._resetting = engine.all_ids  # the envs that are being reset
 
     @property
@@ -144,7 +179,9 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
 
     def _refuse(self, event: str, call: str) -> NoReturn:
         if self.closed:
-            raise ClosedEnvironmentError(f"Trying to operate on `{self._name}`, after a call to `close()`.")
+            raise ClosedEnvironmentError(
+                f"Trying to operate on `{self._name}`, after a call to `close()`."
+            )
         if event == "begin":
             raise AlreadyPendingCallError(
                 f"Calling `{call}` while waiting for a pending call to `{self._state.value}` to complete.",
@@ -156,7 +193,10 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
         )
 
     def reset(
-        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+        self,
+        *,
+        seed: int | Sequence[int | None] | None = None,
+        options: dict[str, Any] | None = None,
     ) -> tuple[Any, dict[str, Any]]:
         """Reset all envs, or those of `options["reset_mask"]` (bool `[N]`); return observations and infos.
 
@@ -179,17 +219,25 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
             )
         return seed
 
-    def _start_reset(self, seed: int | Sequence[int | None] | None, options: dict[str, Any] | None) -> None:
+    def _start_reset(
+        self, seed: int | Sequence[int | None] | None, options: dict[str, Any] | None
+    ) -> None:
         """Start a reset of all envs, or of those of a `reset_mask` among the options."""
         self._move("begin", "reset_async")
         seeds = self._seeds(seed)
         env_ids = self._engine.all_ids
         if options is not None and "reset_mask" in options:
-            env_ids = np.flatnonzero(_checked_mask(options["reset_mask"], self.num_envs))
-            options = {key: value for key, value in options.items() if key != "reset_mask"}
+            env_ids = np.flatnonzero(
+                _checked_mask(options["reset_mask"], self.num_envs)
+            )
+            options = {
+                key: value for key, value in options.items() if key != "reset_mask"
+            }
         with raising_gymnasiums(), self._guard:
             extras = self._engine.extras_of(env_ids, seeds, None, {"options": options})
-            self._flight = self._engine.flights.begin(Op.RESET, env_ids, extras=extras, is_parked=True)
+            self._flight = self._engine.flights.begin(
+                Op.RESET, env_ids, extras=extras, is_parked=True
+            )
         self._resetting = env_ids
 
     def _finish_reset(self, timeout: float | None) -> tuple[Any, dict[str, Any]]:
@@ -218,7 +266,9 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
         try:  # as `raising_gymnasiums`, in less time
             with self._guard:
                 self._flight = self._command(
-                    write_inputs=partial(self._actions.take, actions), resets=self._ended, is_parked=is_parked
+                    write_inputs=partial(self._actions.take, actions),
+                    resets=self._ended,
+                    is_parked=is_parked,
                 )
         except EnvherdError as error:
             raise as_gymnasium(error) from error.__cause__
@@ -253,14 +303,25 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
             infos,
         )
 
-    def _of_episodes(self, read: ReadEpisodes, ended: np.ndarray, column: int) -> dict[str, Any]:
+    def _of_episodes(
+        self, read: ReadEpisodes, ended: np.ndarray, column: int
+    ) -> dict[str, Any]:
         """Return the entries of Gymnasium's `RecordEpisodeStatistics` for a step in which episodes have ended."""
         is_over = np.zeros(self.num_envs, bool)
         is_over[ended] = True
         returns, lengths, seconds = read(column)
         returns = np.where(is_over[:, None], returns, 0)
-        figures = {name: np.where(is_over, value, 0) for name, value in (("l", lengths), ("t", seconds))}
-        return {"episode": {"r": returns[:, 0] if returns.shape[1] == 1 else returns, **figures}, "_episode": is_over}
+        figures = {
+            name: np.where(is_over, value, 0)
+            for name, value in (("l", lengths), ("t", seconds))
+        }
+        return {
+            "episode": {
+                "r": returns[:, 0] if returns.shape[1] == 1 else returns,
+                **figures,
+            },
+            "_episode": is_over,
+        }
 
     def _note_failed_step(self) -> None:
         """Note which envs the next step must reset, after a step in which envs failed."""
@@ -279,7 +340,9 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
         """
         reader = self._engine.side.infos
         positions = self._engine.positions
-        has_more = ended is not None or (positions.has_interrupted and positions.interrupted.any())
+        has_more = ended is not None or (
+            positions.has_interrupted and positions.interrupted.any()
+        )
         if not (reader.has_any or has_more):
             return {}
         parts: list[Part] = [*reader.parts("next"), *reader.parts("root")]
@@ -290,19 +353,27 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
             infos = self._add_part(infos, part)
         return infos
 
-    def _with_ends(self, parts: list[Part], ended: np.ndarray | None, column: int) -> list[Part]:
+    def _with_ends(
+        self, parts: list[Part], ended: np.ndarray | None, column: int
+    ) -> list[Part]:
         """Return parts in which each env that has ended, or was interrupted, has a separate part, with more entries."""
         positions, reader = self._engine.positions, self._engine.side.infos
         is_interrupted = positions.interrupted[:, 0] & positions.has_interrupted
         has_ended = np.zeros(self.num_envs, bool)
         has_ended[[] if ended is None else ended] = True
-        changed = [*filter(None, (part.of(~(has_ended | is_interrupted)) for part in parts))]
+        changed = [
+            *filter(None, (part.of(~(has_ended | is_interrupted)) for part in parts))
+        ]
         stepped, fresh = reader.read("next"), reader.read("root")
         for env_id in np.flatnonzero(has_ended | is_interrupted).tolist():
             own = dict(stepped.get(env_id, {}))
             if has_ended[env_id]:
                 has_final = FINAL_OBSERVATION in own
-                last = own.pop(FINAL_OBSERVATION) if has_final else self._observations.last_of(env_id, column)
+                last = (
+                    own.pop(FINAL_OBSERVATION)
+                    if has_final
+                    else self._observations.last_of(env_id, column)
+                )
                 own = {"final_obs": last, "final_info": own}
             own |= fresh.get(env_id, {})
             if is_interrupted[env_id]:
@@ -333,5 +404,7 @@ def _checked_mask(mask: Any, num_envs: int) -> np.ndarray:
     if mask.dtype != np.bool_:
         raise TypeError(f"{name} must have `dtype=np.bool_`, got {mask.dtype}")
     if not mask.any():
-        raise ValueError(f"{name} must contain a boolean array with at least one True value, got reset_mask={mask}")
+        raise ValueError(
+            f"{name} must contain a boolean array with at least one True value, got reset_mask={mask}"
+        )
     return mask

@@ -16,7 +16,11 @@ class CallTimeout(multiprocessing.TimeoutError, TimeoutError):
 
 def as_gymnasium(error: EnvherdError, call: str = "") -> EnvherdError:
     """Return an error that is also an instance of Gymnasium's type, or the error itself; `call` as of `as_raised`."""
-    return twin(error, AssertionError) if isinstance(error, ResetNeeded) else as_raised(error, call)
+    return (
+        twin(error, AssertionError)
+        if isinstance(error, ResetNeeded)
+        else as_raised(error, call)
+    )
 
 
 @contextlib.contextmanager

@@ -30,9 +30,16 @@ class Columns:
         """Add infos; return False if they must be added env by env, and nothing was added."""
         schema = part.schema
         read = schema and self._reader_of(schema)
-        if not (schema and read) or any(key in infos or f"_{key}" in infos for key in schema.root.keys if infos):
+        if not (schema and read) or any(
+            key in infos or f"_{key}" in infos for key in schema.root.keys if infos
+        ):
             return False
-        infos.update(read(part.records, None if len(part.env_ids) == self._num_envs else part.env_ids))
+        infos.update(
+            read(
+                part.records,
+                None if len(part.env_ids) == self._num_envs else part.env_ids,
+            )
+        )
         return True
 
     def _schema_reader(self, schema: Schema) -> _Read | None:
@@ -41,7 +48,10 @@ class Columns:
     def _dict_reader(self, field: SchemaField) -> _Read:
         """Return what reads the arrays of a dict's entries, each with its mask."""
         nobody = np.zeros(self._num_envs, bool)
-        entries = [(key, f"_{key}", self._reader(item)) for key, item in zip(field.keys, field.items, strict=True)]
+        entries = [
+            (key, f"_{key}", self._reader(item))
+            for key, item in zip(field.keys, field.items, strict=True)
+        ]
 
         def read(records: np.ndarray, env_ids: np.ndarray | None) -> dict[str, Any]:
             mask, infos = nobody.copy(), {}
@@ -58,8 +68,13 @@ class Columns:
             return self._dict_reader(field)
         values_of: Any = itemgetter(str(field.place))
         blank = np.zeros((self._num_envs, *field.shape), field.dtype or object)
-        if field.kind in _OBJECTS or (field.kind == Kind.SCALAR and field.dtype == "|b1"):
-            blank, values_of = np.full(self._num_envs, None, object), _object_reader(field)
+        if field.kind in _OBJECTS or (
+            field.kind == Kind.SCALAR and field.dtype == "|b1"
+        ):
+            blank, values_of = (
+                np.full(self._num_envs, None, object),
+                _object_reader(field),
+            )
 
         def read(records: np.ndarray, env_ids: np.ndarray | None) -> Any:
             if env_ids is None:

@@ -41,7 +41,11 @@ class Actions:
         tree = native_tree(single_space, "action", space)
         inputs = engine.pool.slab.groups[0].inputs
         keys = [("input", *leaf.key) for leaf in leaf_specs(tree) if not leaf.is_side]
-        self._targets = [inputs[key] for key in keys] if len(keys) == len(leaf_specs(tree)) else None
+        self._targets = (
+            [inputs[key] for key in keys]
+            if len(keys) == len(leaf_specs(tree))
+            else None
+        )
         self._split = flattener(tree, None)
 
     def take(self, actions: Any) -> None:
@@ -60,7 +64,11 @@ class Actions:
         except (TypeError, LookupError):
             return False
         for target, value in zip(targets, values, strict=True):
-            if value.__class__ is not np.ndarray or value.dtype != target.dtype or value.shape != target.shape:
+            if (
+                value.__class__ is not np.ndarray
+                or value.dtype != target.dtype
+                or value.shape != target.shape
+            ):
                 return False
         for target, value in zip(targets, values, strict=True):
             target[...] = value
@@ -70,7 +78,9 @@ class Actions:
         given = tuple(iterate(self._space, actions))
         num_envs = self._engine.num_envs
         if len(given) != num_envs:
-            raise ValueError(f"step failed: expected {num_envs} actions, one for each env, got {len(given)}.")
+            raise ValueError(
+                f"step failed: expected {num_envs} actions, one for each env, got {len(given)}."
+            )
         engine, ids = self._engine, list(range(num_envs))
         while True:
             try:
@@ -79,7 +89,8 @@ class Actions:
             except (WorkerLost, WorkerTimeout):
                 if engine.options.on_worker_loss != "restart":
                     raise
-                lost = engine.pool.blueprint.envs_of(engine.pool.lost)  # the step reports them
+                # The step reports them.
+                lost = engine.pool.blueprint.envs_of(engine.pool.lost)
                 ids = [i for i in ids if i not in lost]
 
 
@@ -95,18 +106,32 @@ class Observations:
     """
 
     def __init__(
-        self, engine: Engine, single_space: Space, leaves: Sequence[LeafSpec], num_rows: int, *, is_copy: bool
+        self,
+        engine: Engine,
+        single_space: Space,
+        leaves: Sequence[LeafSpec],
+        num_rows: int,
+        *,
+        is_copy: bool,
     ) -> None:
         self._positions, self._side = engine.positions, engine.side
         self._ids = engine.all_ids
         seen = leaf_spaces(single_space)
         self._columns = [
-            None if leaf.is_side else LatestColumn(engine.positions, leaf.key, num_rows, tuple(space.shape or ()))
+            None
+            if leaf.is_side
+            else LatestColumn(
+                engine.positions, leaf.key, num_rows, tuple(space.shape or ())
+            )
             for leaf, space in zip(leaves, seen, strict=False)
         ]
         #: Of each leaf: column of a step -> its rows.
         self._takes = [
-            partial(self._objects, index) if leaf is None else leaf.after.own if is_copy else leaf.after.look
+            partial(self._objects, index)
+            if leaf is None
+            else leaf.after.own
+            if is_copy
+            else leaf.after.look
             for index, leaf in enumerate(self._columns)
         ]
         self._tails = tails(seen)
@@ -126,21 +151,30 @@ class Observations:
             return self._join([take(column) for take in self._takes])
         leaves: list[Any] = []
         for index, leaf in enumerate(self._columns):
-            leaves.append(self._objects(index) if leaf is None else leaf.after.own(column))
+            leaves.append(
+                self._objects(index) if leaf is None else leaf.after.own(column)
+            )
             if leaf is not None:
                 leaves[-1][reset_ids] = leaf.fresh.look(column)[reset_ids]
         return self._join(leaves)
 
     def now(self) -> Any:
         """Return a copy of the envs' present observations, from any column."""
-        leaves = [self._objects(index) if leaf is None else leaf.read() for index, leaf in enumerate(self._columns)]
+        leaves = [
+            self._objects(index) if leaf is None else leaf.read()
+            for index, leaf in enumerate(self._columns)
+        ]
         return self._join(leaves)
 
     def last_of(self, row: int, column: int) -> Any:
         """Return a copy of the observation of one row's latest step, not batched; call it before `after`."""
         leaves = [
-            loads(self._side.next[row][index]) if leaf is None else leaf.after.look(column)[row, *tail].copy()
-            for index, (leaf, tail) in enumerate(zip(self._columns, self._tails, strict=True))
+            loads(self._side.next[row][index])
+            if leaf is None
+            else leaf.after.look(column)[row, *tail].copy()
+            for index, (leaf, tail) in enumerate(
+                zip(self._columns, self._tails, strict=True)
+            )
         ]
         return self._join(leaves)
 

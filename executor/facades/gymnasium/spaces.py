@@ -46,7 +46,9 @@ def check_mode(observation_mode: Any) -> None:
     if isinstance(observation_mode, tuple) and len(observation_mode) == 2:
         if not all(isinstance(space, spaces.Space) for space in observation_mode):
             kinds = " and ".join(str(type(space)) for space in observation_mode)
-            raise TypeError(f"Expected both elements of observation_mode to be Spaces, got {kinds}")
+            raise TypeError(
+                f"Expected both elements of observation_mode to be Spaces, got {kinds}"
+            )
     elif observation_mode not in ("same", "different"):
         raise ValueError(
             f"Invalid `observation_mode`, expected: 'same' or 'different' or tuple of single and batch observation "
@@ -54,7 +56,9 @@ def check_mode(observation_mode: Any) -> None:
         )
 
 
-def batch(name: str, descriptions: list[Description], observation_mode: Any) -> tuple[Space, Space, Space, Space]:
+def batch(
+    name: str, descriptions: list[Description], observation_mode: Any
+) -> tuple[Space, Space, Space, Space]:
     """Return the spaces of a vector env: of one observation, of all, of one action, of all.
 
     Args:
@@ -77,13 +81,20 @@ def batch(name: str, descriptions: list[Description], observation_mode: Any) -> 
     else:
         single = first.observation_space
         observation_space = batch_differing_spaces(own)
-    if observation_mode != "same" and not all(is_space_dtype_shape_equiv(space, single) for space in own):
+    if observation_mode != "same" and not all(
+        is_space_dtype_shape_equiv(space, single) for space in own
+    ):
         raise RuntimeError(
             f"{name}(..., observation_mode='different' or custom space) however the sub-environments observation "
             f"spaces do not share a common shape and dtype."
         )
     _check_actions(descriptions)
-    return single, observation_space, first.action_space, batch_space(first.action_space, num_envs)
+    return (
+        single,
+        observation_space,
+        first.action_space,
+        batch_space(first.action_space, num_envs),
+    )
 
 
 def _check_same(name: str, own: list[Space]) -> None:

@@ -83,26 +83,43 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
         num_workers: int | Literal["auto"] | None = None,
         options: ExecutorOptions | None = None,
     ) -> None:
-        super().__init__(env_fns, copy=copy, observation_mode=observation_mode, autoreset_mode=autoreset_mode)
+        super().__init__(
+            env_fns,
+            copy=copy,
+            observation_mode=observation_mode,
+            autoreset_mode=autoreset_mode,
+        )
         if worker is not None:
             raise ValueError(
                 "AsyncVectorEnv failed: expected no `worker`, got a function. Workers here have no such function: wrap "
                 "the env instead, or use gymnasium.vector.AsyncVectorEnv."
             )
-        self.shared_memory, self.context, self.daemon, self.worker = shared_memory, context, daemon, worker
+        self.shared_memory, self.context, self.daemon, self.worker = (
+            shared_memory,
+            context,
+            daemon,
+            worker,
+        )
         self.max_concurrency = _checked_limit(max_concurrency)
         self._question: dict[int, Any] = {}
         self._called = ""
         keeps_final = self.autoreset_mode is AutoresetMode.SAME_STEP
-        factories = {id(env_fn): self._factory(env_fn, keeps_final=keeps_final) for env_fn in self.env_fns}
+        factories = {
+            id(env_fn): self._factory(env_fn, keeps_final=keeps_final)
+            for env_fn in self.env_fns
+        }
         if self.max_concurrency is not None:
-            if isinstance(num_workers, str) or (options is not None and (options.env_threads or options.alone)):
+            if isinstance(num_workers, str) or (
+                options is not None and (options.env_threads or options.alone)
+            ):
                 raise ValueError(
                     f"AsyncVectorEnv failed: expected neither num_workers='auto' nor env_threads nor alone together "
                     f"with max_concurrency, got max_concurrency={max_concurrency}. It limits the number of processes, "
                     f"each of which runs one env at a time. Leave it out, or the others."
                 )
-            num_workers = min(choose_workers(self.num_envs, num_workers), self.max_concurrency)
+            num_workers = min(
+                choose_workers(self.num_envs, num_workers), self.max_concurrency
+            )
         with raising_gymnasiums():
             made = ParallelEnv(
                 self.num_envs,
@@ -124,7 +141,9 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
     # ---- reset and step ----------------------------------------------------------------------
 
     def reset_async(
-        self, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+        self,
+        seed: int | Sequence[int | None] | None = None,
+        options: dict[str, Any] | None = None,
     ) -> None:
         """Begin a `reset`; `reset_wait` ends it."""
         self._start_reset(seed, options)
@@ -167,10 +186,15 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
     def _ask(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._move("begin", "call_async")
         if name in _OWN_METHODS:
-            raise ValueError(f"Trying to call function `{name}` with `call`, use `{name}` directly instead.")
+            raise ValueError(
+                f"Trying to call function `{name}` with `call`, use `{name}` directly instead."
+            )
         with raising_gymnasiums(), self._guard:
             self._question = self._engine.pool.question(
-                "call", list(range(self.num_envs)), name="ask", args=(name, args, kwargs)
+                "call",
+                list(range(self.num_envs)),
+                name="ask",
+                args=(name, args, kwargs),
             )
             self._called = name
 
@@ -180,11 +204,16 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
         return self._answers(timeout)
 
     def _answers(self, timeout: float | None) -> tuple[Any, ...]:
-        pool, end = self._engine.pool, None if timeout is None else time.monotonic() + timeout
+        pool, end = (
+            self._engine.pool,
+            None if timeout is None else time.monotonic() + timeout,
+        )
         with raising_gymnasiums(f"call {self._called}"), self._guard:
             while end is not None and not pool.has_answered(self._question):
                 if time.monotonic() >= end:
-                    raise CallTimeout(f"The call to `call_wait` has timed out after {timeout} second(s).")
+                    raise CallTimeout(
+                        f"The call to `call_wait` has timed out after {timeout} second(s)."
+                    )
                 time.sleep(_LOOK_S)
             answers = pool.answers(self._question, "call")
         self._move("land")
@@ -199,9 +228,15 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
         self._move("begin", "set_attr")
         args = tuple((name, value) for value in _one_each(values, self.num_envs))
         with raising_gymnasiums(f"set_attr {name}"), self._guard:
-            self._engine.ask("each", list(range(self.num_envs)), name="assign", args=args)
+            self._engine.ask(
+                "each", list(range(self.num_envs)), name="assign", args=args
+            )
 
-    def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:  # noqa: FBT001, FBT002
+    def close_extras(
+        self,
+        timeout: float | None = None,
+        terminate: bool = False,  # noqa: FBT001, FBT002
+    ) -> None:
         """Close the envs and end the workers, within `timeout` seconds (default: of the options) and then by force.
 
         Args:
@@ -209,7 +244,9 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
             terminate: by force at once.
         """
         if self._state not in FOLLOWS["begin"]:
-            logger.warn(f"Calling `close` while waiting for a pending call to `{self._state.value}` to complete.")
+            logger.warn(
+                f"Calling `close` while waiting for a pending call to `{self._state.value}` to complete."
+            )
         if terminate:
             timeout = 0.0
         if timeout is not None:
@@ -245,11 +282,20 @@ class SyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
         *,
         options: ExecutorOptions | None = None,
     ) -> None:
-        super().__init__(env_fns, copy=copy, observation_mode=observation_mode, autoreset_mode=autoreset_mode)
+        super().__init__(
+            env_fns,
+            copy=copy,
+            observation_mode=observation_mode,
+            autoreset_mode=autoreset_mode,
+        )
         keeps_final = self.autoreset_mode is AutoresetMode.SAME_STEP
-        factories = [NativeFactory(env_fn, keeps_final=keeps_final) for env_fn in self.env_fns]
+        factories = [
+            NativeFactory(env_fn, keeps_final=keeps_final) for env_fn in self.env_fns
+        ]
         with raising_gymnasiums():
-            executor = SerialEnv(self.num_envs, factories, copy=copy, options=self._options(options))
+            executor = SerialEnv(
+                self.num_envs, factories, copy=copy, options=self._options(options)
+            )
         pool: Any = executor.engine.pool
         self.envs: list[Any] = [adapter.env.env for adapter in pool.adapters.values()]
         self._host(executor)
@@ -257,7 +303,9 @@ class SyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call a method of each env or of its wrappers, or return its attribute of that name."""
         found = [env.get_wrapper_attr(name) for env in self.envs]
-        return tuple(value(*args, **kwargs) if callable(value) else value for value in found)
+        return tuple(
+            value(*args, **kwargs) if callable(value) else value for value in found
+        )
 
     def set_attr(self, name: str, values: Any) -> None:
         """Set an attribute of each env or of its wrappers: to `values`, or to its own item of a list or tuple.
@@ -273,7 +321,12 @@ class SyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
         self.executor.close()
 
 
-def make_vec(id: Any, num_envs: int = 1, vectorization_mode: str = "async", **kwargs: Any) -> Any:  # noqa: A002
+def make_vec(
+    id: Any,  # noqa: A002
+    num_envs: int = 1,
+    vectorization_mode: str = "async",
+    **kwargs: Any,
+) -> Any:
     """Make what `gymnasium.make_vec` makes, with the vector envs of this module.
 
     Args:
@@ -288,7 +341,10 @@ def make_vec(id: Any, num_envs: int = 1, vectorization_mode: str = "async", **kw
 
 def installed() -> contextlib.AbstractContextManager[None]:
     """Make `gymnasium.make_vec` (and all of Gymnasium) use the vector envs of this module for a block."""
-    ours = {gymnasium.vector.AsyncVectorEnv: AsyncVectorEnv, gymnasium.vector.SyncVectorEnv: SyncVectorEnv}
+    ours = {
+        gymnasium.vector.AsyncVectorEnv: AsyncVectorEnv,
+        gymnasium.vector.SyncVectorEnv: SyncVectorEnv,
+    }
     return replaced("gymnasium", ours)
 
 
@@ -298,12 +354,16 @@ def _deadline(name: str, timeout: float | None) -> Iterator[None]:
     try:
         yield
     except DeadlinePassed:
-        raise CallTimeout(f"The call to `{name}` has timed out after {timeout} second(s).") from None
+        raise CallTimeout(
+            f"The call to `{name}` has timed out after {timeout} second(s)."
+        ) from None
 
 
 def _checked_limit(limit: Any) -> int | None:
     if limit is not None and not isinstance(limit, (int, np.integer)):
-        raise ValueError(f"`max_concurrency` must be an integer or None, got {type(limit)}.")
+        raise ValueError(
+            f"`max_concurrency` must be an integer or None, got {type(limit)}."
+        )
     if limit is not None and limit < 1:
         raise ValueError(f"`max_concurrency` must be a positive or None, got {limit}.")
     return None if limit is None else int(limit)

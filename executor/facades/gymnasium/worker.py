@@ -45,7 +45,9 @@ class NativeEnv:
         raw_action: the action of the next step, if it is not in shared memory.
     """
 
-    def __init__(self, env: gymnasium.Env[Any, Any], *, keeps_final: bool = False) -> None:
+    def __init__(
+        self, env: gymnasium.Env[Any, Any], *, keeps_final: bool = False
+    ) -> None:
         self.env = env
         self.keeps_final = keeps_final
         self.raw_action: Any = _NO_ACTION
@@ -105,7 +107,10 @@ class NativeFactory:
     def __init__(self, env_fn: Callable[[], Any], *, keeps_final: bool = False) -> None:
         self.env_fn = env_fn
         self.keeps_final = keeps_final
-        self.preload, self.interpreter = tuple(modules_of(env_fn)), interpreter_of(env_fn)
+        self.preload, self.interpreter = (
+            tuple(modules_of(env_fn)),
+            interpreter_of(env_fn),
+        )
         self.reference = reference_of(env_fn)
         self.__qualname__ = describe(env_fn)  # for messages
 
@@ -138,7 +143,12 @@ class NativeAdapter(GymnasiumAdapter):
             self.spec = replace(self.spec, action=())  # all actions are given
             self._build = lambda _: None
 
-    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:  # noqa: ARG002
+    def reset(
+        self,
+        seed: int | None,
+        options: Options = None,
+        mask: Mask = None,  # noqa: ARG002
+    ) -> list[Any]:
         """Start a new episode; see `Adapter.reset`. `options` are nothing, or `{"options": what the env gets}`."""
         own = self.hosted.begin_reset(options)
         arguments: dict[str, Any] = {"options": own} if options else {}
@@ -149,19 +159,29 @@ class NativeAdapter(GymnasiumAdapter):
 
     def env_call(self) -> EnvCall | None:
         """See `Adapter.env_call`. An observation that C stores is an array that its row holds completely."""
-        return None if self.hosted.keeps_final and self._row_dtype is None else super().env_call()
+        return (
+            None
+            if self.hosted.keeps_final and self._row_dtype is None
+            else super().env_call()
+        )
 
     def _accept(self, result: Any) -> StepValues:
         """Check what `env.step` returned; keep a last observation that its row does not hold completely."""
         values = super()._accept(result)
-        if self.hosted.keeps_final and (values[2] or values[3]) and not self._is_row(result[0]):
+        if (
+            self.hosted.keeps_final
+            and (values[2] or values[3])
+            and not self._is_row(result[0])
+        ):
             self.info = {**self.info, FINAL_OBSERVATION: result[0]}
         return values
 
     def _is_row(self, observation: Any) -> bool:
         """Return whether an observation is an array that its row in shared memory holds completely."""
         return (
-            self._row_dtype is not None and observation.__class__ is np.ndarray and observation.dtype == self._row_dtype
+            self._row_dtype is not None
+            and observation.__class__ is np.ndarray
+            and observation.dtype == self._row_dtype
         )
 
 

@@ -5,7 +5,10 @@ from typing import TYPE_CHECKING
 from envherd.executor.facades import lazy_names
 
 if TYPE_CHECKING:
-    from envherd.executor.facades.pettingzoo.agent_rows import AgentRowsEnv, concat_vec_envs_v1
+    from envherd.executor.facades.pettingzoo.agent_rows import (
+        AgentRowsEnv,
+        concat_vec_envs_v1,
+    )
     from envherd.executor.facades.pettingzoo.stacked import parallel_env
     from envherd.executor.facades.pettingzoo.vector_env import ParallelVectorEnv
 
@@ -17,4 +20,6 @@ _HOMES = {
     "parallel_env": "stacked",
     "ParallelVectorEnv": "vector_env",
 }
-__getattr__ = lazy_names(__name__, _HOMES, "envherd[pettingzoo]", "gymnasium", "pettingzoo")
+__getattr__ = lazy_names(
+    __name__, _HOMES, "envherd[pettingzoo]", "gymnasium", "pettingzoo"
+)

@@ -54,7 +54,9 @@ class AgentRowsEnv(VectorEnv[Any, Any, np.ndarray]):
         options: ExecutorOptions | None = None,
     ) -> None:
         self.closed = True  # as `HostedVectorEnv`
-        self.envs = envs = ParallelVectorEnv(env_fns, num_workers=num_workers, options=options)
+        self.envs = envs = ParallelVectorEnv(
+            env_fns, num_workers=num_workers, options=options
+        )
         self._agents = envs.possible_agents
         self.num_envs = envs.num_envs * len(self._agents)
         self.metadata = {**envs.metadata, "autoreset_mode": AutoresetMode.SAME_STEP}
@@ -71,13 +73,16 @@ class AgentRowsEnv(VectorEnv[Any, Any, np.ndarray]):
         self.batched_action_space = batch_space(acted, self.num_envs)
         trees = [native_tree(space, "", take=None) for space in (observed, acted)]
         (self._split_seen, self._split), (self._join, self._join_action) = (
-            [make(tree) for tree in trees] for make in (lambda tree: flattener(tree, None), builder)
+            [make(tree) for tree in trees]
+            for make in (lambda tree: flattener(tree, None), builder)
         )
         self.closed = False
 
     def _only_space(self, what: str, space_of: Callable[[Any], Any]) -> Any:
         first = space_of(self._agents[0])
-        other = next((agent for agent in self._agents if space_of(agent) != first), None)
+        other = next(
+            (agent for agent in self._agents if space_of(agent) != first), None
+        )
         if other is not None:
             raise ValueError(
                 f"reading the env failed: expected one {what} space of all agents, got {first} of {self._agents[0]} "
@@ -87,13 +92,18 @@ class AgentRowsEnv(VectorEnv[Any, Any, np.ndarray]):
         return first
 
     def reset(  # type: ignore[override]  # SuperSuit's infos
-        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+        self,
+        *,
+        seed: int | Sequence[int | None] | None = None,
+        options: dict[str, Any] | None = None,
     ) -> tuple[Any, AgentInfos]:
         """Reset all envs; return observations `[N * A, ...]` and one info for each row."""
         observations, infos = self.envs.reset(seed, options)
         return self._rows(observations), self._infos(infos)
 
-    def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, AgentInfos]:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, actions: Any
+    ) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, AgentInfos]:
         """Step all envs; return observations, rewards float32, flags bool `[N * A]`, and one info for each row."""
         return self._results(self.envs.step(self._taken(actions)))
 
@@ -109,7 +119,10 @@ class AgentRowsEnv(VectorEnv[Any, Any, np.ndarray]):
         """Return the actions of a step that begins, by agent."""
         self._was_active = self._stacked(self.envs.active)
         leaves = [self._by_env(leaf) for leaf in self._split(actions)]
-        return {agent: self._join_action([leaf[:, i] for leaf in leaves]) for i, agent in enumerate(self._agents)}
+        return {
+            agent: self._join_action([leaf[:, i] for leaf in leaves])
+            for i, agent in enumerate(self._agents)
+        }
 
     def _results(
         self, made: tuple[ByAgent, ByAgent, ByAgent, ByAgent, dict[str, Any]]
@@ -117,7 +130,8 @@ class AgentRowsEnv(VectorEnv[Any, Any, np.ndarray]):
         observations, rewards, terminations, truncations, infos = made
         flags = [self._stacked(terminations), self._stacked(truncations)]
         has_ended = (flags[0] | flags[1]).all(1)
-        is_new = self._was_active | has_ended[:, None]  # a flag counts when the agent leaves, and at the episode's end
+        # A flag counts when the agent leaves, and at the episode's end.
+        is_new = self._was_active | has_ended[:, None]
         rows = self._infos(infos)
         return (
             self._rows(observations),
@@ -200,11 +214,18 @@ def concat_vec_envs_v1(
     """
     num_workers = min(num_cpus, num_vec_envs) or None
     if base_class in ("gymnasium", "gym"):
-        return AgentRowsEnv([make_env] * num_vec_envs, num_workers=num_workers, options=options)
+        return AgentRowsEnv(
+            [make_env] * num_vec_envs, num_workers=num_workers, options=options
+        )
     if base_class == "stable_baselines3":
-        from envherd.executor.facades.sb3 import SubprocVecEnv  # only with Stable-Baselines3
+        # Only with Stable-Baselines3.
+        from envherd.executor.facades.sb3 import SubprocVecEnv
 
-        return SubprocVecEnv([OneGroupFactory(make_env)] * num_vec_envs, num_workers=num_workers, options=options)
+        return SubprocVecEnv(
+            [OneGroupFactory(make_env)] * num_vec_envs,
+            num_workers=num_workers,
+            options=options,
+        )
     raise ValueError(
         f"concat_vec_envs_v1 failed: expected 'gymnasium' or 'stable_baselines3' as base_class, got {base_class!r}."
     )
@@ -215,5 +236,9 @@ def _unmasked(infos: Mapping[str, Any], env_id: int) -> dict[str, Any]:
     own = {}
     for name, values in infos.items():
         if f"_{name}" in infos and infos[f"_{name}"][env_id]:
-            own[name] = _unmasked(values, env_id) if isinstance(values, dict) else values[env_id]
+            own[name] = (
+                _unmasked(values, env_id)
+                if isinstance(values, dict)
+                else values[env_id]
+            )
     return own

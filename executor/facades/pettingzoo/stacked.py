@@ -12,7 +12,12 @@ from typing import Any
 import numpy as np
 
 from envherd.executor.facades.fitting import refuse_unknown
-from envherd.executor.facades.leaf_spaces import Space, name_below, single_or_dict, space_of
+from envherd.executor.facades.leaf_spaces import (
+    Space,
+    name_below,
+    single_or_dict,
+    space_of,
+)
 from envherd.shm.specs import EnvSpec, Key
 from envherd.workers.adapters import find_adapter
 from envherd.workers.adapters.base import Adapter
@@ -71,24 +76,42 @@ class StackedParallelEnv(ParallelEnv):  # type: ignore[misc]  # mypy is not show
         spec = adapter.spec
         group, size = _only_group(spec)
         name = str(spec.metadata.get("name") or spec.family)
-        self.metadata = {"name": name, "render_modes": ["rgb_array"], "is_parallelizable": True}
+        self.metadata = {
+            "name": name,
+            "render_modes": ["rgb_array"],
+            "is_parallelizable": True,
+        }
         self.possible_agents = spec.agent_names(group, size)
         self.agents: list[str] = []
         observed = {
-            name_below(leaf.key, (*group, "observation"), group): (index, space_of(leaf, 1))
+            name_below(leaf.key, (*group, "observation"), group): (
+                index,
+                space_of(leaf, 1),
+            )
             for index, leaf in enumerate(spec.observation)
             if leaf.key[: len(group)] == group and not leaf.is_side
         }
         acted = {name_below(leaf.key, group): space_of(leaf, 1) for leaf in spec.action}
         self._observed = {name: index for name, (index, _) in observed.items()}
-        self._state = next((i for i, leaf in enumerate(spec.observation) if leaf.key[: len(group)] != group), None)
+        self._state = next(
+            (
+                i
+                for i, leaf in enumerate(spec.observation)
+                if leaf.key[: len(group)] != group
+            ),
+            None,
+        )
         self._acted = list(acted)
         self._dtypes = [np.dtype(leaf.dtype) for leaf in spec.action]
         self._starts = [getattr(space, "start", 0) for space in acted.values()]
         self._shapes = [leaf.shape for leaf in spec.action]
         seen = {name: space for name, (_, space) in observed.items()}
-        self.observation_spaces = {agent: single_or_dict(seen) for agent in self.possible_agents}
-        self.action_spaces = {agent: single_or_dict(acted) for agent in self.possible_agents}
+        self.observation_spaces = {
+            agent: single_or_dict(seen) for agent in self.possible_agents
+        }
+        self.action_spaces = {
+            agent: single_or_dict(acted) for agent in self.possible_agents
+        }
         self._latest: list[Any] = []
 
     def observation_space(self, agent: str) -> Space:
@@ -138,7 +161,9 @@ class StackedParallelEnv(ParallelEnv):  # type: ignore[misc]  # mypy is not show
     def state(self) -> np.ndarray:
         """Return a copy of the first leaf outside the group: in Melting Pot, the view of the world."""
         if self._state is None or not self._latest:
-            raise NotImplementedError("state() failed: expected an env that shows the world, and that was reset.")
+            raise NotImplementedError(
+                "state() failed: expected an env that shows the world, and that was reset."
+            )
         return np.array(self._latest[self._state])
 
     def render(self) -> np.ndarray | None:
@@ -151,8 +176,14 @@ class StackedParallelEnv(ParallelEnv):  # type: ignore[misc]  # mypy is not show
         self.adapter.close()
 
     def _seen(self) -> dict[str, Any]:
-        leaves = {name: np.asarray(self._latest[index]) for name, index in self._observed.items()}
-        rows = [{name: leaf[i].copy() for name, leaf in leaves.items()} for i in range(len(self.possible_agents))]
+        leaves = {
+            name: np.asarray(self._latest[index])
+            for name, index in self._observed.items()
+        }
+        rows = [
+            {name: leaf[i].copy() for name, leaf in leaves.items()}
+            for i in range(len(self.possible_agents))
+        ]
         seen = [next(iter(row.values())) for row in rows] if len(leaves) == 1 else rows
         return dict(zip(self.possible_agents, seen, strict=True))
 
@@ -165,11 +196,18 @@ class StackedParallelEnv(ParallelEnv):  # type: ignore[misc]  # mypy is not show
             )
         refuse_unknown(actions, self.possible_agents)
         stacked = []
-        for name, dtype, start, shape in zip(self._acted, self._dtypes, self._starts, self._shapes, strict=True):
-            own = [actions[agent] if len(self._acted) == 1 else actions[agent][name] for agent in self.possible_agents]
+        for name, dtype, start, shape in zip(
+            self._acted, self._dtypes, self._starts, self._shapes, strict=True
+        ):
+            own = [
+                actions[agent] if len(self._acted) == 1 else actions[agent][name]
+                for agent in self.possible_agents
+            ]
             array = np.asarray(own)
             if dtype.kind in "iu" and array.dtype.kind not in "iu":
-                raise ActionError(f"step failed: expected {dtype} actions, got {array.dtype}. The env was not stepped.")
+                raise ActionError(
+                    f"step failed: expected {dtype} actions, got {array.dtype}. The env was not stepped."
+                )
             stacked.append((array - start).astype(dtype).reshape(shape))
         return stacked
 

@@ -22,7 +22,12 @@ from envherd.executor.facades.fitting import fitted, refuse_unknown
 from envherd.executor.facades.gymnasium import AsyncVectorEnv
 from envherd.executor.facades.gymnasium.base import StepResult
 from envherd.executor.facades.gymnasium.spaces import Description
-from envherd.executor.facades.pettingzoo.worker import ACTIVE, AGENTS, REWARD, ParallelFactory
+from envherd.executor.facades.pettingzoo.worker import (
+    ACTIVE,
+    AGENTS,
+    REWARD,
+    ParallelFactory,
+)
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
 from envherd.workers.adapters.gymnasium.spaces import Space
@@ -41,7 +46,10 @@ class AgentDictEnv(AsyncVectorEnv):
         super()._take_spaces(descriptions)
         columns = self._engine.pool.slab.groups[0].columns
         self._agent_rewards = columns["next", *REWARD]
-        self._agent_flags = [columns["next", *AGENTS, name][..., 0] for name in ("terminated", "truncated")]
+        self._agent_flags = [
+            columns["next", *AGENTS, name][..., 0]
+            for name in ("terminated", "truncated")
+        ]
         positions, size = self._engine.positions, self._agent_rewards.shape[-1]
         self._active = LatestColumn(positions, ACTIVE, self.num_envs, (size,))
 
@@ -169,7 +177,9 @@ class ParallelVectorEnv(OverAgentDicts):
     # ---- reset and step ----------------------------------------------------------------------
 
     def reset(
-        self, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+        self,
+        seed: int | Sequence[int | None] | None = None,
+        options: dict[str, Any] | None = None,
     ) -> tuple[ByAgent, dict[str, Any]]:
         """Reset all envs, or those of `options["reset_mask"]` (bool `[N]`).
 
@@ -184,16 +194,22 @@ class ParallelVectorEnv(OverAgentDicts):
         return self._envs.reset(seed=seed, options=options)
 
     def reset_async(
-        self, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+        self,
+        seed: int | Sequence[int | None] | None = None,
+        options: dict[str, Any] | None = None,
     ) -> None:
         """Begin a `reset`; `reset_wait` ends it."""
         self._envs.reset_async(seed=seed, options=options)
 
-    def reset_wait(self, timeout: float | None = None) -> tuple[ByAgent, dict[str, Any]]:
+    def reset_wait(
+        self, timeout: float | None = None
+    ) -> tuple[ByAgent, dict[str, Any]]:
         """End a `reset`; see `AsyncVectorEnv.reset_wait`."""
         return self._envs.reset_wait(timeout)
 
-    def step(self, actions: Mapping[Any, Any]) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, dict[str, Any]]:
+    def step(
+        self, actions: Mapping[Any, Any]
+    ) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, dict[str, Any]]:
         """Step all envs once.
 
         Args:
@@ -216,13 +232,19 @@ class ParallelVectorEnv(OverAgentDicts):
         """Begin a `step`; `step_wait` ends it."""
         self._envs.step_async(self._complete(actions))
 
-    def step_wait(self, timeout: float | None = None) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, dict[str, Any]]:
+    def step_wait(
+        self, timeout: float | None = None
+    ) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, dict[str, Any]]:
         """End a `step`; see `AsyncVectorEnv.step_wait`."""
         return self._results(self._envs.step_wait(timeout))
 
-    def _results(self, made: StepResult) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, dict[str, Any]]:
+    def _results(
+        self, made: StepResult
+    ) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, dict[str, Any]]:
         observations, _, _, _, infos = made
-        rewards, terminations, truncations = map(self._by_agent, self._envs.agent_results())
+        rewards, terminations, truncations = map(
+            self._by_agent, self._envs.agent_results()
+        )
         return observations, rewards, terminations, truncations, infos
 
     def _by_agent(self, values: np.ndarray) -> ByAgent:
@@ -240,10 +262,16 @@ class ParallelVectorEnv(OverAgentDicts):
             space = self._actions[agent]
             if agent in actions:
                 given, batched = actions[agent], self.action_space(agent)
-                if isinstance(given, (Mapping, tuple)) or batched.dtype is None or batched.shape is None:
+                if (
+                    isinstance(given, (Mapping, tuple))
+                    or batched.dtype is None
+                    or batched.shape is None
+                ):
                     complete[agent] = given
                 else:
-                    complete[agent] = fitted(given, batched.shape, batched.dtype, f" of {agent}")
+                    complete[agent] = fitted(
+                        given, batched.shape, batched.dtype, f" of {agent}"
+                    )
             elif self.active[agent].any():
                 raise ActionError(
                     f"step failed: expected actions of each agent that is present, got none of {agent}. "

@@ -24,7 +24,11 @@ from envherd.shm.specs import Binary, EnvSpec, Key, LeafSpec, done_leaves
 from envherd.workers.adapters.common.tree import builder, flattener, leaf_specs
 from envherd.workers.adapters.gymnasium.spaces import Space, native_tree
 from envherd.workers.adapters.named import PettingZooFactory
-from envherd.workers.adapters.pettingzoo.adapter import ParallelAdapter, acting_agents, possible_agents
+from envherd.workers.adapters.pettingzoo.adapter import (
+    ParallelAdapter,
+    acting_agents,
+    possible_agents,
+)
 from envherd.workers.adapters.pettingzoo.groups import Place
 from envherd.workers.build import check_factory
 from envherd.workers.sending.pickling import dumps
@@ -46,7 +50,10 @@ class HostedParallelEnv(NativeEnv):
         """Return the spaces of all agents, as dicts by agent in the order of `possible_agents`."""
         agents: list[Any] = possible_agents(self.env)
         methods = (getattr(self.env, name) for name in self._spaces_of)
-        observed, acted = (spaces.Dict(OrderedDict((agent, method(agent)) for agent in agents)) for method in methods)
+        observed, acted = (
+            spaces.Dict(OrderedDict((agent, method(agent)) for agent in agents))
+            for method in methods
+        )
         return observed, acted
 
     def describe(self) -> bytes:
@@ -69,7 +76,8 @@ class ParallelFactory(NativeFactory):
 
     def __call__(self) -> ParallelNativeAdapter:
         """Build the env."""
-        from envherd.executor.facades.pettingzoo.stacked import parallel_env  # `rllib` does without PettingZoo
+        # `rllib` does without PettingZoo.
+        from envherd.executor.facades.pettingzoo.stacked import parallel_env
 
         return ParallelNativeAdapter(HostedParallelEnv(parallel_env(self.env_fn)))
 
@@ -81,16 +89,25 @@ class Seat(Place):
         values: leaves of its latest observation, zeros where it has none.
     """
 
-    def __init__(self, agent: Any, space: Space, reward: np.ndarray, flags: np.ndarray) -> None:
+    def __init__(
+        self, agent: Any, space: Space, reward: np.ndarray, flags: np.ndarray
+    ) -> None:
         super().__init__(agent, reward, flags)
         tree = native_tree(space, "")
         self._flatten = flattener(tree, None)
-        self._absent = [dumps(None) if leaf.is_side else np.zeros(leaf.shape, leaf.dtype) for leaf in leaf_specs(tree)]
+        self._absent = [
+            dumps(None) if leaf.is_side else np.zeros(leaf.shape, leaf.dtype)
+            for leaf in leaf_specs(tree)
+        ]
         self.values = self._absent
 
     def observe(self, observations: Mapping[Any, Any]) -> None:
         """Keep the leaves of the agent's observation, or zeros where it has none."""
-        self.values = self._flatten(observations[self.agent]) if self.agent in observations else self._absent
+        self.values = (
+            self._flatten(observations[self.agent])
+            if self.agent in observations
+            else self._absent
+        )
 
 
 class ParallelNativeAdapter(ParallelAdapter):
@@ -114,7 +131,11 @@ class ParallelNativeAdapter(ParallelAdapter):
                 for i, (agent, space) in enumerate(observed.items())
             },
         )
-        self._rewards, self._done_values, self._active = [rewards], list(flags), np.zeros(size, bool)
+        self._rewards, self._done_values, self._active = (
+            [rewards],
+            list(flags),
+            np.zeros(size, bool),
+        )
         action = native_tree(acted, "action", batch_space(acted, 1))
         self._build = builder(action)
         actions = leaf_specs(action)
@@ -132,7 +153,9 @@ class ParallelNativeAdapter(ParallelAdapter):
 
     def _begin(self, seed: int | None, options: Mapping[str, Any] | None) -> Any:
         own = self.env.begin_reset(options)
-        return self._parallel.reset(**({"seed": seed} if own is None else {"seed": seed, "options": own}))
+        return self._parallel.reset(
+            **({"seed": seed} if own is None else {"seed": seed, "options": own})
+        )
 
     def _actions(self, action: list[Any], acting: list[Any]) -> dict[Any, Any]:
         given = self.env.next_action(self._build, action)
@@ -171,5 +194,7 @@ class OneGroupFactory(NativeFactory):
         env = self.env_fn()
         agents = getattr(env, "possible_agents", None)
         if agents:
-            env.envherd_options = PettingZooFactory(self.env_fn, group_map={"agents": list(agents)})
+            env.envherd_options = PettingZooFactory(
+                self.env_fn, group_map={"agents": list(agents)}
+            )
         return env

@@ -5,7 +5,10 @@ from typing import TYPE_CHECKING
 from envherd.executor.facades import lazy_names
 
 if TYPE_CHECKING:
-    from envherd.executor.facades.rllib.env_runners import MultiAgentEnvRunner, SingleAgentEnvRunner
+    from envherd.executor.facades.rllib.env_runners import (
+        MultiAgentEnvRunner,
+        SingleAgentEnvRunner,
+    )
     from envherd.executor.facades.rllib.multi_agent import MultiAgentVectorEnv
 
 __all__ = ["MultiAgentEnvRunner", "MultiAgentVectorEnv", "SingleAgentEnvRunner"]

@@ -48,7 +48,12 @@ class _Hosted:
         if isinstance(config, EnvContext):
             return config
         remote = self.config.remote_worker_envs
-        return EnvContext(config, worker_index=self.worker_index, num_workers=self.num_workers, remote=remote)
+        return EnvContext(
+            config,
+            worker_index=self.worker_index,
+            num_workers=self.num_workers,
+            remote=remote,
+        )
 
     def _env_fn(self, context: EnvContext) -> Callable[[], Any]:
         """Return the function that builds one env, without a reference to the runner.
@@ -66,7 +71,9 @@ class _Hosted:
             return functools.partial(with_context, env, dict(context), vars(context))
         if _global_registry.contains(ENV_CREATOR, env):
             creator = _global_registry.get(ENV_CREATOR, env)
-            return functools.partial(with_context, creator, dict(context), vars(context))
+            return functools.partial(
+                with_context, creator, dict(context), vars(context)
+            )
         # Pass the spec: workers do not know ids that the user's script has registered.
         return functools.partial(gymnasium.make, gymnasium.spec(env), **context)
 
@@ -87,7 +94,9 @@ class SingleAgentEnvRunner(_Hosted, single_agent_env_runner.SingleAgentEnvRunner
             return
         config = self.config
         before = config.env, config.gym_env_vectorize_mode
-        config.env = functools.partial(_vector_env, self._env_fn(self._context()), self._arguments())
+        config.env = functools.partial(
+            _vector_env, self._env_fn(self._context()), self._arguments()
+        )
         config.gym_env_vectorize_mode = gymnasium.VectorizeMode.VECTOR_ENTRY_POINT
         try:
             super().make_env()
@@ -95,9 +104,13 @@ class SingleAgentEnvRunner(_Hosted, single_agent_env_runner.SingleAgentEnvRunner
             config.env, config.gym_env_vectorize_mode = before
 
 
-def _vector_env(env_fn: Callable[[], Any], arguments: dict[str, Any], context: dict[str, Any]) -> AsyncVectorEnv:
+def _vector_env(
+    env_fn: Callable[[], Any], arguments: dict[str, Any], context: dict[str, Any]
+) -> AsyncVectorEnv:
     """Return the vector env for RLlib, with a context that also has `num_envs`."""
-    return AsyncVectorEnv([env_fn] * context["num_envs"], shared_memory=False, **arguments)
+    return AsyncVectorEnv(
+        [env_fn] * context["num_envs"], shared_memory=False, **arguments
+    )
 
 
 class MultiAgentEnvRunner(_Hosted, multi_agent_env_runner.MultiAgentEnvRunner):  # type: ignore[misc]  # has no types
@@ -118,7 +131,8 @@ class MultiAgentEnvRunner(_Hosted, multi_agent_env_runner.MultiAgentEnvRunner): 
             self.env.close()
         context = self._context()
         self.env = env = MultiAgentVectorEnv(
-            [self._env_fn(context)] * self.config.num_envs_per_env_runner, **self._arguments()
+            [self._env_fn(context)] * self.config.num_envs_per_env_runner,
+            **self._arguments(),
         )
         self.num_envs = env.num_envs
         self._needs_initial_reset = True
@@ -126,5 +140,10 @@ class MultiAgentEnvRunner(_Hosted, multi_agent_env_runner.MultiAgentEnvRunner): 
             "on_environment_created",
             callbacks_objects=self._callbacks,
             callbacks_functions=self.config.callbacks_on_environment_created,
-            kwargs={"env_runner": self, "metrics_logger": self.metrics, "env": env, "env_context": context},
+            kwargs={
+                "env_runner": self,
+                "metrics_logger": self.metrics,
+                "env": env,
+                "env_context": context,
+            },
         )

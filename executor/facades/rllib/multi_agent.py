@@ -45,7 +45,9 @@ class _RowsEnv(AgentDictEnv):
 
     def _take_spaces(self, descriptions: list[Description]) -> None:
         super()._take_spaces(descriptions)
-        self._present = LatestColumn(self._engine.positions, PRESENT, self.num_envs, self.active().shape[1:])
+        self._present = LatestColumn(
+            self._engine.positions, PRESENT, self.num_envs, self.active().shape[1:]
+        )
 
     def present(self) -> np.ndarray:
         """Return the leaf `PRESENT` of each env's latest row, `[N, A]`, a copy."""
@@ -102,26 +104,41 @@ class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[
         options: ExecutorOptions | None = None,
     ) -> None:
         self.closed = True  # RLlib closes deleted envs that are not closed
-        self._envs = _RowsEnv(env_fns, shared_memory=False, num_workers=num_workers, options=options)
+        self._envs = _RowsEnv(
+            env_fns, shared_memory=False, num_workers=num_workers, options=options
+        )
         self.closed = False
         self.num_envs = self._envs.num_envs
         self.metadata, self.render_mode = self._envs.metadata, self._envs.render_mode
-        self.single_observation_space = cast("spaces.Dict", self._envs.single_observation_space)
+        self.single_observation_space = cast(
+            "spaces.Dict", self._envs.single_observation_space
+        )
         self.single_action_space = cast("spaces.Dict", self._envs.single_action_space)
         self._observation_space = cast("spaces.Dict", self._envs.observation_space)
         action_space = cast("spaces.Dict", self._envs.action_space)
         self.single_observation_spaces = dict(self.single_observation_space.spaces)
         self.single_action_spaces = dict(self.single_action_space.spaces)
         self._agents = list(self.single_observation_spaces)
-        self.envs = [_Agents(self.single_observation_spaces, self.single_action_spaces)] * self.num_envs
+        self.envs = [
+            _Agents(self.single_observation_spaces, self.single_action_spaces)
+        ] * self.num_envs
         self._blanks = {
-            agent: next(iter(iterate(action_space[agent], create_empty_array(space, self.num_envs))))
+            agent: next(
+                iter(
+                    iterate(
+                        action_space[agent], create_empty_array(space, self.num_envs)
+                    )
+                )
+            )
             for agent, space in self.single_action_spaces.items()
         }
         self._resets_next = np.zeros(self.num_envs, bool)
 
     def reset(
-        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+        self,
+        *,
+        seed: int | Sequence[int | None] | None = None,
+        options: dict[str, Any] | None = None,
     ) -> tuple[list[ByAgent], list[ByAgent]]:
         """Reset all envs; return observations and infos by agent, a dict for each env.
 
@@ -131,7 +148,9 @@ class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[
         """
         observations, _ = self._envs.reset(seed=seed, options=options)
         self._resets_next[:] = False
-        return self._seen(observations, self._envs.present().tolist()), self._envs.env_infos()
+        return self._seen(
+            observations, self._envs.present().tolist()
+        ), self._envs.env_infos()
 
     def step(self, actions: Sequence[Mapping[Any, Any]]) -> Dicts:
         """Step all envs once; reset instead those whose episode has ended.
@@ -150,11 +169,14 @@ class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[
         """
         self._check_complete(actions)
         was_reset = self._resets_next
-        observations, _, terminations, truncations, _ = self._envs.step(self._batch(actions))
+        observations, _, terminations, truncations, _ = self._envs.step(
+            self._batch(actions)
+        )
         self._resets_next = terminations | truncations
         present = self._envs.present()
         lost = self._envs.interrupted()
-        if lost is not None:  # agents that acted or are observed have rewards; only the episode's flags are set
+        # Agents that acted or are observed have rewards; only the episode's flags are set.
+        if lost is not None:
             present[lost] &= OBSERVED
             present[lost] |= REWARDED * present[lost]
         bits = present.tolist()
@@ -164,9 +186,14 @@ class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[
                 {**self._those(row, mask, bit), ALL: bool(ended)}
                 for row, mask, ended in zip(rows, bits, over, strict=True)
             ]
-            for rows, over, bit in zip(ends, (terminations, truncations), (TERMINATED, TRUNCATED), strict=True)
+            for rows, over, bit in zip(
+                ends, (terminations, truncations), (TERMINATED, TRUNCATED), strict=True
+            )
         ]
-        gained = [self._those(row, mask, REWARDED) for row, mask in zip(rewards, bits, strict=True)]
+        gained = [
+            self._those(row, mask, REWARDED)
+            for row, mask in zip(rewards, bits, strict=True)
+        ]
         infos = self._envs.env_infos()
         for env_id in np.flatnonzero(was_reset).tolist():
             gained[env_id] = dict.fromkeys(self._agents, 0.0)
@@ -178,12 +205,22 @@ class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[
 
     def _those(self, values: Sequence[Any], bits: list[int], bit: int) -> ByAgent:
         """Return the values of the agents whose bits include `bit`, by agent."""
-        return {agent: value for agent, value, own in zip(self._agents, values, bits, strict=True) if own & bit}
+        return {
+            agent: value
+            for agent, value, own in zip(self._agents, values, bits, strict=True)
+            if own & bit
+        }
 
     def _seen(self, observations: ByAgent, bits: list[list[int]]) -> list[ByAgent]:
         space = self._observation_space
-        of_envs = zip(*(iterate(space[agent], observations[agent]) for agent in self._agents), strict=True)
-        return [self._those(values, own, OBSERVED) for values, own in zip(of_envs, bits, strict=True)]
+        of_envs = zip(
+            *(iterate(space[agent], observations[agent]) for agent in self._agents),
+            strict=True,
+        )
+        return [
+            self._those(values, own, OBSERVED)
+            for values, own in zip(of_envs, bits, strict=True)
+        ]
 
     def _batch(self, actions: Sequence[Mapping[Any, Any]]) -> ByAgent:
         """Return actions `[N, ...]` by agent; those of agents that do not act are zeros."""
@@ -201,8 +238,14 @@ class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[
                 f"was stepped."
             )
         acting = self._envs.active() & ~self._resets_next[:, None]
-        for env_id, (one, acts) in enumerate(zip(actions, acting.tolist(), strict=True)):
-            missing = [agent for agent, does in zip(self._agents, acts, strict=True) if does and agent not in one]
+        for env_id, (one, acts) in enumerate(
+            zip(actions, acting.tolist(), strict=True)
+        ):
+            missing = [
+                agent
+                for agent, does in zip(self._agents, acts, strict=True)
+                if does and agent not in one
+            ]
             if missing:
                 raise ActionError(
                     f"step failed: expected an action of each agent that has an observation, got none of "

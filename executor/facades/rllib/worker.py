@@ -15,7 +15,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from envherd.executor.facades.pettingzoo.worker import HostedParallelEnv, ParallelFactory, ParallelNativeAdapter
+from envherd.executor.facades.pettingzoo.worker import (
+    HostedParallelEnv,
+    ParallelFactory,
+    ParallelNativeAdapter,
+)
 from envherd.shm.specs import Key, LeafSpec
 from envherd.workers.adapters.registry import is_one_of
 from envherd.workers.errors import SpecError
@@ -41,10 +45,18 @@ class Context(dict[str, Any]):
         return getattr(EnvContext, name).__get__(self)
 
 
-def with_context(make_env: Callable[[Any], Any], entries: Mapping[str, Any], attributes: Mapping[str, Any]) -> Any:
+def with_context(
+    make_env: Callable[[Any], Any],
+    entries: Mapping[str, Any],
+    attributes: Mapping[str, Any],
+) -> Any:
     """Build an env that takes RLlib's context: an `EnvContext` if importing `make_env` has imported RLlib."""
     rllib = sys.modules.get("ray.rllib.env.env_context")
-    context = Context(entries) if rllib is None else rllib.EnvContext(dict(entries), attributes["worker_index"])
+    context = (
+        Context(entries)
+        if rllib is None
+        else rllib.EnvContext(dict(entries), attributes["worker_index"])
+    )
     vars(context).update(attributes)
     return make_env(context)
 
@@ -66,7 +78,8 @@ class MultiAgentFactory(ParallelFactory):
         env = self.env_fn()
         if is_one_of(env, _RLLIB):
             return MultiAgentAdapter(HostedAgentsEnv(env))
-        from envherd.executor.facades.pettingzoo.stacked import parallel_env  # only with PettingZoo
+        # Only with PettingZoo.
+        from envherd.executor.facades.pettingzoo.stacked import parallel_env
 
         made: Any = _ParallelAgents(parallel_env(lambda: env))
         return MultiAgentAdapter(HostedParallelEnv(made))
@@ -84,9 +97,17 @@ class _ParallelAgents:
     def step(self, actions: Mapping[Any, Any]) -> tuple[Any, ...]:
         observations, rewards, terminations, truncations, infos = self.env.step(actions)
         is_over = not self.env.agents
-        has_terminated = is_over and all(terminations.get(agent, True) for agent in self.env.possible_agents)
+        has_terminated = is_over and all(
+            terminations.get(agent, True) for agent in self.env.possible_agents
+        )
         ends = {ALL: has_terminated}, {ALL: is_over and not has_terminated}
-        return observations, rewards, {**terminations, **ends[0]}, {**truncations, **ends[1]}, infos
+        return (
+            observations,
+            rewards,
+            {**terminations, **ends[0]},
+            {**truncations, **ends[1]},
+            infos,
+        )
 
 
 class MultiAgentAdapter(ParallelNativeAdapter):
@@ -106,17 +127,27 @@ class MultiAgentAdapter(ParallelNativeAdapter):
         self.spec = replace(self.spec, observation=(*self.spec.observation, leaf))
 
     def _acting(self) -> list[Any]:
-        return [agent for agent, acts in zip(self._seats, self._active, strict=True) if acts]
+        return [
+            agent for agent, acts in zip(self._seats, self._active, strict=True) if acts
+        ]
 
     def _observe(self, *dicts: Mapping[Any, Any]) -> None:
         if dicts[1:] and ALL not in dicts[2] and ALL not in dicts[3]:
-            raise SpecError(f"step failed: expected {ALL!r} among the flags of a multi-agent env, got none. Add it.")
-        for agent in {agent: None for entries in dicts for agent in entries if agent != ALL}:
+            raise SpecError(
+                f"step failed: expected {ALL!r} among the flags of a multi-agent env, got none. Add it."
+            )
+        for agent in {
+            agent: None for entries in dicts for agent in entries if agent != ALL
+        }:
             self._seat(agent)
         self.info = self.info if any(self.info.values()) else {}
         for i, (agent, seat) in enumerate(self._seats.items()):
             seat.observe(dicts[0])
-            self._present[i] = sum(bit for bit, entries in zip(_BITS, dicts, strict=False) if agent in entries)
+            self._present[i] = sum(
+                bit
+                for bit, entries in zip(_BITS, dicts, strict=False)
+                if agent in entries
+            )
 
     def _note_ends(
         self,
@@ -125,10 +156,17 @@ class MultiAgentAdapter(ParallelNativeAdapter):
         acting: Collection[Any],  # noqa: ARG002  # all that ended say so
     ) -> tuple[bool, bool]:
         for agent, seat in self._seats.items():
-            seat.end = bool(terminations.get(agent, False)), bool(truncations.get(agent, False))
+            seat.end = (
+                bool(terminations.get(agent, False)),
+                bool(truncations.get(agent, False)),
+            )
         return bool(terminations.get(ALL, False)), bool(truncations.get(ALL, False))
 
     def _row(self) -> list[Any]:
         for i, seat in enumerate(self._seats.values()):
-            self._active[i] = self._present[i] & OBSERVED and not any(seat.end) and not self._needs_reset
+            self._active[i] = (
+                self._present[i] & OBSERVED
+                and not any(seat.end)
+                and not self._needs_reset
+            )
         return [*self._observations(), self._active, self._present]

@@ -13,7 +13,13 @@ from typing import Any
 
 from envherd.workers.adapters.named import reference_of
 from envherd.workers.adapters.registry import is_one_of
-from envherd.workers.build import Factory, describe, interpreter_of, modules_of, pickle_factory
+from envherd.workers.build import (
+    Factory,
+    describe,
+    interpreter_of,
+    modules_of,
+    pickle_factory,
+)
 
 #: Keeps TensorBoard from importing TensorFlow in workers: 255 MB instead of 927 MB with SB3 loaded.
 _LIGHT = "envherd.workers.adapters.light_tensorboard"
@@ -33,7 +39,10 @@ class Sb3Factory:
     def __init__(self, env_fn: Factory, env_id: int) -> None:
         self._pickled = pickle_factory(env_fn)
         self._env_id = env_id
-        self.preload, self.interpreter = (_LIGHT, *modules_of(env_fn)), interpreter_of(env_fn)
+        self.preload, self.interpreter = (
+            (_LIGHT, *modules_of(env_fn)),
+            interpreter_of(env_fn),
+        )
         self.reference = reference_of(env_fn)
         self.__qualname__ = describe(env_fn)
 
@@ -43,6 +52,7 @@ class Sb3Factory:
         env = pickle.loads(self._pickled)()
         if not is_one_of(env, "gymnasium.core.Env"):
             return env
-        from envherd.executor.facades.sb3.worker import Sb3Adapter  # other families do without
+        # Other families do without.
+        from envherd.executor.facades.sb3.worker import Sb3Adapter
 
         return Sb3Adapter(env)

@@ -12,7 +12,9 @@ from envherd.executor.protocol.positions import Positions
 NAME = "action_mask"
 
 
-def mask_reader(positions: Positions, num_agents: int) -> Callable[[], np.ndarray] | None:
+def mask_reader(
+    positions: Positions, num_agents: int
+) -> Callable[[], np.ndarray] | None:
     """Return the function that reads which actions are legal now; None if the envs have no masks.
 
     Masks are the leaf `action_mask` of a group of agents (PettingZoo), or the entry `action_mask` of infos that
@@ -30,7 +32,9 @@ def mask_reader(positions: Positions, num_agents: int) -> Callable[[], np.ndarra
     keys = [(*groups[0][0], NAME)] if groups else [("info", NAME), ("info", f"_{NAME}")]
     if not all(keys[0] in {leaf.key for leaf in spec.observation} for spec in specs):
         return None
-    widths = [slab.groups[0].columns["next", *key][0, 0].size // num_agents for key in keys]
+    widths = [
+        slab.groups[0].columns["next", *key][0, 0].size // num_agents for key in keys
+    ]
     masks, *given = (
         LatestColumn(positions, key, slab.plan.num_envs * num_agents, (width,))
         for key, width in zip(keys, widths, strict=True)

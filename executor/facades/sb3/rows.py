@@ -30,14 +30,20 @@ class Writer:
         self._num_agents, self._num_rows = num_agents, slab.plan.num_envs * num_agents
         groups = slab.groups
         leaves = groups[0].spec.action
-        side = next((leaf for group in groups for leaf in group.spec.action if leaf.is_side), None)
+        side = next(
+            (leaf for group in groups for leaf in group.spec.action if leaf.is_side),
+            None,
+        )
         if side is not None:
             raise NotImplementedError(
                 f"reading action_space failed: expected actions of a fixed shape, got {side}. "
                 f"Stable-Baselines3 does not support others."
             )
         self._targets = [
-            [(np.array(group.plan.env_ids), group.inputs["input", *leaf.key]) for group, leaf in zip(groups, own)]  # noqa: B905  # of equal length by construction
+            [
+                (np.array(group.plan.env_ids), group.inputs["input", *leaf.key])
+                for group, leaf in zip(groups, own)  # noqa: B905  # of equal length by construction
+            ]
             for own in zip(*(group.spec.action for group in groups), strict=True)
         ]
         self._starts = [_start(leaf) for leaf in leaves]
@@ -55,7 +61,11 @@ class Writer:
         Raises:
             ActionError: the wrong number of them, or values that the space's dtype cannot hold.
         """
-        if self._is_single and actions.__class__ is np.ndarray and actions.shape == self._shape:
+        if (
+            self._is_single
+            and actions.__class__ is np.ndarray
+            and actions.shape == self._shape
+        ):
             self._only[...] = fitted(actions, self._shape, self._only.dtype)
             return
         if self._is_leaf or isinstance(actions, Mapping):
@@ -73,9 +83,11 @@ class Writer:
         target, start = self._targets[index][0][1], self._starts[index]
         rest = target.shape[1:] if self._num_agents == 1 else target.shape[2:]
         array = as_array(values)
-        return fitted(array if start is None else array - start, (self._num_rows, *rest), target.dtype).reshape(
-            -1, *target.shape[1:]
-        )
+        return fitted(
+            array if start is None else array - start,
+            (self._num_rows, *rest),
+            target.dtype,
+        ).reshape(-1, *target.shape[1:])
 
 
 def _start(leaf: LeafSpec) -> np.ndarray | None:

@@ -6,7 +6,13 @@ group. Agents see only their own leaves; observations of the whole world are ava
 
 from __future__ import annotations
 
-from envherd.executor.facades.leaf_spaces import Space, inner_spaces, name_below, single_or_dict, space_of
+from envherd.executor.facades.leaf_spaces import (
+    Space,
+    inner_spaces,
+    name_below,
+    single_or_dict,
+    space_of,
+)
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers.adapters.gymnasium.spaces import FIXED
 
@@ -17,7 +23,11 @@ def num_agents(spec: EnvSpec) -> int:
     Raises:
         ValueError: agents in several groups, or an env that is itself a batch.
     """
-    if spec.batch_shape or len(spec.groups) > 1 or any(len(shape) != 1 for _, shape in spec.groups):
+    if (
+        spec.batch_shape
+        or len(spec.groups) > 1
+        or any(len(shape) != 1 for _, shape in spec.groups)
+    ):
         raise ValueError(
             f"reading the env failed: expected one env or one group of equal agents, got batch shape "
             f"{spec.batch_shape} and groups {spec.groups}. Stable-Baselines3 does not support more."
@@ -27,7 +37,11 @@ def num_agents(spec: EnvSpec) -> int:
 
 def observed_leaves(spec: EnvSpec) -> list[LeafSpec]:
     """Return the observation leaves that a row sees: no masks, and no entries of infos."""
-    seen = [leaf for leaf in spec.observation if leaf.key not in spec.episode_keys and leaf.key[0] != "info"]
+    seen = [
+        leaf
+        for leaf in spec.observation
+        if leaf.key not in spec.episode_keys and leaf.key[0] != "info"
+    ]
     if not spec.groups:
         return seen
     group = spec.groups[0][0]
@@ -55,6 +69,7 @@ def spaces_of(spec: EnvSpec) -> tuple[Space, Space]:
     lead, prefix = (1, (*spec.groups[0][0], "observation")) if spec.groups else (0, ())
     seen = [leaf for leaf in observed_leaves(spec) if not leaf.is_side]
     observed, acted = (
-        {name_below(leaf.key, prefix): space_of(leaf, lead) for leaf in leaves} for leaves in (seen, spec.action)
+        {name_below(leaf.key, prefix): space_of(leaf, lead) for leaf in leaves}
+        for leaves in (seen, spec.action)
     )
     return single_or_dict(observed), single_or_dict(acted)

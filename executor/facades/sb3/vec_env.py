@@ -39,7 +39,12 @@ from envherd.executor.facades.leaf_spaces import Space
 from envherd.executor.facades.sb3.factory import Sb3Factory
 from envherd.executor.facades.sb3.masks import mask_reader
 from envherd.executor.facades.sb3.rows import Writer
-from envherd.executor.facades.sb3.spaces import check_observed, num_agents, observed_leaves, spaces_of
+from envherd.executor.facades.sb3.spaces import (
+    check_observed,
+    num_agents,
+    observed_leaves,
+    spaces_of,
+)
 from envherd.executor.facades.sb3.worker import Sb3DirectAdapter
 from envherd.executor.facades.states import AsyncState, Stateful
 from envherd.executor.keywords import names_right_keyword
@@ -92,35 +97,59 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
         self._engine = executor.engine
         self._guard = self._engine.guard
         self._engine.states.remedy = "Call reset()."
-        self._engine.allow_steps()  # in SB3 the env decides whether it may be stepped before a reset
+        # In SB3 the env decides whether it may be stepped before a reset.
+        self._engine.allow_steps()
         self._command = compile_command(self._engine, Op.STEP_RESET)
         self.closed = False
         self._positions = self._engine.positions
         _check_alike(self._engine.pool.specs)
         self.num_agents = num_agents(executor.spec)
         self._is_gymnasium = executor.spec.family == "gymnasium"
-        self._agents = executor.spec.metadata["agent_names"] if executor.spec.family == "pettingzoo" else ()
+        self._agents = (
+            executor.spec.metadata["agent_names"]
+            if executor.spec.family == "pettingzoo"
+            else ()
+        )
         observation_space, action_space = self._find_spaces()
         check_observed(observation_space)
-        slab, num_envs, num_rows = self._positions.slab, executor.num_envs, executor.num_envs * self.num_agents
+        slab, num_envs, num_rows = (
+            self._positions.slab,
+            executor.num_envs,
+            executor.num_envs * self.num_agents,
+        )
         seen = observed_leaves(executor.spec)
-        self._observations = Observations(self._engine, observation_space, seen, num_rows, is_copy=True)
-        self._rewards = Column(slab, "next", [group.spec.reward[0].key for group in slab.groups], num_rows, ())
+        self._observations = Observations(
+            self._engine, observation_space, seen, num_rows, is_copy=True
+        )
+        self._rewards = Column(
+            slab,
+            "next",
+            [group.spec.reward[0].key for group in slab.groups],
+            num_rows,
+            (),
+        )
         self._terminated, self._truncated = (
-            Column(slab, "next", [(name,)] * len(slab.groups), num_envs, ()) for name in ("terminated", "truncated")
+            Column(slab, "next", [(name,)] * len(slab.groups), num_envs, ())
+            for name in ("terminated", "truncated")
         )
         self._writer = Writer(slab, action_space, self.num_agents)
         self._masks = mask_reader(self._positions, self.num_agents)
         self._episodes = episode_reader(slab, self.num_agents)
         self._began = time.time()
         super().__init__(num_rows, observation_space, action_space)
-        if executor.spec.family in ("gymnasium", "pettingzoo") and self.has_attr("metadata"):
-            self.metadata = self.get_attr("metadata", 0)[0]  # scripts name files by it, a VecVideoRecorder reads it
+        if executor.spec.family in ("gymnasium", "pettingzoo") and self.has_attr(
+            "metadata"
+        ):
+            # Scripts name files by it, a VecVideoRecorder reads it.
+            self.metadata = self.get_attr("metadata", 0)[0]
 
     def _find_spaces(self) -> tuple[Space, Space]:
         if not self._is_gymnasium:
             return spaces_of(self.executor.spec)
-        observation, action = (self._ask("get", [0], name=f"{what}_space")[0] for what in ("observation", "action"))
+        observation, action = (
+            self._ask("get", [0], name=f"{what}_space")[0]
+            for what in ("observation", "action")
+        )
         return observation, action
 
     # ---- reset and step ----------------------------------------------------------------------
@@ -134,10 +163,16 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
         if self.waiting:
             self._move("step_wait")  # and so the next line drops the step
         self._move("begin")
-        seeds, options = self._seeds[:: self.num_agents], self._options[:: self.num_agents]
+        seeds, options = (
+            self._seeds[:: self.num_agents],
+            self._options[:: self.num_agents],
+        )
         try:
             if any(seed is not None for seed in seeds) or any(options):
-                self.executor.reset(seed=seeds, list_of_kwargs=[{"options": one} if one else {} for one in options])
+                self.executor.reset(
+                    seed=seeds,
+                    list_of_kwargs=[{"options": one} if one else {} for one in options],
+                )
             else:
                 self.executor.reset()
         except EnvError as error:
@@ -165,7 +200,9 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
     def _begin(self, actions: Any, *, is_parked: bool) -> None:
         self._move("begin")
         with self._guard:
-            self._flight = self._command(write_inputs=partial(self._write, actions), is_parked=is_parked)
+            self._flight = self._command(
+                write_inputs=partial(self._write, actions), is_parked=is_parked
+            )
 
     def _write(self, actions: Any) -> None:
         self._writer.write(actions)
@@ -183,7 +220,10 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
 
     def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, list[Info]]:
         """Make a step: `step_async` and `step_wait` in one, or these if a subclass has others."""
-        if (type(self).step_async, type(self).step_wait) != (ExecutorVecEnv.step_async, ExecutorVecEnv.step_wait):
+        if (type(self).step_async, type(self).step_wait) != (
+            ExecutorVecEnv.step_async,
+            ExecutorVecEnv.step_wait,
+        ):
             return super().step(actions)
         self._begin(actions, is_parked=False)
         return self._results()
@@ -197,19 +237,38 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
             self._raise_for_env(error)
         self._move("land")
         column, ended, agents = self._flight.at, self._flight.ended, self.num_agents
-        rewards, dones, infos = self._rewards.look(column), np.zeros(self.num_envs, bool), self._step_infos()
+        rewards, dones, infos = (
+            self._rewards.look(column),
+            np.zeros(self.num_envs, bool),
+            self._step_infos(),
+        )
         if ended is not None:
-            ended = ended if agents == 1 else (ended[:, None] * agents + np.arange(agents)).ravel()
+            ended = (
+                ended
+                if agents == 1
+                else (ended[:, None] * agents + np.arange(agents)).ravel()
+            )
             dones[ended] = True
             self._finish_episodes(ended, column, infos)
-        return self._observations.after(column, ended), rewards.astype(np.float32), dones, infos
+        return (
+            self._observations.after(column, ended),
+            rewards.astype(np.float32),
+            dones,
+            infos,
+        )
 
     def _step_infos(self) -> list[Info]:
         """Return a fresh info for every row."""
         infos, rows = self._infos_of("next"), range(self.num_envs)
         if not infos or (self.num_agents == 1 and not self._agents):
-            return [{**infos.get(row, {}), "TimeLimit.truncated": False} for row in rows]
-        return [{**deepcopy(self._of_row(infos, row)), "TimeLimit.truncated": False} for row in rows]  # some share one
+            return [
+                {**infos.get(row, {}), "TimeLimit.truncated": False} for row in rows
+            ]
+        # Some share one.
+        return [
+            {**deepcopy(self._of_row(infos, row)), "TimeLimit.truncated": False}
+            for row in rows
+        ]
 
     def _of_row(self, infos: Mapping[int, Info], row: int) -> Info:
         """Return the info of a row: of its env, or of its agent where the env has an info for each (PettingZoo)."""
@@ -217,12 +276,22 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
         info = infos.get(env_id, {})
         if not self._agents:
             return info
-        return next((own for name, own in info.items() if str(name) == self._agents[agent]), {})
+        return next(
+            (own for name, own in info.items() if str(name) == self._agents[agent]), {}
+        )
 
-    def _finish_episodes(self, rows: np.ndarray, column: int, infos: list[Info]) -> None:
+    def _finish_episodes(
+        self, rows: np.ndarray, column: int, infos: list[Info]
+    ) -> None:
         """Put the last observations of ended episodes into their infos, and take the infos of new episodes."""
-        terminated, truncated = self._terminated.look(column), self._truncated.look(column)
-        has_interrupted, interrupted = self._positions.has_interrupted, self._positions.interrupted
+        terminated, truncated = (
+            self._terminated.look(column),
+            self._truncated.look(column),
+        )
+        has_interrupted, interrupted = (
+            self._positions.has_interrupted,
+            self._positions.interrupted,
+        )
         infos_of_reset = self._infos_of("root")
         self.reset_infos = list(self.reset_infos)
         if self._episodes is not None:
@@ -230,20 +299,28 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
         for row in rows.tolist():
             env_id = row // self.num_agents
             info = infos[row]
-            info["TimeLimit.truncated"] = bool(truncated[env_id]) and not terminated[env_id]
+            info["TimeLimit.truncated"] = (
+                bool(truncated[env_id]) and not terminated[env_id]
+            )
             info["terminal_observation"] = self._observations.last_of(row, column)
             if has_interrupted and interrupted[env_id, 0]:
                 info["interrupted"] = True
             self.reset_infos[row] = self._of_row(infos_of_reset, row)
 
-    def _note_episodes(self, read: ReadEpisodes, rows: np.ndarray, infos: list[Info]) -> None:
+    def _note_episodes(
+        self, read: ReadEpisodes, rows: np.ndarray, infos: list[Info]
+    ) -> None:
         """Put what SB3's `Monitor` reports of an episode into the infos of rows that have ended."""
         returns, lengths, _ = read(self._flight.at)
         elapsed = round(time.time() - self._began, 6)
         for row in rows.tolist():
             env_id, agent = divmod(row, self.num_agents)
             sum_of_rewards = round(float(returns[env_id, agent]), 6)
-            infos[row]["episode"] = {"r": sum_of_rewards, "l": int(lengths[env_id]), "t": elapsed}
+            infos[row]["episode"] = {
+                "r": sum_of_rewards,
+                "l": int(lengths[env_id]),
+                "t": elapsed,
+            }
 
     @property
     def waiting(self) -> bool:
@@ -252,9 +329,13 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
 
     def _refuse(self, event: str, call: str) -> NoReturn:  # noqa: ARG002
         if event == "step_wait":
-            raise RuntimeError("step_wait failed: no step was begun. Call step_async(actions) first.")
+            raise RuntimeError(
+                "step_wait failed: no step was begun. Call step_async(actions) first."
+            )
         self._guard.check()
-        raise Busy(f"{call_name()} failed: the last step was not waited for. Call step_wait() first.")
+        raise Busy(
+            f"{call_name()} failed: the last step was not waited for. Call step_wait() first."
+        )
 
     def _infos_of(self, section: str) -> Mapping[int, Info]:
         """Return the infos of the latest step ("next") or of its resets ("root"), by env id; see `InfoReader.read`."""
@@ -290,7 +371,11 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
         self._ask("set", env_ids, name=attr_name, args=(value,) * len(env_ids))
 
     def env_method(
-        self, method_name: str, *method_args: Any, indices: Indices = None, **method_kwargs: Any
+        self,
+        method_name: str,
+        *method_args: Any,
+        indices: Indices = None,
+        **method_kwargs: Any,
     ) -> list[Any]:
         """Call a method of each env in `indices`, on any wrapper, and return the results."""
         if method_name == _ACTION_MASKS and self._masks is not None:
@@ -298,7 +383,9 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
                 self._refuse("begin", "")
             masks = self._masks()
             return [masks[row] for row in self._rows_of(indices)]
-        return self._by_row("call", indices, name=method_name, args=method_args, kwargs=method_kwargs)
+        return self._by_row(
+            "call", indices, name=method_name, args=method_args, kwargs=method_kwargs
+        )
 
     def action_masks(self) -> np.ndarray:
         """Return which actions are legal now, bool `[num_envs, actions]`, own memory; for sb3-contrib's `MaskablePPO`.
@@ -312,7 +399,9 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
         """
         return np.stack(self.env_method(_ACTION_MASKS))
 
-    def env_is_wrapped(self, wrapper_class: type, indices: Indices = None) -> list[bool]:
+    def env_is_wrapped(
+        self, wrapper_class: type, indices: Indices = None
+    ) -> list[bool]:
         """Return whether each env asked for is inside a wrapper of a class (or of a subclass of it).
 
         Classes are compared by name: a worker need not import the class, nor the package that it is in.
@@ -330,19 +419,35 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
         return self._ask("call", self._env_ids(None), name="render")
 
     def _rows_of(self, indices: Indices) -> list[int]:
-        rows = [int(i) for i in self._get_indices(int(indices) if isinstance(indices, np.integer) else indices)]
-        outside = next((i for i in rows if not -self.num_envs <= i < self.num_envs), None)
+        rows = [
+            int(i)
+            for i in self._get_indices(
+                int(indices) if isinstance(indices, np.integer) else indices
+            )
+        ]
+        outside = next(
+            (i for i in rows if not -self.num_envs <= i < self.num_envs), None
+        )
         if outside is not None:
-            raise IndexError(f"{call_name()} failed: expected indices below {self.num_envs}, got {outside}.")
+            raise IndexError(
+                f"{call_name()} failed: expected indices below {self.num_envs}, got {outside}."
+            )
         return [i % self.num_envs for i in rows]
 
     def _env_ids(self, indices: Indices) -> list[int]:
-        return list(dict.fromkeys(row // self.num_agents for row in self._rows_of(indices)))
+        return list(
+            dict.fromkeys(row // self.num_agents for row in self._rows_of(indices))
+        )
 
     def _by_row(self, what: str, indices: Indices, **question: Any) -> list[Any]:
         """Send a request to the envs of some rows, once per env, and return the answer for each row."""
-        if what == "get" and question["name"] == "render_mode" and not self._is_gymnasium:
-            mode = self.executor.spec.metadata.get("render_mode", "rgb_array")  # without one, envs render in any case
+        if (
+            what == "get"
+            and question["name"] == "render_mode"
+            and not self._is_gymnasium
+        ):
+            # Without one, envs render in any case.
+            mode = self.executor.spec.metadata.get("render_mode", "rgb_array")
             return [mode] * len(self._rows_of(indices))
         env_ids = self._env_ids(indices)
         answers = dict(zip(env_ids, self._ask(what, env_ids, **question), strict=True))
@@ -354,7 +459,9 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
         try:
             return self.executor.ask(what, env_ids, **question)
         except EnvError as error:
-            call = f"{_CALLS[what]} {question['name']}".strip() if what in _CALLS else what
+            call = (
+                f"{_CALLS[what]} {question['name']}".strip() if what in _CALLS else what
+            )
             raise as_raised(error, call) from error.__cause__
 
 
@@ -387,8 +494,14 @@ class SubprocVecEnv(ExecutorVecEnv, VecEnv):  # type: ignore[misc]  # mypy is no
     ) -> None:
         options = _as_sb3(checked_options(options), start_method)
         env_fns = listed("SubprocVecEnv", env_fns)
-        factories = [Sb3Factory(env_fn, env_id) for env_id, env_fn in enumerate(env_fns)]
-        super().__init__(ParallelEnv(len(factories), factories, num_workers=num_workers, options=options))
+        factories = [
+            Sb3Factory(env_fn, env_id) for env_id, env_fn in enumerate(env_fns)
+        ]
+        super().__init__(
+            ParallelEnv(
+                len(factories), factories, num_workers=num_workers, options=options
+            )
+        )
         self.executor.hosted = Sb3Factory
 
 
@@ -410,12 +523,19 @@ class DummyVecEnv(ExecutorVecEnv, VecEnv):  # type: ignore[misc]  # mypy is not 
 
     def __init__(self, env_fns: Sequence[EnvFn]) -> None:
         made = [_adapted_here(env_fn()) for env_fn in listed("DummyVecEnv", env_fns)]
-        self.envs = [one.env if isinstance(one, Sb3DirectAdapter) else one for one in made]
+        self.envs = [
+            one.env if isinstance(one, Sb3DirectAdapter) else one for one in made
+        ]
         different = {id(getattr(env, "unwrapped", env)) for env in self.envs}
         if len(different) != len(self.envs):
-            raise ValueError(_SAME_INSTANCE.format(expected=len(self.envs), got=len(different)))
+            raise ValueError(
+                _SAME_INSTANCE.format(expected=len(self.envs), got=len(different))
+            )
         self._adapters = [one for one in made if isinstance(one, Sb3DirectAdapter)]
-        options = dataclasses.replace(_as_sb3(ExecutorOptions(), None), infos="drop" if self._adapters else "pickle")
+        options = dataclasses.replace(
+            _as_sb3(ExecutorOptions(), None),
+            infos="drop" if self._adapters else "pickle",
+        )
         factories = [partial(made.__getitem__, i) for i in range(len(made))]
         super().__init__(SerialEnv(len(made), factories, options=options))
 
@@ -423,8 +543,11 @@ class DummyVecEnv(ExecutorVecEnv, VecEnv):  # type: ignore[misc]  # mypy is not 
         if not self._adapters:
             super()._write(actions)
         elif len(actions) < len(self._adapters):
-            raise ActionError(f"step failed: expected {len(self._adapters)} actions, got {len(actions)}.")
-        for adapter, action in zip(self._adapters, actions, strict=False):  # SB3 ignores surplus actions
+            raise ActionError(
+                f"step failed: expected {len(self._adapters)} actions, got {len(actions)}."
+            )
+        # SB3 ignores surplus actions.
+        for adapter, action in zip(self._adapters, actions, strict=False):
             adapter.hosted.give(action)
 
     def _infos_of(self, section: str) -> Mapping[int, Info]:
@@ -432,20 +555,29 @@ class DummyVecEnv(ExecutorVecEnv, VecEnv):  # type: ignore[misc]  # mypy is not 
             return super()._infos_of(section)
         if section == "root":
             return {i: dict(one.info) for i, one in enumerate(self._adapters)}
-        return {i: deepcopy(dict(one.step_info)) for i, one in enumerate(self._adapters) if one.step_info}
+        return {
+            i: deepcopy(dict(one.step_info))
+            for i, one in enumerate(self._adapters)
+            if one.step_info
+        }
 
     def _raise_for_env(self, error: EnvError) -> NoReturn:
         if not self._adapters:
             super()._raise_for_env(error)
         adapter = self._adapters[error.env_ids[0]]
-        own, adapter.error = adapter.error, None  # a later error may not be the env's: of what it returned
+        # A later error may not be the env's: of what it returned.
+        own, adapter.error = adapter.error, None
         if own is None:
             super()._raise_for_env(error)
         raise own
 
     def _ask(self, what: str, env_ids: list[int], **question: Any) -> list[Any]:
         envs = [self.envs[i] for i in env_ids]
-        if not all(isinstance(env, Env) for env in envs) or what in ("has", "set", "layers"):
+        if not all(isinstance(env, Env) for env in envs) or what in (
+            "has",
+            "set",
+            "layers",
+        ):
             return super()._ask(what, env_ids, **question)
         if what == "get":
             return [env.get_wrapper_attr(question["name"]) for env in envs]
@@ -459,7 +591,10 @@ def _check_alike(specs: Sequence[EnvSpec]) -> None:
     Raises:
         SpecError: with the first difference.
     """
-    first, *others = [[(leaf.key, leaf.shape, leaf.dtype) for leaf in (*s.observation, *s.action)] for s in specs]
+    first, *others = [
+        [(leaf.key, leaf.shape, leaf.dtype) for leaf in (*s.observation, *s.action)]
+        for s in specs
+    ]
     for env_id, rows in enumerate(others, 1):
         if rows != first:
             raise SpecError(
@@ -482,10 +617,17 @@ def _adapted_here(env: Any) -> Any:
 def _as_sb3(options: ExecutorOptions, start_method: str | None) -> ExecutorOptions:
     """Return the options with those that SB3's protocol requires."""
     if start_method is not None:
-        multiprocessing.get_context(start_method)  # raises ValueError for an unknown method
-        ours: dict[str, StartMethod] = {"forkserver": "zygote", "fork": "zygote", "spawn": "spawn"}
+        # Raises ValueError for an unknown method.
+        multiprocessing.get_context(start_method)
+        ours: dict[str, StartMethod] = {
+            "forkserver": "zygote",
+            "fork": "zygote",
+            "spawn": "spawn",
+        }
         preload = () if start_method == "fork" else options.preload
-        options = dataclasses.replace(options, start_method=ours[start_method], preload=preload)
+        options = dataclasses.replace(
+            options, start_method=ours[start_method], preload=preload
+        )
     return dataclasses.replace(
         options,
         infos=Infos("pickle", options.info_keys),
@@ -496,10 +638,15 @@ def _as_sb3(options: ExecutorOptions, start_method: str | None) -> ExecutorOptio
 
 
 def _has_layer(layers: list[list[str]], name: str) -> bool:
-    wrappers = takewhile(lambda layer: f"{Wrapper.__module__}.{Wrapper.__qualname__}" in layer, layers)
+    wrappers = takewhile(
+        lambda layer: f"{Wrapper.__module__}.{Wrapper.__qualname__}" in layer, layers
+    )
     return any(name in layer for layer in wrappers)
 
 
 def installed() -> contextlib.AbstractContextManager[None]:
     """Replace SB3's `SubprocVecEnv` and `DummyVecEnv` by ours, in all of SB3, for a block."""
-    return replaced("stable_baselines3", {vec_env.SubprocVecEnv: SubprocVecEnv, vec_env.DummyVecEnv: DummyVecEnv})
+    return replaced(
+        "stable_baselines3",
+        {vec_env.SubprocVecEnv: SubprocVecEnv, vec_env.DummyVecEnv: DummyVecEnv},
+    )

@@ -18,7 +18,11 @@ import numpy as np
 from envherd.executor.facades.gymnasium.worker import NativeAdapter, NativeEnv
 from envherd.workers.adapters.base import Mask, Options, StepValues
 from envherd.workers.adapters.common.tree import Leaf
-from envherd.workers.adapters.gymnasium.spaces import Space, observation_leaf, tree_below
+from envherd.workers.adapters.gymnasium.spaces import (
+    Space,
+    observation_leaf,
+    tree_below,
+)
 
 
 class Sb3Adapter(NativeAdapter):
@@ -28,9 +32,13 @@ class Sb3Adapter(NativeAdapter):
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
         self.hosted = NativeEnv(env)
-        observation = tree_below(env.observation_space, "observation", make_leaf=_cast_leaf)
+        observation = tree_below(
+            env.observation_space, "observation", make_leaf=_cast_leaf
+        )
         action = tree_below(env.action_space, "action")
-        self._describe(env, observation, action, "float32", {"render_mode": env.render_mode})
+        self._describe(
+            env, observation, action, "float32", {"render_mode": env.render_mode}
+        )
 
 
 class Sb3DirectAdapter(Sb3Adapter):
@@ -44,12 +52,16 @@ class Sb3DirectAdapter(Sb3Adapter):
     step_info: Mapping[str, Any] = {}  # never written to
     error: BaseException | None = None
 
-    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:
+    def reset(
+        self, seed: int | None, options: Options = None, mask: Mask = None
+    ) -> list[Any]:
         values: list[Any] = self._noting(super().reset, seed, options, mask)
         return values
 
     def step(self, action: list[Any]) -> StepValues:
-        values: StepValues = self._noting(lambda: self._accept(self.hosted.step(action)))
+        values: StepValues = self._noting(
+            lambda: self._accept(self.hosted.step(action))
+        )
         self.step_info = self.info
         return values
 
@@ -64,7 +76,12 @@ class Sb3DirectAdapter(Sb3Adapter):
 def _cast_leaf(space: Space, key: tuple[str, ...]) -> Leaf:
     """Describe an observation that gets the dtype of its space."""
     leaf = observation_leaf(space, key)
-    return Leaf(leaf.spec, take=None if leaf.spec.is_side else _caster(np.dtype(leaf.spec.dtype), leaf.take))
+    return Leaf(
+        leaf.spec,
+        take=None
+        if leaf.spec.is_side
+        else _caster(np.dtype(leaf.spec.dtype), leaf.take),
+    )
 
 
 def _caster(dtype: np.dtype, take: Callable[[Any], Any] | None) -> Callable[[Any], Any]:

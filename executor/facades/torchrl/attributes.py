@@ -19,7 +19,9 @@ class _Attribute:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
-            raise AttributeError(f"private attribute {name!r} of {'.'.join(self._path)} cannot be dispatched.")
+            raise AttributeError(
+                f"private attribute {name!r} of {'.'.join(self._path)} cannot be dispatched."
+            )
         return self._find((*self._path, name))
 
 

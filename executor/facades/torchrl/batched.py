@@ -25,7 +25,14 @@ MakeEnv = Callable[..., EnvBase]
 
 _SPECS = ("action_spec", "state_spec", "observation_spec", "reward_spec", "done_spec")
 #: Arguments of TorchRL's constructor that change nothing here.
-_WITHOUT_EFFECT = {"allow_step_when_done", "consolidate", "daemon", "memmap", "non_blocking", "pin_memory"} | {
+_WITHOUT_EFFECT = {
+    "allow_step_when_done",
+    "consolidate",
+    "daemon",
+    "memmap",
+    "non_blocking",
+    "pin_memory",
+} | {
     "policy_proof",
     "shared_memory",
 }
@@ -57,7 +64,9 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
     ) -> None:
         unknown = without_effect.keys() - _WITHOUT_EFFECT
         if unknown:
-            raise TypeError(f"{type(self).__name__} failed: expected TorchRL's arguments, got {min(unknown)!r}.")
+            raise TypeError(
+                f"{type(self).__name__} failed: expected TorchRL's arguments, got {min(unknown)!r}."
+            )
         EnvBase.__init__(self, device=device)
         self.is_closed = True
         self.num_workers = num_workers
@@ -96,19 +105,28 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
         """
         if self._asks_all:
             _require_alike(found)
-        self._per_env = found if len(found) == self.num_workers else found * self.num_workers
+        self._per_env = (
+            found if len(found) == self.num_workers else found * self.num_workers
+        )
         self._choose_layout(found)
         if self._one_task:
             first = found[0]
             self.meta_data = first.expand(self.num_workers, *first.batch_size)
-            batch_size, specs = self.meta_data.batch_size, [_not_empty(self.meta_data.specs, type(self))]
+            batch_size, specs = (
+                self.meta_data.batch_size,
+                [_not_empty(self.meta_data.specs, type(self))],
+            )
             self._env_text = first.env_str
         else:
             self.meta_data = found
             batch_size = torch.Size([self.num_workers, *found[0].batch_size])
             specs = [_not_empty(one.specs, type(self)) for one in found]
             self._env_text = str(found[0])
-        place(self, batch_size, self.device if self.device is not None else self._common_device(found))
+        place(
+            self,
+            batch_size,
+            self.device if self.device is not None else self._common_device(found),
+        )
         for name in _SPECS:
             side = "input_spec" if name in _SPECS[:2] else "output_spec"
             parts = [one[side][f"full_{name}"] for one in specs]
@@ -149,7 +167,11 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
 
     def __repr__(self) -> str:
         crew = self.__dict__.get("_crew")
-        ways = f", \n\tsteps={'; '.join(crew.ways)}" if crew is not None and crew.ways else ""
+        ways = (
+            f", \n\tsteps={'; '.join(crew.ways)}"
+            if crew is not None and crew.ways
+            else ""
+        )
         return f"{type(self).__name__}(\n\tenv={self._env_text}, \n\tbatch_size={self.batch_size}{ways})"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -168,29 +190,44 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
         """
         index = item if isinstance(item, slice) else torch.as_tensor(item, device="cpu")
         if getattr(index, "dtype", None) == torch.bool:
-            raise NotImplementedError("Boolean masks are not supported for batched envs.")
+            raise NotImplementedError(
+                "Boolean masks are not supported for batched envs."
+            )
         found = torch.arange(self.num_workers, device="cpu")[index]
         if found.ndim > 1 or not found.numel():
-            raise IndexError(f"Batched env indices must be scalar or 1D and not empty, got shape {found.shape}.")
+            raise IndexError(
+                f"Batched env indices must be scalar or 1D and not empty, got shape {found.shape}."
+            )
         return found.reshape(-1).tolist()
 
     def _view_of(self, indices: list[int]) -> Any:
         """Return a view: a separate env that shows some of this one's envs, and ends with it."""
         view = type(self).__new__(type(self))
-        view.__dict__.update(self.__dict__, _is_whole=False, _whole=self.__dict__["_whole"] or self)
+        view.__dict__.update(
+            self.__dict__, _is_whole=False, _whole=self.__dict__["_whole"] or self
+        )
         view.num_workers = len(indices)
         for name in ("_env_ids", "create_env_fn", "create_env_kwargs", "_env_seeds"):
             listed = getattr(self, name)
             setattr(view, name, listed and [listed[i] for i in indices])
-        Batched._set_specs(view, self._per_env[:1] if self._one_task else [self._per_env[i] for i in indices])
+        Batched._set_specs(
+            view,
+            self._per_env[:1]
+            if self._one_task
+            else [self._per_env[i] for i in indices],
+        )
         return view
 
 
-def _one_each(factories: MakeEnv | Sequence[MakeEnv], num_workers: int) -> list[MakeEnv]:
+def _one_each(
+    factories: MakeEnv | Sequence[MakeEnv], num_workers: int
+) -> list[MakeEnv]:
     if callable(factories):
         return [factories] * num_workers
     if len(factories) != num_workers:
-        raise RuntimeError(_MISMATCH.format("create_env_fn", len(factories), num_workers))
+        raise RuntimeError(
+            _MISMATCH.format("create_env_fn", len(factories), num_workers)
+        )
     return list(factories)
 
 
@@ -200,14 +237,20 @@ def _kwargs_each(
     if kwargs is None or isinstance(kwargs, Mapping):
         return [copy.deepcopy(dict(kwargs or {})) for _ in range(num_workers)]
     if len(kwargs) != num_workers:
-        raise RuntimeError(_MISMATCH.format("create_env_kwargs", len(kwargs), num_workers))
+        raise RuntimeError(
+            _MISMATCH.format("create_env_kwargs", len(kwargs), num_workers)
+        )
     return kwargs
 
 
 def _not_empty(specs: Composite, cls: type) -> Composite:
     for side in ("input_spec", "output_spec"):
         for key, item in specs[side].items(include_nested=True):
-            if isinstance(item, Composite) and isinstance(key, tuple) and item.is_empty():
+            if (
+                isinstance(item, Composite)
+                and isinstance(key, tuple)
+                and item.is_empty()
+            ):
                 raise RuntimeError(
                     f"The environment passed to {cls.__name__} has empty specs in {key[-1]}. Consider using "
                     f"torchrl.envs.transforms.RemoveEmptySpecs to remove the empty specs."
@@ -216,7 +259,10 @@ def _not_empty(specs: Composite, cls: type) -> Composite:
 
 
 def _can_be_stacked(tds: list[TensorDictBase]) -> bool:
-    if len({frozenset(td.keys(include_nested=True, leaves_only=True)) for td in tds}) > 1:
+    if (
+        len({frozenset(td.keys(include_nested=True, leaves_only=True)) for td in tds})
+        > 1
+    ):
         return False
     try:
         LazyStackedTensorDict(*tds, stack_dim=0).contiguous()
@@ -237,5 +283,8 @@ def _require_alike(found: list[EnvMetaData]) -> None:
 
 def _schema(one: EnvMetaData) -> tuple[Any, ...]:
     specs = one.specs.items(include_nested=True, leaves_only=True)
-    leaves = [(key, type(spec), tuple(spec.shape), getattr(spec, "dtype", None)) for key, spec in specs]
+    leaves = [
+        (key, type(spec), tuple(spec.shape), getattr(spec, "dtype", None))
+        for key, spec in specs
+    ]
     return one.batch_size, one.device, one.batch_locked, leaves

@@ -35,8 +35,15 @@ from envherd.workers.protocol import Op
 #: Additional modules that a helper process imports if they are installed, by a module that the factories refer to. With
 #: groups of agents, specs make tensordicts, and these import pandas and h5py.
 _BACKENDS = {
-    "torchrl.envs.libs.gym": ("gymnasium", "stable_baselines3.common.vec_env.base_vec_env"),
-    "torchrl.envs.libs.meltingpot": ("envherd.workers.adapters.meltingpot.build", "pandas", "h5py"),
+    "torchrl.envs.libs.gym": (
+        "gymnasium",
+        "stable_baselines3.common.vec_env.base_vec_env",
+    ),
+    "torchrl.envs.libs.meltingpot": (
+        "envherd.workers.adapters.meltingpot.build",
+        "pandas",
+        "h5py",
+    ),
 }
 
 #: Keeps TensorBoard, which Stable-Baselines3 imports, from importing TensorFlow; imported before anything else.
@@ -74,26 +81,43 @@ class HostedEnvs:
         self.num_envs = len(factories)
         self._finalizer: Callable[[], Any]
         self.pool: Pool
-        by_id = {id(factory): _hosted_factory(factory, options) for factory in factories}
+        by_id = {
+            id(factory): _hosted_factory(factory, options) for factory in factories
+        }
         hosted = [by_id[id(factory)] for factory in factories]
         options = replace(options, episode_statistics=False)  # the hosted envs add them
-        self._start(hosted, list(env_kwargs), choose_workers(self.num_envs, num_processes, "num_processes"), options)
-        self._engine.allow_steps()  # in TorchRL the env decides whether it may be stepped before a reset
+        self._start(
+            hosted,
+            list(env_kwargs),
+            choose_workers(self.num_envs, num_processes, "num_processes"),
+            options,
+        )
+        # In TorchRL the env decides whether it may be stepped before a reset.
+        self._engine.allow_steps()
         specs = self.pool.specs
         self.ways = tuple(dict.fromkeys(str(spec.metadata["way"]) for spec in specs))
-        self.is_dense = bool(specs[0].metadata["is_dense"]) and all(spec == specs[0] for spec in specs)
+        self.is_dense = bool(specs[0].metadata["is_dense"]) and all(
+            spec == specs[0] for spec in specs
+        )
 
     def _start(
-        self, hosted: list[Any], env_kwargs: list[dict[str, Any]], num_workers: int, options: ExecutorOptions
+        self,
+        hosted: list[Any],
+        env_kwargs: list[dict[str, Any]],
+        num_workers: int,
+        options: ExecutorOptions,
     ) -> None:
         blueprint = draw(hosted, env_kwargs, num_workers, None, options)
         self.pool = pool = make_pool(blueprint, options)
         self._finalizer = Finalizer(self, _close, pool, os.getpid())
         pool.start()
         try:
-            self._engine = Engine(pool, seed=blueprint.root_seed, device=None, copy=True, options=options)
+            self._engine = Engine(
+                pool, seed=blueprint.root_seed, device=None, copy=True, options=options
+            )
             recycle(self._engine)
-            self._engine.guard.shut_with(self)  # at exit before the pool: see `BatchedEnv`
+            # At exit before the pool: see `BatchedEnv`.
+            self._engine.guard.shut_with(self)
         except BaseException:
             self.close()
             raise
@@ -110,7 +134,9 @@ class HostedEnvs:
         with self._engine.guard:
             self._replace_lost(env_ids, calls)
             asked = tuple(dumps(call) for call in calls)
-            answers = self._engine.ask("each", list(env_ids), name="perform", args=asked)
+            answers = self._engine.ask(
+                "each", list(env_ids), name="perform", args=asked
+            )
         results, faults = {}, {}
         for env_id in env_ids:
             has_worked, value = loads(answers[env_id]["plain"])
@@ -118,7 +144,11 @@ class HostedEnvs:
                 faults[env_id] = {**value, "env_id": env_id}
             results[env_id] = value
         if faults:
-            again = {env_id: call for env_id, call in zip(env_ids, calls, strict=True) if env_id in faults}
+            again = {
+                env_id: call
+                for env_id, call in zip(env_ids, calls, strict=True)
+                if env_id in faults
+            }
             self._rebuild(faults, again)
             results |= zip(again, self.tell([*again], [*again.values()]), strict=True)
         return [*results.values()]
@@ -134,24 +164,34 @@ class HostedEnvs:
         are_resets = all(name == "reset" for name, _, _ in calls.values())
         is_interrupted = engine.flights.losses.may_interrupt(faults) and are_resets
         pid, gpu = pool.pid_of(worker_id), pool.gpu_of(worker_id)
-        error = env_error([*faults.values()], worker_id, pid, gpu, is_interrupted=is_interrupted)
+        error = env_error(
+            [*faults.values()], worker_id, pid, gpu, is_interrupted=is_interrupted
+        )
         if not is_interrupted:
             raise error
         engine.flights.losses.log(error, len(faults))
         with engine.guard:
-            extras = {env_id: Prepare(env_id=env_id, rebuilds=True) for env_id in faults}
+            extras = {
+                env_id: Prepare(env_id=env_id, rebuilds=True) for env_id in faults
+            }
             engine.reset_envs(np.array([*faults], np.int64), extras)
 
     def _replace_lost(self, env_ids: Sequence[int], calls: Sequence[Call]) -> None:
         """Replace lost workers all of whose envs will be reset, if the options allow it; else keep their loss."""
         if not self.pool.lost or self._engine.options.on_worker_loss != "restart":
             return
-        reset = {env_id for env_id, call in zip(env_ids, calls, strict=True) if call[0] == "reset"}
+        reset = {
+            env_id
+            for env_id, call in zip(env_ids, calls, strict=True)
+            if call[0] == "reset"
+        }
         for worker_id in list(self.pool.lost):
             if reset.issuperset(self.pool.blueprint.blocks[worker_id]):
                 self.pool.begin_restart(worker_id)
 
-    def step(self, td: TensorDictBase, op: Op) -> tuple[TensorDictBase, TensorDictBase | None]:
+    def step(
+        self, td: TensorDictBase, op: Op
+    ) -> tuple[TensorDictBase, TensorDictBase | None]:
         """Step all envs through the slab.
 
         Returns:
@@ -160,7 +200,8 @@ class HostedEnvs:
         """
         engine = self._engine
         with engine.guard:
-            if not engine.states.are_running():  # in TorchRL the caller decides whether to reset envs that have ended
+            # In TorchRL the caller decides whether to reset envs that have ended.
+            if not engine.states.are_running():
                 engine.states.move(engine.all_ids, Event.IS_ALLOWED)
             try:
                 following, root = engine.step_all(td, op)
@@ -182,14 +223,20 @@ class HostedEnvs:
         if engine.plain.step or engine.positions.has_interrupted or not is_plain:
             return {}
         steps = shells.over(engine.batches.groups[0])
-        return {op: compile_step(engine, op, steps, shells.device) for op in (Op.STEP, Op.STEP_RESET)}
+        return {
+            op: compile_step(engine, op, steps, shells.device)
+            for op in (Op.STEP, Op.STEP_RESET)
+        }
 
     def _end_lost(self, following: TensorDictBase) -> torch.Tensor:
         """Mark the rows of envs whose worker was lost as truncated (and not terminated); return them, bool `[N]`."""
         lost = torch.from_numpy(self._engine.positions.interrupted[:, 0].copy())
         for leaf in self.pool.specs[0].observation:
-            if leaf.key[0].startswith("done:"):  # the repeated row may belong to the previous episode
-                following.get(leaf.key[0])[lost] = leaf.key[0].rpartition("/")[2].split(":")[-1] != "terminated"
+            # The repeated row may belong to the previous episode.
+            if leaf.key[0].startswith("done:"):
+                following.get(leaf.key[0])[lost] = (
+                    leaf.key[0].rpartition("/")[2].split(":")[-1] != "terminated"
+                )
         return lost
 
     def _cast(self, td: TensorDictBase) -> TensorDictBase:
@@ -214,10 +261,14 @@ def _close(pool: Pool, owner: int) -> None:
         pool.close()
 
 
-def _hosted_factory(factory: Callable[..., Any], options: ExecutorOptions) -> HostedFactory:
+def _hosted_factory(
+    factory: Callable[..., Any], options: ExecutorOptions
+) -> HostedFactory:
     modules = modules_of(factory)
     brought_in = [name for module in modules for name in _BACKENDS.get(module, ())]
-    backends = [name for name in brought_in if find_spec(name.partition(".")[0]) is not None]
+    backends = [
+        name for name in brought_in if find_spec(name.partition(".")[0]) is not None
+    ]
     preload = (_LIGHT, *modules, *backends)
     return HostedFactory(
         pickle_factory(factory),

@@ -18,8 +18,15 @@ from envherd.workers.sending.pickling import Pickler
 
 class _Pickler(Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is torch.Tensor and not obj.is_nested and obj.dtype is not torch.bfloat16:
-            return _tensor, (obj.detach().cpu().numpy(), str(obj.device) if obj.device.type != "cpu" else None)
+        if (
+            type(obj) is torch.Tensor
+            and not obj.is_nested
+            and obj.dtype is not torch.bfloat16
+        ):
+            return _tensor, (
+                obj.detach().cpu().numpy(),
+                str(obj.device) if obj.device.type != "cpu" else None,
+            )
         return super().reducer_override(obj)
 
 

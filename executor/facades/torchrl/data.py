@@ -60,9 +60,12 @@ class Shells:
         self.device = env.device
         self.is_on_cpu = env.device is None or env.device.type == "cpu"
         self.input_keys = [key for key, _ in leaves["input"]]
-        state_keys = set(env.full_state_spec.keys(include_nested=True, leaves_only=True))
+        state_keys = set(
+            env.full_state_spec.keys(include_nested=True, leaves_only=True)
+        )
         self.has_own_state = bool(
-            state_keys - set(env.full_observation_spec.keys(include_nested=True, leaves_only=True))
+            state_keys
+            - set(env.full_observation_spec.keys(include_nested=True, leaves_only=True))
         )
         self.state_keys = list(state_keys)
         observed = [*leaves["observation"], *leaves["done"]]
@@ -71,7 +74,9 @@ class Shells:
         self._root_names = [leaf.key[0] for _, leaf in observed]
         self._root_keys = [key for key, _ in observed]
         self._next_keys = [*self._root_keys, *(key for key, _ in leaves["reward"])]
-        self.stale_roots = StaleRoots([key for key, _ in leaves["observation"]], self.input_keys[0])
+        self.stale_roots = StaleRoots(
+            [key for key, _ in leaves["observation"]], self.input_keys[0]
+        )
         self._template = template
         self._next = self._shell("next", range(len(self._next_keys)))
         self._root = self._shell("root", range(len(self._root_keys)))
@@ -87,7 +92,13 @@ class Shells:
         prefixes = {path[:depth] for path in paths for depth in range(1, len(path))}
         groups = {prefix: tuple(template.get(prefix).batch_size) for prefix in prefixes}
         device = self.device if self.is_on_cpu else None
-        return Shell(list(zip(places, paths, strict=True)), groups, (), tuple(template.batch_size), device)
+        return Shell(
+            list(zip(places, paths, strict=True)),
+            groups,
+            (),
+            tuple(template.batch_size),
+            device,
+        )
 
     def over(self, batch: GroupBatch) -> StepBatches:
         """Return what makes these batches directly from the rows of a slab."""
@@ -103,9 +114,13 @@ class Shells:
 
     def can_take(self, td: TensorDictBase) -> bool:
         """Return whether the inputs are there, and all envs are to be stepped."""
-        return get_leaf(td, "_step") is None and all(td.get(key, None) is not None for key in self.state_keys)
+        return get_leaf(td, "_step") is None and all(
+            td.get(key, None) is not None for key in self.state_keys
+        )
 
-    def step_fast(self, td: TensorDictBase, op: Op) -> tuple[TensorDictBase, TensorDictBase | None] | None:
+    def step_fast(
+        self, td: TensorDictBase, op: Op
+    ) -> tuple[TensorDictBase, TensorDictBase | None] | None:
         """Step all envs and set `next` of the batch; None if nothing was done, because the step is not plain."""
         step = self.fast_steps.get(op)
         if step is None or not self.can_take(td):
@@ -117,9 +132,13 @@ class Shells:
 
     def next_of(self, flat: TensorDictBase) -> TensorDictBase:
         """Return the `next` over the leaves of a flat batch."""
-        return self._placed(self._next.build([get_leaf(flat, name) for name in self._next_names]))
+        return self._placed(
+            self._next.build([get_leaf(flat, name) for name in self._next_names])
+        )
 
-    def repeat_roots(self, flat: TensorDictBase, root: TensorDictBase, rows: torch.Tensor) -> None:
+    def repeat_roots(
+        self, flat: TensorDictBase, root: TensorDictBase, rows: torch.Tensor
+    ) -> None:
         """Write the roots into some rows (bool `[N]`) of a flat `next`: those without a step."""
         for key, name in self._observed:
             value = root.get(key, None)
@@ -128,7 +147,9 @@ class Shells:
 
     def root_of(self, flat: TensorDictBase) -> TensorDictBase:
         """Return the root over the leaves of a flat batch."""
-        return self._placed(self._root.build([get_leaf(flat, name) for name in self._root_names]))
+        return self._placed(
+            self._root.build([get_leaf(flat, name) for name in self._root_names])
+        )
 
     def _placed(self, td: TensorDictBase) -> TensorDictBase:
         return td if self.is_on_cpu else td.to(self.device)
@@ -144,7 +165,10 @@ class BatchedData(Batched):
         shells: Shells | None = self.__dict__["_shells"]
         if shells is None:
             crew = self._open()
-            if not (self._fixed_shapes and crew.is_dense and self._is_whole) or self.share_individual_td:
+            if (
+                not (self._fixed_shapes and crew.is_dense and self._is_whole)
+                or self.share_individual_td
+            ):
                 return None
             shells = Shells(self, self._per_env[0].specs)
             shells.fast_steps = crew.compile_steps(shells)
@@ -171,16 +195,26 @@ class BatchedData(Batched):
         """
         if self._step_fast(tensordict, Op.STEP) is not None:
             return tensordict
-        shells = self._slab_shells(tensordict) if tensordict.batch_size == self.batch_size else None
+        shells = (
+            self._slab_shells(tensordict)
+            if tensordict.batch_size == self.batch_size
+            else None
+        )
         if shells is None:
             return EnvBase.step(self, tensordict)
         flat, _ = self._step_slab(shells, tensordict, Op.STEP)
         set_next(tensordict, shells.next_of(flat))
         return tensordict
 
-    def _step_fast(self, tensordict: TensorDictBase, op: Op) -> tuple[TensorDictBase, TensorDictBase | None] | None:
+    def _step_fast(
+        self, tensordict: TensorDictBase, op: Op
+    ) -> tuple[TensorDictBase, TensorDictBase | None] | None:
         shells: Shells | None = self.__dict__["_shells"]
-        if shells is None or is_compiled(self) or (shells.has_own_state and op == Op.STEP_RESET):
+        if (
+            shells is None
+            or is_compiled(self)
+            or (shells.has_own_state and op == Op.STEP_RESET)
+        ):
             return None
         pair = shells.step_fast(tensordict, op)
         if pair is not None and op == Op.STEP_RESET and is_collected(self):
@@ -233,11 +267,20 @@ class BatchedData(Batched):
         out = self._step_by_message(td, selected)
         if self._keys_without_tensors:
             skipped = skipped_step(self, td)
-            skipped = skipped.clear_device_() if out.device is None else skipped.to(out.device)
-            rows = [out[selected.index(i)] if i in selected else skipped[i] for i in range(self.num_workers)]
+            skipped = (
+                skipped.clear_device_()
+                if out.device is None
+                else skipped.to(out.device)
+            )
+            rows = [
+                out[selected.index(i)] if i in selected else skipped[i]
+                for i in range(self.num_workers)
+            ]
             return self._stacked(rows)
         result = out.new_zeros(td.shape)
-        before = td.select(*result.keys(include_nested=True, leaves_only=True), strict=False)
+        before = td.select(
+            *result.keys(include_nested=True, leaves_only=True), strict=False
+        )
         result.update(before.clone())
         result[mask] = out
         return result
@@ -247,15 +290,21 @@ class BatchedData(Batched):
         ids = [self._env_ids[i] for i in selected]
         rows = [self._step_row(td[i]) for i in selected]
         is_whole = not self._fixed_shapes
-        out = self._stacked(crew.tell(ids, [("step", (row,), {"is_whole": is_whole}) for row in rows]))
+        out = self._stacked(
+            crew.tell(ids, [("step", (row,), {"is_whole": is_whole}) for row in rows])
+        )
         preset = td.get("next", None)
         if preset is not None:
             unknown = [
-                key for key in preset.keys(include_nested=True, leaves_only=True) if key not in self._next_keys()
+                key
+                for key in preset.keys(include_nested=True, leaves_only=True)
+                if key not in self._next_keys()
             ]
             if unknown:
                 kept = preset.select(*unknown)
-                out.update(kept if len(ids) == self.num_workers else kept[list(selected)])
+                out.update(
+                    kept if len(ids) == self.num_workers else kept[list(selected)]
+                )
         return out
 
     def _step_row(self, row: TensorDictBase) -> TensorDictBase:
@@ -276,14 +325,23 @@ class BatchedData(Batched):
     def _keys_without_tensors(self) -> list[Any]:
         """Keys of leaves that are not tensors."""
         full = (self.full_observation_spec, self.full_action_spec, self.full_state_spec)
-        leaves = [item for spec in full for item in spec.items(include_nested=True, leaves_only=True)]
-        members = [(key, spec.unbind(spec.stack_dim)[0] if isinstance(spec, Stacked) else spec) for key, spec in leaves]
+        leaves = [
+            item
+            for spec in full
+            for item in spec.items(include_nested=True, leaves_only=True)
+        ]
+        members = [
+            (key, spec.unbind(spec.stack_dim)[0] if isinstance(spec, Stacked) else spec)
+            for key, spec in leaves
+        ]
         return [key for key, spec in members if isinstance(spec, NonTensor)]
 
     def _next_keys(self) -> set[Any]:
         return {*self.observation_keys, *self.reward_keys, *self.done_keys}
 
-    def step_and_maybe_reset(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+    def step_and_maybe_reset(
+        self, tensordict: TensorDictBase
+    ) -> tuple[TensorDictBase, TensorDictBase]:
         """Step all envs and reset those that have ended, in one round trip.
 
         Returns:
@@ -294,9 +352,15 @@ class BatchedData(Batched):
         return self._step_in_general(tensordict) if pair is None else pair
 
     @without_grad
-    def _step_in_general(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+    def _step_in_general(
+        self, tensordict: TensorDictBase
+    ) -> tuple[TensorDictBase, TensorDictBase]:
         if tensordict.device != self.device:
-            tensordict = tensordict.to(self.device) if self.device is not None else tensordict.copy().clear_device_()
+            tensordict = (
+                tensordict.to(self.device)
+                if self.device is not None
+                else tensordict.copy().clear_device_()
+            )
         self._open()
         shells = self._slab_shells(tensordict)
         if shells is None or shells.has_own_state or is_compiled(self):
@@ -307,14 +371,18 @@ class BatchedData(Batched):
         set_next(tensordict, without_collected(self, shells.next_of(flat)))
         return tensordict, shells.root_of(flat_root)
 
-    def _step_and_maybe_reset_by_message(self, td: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+    def _step_and_maybe_reset_by_message(
+        self, td: TensorDictBase
+    ) -> tuple[TensorDictBase, TensorDictBase]:
         crew, ids = self._open(), self._env_ids
         rows = [self._step_row(td[i]) for i in range(self.num_workers)]
         answers = crew.tell(ids, [("step_and_maybe_reset", (row,), {}) for row in rows])
         following = self._stacked([answer[0] for answer in answers])
         preset = td.get("next", None)
         if preset is not None:
-            following.update(preset.exclude(*following.keys(include_nested=True, leaves_only=True)))
+            following.update(
+                preset.exclude(*following.keys(include_nested=True, leaves_only=True))
+            )
         td.set("next", following)
         root = self.step_mdp(td)
         if self.any_done(root):
@@ -325,15 +393,25 @@ class BatchedData(Batched):
     # ---- reset -------------------------------------------------------------------------------
 
     @without_grad
-    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+    def _reset(
+        self, tensordict: TensorDictBase | None = None, **kwargs: Any
+    ) -> TensorDictBase:
         crew, ids = self._open(), self._env_ids
         if (shells := self.__dict__["_shells"]) is not None:
             shells.stale_roots.forget()
         listed = kwargs.pop("list_of_kwargs", None) or [{}] * self.num_workers
         calls: list[Any] = []
         for i, is_reset in enumerate(self._reset_mask(tensordict)):
-            row = self._reset_row(tensordict[i]) if is_reset and tensordict is not None else None
-            calls.append(("reset", (row, {**listed[i], **kwargs}), {}) if is_reset else ("current", (), {}))
+            row = (
+                self._reset_row(tensordict[i])
+                if is_reset and tensordict is not None
+                else None
+            )
+            calls.append(
+                ("reset", (row, {**listed[i], **kwargs}), {})
+                if is_reset
+                else ("current", (), {})
+            )
         return self._stacked(crew.tell(ids, calls))
 
     def _reset_mask(self, td: TensorDictBase | None) -> list[bool]:
@@ -350,7 +428,13 @@ class BatchedData(Batched):
     def _reset_row(self, row: TensorDictBase) -> TensorDictBase | None:
         """Return the row to send to an env for a reset: its own leaves and masks."""
         if self._fixed_shapes:
-            known = [*self.observation_keys, *self.done_keys, *self.reset_keys, *self.action_keys, *self.state_keys]
+            known = [
+                *self.observation_keys,
+                *self.done_keys,
+                *self.reset_keys,
+                *self.action_keys,
+                *self.state_keys,
+            ]
             row = row.select(*known, strict=False)
         else:
             row = row.exclude("next")
@@ -373,7 +457,11 @@ class BatchedData(Batched):
     def _stacked(self, rows: list[TensorDictBase]) -> TensorDictBase:
         """Return the rows of envs as one batch on this env's device."""
         is_lazy = self.share_individual_td
-        batch = (LazyStackedTensorDict.lazy_stack if is_lazy else LazyStackedTensorDict.maybe_dense_stack)(rows, 0)
+        batch = (
+            LazyStackedTensorDict.lazy_stack
+            if is_lazy
+            else LazyStackedTensorDict.maybe_dense_stack
+        )(rows, 0)
         if batch.device == self.device:
             return batch
         return batch.clear_device_() if self.device is None else batch.to(self.device)

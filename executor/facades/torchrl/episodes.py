@@ -39,15 +39,27 @@ class EpisodeStatistics(Transform):  # type: ignore[misc]  # untyped
 
     def __init__(self, env: EnvBase) -> None:
         super().__init__()
-        rewards, ends = place_leaves(env.full_reward_spec), topmost(place_leaves(env.full_done_spec))
+        rewards, ends = (
+            place_leaves(env.full_reward_spec),
+            topmost(place_leaves(env.full_done_spec)),
+        )
         require_dense(rewards)
         self.sums = EpisodeSums(tuple(env.batch_size), [leaf.spec for leaf in rewards])
-        observed = [(key,) if isinstance(key, str) else key for key in env.observation_keys]
+        observed = [
+            (key,) if isinstance(key, str) else key for key in env.observation_keys
+        ]
         refuse_taken(observed, self.sums.roots, "episode_statistics")
         self._readers = [reader(leaf) for leaf in rewards]
         self._masks = [(*path, "_reset") for path in ends]
-        self._deciding = [next((path for path in ends if path == leaf.path[: len(path)]), ()) for leaf in rewards]
-        self._shapes = {path: env.full_reward_spec[path].shape for leaf in rewards if (path := leaf.path[:-1])}
+        self._deciding = [
+            next((path for path in ends if path == leaf.path[: len(path)]), ())
+            for leaf in rewards
+        ]
+        self._shapes = {
+            path: env.full_reward_spec[path].shape
+            for leaf in rewards
+            if (path := leaf.path[:-1])
+        }
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Add the leaves."""
@@ -56,7 +68,9 @@ class EpisodeStatistics(Transform):  # type: ignore[misc]  # untyped
             if observation_spec.get(path, None) is None:
                 observation_spec[path] = Composite(shape=shape, device=device)
         for leaf in self.sums.leaves:
-            observation_spec[leaf.key] = Unbounded(leaf.shape, dtype=getattr(torch, leaf.dtype), device=device)
+            observation_spec[leaf.key] = Unbounded(
+                leaf.shape, dtype=getattr(torch, leaf.dtype), device=device
+            )
         return observation_spec
 
     def written(self, td: TensorDictBase) -> TensorDictBase:
@@ -69,14 +83,25 @@ class EpisodeStatistics(Transform):  # type: ignore[misc]  # untyped
         self.sums.begin()
         return tensordict
 
-    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:  # noqa: ARG002
+    def _step(
+        self,
+        tensordict: TensorDictBase,  # noqa: ARG002
+        next_tensordict: TensorDictBase,
+    ) -> TensorDictBase:
         self.sums.add([read(next_tensordict) for read in self._readers])
         return self.written(next_tensordict)
 
-    def _reset(self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase) -> TensorDictBase:
+    def _reset(
+        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
+    ) -> TensorDictBase:
         rows = _selected(tensordict, self._masks)
-        nodes = [tensordict.get(path, None) if path else None for path in self._deciding]
-        self.sums.restart(rows, [rows if node is None else _selected(node, ["_reset"]) for node in nodes])
+        nodes = [
+            tensordict.get(path, None) if path else None for path in self._deciding
+        ]
+        self.sums.restart(
+            rows,
+            [rows if node is None else _selected(node, ["_reset"]) for node in nodes],
+        )
         return self.written(tensordict_reset)
 
 
@@ -89,14 +114,20 @@ class CountedLeaves(EpisodeLeaves):
     """
 
     def __init__(self, inner: Adapter, sums: EpisodeSums) -> None:
-        leaves = [replace(leaf, key=(f"observation:{'/'.join(leaf.key)}",)) for leaf in sums.leaves]
+        leaves = [
+            replace(leaf, key=(f"observation:{'/'.join(leaf.key)}",))
+            for leaf in sums.leaves
+        ]
         Wrapping.__init__(self, inner, leaves, (), "episode_statistics")
         self._sums = sums
 
-    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:
+    def reset(
+        self, seed: int | None, options: Options = None, mask: Mask = None
+    ) -> list[Any]:
         if self.env.direct is not None:
             return super().reset(seed, options, mask)
-        return [*self.inner.reset(seed, options, mask), *self._sums.values]  # the transform knows which parts are reset
+        # The transform knows which parts are reset.
+        return [*self.inner.reset(seed, options, mask), *self._sums.values]
 
 
 def _selected(td: TensorDictBase, masks: list[Any]) -> np.ndarray:

@@ -24,7 +24,11 @@ from torchrl.envs import EnvBase, EnvCreator, SerialEnv
 
 from envherd.executor.facades.errors import as_raised
 from envherd.executor.facades.installing import replaced
-from envherd.executor.facades.torchrl.attributes import Attributes, Dispatcher, NotStarted
+from envherd.executor.facades.torchrl.attributes import (
+    Attributes,
+    Dispatcher,
+    NotStarted,
+)
 from envherd.executor.facades.torchrl.batched import MakeEnv
 from envherd.executor.facades.torchrl.crew import HostedEnvs, WorkerHandle
 from envherd.executor.facades.torchrl.data import BatchedData
@@ -53,18 +57,28 @@ class BuildFailed(FactoryError, RuntimeError):
 class _ParallelMeta(type(torchrl.envs.ParallelEnv)):  # type: ignore[misc]  # untyped
     """Skips TorchRL's metaclass, which builds the env of a lambda in this process."""
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # a class, seen from its metaclass
+    # A class, seen from its metaclass.
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         kwargs.pop("auto_wrap_envs", None)
-        is_single = kwargs.pop("serial_for_single", False) and kwargs.get("num_workers", args[0] if args else None) == 1
+        is_single = (
+            kwargs.pop("serial_for_single", False)
+            and kwargs.get("num_workers", args[0] if args else None) == 1
+        )
         if is_single and kwargs.get("options") is None:
-            for name in ("mp_start_method", "metadata_from_workers", "num_processes", "options"):
+            for name in (
+                "mp_start_method",
+                "metadata_from_workers",
+                "num_processes",
+                "options",
+            ):
                 kwargs.pop(name, None)
             return SerialEnv(*args, **kwargs)
         _newborn.env = None
         try:
             return type(EnvBase).__call__(cls, *args, **kwargs)
         except BaseException:
-            if _newborn.env is not None:  # TorchRL refused it after the constructor: end its workers
+            # TorchRL refused it after the constructor: end its workers.
+            if _newborn.env is not None:
                 _newborn.env.close(raise_if_closed=False)
             raise
         finally:
@@ -99,12 +113,18 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         if isinstance(num_workers, int):
             require_room(num_workers)
         factories: Any = create_env_fn
-        for factory in [factories] if callable(factories) or isinstance(factories, str) else factories:
+        for factory in (
+            [factories]
+            if callable(factories) or isinstance(factories, str)
+            else factories
+        ):
             check_factory(factory, "GymEnv('CartPole-v1')")
         for name, why in _REFUSED.items() if options is not None else ():
             default, value = getattr(ExecutorOptions, name), getattr(options, name)
             if value != default:
-                raise ValueError(f"ParallelEnv failed: expected options with {name}={default}, got {value}: {why}")
+                raise ValueError(
+                    f"ParallelEnv failed: expected options with {name}={default}, got {value}: {why}"
+                )
         self.__dict__.update(_num_processes=num_processes, _options=options)
         self.__dict__.update(_crew=None, _shells=None)
         try:
@@ -129,7 +149,11 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
                 )
             except FactoryError as error:
                 if "type_name" in error.context:
-                    failed = BuildFailed(error.message, remote_traceback=error.remote_traceback, **error.context)
+                    failed = BuildFailed(
+                        error.message,
+                        remote_traceback=error.remote_traceback,
+                        **error.context,
+                    )
                     raise as_raised(failed) from error
                 raise
         return crew
@@ -138,7 +162,9 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         options: ExecutorOptions | None = self.__dict__["_options"]
         if options is None:
             options = ExecutorOptions(
-                worker_threads=self.num_sub_threads, close_timeout_s=self.shutdown_timeout, check_actions="off"
+                worker_threads=self.num_sub_threads,
+                close_timeout_s=self.shutdown_timeout,
+                check_actions="off",
             )
         return replace(options, episode_seeds=False)
 
@@ -149,8 +175,14 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         self.__dict__["_crew"] = self.__dict__["_shells"] = None
 
     def _learn_specs(self) -> None:
-        asked = range(1) if self._one_task and not self._asks_all else range(self.num_workers)
-        self._set_specs(self._crew_at_work().tell(asked, [("describe", (), {})] * len(asked)))
+        asked = (
+            range(1)
+            if self._one_task and not self._asks_all
+            else range(self.num_workers)
+        )
+        self._set_specs(
+            self._crew_at_work().tell(asked, [("describe", (), {})] * len(asked))
+        )
 
     def _begin(self) -> None:
         self._crew_at_work()
@@ -170,7 +202,9 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
             if self.is_closed:
                 self._begin()
         elif self.is_closed:
-            raise RuntimeError("the call failed: this is a closed indexed view of an env. Index its parent again.")
+            raise RuntimeError(
+                "the call failed: this is a closed indexed view of an env. Index its parent again."
+            )
         elif self._whole is None or self._whole.is_closed:
             raise RuntimeError(
                 "the call failed: this is a view of an env, used after its parent environment has been closed. "
@@ -248,7 +282,11 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
 
     # ---- control -----------------------------------------------------------------------------
 
-    def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:  # noqa: FBT001, FBT002  # TorchRL's
+    def set_seed(
+        self,
+        seed: int | None = None,
+        static_seed: bool = False,  # noqa: FBT001, FBT002  # TorchRL's
+    ) -> int | None:
         """Seed env after env with TorchRL's chain of seeds; return the seed that follows."""
         crew = self._open()
         self._env_seeds = []
@@ -272,7 +310,13 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         crew, ids = self._open(), self._env_ids
         if "worker0" not in state_dict:
             state_dict = {f"worker{i}": state_dict for i in range(len(ids))}
-        crew.tell(ids, [("load_state_dict", (state_dict[f"worker{i}"], kwargs), {}) for i in range(len(ids))])
+        crew.tell(
+            ids,
+            [
+                ("load_state_dict", (state_dict[f"worker{i}"], kwargs), {})
+                for i in range(len(ids))
+            ],
+        )
 
     def __setitem__(self, item: Any, source: Any) -> None:
         raise NotImplementedError(
@@ -283,7 +327,11 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
     # ---- attributes --------------------------------------------------------------------------
 
     def __getattr__(self, attr: str) -> Any:
-        if attr in _OWN_NAMES or attr in self.__dict__.get("_modules", {}) or hasattr(type(self), attr):
+        if (
+            attr in _OWN_NAMES
+            or attr in self.__dict__.get("_modules", {})
+            or hasattr(type(self), attr)
+        ):
             return EnvBase.__getattr__(self, attr)
         if attr.startswith("__") or self.__dict__.get("is_closed", True):
             raise NotStarted(
@@ -299,15 +347,21 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         except RuntimeError as error:
             if getattr(error, "context", {}).get("type_name") != "AttributeError":
                 raise
-            raise AttributeError(f"attribute {'.'.join(path)} not found in {self._env_text}") from error
+            raise AttributeError(
+                f"attribute {'.'.join(path)} not found in {self._env_text}"
+            ) from error
         if all(kind == "value" for kind, _ in found):
             return Attributes([value for _, value in found], path, self._find_all)
         return Dispatcher(path, self._find_all, self._call_all)
 
-    def _call_all(self, path: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    def _call_all(
+        self, path: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Any]:
         args = tuple(arg for arg in args if arg is not self)
         ids = self._env_ids
-        results: list[Any] = self._open().tell(ids, [("call", (path, args, kwargs), {})] * len(ids))
+        results: list[Any] = self._open().tell(
+            ids, [("call", (path, args, kwargs), {})] * len(ids)
+        )
         return results
 
     @property

@@ -34,7 +34,10 @@ from envherd.workers.adapters.base import Adapter, EnvCall, Mask, Options, StepV
 from envherd.workers.adapters.torchrl.direct import DirectWay, direct_way
 from envherd.workers.adapters.torchrl.generators import own_generators
 from envherd.workers.adapters.torchrl.gym import refuse_late_resets
-from envherd.workers.adapters.torchrl.private_api import check_worker_env, supports_set_state
+from envherd.workers.adapters.torchrl.private_api import (
+    check_worker_env,
+    supports_set_state,
+)
 from envherd.workers.adapters.torchrl.reading import to_numpy
 from envherd.workers.adapters.torchrl.specs import DTYPES
 from envherd.workers.errors import FactoryError
@@ -165,13 +168,21 @@ class HostedEnv:
 
     # ---- reset and step ----------------------------------------------------------------------
 
-    def reset(self, row: TensorDictBase | None, kwargs: dict[str, Any]) -> TensorDictBase:
+    def reset(
+        self, row: TensorDictBase | None, kwargs: dict[str, Any]
+    ) -> TensorDictBase:
         """Reset the env, or the parts of it that the row's masks name; return observation and done leaves."""
         if row is not None:
             row = self._placed(row)
             masks = [row.get(key, None) for key in self.env.reset_keys]
-            if self.root is not None and any(mask is not None and not mask.all() for mask in masks):
-                row = self.root.select(*self.reset_names, strict=False).clone().update(row)
+            if self.root is not None and any(
+                mask is not None and not mask.all() for mask in masks
+            ):
+                row = (
+                    self.root.select(*self.reset_names, strict=False)
+                    .clone()
+                    .update(row)
+                )
                 if "set_state" not in kwargs and supports_set_state(self.env):
                     kwargs = {**kwargs, "set_state": False}
         self.root = self.env.reset(row, **kwargs)
@@ -181,7 +192,11 @@ class HostedEnv:
         """Reset the parts of the env that have ended (all, if it was never reset); return its root."""
         root = self.root
         has_ended = root is not None and self.env.any_done(root)
-        self.root = self.env.reset(root, select_reset_only=True) if has_ended else self.env.reset()
+        self.root = (
+            self.env.reset(root, select_reset_only=True)
+            if has_ended
+            else self.env.reset()
+        )
         return self.root
 
     def step(self, row: TensorDictBase, *, is_whole: bool) -> TensorDictBase:
@@ -194,9 +209,13 @@ class HostedEnv:
         stepped = self.env.step(self._advanced(row))
         self.root = self.env.step_mdp(stepped)
         following = stepped.get("next")
-        return following if is_whole else following.select(*self.step_names, strict=False)
+        return (
+            following if is_whole else following.select(*self.step_names, strict=False)
+        )
 
-    def step_and_maybe_reset(self, row: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
+    def step_and_maybe_reset(
+        self, row: TensorDictBase
+    ) -> tuple[TensorDictBase, TensorDictBase]:
         """Step the env, and reset it where it has ended; return its `next` and its new root."""
         stepped, self.root = self.env.step_and_maybe_reset(self._advanced(row))
         following = stepped.get("next").select(*self.step_names, strict=False)
@@ -209,13 +228,19 @@ class HostedEnv:
         return self.root.select(*self.reset_names, strict=False)
 
     def _advanced(self, row: TensorDictBase) -> TensorDictBase:
-        root = TensorDict({}, self.env.batch_size, device=self.env.device) if self.root is None else self.root.copy()
+        root = (
+            TensorDict({}, self.env.batch_size, device=self.env.device)
+            if self.root is None
+            else self.root.copy()
+        )
         return root.update(self._placed(row))
 
     def _placed(self, row: TensorDictBase) -> TensorDictBase:
         if row.device == self.env.device:
             return row
-        return row.clear_device_() if self.env.device is None else row.to(self.env.device)
+        return (
+            row.clear_device_() if self.env.device is None else row.to(self.env.device)
+        )
 
     # ---- everything else ---------------------------------------------------------------------
 
@@ -244,7 +269,9 @@ class HostedEnv:
             return "object", None
         return "value", found
 
-    def call(self, path: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(
+        self, path: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Call a method of the env; a result that cannot be pickled (that of `to`) becomes None."""
         result = self.find(path)(*args, **kwargs)
         return None if isinstance(result, EnvBase) else result
@@ -260,7 +287,11 @@ class HostedEnv:
 
 def _without_locks(state: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        key: _without_locks(item) if isinstance(item, dict) else None if type(item).__name__ == "Lock" else item
+        key: _without_locks(item)
+        if isinstance(item, dict)
+        else None
+        if type(item).__name__ == "Lock"
+        else item
         for key, item in state.items()
     }
 
@@ -277,7 +308,12 @@ def dense_leaves(specs: Composite) -> dict[str, list[tuple[Any, LeafSpec]]] | No
         specs: of one env. The parent has those of each env; the specs of the batch are stacks where tasks differ in
             their bounds.
     """
-    groups: dict[str, list[tuple[Any, LeafSpec]]] = {"input": [], "observation": [], "done": [], "reward": []}
+    groups: dict[str, list[tuple[Any, LeafSpec]]] = {
+        "input": [],
+        "observation": [],
+        "done": [],
+        "reward": [],
+    }
     for name, composite in (
         ("input", specs["input_spec", "full_action_spec"]),
         ("input", specs["input_spec", "full_state_spec"]),
@@ -289,15 +325,26 @@ def dense_leaves(specs: Composite) -> dict[str, list[tuple[Any, LeafSpec]]] | No
             path = (key,) if isinstance(key, str) else key
             shape = tuple(spec.shape)
             dtype = str(spec.dtype).removeprefix("torch.")
-            if type(spec).__name__ in ("NonTensor", "Stacked") or -1 in shape or dtype not in DTYPES:
+            if (
+                type(spec).__name__ in ("NonTensor", "Stacked")
+                or -1 in shape
+                or dtype not in DTYPES
+            ):
                 return None
             flat: Key = path if name == "input" else (f"{name}:{'/'.join(path)}",)
             groups[name].append((key, LeafSpec(flat, shape, dtype)))
-    has_lazy_nodes = any(hasattr(item, "stack_dim") for item in specs.values(include_nested=True))
+    has_lazy_nodes = any(
+        hasattr(item, "stack_dim") for item in specs.values(include_nested=True)
+    )
     shapes = {key: leaf.shape for key, leaf in groups["observation"]}
     # as state and as observed
-    disagrees = any(shapes.get(key, leaf.shape) != leaf.shape for key, leaf in groups["input"])
-    groups["reward"].sort(key=lambda pair: (pair[1].key[0].count("/"), pair[1].key[0].split("/")))  # as `place_leaves`
+    disagrees = any(
+        shapes.get(key, leaf.shape) != leaf.shape for key, leaf in groups["input"]
+    )
+    # As `place_leaves`.
+    groups["reward"].sort(
+        key=lambda pair: (pair[1].key[0].count("/"), pair[1].key[0].split("/"))
+    )
     return None if has_lazy_nodes or disagrees else groups
 
 
@@ -314,24 +361,38 @@ class HostedAdapter(Adapter):
         self._torchrl_env = env = hosted.built
         leaves = dense_leaves(env.specs)
         groups = leaves or {"input": [], "observation": [], "done": [], "reward": []}
-        self._inputs = [(key, getattr(torch, leaf.dtype)) for key, leaf in groups["input"]]
+        self._inputs = [
+            (key, getattr(torch, leaf.dtype)) for key, leaf in groups["input"]
+        ]
         self._observed = [key for key, _ in (*groups["observation"], *groups["done"])]
         self._rewards = [key for key, _ in groups["reward"]]
         way: DirectWay | str = "its leaves do not fit into the slab"
         if leaves is not None:
-            way = direct_way(env, [key for key, _ in self._inputs], self._observed, self._rewards)
+            way = direct_way(
+                env, [key for key, _ in self._inputs], self._observed, self._rewards
+            )
         hosted.direct = None if isinstance(way, str) else way
         self.spec = EnvSpec(
-            observation=tuple(leaf for _, leaf in (*groups["observation"], *groups["done"])),
+            observation=tuple(
+                leaf for _, leaf in (*groups["observation"], *groups["done"])
+            ),
             action=tuple(leaf for _, leaf in groups["input"]),
             reward=tuple(leaf for _, leaf in groups["reward"]),
             done=done_leaves(),
             family=self.family,
-            metadata={"is_dense": leaves is not None, "way": WAYS[hosted.direct is not None].format(way)},
+            metadata={
+                "is_dense": leaves is not None,
+                "way": WAYS[hosted.direct is not None].format(way),
+            },
         )
         self._is_on_cpu = env.device is None or env.device.type == "cpu"
 
-    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:  # noqa: ARG002
+    def reset(
+        self,
+        seed: int | None,  # noqa: ARG002
+        options: Options = None,  # noqa: ARG002
+        mask: Mask = None,  # noqa: ARG002
+    ) -> list[Any]:
         """Reset the env; see `HostedEnv.begin`. Seeds, options and masks reach it by name alone."""
         hosted = self.env
         direct = hosted.direct
@@ -354,7 +415,11 @@ class HostedAdapter(Adapter):
             with hosted.generator:
                 return direct.step(action)
         with hosted.on_stage():
-            root = TensorDict({}, env.batch_size, device=env.device) if hosted.root is None else hosted.root.copy()
+            root = (
+                TensorDict({}, env.batch_size, device=env.device)
+                if hosted.root is None
+                else hosted.root.copy()
+            )
             for (key, dtype), value in zip(self._inputs, action, strict=True):
                 tensor = torch.from_numpy(np.asarray(value)).to(dtype)
                 root.set(key, tensor if self._is_on_cpu else tensor.to(env.device))
@@ -365,7 +430,12 @@ class HostedAdapter(Adapter):
             if has_ended:
                 hosted.root = hosted.root.exclude(*env.reset_keys)
         observed = [to_numpy(following.get(key)) for key in self._observed]
-        return observed, [to_numpy(following.get(key)) for key in self._rewards], has_ended, False
+        return (
+            observed,
+            [to_numpy(following.get(key)) for key in self._rewards],
+            has_ended,
+            False,
+        )
 
     def env_call(self) -> EnvCall | None:
         direct = self.env.direct

@@ -58,7 +58,10 @@ class Capsule:
         Raises:
             FileExistsError: there is one.
         """
-        leaves = [[list(key), list(array.shape), str(array.dtype)] for key, array in self.inputs.items()]
+        leaves = [
+            [list(key), list(array.shape), str(array.dtype)]
+            for key, array in self.inputs.items()
+        ]
         text = json.dumps({"schema": SCHEMA, **self.facts, "inputs": leaves}, indent=2)
         memory = io.BytesIO()
         with zipfile.ZipFile(memory, "w") as archive:
@@ -97,7 +100,9 @@ def text_of(path: Path) -> str:
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_TEXT:
-        raise ValueError(f"a device, a pipe or a folder, or more than {_LARGEST_TEXT >> 20} MiB")
+        raise ValueError(
+            f"a device, a pipe or a folder, or more than {_LARGEST_TEXT >> 20} MiB"
+        )
     with path.open("rb") as file:
         return file.read(status.st_size).decode()
 
@@ -107,11 +112,18 @@ def _read(file: IO[bytes]) -> Capsule:
     with zipfile.ZipFile(file) as archive:
         members = archive.infolist()
         # Members may be compressed, or lie over each other: a small file would take much memory.
-        if any(one.compress_type != zipfile.ZIP_STORED for one in members) or sum(map(_size_of, members)) > size:
+        if (
+            any(one.compress_type != zipfile.ZIP_STORED for one in members)
+            or sum(map(_size_of, members)) > size
+        ):
             raise ValueError("members are compressed, or larger than the file")
         facts = json.loads(archive.read(_FACTS))
         for name, is_valid in _FORMS.items():
-            if not isinstance(facts, Mapping) or name not in facts or not is_valid(facts[name]):
+            if (
+                not isinstance(facts, Mapping)
+                or name not in facts
+                or not is_valid(facts[name])
+            ):
                 raise ValueError(f"no valid {name!r}")
         inputs = {
             tuple(key): _array(archive.read(f"input{index}"), shape, dtype)
@@ -134,7 +146,11 @@ def _array(data: bytes, shape: Sequence[int], dtype: str) -> np.ndarray:
 
 def is_count(value: Any, least: int = 0, most: int = 2**63 - 1) -> bool:
     """Return whether a value of a file is an integer from `least` to `most`."""
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+    return (
+        isinstance(value, int)
+        and not isinstance(value, bool)
+        and least <= value <= most
+    )
 
 
 def is_root_seed(value: Any) -> bool:
@@ -146,7 +162,11 @@ def _is_leaf(value: Any) -> bool:
     if not (isinstance(value, list) and len(value) == 3 and isinstance(value[2], str)):
         return False
     key, shape, _ = value
-    return isinstance(key, list) and all(isinstance(part, str) for part in key) and all(map(is_count, shape))
+    return (
+        isinstance(key, list)
+        and all(isinstance(part, str) for part in key)
+        and all(map(is_count, shape))
+    )
 
 
 def is_line(value: Any) -> bool:
@@ -159,7 +179,11 @@ def _are_lines(value: Any) -> bool:
 
 
 def _is_of_failure(value: Any) -> bool:
-    return value is None or isinstance(value, str) or (isinstance(value, int) and abs(value) < 2**31)
+    return (
+        value is None
+        or isinstance(value, str)
+        or (isinstance(value, int) and abs(value) < 2**31)
+    )
 
 
 def _is_switch(value: Any) -> bool:
@@ -172,11 +196,23 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
     "max_steps": lambda value: is_count(value, 1),
     "horizon": lambda value: is_count(value, 1),
     "num_rows": lambda value: is_count(value, 1),
-    "device": lambda value: isinstance(value, str) and re.fullmatch("cpu|cuda(:[0-9]+)?", value) is not None,
-    "group_map": lambda value: isinstance(value, dict) and all(map(_are_lines, value.values())),
+    "device": lambda value: (
+        isinstance(value, str) and re.fullmatch("cpu|cuda(:[0-9]+)?", value) is not None
+    ),
+    "group_map": lambda value: (
+        isinstance(value, dict) and all(map(_are_lines, value.values()))
+    ),
     **dict.fromkeys(("roles", "keys", "drop"), _are_lines),
     **dict.fromkeys(
-        ("return_state", "continuous_actions", "world_rgb", "positions", "deterministic", "fast_reset", "bots"),
+        (
+            "return_state",
+            "continuous_actions",
+            "world_rgb",
+            "positions",
+            "deterministic",
+            "fast_reset",
+            "bots",
+        ),
         _is_switch,
     ),
 }
@@ -191,12 +227,16 @@ _FORMS: dict[str, Callable[[Any], bool]] = {
     "schema": lambda value: value == SCHEMA,
     "env": lambda value: value is None or is_line(value),
     "env_kwargs": lambda value: isinstance(value, dict),
-    "fields": lambda value: isinstance(value, dict) and all(_is_field(*one) for one in value.items()),
+    "fields": lambda value: (
+        isinstance(value, dict) and all(_is_field(*one) for one in value.items())
+    ),
     "search": lambda value: isinstance(value, list) and all(map(is_line, value)),
     "missing": lambda value: isinstance(value, list) and all(map(is_line, value)),
     "options": lambda value: isinstance(value, dict),
     "reset_options": lambda value: value is None or isinstance(value, dict),
-    "failure": lambda value: isinstance(value, dict) and all(map(_is_of_failure, value.values())),
+    "failure": lambda value: (
+        isinstance(value, dict) and all(map(_is_of_failure, value.values()))
+    ),
     "root_seed": is_root_seed,
     "env_id": is_count,
     "episode": is_count,

@@ -31,7 +31,17 @@ from envherd.workers.sending.pickling import dumps
 
 #: Packages whose versions are noted if they are installed.
 _PACKAGES = (
-    *("envherd", "numpy", "torch", "torchrl", "gymnasium", "dm-meltingpot", "dmlab2d", "dm-env", "dm-control"),
+    *(
+        "envherd",
+        "numpy",
+        "torch",
+        "torchrl",
+        "gymnasium",
+        "dm-meltingpot",
+        "dmlab2d",
+        "dm-env",
+        "dm-control",
+    ),
     *("pettingzoo", "mujoco", "ale-py", "vmas", "envpool", "stable-baselines3"),
 )
 #: Options that change how an env runs, or when it is given up.
@@ -79,7 +89,9 @@ class CapsuleWriter:
         if message.options:
             self._reset_options[message.env_id] = message.options
 
-    def add_to(self, error: EnvherdError, worker_id: int, fault: Frame | None = None) -> EnvherdError:
+    def add_to(
+        self, error: EnvherdError, worker_id: int, fault: Frame | None = None
+    ) -> EnvherdError:
         """Write the capsule of a failure in a step or reset; return the error, which then names the file.
 
         Args:
@@ -108,10 +120,15 @@ class CapsuleWriter:
         try:
             path, sentence = self._write(env_id, worker_id, failure)
         except Exception as problem:  # a full disk must not hide the failure
-            path, sentence = None, f"Its capsule could not be written: {type(problem).__name__}: {problem}."
+            path, sentence = (
+                None,
+                f"Its capsule could not be written: {type(problem).__name__}: {problem}.",
+            )
         return with_sentence(error, sentence, capsule=context.get("capsule") or path)
 
-    def _write(self, env_id: int, worker_id: int, failure: dict[str, Any]) -> tuple[str | None, str]:
+    def _write(
+        self, env_id: int, worker_id: int, failure: dict[str, Any]
+    ) -> tuple[str | None, str]:
         """Write a capsule; return its path, and a sentence that says so."""
         options = self._pool.options
         group_index, row = self._pool.slab.plan.place(env_id)
@@ -121,26 +138,41 @@ class CapsuleWriter:
         if not flags & JournalFlag.BEGUN:
             return None, "It has no capsule: the env was never reset."
         if len(list(self._directory.glob(f"*{SUFFIX}"))) >= self._rules.max_files:
-            return None, f"No capsule was written: {self._directory} has {self._rules.max_files} (Capsules.max_files)."
+            return (
+                None,
+                f"No capsule was written: {self._directory} has {self._rules.max_files} (Capsules.max_files).",
+            )
         keys = [leaf.key for leaf in input_leaves(group.spec)]
-        inputs = {key: _unrolled(rows, steps) for key, rows in zip(keys, journal.rows, strict=True)}
-        root = None if steps == 0 or self.latest_root is None else self.latest_root(env_id)
+        inputs = {
+            key: _unrolled(rows, steps)
+            for key, rows in zip(keys, journal.rows, strict=True)
+        }
+        root = (
+            None if steps == 0 or self.latest_root is None else self.latest_root(env_id)
+        )
         has_options = flags & JournalFlag.WITH_OPTIONS
-        reset_options = _as_plain(self._reset_options.get(env_id)) if has_options else None
+        reset_options = (
+            _as_plain(self._reset_options.get(env_id)) if has_options else None
+        )
         env, missing = self._env_of(env_id)
         reasons = {
             _BIG_SEED: flags & JournalFlag.SEEDED and seed < 0,
             "a seed (the env's generator had gone on)": not flags & JournalFlag.SEEDED,
-            "the arguments of the reset (no plain data)": has_options and reset_options is None,
+            "the arguments of the reset (no plain data)": has_options
+            and reset_options is None,
             _FIRST: steps > journal.num_rows,
             _PARTS: flags & JournalFlag.IN_PARTS,
-            "what the program called, set or loaded during the episode": flags & JournalFlag.CHANGED,
+            "what the program called, set or loaded during the episode": flags
+            & JournalFlag.CHANGED,
             _SIDE: len(keys) < len(group.spec.action) + len(group.spec.state),
         }
         facts = {
             "failure": failure,
             **env,
-            "missing": [*missing, *(what for what, is_missing in reasons.items() if is_missing)],
+            "missing": [
+                *missing,
+                *(what for what, is_missing in reasons.items() if is_missing),
+            ],
             "env_id": options.first_env_id + env_id,
             "episode": episode,
             "seed": seed if flags & JournalFlag.SEEDED and seed >= 0 else None,
@@ -151,23 +183,42 @@ class CapsuleWriter:
             "options": {name: getattr(options, name) for name in OPTIONS},
             "family": group.spec.family,
             "versions": {"python": platform.python_version(), **_versions()},
-            "output": "\n".join(self._pool.worker_output(worker_id).splitlines()[-_OUTPUT_LINES:]),
+            "output": "\n".join(
+                self._pool.worker_output(worker_id).splitlines()[-_OUTPUT_LINES:]
+            ),
             "written_at": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
         pickled = None
         if self._rules.pickle:
-            pickled = dumps((self._pool.pickled(env_id), self._pool.blueprint.env_kwargs[env_id]))
-        path = self._save(Capsule(facts, inputs, pickled), f"env{facts['env_id']}-episode{episode}-step{steps}")
-        return str(path), f"The episode is in {path}: `envherd replay {path}` runs it again."
+            pickled = dumps(
+                (self._pool.pickled(env_id), self._pool.blueprint.env_kwargs[env_id])
+            )
+        path = self._save(
+            Capsule(facts, inputs, pickled),
+            f"env{facts['env_id']}-episode{episode}-step{steps}",
+        )
+        return str(
+            path
+        ), f"The episode is in {path}: `envherd replay {path}` runs it again."
 
     def _env_of(self, env_id: int) -> tuple[dict[str, Any], list[str]]:
         """Return the facts about how an env is built, and what is missing among them."""
         found = self._pool.blueprint.references[env_id]
-        kwargs = _as_plain({**found.get("kwargs", {}), **self._pool.blueprint.env_kwargs[env_id]})
+        kwargs = _as_plain(
+            {**found.get("kwargs", {}), **self._pool.blueprint.env_kwargs[env_id]}
+        )
         fields = _as_plain(found.get("fields", {}))
-        facts = {"env": found.get("env"), "env_kwargs": kwargs or {}, "fields": fields or {}, "search": own_folders()}
+        facts = {
+            "env": found.get("env"),
+            "env_kwargs": kwargs or {},
+            "fields": fields or {},
+            "search": own_folders(),
+        }
         is_missing = {
-            "a name of the env (its factory is not a function of a module)": facts["env"] is None,
+            "a name of the env (its factory is not a function of a module)": facts[
+                "env"
+            ]
+            is None,
             "the arguments of the env (no plain data)": kwargs is None,
             "the options of the factory (no plain data)": fields is None,
         }
@@ -175,7 +226,9 @@ class CapsuleWriter:
 
     def _save(self, capsule: Capsule, name: str) -> Path:
         for number in itertools.count(1):
-            path = self._directory / (name + (f"-{number}" if number > 1 else "") + SUFFIX)
+            path = self._directory / (
+                name + (f"-{number}" if number > 1 else "") + SUFFIX
+            )
             with contextlib.suppress(FileExistsError):
                 capsule.save(path)
                 break
@@ -193,7 +246,11 @@ def digest(spec: EnvSpec, root: Mapping[Key, Any]) -> str:
 
 def _unrolled(rows: np.ndarray, steps: int) -> np.ndarray:
     """Return the kept inputs in the order of their steps."""
-    return rows[:steps].copy() if steps <= len(rows) else np.roll(rows, -(steps % len(rows)), axis=0)
+    return (
+        rows[:steps].copy()
+        if steps <= len(rows)
+        else np.roll(rows, -(steps % len(rows)), axis=0)
+    )
 
 
 def _as_plain(value: Any) -> Any:

@@ -27,10 +27,22 @@ from tensordict import TensorDict, TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.batches.actions import to_numpy
-from envherd.executor.batches.arguments import as_count, need_bools, need_callables, need_seconds, need_state
+from envherd.executor.batches.arguments import (
+    as_count,
+    need_bools,
+    need_callables,
+    need_seconds,
+    need_state,
+)
 from envherd.executor.batches.fast_tensordict import get_leaf
 from envherd.executor.batches.grad_mode import without_grad
-from envherd.executor.batches.transfer import Lane, as_array, as_device, take_rows, to_device
+from envherd.executor.batches.transfer import (
+    Lane,
+    as_array,
+    as_device,
+    take_rows,
+    to_device,
+)
 from envherd.executor.guests.collectors.collector import BatchIterator
 from envherd.executor.guests.collectors.policy import Placed, Policy, try_copy
 from envherd.executor.keywords import names_right_keyword
@@ -38,7 +50,13 @@ from envherd.executor.rollouts.contiguous_rows import ContiguousRows
 from envherd.executor.rollouts.policy_state import leaf_keys, own_leaves, run_policy
 from envherd.executor.start.waiting import DeadlinePassed
 from envherd.shm.interrupts import uninterrupted
-from envherd.workers.errors import Closed, EnvError, EnvherdError, WorkerLost, WorkerTimeout
+from envherd.workers.errors import (
+    Closed,
+    EnvError,
+    EnvherdError,
+    WorkerLost,
+    WorkerTimeout,
+)
 
 log = logging.getLogger("envherd")
 
@@ -107,7 +125,11 @@ class AsyncStatistics:
     def batch_size_mean(self) -> float:
         """Mean number of envs in one call of the policy."""
         num_calls = sum(self.batch_sizes.values())
-        return sum(size * count for size, count in self.batch_sizes.items()) / num_calls if num_calls else 0.0
+        return (
+            sum(size * count for size, count in self.batch_sizes.items()) / num_calls
+            if num_calls
+            else 0.0
+        )
 
 
 class AsyncCollector(BatchIterator):
@@ -177,11 +199,21 @@ class AsyncCollector(BatchIterator):
         close_env: bool = True,
     ) -> None:
         if not hasattr(env, "recv"):
-            raise TypeError(f"AsyncCollector failed: expected an executor first, got {env!r}. Write (env, policy).")
-        frames_per_batch = as_count("AsyncCollector", "frames_per_batch", frames_per_batch)
-        total_frames = as_count("AsyncCollector", "total_frames", total_frames, least=-1)
-        steps_per_row = as_count("AsyncCollector", "steps_per_row", steps_per_row, or_none=True)
-        in_background = as_count("AsyncCollector", "in_background", in_background, least=0)
+            raise TypeError(
+                f"AsyncCollector failed: expected an executor first, got {env!r}. Write (env, policy)."
+            )
+        frames_per_batch = as_count(
+            "AsyncCollector", "frames_per_batch", frames_per_batch
+        )
+        total_frames = as_count(
+            "AsyncCollector", "total_frames", total_frames, least=-1
+        )
+        steps_per_row = as_count(
+            "AsyncCollector", "steps_per_row", steps_per_row, or_none=True
+        )
+        in_background = as_count(
+            "AsyncCollector", "in_background", in_background, least=0
+        )
         need_callables("AsyncCollector", policy=policy, postproc=postproc)
         need_seconds("AsyncCollector", "deadline_s", deadline_s)
         need_bools("AsyncCollector", close_env=close_env)
@@ -190,25 +222,37 @@ class AsyncCollector(BatchIterator):
         _check_env(env)
         self._sizes = _sizes(batch_sizes)
         self._wanted = *_limits(min_batch, max_batch, self._sizes, num_envs), deadline_s
-        self._num_steps = _steps_per_row(layout, steps_per_row, frames_per_batch, num_envs)
+        self._num_steps = _steps_per_row(
+            layout, steps_per_row, frames_per_batch, num_envs
+        )
         self._is_flat = layout == "flat"
         self.env = env
         self.num_rows = math.ceil(frames_per_batch / self._num_steps)
         super().__init__(self.num_rows * self._num_steps, total_frames)
         self.version = 0
-        policy_device = as_device(policy_device, "AsyncCollector", "policy_device as a device")
-        self._storing_device = as_device(storing_device, "AsyncCollector", "storing_device as a device")
+        policy_device = as_device(
+            policy_device, "AsyncCollector", "policy_device as a device"
+        )
+        self._storing_device = as_device(
+            storing_device, "AsyncCollector", "storing_device as a device"
+        )
         self._postproc, self._closes_env, self._original = postproc, close_env, policy
         self._primer = None if primer is None else primer.to("cpu")
         self._placed = _place(policy, policy_device, is_apart=in_background > 0)
-        self._policy_lock = threading.RLock()  # reentrant: the policy may call `update_policy_`
+        # Reentrant: the policy may call `update_policy_`.
+        self._policy_lock = threading.RLock()
         acting_on = env.device if self._placed is None else self._placed.device
-        self._lane = Lane(acting_on if in_background else None)  # the stream of a thread; without one, the caller's
+        # The stream of a thread; without one, the caller's.
+        self._lane = Lane(acting_on if in_background else None)
         self._rows = ContiguousRows(
-            num_envs, self._num_steps, self.num_rows + num_envs, [leaf.key for leaf in env.specs[0].done]
+            num_envs,
+            self._num_steps,
+            self.num_rows + num_envs,
+            [leaf.key for leaf in env.specs[0].done],
         )
         self._steps = np.zeros(num_envs, np.int64)
-        self._is_owed, self._is_reported = np.zeros((2, num_envs), bool)  # an error has reported the loss of that step
+        # An error has reported the loss of that step.
+        self._is_owed, self._is_reported = np.zeros((2, num_envs), bool)
         self._state: TensorDictBase | None = self._primer
         self._known = {leaf.key for leaf in env.specs[0].leaves()}
         self._spent = dict.fromkeys(("wait", "policy", "learner", "other"), 0.0)
@@ -217,7 +261,11 @@ class AsyncCollector(BatchIterator):
         self._lag_sum, self._num_lags, self._lag_max = 0.0, 0, 0
         self._waits = _Waits(env.engine.pool.slab.words["answered_ns"])
         dependents = env.engine.guard.dependents
-        self._background = _Background(self._collect_and_drop, in_background, dependents) if in_background else None
+        self._background = (
+            _Background(self._collect_and_drop, in_background, dependents)
+            if in_background
+            else None
+        )
 
     # ---- what users call ---------------------------------------------------------------------
 
@@ -233,12 +281,18 @@ class AsyncCollector(BatchIterator):
                 other transitions are in later batches. Call again.
         """
         if self._is_closing:
-            raise Closed("collect failed: expected an open AsyncCollector, got one that is closed. Make a new one.")
+            raise Closed(
+                "collect failed: expected an open AsyncCollector, got one that is closed. Make a new one."
+            )
         background = self._background
         data = self._collect() if background is None else background.first()
         versions = as_array(data.get("policy_version"))
         lag = self.version - versions[versions != LOST]
-        mean, largest = (float(lag.mean()), max(self._lag_max, int(lag.max()))) if len(lag) else (0.0, self._lag_max)
+        mean, largest = (
+            (float(lag.mean()), max(self._lag_max, int(lag.max())))
+            if len(lag)
+            else (0.0, self._lag_max)
+        )
         if self._storing_device is not None:
             data = to_device(data, self._storing_device)
         # No signal handler runs between a drop and the return: Python runs them at calls and in loops alone.
@@ -247,10 +301,16 @@ class AsyncCollector(BatchIterator):
         else:
             background.drop()
         self.num_frames += self.frames_per_batch
-        self._lag_sum, self._num_lags, self._lag_max = self._lag_sum + mean, self._num_lags + 1, largest
+        self._lag_sum, self._num_lags, self._lag_max = (
+            self._lag_sum + mean,
+            self._num_lags + 1,
+            largest,
+        )
         return data if self._postproc is None else self._postproc(data)
 
-    def update_policy_(self, parameters: TensorDictBase | Mapping[str, Any] | None = None) -> int:
+    def update_policy_(
+        self, parameters: TensorDictBase | Mapping[str, Any] | None = None
+    ) -> int:
         """Make the policy act with new weights from its next call on; return their version.
 
         Args:
@@ -275,7 +335,9 @@ class AsyncCollector(BatchIterator):
         if mine is given or not isinstance(given, torch.nn.Module):
             return
         for copied, original in zip(
-            (*mine.parameters(), *mine.buffers()), (*given.parameters(), *given.buffers()), strict=True
+            (*mine.parameters(), *mine.buffers()),
+            (*given.parameters(), *given.buffers()),
+            strict=True,
         ):
             copied.copy_(original)
 
@@ -312,7 +374,9 @@ class AsyncCollector(BatchIterator):
             self.env.close()  # also ends a thread's wait for a hanging env
             has_ended = self._background is None or self._background.join(_END_S)
         if not has_ended:
-            self._warn_of_close("Its thread ends when they answer, or when the policy returns")
+            self._warn_of_close(
+                "Its thread ends when they answer, or when the policy returns"
+            )
         elif not self.env.is_closed:
             self._receive_rest(end)
 
@@ -320,8 +384,11 @@ class AsyncCollector(BatchIterator):
         """Leave the caller an executor without pending envs, if they answer in time."""
         while self._has_sent():
             left_s = max(0.0, end - time.monotonic())
-            with contextlib.suppress(EnvError, WorkerLost, WorkerTimeout, DeadlinePassed):
-                self.env.recv(1, left_s, max_envs=self.env.num_envs)  # failed envs are no longer under way
+            with contextlib.suppress(
+                EnvError, WorkerLost, WorkerTimeout, DeadlinePassed
+            ):
+                # Failed envs are no longer under way.
+                self.env.recv(1, left_s, max_envs=self.env.num_envs)
             if not left_s and self._has_sent():
                 self._warn_of_close("Receive them with recv()")
                 return
@@ -356,7 +423,9 @@ class AsyncCollector(BatchIterator):
         self._begin_idle()
         while len(self._rows.full) < self.num_rows:
             if self._is_closing:
-                raise Closed("collect failed: the AsyncCollector was closed meanwhile. Make a new one.")
+                raise Closed(
+                    "collect failed: the AsyncCollector was closed meanwhile. Make a new one."
+                )
             try:
                 self._turn()
             except EnvherdError:
@@ -411,7 +480,9 @@ class AsyncCollector(BatchIterator):
         num_sent = int(np.count_nonzero(self.env.engine.states.under_way))
         least = min(min_batch, num_sent)
         try:
-            td = self.env.recv(least, deadline_s, max_envs=max(least, max_batch), with_root=False)
+            td = self.env.recv(
+                least, deadline_s, max_envs=max(least, max_batch), with_root=False
+            )
         except DeadlinePassed:
             return
         finally:
@@ -429,7 +500,9 @@ class AsyncCollector(BatchIterator):
 
     def _act(self, env_ids: np.ndarray, received: TensorDictBase | None = None) -> None:
         """Act for some envs and send them; `received` is their batch if they have just been received."""
-        root = self.env.current(env_ids if received is None else received.get("env_ids"))
+        root = self.env.current(
+            env_ids if received is None else received.get("env_ids")
+        )
         self._charge("other")
         if received is not None:
             self._waits.note(env_ids)
@@ -439,7 +512,13 @@ class AsyncCollector(BatchIterator):
         own = None if written is None else own_leaves(written, self._known)
         if any(get_leaf(acted, key) is not None for key in _NOT_ROOT):
             acted = acted.exclude(*_NOT_ROOT)
-        self._rows.write(env_ids, acted, is_next=False, step=self._steps[env_ids], policy_version=version)
+        self._rows.write(
+            env_ids,
+            acted,
+            is_next=False,
+            step=self._steps[env_ids],
+            policy_version=version,
+        )
         # Until here nothing has changed but a row that the policy can write again; from here on the step can be lost.
         self._is_owed[env_ids] = True
         if own is not None:
@@ -448,13 +527,17 @@ class AsyncCollector(BatchIterator):
         self.env.send(acted, env_ids)
         self._charge("other")
 
-    def _acted(self, root: TensorDictBase, env_ids: np.ndarray) -> tuple[TensorDictBase, int]:
+    def _acted(
+        self, root: TensorDictBase, env_ids: np.ndarray
+    ) -> tuple[TensorDictBase, int]:
         self._batch_sizes[len(env_ids)] += 1
         if self._state is not None:
             root.update(self._state[torch.from_numpy(env_ids)])
         if self._placed is None:
             return self.env.rand_action(root), self.version
-        size = next((size for size in self._sizes if size >= len(env_ids)), len(env_ids))
+        size = next(
+            (size for size in self._sizes if size >= len(env_ids)), len(env_ids)
+        )
         padded = root if not self._sizes else _padded(root, size)
         with self._policy_lock:
             acted, version = run_policy(self._placed, padded), self.version
@@ -467,7 +550,12 @@ class AsyncCollector(BatchIterator):
         own = own.to("cpu")
         if self._state is None or self._state is self._primer:
             with torch.inference_mode(mode=False):  # it is written to later
-                self._state = own[:1].expand(self.env.num_envs, *own.batch_size[1:]).clone().zero_()
+                self._state = (
+                    own[:1]
+                    .expand(self.env.num_envs, *own.batch_size[1:])
+                    .clone()
+                    .zero_()
+                )
                 if self._primer is not None:
                     self._state.update(self._primer.clone())
         self._state[torch.from_numpy(env_ids)] = own
@@ -479,7 +567,11 @@ class AsyncCollector(BatchIterator):
 
     def _renew(self, env_ids: np.ndarray) -> None:
         """Set the policy's state to the primer for envs that begin an episode, if there is a primer."""
-        if self._primer is not None and self._state is not None and self._state is not self._primer:
+        if (
+            self._primer is not None
+            and self._state is not None
+            and self._state is not self._primer
+        ):
             index = torch.from_numpy(env_ids)
             for key in leaf_keys(self._primer):
                 self._state.get(key)[index] = self._primer.get(key)[index]
@@ -510,14 +602,19 @@ class _Waits:
     def note(self, env_ids: np.ndarray) -> None:
         """Record that the policy is called for some envs now."""
         answered_ns = self._answered_ns[env_ids]
-        waits = time.perf_counter_ns() - answered_ns[answered_ns > self.sent_ns[env_ids]]  # not of lost workers
+        # Not of lost workers.
+        waits = (
+            time.perf_counter_ns() - answered_ns[answered_ns > self.sent_ns[env_ids]]
+        )
         self._ring_ns[(self._count + np.arange(len(waits))) % _NUM_WAITS] = waits
         self._count += len(waits)
 
     def percentiles(self) -> tuple[float, float]:
         """Return the median and the 99th percentile in seconds; 0 if nothing was noted."""
         waits = self._ring_ns[: min(self._count, _NUM_WAITS)]
-        median, late = np.percentile(waits, [50, 99]) / 1e9 if len(waits) else (0.0, 0.0)
+        median, late = (
+            np.percentile(waits, [50, 99]) / 1e9 if len(waits) else (0.0, 0.0)
+        )
         return float(median), float(late)
 
 
@@ -534,11 +631,14 @@ class _Background:
         dependents: of the executor's call guard.
     """
 
-    def __init__(self, collect: Any, num_ahead: int, dependents: MutableSet[Any]) -> None:
+    def __init__(
+        self, collect: Any, num_ahead: int, dependents: MutableSet[Any]
+    ) -> None:
         self._collect, self._num_ahead = weakref.WeakMethod(collect), num_ahead
         weakref.finalize(collect.__self__, self.begin_close).atexit = False
         dependents.add(self)
-        self._batches: deque[tuple[int, TensorDictBase | BaseException]] = deque()  # with their numbers
+        # With their numbers.
+        self._batches: deque[tuple[int, TensorDictBase | BaseException]] = deque()
         self._taken = -1  # number of the batch that is being handed out
         # Tokens are hints to look at the batches again. (An interrupt inside `Event.set` would keep its lock.)
         self._has_room: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -550,7 +650,9 @@ class _Background:
         """Return the next batch, which stays in the queue, or remove and raise what was raised in its place."""
         if self._thread is None:
             with uninterrupted():
-                self._thread = threading.Thread(target=self._run, name="envherd-collector", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, name="envherd-collector", daemon=True
+                )
                 self._thread.start()
         self._has_room.put(None)
         _drain(self._has_more)
@@ -558,7 +660,8 @@ class _Background:
             self._has_more.get()
         self._taken, found = self._batches[0]
         self._has_room.put(None)
-        if isinstance(found, Closed):  # the last one, which stays; what is raised holds the collector
+        # The last one, which stays; what is raised holds the collector.
+        if isinstance(found, Closed):
             raise Closed(str(found))
         if isinstance(found, BaseException):
             self.drop()
@@ -573,16 +676,25 @@ class _Background:
         numbers = itertools.count()
         while True:
             _drain(self._has_room)
-            if self._is_closing:  # looked at after the token was dropped that announces it
+            # Looked at after the token was dropped that announces it.
+            if self._is_closing:
                 break
-            if sum(number != self._taken for number, _ in tuple(self._batches)) >= self._num_ahead:
+            if (
+                sum(number != self._taken for number, _ in tuple(self._batches))
+                >= self._num_ahead
+            ):
                 self._has_room.get()
                 continue
             found = self._collected()
             self._put(next(numbers), found)
             if isinstance(found, Closed):
                 return
-        self._put(next(numbers), Closed("collect failed: the AsyncCollector was closed meanwhile. Make a new one."))
+        self._put(
+            next(numbers),
+            Closed(
+                "collect failed: the AsyncCollector was closed meanwhile. Make a new one."
+            ),
+        )
 
     def _collected(self) -> TensorDictBase | BaseException:
         """Return the next batch, or what was raised in its place, which does not hold the collector."""
@@ -624,13 +736,19 @@ def _drain(tokens: queue.SimpleQueue[None]) -> None:
         tokens.get()
 
 
-def _steps_per_row(layout: str, asked: int | None, frames_per_batch: int, num_envs: int) -> int:
+def _steps_per_row(
+    layout: str, asked: int | None, frames_per_batch: int, num_envs: int
+) -> int:
     """Return T; 1 for flat batches."""
     if layout not in get_args(Layout):
-        raise ValueError(f"AsyncCollector failed: expected layout to be one of {get_args(Layout)}, got {layout!r}.")
+        raise ValueError(
+            f"AsyncCollector failed: expected layout to be one of {get_args(Layout)}, got {layout!r}."
+        )
     if layout == "flat":
         if asked is not None:
-            raise ValueError(f"AsyncCollector failed: expected no steps_per_row with layout='flat', got {asked}.")
+            raise ValueError(
+                f"AsyncCollector failed: expected no steps_per_row with layout='flat', got {asked}."
+            )
         return 1
     return asked or max(1, frames_per_batch // num_envs)
 
@@ -640,34 +758,50 @@ def _sizes(asked: Any) -> list[int]:
     if asked is None:
         return []
     if isinstance(asked, str) or not isinstance(asked, Iterable):
-        raise TypeError(f"AsyncCollector failed: expected batch_sizes as a list of ints or None, got {asked!r}.")
-    return sorted(as_count("AsyncCollector", "each of batch_sizes", size) for size in asked)
+        raise TypeError(
+            f"AsyncCollector failed: expected batch_sizes as a list of ints or None, got {asked!r}."
+        )
+    return sorted(
+        as_count("AsyncCollector", "each of batch_sizes", size) for size in asked
+    )
 
 
-def _limits(min_batch: int, max_batch: int | None, sizes: Sequence[int], num_envs: int) -> tuple[int, int]:
+def _limits(
+    min_batch: int, max_batch: int | None, sizes: Sequence[int], num_envs: int
+) -> tuple[int, int]:
     """Return the least and the largest number of envs for which the policy acts at once."""
     most = min([num_envs, *sizes[-1:]])
     asked = as_count("AsyncCollector", "max_batch", max_batch, or_none=True)
     if asked is not None:
         if asked > num_envs:
-            raise ValueError(f"AsyncCollector failed: expected max_batch of at most {num_envs} (envs), got {asked}.")
+            raise ValueError(
+                f"AsyncCollector failed: expected max_batch of at most {num_envs} (envs), got {asked}."
+            )
         most = min(most, asked)
     least = as_count("AsyncCollector", "min_batch", min_batch)
     if least > most:
-        raise ValueError(f"AsyncCollector failed: expected min_batch of at most {most} (max_batch), got {least}.")
+        raise ValueError(
+            f"AsyncCollector failed: expected min_batch of at most {most} (max_batch), got {least}."
+        )
     return least, most
 
 
 def _check_env(env: BatchedEnv) -> None:
     num_kinds = len(env.engine.pool.plan.groups)
     if num_kinds != 1:
-        raise ValueError(f"AsyncCollector failed: expected envs of one kind, got {num_kinds}.")
+        raise ValueError(
+            f"AsyncCollector failed: expected envs of one kind, got {num_kinds}."
+        )
     side = [leaf for leaf in env.specs[0].leaves() if leaf.is_side]
     if side:
-        raise ValueError(f"AsyncCollector failed: expected leaves of fixed shapes, got {side[0]}. Leave it out.")
+        raise ValueError(
+            f"AsyncCollector failed: expected leaves of fixed shapes, got {side[0]}. Leave it out."
+        )
 
 
-def _place(policy: Policy | None, device: torch.device | str | None, *, is_apart: bool) -> Placed | None:
+def _place(
+    policy: Policy | None, device: torch.device | str | None, *, is_apart: bool
+) -> Placed | None:
     """Return the policy on its device; with `is_apart`, a copy to which the learner does not write."""
     if policy is None:
         return None
@@ -688,4 +822,9 @@ def _padded(root: TensorDictBase, size: int) -> TensorDictBase:
     if size > count:
         padded = take_rows(root, [*range(count), *[0] * (size - count)])
     valid = torch.arange(size, device="cpu") < count
-    return padded.set(VALID, valid.reshape(size, *(1 for _ in root.batch_size[1:])).expand(padded.batch_size).clone())
+    return padded.set(
+        VALID,
+        valid.reshape(size, *(1 for _ in root.batch_size[1:]))
+        .expand(padded.batch_size)
+        .clone(),
+    )

@@ -15,7 +15,12 @@ from typing import Any, Protocol, Self
 import torch
 from tensordict import TensorDictBase
 
-from envherd.executor.batches.arguments import as_count, need_bools, need_callables, need_state
+from envherd.executor.batches.arguments import (
+    as_count,
+    need_bools,
+    need_callables,
+    need_state,
+)
 from envherd.executor.batches.transfer import as_device
 from envherd.executor.guests.collectors.policy import Placed, Policy
 from envherd.executor.keywords import names_right_keyword
@@ -75,9 +80,12 @@ class BatchIterator:
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Collect until `total_frames` are reached; a second loop continues where the first was left."""
-        with showing("frames collected", self.total_frames, done=self.num_frames) as shown:
+        with showing(
+            "frames collected", self.total_frames, done=self.num_frames
+        ) as shown:
             while self.total_frames < 0 or self.num_frames < self.total_frames:
-                yield self.collect()  # nothing in between: an interrupt there would lose the batch
+                # Nothing in between: an interrupt there would lose the batch.
+                yield self.collect()
                 shown.update(self.frames_per_batch)
 
     def __len__(self) -> int:
@@ -87,7 +95,9 @@ class BatchIterator:
             TypeError: it never stops (`total_frames=-1`).
         """
         if self.total_frames < 0:
-            raise TypeError("len failed: expected a collector with total_frames, got one that never stops.")
+            raise TypeError(
+                "len failed: expected a collector with total_frames, got one that never stops."
+            )
         return math.ceil(self.total_frames / self.frames_per_batch)
 
     def __bool__(self) -> bool:
@@ -153,17 +163,35 @@ class Collector(BatchIterator):
         close_env: bool = True,
     ) -> None:
         if not hasattr(env, "rollout"):
-            raise TypeError(f"Collector failed: expected an executor first, got {env!r}. Write Collector(env, policy).")
+            raise TypeError(
+                f"Collector failed: expected an executor first, got {env!r}. Write Collector(env, policy)."
+            )
         frames_per_batch = as_count("Collector", "frames_per_batch", frames_per_batch)
         total_frames = as_count("Collector", "total_frames", total_frames, least=-1)
-        init_random_frames = as_count("Collector", "init_random_frames", init_random_frames, least=0)
-        need_callables("Collector", policy=policy, policy_factory=policy_factory, postproc=postproc, callback=callback)
-        need_bools("Collector", reset_at_each_iter=reset_at_each_iter, close_env=close_env)
+        init_random_frames = as_count(
+            "Collector", "init_random_frames", init_random_frames, least=0
+        )
+        need_callables(
+            "Collector",
+            policy=policy,
+            policy_factory=policy_factory,
+            postproc=postproc,
+            callback=callback,
+        )
+        need_bools(
+            "Collector", reset_at_each_iter=reset_at_each_iter, close_env=close_env
+        )
         need_state("Collector", "primer", primer, env.num_envs)
-        policy_device = as_device(policy_device, "Collector", "policy_device as a device")
-        storing_device = as_device(storing_device, "Collector", "storing_device as a device")
+        policy_device = as_device(
+            policy_device, "Collector", "policy_device as a device"
+        )
+        storing_device = as_device(
+            storing_device, "Collector", "storing_device as a device"
+        )
         if policy is not None and policy_factory is not None:
-            raise ValueError("Collector failed: expected a policy or a policy_factory, got both. Leave one out.")
+            raise ValueError(
+                "Collector failed: expected a policy or a policy_factory, got both. Leave one out."
+            )
         self.env = env
         self.num_steps = math.ceil(frames_per_batch / env.num_envs)
         super().__init__(self.num_steps * env.num_envs, total_frames)
@@ -183,7 +211,9 @@ class Collector(BatchIterator):
     def _warn_of_rounding(self, asked: int, init_random_frames: int) -> None:
         roundings = []
         if self.frames_per_batch != asked:
-            roundings.append(f"frames_per_batch={asked} is not a multiple of {self.env.num_envs} envs")
+            roundings.append(
+                f"frames_per_batch={asked} is not a multiple of {self.env.num_envs} envs"
+            )
         if self.total_frames > 0 and self.total_frames % self.frames_per_batch:
             roundings.append(
                 f"total_frames={self.total_frames} is not a multiple of {self.frames_per_batch} frames per batch"
@@ -216,7 +246,9 @@ class Collector(BatchIterator):
                 primer=self._primer,
             )
         except BaseException:
-            self._has_begun = self._has_begun and (self._state is None or hasattr(self.env, "policy_state"))
+            self._has_begun = self._has_begun and (
+                self._state is None or hasattr(self.env, "policy_state")
+            )
             self._state = getattr(self.env, "policy_state", None)
             raise
         self._has_begun = True
@@ -246,7 +278,11 @@ class Collector(BatchIterator):
         """Return the policy's own state after a batch `[N]`, in its own memory; None if it has none."""
         last = data.get("next")[:, -1]
         known = {leaf.key for spec in self.env.specs for leaf in spec.leaves()}
-        keys = [key for key in leaf_keys(last) if key not in known and key != ("interrupted",)]
+        keys = [
+            key
+            for key in leaf_keys(last)
+            if key not in known and key != ("interrupted",)
+        ]
         return last.select(*keys).clone() if keys else None
 
     def close(self) -> None:

@@ -44,7 +44,9 @@ class Placed:
         is_copy: whether it is a copy.
     """
 
-    def __init__(self, policy: Policy, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self, policy: Policy, device: torch.device | str | None = None
+    ) -> None:
         wanted = None if device is None else _with_index(torch.device(device))
         self._original = policy
         self.policy = policy
@@ -80,7 +82,8 @@ class Placed:
         written = [
             key
             for key in leaf_keys(acted)
-            if (value := acted.get(key)) is not given.get(key, None) or _version(value) != versions[key]
+            if (value := acted.get(key)) is not given.get(key, None)
+            or _version(value) != versions[key]
         ]
         return root.update(acted.select(*written).to(home, non_blocking=False))
 
@@ -122,19 +125,33 @@ def _device_of(policy: Any) -> torch.device | None:
 def try_copy(policy: Any) -> tuple[Any, str]:
     """Return a deep copy of a module, or None and why it cannot be copied."""
     if getattr(policy, "copyable", True) is False:
-        return None, f"{type(policy).__name__} declares that it cannot be copied (copyable = False)"
+        return (
+            None,
+            f"{type(policy).__name__} declares that it cannot be copied (copyable = False)",
+        )
     for name, parameter in policy.named_parameters():
         if is_lazy(parameter):
-            return None, f"{name} is not initialised yet, and a copy would initialise itself differently"
+            return (
+                None,
+                f"{name} is not initialised yet, and a copy would initialise itself differently",
+            )
     for name, module in policy.named_modules():
-        if getattr(module, "_compiled_call_impl", None) is not None:  # torch leaves it out of copies
+        # Torch leaves it out of copies.
+        if getattr(module, "_compiled_call_impl", None) is not None:
             what = name or type(module).__name__
-            return None, f"{what} was compiled in place, and a copy would not be compiled: use torch.compile(module)"
+            return (
+                None,
+                f"{what} was compiled in place, and a copy would not be compiled: use torch.compile(module)",
+            )
     try:
-        with torch.inference_mode(mode=False):  # the copy's weights are written to later
+        # The copy's weights are written to later.
+        with torch.inference_mode(mode=False):
             return copy.deepcopy(policy), ""
     except Exception as error:  # whatever the copying of its parts raises
-        return None, f"{_find_obstacle(policy)} cannot be copied ({type(error).__name__}: {error})"
+        return (
+            None,
+            f"{_find_obstacle(policy)} cannot be copied ({type(error).__name__}: {error})",
+        )
 
 
 def _find_obstacle(policy: nn.Module) -> str:
@@ -172,7 +189,9 @@ def uncopied(*modules: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def swapped_parameters(module: nn.Module, parameters: TensorDictBase) -> Iterator[nn.Module]:
+def swapped_parameters(
+    module: nn.Module, parameters: TensorDictBase
+) -> Iterator[nn.Module]:
     """Run a module with other parameters inside the `with`; its own are restored at the end, also after an exception.
 
     Args:
@@ -188,11 +207,16 @@ def swapped_parameters(module: nn.Module, parameters: TensorDictBase) -> Iterato
     """
     own = TensorDict.from_module(module)
     names = set(own.keys(include_nested=True, leaves_only=True))
-    missing = sorted(map(str, names - set(parameters.keys(include_nested=True, leaves_only=True))))
+    missing = sorted(
+        map(str, names - set(parameters.keys(include_nested=True, leaves_only=True)))
+    )
     if missing:
-        raise KeyError(f"swapped_parameters failed: expected all parameters of the module, got none for {missing[0]}.")
+        raise KeyError(
+            f"swapped_parameters failed: expected all parameters of the module, got none for {missing[0]}."
+        )
     parameters.to_module(module)
     try:
         yield module
     finally:
-        own.to_module(module)  # TensorDict's own context manager leaves the others in place after an exception
+        # TensorDict's own context manager leaves the others in place after an exception.
+        own.to_module(module)

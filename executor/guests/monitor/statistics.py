@@ -82,7 +82,12 @@ class WorkerStatistics:
     env_errors: int = 0
 
     def over(
-        self, span_s: float, busy_s: float, reset_s: float, env_steps: int, figures: WorkerFigures
+        self,
+        span_s: float,
+        busy_s: float,
+        reset_s: float,
+        env_steps: int,
+        figures: WorkerFigures,
     ) -> WorkerStatistics:
         """Return these statistics with the shares and rates of a time, and with the figures of the process.
 
@@ -158,10 +163,14 @@ def read_workers(
     workers = []
     for worker_id, env_ids in enumerate(blocks):
         ids = list(env_ids)
-        bins = words["step_bins"][worker_id * NUM_BINS : (worker_id + 1) * NUM_BINS].copy()
+        bins = words["step_bins"][
+            worker_id * NUM_BINS : (worker_id + 1) * NUM_BINS
+        ].copy()
         phase, env_id = describe_phase(int(words["phase"][worker_id]))
         if "lessees" in words:  # of a lease pool: who has the env now
-            phase = words["lessees"].view("S64")[worker_id].decode(errors="ignore") or phase
+            phase = (
+                words["lessees"].view("S64")[worker_id].decode(errors="ignore") or phase
+            )
         since_ns = int(words["since_ns"][worker_id])
         workers.append(
             WorkerStatistics(
@@ -193,7 +202,9 @@ def quantile(bins: np.ndarray, share: float) -> float | None:
     return float(_MIDDLES[min(index, NUM_BINS - 1)])
 
 
-def count(pool: Pool, memory: MemoryLog, ready_at: float, **of_caller: Any) -> Statistics:
+def count(
+    pool: Pool, memory: MemoryLog, ready_at: float, **of_caller: Any
+) -> Statistics:
     """Read the counters of a pool and the memory of its processes.
 
     Args:
@@ -213,7 +224,9 @@ def count(pool: Pool, memory: MemoryLog, ready_at: float, **of_caller: Any) -> S
         memory.note(worker_id, generation, one.resets, figures[worker_id].uss_bytes)
         workers.append(
             replace(
-                one.over(wall_s, one.busy_s, one.reset_s, one.env_steps, figures[worker_id]),
+                one.over(
+                    wall_s, one.busy_s, one.reset_s, one.env_steps, figures[worker_id]
+                ),
                 pid=pool.pid_of(worker_id),
                 generation=generation,
                 growth_per_reset=memory.growth_per_reset(worker_id),
@@ -239,4 +252,7 @@ def count(pool: Pool, memory: MemoryLog, ready_at: float, **of_caller: Any) -> S
 def num_agents(spec: EnvSpec) -> int:
     """Return the number of agents of an env: the rows of its groups, or 1."""
     inner = len(spec.batch_shape)
-    return sum(math.prod(shape[inner:]) for key, shape in spec.groups if len(key) == 1) or 1
+    return (
+        sum(math.prod(shape[inner:]) for key, shape in spec.groups if len(key) == 1)
+        or 1
+    )

@@ -30,7 +30,10 @@ from envherd.shm.platforms import send_signal
 
 def plates() -> list[Plate]:
     """Return the nameplates of this user's running executors, the oldest first."""
-    return sorted(filter(_is_of_executor, nameplate.find(LABEL)), key=lambda one: one.content["made_at"])
+    return sorted(
+        filter(_is_of_executor, nameplate.find(LABEL)),
+        key=lambda one: one.content["made_at"],
+    )
 
 
 def _is_of_executor(plate: Plate) -> bool:
@@ -61,20 +64,38 @@ class Watch:
 
     def __init__(self, plate: Plate) -> None:
         content = plate.content
-        command = Path(f"/proc/{plate.pid}/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ")
-        self.command, self.path = command.decode(errors="replace"), content.get("path", "").strip()
+        command = (
+            Path(f"/proc/{plate.pid}/cmdline")
+            .read_bytes()
+            .rstrip(b"\0")
+            .replace(b"\0", b" ")
+        )
+        self.command, self.path = (
+            command.decode(errors="replace"),
+            content.get("path", "").strip(),
+        )
         fd = os.open(plate.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             if os.fstat(fd).st_ino != plate.inode:
                 raise OSError(f"the executor of process {plate.pid} has ended")
-            self._map = mmap.mmap(fd, content["nbytes"], mmap.MAP_SHARED, mmap.PROT_READ)
+            self._map = mmap.mmap(
+                fd, content["nbytes"], mmap.MAP_SHARED, mmap.PROT_READ
+            )
         finally:
             os.close(fd)
-        self.pid, self.slab_path, self.env, self._made_at = plate.pid, plate.path, content["env"], content["made_at"]
+        self.pid, self.slab_path, self.env, self._made_at = (
+            plate.pid,
+            plate.path,
+            content["env"],
+            content["made_at"],
+        )
         self._blocks, self._gpus = content["blocks"], content["gpus"]
         self.num_envs = sum(map(len, self._blocks))
         words = content["words"].items()
-        self._words = {name: np.frombuffer(self._map, np.int64, length, offset) for name, (offset, length) in words}
+        self._words = {
+            name: np.frombuffer(self._map, np.int64, length, offset)
+            for name, (offset, length) in words
+        }
         self._read_ns = time.monotonic_ns()
         self.workers = read_workers(self._words, self._blocks, self._read_ns)
         self.span_s = 0.0
@@ -89,7 +110,9 @@ class Watch:
         """Read the executor; return this object."""
         now_ns = time.monotonic_ns()
         self.span_s, self._read_ns = max(1e-9, (now_ns - self._read_ns) / 1e9), now_ns
-        pairs = zip(self.workers, read_workers(self._words, self._blocks, now_ns), strict=True)
+        pairs = zip(
+            self.workers, read_workers(self._words, self._blocks, now_ns), strict=True
+        )
         both = zip(pairs, self._gpus, strict=True)
         self.workers = tuple(_between(*pair, self.span_s, gpu) for pair, gpu in both)
         return self
@@ -114,12 +137,24 @@ class Watch:
         }
 
 
-def _between(before: WorkerStatistics, now: WorkerStatistics, span_s: float, gpu: str | None) -> WorkerStatistics:
+def _between(
+    before: WorkerStatistics, now: WorkerStatistics, span_s: float, gpu: str | None
+) -> WorkerStatistics:
     busy_s = now.busy_s - before.busy_s
     if now.phase != "idle":  # the current command is not counted yet
         busy_s += min(span_s, now.phase_s)
-    figures = WorkerFigures.of(now.pid, gpu) if now.pid else WorkerFigures(0, 0, 0.0, None, gpu)
-    return now.over(span_s, busy_s, now.reset_s - before.reset_s, now.env_steps - before.env_steps, figures)
+    figures = (
+        WorkerFigures.of(now.pid, gpu)
+        if now.pid
+        else WorkerFigures(0, 0, 0.0, None, gpu)
+    )
+    return now.over(
+        span_s,
+        busy_s,
+        now.reset_s - before.reset_s,
+        now.env_steps - before.env_steps,
+        figures,
+    )
 
 
 def stack_of(pid: int) -> str:

@@ -43,16 +43,28 @@ class TensorIntake(GroupIntake):
             if isinstance(value, torch.Tensor) and self._fits(index, value):
                 tensors.append(value.detach())
             else:
-                tensors.append(torch.from_numpy(np.ascontiguousarray(self._read_leaf(index, value, None))))
+                tensors.append(
+                    torch.from_numpy(
+                        np.ascontiguousarray(self._read_leaf(index, value, None))
+                    )
+                )
         return tensors
 
     def _fits(self, index: int, value: torch.Tensor) -> bool:
         leaf, check = self.leaves[index], self._checks[index]
-        if value.is_meta or value.shape != (1, *leaf.shape) or value.dtype is not self._torch_dtypes[index]:
+        if (
+            value.is_meta
+            or value.shape != (1, *leaf.shape)
+            or value.dtype is not self._torch_dtypes[index]
+        ):
             return False
         if check is None:
             return True
-        return check(as_array(value)) is None if value.is_cpu else is_legal(leaf, value, self._level)
+        return (
+            check(as_array(value)) is None
+            if value.is_cpu
+            else is_legal(leaf, value, self._level)
+        )
 
 
 #: Integers that torch cannot compare.
@@ -67,14 +79,23 @@ def is_legal(leaf: LeafSpec, value: torch.Tensor, level: ActionCheck) -> bool:
     if value.dtype in _NOT_COMPARED:
         return False
     if isinstance(domain, Discrete):
-        return bool(((value >= 0) & (value <= domain.n - 1)).all())  # n itself may be too large for the dtype
+        # N itself may be too large for the dtype.
+        return bool(((value >= 0) & (value <= domain.n - 1)).all())
     if isinstance(domain, MultiDiscrete):
-        return bool(((value >= 0) & (value < torch.as_tensor(domain.nvec, device=value.device))).all())
+        return bool(
+            (
+                (value >= 0)
+                & (value < torch.as_tensor(domain.nvec, device=value.device))
+            ).all()
+        )
     if not value.dtype.is_floating_point:
         return False
     if isinstance(domain, Box) and level == "strict":
         bounds = (np.asarray(domain.low), np.asarray(domain.high))
         # With a dimension: torch would round a bound without one to the dtype of the values.
-        low, high = (torch.as_tensor(bound, device=value.device).reshape(bound.shape or (1,)) for bound in bounds)
+        low, high = (
+            torch.as_tensor(bound, device=value.device).reshape(bound.shape or (1,))
+            for bound in bounds
+        )
         return bool(((value >= low) & (value <= high)).all())
     return bool(torch.isfinite(value).all())

@@ -91,7 +91,13 @@ class SimulatorEngine(Calls):
     plain = Plain.never("a torch simulator runs in this process")
 
     def __init__(
-        self, pool: SerialPool, *, seed: int, device: torch.device | None, copy: bool, options: ExecutorOptions
+        self,
+        pool: SerialPool,
+        *,
+        seed: int,
+        device: torch.device | None,
+        copy: bool,
+        options: ExecutorOptions,
     ) -> None:
         super().__init__(pool, options)
         (self._adapter,) = pool.adapters.values()
@@ -115,7 +121,11 @@ class SimulatorEngine(Calls):
         self.read_inputs, self.input_leaves = self._intake.tensors, self._intake.leaves
         self._pack_info = packer(options.info_policy)
         self._words = {name: array.data for name, array in pool.slab.words.items()}
-        self._phase, self._infos, self._left_out = "step", dict[str, bytes | None](), set[str]()
+        self._phase, self._infos, self._left_out = (
+            "step",
+            dict[str, bytes | None](),
+            set[str](),
+        )
         self._row: Row | None = None
         self._was_reset = self._has_ended = False
         self._reset_mask: np.ndarray | None = None
@@ -130,11 +140,17 @@ class SimulatorEngine(Calls):
     def use_seed(self, seed: int | None) -> None:
         """Seed the generator of random actions, and the simulator's next episodes."""
         super().use_seed(seed)
-        self._seeds = EpisodeSeeds(self.seed, self.options.first_env_id) if self.options.episode_seeds else None
+        self._seeds = (
+            EpisodeSeeds(self.seed, self.options.first_env_id)
+            if self.options.episode_seeds
+            else None
+        )
 
     # ---- commands ----------------------------------------------------------------------------
 
-    def step_all(self, td: TensorDictBase, op: Op) -> tuple[TensorDictBase, TensorDictBase | None]:
+    def step_all(
+        self, td: TensorDictBase, op: Op
+    ) -> tuple[TensorDictBase, TensorDictBase | None]:
         """Step the simulator; return the `next` batch, and the root after it if the op is STEP_RESET."""
         if td.batch_size[:1] != (1,):
             raise wrong_rows("step", 1, td)
@@ -149,7 +165,11 @@ class SimulatorEngine(Calls):
             raise
         root = None
         if op == Op.STEP_RESET:
-            root = self._rows.current(self.all_ids) if outcome.was_reset else self._rows.root_over(following)
+            root = (
+                self._rows.current(self.all_ids)
+                if outcome.was_reset
+                else self._rows.root_over(following)
+            )
         return self._rows.next_td(following), root
 
     def _taker(self, following: Leaves) -> Take:
@@ -171,7 +191,9 @@ class SimulatorEngine(Calls):
 
     def _step(self, op: Op, inputs: Leaves, take: Take) -> None:
         words, rows, spec = self._words, self._rows, self.specs[0]
-        observation, rewards, terminated, truncated = self._adapter.step([value[0] for value in inputs])
+        observation, rewards, terminated, truncated = self._adapter.step(
+            [value[0] for value in inputs]
+        )
         words["env_steps"][0] += 1
         leaves = rows.fit("observation", spec.observation, observation)
         given = rows.fit("reward", spec.reward, rewards)
@@ -184,9 +206,16 @@ class SimulatorEngine(Calls):
         if has_ended and op == Op.STEP_RESET:
             self._reset(row, row.flags[0], None)
 
-    def _reset(self, before: Row, mask: np.ndarray | None, extra: Prepare | None) -> None:
+    def _reset(
+        self, before: Row, mask: np.ndarray | None, extra: Prepare | None
+    ) -> None:
         """Reset the rows in a mask, bool `[B, 1]`; None for all."""
-        words, rows, adapter, self._phase = self._words, self._rows, self._adapter, "reset"
+        words, rows, adapter, self._phase = (
+            self._words,
+            self._rows,
+            self._adapter,
+            "reset",
+        )
         words["phase"][0] = pack_phase(Op.RESET, 0)
         inner = None if mask is None or mask.all() else mask
         episode = words["episode"][0]
@@ -195,7 +224,9 @@ class SimulatorEngine(Calls):
         if extra is not None and extra.has_seed:
             seed = extra.seed
             adapter.reseeded()
-        observation = adapter.reset(seed, None if extra is None else extra.options, inner)
+        observation = adapter.reset(
+            seed, None if extra is None else extra.options, inner
+        )
         words["resets"][0] += 1
         self._note_info("root")
         leaves = rows.fit("observation", self.specs[0].observation, observation)
@@ -217,7 +248,9 @@ class SimulatorEngine(Calls):
             raise
         except BaseException as error:  # also SystemExit: it concerns the simulator
             if isinstance(error, SpecError) and adapter.origin:
-                error = SpecError(f"{error} Built by {adapter.origin}.").with_traceback(error.__traceback__)
+                error = SpecError(f"{error} Built by {adapter.origin}.").with_traceback(
+                    error.__traceback__
+                )
             fault = Fault.from_exception(0, self._phase, error).to_plain()
         finally:
             words["phase"][0] = 0
@@ -235,7 +268,13 @@ class SimulatorEngine(Calls):
             return Answer(self._row, failure, infos, has_ended=True, was_reset=False)
         return Answer(self._row, None, infos, self._has_ended, self._was_reset)
 
-    def note_outcome(self, outcome: Answer, given: Sequence[torch.Tensor] = (), *, is_shared: bool = True) -> None:
+    def note_outcome(
+        self,
+        outcome: Answer,
+        given: Sequence[torch.Tensor] = (),
+        *,
+        is_shared: bool = True,
+    ) -> None:
         """Note the outcome of a command.
 
         Args:
@@ -250,9 +289,13 @@ class SimulatorEngine(Calls):
             self.side.infos.take(outcome.infos, self.all_ids)
         if outcome.row is not None:
             self._rows.present = outcome.row
-            self._rows.note_given(() if outcome.was_reset else given, is_shared=is_shared)
+            self._rows.note_given(
+                () if outcome.was_reset else given, is_shared=is_shared
+            )
         if outcome.error is None:
-            self.states.move(self.all_ids, Event.ENDS if outcome.has_ended else Event.ANSWERED)
+            self.states.move(
+                self.all_ids, Event.ENDS if outcome.has_ended else Event.ANSWERED
+            )
         else:
             self.states.move(self.all_ids, Event.FAILS)
             self._words["errors"][0] += 1
@@ -274,7 +317,9 @@ class SimulatorEngine(Calls):
 
     def _note_left_out(self, entries: Mapping[str, str]) -> None:
         """Log info entries that are not passed on, as name -> reason, once each."""
-        news = {name: why for name, why in entries.items() if name not in self._left_out}
+        news = {
+            name: why for name, why in entries.items() if name not in self._left_out
+        }
         self._left_out.update(news)
         log_notice(LeftOut(0, news).to_plain())
 
@@ -282,13 +327,21 @@ class SimulatorEngine(Calls):
 
     def write_reset_masks(self, mask: np.ndarray | None) -> None:
         """Keep the mask of the next reset, bool `[1, B]`; None for all rows."""
-        self._reset_mask = None if mask is None else mask.reshape(*self.specs[0].batch_shape, 1).copy()
+        self._reset_mask = (
+            None if mask is None else mask.reshape(*self.specs[0].batch_shape, 1).copy()
+        )
 
-    def reset_envs(self, _: np.ndarray, extras: Mapping[int, Prepare] = _NO_EXTRAS) -> None:
+    def reset_envs(
+        self, _: np.ndarray, extras: Mapping[int, Prepare] = _NO_EXTRAS
+    ) -> None:
         """Reset the rows of the mask; all after an exception or an interrupt."""
         self.states.check(Op.RESET, self.all_ids)
         mask = None if self.states.values[0] == State.NEEDS_RESET else self._reset_mask
-        self.note_outcome(self._run(Op.RESET, partial(self._reset, self._rows.present, mask, extras.get(0))))
+        self.note_outcome(
+            self._run(
+                Op.RESET, partial(self._reset, self._rows.present, mask, extras.get(0))
+            )
+        )
 
     def reset_for_rollout(self, *, auto_reset: bool) -> bool:
         """Reset all rows, or those that have ended; return whether any was reset."""
@@ -351,7 +404,9 @@ class SimulatorEngine(Calls):
 
     def rebuild(self, *_: Any) -> None:
         """Refuse to replace the simulator: its batches are views of its memory."""
-        raise ValueError("rebuild failed: expected no torch simulator in this process, got one. Make another executor.")
+        raise ValueError(
+            "rebuild failed: expected no torch simulator in this process, got one. Make another executor."
+        )
 
     def counts(self) -> dict[str, Any]:
         """Return the part of `Statistics` that the pool does not know."""

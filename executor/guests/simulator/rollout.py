@@ -48,7 +48,9 @@ class SimulatorRun:
         self._engine, self._rows = engine, engine.batches
         self._policy, self._carried, self._callback = policy, carried, callback
         self._breaks = break_when_any_done
-        self._shells = {section: self._rows.shell(section, (1,)) for section in ("root", "next")}
+        self._shells = {
+            section: self._rows.shell(section, (1,)) for section in ("root", "next")
+        }
         self._extra_keys: list[Key] | None = None
         self._extras: list[TensorDictBase] = []
 
@@ -57,12 +59,23 @@ class SimulatorRun:
         was_reset = self._engine.reset_for_rollout(auto_reset=auto_reset)
         plan, place = plan_storage(self._engine.pool.plan, max_steps), self._rows.place
         tensors = {
-            name: torch.from_numpy(array) if place.type == "cpu" else torch.from_numpy(array).to(place)
-            for name, array in Storage(plan, np.empty(plan.nbytes, np.uint8)).columns[0].items()
+            name: torch.from_numpy(array)
+            if place.type == "cpu"
+            else torch.from_numpy(array).to(place)
+            for name, array in Storage(plan, np.empty(plan.nbytes, np.uint8))
+            .columns[0]
+            .items()
         }
         inputs = [leaf.key for leaf in self._engine.input_leaves]
-        sections = {"root": self._rows.root_keys, "next": self._rows.next_keys, "input": inputs}
-        self._leaves = {section: [tensors[section, *key] for key in keys] for section, keys in sections.items()}
+        sections = {
+            "root": self._rows.root_keys,
+            "next": self._rows.next_keys,
+            "input": inputs,
+        }
+        self._leaves = {
+            section: [tensors[section, *key] for key in keys]
+            for section, keys in sections.items()
+        }
         #: Section -> for each step its leaves, `[1, ...]` (VIEWS).
         self._at = {
             section: list(zip(*(leaf.unbind(1) for leaf in leaves), strict=True))
@@ -70,7 +83,10 @@ class SimulatorRun:
         }
         num_steps = self._go(max_steps, was_reset=was_reset)
         if num_steps < max_steps:
-            self._leaves = {name: [leaf[:, :num_steps].clone() for leaf in own] for name, own in self._leaves.items()}
+            self._leaves = {
+                name: [leaf[:, :num_steps].clone() for leaf in own]
+                for name, own in self._leaves.items()
+            }
         return self._result(num_steps)
 
     def _go(self, max_steps: int, *, was_reset: bool) -> int:
@@ -105,9 +121,12 @@ class SimulatorRun:
         _put(self._at["input"][step], self._inputs)
         if self._extra_keys is None:
             known = {*self._engine.known, ("env_ids",)}
-            self._extra_keys = [key for key in leaf_keys(acted) if key[key[0] == "next" :] not in known]
+            self._extra_keys = [
+                key for key in leaf_keys(acted) if key[key[0] == "next" :] not in known
+            ]
         if self._extra_keys:
-            self._extras.append(acted.select(*self._extra_keys).clone())  # the policy may reuse its memory
+            # The policy may reuse its memory.
+            self._extras.append(acted.select(*self._extra_keys).clone())
         return acted
 
     def _take(self, step: int, row: Row, rewards: Leaves, _: bool) -> None:  # noqa: FBT001  # as `Take` has it
@@ -136,6 +155,9 @@ def _put(places: Sequence[torch.Tensor], values: Sequence[Any]) -> None:
     """Copy rows to their places in a rollout, `[1, ...]` each."""
     for place, value in zip(places, values, strict=True):
         if place.is_cpu:  # numpy takes half the time of torch
-            np.copyto(as_array(place), value if isinstance(value, np.ndarray) else as_array(value.cpu()))
+            np.copyto(
+                as_array(place),
+                value if isinstance(value, np.ndarray) else as_array(value.cpu()),
+            )
         else:
             place.copy_(torch.as_tensor(value))

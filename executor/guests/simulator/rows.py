@@ -67,43 +67,85 @@ class Rows:
     ) -> None:
         self._spec, self.place, self._label = spec, place, label
         self.is_copy = is_copy
-        self._finite = {leaf.key for leaf in spec.leaves() if check_finite and leaf.key not in unchecked}
-        self._dtypes = {leaf.key: getattr(torch, leaf.dtype) for leaf in (*spec.observation, *spec.reward)}
-        self._given: Leaves = []  # the observation of the batch that was returned last, and its number of writes
+        self._finite = {
+            leaf.key
+            for leaf in spec.leaves()
+            if check_finite and leaf.key not in unchecked
+        }
+        self._dtypes = {
+            leaf.key: getattr(torch, leaf.dtype)
+            for leaf in (*spec.observation, *spec.reward)
+        }
+        # The observation of the batch that was returned last, and its number of writes.
+        self._given: Leaves = []
         self._num_writes: float | None = 0
         self.next_keys = [leaf.key for leaf in next_leaves(spec)]
         self.root_keys = [leaf.key for leaf in root_leaves(spec)]
-        self._shells = {"next": self.shell("next", (1,)), "root": self.shell("root", (1,))}
-        blank = [torch.zeros(leaf.shape, dtype=self._dtypes[leaf.key], device=place) for leaf in spec.observation]
+        self._shells = {
+            "next": self.shell("next", (1,)),
+            "root": self.shell("root", (1,)),
+        }
+        blank = [
+            torch.zeros(leaf.shape, dtype=self._dtypes[leaf.key], device=place)
+            for leaf in spec.observation
+        ]
         self.present = Row(blank, np.zeros((3, *spec.batch_shape, 1), bool))
         self.mark_lost(np.zeros(1, np.int64))  # it needs a reset
 
     def shell(self, section: str, lead: tuple[int, ...]) -> Shell:
         """Return the nesting of a section ("next" or "root") for leading dimensions `lead`."""
         keys = self.next_keys if section == "next" else self.root_keys
-        return Shell(list(enumerate(keys)), dict(self._spec.groups), lead, self._spec.batch_shape, self._label)
+        return Shell(
+            list(enumerate(keys)),
+            dict(self._spec.groups),
+            lead,
+            self._spec.batch_shape,
+            self._label,
+        )
 
     # ---- from the simulator ------------------------------------------------------------------
 
-    def fit(self, what: str, leaves: Sequence[LeafSpec], values: Sequence[Any]) -> Leaves:
+    def fit(
+        self, what: str, leaves: Sequence[LeafSpec], values: Sequence[Any]
+    ) -> Leaves:
         """Return an adapter's values as tensors that fit their leaves, the simulator's own where possible.
 
         Raises:
             SpecError: too few or too many values, or a value that breaks the spec.
         """
         if len(values) != len(leaves):
-            raise SpecError(f"writing {what} failed: expected {len(leaves)} values, got {len(values)}.")
-        return [self._fit(leaf, value) for leaf, value in zip(leaves, values, strict=True)]
+            raise SpecError(
+                f"writing {what} failed: expected {len(leaves)} values, got {len(values)}."
+            )
+        return [
+            self._fit(leaf, value) for leaf, value in zip(leaves, values, strict=True)
+        ]
 
     def _fit(self, leaf: LeafSpec, value: Any) -> torch.Tensor:
-        dtype, is_alike = self._dtypes[leaf.key], value.__class__ is torch.Tensor and value.shape == leaf.shape
-        if not is_alike or value.dtype is not dtype or value.device != self.place or value.requires_grad:
+        dtype, is_alike = (
+            self._dtypes[leaf.key],
+            value.__class__ is torch.Tensor and value.shape == leaf.shape,
+        )
+        if (
+            not is_alike
+            or value.dtype is not dtype
+            or value.device != self.place
+            or value.requires_grad
+        ):
             if not is_alike or not torch.can_cast(value.dtype, dtype):
-                value = value.cpu().numpy() if isinstance(value, torch.Tensor) else value
+                value = (
+                    value.cpu().numpy() if isinstance(value, torch.Tensor) else value
+                )
                 value = torch.from_numpy(np.asarray(coerce(leaf, value)))
             value = value.detach().to(self.place, dtype)
-        if leaf.key in self._finite and dtype.is_floating_point and not bool(torch.isfinite(value).all()):
-            raise not_finite(leaf, values := value.numpy(force=True), np.isfinite(values))
+        if (
+            leaf.key in self._finite
+            and dtype.is_floating_point
+            and not bool(torch.isfinite(value).all())
+        ):
+            raise not_finite(
+                leaf, values := value.numpy(force=True), np.isfinite(values)
+            )
         return value
 
     def flags(self, terminated: Any, truncated: Any) -> np.ndarray:
@@ -118,7 +160,10 @@ class Rows:
     def next_of(self, row: Row, rewards: Leaves, *, is_copy: bool) -> Leaves:
         """Return the leaves of a `next`, `[1, ...]` each: copies, or the simulator's own."""
         leaves = [*row.observation, *rewards]
-        handed = [torch.stack((leaf,)) if is_copy else leaf.unsqueeze(0) for leaf in leaves]  # `stack` copies
+        # `stack` copies.
+        handed = [
+            torch.stack((leaf,)) if is_copy else leaf.unsqueeze(0) for leaf in leaves
+        ]
         return [*handed, *self._flag_leaves(row)]
 
     def _flag_leaves(self, row: Row) -> Sequence[torch.Tensor]:
@@ -142,7 +187,9 @@ class Rows:
         td = self._shells["root"].build([*handed, *self._flag_leaves(self.present)])
         return td if len(env_ids) else td[:0]
 
-    def note_given(self, leaves: Sequence[torch.Tensor], *, is_shared: bool = True) -> None:
+    def note_given(
+        self, leaves: Sequence[torch.Tensor], *, is_shared: bool = True
+    ) -> None:
         """Keep the observation of a batch with the present root, for `keep`.
 
         Args:
@@ -160,12 +207,15 @@ class Rows:
         The observation is copied from the batch that was returned last, unless the caller has written to that.
         """
         if self._given and self._num_writes in (None, num_writes(self._given)):
-            self.present = Row([leaf[0].clone() for leaf in self._given], self.present.flags)
+            self.present = Row(
+                [leaf[0].clone() for leaf in self._given], self.present.flags
+            )
 
     def repeated(self) -> Leaves:
         """Return the leaves of a `next` without a step: the present observation, reward 0, and the present flags."""
         rewards = [
-            torch.zeros(leaf.shape, dtype=self._dtypes[leaf.key], device=self.place) for leaf in self._spec.reward
+            torch.zeros(leaf.shape, dtype=self._dtypes[leaf.key], device=self.place)
+            for leaf in self._spec.reward
         ]
         return self.next_of(self.present, rewards, is_copy=True)
 
@@ -191,6 +241,12 @@ class Rows:
     def put_roots(self, _: np.ndarray, roots: Sequence[Mapping[str, Any]]) -> None:
         """Set the present root, from `roots`."""
         root, spec = roots[0], self._spec
-        observation = [torch.as_tensor(entry(root, leaf.key), device=self.place).clone() for leaf in spec.observation]
-        self.present = Row(observation, np.stack([to_numpy(entry(root, leaf.key)) for leaf in spec.done]))
+        observation = [
+            torch.as_tensor(entry(root, leaf.key), device=self.place).clone()
+            for leaf in spec.observation
+        ]
+        self.present = Row(
+            observation,
+            np.stack([to_numpy(entry(root, leaf.key)) for leaf in spec.done]),
+        )
         self._given = []

@@ -49,18 +49,41 @@ CONSTRUCTORS = {
     ),
     "no make_env": (lambda make: make(4), FactoryError, "make_env failed"),
     "a float": (lambda make: make(1.5, CountingEnv), ValueError, "num_envs failed"),
-    "a list and a number": (lambda make: make([CountingEnv], 1), FactoryError, "expected the number of envs first"),
-    **{f"seed {seed!r}": (functools.partial(seeded, seed), ValueError, NO_SEED) for seed in (-1, "a", 1.5, True)},
-    "num_workers": (lambda make: make(1, CountingEnv, num_workers=0), ValueError, "num_workers failed"),
+    "a list and a number": (
+        lambda make: make([CountingEnv], 1),
+        FactoryError,
+        "expected the number of envs first",
+    ),
+    **{
+        f"seed {seed!r}": (functools.partial(seeded, seed), ValueError, NO_SEED)
+        for seed in (-1, "a", 1.5, True)
+    },
+    "num_workers": (
+        lambda make: make(1, CountingEnv, num_workers=0),
+        ValueError,
+        "num_workers failed",
+    ),
     "copy": (lambda make: make(1, CountingEnv, copy="no"), ValueError, "copy failed"),
     "options": (
         lambda make: make(1, CountingEnv, options={"poison": True}),
         TypeError,
         "options failed.*ExecutorOptions",
     ),
-    "env_kwargs": (lambda make: make(1, CountingEnv, env_kwargs=3), TypeError, "env_kwargs failed"),
-    "a list of env_kwargs": (lambda make: make(1, CountingEnv, env_kwargs=[3]), TypeError, "env_kwargs failed"),
-    "device": (lambda make: make(1, CountingEnv, device="gpu"), ValueError, "device failed"),
+    "env_kwargs": (
+        lambda make: make(1, CountingEnv, env_kwargs=3),
+        TypeError,
+        "env_kwargs failed",
+    ),
+    "a list of env_kwargs": (
+        lambda make: make(1, CountingEnv, env_kwargs=[3]),
+        TypeError,
+        "env_kwargs failed",
+    ),
+    "device": (
+        lambda make: make(1, CountingEnv, device="gpu"),
+        ValueError,
+        "device failed",
+    ),
 }
 
 
@@ -73,21 +96,53 @@ def test_a_constructor_names_the_argument(make, name):
 
 
 METHODS = {
-    "step of an array": (lambda env: env.step(np.zeros(2)), TypeError, r"step failed.*as_tensor.*envherd\.gymnasium"),
-    "step of a dict": (lambda env: env.step({"action": 0}), TypeError, "step failed: expected a batch as a TensorDict"),
-    "the fused step": (lambda env: env.step_and_maybe_reset([0, 0]), TypeError, "step_and_maybe_reset failed"),
+    "step of an array": (
+        lambda env: env.step(np.zeros(2)),
+        TypeError,
+        r"step failed.*as_tensor.*envherd\.gymnasium",
+    ),
+    "step of a dict": (
+        lambda env: env.step({"action": 0}),
+        TypeError,
+        "step failed: expected a batch as a TensorDict",
+    ),
+    "the fused step": (
+        lambda env: env.step_and_maybe_reset([0, 0]),
+        TypeError,
+        "step_and_maybe_reset failed",
+    ),
     "send": (lambda env: env.send(torch.zeros(2)), TypeError, "send failed"),
     "rand_action": (lambda env: env.rand_action(3), TypeError, "rand_action failed"),
-    "reset of an array": (lambda env: env.reset(np.ones(2, bool)), TypeError, "reset failed"),
-    "seed of text": (lambda env: env.reset(seed="ab"), ValueError, "reset failed: expected seed"),
+    "reset of an array": (
+        lambda env: env.reset(np.ones(2, bool)),
+        TypeError,
+        "reset failed",
+    ),
+    "seed of text": (
+        lambda env: env.reset(seed="ab"),
+        ValueError,
+        "reset failed: expected seed",
+    ),
     "a seed below 0": (
         lambda env: env.reset(seed=-1),
         ValueError,
         "reset failed: expected seed as an int of at least 0",
     ),
-    "a float as seed": (lambda env: env.reset(seed=2.5), ValueError, "reset failed: expected seed"),
-    "list_of_kwargs": (lambda env: env.reset(list_of_kwargs=3), TypeError, "list_of_kwargs"),
-    "policy first": (lambda env: env.rollout(act, 3), TypeError, r"Write \(200, policy\)"),
+    "a float as seed": (
+        lambda env: env.reset(seed=2.5),
+        ValueError,
+        "reset failed: expected seed",
+    ),
+    "list_of_kwargs": (
+        lambda env: env.reset(list_of_kwargs=3),
+        TypeError,
+        "list_of_kwargs",
+    ),
+    "policy first": (
+        lambda env: env.rollout(act, 3),
+        TypeError,
+        r"Write \(200, policy\)",
+    ),
     "max_steps of text": (lambda env: env.rollout("3"), ValueError, "max_steps"),
     "a float of max_steps": (
         lambda env: env.rollout(1.5),
@@ -96,10 +151,26 @@ METHODS = {
     ),
     "policy of text": (lambda env: env.rollout(3, "act"), TypeError, "policy"),
     "callback": (lambda env: env.rollout(3, callback=3), TypeError, "callback"),
-    "break_when_any_done": (lambda env: env.rollout(3, break_when_any_done="no"), ValueError, "break_when_any_done"),
-    "out": (lambda env: env.rollout(3, out=3), TypeError, "expected out as a TensorDict"),
-    "primer": (lambda env: env.rollout(3, primer=3), TypeError, "expected primer as a TensorDict"),
-    "tensordict": (lambda env: env.rollout(3, auto_reset=False, tensordict=3), TypeError, "expected tensordict"),
+    "break_when_any_done": (
+        lambda env: env.rollout(3, break_when_any_done="no"),
+        ValueError,
+        "break_when_any_done",
+    ),
+    "out": (
+        lambda env: env.rollout(3, out=3),
+        TypeError,
+        "expected out as a TensorDict",
+    ),
+    "primer": (
+        lambda env: env.rollout(3, primer=3),
+        TypeError,
+        "expected primer as a TensorDict",
+    ),
+    "tensordict": (
+        lambda env: env.rollout(3, auto_reset=False, tensordict=3),
+        TypeError,
+        "expected tensordict",
+    ),
     "a root that a reset replaces": (
         lambda env: env.rollout(3, tensordict=env.current()),
         ValueError,
@@ -115,16 +186,36 @@ METHODS = {
         ValueError,
         "expected primer without the envs' own keys, got \\('observation',\\)",
     ),
-    "a bool as seed": (lambda env: env.reset(seed=[True, 1]), ValueError, r"got True \(env 0\)"),
-    "a dict of seeds": (lambda env: env.reset(seed={0: 1, 1: 2}), ValueError, "expected seed as an int"),
-    "a set of seeds": (lambda env: env.reset(seed={1, 2}), ValueError, "expected seed as an int"),
+    "a bool as seed": (
+        lambda env: env.reset(seed=[True, 1]),
+        ValueError,
+        r"got True \(env 0\)",
+    ),
+    "a dict of seeds": (
+        lambda env: env.reset(seed={0: 1, 1: 2}),
+        ValueError,
+        "expected seed as an int",
+    ),
+    "a set of seeds": (
+        lambda env: env.reset(seed={1, 2}),
+        ValueError,
+        "expected seed as an int",
+    ),
     "an empty list_of_kwargs": (
         lambda env: env.reset(list_of_kwargs=[]),
         ValueError,
         "expected 2 items in list_of_kwargs, got 0",
     ),
-    "maybe_reset": (lambda env: env.send(act(env.current()), maybe_reset="no"), ValueError, "send failed.*maybe_reset"),
-    "with_root": (lambda env: env.recv(with_root="no"), ValueError, "recv failed.*with_root"),
+    "maybe_reset": (
+        lambda env: env.send(act(env.current()), maybe_reset="no"),
+        ValueError,
+        "send failed.*maybe_reset",
+    ),
+    "with_root": (
+        lambda env: env.recv(with_root="no"),
+        ValueError,
+        "recv failed.*with_root",
+    ),
     "too few values": (
         lambda env: env.set("mark", [1, 2, 3]),
         ValueError,
@@ -151,14 +242,26 @@ METHODS = {
         "expected worker_id as an int of at least 0, got -1",
     ),
     "infos": (lambda env: env.infos("first"), ValueError, "infos failed"),
-    "a state": (lambda env: env.load_state_dict(3), ValueError, "load_state_dict failed"),
+    "a state": (
+        lambda env: env.load_state_dict(3),
+        ValueError,
+        "load_state_dict failed",
+    ),
     "rows of a primer": (
         lambda env: env.rollout(3, primer=TensorDict({"h": torch.zeros(3)}, [3])),
         ValueError,
         "rollout failed: expected primer with a row for each of 2 envs",
     ),
-    "frames_per_batch": (lambda env: collector(env, frames_per_batch="8"), ValueError, "frames_per_batch"),
-    "a bool as a number": (lambda env: collector(env, frames_per_batch=True), ValueError, "got bool True"),
+    "frames_per_batch": (
+        lambda env: collector(env, frames_per_batch="8"),
+        ValueError,
+        "frames_per_batch",
+    ),
+    "a bool as a number": (
+        lambda env: collector(env, frames_per_batch=True),
+        ValueError,
+        "got bool True",
+    ),
     "a collector's primer": (
         lambda env: collector(env, frames_per_batch=8, primer=42),
         TypeError,
@@ -174,8 +277,16 @@ METHODS = {
         ValueError,
         "Collector failed: expected storing_device as a device such as 'cpu'",
     ),
-    "total_frames": (lambda env: collector(env, frames_per_batch=8, total_frames="8"), ValueError, "total_frames"),
-    "a collector's policy": (lambda env: collector(env, "act", frames_per_batch=8), TypeError, "policy"),
+    "total_frames": (
+        lambda env: collector(env, frames_per_batch=8, total_frames="8"),
+        ValueError,
+        "total_frames",
+    ),
+    "a collector's policy": (
+        lambda env: collector(env, "act", frames_per_batch=8),
+        TypeError,
+        "policy",
+    ),
     "a collector's order": (
         lambda env: collector(act, env, frames_per_batch=8),
         TypeError,
@@ -205,11 +316,15 @@ def test_a_policy_that_takes_tensors_gets_a_note_and_keeps_its_error(env):
     ):
         with pytest.raises(TypeError, match=r"torch\.nn\.linear") as caught:
             call()
-        assert [bool(re.search(note, text)) for text in caught.value.__notes__] == [True]
+        assert [bool(re.search(note, text)) for text in caught.value.__notes__] == [
+            True
+        ]
     env.reset()
 
 
-@pytest.mark.parametrize("error", [TypeError("mine"), ValueError("a TensorDict"), AttributeError("mine")])
+@pytest.mark.parametrize(
+    "error", [TypeError("mine"), ValueError("a TensorDict"), AttributeError("mine")]
+)
 def test_other_errors_of_a_policy_are_unchanged(env, error):
     def policy(_root):
         raise error
@@ -257,21 +372,33 @@ def test_an_executor_in_the_place_of_a_function_names_the_facades(env):
     ],
 )
 def test_an_attribute_of_other_libraries_is_named_as_it_is_here(env, name, instead):
-    with pytest.raises(AttributeError, match=re.escape(f"'SerialEnv' object has no attribute {name!r}. {instead}")):
+    with pytest.raises(
+        AttributeError,
+        match=re.escape(f"'SerialEnv' object has no attribute {name!r}. {instead}"),
+    ):
         getattr(env, name)
 
 
 def test_unknown_attributes_are_ordinary_errors_that_suggest_the_right_one(env):
     assert not hasattr(env, "action_space")
-    with pytest.raises(AttributeError, match=r"has no attribute 'action_spek'\. Did you mean action_spec\?$") as caught:
+    with pytest.raises(
+        AttributeError,
+        match=r"has no attribute 'action_spek'\. Did you mean action_spec\?$",
+    ) as caught:
         env.action_spek  # noqa: B018
-    assert (caught.value.name, caught.value.obj) == (None, env)  # from a name python would suggest it once more
-    with pytest.raises(AttributeError, match=r"^'SerialEnv' object has no attribute 'qqq'$"):
+    # From a name python would suggest it once more.
+    assert (caught.value.name, caught.value.obj) == (None, env)
+    with pytest.raises(
+        AttributeError, match=r"^'SerialEnv' object has no attribute 'qqq'$"
+    ):
         env.qqq  # noqa: B018
 
 
 def test_a_rollout_that_is_cut_short_says_so_each_time(caplog):
-    with SerialEnv(2, functools.partial(CountingEnv, 4), seed=0) as env, caplog.at_level(logging.WARNING, "envherd"):
+    with (
+        SerialEnv(2, functools.partial(CountingEnv, 4), seed=0) as env,
+        caplog.at_level(logging.WARNING, "envherd"),
+    ):
         assert env.rollout(9, act, break_when_any_done=True).shape == (2, 4)
         assert env.rollout(9, act, break_when_any_done=False).shape == (2, 9)
         assert env.rollout(4, act).shape == (2, 4)
@@ -290,7 +417,9 @@ def test_a_processor_that_is_not_there_is_named():
 
 
 def test_a_misspelt_name_of_the_package_is_corrected():
-    with pytest.raises(AttributeError, match=r"'ParalelEnv'\. Did you mean ParallelEnv\?$"):
+    with pytest.raises(
+        AttributeError, match=r"'ParalelEnv'\. Did you mean ParallelEnv\?$"
+    ):
         envherd.ParalelEnv  # noqa: B018
     with pytest.raises(AttributeError, match=r"has no attribute 'nothing_like_it'$"):
         envherd.nothing_like_it  # noqa: B018
@@ -302,10 +431,13 @@ def test_the_message_says_where_a_factorys_arguments_come_from(make):
         return CountingEnv(index)
 
     with pytest.raises(
-        FactoryError, match=r"missing 1 required .*\(env 0, .*get no arguments but those of env_kwargs="
+        FactoryError,
+        match=r"missing 1 required .*\(env 0, .*get no arguments but those of env_kwargs=",
     ):
         make(1, needs_one)
-    with pytest.raises(FactoryError, match=r"TypeError: of another kind.*phase build\)\.$"):
+    with pytest.raises(
+        FactoryError, match=r"TypeError: of another kind.*phase build\)\.$"
+    ):
         make(1, raises_type_error)
 
 
@@ -314,19 +446,34 @@ def raises_type_error():
 
 
 def test_a_policy_device_that_is_not_there_is_named(env):
-    with pytest.raises(ValueError, match="expected policy_device as a device of this machine, got 'cuda:99'"):
-        Collector(env, act, frames_per_batch=8, policy_device="cuda:99", close_env=False)
+    with pytest.raises(
+        ValueError,
+        match="expected policy_device as a device of this machine, got 'cuda:99'",
+    ):
+        Collector(
+            env, act, frames_per_batch=8, policy_device="cuda:99", close_env=False
+        )
 
 
 @pytest.mark.parametrize(
-    ("shape", "advice"), [((2, 2), r"action\.argmax\(-1\)"), ((2, 1), r"action\.squeeze\(-1\)"), ((2, 3), "stepped")]
+    ("shape", "advice"),
+    [
+        ((2, 2), r"action\.argmax\(-1\)"),
+        ((2, 1), r"action\.squeeze\(-1\)"),
+        ((2, 3), "stepped"),
+    ],
 )
 def test_actions_of_another_shape_come_with_advice(shape, advice):
     with SerialEnv(2, Cut) as env:
         td = env.reset().set("action", torch.zeros(shape, dtype=torch.int64))
-        with pytest.raises(ActionError, match=rf"expected shape \(2,\), got shape .*{advice}\.$"):
+        with pytest.raises(
+            ActionError, match=rf"expected shape \(2,\), got shape .*{advice}\.$"
+        ):
             env.step(td)
-        with pytest.raises(ActionError, match=r"got 7 at \(1,\).*ExecutorOptions\(check_actions=\.\.\.\)"):
+        with pytest.raises(
+            ActionError,
+            match=r"got 7 at \(1,\).*ExecutorOptions\(check_actions=\.\.\.\)",
+        ):
             env.step(td.set("action", torch.tensor([0, 7])))
 
 
@@ -335,7 +482,9 @@ class Cut(Precise):
 
 
 def test_a_collector_knows_how_many_batches_it_has(env):
-    collector = Collector(env, act, frames_per_batch=8, total_frames=32, close_env=False)
+    collector = Collector(
+        env, act, frames_per_batch=8, total_frames=32, close_env=False
+    )
     assert len(collector) == len(list(collector)) == 4
     endless = Collector(env, act, frames_per_batch=8, close_env=False)
     assert endless
@@ -348,7 +497,9 @@ def meant(kind, name, advice):
     return kind, name, advice if " " in advice else f"Did you mean {advice}?"
 
 
-GYM, ZOO, SB3 = (f"envherd.executor.facades.{name}" for name in ("gymnasium", "pettingzoo", "sb3"))
+GYM, ZOO, SB3 = (
+    f"envherd.executor.facades.{name}" for name in ("gymnasium", "pettingzoo", "sb3")
+)
 
 
 @needs("sb3", "pettingzoo")
@@ -362,7 +513,10 @@ GYM, ZOO, SB3 = (f"envherd.executor.facades.{name}" for name in ("gymnasium", "p
                 ("n_envs", "num_envs"),
                 ("create_env_fn", "make_env"),
                 ("num_env", "num_envs"),
-                ("step_timeout_s", "It is an option: options=ExecutorOptions(step_timeout_s=...)."),
+                (
+                    "step_timeout_s",
+                    "It is an option: options=ExecutorOptions(step_timeout_s=...).",
+                ),
                 ("frobnicate", "It takes num_envs, make_env,"),
             )
         ),
@@ -383,38 +537,55 @@ GYM, ZOO, SB3 = (f"envherd.executor.facades.{name}" for name in ("gymnasium", "p
 def test_an_unknown_keyword_names_the_one_that_is_meant(path, name, advice):
     module, _, kind = path.rpartition(".")
     given = [] if module == "envherd" else [[CountingEnv]]
-    with pytest.raises(TypeError, match=re.escape(f"{kind} failed: it has no argument '{name}'. {advice}")):
+    with pytest.raises(
+        TypeError,
+        match=re.escape(f"{kind} failed: it has no argument '{name}'. {advice}"),
+    ):
         getattr(importlib.import_module(module), kind)(*given, **{name: 4})
 
 
 @pytest.mark.parametrize(
     ("name", "advice"),
-    [("break_when_done", "Did you mean break_when_any_done?"), ("steps", "Did you mean max_steps?")],
+    [
+        ("break_when_done", "Did you mean break_when_any_done?"),
+        ("steps", "Did you mean max_steps?"),
+    ],
 )
 def test_a_rollout_names_the_keyword_that_is_meant(env, name, advice):
     rollout: Any = env.rollout
-    with pytest.raises(TypeError, match=re.escape(f"rollout failed: it has no argument '{name}'. {advice}")):
+    with pytest.raises(
+        TypeError,
+        match=re.escape(f"rollout failed: it has no argument '{name}'. {advice}"),
+    ):
         rollout(3, **{name: 1})
 
 
 @needs("sb3")
-@pytest.mark.parametrize("path", [f"{GYM}.AsyncVectorEnv", f"{GYM}.SyncVectorEnv", f"{SB3}.SubprocVecEnv"])
+@pytest.mark.parametrize(
+    "path", [f"{GYM}.AsyncVectorEnv", f"{GYM}.SyncVectorEnv", f"{SB3}.SubprocVecEnv"]
+)
 def test_facades_refuse_options_of_another_type(path):
     module, _, kind = path.rpartition(".")
     with pytest.raises(TypeError, match="options failed: expected an ExecutorOptions"):
-        getattr(importlib.import_module(module), kind)([CountingEnv], options={"poison": True})
+        getattr(importlib.import_module(module), kind)(
+            [CountingEnv], options={"poison": True}
+        )
 
 
 def test_nothing_to_receive(env):
     env.reset()
-    with pytest.raises(ValueError, match="recv failed: expected envs that were sent, got none"):
+    with pytest.raises(
+        ValueError, match="recv failed: expected envs that were sent, got none"
+    ):
         env.recv()
 
 
 def test_executors_of_one_large_batch_draw_different_random_actions():
     drawn = []
     for first in (0, 0, 8):
-        with SerialEnv(8, CountingEnv, seed=0, options=ExecutorOptions(first_env_id=first)) as env:
+        with SerialEnv(
+            8, CountingEnv, seed=0, options=ExecutorOptions(first_env_id=first)
+        ) as env:
             drawn.append(env.rand_action()["action"].tolist())
     assert drawn[0] == drawn[1] != drawn[2]
 
@@ -435,7 +606,14 @@ def test_bars_are_shown_for_what_takes_long(capsys):
 
 
 def test_a_start_reports_how_many_workers_are_ready(caplog):
-    with caplog.at_level("DEBUG", "envherd"), ParallelEnv(3, CountingEnv, num_workers=2):
-        found = [(record.num_ready, record.num_workers) for record in caplog.records if hasattr(record, "num_ready")]
+    with (
+        caplog.at_level("DEBUG", "envherd"),
+        ParallelEnv(3, CountingEnv, num_workers=2),
+    ):
+        found = [
+            (record.num_ready, record.num_workers)
+            for record in caplog.records
+            if hasattr(record, "num_ready")
+        ]
     assert found == [(0, 2), (1, 2), (2, 2)]
     assert "start: 1 of 2 workers are ready" in caplog.text

@@ -21,12 +21,16 @@ def test_frames_of_more_than_2_gib():
     batch = GroupBatch(slab.groups[0], 2, None, has_interrupted=False)
     assert plan.groups[0].next_nbytes > 2**31
     _, leaves = batch.memory.take(0)
-    assert [tuple(leaf.shape) for leaf in leaves] == [view.shape for view in batch.next_views(0)]
+    assert [tuple(leaf.shape) for leaf in leaves] == [
+        view.shape for view in batch.next_views(0)
+    ]
 
 
 @pytest.mark.parametrize("few", [0, 8])
 @pytest.mark.parametrize("rows", [[0], [4], [0, 2, 3], [0, 1, 2, 3, 4]])
-def test_roots_after_resets_are_those_of_the_next_but_for_the_rows_that_were_reset(monkeypatch, few, rows):
+def test_roots_after_resets_are_those_of_the_next_but_for_the_rows_that_were_reset(
+    monkeypatch, few, rows
+):
     monkeypatch.setattr(hand_out, "_FEW_ROWS", few)
     leaves = (
         LeafSpec(("a",), (2, 3), "int16"),
@@ -34,8 +38,12 @@ def test_roots_after_resets_are_those_of_the_next_but_for_the_rows_that_were_res
         LeafSpec(("c",), (0,), "uint8"),
     )
     spec = EnvSpec(observation=leaves, action=(LeafSpec(("action",), (), "int64"),))
-    plan = plan_slab([EnvSpec(observation=leaves[:1], action=spec.action), *[spec] * 5], 1, 3)
-    slab = Slab(plan, np.random.default_rng(0).integers(0, 2, plan.nbytes).astype(np.uint8))
+    plan = plan_slab(
+        [EnvSpec(observation=leaves[:1], action=spec.action), *[spec] * 5], 1, 3
+    )
+    slab = Slab(
+        plan, np.random.default_rng(0).integers(0, 2, plan.nbytes).astype(np.uint8)
+    )
     group = slab.groups[1]
     batch = GroupBatch(group, 3, None, has_interrupted=False)
     kept = []
@@ -49,15 +57,25 @@ def test_roots_after_resets_are_those_of_the_next_but_for_the_rows_that_were_res
             assert root.numpy().tobytes() == expected.tobytes()
         kept.append(roots)
     for own, roots in zip(kept[::2], kept[1::2], strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(own, roots, strict=True)), "held roots never change"
+        assert all(
+            torch.equal(one, other) for one, other in zip(own, roots, strict=True)
+        ), "held roots never change"
 
 
 @pytest.mark.parametrize("largest", [batch_memory.LARGEST_RECORD, 0])
 def test_a_buffer_is_split_into_its_fields(monkeypatch, largest):
     monkeypatch.setattr(batch_memory, "LARGEST_RECORD", largest)
-    layout = lay_out([(("a",), (2, 3), "int16"), (("b",), (), "float64"), (("c",), (2, 0), "uint8")], 64)
+    layout = lay_out(
+        [(("a",), (2, 3), "int16"), (("b",), (), "float64"), (("c",), (2, 0), "uint8")],
+        64,
+    )
     buffer = np.arange(layout.nbytes, dtype=np.uint8)
     fields = list(layout)
-    for array, field in zip(splitter(fields, layout.nbytes)(buffer), fields, strict=True):
+    for array, field in zip(
+        splitter(fields, layout.nbytes)(buffer), fields, strict=True
+    ):
         assert (array.shape, array.dtype) == (field.shape, field.dtype)
-        assert array.tobytes() == buffer[field.offset : field.offset + field.nbytes].tobytes()
+        assert (
+            array.tobytes()
+            == buffer[field.offset : field.offset + field.nbytes].tobytes()
+        )

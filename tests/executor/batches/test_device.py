@@ -23,12 +23,18 @@ from tests.executor.batches.test_loans import assert_saved_as_held
 NUM_ENVS = 3
 META = torch.device("meta")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-on_devices = pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=needs_gpu)])
+on_devices = pytest.mark.parametrize(
+    "device", ["meta", pytest.param("cuda", marks=needs_gpu)]
+)
 
 
 @pytest.fixture(params=["serial", "parallel"])
 def kind(request):
-    return SerialEnv if request.param == "serial" else functools.partial(ParallelEnv, num_workers=2)
+    return (
+        SerialEnv
+        if request.param == "serial"
+        else functools.partial(ParallelEnv, num_workers=2)
+    )
 
 
 @pytest.fixture
@@ -36,7 +42,11 @@ def moves(monkeypatch):
     """Count transfers."""
     found = []
     real = Mover.move
-    monkeypatch.setattr(Mover, "move", lambda self, frame, column: found.append(column) or real(self, frame, column))
+    monkeypatch.setattr(
+        Mover,
+        "move",
+        lambda self, frame, column: found.append(column) or real(self, frame, column),
+    )
     return found
 
 
@@ -51,7 +61,9 @@ def act_alone(_root=None):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_missing_gpu_is_reported_before_anything_starts(kind):
-    with pytest.raises(ValueError, match=r"got 'cuda', but there is no GPU that torch can use"):
+    with pytest.raises(
+        ValueError, match=r"got 'cuda', but there is no GPU that torch can use"
+    ):
         kind(NUM_ENVS, CountingEnv, device="cuda")
 
 
@@ -66,7 +78,10 @@ def test_names_of_devices():
 
 @pytest.mark.parametrize("make_env", [CountingEnv, AgentsEnv])
 def test_a_batch_crosses_in_one_transfer(kind, moves, make_env):
-    with kind(NUM_ENVS, make_env, seed=0, device=META) as env, kind(NUM_ENVS, make_env, seed=0) as on_cpu:
+    with (
+        kind(NUM_ENVS, make_env, seed=0, device=META) as env,
+        kind(NUM_ENVS, make_env, seed=0) as on_cpu,
+    ):
         env.reset()
         other = on_cpu.reset()
         for _ in range(6):
@@ -91,7 +106,9 @@ def test_what_is_moved_are_the_right_bytes(kind):
         column = env._engine.positions.columns[0]
         num_frames = env._engine.positions.num_frames
         mover = Mover(env._engine.pool.slab.buffer, torch.device("cpu"), num_frames)
-        moved = GroupBatch(batch.slab, num_frames, None, has_interrupted=False, mover=mover).next_copies(column)
+        moved = GroupBatch(
+            batch.slab, num_frames, None, has_interrupted=False, mover=mover
+        ).next_copies(column)
         assert_saved_as_held(moved)
         for key, leaf in zip(batch.next_keys, moved, strict=True):
             assert torch.equal(leaf, td["next", *key])
@@ -101,7 +118,9 @@ def test_what_is_moved_are_the_right_bytes(kind):
 
 
 @pytest.mark.parametrize("breaks", [True, False])
-@pytest.mark.parametrize("make_env", [CountingEnv, AgentsEnv, [CountingEnv, AgentsEnv, CountingEnv]])
+@pytest.mark.parametrize(
+    "make_env", [CountingEnv, AgentsEnv, [CountingEnv, AgentsEnv, CountingEnv]]
+)
 def test_rollouts_step_by_step_are_as_all_others(kind, make_env, breaks):
     def act(td):
         td["next", "count"] = td.get("count", torch.zeros(NUM_ENVS, 1)) + 1
@@ -112,11 +131,21 @@ def test_rollouts_step_by_step_are_as_all_others(kind, make_env, breaks):
         for run in (None, StepwiseRun):
             env.set_seed(3)
             env._rollouts._run_type = run
-            results.append(env.rollout(15, None if isinstance(make_env, list) else act, break_when_any_done=breaks))
+            results.append(
+                env.rollout(
+                    15,
+                    None if isinstance(make_env, list) else act,
+                    break_when_any_done=breaks,
+                )
+            )
         assert results[0].batch_size == results[1].batch_size
         assert results[0].names == results[1].names
         for expected, got in zip(*[data.unbind(0) for data in results], strict=True):
-            assert breaks or any(flag.any() for key, flag in expected.items(True, True) if key[-1] == "done")  # noqa: FBT003
+            assert breaks or any(
+                flag.any()
+                for key, flag in expected.items(True, True)  # noqa: FBT003
+                if key[-1] == "done"
+            )
             assert set(got.keys(True, True)) == set(expected.keys(True, True))  # noqa: FBT003
             assert (got == expected).all()
 
@@ -162,14 +191,24 @@ def test_views_are_no_longer_views_on_a_device(kind):
 
 
 @on_devices
-def test_batches_that_were_made_in_inference_mode_can_be_used_outside_of_it(kind, device):
+def test_batches_that_were_made_in_inference_mode_can_be_used_outside_of_it(
+    kind, device
+):
     action = act_alone()
     with kind(NUM_ENVS, CountingEnv, seed=0, device=device) as env:
         with torch.inference_mode():
             root, drawn = env.reset(), env.rand_action()
             stepped = [env.step_and_maybe_reset(action.copy()) for _ in range(6)]
             env.send(action)
-            batches = [root, drawn, *stepped[0], *stepped[-1], env.recv(), env.current([0, 2]), env.current()]
+            batches = [
+                root,
+                drawn,
+                *stepped[0],
+                *stepped[-1],
+                env.recv(),
+                env.current([0, 2]),
+                env.current(),
+            ]
             batches.append(env.rollout(4, act_alone, break_when_any_done=False))
         for batch in batches:
             batch.apply_(torch.Tensor.zero_)
@@ -195,7 +234,9 @@ def collected(device, *, updates=True):
     policy = Linear().to(device)
     env = SerialEnv(NUM_ENVS, CountingEnv, seed=0)
     found = []
-    with AsyncCollector(env, policy, frames_per_batch=12, policy_device=device, in_background=1) as collector:
+    with AsyncCollector(
+        env, policy, frames_per_batch=12, policy_device=device, in_background=1
+    ) as collector:
         for _ in range(3):
             found.append(collector.collect())
             if updates:
@@ -212,8 +253,17 @@ def test_batches_that_do_not_cross_to_a_gpu_are_moved_as_torch_moves_them():
 
 
 def test_a_batch_is_packed_into_one_transfer_to_a_device(monkeypatch):
-    inner = TensorDict({"b": torch.rand(3, 5).bfloat16(), "none": TensorDict({}, [3])}, [3])
-    td = TensorDict({"a": torch.arange(6).view(3, 2).T.contiguous().T, "in": inner, "z": torch.zeros(3, 0)}, [3])
+    inner = TensorDict(
+        {"b": torch.rand(3, 5).bfloat16(), "none": TensorDict({}, [3])}, [3]
+    )
+    td = TensorDict(
+        {
+            "a": torch.arange(6).view(3, 2).T.contiguous().T,
+            "in": inner,
+            "z": torch.zeros(3, 0),
+        },
+        [3],
+    )
     moved = packed(td, torch.device("cpu"))
     assert_saved_as_held(moved.values(include_nested=True, leaves_only=True))
     assert (moved == td).all()
@@ -221,7 +271,11 @@ def test_a_batch_is_packed_into_one_transfer_to_a_device(monkeypatch):
     assert {*moved.keys(include_nested=True)} == {*td.keys(include_nested=True)}
     assert not np.shares_memory(moved["a"].numpy(), td["a"].numpy())
     found, real = [], torch.Tensor.to
-    monkeypatch.setattr(torch.Tensor, "to", lambda *args, **kwargs: found.append(args) or real(*args, **kwargs))
+    monkeypatch.setattr(
+        torch.Tensor,
+        "to",
+        lambda *args, **kwargs: found.append(args) or real(*args, **kwargs),
+    )
     assert packed(td, META)["in", "b"].dtype == torch.bfloat16
     assert len(found) == 1
     assert packed(td.select(), META).shape == td.shape
@@ -236,16 +290,28 @@ def test_torchs_default_device_is_not_that_of_batches():
     env = SerialEnv(NUM_ENVS, CountingEnv, seed=0)
     with torch.device(META):
         assert (packed(td, torch.device("cpu")) == td).all()
-        with AsyncCollector(env, act, frames_per_batch=6, batch_sizes=(2, 4)) as collector:
+        with AsyncCollector(
+            env, act, frames_per_batch=6, batch_sizes=(2, 4)
+        ) as collector:
             assert collector.collect()["action"].is_cpu
         assert len(evaluate(act, CountingEnv, 2, num_workers=1).episodes) == 2
 
 
 def test_packed_batches_keep_names_unlike_rows_and_what_is_no_tensor():
-    named = TensorDict({"a": torch.rand(2, 3), "in": TensorDict({"b": torch.rand(2, 3, 1)}, [2, 3])}, [2, 3])
+    named = TensorDict(
+        {"a": torch.rand(2, 3), "in": TensorDict({"b": torch.rand(2, 3, 1)}, [2, 3])},
+        [2, 3],
+    )
     named.refine_names(None, "time")
-    assert packed(named, torch.device("cpu")).names == packed(named, torch.device("cpu"))["in"].names == [None, "time"]
-    rows = [TensorDict({"a": torch.rand(length), "text": NonTensorData(str(length))}, []) for length in (3, 5)]
+    assert (
+        packed(named, torch.device("cpu")).names
+        == packed(named, torch.device("cpu"))["in"].names
+        == [None, "time"]
+    )
+    rows = [
+        TensorDict({"a": torch.rand(length), "text": NonTensorData(str(length))}, [])
+        for length in (3, 5)
+    ]
     unlike = packed(LazyStackedTensorDict(*rows, stack_dim=0), torch.device("cpu"))
     for row, expected in zip(unlike.unbind(0), rows, strict=True):
         assert torch.equal(row["a"], expected["a"])
@@ -274,4 +340,6 @@ def test_a_thread_that_collects_has_a_stream_on_a_gpu():
 def test_a_thread_acts_with_the_weights_whose_version_it_gives(device):
     data, _ = collected(device)
     seen = data["observation"].float().flatten(2).sum(2)
-    assert torch.equal(data["action"], (seen * (1 + data["policy_version"])).long() % 2 + 1)
+    assert torch.equal(
+        data["action"], (seen * (1 + data["policy_version"])).long() % 2 + 1
+    )

@@ -22,19 +22,28 @@ LEAVES = [
 def drawn() -> tuple[np.ndarray, list[list[np.ndarray]]]:
     """A buffer of random bytes (bools are 0 or 1), and two sections of the same leaves in frames of it."""
     generator = np.random.default_rng(0)
-    requests = [((section, *name), (ROWS, *shape), dtype) for section in "ab" for name, shape, dtype in LEAVES]
+    requests = [
+        ((section, *name), (ROWS, *shape), dtype)
+        for section in "ab"
+        for name, shape, dtype in LEAVES
+    ]
     layout, base = lay_out(requests, 64), 192
     buffer = generator.integers(0, 2, base + FRAMES * layout.nbytes, np.uint8)
     fields = {field.name: field for field in layout}
     sections = [
-        [strided_view(buffer, fields[section, *name], base, FRAMES, layout.nbytes) for name, _, _ in LEAVES]
+        [
+            strided_view(buffer, fields[section, *name], base, FRAMES, layout.nbytes)
+            for name, _, _ in LEAVES
+        ]
         for section in "ab"
     ]
     return buffer, sections
 
 
 @pytest.mark.parametrize("count", [1, 3, ROWS, 0])
-def test_rows_are_those_of_index_arrays(drawn: tuple[np.ndarray, list[list[np.ndarray]]], count: int) -> None:
+def test_rows_are_those_of_index_arrays(
+    drawn: tuple[np.ndarray, list[list[np.ndarray]]], count: int
+) -> None:
     buffer, sections = drawn
     gatherer, generator = Gatherer(buffer, sections), np.random.default_rng(count)
     for _ in range(50):
@@ -52,19 +61,29 @@ def test_rows_are_those_of_index_arrays(drawn: tuple[np.ndarray, list[list[np.nd
                 np.testing.assert_array_equal(leaf, expected)
 
 
-def test_rows_that_are_too_large_for_records_are_those_of_index_arrays(drawn, monkeypatch):
+def test_rows_that_are_too_large_for_records_are_those_of_index_arrays(
+    drawn, monkeypatch
+):
     buffer, sections = drawn
-    columns, rows, in_second = np.array([0, 3, 2]), np.array([5, 0, 1]), np.array([False, True, True])
+    columns, rows, in_second = (
+        np.array([0, 3, 2]),
+        np.array([5, 0, 1]),
+        np.array([False, True, True]),
+    )
     expected = Gatherer(buffer, sections)
     monkeypatch.setattr(hand_out, "LARGEST_RECORD", 14)  # smaller than an image
     gatherer = Gatherer(buffer, sections)
     for chosen in (None, in_second):
         places = gatherer.places(columns, rows, chosen)
-        for leaf, other in zip(gatherer.gather(places), expected.gather(places), strict=True):
+        for leaf, other in zip(
+            gatherer.gather(places), expected.gather(places), strict=True
+        ):
             np.testing.assert_array_equal(leaf, other)
 
 
-def test_what_was_gathered_is_memory_of_its_own(drawn: tuple[np.ndarray, list[list[np.ndarray]]]) -> None:
+def test_what_was_gathered_is_memory_of_its_own(
+    drawn: tuple[np.ndarray, list[list[np.ndarray]]],
+) -> None:
     buffer, sections = drawn
     gatherer = Gatherer(buffer, sections)
     gathered = gatherer.gather(gatherer.places(np.array([1, 2]), np.array([0, 5])))

@@ -9,7 +9,17 @@ from tensordict import TensorDict
 
 from envherd.executor.batches.actions import GroupIntake, check_for, reset_mask
 from envherd.shm.slab import Slab, plan_slab
-from envherd.shm.specs import Binary, Box, Discrete, Domain, EnvSpec, LeafSpec, MultiDiscrete, OneHot, Unbounded
+from envherd.shm.specs import (
+    Binary,
+    Box,
+    Discrete,
+    Domain,
+    EnvSpec,
+    LeafSpec,
+    MultiDiscrete,
+    OneHot,
+    Unbounded,
+)
 from envherd.workers.errors import ActionError
 
 NUM_ENVS = 3
@@ -19,13 +29,43 @@ UNIT = Box(np.full(2, -1.0), np.array([1.0, 2.0]))
 CASES: list[tuple[Domain, str, list[Any], list[tuple[Any, Any]]]] = [
     (Discrete(3), "int64", [0, 1, 2], [(3, True), (-1, True), (2**62, True)]),
     (Discrete(3), "uint8", [0, 2], [(3, True), (255, True)]),
-    (MultiDiscrete((2, 3)), "int32", [[1, 2], [0, 0]], [([2, 2], [True, False]), ([1, 3], [False, True])]),
-    (UNIT, "float32", [[-1, -1], [1, 2]], [([-1.5, 0], [True, False]), ([1, 2.5], [False, True])]),
-    (UNIT, "float64", [[0, 1.5]], [([np.nan, 0], [True, False]), ([np.inf, -np.inf], [True, True])]),
-    (Binary(), "int8", [[0, 1], [1, 1]], [([0, 2], [False, True]), ([-1, 1], [True, False])]),
+    (
+        MultiDiscrete((2, 3)),
+        "int32",
+        [[1, 2], [0, 0]],
+        [([2, 2], [True, False]), ([1, 3], [False, True])],
+    ),
+    (
+        UNIT,
+        "float32",
+        [[-1, -1], [1, 2]],
+        [([-1.5, 0], [True, False]), ([1, 2.5], [False, True])],
+    ),
+    (
+        UNIT,
+        "float64",
+        [[0, 1.5]],
+        [([np.nan, 0], [True, False]), ([np.inf, -np.inf], [True, True])],
+    ),
+    (
+        Binary(),
+        "int8",
+        [[0, 1], [1, 1]],
+        [([0, 2], [False, True]), ([-1, 1], [True, False])],
+    ),
     (Binary(), "bool", [[False, True]], []),
-    (OneHot(3), "int64", [[0, 0, 1], [1, 0, 0]], [([0, 0, 0], [True] * 3), ([1, 0, 1], [True] * 3)]),
-    (Unbounded(), "float32", [[-1e30, 1e30]], [([np.nan, 0], [True, False]), ([0, np.inf], [False, True])]),
+    (
+        OneHot(3),
+        "int64",
+        [[0, 0, 1], [1, 0, 0]],
+        [([0, 0, 0], [True] * 3), ([1, 0, 1], [True] * 3)],
+    ),
+    (
+        Unbounded(),
+        "float32",
+        [[-1e30, 1e30]],
+        [([np.nan, 0], [True, False]), ([0, np.inf], [False, True])],
+    ),
     (Unbounded(), "int64", [-(2**62)], []),
 ]
 
@@ -53,11 +93,17 @@ def test_every_value_of_a_domain_is_legal_and_no_other(domain, dtype, legal, ill
 def test_a_level_says_what_is_looked_for(level, is_nan_found, is_outside_found):
     for domain in (UNIT, Unbounded()):
         check = check_for(leaf_of(domain, "float32", [0, 0]), level)
-        assert (check is not None and check(np.array([[np.nan, 0]], np.float32)) is not None) == is_nan_found
+        assert (
+            check is not None and check(np.array([[np.nan, 0]], np.float32)) is not None
+        ) == is_nan_found
     check = check_for(leaf_of(UNIT, "float32", [0, 0]), level)
-    assert (check is not None and check(np.array([[5, 0]], np.float32)) is not None) == is_outside_found
+    assert (
+        check is not None and check(np.array([[5, 0]], np.float32)) is not None
+    ) == is_outside_found
     check = check_for(leaf_of(Discrete(3), "int64", 0), level)
-    assert (check is not None and check(np.array([3])) is not None) == (level != "off"), "an index is no number"
+    assert (check is not None and check(np.array([3])) is not None) == (
+        level != "off"
+    ), "an index is no number"
 
 
 def intake_of(
@@ -68,7 +114,12 @@ def intake_of(
     present: Any = None,
 ) -> Any:
     """Return an intake, and the arrays of its slab."""
-    spec = EnvSpec(observation=(LeafSpec(("observation",), (1,)),), action=action, state=state, family="plain")
+    spec = EnvSpec(
+        observation=(LeafSpec(("observation",), (1,)),),
+        action=action,
+        state=state,
+        family="plain",
+    )
     plan = plan_slab([spec] * num_envs, num_workers=1, num_ring=2)
     slab = Slab(plan, np.zeros(plan.nbytes, np.uint8))
     return GroupIntake(slab.groups[0], "strict", present), slab.groups[0].inputs
@@ -87,12 +138,25 @@ FORMS: list[tuple[Domain, str, tuple[int, ...]]] = [
 @pytest.mark.parametrize("num_envs", [NUM_ENVS, 60])
 @pytest.mark.parametrize("rows", [None, [2, 0]])
 @pytest.mark.parametrize(("domain", "dtype", "shape"), FORMS)
-def test_the_short_way_writes_what_the_long_way_writes(domain, dtype, shape, rows, num_envs):
+def test_the_short_way_writes_what_the_long_way_writes(
+    domain, dtype, shape, rows, num_envs
+):
     count = num_envs if rows is None else len(rows)
-    values = np.arange(1, 1 + count * int(np.prod(shape))).reshape(count, *shape).astype(dtype) % 90
-    td, where = TensorDict({"action": torch.from_numpy(values)}, [count]), rows and np.array(rows)
+    values = (
+        np.arange(1, 1 + count * int(np.prod(shape)))
+        .reshape(count, *shape)
+        .astype(dtype)
+        % 90
+    )
+    td, where = (
+        TensorDict({"action": torch.from_numpy(values)}, [count]),
+        rows and np.array(rows),
+    )
     leaf = LeafSpec(("action",), shape, dtype, domain)
-    (short, shorts), (long, longs) = intake_of(leaf, num_envs=num_envs), intake_of(leaf, num_envs=num_envs)
+    (short, shorts), (long, longs) = (
+        intake_of(leaf, num_envs=num_envs),
+        intake_of(leaf, num_envs=num_envs),
+    )
     expected = np.zeros((num_envs, *shape), dtype)
     expected[slice(None) if rows is None else rows] = values
     assert short.take(td, where)
@@ -102,8 +166,12 @@ def test_the_short_way_writes_what_the_long_way_writes(domain, dtype, shape, row
 
 
 @pytest.mark.parametrize("rows", [None, np.array([2, 0, 1])])
-@pytest.mark.parametrize(("domain", "dtype", "legal", "illegal"), [case for case in CASES if case[3]])
-def test_one_illegal_value_refuses_all_and_names_its_env(domain, dtype, legal, illegal, rows):
+@pytest.mark.parametrize(
+    ("domain", "dtype", "legal", "illegal"), [case for case in CASES if case[3]]
+)
+def test_one_illegal_value_refuses_all_and_names_its_env(
+    domain, dtype, legal, illegal, rows
+):
     intake, inputs = intake_of(leaf_of(domain, dtype, legal[0]))
     for value, _ in illegal:
         values = np.array([legal[0], value, legal[0]], dtype)
@@ -118,8 +186,14 @@ def test_one_illegal_value_refuses_all_and_names_its_env(domain, dtype, legal, i
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (torch.zeros(NUM_ENVS, 1, dtype=torch.int64), r"expected shape \(3,\), got shape \(3, 1\)"),
-        (torch.zeros(NUM_ENVS - 1, dtype=torch.int64), r"expected shape \(3,\), got shape \(2,\)"),
+        (
+            torch.zeros(NUM_ENVS, 1, dtype=torch.int64),
+            r"expected shape \(3,\), got shape \(3, 1\)",
+        ),
+        (
+            torch.zeros(NUM_ENVS - 1, dtype=torch.int64),
+            r"expected shape \(3,\), got shape \(2,\)",
+        ),
         (torch.zeros(NUM_ENVS), "expected int64, got float32"),
         (torch.zeros(NUM_ENVS, dtype=torch.int64, device="meta"), "on the meta device"),
         (None, "expected a key"),
@@ -145,7 +219,11 @@ def test_other_shapes_kinds_and_keys_are_refused(given, message):
     ],
 )
 def test_values_of_the_same_kind_are_converted(dtype, given):
-    intake, _ = intake_of(LeafSpec(("action",), (), dtype, Discrete(3) if dtype != "float32" else Unbounded()))
+    intake, _ = intake_of(
+        LeafSpec(
+            ("action",), (), dtype, Discrete(3) if dtype != "float32" else Unbounded()
+        )
+    )
     td = TensorDict({"action": given}, [NUM_ENVS])
     assert not intake.take(td), "the short way is for what is there as the slab has it"
     (read,) = intake.read(td, None)
@@ -156,17 +234,30 @@ def test_values_of_the_same_kind_are_converted(dtype, given):
 def test_a_number_that_its_dtype_cannot_hold_is_illegal(domain):
     intake, _ = intake_of(LeafSpec(("action",), (), "int32", domain))
     with pytest.raises(ActionError, match=rf"got {2**32 + 1} at \(1,\) \(env 1\)"):
-        intake.read(TensorDict({"action": torch.tensor([0, 2**32 + 1, 0])}, [NUM_ENVS]), None)
+        intake.read(
+            TensorDict({"action": torch.tensor([0, 2**32 + 1, 0])}, [NUM_ENVS]), None
+        )
 
 
 def test_a_missing_part_of_an_action_is_named_with_the_parts_that_are_there():
-    leaves = [LeafSpec(("action", name), (), "int64", Discrete(2)) for name in ("heat", "mode")]
+    leaves = [
+        LeafSpec(("action", name), (), "int64", Discrete(2))
+        for name in ("heat", "mode")
+    ]
     intake, _ = intake_of(*leaves)
     td = TensorDict({"observation": torch.zeros(NUM_ENVS)}, [NUM_ENVS])
-    with pytest.raises(ActionError, match=r"action/heat expected a key .* got none among \['observation'\]"):
+    with pytest.raises(
+        ActionError,
+        match=r"action/heat expected a key .* got none among \['observation'\]",
+    ):
         intake.read(td, None)
-    td["action"] = TensorDict({"mode": torch.zeros(NUM_ENVS, dtype=torch.int64)}, [NUM_ENVS])
-    with pytest.raises(ActionError, match=r"action/heat expected a key .* got none among \['action/mode'\]"):
+    td["action"] = TensorDict(
+        {"mode": torch.zeros(NUM_ENVS, dtype=torch.int64)}, [NUM_ENVS]
+    )
+    with pytest.raises(
+        ActionError,
+        match=r"action/heat expected a key .* got none among \['action/mode'\]",
+    ):
         intake.read(td, None)
 
 
@@ -187,11 +278,18 @@ def test_state_that_is_left_out_is_that_of_the_present_roots():
     intake, _ = intake_of(
         action,
         state=(state,),
-        present=lambda key, which: which[:, None].astype("float32") if key == ("hidden",) else None,
+        present=lambda key, which: (
+            which[:, None].astype("float32") if key == ("hidden",) else None
+        ),
     )
-    assert [values.tolist() for values in intake.read(td, rows)] == [[0, 1], [[2.0], [0.0]]]
+    assert [values.tolist() for values in intake.read(td, rows)] == [
+        [0, 1],
+        [[2.0], [0.0]],
+    ]
     given = td.clone().set("hidden", torch.full((2, 1), np.nan))
-    assert np.isnan(intake.read(given, rows)[1]).all(), "state is the caller's own, and is not checked"
+    assert np.isnan(intake.read(given, rows)[1]).all(), (
+        "state is the caller's own, and is not checked"
+    )
 
 
 TRUE, FALSE, MIXED = (
@@ -209,7 +307,10 @@ TRUE, FALSE, MIXED = (
         ({"_reset": MIXED}, [False, True]),
         ({"_reset": MIXED[:, None]}, [False, True]),
         ({"a": {"_reset": torch.stack([MIXED, MIXED]).T}}, [False, True]),
-        ({"a": {"_reset": torch.tensor([[True, False], [False, False]])}}, [True, False]),
+        (
+            {"a": {"_reset": torch.tensor([[True, False], [False, False]])}},
+            [True, False],
+        ),
         ({"a": {"_reset": FALSE}, "b": {"_reset": MIXED}}, [False, True]),
         ({"_reset": FALSE, "a": {"_reset": TRUE}}, [False, False]),
         ({"next": {"_reset": TRUE}}, None),
@@ -228,7 +329,16 @@ def test_a_mask_of_an_env_that_is_a_batch_has_a_bool_for_each_row():
         assert found.tolist() == mask.tolist()
 
 
-@pytest.mark.parametrize("mask", [torch.zeros(2), torch.zeros(2, dtype=torch.uint8), torch.zeros((), dtype=torch.bool)])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.zeros(2),
+        torch.zeros(2, dtype=torch.uint8),
+        torch.zeros((), dtype=torch.bool),
+    ],
+)
 def test_a_mask_that_is_none_is_refused(mask):
-    with pytest.raises(ValueError, match=r"expected a bool mask of shape \(2,\) or \(2, 1\)"):
+    with pytest.raises(
+        ValueError, match=r"expected a bool mask of shape \(2,\) or \(2, 1\)"
+    ):
         reset_mask(TensorDict({"_reset": mask}, []), (2,))

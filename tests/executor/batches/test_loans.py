@@ -69,8 +69,12 @@ class Pictures(gymnasium.Env[Any, Any]):
 MAKERS: dict[str, Callable[..., Any]] = {
     "2 workers": functools.partial(ParallelEnv, num_workers=2),
     "serial": SerialEnv,
-    "general path": functools.partial(ParallelEnv, num_workers=2, options=ExecutorOptions(infos="plain")),
-    "restart": functools.partial(ParallelEnv, num_workers=2, options=ExecutorOptions(on_worker_loss="restart")),
+    "general path": functools.partial(
+        ParallelEnv, num_workers=2, options=ExecutorOptions(infos="plain")
+    ),
+    "restart": functools.partial(
+        ParallelEnv, num_workers=2, options=ExecutorOptions(on_worker_loss="restart")
+    ),
 }
 
 
@@ -138,7 +142,9 @@ def test_if_all_frames_are_held_they_are_looked_through_once_a_step(env, monkeyp
         td, root = env.step_and_maybe_reset(act(env, root))
         kept.append(td)
     find = loans._find
-    monkeypatch.setattr(loans, "_find", lambda present: (calls.append(present), find(present))[1])
+    monkeypatch.setattr(
+        loans, "_find", lambda present: (calls.append(present), find(present))[1]
+    )
     for _ in range(5):
         td, root = env.step_and_maybe_reset(act(env, root))
         kept.append(td)
@@ -146,7 +152,9 @@ def test_if_all_frames_are_held_they_are_looked_through_once_a_step(env, monkeyp
     del kept[:3]  # the root of the next batch is one of them
     for _ in range(2):
         td, root = env.step_and_maybe_reset(act(env, root))
-    assert env.engine.positions.column >= loans.first, "what was given back is lent again"
+    assert env.engine.positions.column >= loans.first, (
+        "what was given back is lent again"
+    )
 
 
 def test_a_loop_that_keeps_two_batches_uses_few_frames(env):
@@ -163,7 +171,11 @@ def test_a_loop_that_keeps_two_batches_uses_few_frames(env):
 WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
     "torch": lambda leaf: leaf.fill_(1),
     "numpy": lambda leaf: leaf.numpy().fill(1),
-    "dlpack": lambda leaf: np.from_dlpack(leaf).fill(1) if leaf.dtype != torch.bool else leaf.numpy().fill(1),
+    "dlpack": lambda leaf: (
+        np.from_dlpack(leaf).fill(1)
+        if leaf.dtype != torch.bool
+        else leaf.numpy().fill(1)
+    ),
     "view": lambda leaf: leaf.reshape(-1)[::2].fill_(1),
     "data": lambda leaf: leaf.data.fill_(1),
 }
@@ -183,7 +195,9 @@ def test_what_a_caller_writes_to_a_batch_is_never_seen_again(env):
         keeps: list[Any] = []
         for _ in range(100):
             assert_same(values_of(root), values_of(twin_root))
-            what = rng.choice(["step", "fused", "fused", "fused", "reset", "current", "rollout"])
+            what = rng.choice(
+                ["step", "fused", "fused", "fused", "reset", "current", "rollout"]
+            )
             if what == "rollout":
                 torch.manual_seed(0)
                 pair = [
@@ -211,7 +225,8 @@ def test_what_a_caller_writes_to_a_batch_is_never_seen_again(env):
                 root, twin_root = env.reset(reset), twin.reset(reset)
             else:
                 (td, root), (twin_td, twin_root) = (
-                    one.step_and_maybe_reset(act(one, own)) for one, own in ((env, root), (twin, twin_root))
+                    one.step_and_maybe_reset(act(one, own))
+                    for one, own in ((env, root), (twin, twin_root))
                 )
                 assert_same(values_of(td), values_of(twin_td))
                 assert_same(values_of(root), values_of(twin_root))
@@ -297,7 +312,9 @@ def test_batches_outlive_the_executor(env):
 
 
 def test_a_batch_that_is_held_survives_sends_and_failures():
-    with ParallelEnv(NUM_ENVS, functools.partial(Pictures, fails=True), num_workers=2, seed=0) as env:
+    with ParallelEnv(
+        NUM_ENVS, functools.partial(Pictures, fails=True), num_workers=2, seed=0
+    ) as env:
         root = env.reset()
         kept = []
         for i in range(30):
@@ -334,7 +351,8 @@ def test_no_frame_is_lent_where_batches_are_views_or_small_or_mixed():
 
 
 def test_without_pagemap_batches_are_copied(monkeypatch):
-    monkeypatch.setattr(PrivateView, "has_copies", lambda *_: False)  # as if /proc were another system's
+    # As if /proc were another system's.
+    monkeypatch.setattr(PrivateView, "has_copies", lambda *_: False)
     with SerialEnv(NUM_ENVS, Pictures) as env:
         assert env.engine.positions.loans is None
         env.step(act(env, env.reset()))
@@ -360,7 +378,8 @@ def test_a_private_view_follows_until_it_is_written_to():
     assert (view.array == 2).all()
     assert not view.has_copies(0, 3 * page)
     array = view.array
-    assert open_view(shared[: 2 * page]) is None  # writing to a shared mapping copies no page
+    # Writing to a shared mapping copies no page.
+    assert open_view(shared[: 2 * page]) is None
     segment.close()
     del view, segment, shared
     gc.collect()
@@ -382,7 +401,10 @@ def test_descriptors_are_closed_with_the_executor():
 
 def test_a_collector_and_a_background_policy_keep_their_data():
     env = ParallelEnv(NUM_ENVS, Pictures, num_workers=2, seed=0)
-    with env, AsyncCollector(env, None, frames_per_batch=40, total_frames=200) as collector:
+    with (
+        env,
+        AsyncCollector(env, None, frames_per_batch=40, total_frames=200) as collector,
+    ):
         kept = [(data, values_of(data)) for data in collector]
     for data, before in kept:
         assert_same(values_of(data), before)
@@ -398,7 +420,12 @@ def assert_saved_as_held(leaves: Iterable[torch.Tensor]) -> None:
     """Assert that leaves can be saved together, and that the file of one has its own bytes."""
     assert saved([*leaves])
     for leaf in leaves:
-        texts = saved(leaf), saved(leaf[:1]), saved(copy.deepcopy(leaf)), pickle.dumps(leaf)
+        texts = (
+            saved(leaf),
+            saved(leaf[:1]),
+            saved(copy.deepcopy(leaf)),
+            pickle.dumps(leaf),
+        )
         assert max(map(len, texts)) < leaf.nbytes + 3000
 
 
@@ -413,9 +440,20 @@ def test_what_is_saved_is_what_is_held(maker, env_type):
         env.send(action)
         received = env.recv()
         rollout = env.rollout(3, break_when_any_done=False)
-        for batch in (root, td, after, received, env.current(received["env_ids"]), env.current(), rollout):
+        for batch in (
+            root,
+            td,
+            after,
+            received,
+            env.current(received["env_ids"]),
+            env.current(),
+            rollout,
+        ):
             before = values_of(batch)
-            assert_same(values_of(torch.load(io.BytesIO(saved(batch)), weights_only=False)), before)
+            assert_same(
+                values_of(torch.load(io.BytesIO(saved(batch)), weights_only=False)),
+                before,
+            )
             assert_saved_as_held([*batch.values(include_nested=True, leaves_only=True)])
 
 
@@ -445,7 +483,9 @@ def process_of(check: Callable[[], None]) -> Callable[[], int]:
     return wait
 
 
-@pytest.mark.parametrize(("fork", "hold"), [(fork_of, "the leaf"), (process_of, "an array")])
+@pytest.mark.parametrize(
+    ("fork", "hold"), [(fork_of, "the leaf"), (process_of, "an array")]
+)
 def test_a_batch_that_only_a_fork_holds_stays_what_it_is(env, fork, hold):
     root = env.reset()
     for _ in range(4):  # the latest frame is then the first one to be used again

@@ -19,7 +19,12 @@ from envherd.executor.batches import memory as batch_memory
 from envherd.executor.batches.memory import ReusedMemory
 from envherd.workers.testing import CountingEnv
 
-SHAPES = [((5,), np.float32), ((2, 1), np.bool_), ((40, 40), np.int32), ((3,), np.int64)]
+SHAPES = [
+    ((5,), np.float32),
+    ((2, 1), np.bool_),
+    ((40, 40), np.int32),
+    ((3,), np.int64),
+]
 
 
 def split(buffer: np.ndarray) -> list[np.ndarray]:
@@ -31,7 +36,10 @@ def split(buffer: np.ndarray) -> list[np.ndarray]:
     return arrays
 
 
-NBYTES = sum((int(np.prod(shape)) * np.dtype(dtype).itemsize + 7) // 8 * 8 for shape, dtype in SHAPES)
+NBYTES = sum(
+    (int(np.prod(shape)) * np.dtype(dtype).itemsize + 7) // 8 * 8
+    for shape, dtype in SHAPES
+)
 
 
 class Square(torch.autograd.Function):
@@ -54,18 +62,35 @@ def saved(leaf: torch.Tensor) -> Any:
 HOLDS: dict[str, tuple[Callable[[Any], Any], Any]] = {
     "tensor": (lambda leaf: leaf, lambda held: held),
     "row": (lambda leaf: leaf[:1], lambda held: held),
-    "transposed": (lambda leaf: leaf.t() if leaf.ndim == 2 else leaf, lambda held: held),
+    "transposed": (
+        lambda leaf: leaf.t() if leaf.ndim == 2 else leaf,
+        lambda held: held,
+    ),
     "numpy": (lambda leaf: leaf.numpy(), torch.from_numpy),
     "row of numpy": (lambda leaf: leaf.numpy()[1:], torch.from_numpy),
     "dlpack": (torch._C._to_dlpack, None),
     "detached": (lambda leaf: leaf.detach(), lambda held: held),
     "data": (lambda leaf: leaf.data, lambda held: held),
-    "parameter": (lambda leaf: torch.nn.Parameter(leaf, requires_grad=False), lambda held: held.data),
-    "storage": (lambda leaf: (leaf.untyped_storage(), leaf.dtype, leaf.storage_offset(), leaf.shape), None),
+    "parameter": (
+        lambda leaf: torch.nn.Parameter(leaf, requires_grad=False),
+        lambda held: held.data,
+    ),
+    "storage": (
+        lambda leaf: (
+            leaf.untyped_storage(),
+            leaf.dtype,
+            leaf.storage_offset(),
+            leaf.shape,
+        ),
+        None,
+    ),
     "autograd": (saved, lambda held: held.grad_fn.saved_tensors[0]),
     "shared": (lambda leaf: leaf.share_memory_(), lambda held: held),
     "tensordict": (lambda leaf: TensorDict({"a": leaf}, []), lambda held: held["a"]),
-    "memory": (lambda leaf: memoryview(leaf.numpy()), lambda held: torch.from_numpy(np.asarray(held))),
+    "memory": (
+        lambda leaf: memoryview(leaf.numpy()),
+        lambda held: torch.from_numpy(np.asarray(held)),
+    ),
 }
 
 
@@ -86,7 +111,11 @@ def fill(buffer: np.ndarray, number: int) -> None:
 @settings(max_examples=100)
 @given(
     steps=st.lists(
-        st.tuples(st.sampled_from([None, None, *HOLDS]), st.integers(0, len(SHAPES) - 1), st.integers(0, 6)),
+        st.tuples(
+            st.sampled_from([None, None, *HOLDS]),
+            st.integers(0, len(SHAPES) - 1),
+            st.integers(0, 6),
+        ),
         min_size=5,
         max_size=40,
     )
@@ -99,13 +128,19 @@ def test_what_is_held_is_never_written_to(steps):
         fill(buffer, number)
         if kind == "dlpack":
             held.append(
-                ("tensor", torch.utils.dlpack.from_dlpack(HOLDS[kind][0](leaves[index])), leaves[index].clone())
+                (
+                    "tensor",
+                    torch.utils.dlpack.from_dlpack(HOLDS[kind][0](leaves[index])),
+                    leaves[index].clone(),
+                )
             )
         elif kind is not None:
             value = HOLDS[kind][0](leaves[index])
             held.append((kind, value, read(kind, value).clone()))
         for (shape, dtype), leaf in zip(SHAPES, leaves, strict=True):
-            expected = torch.from_numpy(np.full(shape, number % 2 if dtype is np.bool_ else number, dtype))
+            expected = torch.from_numpy(
+                np.full(shape, number % 2 if dtype is np.bool_ else number, dtype)
+            )
             assert torch.equal(leaf, expected)
             assert not leaf.requires_grad
             assert leaf.is_contiguous()
@@ -116,7 +151,9 @@ def test_what_is_held_is_never_written_to(steps):
             assert torch.equal(read(kind_held, value), expected), kind_held
 
 
-@pytest.mark.skipif(batch_memory._use_count is None, reason="this version of torch does not count")
+@pytest.mark.skipif(
+    batch_memory._use_count is None, reason="this version of torch does not count"
+)
 def test_it_is_reused_once_nobody_holds_it():
     memory = ReusedMemory(NBYTES, split)
     first = {memory.take()[1][0].data_ptr() for _ in range(20)}
@@ -127,10 +164,14 @@ def test_it_is_reused_once_nobody_holds_it():
     assert {memory.take()[1][0].data_ptr() for _ in range(20)} == first
 
 
-@pytest.mark.skipif(batch_memory._use_count is None, reason="this version of torch does not count")
+@pytest.mark.skipif(
+    batch_memory._use_count is None, reason="this version of torch does not count"
+)
 def test_what_was_moved_to_shared_memory_is_not_reused():
     memory = ReusedMemory(NBYTES, split)
-    moved = {memory.take()[1][index % 4].share_memory_().data_ptr() for index in range(6)}
+    moved = {
+        memory.take()[1][index % 4].share_memory_().data_ptr() for index in range(6)
+    }
     later = [memory.take() for _ in range(3)]
     for number, (buffer, leaves) in enumerate(later):
         fill(buffer, number)
@@ -181,17 +222,27 @@ def test_batches_of_an_executor_stay_what_they_are(make):
             elif step % 5 == 3:
                 kept.append((pickle.loads(pickle.dumps(value)), value.clone()))
             elif step % 5 == 4:
-                kept.append((copy.deepcopy(td)["next", "reward"], td["next", "reward"].clone()))
+                kept.append(
+                    (copy.deepcopy(td)["next", "reward"], td["next", "reward"].clone())
+                )
         for found, expected in kept:
             assert torch.equal(torch.as_tensor(found), expected)
 
 
-INFERENCE = [(SerialEnv, {}), (ParallelEnv, {}), (ParallelEnv, {"options": ExecutorOptions(infos="plain")})]
+INFERENCE = [
+    (SerialEnv, {}),
+    (ParallelEnv, {}),
+    (ParallelEnv, {"options": ExecutorOptions(infos="plain")}),
+]
 
 
 @pytest.mark.parametrize("is_made_inside", [False, True])
-@pytest.mark.parametrize(("make", "options"), [*INFERENCE, (SerialEnv, {"copy": False})])
-def test_batches_that_were_made_in_inference_mode_can_be_used_outside_of_it(make, options, is_made_inside):
+@pytest.mark.parametrize(
+    ("make", "options"), [*INFERENCE, (SerialEnv, {"copy": False})]
+)
+def test_batches_that_were_made_in_inference_mode_can_be_used_outside_of_it(
+    make, options, is_made_inside
+):
     with torch.inference_mode(is_made_inside):
         env = make(3, CountingEnv, seed=0, **options)
     batches = []
@@ -220,8 +271,13 @@ def test_collectors_may_enter_and_leave_inference_mode(collector_type):
     layer = torch.nn.Linear(3, 1)
 
     def act(td: Any) -> Any:
-        hidden = layer(td["observation"].float()) + td.get("hidden", torch.zeros(3, 1)).mean()
-        return td.set("action", td["observation"][:, 0] % 2).set("next", TensorDict({"hidden": hidden}, td.batch_size))
+        hidden = (
+            layer(td["observation"].float())
+            + td.get("hidden", torch.zeros(3, 1)).mean()
+        )
+        return td.set("action", td["observation"][:, 0] % 2).set(
+            "next", TensorDict({"hidden": hidden}, td.batch_size)
+        )
 
     def collect(collector: Any) -> None:
         for _ in range(2):

@@ -19,7 +19,9 @@ class Masked(gymnasium.Env):
     """Has `n` actions and allows two of them, which change from step to step, or none."""
 
     def __init__(self, n: int = 5, *, allows_none: bool = False) -> None:
-        self.observation_space = spaces.Dict({"action_mask": spaces.MultiBinary(n), "place": spaces.Box(0, 1, (1,))})
+        self.observation_space = spaces.Dict(
+            {"action_mask": spaces.MultiBinary(n), "place": spaces.Box(0, 1, (1,))}
+        )
         self.action_space = spaces.Discrete(n)
         self.num_actions = n
         self.allows_none = allows_none
@@ -35,7 +37,12 @@ class Masked(gymnasium.Env):
     def _see(self) -> Any:
         mask = np.zeros(self.num_actions, np.int8)
         if not self.allows_none:
-            mask[[self.num_steps % self.num_actions, (self.num_steps + 2) % self.num_actions]] = 1
+            mask[
+                [
+                    self.num_steps % self.num_actions,
+                    (self.num_steps + 2) % self.num_actions,
+                ]
+            ] = 1
         return {"action_mask": mask, "place": np.zeros(1, np.float32)}
 
 
@@ -44,7 +51,18 @@ def test_only_what_the_mask_allows_is_drawn_and_all_of_that():
         data = env.rollout(60, break_when_any_done=False)
         steps = data["action_mask"].to(torch.float).argmax(-1)
         assert data["action_mask"].bool().gather(-1, data["action"][..., None]).all()
-        assert len(set(zip(steps.flatten().tolist(), data["action"].flatten().tolist(), strict=True))) > 5
+        assert (
+            len(
+                set(
+                    zip(
+                        steps.flatten().tolist(),
+                        data["action"].flatten().tolist(),
+                        strict=True,
+                    )
+                )
+            )
+            > 5
+        )
         without_roots = torch.cat([env.rand_action()["action"] for _ in range(50)])
     assert set(without_roots.tolist()) == set(range(5))
 
@@ -88,7 +106,11 @@ def test_masks_of_agents_hold_within_their_group():
         data = env.rollout(30, break_when_any_done=False)
     for group in ("wolf", "sheep"):
         assert not data[group, "action_mask"].all()
-        assert data[group, "action_mask"].gather(-1, data[group, "action"][..., None]).all()
+        assert (
+            data[group, "action_mask"]
+            .gather(-1, data[group, "action"][..., None])
+            .all()
+        )
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -109,26 +131,49 @@ def test_unlike_envs_get_their_actions_in_whatever_batch(env_ids):
             assert row["action_mask"][row["action"]] == 1
         if env_ids is None:
             td = env.rand_action(TensorDict({}, [3]))
-            assert all(0 <= row["action"] < 4 + (i != 1) for i, row in enumerate(td.unbind(0)))
+            assert all(
+                0 <= row["action"] < 4 + (i != 1) for i, row in enumerate(td.unbind(0))
+            )
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "int64", "uint64"])
 def test_the_whole_range_of_integers_is_drawn(dtype):
     limits = np.iinfo(dtype)
-    draw = drawer(LeafSpec(("action",), (4,), dtype, Box(np.array(limits.min, dtype), np.array(limits.max, dtype))))
+    draw = drawer(
+        LeafSpec(
+            ("action",),
+            (4,),
+            dtype,
+            Box(np.array(limits.min, dtype), np.array(limits.max, dtype)),
+        )
+    )
     drawn = draw(np.random.default_rng(0), (200, 4))
     assert (drawn.dtype, drawn.shape) == (np.dtype(dtype), (200, 4))
     eighth = (int(limits.max) - int(limits.min)) // 8
     assert drawn.min() < limits.min + eighth
     assert drawn.max() > limits.max - eighth
-    narrow = drawer(LeafSpec(("action",), (), dtype, Box(np.array(limits.max - 1, dtype), np.array(limits.max, dtype))))
-    assert set(narrow(np.random.default_rng(0), (50,)).tolist()) == {limits.max - 1, limits.max}
+    narrow = drawer(
+        LeafSpec(
+            ("action",),
+            (),
+            dtype,
+            Box(np.array(limits.max - 1, dtype), np.array(limits.max, dtype)),
+        )
+    )
+    assert set(narrow(np.random.default_rng(0), (50,)).tolist()) == {
+        limits.max - 1,
+        limits.max,
+    }
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_the_whole_range_of_floats_is_drawn(dtype):
     limits = np.finfo(dtype)
-    draw = drawer(LeafSpec(("action",), (4,), dtype, Box(np.array(limits.min), np.array(limits.max))))
+    draw = drawer(
+        LeafSpec(
+            ("action",), (4,), dtype, Box(np.array(limits.min), np.array(limits.max))
+        )
+    )
     drawn = draw(np.random.default_rng(0), (200, 4))
     assert np.isfinite(drawn).all()
     assert drawn.min() < limits.min / 2
@@ -137,7 +182,9 @@ def test_the_whole_range_of_floats_is_drawn(dtype):
 
 def test_bounds_may_be_missing_on_a_side():
     for low, high in ((-np.inf, 3.0), (250.0, np.inf), (-np.inf, np.inf)):
-        draw = drawer(LeafSpec(("action",), (2,), "uint8", Box(np.array(low), np.array(high))))
+        draw = drawer(
+            LeafSpec(("action",), (2,), "uint8", Box(np.array(low), np.array(high)))
+        )
         drawn = draw(np.random.default_rng(0), (50, 2))
         assert max(low, 0) <= drawn.min()
         assert drawn.max() <= min(high, 255)

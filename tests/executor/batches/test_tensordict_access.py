@@ -23,7 +23,10 @@ def leaves():
 
 @pytest.mark.parametrize("device", [None, torch.device("cpu")])
 def test_made_as_by_the_constructor(device):
-    made, public = maker(SIZE, device)(leaves()), TensorDict(leaves(), SIZE, device=device)
+    made, public = (
+        maker(SIZE, device)(leaves()),
+        TensorDict(leaves(), SIZE, device=device),
+    )
     assert set(vars(made)) >= {"_tensordict", "_batch_size", "_device"}
     assert made.batch_size == public.batch_size
     assert made.device == public.device

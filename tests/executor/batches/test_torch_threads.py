@@ -59,7 +59,8 @@ def steps() -> int:
         env.recv(3, max_envs=4)
         env.recv()
         env.rollout(8, act, break_when_any_done=False)
-        assert env.rollout(8, act, break_when_any_done=True).shape == (NUM_ENVS, 6)  # cut short
+        # Cut short.
+        assert env.rollout(8, act, break_when_any_done=True).shape == (NUM_ENVS, 6)
         Collector(env, act, frames_per_batch=32, close_env=False).collect()
         return others_us() - before
 
@@ -68,7 +69,9 @@ CASES = {
     "steps": steps,
     "collector of rows": collects,
     "collector of transitions": functools.partial(collects, layout="flat"),
-    "collector with batch sizes": functools.partial(collects, batch_sizes=(3, NUM_ENVS)),
+    "collector with batch sizes": functools.partial(
+        collects, batch_sizes=(3, NUM_ENVS)
+    ),
 }
 
 
@@ -77,7 +80,12 @@ def test_no_thread_of_torch_runs():
     code = f"import torch; torch.set_num_threads(4); from {__name__} import CASES"
     script = code + "; print({name: case() for name, case in CASES.items()})"
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{dict.fromkeys(CASES, 0)}\n"

@@ -156,7 +156,10 @@ def figures_of(result: Result) -> dict:
 
 
 SLOW = pytest.mark.slow
-TASK, PRESS = "python:tests.envs.suite_envs:Task", "--policy tests.executor.show.test_evaluate_tasks:make_press"
+TASK, PRESS = (
+    "python:tests.envs.suite_envs:Task",
+    "--policy tests.executor.show.test_evaluate_tasks:make_press",
+)
 TEAM = "python:tests.executor.show.test_evaluation:make_team"
 #: Command, exit code, stream, and texts that are in it.
 OUTCOMES: list[Any] = [
@@ -166,9 +169,26 @@ OUTCOMES: list[Any] = [
         "rollout --help",
         0,
         "stdout",
-        ["--envs", "--workers", "--steps", "--seed", "--policy", "--out", "--gif", "--png", "--json", "--mp4"],
+        [
+            "--envs",
+            "--workers",
+            "--steps",
+            "--seed",
+            "--policy",
+            "--out",
+            "--gif",
+            "--png",
+            "--json",
+            "--mp4",
+        ],
     ),
-    pytest.param("rollout meltingpot:clean_pu", 2, "stderr", ["clean_up"], marks=needs("meltingpot")),
+    pytest.param(
+        "rollout meltingpot:clean_pu",
+        2,
+        "stderr",
+        ["clean_up"],
+        marks=needs("meltingpot"),
+    ),
     ("rollout gymnasium:CartPol-v1", 2, "stderr", ["CartPole-v1"]),
     ("rollout gymnasum:CartPole-v1", 2, "stderr", ["gymnasium:"]),
     ("rollout python:my_envs:Break", 2, "stderr", ["Breaks"]),
@@ -187,11 +207,15 @@ OUTCOMES: list[Any] = [
             ("--views --agent 1 --gif a.gif", "expected --views or --agent, got both"),
             ("--ray local --mp4 a.mp4", "expected envs on this machine, got --ray"),
             ("--ray local --png a.png", "expected envs on this machine, got --ray"),
-            ("--ray local --gif a.gif --alone", "expected envs on this machine, got --ray"),
+            (
+                "--ray local --gif a.gif --alone",
+                "expected envs on this machine, got --ray",
+            ),
             ("--env-kwargs '{length: 3}'", "JSON object"),
             ("--env-kwargs [3]", "JSON object"),
             ("--env-kwargs @/dev/zero", "a device, a pipe or a folder"),
-            ("--env-kwargs @/proc/kmsg", "JSON object"),  # reading it waits for the kernel's next message
+            # Reading it waits for the kernel's next message.
+            ("--env-kwargs @/proc/kmsg", "JSON object"),
             ("--gif none/film.gif", "there is no folder 'none'"),
             ("--json none/figures.json", "there is no folder 'none'"),
             ("--out none/data", "there is no folder 'none'"),
@@ -200,21 +224,41 @@ OUTCOMES: list[Any] = [
             ("--mp4 none/film.mp4", "there is no folder 'none'"),
         ]
     ),
-    ("list gymnasium 'no such name'", 1, "stderr", ["expected names that contain 'no such name', got none"]),
+    (
+        "list gymnasium 'no such name'",
+        1,
+        "stderr",
+        ["expected names that contain 'no such name', got none"],
+    ),
     ("list gymnasim", 2, "stderr", ["got 'gymnasim'. Did you mean gymnasium"]),
     *(  # what no machine has, or no number is
         (f"{command} {option} {value}", 2, "stderr", [text or option])
         for command, option, value, text in [
-            (f"rollout {COUNTING}", "--envs", 10**9, "num_envs failed: expected at most"),
+            (
+                f"rollout {COUNTING}",
+                "--envs",
+                10**9,
+                "num_envs failed: expected at most",
+            ),
             (f"rollout {COUNTING}", "--envs", "9" * 23, ""),
             (f"rollout {COUNTING}", "--workers", "9" * 400, ""),
             (f"rollout {COUNTING}", "--steps", "9" * 23, ""),
             (f"rollout {COUNTING}", "--seed", "9" * 5000, ""),
             (f"evaluate {COUNTING}", "--episodes", "9" * 23, ""),
-            (f"check {COUNTING}", "--together", 10**6, "num_envs failed: expected at most"),
+            (
+                f"check {COUNTING}",
+                "--together",
+                10**6,
+                "num_envs failed: expected at most",
+            ),
             (f"check {COUNTING}", "--steps", 10**9, ""),
             (f"size {COUNTING}", "--envs", 10**9, "num_envs failed: expected at most"),
-            (f"size {COUNTING}", "--workers", 10**9, "num_workers failed: expected at most"),
+            (
+                f"size {COUNTING}",
+                "--workers",
+                10**9,
+                "num_workers failed: expected at most",
+            ),
             (f"size {COUNTING}", "--budget", "nan", ""),
             (f"size {COUNTING}", "--policy-ms", "inf", ""),
             (f"size {COUNTING}", "--target-steps-per-s", "nan", ""),
@@ -222,18 +266,48 @@ OUTCOMES: list[Any] = [
             ("top", "--interval", "1e300", ""),
         ]
     ),
-    (f"evaluate {COUNTING} --json none/found.json", 2, "stderr", ["there is no folder 'none'"]),
-    (f"size {COUNTING} --json none/setting.json", 2, "stderr", ["there is no folder 'none'"]),
+    (
+        f"evaluate {COUNTING} --json none/found.json",
+        2,
+        "stderr",
+        ["there is no folder 'none'"],
+    ),
+    (
+        f"size {COUNTING} --json none/setting.json",
+        2,
+        "stderr",
+        ["there is no folder 'none'"],
+    ),
     ("replay . --png none/sheet.png", 2, "stderr", ["there is no folder 'none'"]),
     ("init none/my_env.py", 2, "stderr", ["there is no folder 'none'"]),
-    pytest.param("rollout python:my_envs:refuses", 1, "stderr", ["OSError: no such track", "my_envs.py"], marks=SLOW),
     pytest.param(
-        f"rollout {PAIR} --steps 1000 --gif a.gif --out kept", 1, "stderr", ["no picture of themselves"], marks=SLOW
+        "rollout python:my_envs:refuses",
+        1,
+        "stderr",
+        ["OSError: no such track", "my_envs.py"],
+        marks=SLOW,
     ),
-    pytest.param(f"rollout {COUNTING} --steps {10**13} --out kept", 1, "stderr", ["expected room for"], marks=SLOW),
+    pytest.param(
+        f"rollout {PAIR} --steps 1000 --gif a.gif --out kept",
+        1,
+        "stderr",
+        ["no picture of themselves"],
+        marks=SLOW,
+    ),
+    pytest.param(
+        f"rollout {COUNTING} --steps {10**13} --out kept",
+        1,
+        "stderr",
+        ["expected room for"],
+        marks=SLOW,
+    ),
     *(
         pytest.param(
-            f"{command} {env} --policy my_envs:{policy}", 1, "stderr", [text], marks=[SLOW, needs("gymnasium")]
+            f"{command} {env} --policy my_envs:{policy}",
+            1,
+            "stderr",
+            [text],
+            marks=[SLOW, needs("gymnasium")],
         )
         for command in ("rollout", "evaluate")
         for env, policy, text in [
@@ -253,16 +327,28 @@ OUTCOMES: list[Any] = [
                 "expected the policy to return a TensorDict with the action, got dict. Wrap it",
             ),
             # None stands for random actions, which nobody names a factory for.
-            (COUNTING, "forgets_to_return", "expected a policy, got None. Return it from the function."),
+            (
+                COUNTING,
+                "forgets_to_return",
+                "expected a policy, got None. Return it from the function.",
+            ),
         ]
     ),
     (
         f"check {COUNTING} --steps 20",
         0,
         "stdout",
-        ["keeps the contract: 20 steps of 2 envs", *(f"ok {rule} " for rule in range(1, 10))],
+        [
+            "keeps the contract: 20 steps of 2 envs",
+            *(f"ok {rule} " for rule in range(1, 10)),
+        ],
     ),
-    ("check my_envs:Forgets --steps 20", 1, "stdout", ["broken 6 the same seed and actions", "ok 1 "]),
+    (
+        "check my_envs:Forgets --steps 20",
+        1,
+        "stdout",
+        ["broken 6 the same seed and actions", "ok 1 "],
+    ),
     (
         "check my_envs:Leaves --steps 20",
         1,
@@ -281,11 +367,24 @@ OUTCOMES: list[Any] = [
         "check my_envs:refuses",
         1,
         "stderr",
-        ["error: make_env failed: the factory raised OSError: no such track", "my_envs.py"],
+        [
+            "error: make_env failed: the factory raised OSError: no such track",
+            "my_envs.py",
+        ],
     ),
     ("check my_envs:refuse", 2, "stderr", ["refuses"]),
-    (f"evaluate {TEAM} --focal 9 --workers 1", 1, "stderr", ["expected focal players among"]),
-    (f"evaluate {TASK} {TASK}", 2, "stderr", [f"expected each ENV once, got {TASK!r} again"]),
+    (
+        f"evaluate {TEAM} --focal 9 --workers 1",
+        1,
+        "stderr",
+        ["expected focal players among"],
+    ),
+    (
+        f"evaluate {TASK} {TASK}",
+        2,
+        "stderr",
+        [f"expected each ENV once, got {TASK!r} again"],
+    ),
     (
         f'evaluate {TASK} {PRESS} --episodes 3 --workers 1 --env-kwargs \'{{"faults": [[1, "raise"]]}}\'',
         1,
@@ -301,14 +400,18 @@ OUTCOMES: list[Any] = [
 
 
 @pytest.mark.parametrize(("command", "code", "stream", "texts"), OUTCOMES)
-def test_a_command_has_an_exit_code_and_texts_and_leaves_no_file_if_it_fails(folder, command, code, stream, texts):
+def test_a_command_has_an_exit_code_and_texts_and_leaves_no_file_if_it_fails(
+    folder, command, code, stream, texts
+):
     result = CliRunner().invoke(app, shlex.split(command), env={"COLUMNS": "200"})
     assert result.exit_code == code, result.output
     printed = " ".join(getattr(result, stream).replace("│", " ").split())
     assert [text for text in texts if text not in printed] == []
     assert code != 2 or "Traceback" not in result.output
     assert "contract.py" not in result.stderr
-    assert sorted(path.name for path in folder.iterdir() if path.name != "__pycache__") == ["my_envs.py"]
+    assert sorted(
+        path.name for path in folder.iterdir() if path.name != "__pycache__"
+    ) == ["my_envs.py"]
 
 
 @pytest.mark.slow
@@ -316,8 +419,18 @@ def test_a_command_has_an_exit_code_and_texts_and_leaves_no_file_if_it_fails(fol
 @pytest.mark.parametrize(
     ("command", "how", "code", "line"),
     [
-        (f"rollout {COUNTING} --steps 3 --workers 1 -q --json -", ">&-", 2, "got a closed one"),
-        (f"rollout {COUNTING} --steps 3 --workers 1 -q --json -", ">/dev/full", 1, "error: No space left on device."),
+        (
+            f"rollout {COUNTING} --steps 3 --workers 1 -q --json -",
+            ">&-",
+            2,
+            "got a closed one",
+        ),
+        (
+            f"rollout {COUNTING} --steps 3 --workers 1 -q --json -",
+            ">/dev/full",
+            1,
+            "error: No space left on device.",
+        ),
         (f"rollout {COUNTING} --steps 3 --workers 1 -q --json -", "| true", 1, ""),
         (f"rollout {COUNTING} --steps 3 --workers 1", ">&- 2>&- <&-", 0, ""),
         ("list gymnasium", ">/dev/full", 1, "error: No space left on device."),
@@ -329,7 +442,12 @@ def test_a_command_has_an_exit_code_and_texts_and_leaves_no_file_if_it_fails(fol
         (f"rollout {COUNTING} --json pipe.py", "", 2, "'pipe.py': a pipe"),
         (f"rollout {COUNTING} --json loop", "", 2, "circular link"),
         (f"rollout {COUNTING} --json >(cat >copy)", "", 0, ""),
-        (f"evaluate {COUNTING} --out damaged", "", 2, "expected the JSON of an evaluation in damaged"),
+        (
+            f"evaluate {COUNTING} --out damaged",
+            "",
+            2,
+            "expected the JSON of an evaluation in damaged",
+        ),
         (f"rollout {COUNTING} --out $'\\xff'", "", 2, "not UTF-8"),
         ("--help", "", 0, ""),
     ],
@@ -339,9 +457,16 @@ def test_an_output_that_is_closed_or_full_gives_one_line(command, how, code, lin
         "set -o pipefail; export PYTHONIOENCODING=ascii COLUMNS=30; mkfifo pipe.py; ln -s loop loop; echo [ >damaged; "
         f"{Path(sys.executable).with_name('envherd')} {command} {how}"
     )
-    done = subprocess.run(["bash", "-c", script], stderr=subprocess.PIPE, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        ["bash", "-c", script],
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=120,
+    )
     assert done.returncode == code, done.stderr
-    printed = " ".join(done.stderr.replace("|", " ").split())  # a usage error has a frame, as wide as the terminal
+    # A usage error has a frame, as wide as the terminal.
+    printed = " ".join(done.stderr.replace("|", " ").split())
     assert line in printed
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
@@ -352,7 +477,9 @@ def test_json_is_printed_without_a_path_too():
     for value in ([], ["-"], ["found.json"]):
         result = check(COUNTING, "--steps", "20", "--json", *value)
         assert result.exit_code == 0, result.output
-        found = json.loads(Path("found.json").read_text() if "found.json" in value else result.stdout)
+        found = json.loads(
+            Path("found.json").read_text() if "found.json" in value else result.stdout
+        )
         assert (found["schema"], found["is_ok"]) == ("envherd.check/1", True)
         assert [rule["result"] for rule in found["rules"]] == ["ok"] * 9
     result = check("my_envs:Forgets", "--steps", "20", "--json", "--random")
@@ -363,9 +490,24 @@ def test_json_is_printed_without_a_path_too():
 @pytest.mark.usefixtures("folder")
 def test_keyword_arguments_can_be_in_a_file():
     Path("kwargs.json").write_text('{"length": 4}')
-    plain = figures_of(rollout(COUNTING, "--steps", "8", "--envs", "1", "--env-kwargs", "@kwargs.json", "--json"))
+    plain = figures_of(
+        rollout(
+            COUNTING,
+            "--steps",
+            "8",
+            "--envs",
+            "1",
+            "--env-kwargs",
+            "@kwargs.json",
+            "--json",
+        )
+    )
     assert plain["episodes"] == 2
-    for kwargs, message in (("@none.json", "No such file"), ("[" * 10**5, "JSON object"), ("9" * 5000, "JSON object")):
+    for kwargs, message in (
+        ("@none.json", "No such file"),
+        ("[" * 10**5, "JSON object"),
+        ("9" * 5000, "JSON object"),
+    ):
         result = rollout(COUNTING, "--env-kwargs", kwargs)
         assert result.exit_code == 2
         assert message in result.stderr
@@ -377,18 +519,37 @@ def test_keyword_arguments_can_be_in_a_file():
 @pytest.mark.parametrize("command", ["rollout", "evaluate"])
 def test_policies_by_player_are_taken_by_all_commands(command):
     name = "pettingzoo:mpe2.simple_spread_v3"
-    done = CliRunner().invoke(app, [command, name, "--policy", "my_envs:by_player", "--max-steps", "3"])
+    done = CliRunner().invoke(
+        app, [command, name, "--policy", "my_envs:by_player", "--max-steps", "3"]
+    )
     assert done.exit_code == 0, done.output
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_stored_data_and_reported_figures_agree():
-    result = rollout(COUNTING, "--envs", "3", "--workers", "2", "--steps", "40", "--out", "kept", "--json", "-")
+    result = rollout(
+        COUNTING,
+        "--envs",
+        "3",
+        "--workers",
+        "2",
+        "--steps",
+        "40",
+        "--out",
+        "kept",
+        "--json",
+        "-",
+    )
     plain = figures_of(result)
     data = TensorDict.load_memmap("kept")
     assert data.batch_size == (3, 40)
-    assert (plain["num_envs"], plain["num_workers"], plain["steps_done"], plain["env_steps"]) == (3, 2, 40, 120)
+    assert (
+        plain["num_envs"],
+        plain["num_workers"],
+        plain["steps_done"],
+        plain["env_steps"],
+    ) == (3, 2, 40, 120)
     ended = data["next", "done"].squeeze(-1)
     assert plain["episodes"] == ended.sum() > 0
     assert plain["resets"] == 3 + plain["episodes"]
@@ -401,14 +562,26 @@ def test_stored_data_and_reported_figures_agree():
     assert [worker["env_ids"] for worker in plain["workers"]] == [[0, 1], [2]]
     assert plain["memory"]["workers_pss_bytes"] > 0
     assert plain["files"] == {"out": "kept"}
-    assert "env-steps/s" in result.stderr, "the table must not be in the output of the JSON"
+    assert "env-steps/s" in result.stderr, (
+        "the table must not be in the output of the JSON"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_the_same_seed_gives_the_same_rollout_for_any_number_of_workers():
     for workers, name in (("1", "one"), ("2", "two")):
-        done = rollout(COUNTING, "--workers", workers, "--steps", "25", "--seed", "5", "--out", name)
+        done = rollout(
+            COUNTING,
+            "--workers",
+            workers,
+            "--steps",
+            "25",
+            "--seed",
+            "5",
+            "--out",
+            name,
+        )
         assert done.exit_code == 0
     one, two = TensorDict.load_memmap("one"), TensorDict.load_memmap("two")
     assert (one == two).all()
@@ -420,13 +593,21 @@ def test_the_same_seed_gives_the_same_rollout_for_any_number_of_workers():
 def test_the_template_of_an_env_runs(monkeypatch):
     Path("envs").mkdir()
     done = CliRunner().invoke(app, ["init", "envs/my_sim.py"])
-    assert (done.exit_code, done.stdout) == (0, "envs/my_sim.py written. Next: envherd check envs.my_sim:make_env\n")
+    assert (done.exit_code, done.stdout) == (
+        0,
+        "envs/my_sim.py written. Next: envherd check envs.my_sim:make_env\n",
+    )
     assert "envherd rollout envs.my_sim:make_env" in Path("envs/my_sim.py").read_text()
-    done = CliRunner().invoke(app, ["check", "envs.my_sim:make_env", "--env-kwargs", '{"goal": 3}'])
+    done = CliRunner().invoke(
+        app, ["check", "envs.my_sim:make_env", "--env-kwargs", '{"goal": 3}']
+    )
     monkeypatch.delitem(sys.modules, "envs.my_sim", raising=False)
     assert done.exit_code == 0, done.output
     assert "keeps the contract" in done.stdout
-    assert rollout("envs.my_sim:make_env", "--workers", "1", "--steps", "20").exit_code == 0
+    assert (
+        rollout("envs.my_sim:make_env", "--workers", "1", "--steps", "20").exit_code
+        == 0
+    )
 
 
 @pytest.mark.usefixtures("folder")
@@ -447,7 +628,17 @@ def test_a_template_replaces_no_file():
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_figures_are_printed_although_a_picture_cannot_be_written():
-    command = ("CartPole-v1", "--workers", "1", "--steps", "5", "--policy", "my_envs:blocks", "--gif", "film.gif")
+    command = (
+        "CartPole-v1",
+        "--workers",
+        "1",
+        "--steps",
+        "5",
+        "--policy",
+        "my_envs:blocks",
+        "--gif",
+        "film.gif",
+    )
     done = rollout(*command, "--json", "-")
     assert done.exit_code == 1
     assert json.loads(done.stdout)["steps_done"] == 5
@@ -458,13 +649,28 @@ def test_figures_are_printed_although_a_picture_cannot_be_written():
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_quiet_prints_what_was_asked_for_and_errors_alone():
-    done = rollout(COUNTING, "--workers", "1", "--steps", "5", "--out", "kept", "--quiet", "--json", "-")
+    done = rollout(
+        COUNTING,
+        "--workers",
+        "1",
+        "--steps",
+        "5",
+        "--out",
+        "kept",
+        "--quiet",
+        "--json",
+        "-",
+    )
     assert figures_of(done)["steps_done"] == 5
     assert done.stderr == ""
-    done = CliRunner().invoke(app, ["replay", "kept", "--env", COUNTING, "--workers", "1", "-q"])
+    done = CliRunner().invoke(
+        app, ["replay", "kept", "--env", COUNTING, "--workers", "1", "-q"]
+    )
     assert (done.exit_code, done.output) == (0, "")
     TensorDict.load_memmap("kept")["next", "reward"][0, 2] += 1
-    done = CliRunner().invoke(app, ["replay", "kept", "--env", COUNTING, "--workers", "1", "-q"])
+    done = CliRunner().invoke(
+        app, ["replay", "kept", "--env", COUNTING, "--workers", "1", "-q"]
+    )
     assert (done.exit_code, done.stdout) == (1, "")
     assert "next/reward of env 0 at step 2" in done.stderr
     done = rollout("python:my_envs:Breaks", "--workers", "1", "--quiet")
@@ -475,7 +681,12 @@ def test_quiet_prints_what_was_asked_for_and_errors_alone():
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_a_policy_acts_and_what_it_adds_is_kept():
-    assert rollout(COUNTING, "--steps", "6", "--policy", "my_envs:ones", "--out", "kept").exit_code == 0
+    assert (
+        rollout(
+            COUNTING, "--steps", "6", "--policy", "my_envs:ones", "--out", "kept"
+        ).exit_code
+        == 0
+    )
     data = TensorDict.load_memmap("kept")
     assert (data["action"] == 1).all()
     assert (data["extra"] == 10).all()
@@ -484,13 +695,21 @@ def test_a_policy_acts_and_what_it_adds_is_kept():
 @pytest.mark.slow
 def test_the_command_runs_as_a_module():
     command = [sys.executable, "-m", "envherd", "rollout", "--help"]
-    assert "--env-kwargs" in subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert (
+        "--env-kwargs"
+        in subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_a_policy_factory_need_not_take_the_env():
-    assert rollout(COUNTING, "--steps", "3", "--policy", "my_envs:stubborn", "--out", "kept").exit_code == 0
+    assert (
+        rollout(
+            COUNTING, "--steps", "3", "--policy", "my_envs:stubborn", "--out", "kept"
+        ).exit_code
+        == 0
+    )
     assert (TensorDict.load_memmap("kept")["action"] == 2).all()
 
 
@@ -500,7 +719,9 @@ def test_a_policy_factory_need_not_take_the_env():
 def test_a_policy_where_its_factory_is_expected_is_explained(command):
     result = CliRunner().invoke(app, [command, COUNTING, "--policy", "my_envs:acts"])
     assert isinstance(result.exception, TypeError)
-    notes = ["--policy names a function that gets the executor and returns the policy; my_envs:acts raised."]
+    notes = [
+        "--policy names a function that gets the executor and returns the policy; my_envs:acts raised."
+    ]
     assert result.exception.__notes__ == notes
 
 
@@ -518,7 +739,21 @@ def test_values_without_a_fixed_shape_are_stored_too():
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_envs_that_are_batches_count_each_of_their_rows():
-    plain = figures_of(rollout(PAIR, "--envs", "2", "--workers", "1", "--steps", "30", "--out", "kept", "--json", "-"))
+    plain = figures_of(
+        rollout(
+            PAIR,
+            "--envs",
+            "2",
+            "--workers",
+            "1",
+            "--steps",
+            "30",
+            "--out",
+            "kept",
+            "--json",
+            "-",
+        )
+    )
     done = TensorDict.load_memmap("kept")["next", "done"]
     assert done.shape[:3] == (2, 30, 2) or done.shape[:3] == (2, 2, 30)
     assert plain["episodes"] == done.sum() > 0
@@ -528,9 +763,22 @@ def test_envs_that_are_batches_count_each_of_their_rows():
 @pytest.mark.usefixtures("folder")
 @needs("gymnasium")
 def test_envs_are_made_with_the_keyword_arguments_of_the_command_line():
-    for env, kwargs in ((COUNTING, {"length": 4}), ("gymnasium:CartPole-v1", {"max_episode_steps": 4})):
+    for env, kwargs in (
+        (COUNTING, {"length": 4}),
+        ("gymnasium:CartPole-v1", {"max_episode_steps": 4}),
+    ):
         plain = figures_of(
-            rollout(env, "--envs", "1", "--steps", "40", "--env-kwargs", json.dumps(kwargs), "--json", "-")
+            rollout(
+                env,
+                "--envs",
+                "1",
+                "--steps",
+                "40",
+                "--env-kwargs",
+                json.dumps(kwargs),
+                "--json",
+                "-",
+            )
         )
         assert plain["episodes"] == 10
 
@@ -577,10 +825,20 @@ def test_a_rollout_whose_process_was_killed_is_refused():
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_an_env_that_breaks_ends_it_with_what_was_collected():
-    result = rollout("python:my_envs:Breaks", "--envs", "2", "--out", "kept", "--json", "figures.json")
+    result = rollout(
+        "python:my_envs:Breaks",
+        "--envs",
+        "2",
+        "--out",
+        "kept",
+        "--json",
+        "figures.json",
+    )
     assert result.exit_code == 1
     assert "RuntimeError: the axle broke" in result.stderr
-    assert "my_envs.py" in result.stderr, "the worker's traceback leads to the user's line"
+    assert "my_envs.py" in result.stderr, (
+        "the worker's traceback leads to the user's line"
+    )
     plain = json.loads(Path("figures.json").read_text())
     assert plain["steps_done"] == 4
     assert "the axle broke" in plain["error"]
@@ -592,7 +850,17 @@ def test_an_env_that_breaks_ends_it_with_what_was_collected():
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_gymnasium_envs_are_drawn():
-    result = rollout("gymnasium:CartPole-v1", "--envs", "2", "--steps", "6", "--gif", "envs.gif", "--png", "envs.png")
+    result = rollout(
+        "gymnasium:CartPole-v1",
+        "--envs",
+        "2",
+        "--steps",
+        "6",
+        "--gif",
+        "envs.gif",
+        "--png",
+        "envs.png",
+    )
     assert result.exit_code == 0, result.output
     with Image.open("envs.gif") as gif:
         assert gif.n_frames == 7
@@ -606,7 +874,19 @@ def test_gymnasium_envs_are_drawn():
 @pytest.mark.usefixtures("folder")
 def test_melting_pot_is_reported_per_player_and_drawn_from_its_world_view():
     name = "meltingpot:collaborative_cooking__cramped"
-    result = rollout(name, "--envs", "2", "--steps", "8", "--png", "envs.png", "--out", "kept", "--json", "-")
+    result = rollout(
+        name,
+        "--envs",
+        "2",
+        "--steps",
+        "8",
+        "--png",
+        "envs.png",
+        "--out",
+        "kept",
+        "--json",
+        "-",
+    )
     plain = figures_of(result)
     assert list(plain["mean_return"]) == ["player_0", "player_1"]
     assert plain["agent_steps_per_s"] == pytest.approx(2 * plain["env_steps_per_s"])
@@ -614,14 +894,22 @@ def test_melting_pot_is_reported_per_player_and_drawn_from_its_world_view():
     assert world.shape == (2, 8, 40, 72, 3)
     with Image.open("envs.png") as sheet:
         drawn = set(sheet.convert("RGB").get_flattened_data())
-    assert {tuple(colour) for colour in world[:, -1].reshape(-1, 3).unique(dim=0).tolist()} <= drawn
+    assert {
+        tuple(colour) for colour in world[:, -1].reshape(-1, 3).unique(dim=0).tolist()
+    } <= drawn
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_ctrl_c_ends_it_with_what_was_collected(tmp_path):
     mark = tmp_path / "mark"
-    command = [str(Path(sys.executable).with_name("envherd")), "rollout", "python:my_envs:Says", "--steps", "1000000"]
+    command = [
+        str(Path(sys.executable).with_name("envherd")),
+        "rollout",
+        "python:my_envs:Says",
+        "--steps",
+        "1000000",
+    ]
     process = subprocess.Popen(
         [*command, "--envs", "2", "--out", "kept", "--json", "-"],
         stdout=subprocess.PIPE,

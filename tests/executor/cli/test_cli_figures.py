@@ -42,15 +42,29 @@ STATISTICS = Statistics(
     wall_s=4.0,
     workers=WORKERS,
 )
-REQUESTED = {"env": "python:herd:make", "num_envs": 3, "num_workers": 2, "seed": 7, "steps": 500}
+REQUESTED = {
+    "env": "python:herd:make",
+    "num_envs": 3,
+    "num_workers": 2,
+    "seed": 7,
+    "steps": 500,
+}
 
 
 def team(num_agents: int) -> Returns:
     """Return the returns of one episode of an env with some agents, whose reward is their number."""
     spec = EnvSpec((), (), reward=(LeafSpec(("agents", "reward"), (num_agents, 1)),))
-    spec = replace(spec, metadata={"agent_names": [f"player_{i}" for i in range(num_agents)]})
+    spec = replace(
+        spec, metadata={"agent_names": [f"player_{i}" for i in range(num_agents)]}
+    )
     returns = Returns(spec, 1)
-    returns.add(following(np.arange(num_agents, dtype=float).reshape(1, -1, 1), key=("agents", "reward"), done=[True]))
+    returns.add(
+        following(
+            np.arange(num_agents, dtype=float).reshape(1, -1, 1),
+            key=("agents", "reward"),
+            done=[True],
+        )
+    )
     return returns
 
 
@@ -65,8 +79,17 @@ def following(reward, *, done, interrupted=None, key=("reward",)) -> TensorDict:
 def found(statistics: Statistics = STATISTICS, num_agents: int = 2, **changes) -> dict:
     """Return figures."""
     returns = changes.pop("returns", None) or team(num_agents)
-    counted = {"steps_done": 400, "collect_s": 2.0, "keep_s": 0.01, "interrupted": True, "error": None, **changes}
-    plain = figures(REQUESTED, counted, returns, statistics, {"uss": 100 * MIB, "pss": 110 * MIB})
+    counted = {
+        "steps_done": 400,
+        "collect_s": 2.0,
+        "keep_s": 0.01,
+        "interrupted": True,
+        "error": None,
+        **changes,
+    }
+    plain = figures(
+        REQUESTED, counted, returns, statistics, {"uss": 100 * MIB, "pss": 110 * MIB}
+    )
     return {**plain, "files": {"gif": "herd.gif"}}
 
 
@@ -80,7 +103,11 @@ def printed(plain: dict) -> str:
 
 def test_rates_count_complete_steps_only():
     plain = found()
-    assert (plain["env_steps"], plain["env_steps_per_s"], plain["agent_steps_per_s"]) == (1200, 600.0, 1200.0)
+    assert (
+        plain["env_steps"],
+        plain["env_steps_per_s"],
+        plain["agent_steps_per_s"],
+    ) == (1200, 600.0, 1200.0)
 
 
 def test_rates_of_nothing_are_zero():
@@ -111,11 +138,18 @@ def test_table_says_everything():
 
 def test_table_tells_of_trouble():
     text = printed(
-        found(replace(STATISTICS, env_errors=2, worker_losses=1), interrupted=False, error="lost", keep_s=1.5)
+        found(
+            replace(STATISTICS, env_errors=2, worker_losses=1),
+            interrupted=False,
+            error="lost",
+            keep_s=1.5,
+        )
     )
     assert re.search(r"env errors\s+│ 2", text)
     assert re.search(r"workers lost\s+│ 1", text)
-    assert "400 of 500 (failed) x 3 envs in 2.00 s, and 1.50 s to draw and store" in text
+    assert (
+        "400 of 500 (failed) x 3 envs in 2.00 s, and 1.50 s to draw and store" in text
+    )
 
 
 def test_table_says_when_no_episode_has_ended():
@@ -162,8 +196,17 @@ def test_json_values_are_the_figures():
 
 def test_returns_are_means_over_the_episodes_that_ended():
     returns = Returns(_spec(CountingEnv()), 2)
-    for rewards, done in [((1, 10), (0, 0)), ((2, 20), (1, 0)), ((4, 40), (0, 0)), ((8, 80), (1, 1))]:
-        returns.add(following(np.array(rewards, np.float32)[:, None], done=[bool(one) for one in done]))
+    for rewards, done in [
+        ((1, 10), (0, 0)),
+        ((2, 20), (1, 0)),
+        ((4, 40), (0, 0)),
+        ((8, 80), (1, 1)),
+    ]:
+        returns.add(
+            following(
+                np.array(rewards, np.float32)[:, None], done=[bool(one) for one in done]
+            )
+        )
     assert returns.num_episodes == 3
     assert returns.means() == {"agent": ((1 + 2) + (4 + 8) + (10 + 20 + 40 + 80)) / 3}
 
@@ -178,7 +221,9 @@ def test_episodes_that_were_broken_off_do_not_count():
 
 def test_without_an_end_returns_are_those_so_far():
     returns = Returns(EnvSpec((), (), reward=(LeafSpec(("reward",), (2,)),)), 2)
-    assert returns.add(following([[1.0, 2.0], [3.0, 6.0]], done=[False, False])).tolist() == [[1, 2], [3, 6]]
+    assert returns.add(
+        following([[1.0, 2.0], [3.0, 6.0]], done=[False, False])
+    ).tolist() == [[1, 2], [3, 6]]
     assert returns.means() == {"agent_0": 2.0, "agent_1": 4.0}
 
 
@@ -194,14 +239,30 @@ def _spec(env: object) -> EnvSpec:
         (_spec(CountingEnv()), ("agent",), 4),
         (_spec(AgentsEnv()), ("agent_0", "agent_1", "agent_2"), 4),
         (_spec(PairEnv()), ("agent",), 8),
-        (EnvSpec((), (), reward=(LeafSpec(("reward",), (2,)),)), ("agent_0", "agent_1"), 4),
         (
-            EnvSpec((), (), reward=(LeafSpec(("cats", "reward"), (2, 1)), LeafSpec(("dogs", "reward"), (1, 1)))),
+            EnvSpec((), (), reward=(LeafSpec(("reward",), (2,)),)),
+            ("agent_0", "agent_1"),
+            4,
+        ),
+        (
+            EnvSpec(
+                (),
+                (),
+                reward=(
+                    LeafSpec(("cats", "reward"), (2, 1)),
+                    LeafSpec(("dogs", "reward"), (1, 1)),
+                ),
+            ),
             ("cats_0", "cats_1", "dogs"),
             4,
         ),
         (
-            EnvSpec((), (), reward=(LeafSpec(("g", "reward"), (2, 1)),), metadata={"agent_names": ["ann", "bob"]}),
+            EnvSpec(
+                (),
+                (),
+                reward=(LeafSpec(("g", "reward"), (2, 1)),),
+                metadata={"agent_names": ["ann", "bob"]},
+            ),
             ("ann", "bob"),
             4,
         ),
@@ -209,7 +270,10 @@ def _spec(env: object) -> EnvSpec:
             EnvSpec(
                 (),
                 (),
-                reward=(LeafSpec(("cats", "reward"), (2, 1)), LeafSpec(("dogs", "reward"), (1, 1))),
+                reward=(
+                    LeafSpec(("cats", "reward"), (2, 1)),
+                    LeafSpec(("dogs", "reward"), (1, 1)),
+                ),
                 groups=((("cats",), (2,)), (("dogs",), (1,))),
                 metadata={"agent_names": ["ann", "bob"], "group_map": {"cats": [1, 2]}},
             ),

@@ -20,8 +20,11 @@ from tests.extras import needs
 KNOWN = {
     "meltingpot:clean_up": MeltingPotFactory("clean_up"),
     "gymnasium:CartPole-v1": NamedFactory("gymnasium", "CartPole-v1"),
-    "gymnasium:CartPole": NamedFactory("gymnasium", "CartPole-v1"),  # the highest version, as `gymnasium.make` takes it
-    "gymnasium_vec:CartPole:3": NamedFactory("gymnasium_vec", "CartPole-v1", num_rows=3),
+    # The highest version, as `gymnasium.make` takes it.
+    "gymnasium:CartPole": NamedFactory("gymnasium", "CartPole-v1"),
+    "gymnasium_vec:CartPole:3": NamedFactory(
+        "gymnasium_vec", "CartPole-v1", num_rows=3
+    ),
     "dm_control:cartpole/balance": NamedFactory("dm_control", "cartpole/balance"),
     "pettingzoo:mpe2.simple_spread_v3": PettingZooFactory("mpe2.simple_spread_v3"),
     "pettingzoo:sisl/multiwalker-v9": PettingZooFactory("sisl/multiwalker-v9"),
@@ -32,8 +35,12 @@ KNOWN = {
     ),
     "envpool:CartPole-v1:2": NamedFactory("envpool", "CartPole-v1", num_rows=2),
     "envpool:CartPole:2": NamedFactory("envpool", "CartPole-v1", num_rows=2),
-    "python:envherd.workers.testing:CountingEnv": NamedFactory("python", "envherd.workers.testing:CountingEnv"),
-    "python:collections:Counter.fromkeys": NamedFactory("python", "collections:Counter.fromkeys"),
+    "python:envherd.workers.testing:CountingEnv": NamedFactory(
+        "python", "envherd.workers.testing:CountingEnv"
+    ),
+    "python:collections:Counter.fromkeys": NamedFactory(
+        "python", "collections:Counter.fromkeys"
+    ),
     "torchrl:torchrl.envs:GymEnv": NamedFactory("torchrl", "torchrl.envs:GymEnv"),
 }
 
@@ -55,7 +62,10 @@ UNKNOWN = {
     "dm_control:cartpole/balanc": ["cartpole/balance"],
     "dm_control:cartpole": ["DOMAIN/TASK", "cartpole/balance"],
     "pettingzoo:sisl/multiwalker-v8": ["sisl/multiwalker-v9"],
-    "pettingzoo:multiwalker-v9": ["expected pettingzoo:ID-OR-MODULE of an installed env", "sisl/multiwalker-v9"],
+    "pettingzoo:multiwalker-v9": [
+        "expected pettingzoo:ID-OR-MODULE of an installed env",
+        "sisl/multiwalker-v9",
+    ],
     "pettingzoo:mpe2.no_such_env_x": ["mpe2.no_such_env_x", "ModuleNotFoundError"],
     "pettingzoo:json": ["parallel_env", "mpe2.simple_spread_v3"],
     "envpool:CartPole-v1:many": ["number of rows", "'many'"],
@@ -71,8 +81,15 @@ UNKNOWN = {
     "gymnasum:CartPole-v1": ["Did you mean gymnasium:"],
     "clean_pu": ["Did you mean clean_up"],
     "CartPole-v9": ["Did you mean CartPole-v1", *FORMS],
-    "no_such_module_x:make": [*FORMS, "got neither a family nor a module 'no_such_module_x'"],
-    "json:Loads-v0": [*FORMS, "got a module and no callable", "write gymnasium:json:Loads-v0"],
+    "no_such_module_x:make": [
+        *FORMS,
+        "got neither a family nor a module 'no_such_module_x'",
+    ],
+    "json:Loads-v0": [
+        *FORMS,
+        "got a module and no callable",
+        "write gymnasium:json:Loads-v0",
+    ],
     "meltingpot:": list(FORMS),
     "json": ["Write json:CALLABLE."],
     "json.py": ["Write json:CALLABLE."],
@@ -98,7 +115,11 @@ def _cases(names: list[str]) -> list:
         pytest.param(
             name,
             marks=[
-                *(needs(extra) for prefix, extra in EXTRAS.items() if name.startswith(prefix)),
+                *(
+                    needs(extra)
+                    for prefix, extra in EXTRAS.items()
+                    if name.startswith(prefix)
+                ),
                 *([needs_dm_control] if name.startswith(heavy) else []),
             ],
         )
@@ -117,7 +138,9 @@ def test_name_becomes_picklable_factory(name):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(k, marks=needs(EXTRAS[v.split(":")[0]])) if v.split(":")[0] in EXTRAS else k
+        pytest.param(k, marks=needs(EXTRAS[v.split(":")[0]]))
+        if v.split(":")[0] in EXTRAS
+        else k
         for k, v in SHORT.items()
     ],
 )
@@ -135,7 +158,9 @@ def test_names_are_listed():
     done = CliRunner().invoke(app, ["list", "gymnasium", "cartpole-v1"])
     assert done.exit_code == 0
     assert "gymnasium:CartPole-v1" in done.output.split()
-    assert all(factory_for(name) for name in done.output.split() if "phys2d" not in name)
+    assert all(
+        factory_for(name) for name in done.output.split() if "phys2d" not in name
+    )
 
 
 @needs("gymnasium", "cli")
@@ -145,7 +170,8 @@ def test_a_family_that_is_not_installed_is_named_only_if_it_is_asked_for(monkeyp
 
     from envherd.executor.cli.app import app
 
-    monkeypatch.setitem(sys.modules, "pettingzoo", None)  # makes `import pettingzoo` raise ImportError
+    # Makes `import pettingzoo` raise ImportError.
+    monkeypatch.setitem(sys.modules, "pettingzoo", None)
     runner = CliRunner()
     done = runner.invoke(app, ["list"])
     assert (done.exit_code, done.stderr) == (0, "")
@@ -168,7 +194,8 @@ def test_a_family_that_is_not_installed_is_named_only_if_it_is_asked_for(monkeyp
 )
 def test_envs_that_other_packages_register_are_found(name, expected):
     assert factory_for(name) == factory_for(expected)
-    assert factory_for(name).name.startswith(("ale_py:", "minigrid:"))  # workers import what registers the env
+    # Workers import what registers the env.
+    assert factory_for(name).name.startswith(("ale_py:", "minigrid:"))
     assert factory_for(name)().unwrapped.spec.id in expected.split(":")
 
 
@@ -184,7 +211,10 @@ def test_unknown_name_is_refused_with_what_is_known(name):
     ("name", "limit"),
     [
         ("meltingpot:clean_up", (MeltingPotFactory("clean_up", max_steps=5), {})),
-        ("CartPole-v1", (NamedFactory("gymnasium", "CartPole-v1"), {"max_episode_steps": 5})),
+        (
+            "CartPole-v1",
+            (NamedFactory("gymnasium", "CartPole-v1"), {"max_episode_steps": 5}),
+        ),
     ],
 )
 def test_episodes_are_limited_by_a_field_or_an_argument(name, limit):
@@ -193,7 +223,10 @@ def test_episodes_are_limited_by_a_field_or_an_argument(name, limit):
 
 
 def test_families_without_a_limit_are_refused():
-    with pytest.raises(FactoryError, match="expected an env of one of meltingpot, gymnasium, pettingzoo, python"):
+    with pytest.raises(
+        FactoryError,
+        match="expected an env of one of meltingpot, gymnasium, pettingzoo, python",
+    ):
         made_for("gymnasium_vec:CartPole-v1", None, 5)
 
 
@@ -201,8 +234,16 @@ def test_families_without_a_limit_are_refused():
 def test_an_id_of_pettingzoo_may_have_no_namespace(monkeypatch):
     from pettingzoo import EnvSpec, parallel_registry
 
-    monkeypatch.setitem(parallel_registry, "mine-v0", EnvSpec("mine-v0", "mpe2.simple_spread_v3:parallel_env"))
-    assert factory_for("pettingzoo:mine-v0")(max_cycles=2).possible_agents == ["agent_0", "agent_1", "agent_2"]
+    monkeypatch.setitem(
+        parallel_registry,
+        "mine-v0",
+        EnvSpec("mine-v0", "mpe2.simple_spread_v3:parallel_env"),
+    )
+    assert factory_for("pettingzoo:mine-v0")(max_cycles=2).possible_agents == [
+        "agent_0",
+        "agent_1",
+        "agent_2",
+    ]
 
 
 @needs("pettingzoo")
@@ -211,14 +252,20 @@ def test_only_envs_that_must_know_are_notified_of_frames():
         "gymnasium", "CartPole-v1", render_mode="rgb_array"
     )
     spread = "mpe2.simple_spread_v3"
-    assert factory_for(f"pettingzoo:{spread}", with_frames=True) == PettingZooFactory(spread, "rgb_array")
-    assert factory_for("meltingpot:clean_up", with_frames=True) == MeltingPotFactory("clean_up")
+    assert factory_for(f"pettingzoo:{spread}", with_frames=True) == PettingZooFactory(
+        spread, "rgb_array"
+    )
+    assert factory_for("meltingpot:clean_up", with_frames=True) == MeltingPotFactory(
+        "clean_up"
+    )
 
 
 def test_a_module_that_raises_is_reported_with_its_exception(tmp_path, monkeypatch):
     (tmp_path / "raises_on_import.py").write_text("raise OSError('no such device')")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(FactoryError, match="importing raises_on_import raised OSError: no such device"):
+    with pytest.raises(
+        FactoryError, match="importing raises_on_import raised OSError: no such device"
+    ):
         factory_for("python:raises_on_import:make")
 
 
@@ -236,7 +283,8 @@ def test_envs_of_other_packages_are_registered_by_importing_them(tmp_path, monke
 
 
 def test_a_missing_package_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "gymnasium", None)  # makes `import gymnasium` raise ImportError
+    # Makes `import gymnasium` raise ImportError.
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
     with pytest.raises(FactoryError, match=r"pip install 'envherd\[gymnasium\]'"):
         factory_for("gymnasium:CartPole-v1")
 
@@ -269,7 +317,10 @@ def test_dm_control_factory_builds_its_task():
 
 @pytest.mark.slow
 def test_torchrl_names_refuse_envs_of_other_families():
-    with pytest.raises(FactoryError, match=r"expected a TorchRL env, got envherd\.workers\.testing\.envs\.CountingEnv"):
+    with pytest.raises(
+        FactoryError,
+        match=r"expected a TorchRL env, got envherd\.workers\.testing\.envs\.CountingEnv",
+    ):
         NamedFactory("torchrl", "envherd.workers.testing:CountingEnv")()
 
 
@@ -284,5 +335,7 @@ def test_callables_are_found_inside_classes(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert named_callable("has_a_class:Envs.make", "--policy")() == 7
-    with pytest.raises(FactoryError, match=r"has_a_class has no .Envs\.mak.*Did you mean make"):
+    with pytest.raises(
+        FactoryError, match=r"has_a_class has no .Envs\.mak.*Did you mean make"
+    ):
         named_callable("has_a_class:Envs.mak", "--policy")

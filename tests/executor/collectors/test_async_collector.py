@@ -22,7 +22,11 @@ from torch import nn
 from envherd import Closed, EnvError, ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.executor.batches.transfer import as_array
 from envherd.executor.guests.collectors import async_collector
-from envherd.executor.guests.collectors.async_collector import LOST, AsyncCollector, _Background
+from envherd.executor.guests.collectors.async_collector import (
+    LOST,
+    AsyncCollector,
+    _Background,
+)
 from envherd.shm.specs import Box, LeafSpec
 from envherd.workers.testing import CountingEnv, FaultyEnv
 from tests.envs.counting_envs import AgentsEnv, TextEnv
@@ -46,7 +50,9 @@ def expected_rows(num_steps: int, seed: int) -> dict[int, torch.Tensor]:
             acted = policy(root.set("env_ids", torch.arange(N)))
             td, after = env.step_and_maybe_reset(acted)
             for i in range(N):
-                rows[i].append(torch.stack([td["observation"][i], td["next", "observation"][i]]))
+                rows[i].append(
+                    torch.stack([td["observation"][i], td["next", "observation"][i]])
+                )
             root = after.clone()
     return {i: torch.stack(row) for i, row in rows.items()}
 
@@ -55,13 +61,21 @@ def expected_rows(num_steps: int, seed: int) -> dict[int, torch.Tensor]:
 @pytest.mark.parametrize("in_background", [0, 2])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"min_batch": 2}, {"max_batch": 1}, {"max_batch": 3, "deadline_s": 0.0005}, {"batch_sizes": (2, 4)}],
+    [
+        {},
+        {"min_batch": 2},
+        {"max_batch": 1},
+        {"max_batch": 3, "deadline_s": 0.0005},
+        {"batch_sizes": (2, 4)},
+    ],
     ids=str,
 )
 def test_every_step_is_there_once_and_as_it_would_be_alone(options, in_background):
     num_batches, frames = 20, 24
     with ParallelEnv(N, MakeEnv, num_workers=2, seed=3) as env:
-        with AsyncCollector(env, policy, frames_per_batch=frames, in_background=in_background, **options) as collector:
+        with AsyncCollector(
+            env, policy, frames_per_batch=frames, in_background=in_background, **options
+        ) as collector:
             batches = [collector.collect() for _ in range(num_batches)]
         assert env.is_closed
     seen: dict[int, dict[int, torch.Tensor]] = {i: {} for i in range(N)}
@@ -73,7 +87,9 @@ def test_every_step_is_there_once_and_as_it_would_be_alone(options, in_backgroun
         for row in data.unbind(0):
             for one in row.unbind(0):
                 rows = torch.stack([one["observation"], one["next", "observation"]])
-                assert seen[int(one["env_ids"])].setdefault(int(one["step"]), rows) is rows, "a step came twice"
+                assert (
+                    seen[int(one["env_ids"])].setdefault(int(one["step"]), rows) is rows
+                ), "a step came twice"
                 assert one["next", "done"] == (one["next", "observation"][1] == LENGTH)
     most = max(max(steps) for steps in seen.values() if steps)
     wanted = expected_rows(most + 1, 3)
@@ -97,7 +113,9 @@ def test_the_policy_sees_batches_of_the_given_sizes_alone():
 
     with (
         ParallelEnv(N, MakeEnv, num_workers=2, seed=0) as env,
-        AsyncCollector(env, padded, frames_per_batch=40, batch_sizes=(3, 1)) as collector,
+        AsyncCollector(
+            env, padded, frames_per_batch=40, batch_sizes=(3, 1)
+        ) as collector,
     ):
         data = collector.collect()
         assert collector.statistics().frames >= 40
@@ -122,7 +140,9 @@ def test_the_state_of_a_recurrent_policy_is_its_envs_own():
     primer = TensorDict({"hidden": torch.full((N, 1), 10.0)}, [N])
     with (
         ParallelEnv(N, MakeEnv, num_workers=2, seed=0) as env,
-        AsyncCollector(env, Recurrent(), frames_per_batch=60, primer=primer) as collector,
+        AsyncCollector(
+            env, Recurrent(), frames_per_batch=60, primer=primer
+        ) as collector,
     ):
         for _ in range(3):
             data = collector.collect()
@@ -141,10 +161,15 @@ def test_envs_whose_actions_or_observations_have_bounds():
     class BoxEnv(CountingEnv):
         def __init__(self) -> None:
             super().__init__(3)
-            observation = LeafSpec(("observation",), (3,), "int64", Box(np.zeros(3), np.ones(3)))
+            observation = LeafSpec(
+                ("observation",), (3,), "int64", Box(np.zeros(3), np.ones(3))
+            )
             self.spec = replace(self.spec, observation=(observation,))
 
-    with SerialEnv(2, BoxEnv) as env, AsyncCollector(env, policy, frames_per_batch=6) as collector:
+    with (
+        SerialEnv(2, BoxEnv) as env,
+        AsyncCollector(env, policy, frames_per_batch=6) as collector,
+    ):
         assert collector.collect()["observation"].shape == (2, 3, 3)
 
 
@@ -164,7 +189,9 @@ def steps_of(batches: list[Any]) -> dict[int, list[tuple[int, int, int]]]:
 
 @pytest.mark.parametrize("layout", ["rows", "flat"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_an_interrupt_of_a_send_leaves_no_step_without_its_root_and_action(when, layout, monkeypatch):
+def test_an_interrupt_of_a_send_leaves_no_step_without_its_root_and_action(
+    when, layout, monkeypatch
+):
     with ParallelEnv(N, MakeEnv, num_workers=2, seed=3) as env:
         collector = AsyncCollector(env, policy, frames_per_batch=24, layout=layout)
         send, count = env.send, 0
@@ -190,15 +217,21 @@ def test_an_interrupt_of_a_send_leaves_no_step_without_its_root_and_action(when,
             assert all(action == (before + i) % 4 for _, before, action in steps)
             if when == "after":
                 assert numbers == list(range(len(numbers)))
-                assert [before for _, before, _ in steps] == [at % LENGTH for at in numbers]
+                assert [before for _, before, _ in steps] == [
+                    at % LENGTH for at in numbers
+                ]
 
 
 @pytest.mark.parametrize("layout", ["rows", "flat"])
 @pytest.mark.parametrize("steps_per_row", [1, 2])
-def test_an_interrupt_that_loses_steps_ends_their_episodes_in_the_data(layout, steps_per_row, monkeypatch):
+def test_an_interrupt_that_loses_steps_ends_their_episodes_in_the_data(
+    layout, steps_per_row, monkeypatch
+):
     with ParallelEnv(N, MakeEnv, num_workers=2, seed=3) as env:
         options = {} if layout == "flat" else {"steps_per_row": steps_per_row}
-        collector = AsyncCollector(env, policy, frames_per_batch=steps_per_row, layout=layout, **options)
+        collector = AsyncCollector(
+            env, policy, frames_per_batch=steps_per_row, layout=layout, **options
+        )
         recv, count = env.recv, itertools.count(1)
 
         def interrupted(*args: Any, **kwargs: Any) -> Any:
@@ -216,11 +249,19 @@ def test_an_interrupt_that_loses_steps_ends_their_episodes_in_the_data(layout, s
                     before = latest.get(int(one["env_ids"]))
                     if before is not None and not before["next", "done"]:
                         assert one["step"] == before["step"] + 1
-                        assert torch.equal(one["observation"], before["next", "observation"])
+                        assert torch.equal(
+                            one["observation"], before["next", "observation"]
+                        )
                     if one["policy_version"] == LOST:
                         num_lost += 1
-                        assert torch.equal(one["observation"], one["next", "observation"])
-                        assert one["next", "truncated"] & one["next", "done"] & (one["next", "reward"] == 0)
+                        assert torch.equal(
+                            one["observation"], one["next", "observation"]
+                        )
+                        assert (
+                            one["next", "truncated"]
+                            & one["next", "done"]
+                            & (one["next", "reward"] == 0)
+                        )
                     latest[int(one["env_ids"])] = one
                     num_collected += 1
         assert num_lost
@@ -269,7 +310,9 @@ def test_each_step_says_which_weights_have_acted(in_background):
     learner = Weighted()
     with (
         ParallelEnv(N, MakeEnv, num_workers=2, seed=0) as env,
-        AsyncCollector(env, learner, frames_per_batch=24, in_background=in_background) as collector,
+        AsyncCollector(
+            env, learner, frames_per_batch=24, in_background=in_background
+        ) as collector,
     ):
         assert (collector.policy is learner) == (not in_background)
         lags = []
@@ -279,12 +322,16 @@ def test_each_step_says_which_weights_have_acted(in_background):
             lags.append(step - data["policy_version"])
             with torch.no_grad():
                 learner.weight.add_(1)
-            way = (None, learner.state_dict(), TensorDict.from_module(learner))[step % 3]
+            way = (None, learner.state_dict(), TensorDict.from_module(learner))[
+                step % 3
+            ]
             assert collector.update_policy_(way) == step + 1
         statistics = collector.statistics()
         assert statistics.version == 6
         assert statistics.lag_max == max(int(lag.max()) for lag in lags) >= 0
-        assert statistics.lag_mean == pytest.approx(float(torch.stack(lags).double().mean()))
+        assert statistics.lag_mean == pytest.approx(
+            float(torch.stack(lags).double().mean())
+        )
     assert not [one for one in threading.enumerate() if one.name == "envherd-collector"]
 
 
@@ -301,13 +348,17 @@ def test_weights_may_be_updated_by_the_policy_itself_and_by_any_thread(in_backgr
 
     with (
         ParallelEnv(N, MakeEnv, num_workers=2, seed=0) as env,
-        AsyncCollector(env, Updating(), frames_per_batch=24, in_background=in_background) as collector,
+        AsyncCollector(
+            env, Updating(), frames_per_batch=24, in_background=in_background
+        ) as collector,
     ):
         collector.collect()
         others = [threading.Thread(target=collector.update_policy_) for _ in range(4)]
         for thread in others:
             thread.start()
-        versions = torch.cat([collector.collect()["policy_version"].flatten() for _ in range(3)])
+        versions = torch.cat(
+            [collector.collect()["policy_version"].flatten() for _ in range(3)]
+        )
         for thread in others:
             thread.join()
         assert versions.max() > 4
@@ -327,13 +378,21 @@ class Versioned(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize("in_background", [0, 1])
 @pytest.mark.parametrize("layout", ["rows", "flat"])
-def test_the_steps_of_an_env_are_those_of_a_serial_executor_with_the_same_versions(layout, in_background):
+def test_the_steps_of_an_env_are_those_of_a_serial_executor_with_the_same_versions(
+    layout, in_background
+):
     """Each env's data depend only on the seed and the versions that acted, whichever env was ready first."""
     learner = Versioned()
     steps: list[dict[int, Any]] = [{} for _ in range(N)]
     with (
         ParallelEnv(N, MakeEnv, num_workers=2, seed=5) as env,
-        AsyncCollector(env, learner, frames_per_batch=24, layout=layout, in_background=in_background) as collector,
+        AsyncCollector(
+            env,
+            learner,
+            frames_per_batch=24,
+            layout=layout,
+            in_background=in_background,
+        ) as collector,
     ):
         for _ in range(12):
             data = collector.collect()
@@ -344,34 +403,58 @@ def test_the_steps_of_an_env_are_those_of_a_serial_executor_with_the_same_versio
                 learner.weight.add_(1)
             collector.update_policy_()
     assert sum(map(len, steps)) == 12 * 24
-    last = [next(step for step in range(10**6) if step not in of_env) for of_env in steps]  # of the rows not handed out
-    assert layout == "rows" or last == [len(of_env) for of_env in steps], "flat batches have no gaps"
+    # Of the rows not handed out.
+    last = [
+        next(step for step in range(10**6) if step not in of_env) for of_env in steps
+    ]
+    assert layout == "rows" or last == [len(of_env) for of_env in steps], (
+        "flat batches have no gaps"
+    )
     with SerialEnv(N, MakeEnv, seed=5) as env:
         root = env.reset()
         for step in range(max(last)):
             seen = [steps[i][step] if step < last[i] else None for i in range(N)]
-            versions = torch.tensor([0 if one is None else int(one["policy_version"]) for one in seen])
+            versions = torch.tensor(
+                [0 if one is None else int(one["policy_version"]) for one in seen]
+            )
             td = root.set("action", (root["observation"][:, 1] + versions) % 4)
             td, root = env.step_and_maybe_reset(td)
             for i, one in enumerate(seen):
                 if one is not None:
-                    for key in ("observation", "action", ("next", "observation"), ("next", "reward"), ("next", "done")):
+                    for key in (
+                        "observation",
+                        "action",
+                        ("next", "observation"),
+                        ("next", "reward"),
+                        ("next", "done"),
+                    ):
                         assert torch.equal(one[key], td[i][key])
 
 
 @pytest.mark.parametrize(
-    "later", [torch.zeros(2, 1), torch.zeros(2, 1, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int64)]
+    "later",
+    [
+        torch.zeros(2, 1),
+        torch.zeros(2, 1, dtype=torch.bfloat16),
+        torch.zeros(2, dtype=torch.int64),
+    ],
 )
 def test_a_policy_whose_results_change_dtype_or_shape_is_refused(later):
     """They are not rounded, read as integers by their bits, or repeated for the whole row."""
     given = iter([torch.zeros(2, 3), *[later] * 9])
 
     def act(root):
-        return root.update({"action": torch.ones(2, dtype=torch.int64), "value": next(given)})
+        return root.update(
+            {"action": torch.ones(2, dtype=torch.int64), "value": next(given)}
+        )
 
     with (
-        AsyncCollector(SerialEnv(2, CountingEnv, seed=0), act, frames_per_batch=8, min_batch=2) as collector,
-        pytest.raises(ValueError, match=r"expected 'value' to stay torch.float32 \[3\], got"),
+        AsyncCollector(
+            SerialEnv(2, CountingEnv, seed=0), act, frames_per_batch=8, min_batch=2
+        ) as collector,
+        pytest.raises(
+            ValueError, match=r"expected 'value' to stay torch.float32 \[3\], got"
+        ),
     ):
         collector.collect()
 
@@ -384,7 +467,11 @@ def test_after_a_result_that_was_refused_the_collector_goes_on():
         return policy(root).set("value", value.float() if next(is_wrong) else value)
 
     with AsyncCollector(
-        SerialEnv(2, MakeEnv, seed=0), act, frames_per_batch=8, layout="flat", min_batch=2
+        SerialEnv(2, MakeEnv, seed=0),
+        act,
+        frames_per_batch=8,
+        layout="flat",
+        min_batch=2,
     ) as collector:
         with pytest.raises(ValueError, match="expected 'value' to stay"):
             collector.collect()
@@ -398,7 +485,9 @@ def test_a_compiled_policy_is_compiled_once_for_each_size():
     shapes: list[torch.Size] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
-        shapes.extend(value.shape for value in inputs if value.ndim == 2 and value.shape != (7, 3))
+        shapes.extend(
+            value.shape for value in inputs if value.ndim == 2 and value.shape != (7, 3)
+        )
         return graph
 
     net = torch.compile(nn.Linear(3, 7), backend=backend, dynamic=False)
@@ -408,7 +497,9 @@ def test_a_compiled_policy_is_compiled_once_for_each_size():
 
     with (
         ParallelEnv(N, MakeEnv, num_workers=2, seed=0) as env,
-        AsyncCollector(env, compiled, frames_per_batch=40, batch_sizes=(2, 4)) as collector,
+        AsyncCollector(
+            env, compiled, frames_per_batch=40, batch_sizes=(2, 4)
+        ) as collector,
     ):
         for _ in range(3):
             collector.collect()
@@ -423,7 +514,9 @@ def test_no_more_batches_are_collected_ahead_than_asked_for(num_ahead):
     frames = 12
     with (
         ParallelEnv(N, MakeEnv, num_workers=2, seed=0) as env,
-        AsyncCollector(env, policy, frames_per_batch=frames, layout="flat", in_background=num_ahead) as collector,
+        AsyncCollector(
+            env, policy, frames_per_batch=frames, layout="flat", in_background=num_ahead
+        ) as collector,
     ):
         collector.collect()
         wait_for(lambda: collector.statistics().frames >= (1 + num_ahead) * frames)
@@ -440,7 +533,9 @@ def test_statistics_say_how_long_answers_waited_for_the_policy():
 
     with (
         ParallelEnv(N, MakeEnv, num_workers=2, seed=0) as env,
-        AsyncCollector(env, slow, frames_per_batch=24, max_batch=1, layout="flat") as collector,
+        AsyncCollector(
+            env, slow, frames_per_batch=24, max_batch=1, layout="flat"
+        ) as collector,
     ):
         for _ in range(3):
             collector.collect()
@@ -455,9 +550,16 @@ def test_statistics_say_how_long_answers_waited_for_the_policy():
 @pytest.mark.slow
 @pytest.mark.parametrize("in_background", [0, 1])
 def test_an_env_that_raises_loses_that_step_alone(in_background):
-    make = [functools.partial(FaultyEnv, "value_error", step=4, length=LENGTH), MakeEnv, MakeEnv, MakeEnv]
+    make = [
+        functools.partial(FaultyEnv, "value_error", step=4, length=LENGTH),
+        MakeEnv,
+        MakeEnv,
+        MakeEnv,
+    ]
     with ParallelEnv(N, make, num_workers=2, seed=0) as env:
-        with AsyncCollector(env, policy, frames_per_batch=24, in_background=in_background) as collector:
+        with AsyncCollector(
+            env, policy, frames_per_batch=24, in_background=in_background
+        ) as collector:
             batches, failed = [], []
             while len(batches) < 6:
                 try:
@@ -465,28 +567,48 @@ def test_an_env_that_raises_loses_that_step_alone(in_background):
                 except EnvError as error:
                     failed += error.env_ids
         assert set(failed) == {0}
-    numbers = sorted(int(step) for data in batches for row in data for step in row["step"][row["env_ids"] == 0])
-    assert {3, 4} & set(numbers) == ({4} if 4 in numbers else set()), "the step that was lost has no transition"
+    numbers = sorted(
+        int(step)
+        for data in batches
+        for row in data
+        for step in row["step"][row["env_ids"] == 0]
+    )
+    assert {3, 4} & set(numbers) == ({4} if 4 in numbers else set()), (
+        "the step that was lost has no transition"
+    )
     for data in batches:
         follows = data["next", "observation"][:, :-1] == data["observation"][:, 1:]
         is_done = data["next", "done"][:, :-1, 0]
         assert (follows.all(-1) | is_done).all()
-        assert (data["next", "observation"][..., 1] == data["observation"][..., 1] + 1).all()
-        assert (data["next", "done"][..., 0] == (data["next", "terminated"] | data["next", "truncated"])[..., 0]).all()
+        assert (
+            data["next", "observation"][..., 1] == data["observation"][..., 1] + 1
+        ).all()
+        assert (
+            data["next", "done"][..., 0]
+            == (data["next", "terminated"] | data["next", "truncated"])[..., 0]
+        ).all()
 
 
 @pytest.mark.slow
 @pytest.mark.broken_pool
 def test_a_lost_worker_gives_an_interrupted_row(tmp_path):
-    make = [functools.partial(FaultyEnv, "kill", step=3, flag=str(tmp_path / "died")), MakeEnv]
-    with ParallelEnv(2, make, num_workers=2, options=ExecutorOptions(on_worker_loss="restart")) as env:
+    make = [
+        functools.partial(FaultyEnv, "kill", step=3, flag=str(tmp_path / "died")),
+        MakeEnv,
+    ]
+    with ParallelEnv(
+        2, make, num_workers=2, options=ExecutorOptions(on_worker_loss="restart")
+    ) as env:
         with AsyncCollector(env, policy, frames_per_batch=20) as collector:
             batches = [collector.collect() for _ in range(8)]
-            while not any(data["next", "interrupted"].any() for data in batches):  # the successor is being built
+            # The successor is being built.
+            while not any(data["next", "interrupted"].any() for data in batches):
                 batches.append(collector.collect())
         assert sum(int(data["next", "interrupted"].sum()) for data in batches) == 1
         for data in batches:
-            follows = (data["next", "observation"][:, :-1] == data["observation"][:, 1:]).all(-1)
+            follows = (
+                data["next", "observation"][:, :-1] == data["observation"][:, 1:]
+            ).all(-1)
             assert (follows | data["next", "done"][:, :-1, 0]).all()
 
 
@@ -494,11 +616,16 @@ def test_a_lost_worker_gives_an_interrupted_row(tmp_path):
 @pytest.mark.broken_pool
 @pytest.mark.parametrize("deadline_s", [None, 0.002])
 def test_an_env_that_hangs_is_given_up_while_others_answer(tmp_path, deadline_s):
-    make = [functools.partial(FaultyEnv, "sleep", step=3, flag=str(tmp_path / "hung")), MakeEnv]
+    make = [
+        functools.partial(FaultyEnv, "sleep", step=3, flag=str(tmp_path / "hung")),
+        MakeEnv,
+    ]
     options = ExecutorOptions(on_worker_loss="restart", step_timeout_s=0.3)
     with (
         ParallelEnv(2, make, num_workers=2, options=options) as env,
-        AsyncCollector(env, policy, frames_per_batch=20, deadline_s=deadline_s) as collector,
+        AsyncCollector(
+            env, policy, frames_per_batch=20, deadline_s=deadline_s
+        ) as collector,
     ):
         end = time.monotonic() + 60
         is_given_up = False
@@ -511,10 +638,14 @@ def test_an_env_that_hangs_is_given_up_while_others_answer(tmp_path, deadline_s)
 @pytest.mark.slow
 def test_what_has_ended_by_itself_is_not_cut_by_a_loss_after_it(tmp_path):
     flag = str(tmp_path / "raised")
-    make = functools.partial(FaultyEnv, "value_error", step=1, episode=1, flag=flag, length=LENGTH)
+    make = functools.partial(
+        FaultyEnv, "value_error", step=1, episode=1, flag=flag, length=LENGTH
+    )
     with (
         ParallelEnv(1, make, seed=0) as env,
-        AsyncCollector(env, policy, frames_per_batch=4 * LENGTH, steps_per_row=4 * LENGTH) as collector,
+        AsyncCollector(
+            env, policy, frames_per_batch=4 * LENGTH, steps_per_row=4 * LENGTH
+        ) as collector,
     ):
         with pytest.raises(EnvError):
             collector.collect()
@@ -529,7 +660,12 @@ def test_an_executor_that_is_the_callers_is_left_without_a_command():
     with ParallelEnv(N, MakeEnv, num_workers=2, seed=0) as env:
         for in_background in (0, 1):
             with AsyncCollector(
-                env, None, frames_per_batch=10, total_frames=30, in_background=in_background, close_env=False
+                env,
+                None,
+                frames_per_batch=10,
+                total_frames=30,
+                in_background=in_background,
+                close_env=False,
             ) as collector:
                 assert [len(data) for data in collector] == [5, 5, 5]
                 assert collector.num_frames == 30
@@ -540,7 +676,9 @@ def test_an_executor_that_is_the_callers_is_left_without_a_command():
 
 @pytest.mark.slow
 def test_a_step_that_fails_while_it_is_closed_is_no_error_of_the_close():
-    with ParallelEnv(1, functools.partial(FaultyEnv, "value_error", step=4), num_workers=1) as env:
+    with ParallelEnv(
+        1, functools.partial(FaultyEnv, "value_error", step=4), num_workers=1
+    ) as env:
         collector = AsyncCollector(env, policy, frames_per_batch=3, close_env=False)
         assert collector.collect()["step"].tolist() == [[0, 1, 2]]
         collector.close()
@@ -549,7 +687,9 @@ def test_a_step_that_fails_while_it_is_closed_is_no_error_of_the_close():
 
 @pytest.mark.parametrize("is_closed", ["no", "before", "after"])
 @pytest.mark.parametrize("is_failing", [False, True])
-def test_a_collector_that_is_dropped_frees_its_thread_and_its_env(is_closed, is_failing):
+def test_a_collector_that_is_dropped_frees_its_thread_and_its_env(
+    is_closed, is_failing
+):
     def act(td: Any) -> Any:
         if is_failing:
             raise ValueError("no action")
@@ -558,7 +698,11 @@ def test_a_collector_that_is_dropped_frees_its_thread_and_its_env(is_closed, is_
     env = ParallelEnv(2, MakeEnv, num_workers=1, seed=0)
     collector = AsyncCollector(env, act, frames_per_batch=4, in_background=1)
     batches = iter(collector)
-    with pytest.raises(ValueError, match="no action") if is_failing else contextlib.nullcontext():
+    with (
+        pytest.raises(ValueError, match="no action")
+        if is_failing
+        else contextlib.nullcontext()
+    ):
         next(batches)
     background: Any = collector._background
     wait_for(background._batches.__len__)  # the next one, or its error
@@ -592,7 +736,9 @@ def test_who_waits_for_a_batch_hears_of_the_close():
 
 
 @pytest.mark.parametrize("in_background", [0, 1])
-def test_an_interrupt_after_a_batch_is_complete_does_not_lose_it(in_background, monkeypatch):
+def test_an_interrupt_after_a_batch_is_complete_does_not_lose_it(
+    in_background, monkeypatch
+):
     calls = itertools.count()
 
     def interrupted(tensor: Any) -> Any:
@@ -603,7 +749,9 @@ def test_an_interrupt_after_a_batch_is_complete_does_not_lose_it(in_background, 
     monkeypatch.setattr(async_collector, "as_array", interrupted)
     with (
         ParallelEnv(N, MakeEnv, num_workers=2, seed=3) as env,
-        AsyncCollector(env, policy, frames_per_batch=12, layout="flat", in_background=in_background) as collector,
+        AsyncCollector(
+            env, policy, frames_per_batch=12, layout="flat", in_background=in_background
+        ) as collector,
     ):
         batches = []
         while len(batches) < 6:
@@ -620,7 +768,9 @@ def test_alarms_at_any_time_lose_no_batch_of_a_thread():
     batches: list[Any] = []
     with (
         ParallelEnv(N, MakeEnv, num_workers=2, seed=3) as env,
-        AsyncCollector(env, policy, frames_per_batch=4, layout="flat", in_background=1) as collector,
+        AsyncCollector(
+            env, policy, frames_per_batch=4, layout="flat", in_background=1
+        ) as collector,
     ):
         collector.collect()
         while len(batches) < 400:
@@ -631,18 +781,24 @@ def test_alarms_at_any_time_lose_no_batch_of_a_thread():
                 num_alarms += 1
     assert num_alarms > 20
     for steps in steps_of(batches).values():
-        assert [at for at, _, _ in steps] == list(range(steps[0][0], steps[0][0] + len(steps)))
+        assert [at for at, _, _ in steps] == list(
+            range(steps[0][0], steps[0][0] + len(steps))
+        )
 
 
 @pytest.mark.parametrize("deadline_s", [None, 0.01])
 def test_a_timeout_of_the_program_is_raised(deadline_s, monkeypatch):
     with (
         SerialEnv(N, MakeEnv) as env,
-        AsyncCollector(env, policy, frames_per_batch=8, deadline_s=deadline_s) as collector,
+        AsyncCollector(
+            env, policy, frames_per_batch=8, deadline_s=deadline_s
+        ) as collector,
     ):
         collector.collect()
         with monkeypatch.context() as patch:
-            patch.setattr(env, "recv", mock.Mock(side_effect=TimeoutError("of a signal handler")))
+            patch.setattr(
+                env, "recv", mock.Mock(side_effect=TimeoutError("of a signal handler"))
+            )
             with pytest.raises(TimeoutError, match="of a signal handler"):
                 collector.collect()
         assert collector.collect().shape == (4, 2)
@@ -653,17 +809,30 @@ def test_a_timeout_of_the_program_is_raised(deadline_s, monkeypatch):
 @pytest.mark.parametrize("close_env", [False, True])
 def test_a_close_while_an_env_hangs_returns_in_time(in_background, close_env, caplog):
     make = [functools.partial(FaultyEnv, "sleep", step=3), MakeEnv]
-    with ParallelEnv(2, make, num_workers=2, options=ExecutorOptions(close_timeout_s=2.0)) as env:
-        collector = AsyncCollector(env, policy, frames_per_batch=4, in_background=in_background, close_env=close_env)
+    with ParallelEnv(
+        2, make, num_workers=2, options=ExecutorOptions(close_timeout_s=2.0)
+    ) as env:
+        collector = AsyncCollector(
+            env,
+            policy,
+            frames_per_batch=4,
+            in_background=in_background,
+            close_env=close_env,
+        )
         while not (collector.collect()["env_ids"] == 0).any():
             pass  # then env 0 has been sent the step in which it hangs
         began = time.monotonic()
         collector.close()
         assert time.monotonic() - began < 20
         assert env.is_closed == close_env
-        assert [record.message for record in caplog.records] == ([] if close_env else [mock.ANY])
+        assert [record.message for record in caplog.records] == (
+            [] if close_env else [mock.ANY]
+        )
         if not close_env:
-            assert "close failed: expected all envs to answer within 2 s (close_timeout_s)" in caplog.text
+            assert (
+                "close failed: expected all envs to answer within 2 s (close_timeout_s)"
+                in caplog.text
+            )
             assert "no answer from envs [0]" in caplog.text
 
 
@@ -693,12 +862,20 @@ class TestRefusals:
         ids=str,
     )
     def test_numbers_out_of_range(self, options):
-        with SerialEnv(N, MakeEnv) as env, pytest.raises(ValueError, match="AsyncCollector failed: expected "):
+        with (
+            SerialEnv(N, MakeEnv) as env,
+            pytest.raises(ValueError, match="AsyncCollector failed: expected "),
+        ):
             AsyncCollector(env, policy, **options)
 
-    @pytest.mark.parametrize("options", [{"batch_sizes": 4}, {"primer": 42}, {"postproc": 3}], ids=str)
+    @pytest.mark.parametrize(
+        "options", [{"batch_sizes": 4}, {"primer": 42}, {"postproc": 3}], ids=str
+    )
     def test_other_types(self, options):
-        with SerialEnv(N, MakeEnv) as env, pytest.raises(TypeError, match="AsyncCollector failed: expected "):
+        with (
+            SerialEnv(N, MakeEnv) as env,
+            pytest.raises(TypeError, match="AsyncCollector failed: expected "),
+        ):
             AsyncCollector(env, policy, frames_per_batch=8, **options)
 
     def test_envs_of_two_kinds(self):
@@ -709,19 +886,30 @@ class TestRefusals:
             AsyncCollector(env, policy, frames_per_batch=8)
 
     def test_envs_with_text(self):
-        with SerialEnv(N, TextEnv) as env, pytest.raises(ValueError, match="expected leaves of fixed shapes, got text"):
+        with (
+            SerialEnv(N, TextEnv) as env,
+            pytest.raises(
+                ValueError, match="expected leaves of fixed shapes, got text"
+            ),
+        ):
             AsyncCollector(env, policy, frames_per_batch=8)
 
     def test_a_policy_that_must_not_be_copied_in_the_background(self):
         module = Weighted()
         module.copyable = False
-        with SerialEnv(N, MakeEnv) as env, pytest.raises(ValueError, match="Collect with in_background=0"):
+        with (
+            SerialEnv(N, MakeEnv) as env,
+            pytest.raises(ValueError, match="Collect with in_background=0"),
+        ):
             AsyncCollector(env, module, frames_per_batch=8, in_background=1)
 
     def test_a_policy_that_cannot_be_copied_in_the_background(self):
         module = Weighted()
         module.lock = threading.Lock()
-        with SerialEnv(N, MakeEnv) as env, pytest.raises(ValueError, match=r"the attribute lock \(_thread.lock\)"):
+        with (
+            SerialEnv(N, MakeEnv) as env,
+            pytest.raises(ValueError, match=r"the attribute lock \(_thread.lock\)"),
+        ):
             AsyncCollector(env, module, frames_per_batch=8, in_background=1)
 
 
@@ -739,7 +927,10 @@ def test_it_learns_from_what_it_collects():
         def forward(self, root: Any) -> Any:
             root["scaled"] = torch.ones(*root.batch_size, 3)
             root = self.net(root)
-            return root.set("action", torch.distributions.Categorical(logits=root["logits"]).sample())
+            return root.set(
+                "action",
+                torch.distributions.Categorical(logits=root["logits"]).sample(),
+            )
 
     actor = Actor()
     optimizer = torch.optim.Adam(actor.parameters(), lr=0.1)
@@ -750,11 +941,24 @@ def test_it_learns_from_what_it_collects():
         for _ in range(30):
             data = collector.collect()
             reward = (data["action"] == 2).float()
-            chosen = torch.log_softmax(actor.net(data.set("scaled", torch.ones(*data.batch_size, 3)))["logits"], -1)
-            loss = -(chosen.gather(-1, data["action"][..., None])[..., 0] * (reward - reward.mean())).mean()
+            chosen = torch.log_softmax(
+                actor.net(data.set("scaled", torch.ones(*data.batch_size, 3)))[
+                    "logits"
+                ],
+                -1,
+            )
+            loss = -(
+                chosen.gather(-1, data["action"][..., None])[..., 0]
+                * (reward - reward.mean())
+            ).mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             collector.update_policy_()
-        share = np.mean([float((collector.collect()["action"] == 2).float().mean()) for _ in range(3)])
+        share = np.mean(
+            [
+                float((collector.collect()["action"] == 2).float().mean())
+                for _ in range(3)
+            ]
+        )
     assert share > 0.8

@@ -13,7 +13,11 @@ from tensordict import TensorDict
 from torch import nn
 
 from envherd.executor import ActionError, Collector, EnvError, ParallelEnv, SerialEnv
-from envherd.executor.guests.collectors.policy import Placed, swapped_parameters, uncopied
+from envherd.executor.guests.collectors.policy import (
+    Placed,
+    swapped_parameters,
+    uncopied,
+)
 from envherd.workers.testing import CountingEnv, FaultyEnv
 
 NUM_ENVS = 3
@@ -21,7 +25,11 @@ NUM_ENVS = 3
 
 @pytest.fixture(params=["serial", "parallel"])
 def env(request):
-    kind = SerialEnv if request.param == "serial" else functools.partial(ParallelEnv, num_workers=2)
+    kind = (
+        SerialEnv
+        if request.param == "serial"
+        else functools.partial(ParallelEnv, num_workers=2)
+    )
     with kind(NUM_ENVS, CountingEnv, seed=0) as env:
         yield env
 
@@ -42,7 +50,10 @@ class Holding(nn.Module):
 
     def forward(self, td):
         self.num_calls += 1
-        return td.set("action", self.linear(td["observation"].to(self.linear.weight.dtype)).argmax(-1))
+        return td.set(
+            "action",
+            self.linear(td["observation"].to(self.linear.weight.dtype)).argmax(-1),
+        )
 
     def __reduce__(self):
         raise TypeError("pickled after all")
@@ -68,7 +79,9 @@ def holding(request):
 
 
 def test_batches_are_as_one_long_rollout(env):
-    collector = Collector(env, ones, frames_per_batch=12, total_frames=60, close_env=False)
+    collector = Collector(
+        env, ones, frames_per_batch=12, total_frames=60, close_env=False
+    )
     batches = [batch.clone() for batch in collector]
     assert [tuple(batch.shape) for batch in batches] == [(NUM_ENVS, 4)] * 5
     assert collector.num_frames == 60
@@ -82,7 +95,13 @@ def test_batches_are_as_one_long_rollout(env):
 
 def test_counts_are_rounded_up_and_it_says_so_each_time(env, caplog):
     for _ in range(2):
-        collector = Collector(env, frames_per_batch=10, total_frames=20, init_random_frames=5, close_env=False)
+        collector = Collector(
+            env,
+            frames_per_batch=10,
+            total_frames=20,
+            init_random_frames=5,
+            close_env=False,
+        )
     message = (
         "frames_per_batch=10 is not a multiple of 3 envs and total_frames=20 is not a multiple of 12 frames per batch "
         "and init_random_frames=5 is not a multiple of 12 frames per batch: rounded up."
@@ -101,7 +120,11 @@ def test_a_loop_that_was_left_goes_on(env):
 def test_random_frames_come_first(env):
     calls = []
     collector = Collector(
-        env, lambda td: calls.append(1) or ones(td), frames_per_batch=6, init_random_frames=12, close_env=False
+        env,
+        lambda td: calls.append(1) or ones(td),
+        frames_per_batch=6,
+        init_random_frames=12,
+        close_env=False,
     )
     collector.collect()
     collector.collect()
@@ -111,7 +134,9 @@ def test_random_frames_come_first(env):
 
 
 def test_every_batch_begins_with_a_reset_if_asked(env):
-    collector = Collector(env, ones, frames_per_batch=3, reset_at_each_iter=True, close_env=False)
+    collector = Collector(
+        env, ones, frames_per_batch=3, reset_at_each_iter=True, close_env=False
+    )
     for _ in range(3):
         assert (collector.collect()["observation"][:, 0, 1] == 0).all()
 
@@ -132,8 +157,12 @@ def test_it_goes_on_after_an_env_has_raised():
 
 
 def test_what_is_no_tensordict_is_refused(env):
-    collector = Collector(env, lambda td: td["observation"], frames_per_batch=3, close_env=False)
-    with pytest.raises(TypeError, match=r"expected the policy to return a TensorDict.*got Tensor"):
+    collector = Collector(
+        env, lambda td: td["observation"], frames_per_batch=3, close_env=False
+    )
+    with pytest.raises(
+        TypeError, match=r"expected the policy to return a TensorDict.*got Tensor"
+    ):
         collector.collect()
     with pytest.raises(ValueError, match="got both"):
         Collector(env, ones, policy_factory=lambda: ones, frames_per_batch=3)
@@ -152,7 +181,9 @@ def test_a_policy_is_called_itself(env, holding):
 def test_what_cannot_be_copied_stays_and_is_named(holding, caplog):
     placed = Placed(holding, "meta")
     (message,) = caplog.messages
-    assert re.search(r"the attribute inner\.held \(.*cannot be copied.*stays on cpu", message)
+    assert re.search(
+        r"the attribute inner\.held \(.*cannot be copied.*stays on cpu", message
+    )
     assert placed.policy is holding
     assert placed.device == torch.device("cpu")
 
@@ -168,7 +199,9 @@ def test_what_was_compiled_in_place_is_not_copied_without_that(caplog):
     net = nn.Sequential(nn.Linear(2, 2))
     net[0].compile(backend="eager")
     assert Placed(net, "meta").policy is net
-    assert re.search(r"0 was compiled in place, .* use torch.compile\(module\)", caplog.text)
+    assert re.search(
+        r"0 was compiled in place, .* use torch.compile\(module\)", caplog.text
+    )
     compiled = torch.compile(nn.Linear(2, 2), backend="eager")
     placed = Placed(compiled, "meta")
     assert placed.is_copy
@@ -194,9 +227,12 @@ def test_the_data_goes_to_the_policy():
     root = TensorDict({"observation": torch.zeros(2, 3)}, [2], device="cpu")
     seen = []
     placed = Placed(OnMeta())
-    placed.policy.register_forward_hook(lambda _module, args, _out: seen.append(args[0].device))
+    placed.policy.register_forward_hook(
+        lambda _module, args, _out: seen.append(args[0].device)
+    )
     assert placed.device == torch.device("meta")
-    with pytest.raises(NotImplementedError, match="meta"):  # values cannot come back, so they were sent there
+    # Values cannot come back, so they were sent there.
+    with pytest.raises(NotImplementedError, match="meta"):
         placed(root)
     assert seen == [torch.device("meta")]
 
@@ -206,7 +242,9 @@ def test_what_a_policy_overwrites_comes_back_too():
         td["hidden"] = td["hidden"] + 1
         return td.set("action", torch.ones(2))
 
-    root = TensorDict({"observation": torch.zeros(2, 3), "hidden": torch.zeros(2)}, [2], device="cpu")
+    root = TensorDict(
+        {"observation": torch.zeros(2, 3), "hidden": torch.zeros(2)}, [2], device="cpu"
+    )
     observation = root["observation"]
     acted = Placed(policy, "cpu:0")(root)  # another device name is enough to move
     assert acted["hidden"].tolist() == [1, 1]
@@ -216,14 +254,19 @@ def test_what_a_policy_overwrites_comes_back_too():
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_what_a_policy_changes_in_place_comes_back_too(monkeypatch, mode):
-    monkeypatch.setattr(TensorDict, "to", lambda td, *_, **__: td.clone())  # as for another device
+    # As for another device.
+    monkeypatch.setattr(TensorDict, "to", lambda td, *_, **__: td.clone())
 
     def policy(td):
         td["hidden"].add_(1)
         return td.set("action", torch.ones(2))
 
     with mode():
-        root = TensorDict({"observation": torch.zeros(2, 3), "hidden": torch.zeros(2)}, [2], device="cpu")
+        root = TensorDict(
+            {"observation": torch.zeros(2, 3), "hidden": torch.zeros(2)},
+            [2],
+            device="cpu",
+        )
         observation = root["observation"]
         acted = Placed(policy, "cpu:0")(root)
         assert acted["hidden"].tolist() == [1, 1]
@@ -232,10 +275,15 @@ def test_what_a_policy_changes_in_place_comes_back_too(monkeypatch, mode):
 
 def test_a_copy_follows_the_original(monkeypatch):
     policy = Holding(None)
-    policy.__class__ = type("Copyable", (Holding,), {"__reduce__": nn.Module.__reduce__})
+    policy.__class__ = type(
+        "Copyable", (Holding,), {"__reduce__": nn.Module.__reduce__}
+    )
     placed = Placed(policy, "cpu")
     assert placed.policy is policy
-    monkeypatch.setattr("envherd.executor.guests.collectors.policy._device_of", lambda _policy: torch.device("meta"))
+    monkeypatch.setattr(
+        "envherd.executor.guests.collectors.policy._device_of",
+        lambda _policy: torch.device("meta"),
+    )
     placed = Placed(policy, "cpu")
     assert placed.is_copy
     assert placed.policy is not policy
@@ -253,7 +301,9 @@ def test_a_factory_builds_the_policy_when_it_is_needed(env):
         built.append(Holding(threading.Lock()))
         return built[0]
 
-    collector = Collector(env, policy_factory=build, frames_per_batch=3, close_env=False)
+    collector = Collector(
+        env, policy_factory=build, frames_per_batch=3, close_env=False
+    )
     assert not built
     collector.collect()
     collector.collect()
@@ -264,7 +314,9 @@ def test_a_factory_builds_the_policy_when_it_is_needed(env):
 def test_no_warning_about_policies_that_may_stay(env, holding):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Collector(env, holding, frames_per_batch=3, policy_device="cpu", close_env=False).collect()
+        Collector(
+            env, holding, frames_per_batch=3, policy_device="cpu", close_env=False
+        ).collect()
 
 
 # ---- state -----------------------------------------------------------------------------------
@@ -280,13 +332,19 @@ def recurrent(td):
 
 def test_state_passes_through_untouched(env):
     collector = Collector(env, recurrent, frames_per_batch=15, close_env=False)
-    states = torch.cat([collector.collect()["next", "hidden"].clone() for _ in range(3)], 1)
-    assert torch.equal(states, torch.arange(1.0, 16.0).reshape(1, 15, 1).expand(NUM_ENVS, 15, 2))
+    states = torch.cat(
+        [collector.collect()["next", "hidden"].clone() for _ in range(3)], 1
+    )
+    assert torch.equal(
+        states, torch.arange(1.0, 16.0).reshape(1, 15, 1).expand(NUM_ENVS, 15, 2)
+    )
 
 
 def test_state_begins_anew_with_every_episode_if_primed(env):
     primer = TensorDict({"hidden": torch.full((NUM_ENVS, 2), 10.0)}, [NUM_ENVS])
-    collector = Collector(env, recurrent, frames_per_batch=15, primer=primer, close_env=False)
+    collector = Collector(
+        env, recurrent, frames_per_batch=15, primer=primer, close_env=False
+    )
     data = torch.cat([collector.collect().clone() for _ in range(3)], 1)
     assert data["next", "done"][:, :-1].any()
     expected = data["observation"][..., 1:2].float() + 10
@@ -295,7 +353,9 @@ def test_state_begins_anew_with_every_episode_if_primed(env):
     assert (primer["hidden"] == 10).all()
 
 
-@pytest.mark.parametrize("make", [SerialEnv, functools.partial(ParallelEnv, num_workers=2)])
+@pytest.mark.parametrize(
+    "make", [SerialEnv, functools.partial(ParallelEnv, num_workers=2)]
+)
 @pytest.mark.parametrize("culprit", ["env", "policy", "action"])
 def test_after_an_error_it_is_that_of_where_the_envs_are(make, culprit, tmp_path):
     """The state counts the steps of the episode, as the envs do."""
@@ -307,18 +367,33 @@ def test_after_an_error_it_is_that_of_where_the_envs_are(make, culprit, tmp_path
         if culprit == "policy" and len(calls) == 8:
             raise KeyError("mine")
         td = recurrent(td)
-        return td.set("action", td["action"] + 10_000) if culprit == "action" and len(calls) == 8 else td
+        return (
+            td.set("action", td["action"] + 10_000)
+            if culprit == "action" and len(calls) == 8
+            else td
+        )
 
-    faulty = functools.partial(FaultyEnv, "raise" if culprit == "env" else None, step=8, flag=str(tmp_path / "broken"))
-    with make(NUM_ENVS, [faulty, CountingEnv, functools.partial(CountingEnv, 4)], seed=0) as env:
-        collector = Collector(env, policy, frames_per_batch=5 * NUM_ENVS, primer=primer, close_env=False)
+    faulty = functools.partial(
+        FaultyEnv,
+        "raise" if culprit == "env" else None,
+        step=8,
+        flag=str(tmp_path / "broken"),
+    )
+    with make(
+        NUM_ENVS, [faulty, CountingEnv, functools.partial(CountingEnv, 4)], seed=0
+    ) as env:
+        collector = Collector(
+            env, policy, frames_per_batch=5 * NUM_ENVS, primer=primer, close_env=False
+        )
         batches = [collector.collect()]
         with pytest.raises((EnvError, KeyError, ActionError)):
             collector.collect()
         batches += [collector.collect() for _ in range(2)]
         resumed = batches[1]["observation"][:, 0, 1].tolist()
     for data in batches:
-        assert torch.equal(data["hidden"], data["observation"][..., 1:2].float().expand(NUM_ENVS, 5, 2))
+        assert torch.equal(
+            data["hidden"], data["observation"][..., 1:2].float().expand(NUM_ENVS, 5, 2)
+        )
     assert resumed[0] == (0 if culprit == "env" else 7)
 
 
@@ -331,7 +406,14 @@ def test_steps_let_it_pass_too(env):
         td = root
     td = env.step(recurrent(td))
     assert (td["next", "hidden"] == 8).all()
-    assert set(td["next"].keys()) == {"observation", "reward", "done", "terminated", "truncated", "hidden"}
+    assert set(td["next"].keys()) == {
+        "observation",
+        "reward",
+        "done",
+        "terminated",
+        "truncated",
+        "hidden",
+    }
 
 
 # ---- losses ----------------------------------------------------------------------------------
@@ -339,7 +421,9 @@ def test_steps_let_it_pass_too(env):
 
 def test_other_parameters_for_a_while(holding):
     own = holding.linear.weight
-    other = TensorDict.from_module(holding).apply(lambda p: torch.zeros_like(p, requires_grad=True))
+    other = TensorDict.from_module(holding).apply(
+        lambda p: torch.zeros_like(p, requires_grad=True)
+    )
     td = TensorDict({"observation": torch.ones(2, 3)}, [2])
     with swapped_parameters(holding, other) as module:
         assert module is holding

@@ -25,9 +25,23 @@ def main() -> None:
     config = (
         PPOConfig()
         .environment("CartPole-v1")
-        .env_runners(env_runner_cls=SingleAgentEnvRunner, num_env_runners=2, num_envs_per_env_runner=4)
-        .training(train_batch_size_per_learner=2000, minibatch_size=250, num_epochs=8, lr=1e-3, gamma=0.99)
-        .rl_module(model_config=DefaultModelConfig(fcnet_hiddens=[64, 64], vf_share_layers=False))
+        .env_runners(
+            env_runner_cls=SingleAgentEnvRunner,
+            num_env_runners=2,
+            num_envs_per_env_runner=4,
+        )
+        .training(
+            train_batch_size_per_learner=2000,
+            minibatch_size=250,
+            num_epochs=8,
+            lr=1e-3,
+            gamma=0.99,
+        )
+        .rl_module(
+            model_config=DefaultModelConfig(
+                fcnet_hiddens=[64, 64], vf_share_layers=False
+            )
+        )
         .debugging(seed=0)
     )
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
@@ -38,7 +52,8 @@ def main() -> None:
     algorithm.stop()
     ray.shutdown()
     assert max(returns) >= ENOUGH, returns
-    _, alive = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=20)  # a helper may be kept for 10 s
+    # A helper may be kept for 10 s.
+    _, alive = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=20)
     assert not alive, alive
 
 

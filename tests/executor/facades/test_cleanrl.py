@@ -28,7 +28,9 @@ def make_continuous():
     env = gym.wrappers.RecordEpisodeStatistics(env)
     env = gym.wrappers.ClipAction(env)
     env = gym.wrappers.NormalizeObservation(env)
-    env = gym.wrappers.TransformObservation(env, lambda observation: np.clip(observation, -1, 1))
+    env = gym.wrappers.TransformObservation(
+        env, lambda observation: np.clip(observation, -1, 1)
+    )
     env = gym.wrappers.NormalizeReward(env, gamma=0.99)
     return gym.wrappers.TransformReward(env, lambda reward: np.clip(reward, -10, 10))
 
@@ -37,7 +39,9 @@ def make_continuous():
 @pytest.mark.parametrize("name", ["SyncVectorEnv", "AsyncVectorEnv"])
 def test_a_script_sees_the_episodes_of_gymnasiums_own(make_env, name):
     ours = getattr(Gym(num_workers=2).vector, name)([make_env for _ in range(NUM_ENVS)])
-    theirs = SyncVectorEnv([make_env] * NUM_ENVS, autoreset_mode=AutoresetMode.SAME_STEP)
+    theirs = SyncVectorEnv(
+        [make_env] * NUM_ENVS, autoreset_mode=AutoresetMode.SAME_STEP
+    )
     assert isinstance(ours, OldVectorEnv)
     assert ours.executor.num_workers == 2
     assert ours.single_observation_space == theirs.single_observation_space
@@ -55,13 +59,20 @@ def test_a_script_sees_the_episodes_of_gymnasiums_own(make_env, name):
         assert ("final_info" in infos) == ended.any()
         for i in np.flatnonzero(ended):
             num_ends += 1
-            assert np.array_equal(infos["final_observation"][i], their_infos["final_obs"][i])
-            episode, expected = infos["final_info"][i]["episode"], their_infos["final_info"]["episode"]
+            assert np.array_equal(
+                infos["final_observation"][i], their_infos["final_obs"][i]
+            )
+            episode, expected = (
+                infos["final_info"][i]["episode"],
+                their_infos["final_info"]["episode"],
+            )
             assert (episode["r"], episode["l"]) == (expected["r"][i], expected["l"][i])
         if ended.any():
             assert infos["_final_info"].tolist() == ended.tolist()
             assert [info is None for info in infos["final_info"]] == (~ended).tolist()
-            assert [seen is None for seen in infos["final_observation"]] == (~ended).tolist()
+            assert [seen is None for seen in infos["final_observation"]] == (
+                ~ended
+            ).tolist()
     assert num_ends >= 6
     ours.close()
     theirs.close()
@@ -85,7 +96,11 @@ def test_wrappers_have_their_former_names_and_arguments():
     first, _ = env.reset()
     assert [int(frame[0, 0]) for frame in first] == [7] * 4
     assert [int(frame[0, 0]) for frame in env.step(0)[0]] == [7, 7, 7, 8]
-    assert gym.wrappers.ResizeObservation(Picture(), 84).observation_space.shape == (84, 84, 3)
+    assert gym.wrappers.ResizeObservation(Picture(), 84).observation_space.shape == (
+        84,
+        84,
+        3,
+    )
 
 
 def test_statistics_of_normalization_are_float64():

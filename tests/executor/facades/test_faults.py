@@ -70,19 +70,26 @@ class Driver:
     build: ClassVar[Callable[..., Any]] = Faulty
     of_factories: ClassVar[Any] = LookupError
     of_steps: ClassVar[tuple[Any, Any]] = (LookupError, ArithmeticError)
-    of_unlike_envs: ClassVar[tuple[Any, str]] = (RuntimeError, "different|not equivalent")
+    of_unlike_envs: ClassVar[tuple[Any, str]] = (
+        RuntimeError,
+        "different|not equivalent",
+    )
     of_a_seed: ClassVar[Any] = (ValueError, TypeError)
     after_fault: ClassVar[Any] = ResetNeeded
     after_close: ClassVar[Any] = ClosedEnvironmentError
     resets_in_step: ClassVar[bool] = True
 
     def __init__(self, makes: list[Any], **options: Any) -> None:
-        self.env: Any = self.open(makes, ExecutorOptions(close_timeout_s=1.0, **options))
+        self.env: Any = self.open(
+            makes, ExecutorOptions(close_timeout_s=1.0, **options)
+        )
 
     def open(self, makes: list[Any], options: ExecutorOptions) -> Any:
         from envherd.executor.facades.gymnasium import AsyncVectorEnv
 
-        return AsyncVectorEnv(makes, num_workers=len(makes), autoreset_mode="SameStep", options=options)
+        return AsyncVectorEnv(
+            makes, num_workers=len(makes), autoreset_mode="SameStep", options=options
+        )
 
     def reset(self) -> list[float]:
         """Reset; return what the envs observe."""
@@ -113,14 +120,18 @@ class PettingZoo(Driver):
     def open(self, makes: list[Any], options: ExecutorOptions) -> Any:
         from envherd.executor.facades.pettingzoo import ParallelVectorEnv
 
-        return ParallelVectorEnv(makes, num_workers=len(makes), autoreset_mode="SameStep", options=options)
+        return ParallelVectorEnv(
+            makes, num_workers=len(makes), autoreset_mode="SameStep", options=options
+        )
 
     def reset(self) -> list[float]:
         return self.env.reset()[0]["agent"][:, 0].tolist()
 
     def step(self, actions: Any) -> tuple[list[float], list[bool]]:
         observations, _, ends, cuts, _ = self.env.step({"agent": np.array(actions)})
-        return observations["agent"][:, 0].tolist(), (ends["agent"] | cuts["agent"]).tolist()
+        return observations["agent"][:, 0].tolist(), (
+            ends["agent"] | cuts["agent"]
+        ).tolist()
 
 
 class RLlib(Driver):
@@ -137,14 +148,22 @@ class RLlib(Driver):
         return [seen["agent"].item() for seen in self.env.reset()[0]]
 
     def step(self, actions: Any) -> tuple[list[float], list[bool]]:
-        observations, _, ends, cuts, _ = self.env.step([{"agent": action} for action in actions])
-        over = [end["__all__"] or cut["__all__"] for end, cut in zip(ends, cuts, strict=True)]
+        observations, _, ends, cuts, _ = self.env.step(
+            [{"agent": action} for action in actions]
+        )
+        over = [
+            end["__all__"] or cut["__all__"]
+            for end, cut in zip(ends, cuts, strict=True)
+        ]
         return [seen["agent"].item() for seen in observations], over
 
 
 class Sb3(Driver):
     of_factories = FactoryError
-    of_unlike_envs = (SpecError, "expected envs with equal spaces, got different ones for env 0 and env 1: observation")
+    of_unlike_envs = (
+        SpecError,
+        "expected envs with equal spaces, got different ones for env 0 and env 1: observation",
+    )
     after_close = Closed
 
     def open(self, makes: list[Any], options: ExecutorOptions) -> Any:
@@ -183,7 +202,9 @@ class TorchRL(Driver):
     def step(self, actions: Any) -> tuple[list[float], list[bool]]:
         acted = self.root.clone().set("action", torch.tensor(actions))
         data, self.root = self.env.step_and_maybe_reset(acted)
-        return self.root["observation"][:, 0].tolist(), data["next", "done"][:, 0].tolist()
+        return self.root["observation"][:, 0].tolist(), data["next", "done"][
+            :, 0
+        ].tolist()
 
     def seed(self, seed: int) -> None:
         self.env.set_seed(seed)
@@ -218,7 +239,10 @@ def start(kind: Any, tmp_path: Any) -> Iterator[Callable[..., Driver]]:
 
 
 #: What Ctrl-C interrupts: a step, and a reset.
-CALLS: dict[str, Callable[[Any], Any]] = {"step": lambda it: it.step([GOES_ON] * 2), "reset": lambda it: it.reset()}
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "step": lambda it: it.step([GOES_ON] * 2),
+    "reset": lambda it: it.reset(),
+}
 
 
 def assert_works(driver: Driver) -> None:
@@ -245,7 +269,9 @@ def test_what_cannot_be_started_is_refused(kind: Any, tmp_path: Any) -> None:
 
 
 @each
-def test_faults_that_no_worker_is_lost_for(kind: Any, start: Any, tmp_path: Any) -> None:
+def test_faults_that_no_worker_is_lost_for(
+    kind: Any, start: Any, tmp_path: Any
+) -> None:
     driver, (of_step, of_reset) = start(), kind.of_steps
     assert_works(driver)
     with pytest.raises(of_step, match="no step") as caught:
@@ -284,12 +310,23 @@ LIMITS: dict[int, dict[str, Any]] = {DIES: {}, HANGS: {"step_timeout_s": 1.0}}
 
 
 @pytest.mark.broken_pool
-@pytest.mark.parametrize(("action", "error"), [(DIES, WorkerLost), (HANGS, WorkerTimeout)], ids=["dies", "hangs"])
+@pytest.mark.parametrize(
+    ("action", "error"),
+    [(DIES, WorkerLost), (HANGS, WorkerTimeout)],
+    ids=["dies", "hangs"],
+)
 @each
-def test_a_worker_that_is_lost_is_named(kind: Any, start: Any, action: int, error: Any) -> None:
+def test_a_worker_that_is_lost_is_named(
+    kind: Any, start: Any, action: int, error: Any
+) -> None:
     driver = start(**LIMITS[action])
     driver.reset()
-    with pytest.raises(error, match=r"SIGKILL.*\(env 1," if action == DIES else r"no answer within 1 s.*env 1"):
+    with pytest.raises(
+        error,
+        match=r"SIGKILL.*\(env 1,"
+        if action == DIES
+        else r"no answer within 1 s.*env 1",
+    ):
         driver.step([GOES_ON, action])
     with pytest.raises(error):
         driver.reset()
@@ -308,7 +345,9 @@ REMEDIES: dict[int, dict[str, Any]] = {
 @pytest.mark.broken_pool
 @pytest.mark.parametrize("action", REMEDIES, ids=["dies", "raises"])
 @each
-def test_an_env_that_fails_can_be_interrupted(kind: Any, start: Any, action: int) -> None:
+def test_an_env_that_fails_can_be_interrupted(
+    kind: Any, start: Any, action: int
+) -> None:
     """Its episode has ended without another reward; the next one has begun."""
     driver = start(**REMEDIES[action])
     driver.reset()
@@ -320,7 +359,9 @@ def test_an_env_that_fails_can_be_interrupted(kind: Any, start: Any, action: int
 
 
 @each
-def test_a_reset_that_raises_is_made_again_with_a_new_instance(kind: Any, start: Any, tmp_path: Any) -> None:
+def test_a_reset_that_raises_is_made_again_with_a_new_instance(
+    kind: Any, start: Any, tmp_path: Any
+) -> None:
     driver = start(**REMEDIES[RAISES])
     assert_works(driver)
     (tmp_path / "wrecked").touch()

@@ -13,7 +13,10 @@ from envherd.executor.options import ExecutorOptions
 from tests.envs.gymnasium_envs import MAKES, Horizon, Particular, Precise, Reusing
 
 NUM_ENVS = 3
-FACADES = {"async": functools.partial(AsyncVectorEnv, num_workers=2), "sync": SyncVectorEnv}
+FACADES = {
+    "async": functools.partial(AsyncVectorEnv, num_workers=2),
+    "sync": SyncVectorEnv,
+}
 
 
 def assert_same(ours, theirs):
@@ -34,7 +37,10 @@ def test_of_steps_and_infos(facade, name, mode):
     assert ours.observation_space == theirs.observation_space
     assert ours.action_space == theirs.action_space
     theirs.action_space.seed(5)
-    assert_same(ours.reset(seed=3, options={"level": 1}), theirs.reset(seed=3, options={"level": 1}))
+    assert_same(
+        ours.reset(seed=3, options={"level": 1}),
+        theirs.reset(seed=3, options={"level": 1}),
+    )
     num_terminated = num_truncated = 0
     for _ in range(60):
         actions = theirs.action_space.sample()
@@ -45,7 +51,10 @@ def test_of_steps_and_infos(facade, name, mode):
         ended = our[2] | our[3]
         if mode is AutoresetMode.DISABLED and ended.any():
             mask = ended.copy()
-            assert_same(ours.reset(options={"reset_mask": ended}), theirs.reset(options={"reset_mask": ended}))
+            assert_same(
+                ours.reset(options={"reset_mask": ended}),
+                theirs.reset(options={"reset_mask": ended}),
+            )
             assert (mask == ended).all()
     assert num_terminated >= 3 or name == "pendulum"
     assert num_truncated >= 3 or name == "cartpole"
@@ -73,7 +82,10 @@ def test_actions_reach_the_env_as_they_are(facade):
     envs.reset()
     third = np.full((2, 1), 1 / 3)
     assert envs.step(third)[1].tolist() == [1 / 3] * 2
-    assert envs.step(third.astype(np.float32))[1].tolist() == [float(np.float32(1 / 3))] * 2
+    assert (
+        envs.step(third.astype(np.float32))[1].tolist()
+        == [float(np.float32(1 / 3))] * 2
+    )
     _, rewards, _, _, infos = envs.step([[0.25], [0.5]])
     assert rewards.tolist() == [0.25, 0.5]
     assert infos["type"].tolist() == ["list"] * 2
@@ -81,7 +93,11 @@ def test_actions_reach_the_env_as_they_are(facade):
         envs.step(np.zeros((3, 1)))
     with pytest.raises(TypeError):
         envs.step(0)
-    assert envs.step(third.astype(np.float32))[1].tolist() == [float(np.float32(1 / 3))] * 2  # nothing was kept
+    # Nothing was kept.
+    assert (
+        envs.step(third.astype(np.float32))[1].tolist()
+        == [float(np.float32(1 / 3))] * 2
+    )
     envs.close()
 
 
@@ -100,7 +116,9 @@ def test_copies_are_the_callers_own_and_views_last_as_long_as_the_ring(facade):
     kept = [envs.step(actions)[0] for _ in range(6)]
     assert [float(one[0, 0]) for one in [first, *kept]] == [0, 1, 2, 3, 4, 5, 6]
     envs.close()
-    envs = FACADES[facade]([Horizon] * 2, copy=False, options=ExecutorOptions(ring_frames=3))
+    envs = FACADES[facade](
+        [Horizon] * 2, copy=False, options=ExecutorOptions(ring_frames=3)
+    )
     envs.reset()
     kept = [envs.step(actions)[0] for _ in range(3)]
     assert [float(one[0, 0]) for one in kept] == [1, 2, 3]

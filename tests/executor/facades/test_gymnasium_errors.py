@@ -9,15 +9,28 @@ import signal
 import gymnasium
 import numpy as np
 import pytest
-from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
+from gymnasium.error import (
+    AlreadyPendingCallError,
+    ClosedEnvironmentError,
+    NoAsyncCallError,
+)
 
-from envherd.executor import EnvError, ExecutorOptions, ResetNeeded, WorkerLost, WorkerTimeout
+from envherd.executor import (
+    EnvError,
+    ExecutorOptions,
+    ResetNeeded,
+    WorkerLost,
+    WorkerTimeout,
+)
 from envherd.executor.facades.gymnasium import AsyncVectorEnv, SyncVectorEnv
 from tests.envs.gymnasium_envs import ERRORS, Failing, Odd, Precise, Slow
 from tests.gates import alarm
 
 ACTIONS = np.zeros(3, np.int64)
-FACADES = {"async": functools.partial(AsyncVectorEnv, num_workers=2), "sync": SyncVectorEnv}
+FACADES = {
+    "async": functools.partial(AsyncVectorEnv, num_workers=2),
+    "sync": SyncVectorEnv,
+}
 TYPES = {"value": ValueError, "key": KeyError, "odd": Odd, "os": OSError}
 
 
@@ -87,10 +100,13 @@ def test_what_envs_raise_is_reported_once_and_nothing_else():
     envs = AsyncVectorEnv([Failing] * 3, num_workers=2)
     envs.reset()
     envs.set_attr("fails", ["", "odd", "odd"])
-    with pytest.raises(Odd, match=r"100% odd.*\(env 1, .*Envs \[2\] raised too.*other envs go on"):
+    with pytest.raises(
+        Odd, match=r"100% odd.*\(env 1, .*Envs \[2\] raised too.*other envs go on"
+    ):
         envs.step(ACTIONS)  # a warning would be an error
     with pytest.raises(
-        ResetNeeded, match=r"Call reset\(\), or reset\(options={'reset_mask': mask}\) for these"
+        ResetNeeded,
+        match=r"Call reset\(\), or reset\(options={'reset_mask': mask}\) for these",
     ) as caught:
         envs.step(ACTIONS)
     assert "step_and_maybe_reset" not in str(caught.value)
@@ -130,7 +146,10 @@ def test_flags_may_be_numbers(make):
 def test_calls_out_of_order():
     envs = AsyncVectorEnv([Failing] * 3, num_workers=2)
     for name in ("reset", "step", "call"):
-        with pytest.raises(NoAsyncCallError, match=f"Calling `{name}_wait` without any prior call to `{name}_async`."):
+        with pytest.raises(
+            NoAsyncCallError,
+            match=f"Calling `{name}_wait` without any prior call to `{name}_async`.",
+        ):
             getattr(envs, f"{name}_wait")()
     envs.reset_async()
     begin = {
@@ -140,13 +159,18 @@ def test_calls_out_of_order():
         "set_attr": lambda: envs.set_attr("count", 1),
     }
     for name, call in begin.items():
-        with pytest.raises(AlreadyPendingCallError, match=f"`{name}` while waiting for a pending call to `reset`"):
+        with pytest.raises(
+            AlreadyPendingCallError,
+            match=f"`{name}` while waiting for a pending call to `reset`",
+        ):
             call()
     envs.reset_wait()
     with pytest.raises(ValueError, match="use `reset` directly"):
         envs.call("reset")
     envs.step_async(ACTIONS)
-    with pytest.warns(UserWarning, match="Calling `close` while waiting for a pending call to `step`"):
+    with pytest.warns(
+        UserWarning, match="Calling `close` while waiting for a pending call to `step`"
+    ):
         envs.close()
     with pytest.raises(ClosedEnvironmentError):
         envs.render()
@@ -176,7 +200,9 @@ def test_a_wait_that_runs_out_of_time_can_be_got_over():
     ):
         envs.set_attr("pause", 0.7)
         begin()
-        with pytest.raises(multiprocessing.TimeoutError, match=r"has timed out after 0\.05 second"):
+        with pytest.raises(
+            multiprocessing.TimeoutError, match=r"has timed out after 0\.05 second"
+        ):
             getattr(envs, f"{name}_wait")(timeout=0.05)
         envs.set_attr("pause", 0.0)
         assert envs.call("nap") == ("rested",) * 3
@@ -196,7 +222,10 @@ def test_a_wait_that_runs_out_of_time_can_be_got_over():
 def test_the_rows_of_a_lost_worker_are_a_truncation():
     for mode, after in (("NextStep", [[1.0]] * 3), ("SameStep", [[0.0]] * 3)):
         envs = AsyncVectorEnv(
-            [Failing] * 3, num_workers=1, autoreset_mode=mode, options=ExecutorOptions(on_worker_loss="restart")
+            [Failing] * 3,
+            num_workers=1,
+            autoreset_mode=mode,
+            options=ExecutorOptions(on_worker_loss="restart"),
         )
         envs.reset()
         envs.step(ACTIONS)
@@ -210,7 +239,9 @@ def test_the_rows_of_a_lost_worker_are_a_truncation():
             assert [last.tolist() for last in infos["final_obs"]] == [[1.0]] * 3
         assert infos["interrupted"].all()
         observations = envs.step(ACTIONS)[0]
-        assert observations.tolist() == ([[0.0]] * 3 if mode == "NextStep" else [[1.0]] * 3)
+        assert observations.tolist() == (
+            [[0.0]] * 3 if mode == "NextStep" else [[1.0]] * 3
+        )
         assert "interrupted" not in envs.step(ACTIONS)[4]
         envs.close()
 
@@ -238,7 +269,9 @@ def test_a_step_that_one_worker_did_not_survive_has_been_made_by_the_others():
 @pytest.mark.broken_pool
 @pytest.mark.slow
 def test_a_wait_for_others_than_a_lost_worker_runs_out_of_time_too():
-    envs = AsyncVectorEnv([Slow] * 3, num_workers=3, options=ExecutorOptions(on_worker_loss="restart"))
+    envs = AsyncVectorEnv(
+        [Slow] * 3, num_workers=3, options=ExecutorOptions(on_worker_loss="restart")
+    )
     envs.reset()
     envs.set_attr("pause", [0.0, 1.5, 1.5])
     envs.step_async(ACTIONS)
@@ -257,7 +290,10 @@ def test_a_wait_for_others_than_a_lost_worker_runs_out_of_time_too():
 def test_a_loss_that_a_list_of_actions_meets_is_an_interrupted_row(lost):
     """Lists reach the envs as messages, ahead of the step."""
     envs = AsyncVectorEnv(
-        [Failing] * 3, num_workers=3, autoreset_mode="SameStep", options=ExecutorOptions(on_worker_loss="restart")
+        [Failing] * 3,
+        num_workers=3,
+        autoreset_mode="SameStep",
+        options=ExecutorOptions(on_worker_loss="restart"),
     )
     envs.reset()
     for env_id in lost:
@@ -275,7 +311,10 @@ def test_a_loss_that_a_list_of_actions_meets_is_an_interrupted_row(lost):
 @pytest.mark.parametrize("limit", ["step_timeout_s", "reset_timeout_s"])
 def test_steps_and_resets_have_limits_of_their_own(limit):
     envs = AsyncVectorEnv([Slow], options=ExecutorOptions(**{limit: 0.3}))
-    calls = {"step_timeout_s": lambda: envs.step(ACTIONS[:1]), "reset_timeout_s": envs.reset}
+    calls = {
+        "step_timeout_s": lambda: envs.step(ACTIONS[:1]),
+        "reset_timeout_s": envs.reset,
+    }
     envs.reset()
     envs.set_attr("pause", 1.0)
     late = calls.pop(limit)
@@ -291,9 +330,18 @@ def test_arguments_that_cannot_be():
         ({"worker": print}, "expected no `worker`"),
         ({"max_concurrency": 0}, "must be a positive"),
         ({"max_concurrency": 1.5}, "must be an integer"),
-        ({"max_concurrency": 2, "num_workers": "auto"}, "together with max_concurrency"),
-        ({"max_concurrency": 2, "options": ExecutorOptions(env_threads=True)}, "together with max_concurrency"),
-        ({"max_concurrency": 2, "options": ExecutorOptions(alone=True)}, "together with max_concurrency"),
+        (
+            {"max_concurrency": 2, "num_workers": "auto"},
+            "together with max_concurrency",
+        ),
+        (
+            {"max_concurrency": 2, "options": ExecutorOptions(env_threads=True)},
+            "together with max_concurrency",
+        ),
+        (
+            {"max_concurrency": 2, "options": ExecutorOptions(alone=True)},
+            "together with max_concurrency",
+        ),
         ({"autoreset_mode": "Never"}, "Never"),
         ({"num_workers": 0}, "num_workers failed"),
     ):

@@ -14,12 +14,28 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_differing_spaces
 from gymnasium.wrappers import vector as wrappers
 
-from envherd.executor.facades.gymnasium import AsyncVectorEnv, SyncVectorEnv, installed, make_vec
-from tests.envs.gymnasium_envs import MAKES, SPACES, Custom, Echo, Failing, Slow, WithActions
+from envherd.executor.facades.gymnasium import (
+    AsyncVectorEnv,
+    SyncVectorEnv,
+    installed,
+    make_vec,
+)
+from tests.envs.gymnasium_envs import (
+    MAKES,
+    SPACES,
+    Custom,
+    Echo,
+    Failing,
+    Slow,
+    WithActions,
+)
 from tests.extras import needs
 from tests.gymnasium_versions import HAS_LIMIT, NOT_BATCHED, TAXI
 
-FACADES = {"async": functools.partial(AsyncVectorEnv, num_workers=2), "sync": SyncVectorEnv}
+FACADES = {
+    "async": functools.partial(AsyncVectorEnv, num_workers=2),
+    "sync": SyncVectorEnv,
+}
 
 
 @pytest.fixture(params=FACADES)
@@ -27,10 +43,15 @@ def facade(request):
     return FACADES[request.param]
 
 
-@pytest.mark.filterwarnings("ignore:.*Casting input:UserWarning")  # Gymnasium's warning about its own scalars
+# Gymnasium's warning about its own scalars.
+@pytest.mark.filterwarnings("ignore:.*Casting input:UserWarning")
 @pytest.mark.parametrize("name", SPACES)
 def test_values_of_every_space_go_there_and_back(facade, name):
-    kwargs = {"shared_memory": False} if name == "custom" and facade is not SyncVectorEnv else {}
+    kwargs = (
+        {"shared_memory": False}
+        if name == "custom" and facade is not SyncVectorEnv
+        else {}
+    )
     envs = facade([functools.partial(Echo, SPACES[name])] * 2, **kwargs)
     theirs = gymnasium.vector.SyncVectorEnv([functools.partial(Echo, SPACES[name])] * 2)
     assert envs.observation_space == envs.action_space == theirs.action_space
@@ -58,7 +79,13 @@ class Ordered(gymnasium.Env):
 
     _inner = Dict(OrderedDict([("y", Box(-1, 1, ())), ("c", Discrete(2))]))
     observation_space = action_space = Dict(
-        OrderedDict([("z", Tuple((_inner, Discrete(3), Tuple((_inner,))))), ("a", _inner), ("m", MultiBinary(2))])
+        OrderedDict(
+            [
+                ("z", Tuple((_inner, Discrete(3), Tuple((_inner,))))),
+                ("a", _inner),
+                ("m", MultiBinary(2)),
+            ]
+        )
     )
     seen = None
 
@@ -77,9 +104,14 @@ def reordered(value):
     return tuple(map(reordered, value)) if isinstance(value, tuple) else value
 
 
-@pytest.mark.parametrize("change", [lambda value: value, reordered], ids=["as sampled", "reversed"])
+@pytest.mark.parametrize(
+    "change", [lambda value: value, reordered], ids=["as sampled", "reversed"]
+)
 def test_keys_have_gymnasiums_order(facade, change):
-    envs, theirs = (make([Ordered] * 2, autoreset_mode="SameStep") for make in (facade, gymnasium.vector.SyncVectorEnv))
+    envs, theirs = (
+        make([Ordered] * 2, autoreset_mode="SameStep")
+        for make in (facade, gymnasium.vector.SyncVectorEnv)
+    )
     assert order(envs.reset()[0]) == order(theirs.reset()[0])
     actions = change(theirs.action_space.sample())
     ours, expected = envs.step(actions), theirs.step(actions)
@@ -103,13 +135,22 @@ class TestObservationMode:
     def test_spaces_that_differ(self, facade):
         spaces = [Box(0, high, (2,)) for high in (1, 2)]
         for mode in ("same", "different"):
-            with pytest.raises(RuntimeError, match=r"observation_mode='different'|action space different"):
+            with pytest.raises(
+                RuntimeError,
+                match=r"observation_mode='different'|action space different",
+            ):
                 facade(self.env_fns(*spaces), observation_mode=mode)
 
     def test_different(self, facade):
         spaces = [Box(0, high, (2,)) for high in (1, 2)]
-        for mode in ("different", (Box(0, np.array([[1, 1], [2, 2]])), Box(0, 1, (2,)))):
-            envs = facade([functools.partial(WithActions, space) for space in spaces], observation_mode=mode)
+        for mode in (
+            "different",
+            (Box(0, np.array([[1, 1], [2, 2]])), Box(0, 1, (2,))),
+        ):
+            envs = facade(
+                [functools.partial(WithActions, space) for space in spaces],
+                observation_mode=mode,
+            )
             assert envs.observation_space == batch_differing_spaces(spaces)
             assert envs.single_observation_space == spaces[0]
             assert envs.reset()[0].shape == (2, 2)
@@ -118,9 +159,16 @@ class TestObservationMode:
     def test_shapes_that_differ(self, facade):
         spaces = [Box(0, 1, (size,)) for size in (1, 2)]
         pair = (Box(0, 1, (2, 1)), spaces[0])
-        for mode, kind in (("same", RuntimeError), ("different", NOT_BATCHED), (pair, RuntimeError)):
+        for mode, kind in (
+            ("same", RuntimeError),
+            ("different", NOT_BATCHED),
+            (pair, RuntimeError),
+        ):
             with pytest.raises(kind):
-                facade([functools.partial(WithActions, space) for space in spaces], observation_mode=mode)
+                facade(
+                    [functools.partial(WithActions, space) for space in spaces],
+                    observation_mode=mode,
+                )
 
     def test_no_mode(self, facade):
         with pytest.raises(ValueError, match="Invalid `observation_mode`"):
@@ -131,7 +179,9 @@ class TestObservationMode:
 
 @needs("box2d")
 def test_calls_and_attributes(facade):
-    envs = facade([functools.partial(gymnasium.make, "CartPole-v1", render_mode="rgb_array")] * 2)
+    envs = facade(
+        [functools.partial(gymnasium.make, "CartPole-v1", render_mode="rgb_array")] * 2
+    )
     envs.reset(seed=5)
     assert envs.render_mode == "rgb_array"
     assert envs.metadata["autoreset_mode"] is AutoresetMode.NEXT_STEP
@@ -173,9 +223,15 @@ class Pausing(Slow):
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [1, np.int64(2)])
 def test_max_concurrency_limits_the_envs_that_step_at_one_time(limit):
-    theirs = [functools.partial(gymnasium.vector.AsyncVectorEnv, shared_memory=False)] if HAS_LIMIT else []
+    theirs = (
+        [functools.partial(gymnasium.vector.AsyncVectorEnv, shared_memory=False)]
+        if HAS_LIMIT
+        else []
+    )
     for vector_env in (*theirs, functools.partial(AsyncVectorEnv, num_workers=4)):
-        with contextlib.closing(vector_env([Pausing] * 4, max_concurrency=limit)) as envs:
+        with contextlib.closing(
+            vector_env([Pausing] * 4, max_concurrency=limit)
+        ) as envs:
             envs.reset()
             begin = time.monotonic()
             envs.step(np.zeros(4, np.int64))
@@ -184,11 +240,17 @@ def test_max_concurrency_limits_the_envs_that_step_at_one_time(limit):
 
 def test_make_vec():
     with installed():
-        inside = gymnasium.make_vec("CartPole-v1", 2, "async", vector_kwargs={"num_workers": 1})
+        inside = gymnasium.make_vec(
+            "CartPole-v1", 2, "async", vector_kwargs={"num_workers": 1}
+        )
         assert gymnasium.vector.async_vector_env.AsyncVectorEnv is AsyncVectorEnv
     assert isinstance(inside, AsyncVectorEnv)
     assert gymnasium.vector.AsyncVectorEnv is not AsyncVectorEnv
-    for envs in (inside, make_vec("CartPole-v1", 2), make_vec("CartPole-v1", 2, "sync", max_episode_steps=3)):
+    for envs in (
+        inside,
+        make_vec("CartPole-v1", 2),
+        make_vec("CartPole-v1", 2, "sync", max_episode_steps=3),
+    ):
         assert str(envs) == f"{type(envs).__name__}(CartPole-v1, num_envs=2)"
         assert envs.spec.id == "CartPole-v1"
         envs.reset(seed=1)
@@ -200,12 +262,17 @@ def test_make_vec():
 def test_gymnasiums_vector_wrappers_give_what_they_give_over_its_own(facade, mode):
     def wrap(envs):
         envs = wrappers.NormalizeReward(wrappers.RecordEpisodeStatistics(envs))
-        if mode is not AutoresetMode.SAME_STEP:  # NormalizeObservation refuses SAME_STEP
+        # NormalizeObservation refuses SAME_STEP.
+        if mode is not AutoresetMode.SAME_STEP:
             envs = wrappers.NormalizeObservation(envs)
-        return wrappers.RescaleAction(wrappers.ClipReward(envs, -1, 1), np.float32(-0.5), np.float32(0.5))
+        return wrappers.RescaleAction(
+            wrappers.ClipReward(envs, -1, 1), np.float32(-0.5), np.float32(0.5)
+        )
 
     ours = wrap(facade([MAKES["pendulum"]] * 2, autoreset_mode=mode))
-    theirs = wrap(gymnasium.vector.SyncVectorEnv([MAKES["pendulum"]] * 2, autoreset_mode=mode))
+    theirs = wrap(
+        gymnasium.vector.SyncVectorEnv([MAKES["pendulum"]] * 2, autoreset_mode=mode)
+    )
     ours.action_space.seed(3)
     assert data_equivalence(ours.reset(seed=1), theirs.reset(seed=1), exact=True)
     num_episodes = 0
@@ -221,7 +288,9 @@ def test_gymnasiums_vector_wrappers_give_what_they_give_over_its_own(facade, mod
 
 def test_gymnasium_makes_lists_of_infos(facade):
     makes = [functools.partial(gymnasium.make, TAXI)] * 2
-    ours, theirs = map(wrappers.DictInfoToList, (facade(makes), gymnasium.vector.SyncVectorEnv(makes)))
+    ours, theirs = map(
+        wrappers.DictInfoToList, (facade(makes), gymnasium.vector.SyncVectorEnv(makes))
+    )
     assert data_equivalence(ours.reset(seed=1), theirs.reset(seed=1))
     our, their = (envs.step(np.zeros(2, np.int64)) for envs in (ours, theirs))
     assert data_equivalence(our, their)

@@ -21,7 +21,12 @@ from pettingzoo import ParallelEnv as PettingZooEnv
 
 from envherd import ActionError, FactoryError, PerPlayer, ResetNeeded, evaluate
 from envherd.executor import ExecutorOptions, MeltingPotFactory, ParallelEnv
-from envherd.executor.facades.pettingzoo import AgentRowsEnv, ParallelVectorEnv, concat_vec_envs_v1, parallel_env
+from envherd.executor.facades.pettingzoo import (
+    AgentRowsEnv,
+    ParallelVectorEnv,
+    concat_vec_envs_v1,
+    parallel_env,
+)
 from tests.envs.counting_envs import AgentsEnv
 from tests.envs.pettingzoo_envs import LENGTH, PRESENT, Village
 
@@ -45,13 +50,22 @@ class Flock(Village):
         return self._ours(observations), self._ours(infos)
 
     def step(self, actions):
-        self.agents.extend(agent for agent in PRESENT[self.num_steps] if agent not in self.agents)
-        others = {agent: np.zeros(2, np.float32) if agent == "dog" else 0 for agent in self.agents}
+        self.agents.extend(
+            agent for agent in PRESENT[self.num_steps] if agent not in self.agents
+        )
+        others = {
+            agent: np.zeros(2, np.float32) if agent == "dog" else 0
+            for agent in self.agents
+        }
         return tuple(map(self._ours, super().step({**others, **actions})))
 
     def _ours(self, by_agent):
         self.agents = [agent for agent in self.agents if agent in self.possible_agents]
-        return {agent: value for agent, value in by_agent.items() if agent in self.possible_agents}
+        return {
+            agent: value
+            for agent, value in by_agent.items()
+            if agent in self.possible_agents
+        }
 
 
 class Dying(Village):
@@ -152,18 +166,26 @@ def check_outcome(outcome, i, expected):
     _, rewards, terminations, truncations, _ = outcome
     for agent in AGENTS:
         assert rewards[agent][i] == expected[0].get(agent, 0.0)
-        for flags, theirs in zip((terminations, truncations), expected[1:], strict=True):
+        for flags, theirs in zip(
+            (terminations, truncations), expected[1:], strict=True
+        ):
             if agent in theirs:
                 assert flags[agent][i] == theirs[agent]
     return len(AGENTS) - len(expected[0])
 
 
 @pytest.mark.parametrize(
-    ("mode", "start_method"), [*((mode, "zygote") for mode in AutoresetMode), (AutoresetMode.SAME_STEP, "portable")]
+    ("mode", "start_method"),
+    [
+        *((mode, "zygote") for mode in AutoresetMode),
+        (AutoresetMode.SAME_STEP, "portable"),
+    ],
 )
 def test_agents_get_what_their_envs_give(mode, start_method):
     options = ExecutorOptions(start_method=start_method)
-    with ParallelVectorEnv([Village] * 3, num_workers=2, autoreset_mode=mode, options=options) as envs:
+    with ParallelVectorEnv(
+        [Village] * 3, num_workers=2, autoreset_mode=mode, options=options
+    ) as envs:
         assert envs.possible_agents == AGENTS
         for agent in AGENTS:
             envs.action_space(agent).seed(7)
@@ -176,12 +198,20 @@ def test_agents_get_what_their_envs_give(mode, start_method):
             outcome = envs.step(actions)
             observations, infos = outcome[0], outcome[-1]
             for i, raw in enumerate(raws):
-                num_absent += check_outcome(outcome, i, raw.step(of_env(actions, i), mode))
+                num_absent += check_outcome(
+                    outcome, i, raw.step(of_env(actions, i), mode)
+                )
                 num_ends += raw.has_ended
                 if raw.has_ended and mode is AutoresetMode.SAME_STEP:
-                    assert_equal({agent: infos["final_obs"][i][agent] for agent in raw.last}, raw.last)
+                    assert_equal(
+                        {agent: infos["final_obs"][i][agent] for agent in raw.last},
+                        raw.last,
+                    )
                 for agent, info in raw.infos.items():
-                    assert (infos[agent]["energy"][i], infos[agent]["name"][i]) == (info["energy"], agent)
+                    assert (infos[agent]["energy"][i], infos[agent]["name"][i]) == (
+                        info["energy"],
+                        agent,
+                    )
             ended = np.array([raw.has_ended for raw in raws])
             if mode is AutoresetMode.DISABLED and ended.any():
                 with pytest.raises(ResetNeeded):
@@ -205,7 +235,9 @@ def test_rewards_and_flags_are_arrays_of_all_envs():
         for agent in AGENTS:
             assert (rewards[agent].dtype, rewards[agent].shape) == (np.float64, (2,))
             assert terminations[agent].dtype == truncations[agent].dtype == bool
-        assert envs.observation_space("sheep_0") == spaces.Box(0, 100, (2, 2), np.float64)
+        assert envs.observation_space("sheep_0") == spaces.Box(
+            0, 100, (2, 2), np.float64
+        )
         assert envs.single_action_space("sheep_0") == spaces.Discrete(3, start=1)
         assert envs.num_agents == envs.max_num_agents == 5
 
@@ -223,13 +255,25 @@ def test_actions_may_be_tensors_and_lists_and_absent_agents_need_none():
         assert rewards["wolf_0"].tolist() == [2.0, 3.0]
         assert rewards["dog"].tolist() == [1.5, 1.25]
         for wrong, message in (
-            ({"dog": np.zeros((3, 2))}, r"expected actions of dog of shape \(2, 2\), got \(3, 2\)"),
-            ({"sheep_0": [0.5, 1]}, "expected int64 actions of sheep_0, got float64 0.5"),
+            (
+                {"dog": np.zeros((3, 2))},
+                r"expected actions of dog of shape \(2, 2\), got \(3, 2\)",
+            ),
+            (
+                {"sheep_0": [0.5, 1]},
+                "expected int64 actions of sheep_0, got float64 0.5",
+            ),
         ):
             with pytest.raises(ActionError, match=message):
                 envs.step({**actions, **wrong})
         with pytest.raises(ActionError, match="none of sheep_1"):
-            envs.step({agent: action for agent, action in actions.items() if agent != "sheep_1"})
+            envs.step(
+                {
+                    agent: action
+                    for agent, action in actions.items()
+                    if agent != "sheep_1"
+                }
+            )
         assert [len(given) for given in envs.get_attr("given")] == [1, 1]
 
 
@@ -264,9 +308,16 @@ def test_a_lost_worker_truncates_all_agents():
 
 def test_rows_by_agent_are_those_of_the_agents():
     make_envs = [Flock] * 2
-    dicts, rows = ParallelVectorEnv(make_envs, num_workers=1), AgentRowsEnv(make_envs, num_workers=1)
+    dicts, rows = (
+        ParallelVectorEnv(make_envs, num_workers=1),
+        AgentRowsEnv(make_envs, num_workers=1),
+    )
     assert rows.num_envs == 6
-    assert rows.observation_space == rows.single_observation_space == spaces.Box(0, 100, (2,), np.float64)
+    assert (
+        rows.observation_space
+        == rows.single_observation_space
+        == spaces.Box(0, 100, (2,), np.float64)
+    )
     by_agent, _ = dicts.reset(seed=4)
     by_row, infos = rows.reset(seed=4)
     assert infos[0]["name"] == "sheep_0"
@@ -283,7 +334,9 @@ def test_rows_by_agent_are_those_of_the_agents():
         )
         by_row, paid, terminated, truncated, infos = rows.step(actions)
         assert paid.dtype == np.float32
-        is_over = np.all([terminations[a] | truncations[a] for a in dicts.possible_agents], axis=0)
+        is_over = np.all(
+            [terminations[a] | truncations[a] for a in dicts.possible_agents], axis=0
+        )
         for i, agent in enumerate(dicts.possible_agents):
             assert paid[i::3].tolist() == rewards[agent].tolist()
             counts = was_active[agent] | is_over
@@ -319,7 +372,10 @@ class Numbered(PettingZooEnv):
     def step(self, actions):
         self.count += 1
         is_over = self.count == 2
-        result = *map(self.by_agent, (np.ones(1, np.float32), 1.0, is_over, False)), self.infos()
+        result = (
+            *map(self.by_agent, (np.ones(1, np.float32), 1.0, is_over, False)),
+            self.infos(),
+        )
         if is_over:
             self.agents = []
         return result
@@ -328,20 +384,29 @@ class Numbered(PettingZooEnv):
         return dict.fromkeys([0, 1], value)
 
     def infos(self):
-        return {0: {"own": self.count}, 1: {"own": 10 + self.count}, "all": {"clock": self.count}, "weather": 7}
+        return {
+            0: {"own": self.count},
+            1: {"own": 10 + self.count},
+            "all": {"clock": self.count},
+            "weather": 7,
+        }
 
 
 def test_errors_name_this_class_and_its_calls():
     envs = ParallelVectorEnv([Numbered] * 2, num_workers=1, autoreset_mode="Disabled")
     actions = dict.fromkeys([0, 1], np.zeros(2, np.int64))
     envs.reset()
-    with pytest.raises(ActionError, match="expected a dict of actions by agent, got ndarray"):
+    with pytest.raises(
+        ActionError, match="expected a dict of actions by agent, got ndarray"
+    ):
         envs.step(np.zeros(2))
     with pytest.raises(ActionError, match="expected actions of 0, 1, got one of 2"):
         envs.step({**actions, 2: actions[0]})
     for _ in range(2):
         envs.step(actions)
-    with pytest.raises(ResetNeeded, match=r"Call reset\(\), or reset\(options={'reset_mask': mask}\)"):
+    with pytest.raises(
+        ResetNeeded, match=r"Call reset\(\), or reset\(options={'reset_mask': mask}\)"
+    ):
         envs.step(actions)
     with pytest.raises(AttributeError, match=r"^call nowhere failed"):
         envs.call("nowhere")
@@ -396,7 +461,9 @@ def make_spread(render_mode=None):
 def test_rows_are_those_of_supersuit():
     import supersuit
 
-    theirs = supersuit.concat_vec_envs_v1(supersuit.pettingzoo_env_to_vec_env_v1(make_spread()), 2)
+    theirs = supersuit.concat_vec_envs_v1(
+        supersuit.pettingzoo_env_to_vec_env_v1(make_spread()), 2
+    )
     ours = concat_vec_envs_v1(make_spread, 2, num_cpus=2)
     assert (ours.num_envs, ours.observation_space, ours.action_space) == (
         theirs.num_envs,
@@ -417,9 +484,12 @@ def test_rows_are_those_of_supersuit():
         for mine, other in zip(infos, their_infos, strict=True):
             assert mine.keys() == other.keys()
             if "terminal_observation" in mine:
-                assert np.array_equal(mine["terminal_observation"], other["terminal_observation"])
+                assert np.array_equal(
+                    mine["terminal_observation"], other["terminal_observation"]
+                )
                 num_ends += 1
-        if not num_ends:  # an env that resets itself without a seed begins another episode
+        # An env that resets itself without a seed begins another episode.
+        if not num_ends:
             assert np.array_equal(observations, expected)
     assert num_ends == 6
     ours.close()
@@ -438,12 +508,18 @@ def test_rows_have_the_attributes_of_supersuits(base_class, render_mode):
     theirs = supersuit.concat_vec_envs_v1(one, 2, base_class=base_class)
     ours = concat_vec_envs_v1(make, 2, num_cpus=1, base_class=base_class)
     try:
-        metadata = {key: value for key, value in ours.unwrapped.metadata.items() if key != "autoreset_mode"}
+        metadata = {
+            key: value
+            for key, value in ours.unwrapped.metadata.items()
+            if key != "autoreset_mode"
+        }
         assert metadata == theirs.unwrapped.metadata
         assert metadata["name"] == "simple_spread_v3"
         assert ours.metadata == ours.unwrapped.metadata
         assert ours.render_mode == theirs.render_mode == render_mode
-        assert ours.env_is_wrapped(gymnasium.Wrapper) == theirs.env_is_wrapped(gymnasium.Wrapper)
+        assert ours.env_is_wrapped(gymnasium.Wrapper) == theirs.env_is_wrapped(
+            gymnasium.Wrapper
+        )
     finally:
         ours.close()
         theirs.close()
@@ -454,11 +530,17 @@ def test_rows_have_the_attributes_of_supersuits(base_class, render_mode):
 def test_melting_pot_is_a_parallel_env():
     from pettingzoo.test import parallel_api_test
 
-    make_env = MeltingPotFactory("prisoners_dilemma_in_the_matrix__repeated", keys=("RGB", "INVENTORY"), max_steps=8)
+    make_env = MeltingPotFactory(
+        "prisoners_dilemma_in_the_matrix__repeated",
+        keys=("RGB", "INVENTORY"),
+        max_steps=8,
+    )
     env = parallel_env(make_env)
     parallel_api_test(env, num_cycles=30)
     assert env.possible_agents == ["player_0", "player_1"]
-    assert env.observation_space("player_0")["RGB"] == spaces.Box(0, 255, (40, 40, 3), np.uint8)
+    assert env.observation_space("player_0")["RGB"] == spaces.Box(
+        0, 255, (40, 40, 3), np.uint8
+    )
     assert env.state().ndim == 3
     with pytest.raises(ActionError, match="none of player_1"):
         env.reset(), env.step({"player_0": 0})
@@ -467,20 +549,32 @@ def test_melting_pot_is_a_parallel_env():
 
 @needs("meltingpot")
 def test_melting_pot_gives_agents_the_rows_of_its_batches():
-    make_env = MeltingPotFactory("prisoners_dilemma_in_the_matrix__repeated", deterministic=True, max_steps=4)
-    with ParallelVectorEnv([make_env] * 2, num_workers=1) as envs, ParallelEnv(2, make_env, num_workers=1) as ours:
+    make_env = MeltingPotFactory(
+        "prisoners_dilemma_in_the_matrix__repeated", deterministic=True, max_steps=4
+    )
+    with (
+        ParallelVectorEnv([make_env] * 2, num_workers=1) as envs,
+        ParallelEnv(2, make_env, num_workers=1) as ours,
+    ):
         observations, _ = envs.reset(seed=[8, 9])
         root = ours.reset(seed=[8, 9])
         for step in range(4):
             for i, agent in enumerate(envs.possible_agents):
                 for name, values in observations[agent].items():
-                    assert np.array_equal(values, root["agents", "observation", name][:, i]), name
-            actions = {agent: np.array([1, 2 + i]) for i, agent in enumerate(envs.possible_agents)}
+                    assert np.array_equal(
+                        values, root["agents", "observation", name][:, i]
+                    ), name
+            actions = {
+                agent: np.array([1, 2 + i])
+                for i, agent in enumerate(envs.possible_agents)
+            }
             root["agents", "action"] = torch.tensor([[1, 1], [2, 3]])
             following = ours.step(root)["next"]
             observations, rewards, terminations, truncations, infos = envs.step(actions)
             for i, agent in enumerate(envs.possible_agents):
-                assert np.array_equal(rewards[agent], following["agents", "reward"][:, i, 0])
+                assert np.array_equal(
+                    rewards[agent], following["agents", "reward"][:, i, 0]
+                )
                 assert truncations[agent].all() == (step == 3)
                 assert not terminations[agent].any()
             root = following
@@ -493,7 +587,9 @@ def test_melting_pot_gives_agents_the_rows_of_its_batches():
 def test_deterministic_substrates_pass_pettingzoos_seed_test():
     from pettingzoo.test import parallel_seed_test
 
-    factory = MeltingPotFactory("commons_harvest__open", keys=("RGB",), deterministic=True)
+    factory = MeltingPotFactory(
+        "commons_harvest__open", keys=("RGB",), deterministic=True
+    )
     parallel_seed_test(functools.partial(parallel_env, factory), num_cycles=20)
 
 
@@ -512,5 +608,12 @@ def test_stacked_agents_need_no_pettingzoo(monkeypatch):
 def test_agents_without_names_have_the_same_ones_everywhere():
     env = parallel_env(AgentsEnv)
     spec = AgentsEnv().spec
-    assert env.possible_agents == spec.reward_names() == list(PerPlayer({"*": print}, spec).names)
-    assert tuple(env.possible_agents) == evaluate(None, AgentsEnv, 1, num_workers=1).players
+    assert (
+        env.possible_agents
+        == spec.reward_names()
+        == list(PerPlayer({"*": print}, spec).names)
+    )
+    assert (
+        tuple(env.possible_agents)
+        == evaluate(None, AgentsEnv, 1, num_workers=1).players
+    )

@@ -32,13 +32,21 @@ with warnings.catch_warnings():
     from ray.rllib.algorithms.ppo import PPOConfig
     from ray.rllib.callbacks.callbacks import RLlibCallback
     from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
-    from ray.rllib.env.multi_agent_env_runner import MultiAgentEnvRunner as TheirMultiAgentEnvRunner
-    from ray.rllib.env.single_agent_env_runner import SingleAgentEnvRunner as TheirSingleAgentEnvRunner
+    from ray.rllib.env.multi_agent_env_runner import (
+        MultiAgentEnvRunner as TheirMultiAgentEnvRunner,
+    )
+    from ray.rllib.env.single_agent_env_runner import (
+        SingleAgentEnvRunner as TheirSingleAgentEnvRunner,
+    )
     from ray.rllib.env.wrappers.pettingzoo_env import ParallelPettingZooEnv
     from ray.tune.registry import register_env
 
 from envherd.executor import ExecutorOptions, MeltingPotFactory
-from envherd.executor.facades.rllib import MultiAgentEnvRunner, MultiAgentVectorEnv, SingleAgentEnvRunner
+from envherd.executor.facades.rllib import (
+    MultiAgentEnvRunner,
+    MultiAgentVectorEnv,
+    SingleAgentEnvRunner,
+)
 from envherd.workers.errors import ActionError, EnvError, SpecError
 from tests.envs import rllib_envs
 from tests.envs.rllib_context import make_lonely
@@ -54,14 +62,20 @@ def make_config(env: Any, env_config: dict[str, Any] | None = None) -> PPOConfig
     return (
         PPOConfig()
         .environment(env, env_config=env_config or {}, disable_env_checking=True)
-        .env_runners(num_env_runners=0, num_envs_per_env_runner=NUM_ENVS, rollout_fragment_length=10)
+        .env_runners(
+            num_env_runners=0,
+            num_envs_per_env_runner=NUM_ENVS,
+            rollout_fragment_length=10,
+        )
         .debugging(seed=3)
     )
 
 
 def multi_agent(config: PPOConfig, agents: Any = AGENTS) -> PPOConfig:
     """Give each agent a policy by its name."""
-    return config.multi_agent(policies=set(agents), policy_mapping_fn=lambda agent, *_, **__: agent)
+    return config.multi_agent(
+        policies=set(agents), policy_mapping_fn=lambda agent, *_, **__: agent
+    )
 
 
 def sampled(runner_class: Any, config: PPOConfig, num_samples: int = 2) -> list[Any]:
@@ -78,9 +92,16 @@ def assert_same(ours: list[Any], theirs: list[Any]) -> None:
     assert len(ours) == len(theirs)
     assert any(episode.is_done for episode in ours)
     for one, other in zip(ours, theirs, strict=True):
-        assert (one.is_terminated, one.is_truncated) == (other.is_terminated, other.is_truncated)
+        assert (one.is_terminated, one.is_truncated) == (
+            other.is_terminated,
+            other.is_truncated,
+        )
         for name in ("get_observations", "get_actions", "get_rewards", "get_infos"):
-            tree.map_structure(np.testing.assert_array_equal, getattr(one, name)(), getattr(other, name)())
+            tree.map_structure(
+                np.testing.assert_array_equal,
+                getattr(one, name)(),
+                getattr(other, name)(),
+            )
 
 
 class InWorkers(SingleAgentEnvRunner):
@@ -96,11 +117,20 @@ def make_corridor(config: Any) -> gymnasium.Env:
 
 @pytest.mark.parametrize(
     ("env", "env_config"),
-    [("CartPole-v1", {"sutton_barto_reward": True}), (make_corridor, {"length": 2}), ("corridor", {"length": 3})],
+    [
+        ("CartPole-v1", {"sutton_barto_reward": True}),
+        (make_corridor, {"length": 2}),
+        ("corridor", {"length": 3}),
+    ],
     ids=["id", "function", "registered name"],
 )
-def test_episodes_of_single_agents_are_rllibs(env: Any, env_config: dict[str, Any]) -> None:
-    register_env("corridor", lambda config: rllib_envs.Corridor({**config, "runner": config.worker_index}))
+def test_episodes_of_single_agents_are_rllibs(
+    env: Any, env_config: dict[str, Any]
+) -> None:
+    register_env(
+        "corridor",
+        lambda config: rllib_envs.Corridor({**config, "runner": config.worker_index}),
+    )
     config = make_config(env, env_config)
     assert_same(sampled(InWorkers, config), sampled(TheirSingleAgentEnvRunner, config))
 
@@ -131,7 +161,10 @@ class InPortablePool(MultiAgentEnvRunner):
 )
 def test_episodes_of_agents_are_rllibs(env: Any, runner_class: Any) -> None:
     config = multi_agent(make_config(env))
-    ours, theirs = sampled(runner_class, config), sampled(TheirMultiAgentEnvRunner, config)
+    ours, theirs = (
+        sampled(runner_class, config),
+        sampled(TheirMultiAgentEnvRunner, config),
+    )
     assert_same(ours, theirs)
     for one, other in zip(ours, theirs, strict=True):
         assert one.env_t_to_agent_t == other.env_t_to_agent_t
@@ -152,12 +185,17 @@ def test_parallel_envs_of_pettingzoo_need_no_wrapper() -> None:
 
     ours = sampled(MultiAgentEnvRunner, multi_agent(make_config(make), agents))
     register_env("spread", lambda config: ParallelPettingZooEnv(make(config)))
-    assert_same(ours, sampled(TheirMultiAgentEnvRunner, multi_agent(make_config("spread"), agents)))
+    assert_same(
+        ours,
+        sampled(TheirMultiAgentEnvRunner, multi_agent(make_config("spread"), agents)),
+    )
 
 
 @needs("meltingpot", "pettingzoo")
 def test_substrates_need_no_wrapper() -> None:
-    factory = MeltingPotFactory("prisoners_dilemma_in_the_matrix__repeated", keys=("RGB",), max_steps=5)
+    factory = MeltingPotFactory(
+        "prisoners_dilemma_in_the_matrix__repeated", keys=("RGB",), max_steps=5
+    )
     config = multi_agent(make_config(lambda _: factory()), ("player_0", "player_1"))
     config.rl_module(model_config=DefaultModelConfig(conv_filters=[[4, 8, 8]]))
     runner = MultiAgentEnvRunner(config=config, worker_index=0)
@@ -175,18 +213,35 @@ class Noting(RLlibCallback):
 
     noted: list[Any]
 
-    def on_environment_created(self, *, env_runner: Any, env: Any, env_context: Any, **_: Any) -> None:
-        type(self).noted = [type(env).__name__, dict(env_context), env_context.worker_index, env_runner.num_envs]
+    def on_environment_created(
+        self, *, env_runner: Any, env: Any, env_context: Any, **_: Any
+    ) -> None:
+        type(self).noted = [
+            type(env).__name__,
+            dict(env_context),
+            env_context.worker_index,
+            env_runner.num_envs,
+        ]
 
 
 @pytest.mark.parametrize(
     ("runner_class", "config", "vector_env"),
     [
-        (SingleAgentEnvRunner, make_config("CartPole-v1", {"sutton_barto_reward": True}), "AsyncVectorEnv"),
-        (MultiAgentEnvRunner, multi_agent(make_config(Together, {"length": 4})), "MultiAgentVectorEnv"),
+        (
+            SingleAgentEnvRunner,
+            make_config("CartPole-v1", {"sutton_barto_reward": True}),
+            "AsyncVectorEnv",
+        ),
+        (
+            MultiAgentEnvRunner,
+            multi_agent(make_config(Together, {"length": 4})),
+            "MultiAgentVectorEnv",
+        ),
     ],
 )
-def test_workers_options_and_callbacks(runner_class: Any, config: Any, vector_env: str) -> None:
+def test_workers_options_and_callbacks(
+    runner_class: Any, config: Any, vector_env: str
+) -> None:
     class Three(runner_class):
         num_env_workers = 3
         executor_options = ExecutorOptions(step_timeout_s=7)
@@ -206,7 +261,9 @@ def test_workers_options_and_callbacks(runner_class: Any, config: Any, vector_en
 
 
 def test_a_remote_runner_has_a_worker_for_each_cpu_of_it() -> None:
-    config = make_config(Corridor, {"length": 3}).env_runners(num_env_runners=2, num_cpus_per_env_runner=2)
+    config = make_config(Corridor, {"length": 3}).env_runners(
+        num_env_runners=2, num_cpus_per_env_runner=2
+    )
     runner = SingleAgentEnvRunner(config=config, worker_index=1)
     assert len(runner.env.unwrapped.executor.statistics().workers) == 2
     runner.stop()
@@ -231,10 +288,18 @@ def test_no_workers(runner_class: Any, config: Any) -> None:
 
 
 def test_a_worker_does_not_import_rllib_for_the_context() -> None:
-    runner = SingleAgentEnvRunner(config=make_config(make_lonely, {"length": 3}), worker_index=0)
+    runner = SingleAgentEnvRunner(
+        config=make_config(make_lonely, {"length": 3}), worker_index=0
+    )
     assert runner.env.unwrapped.call("knows_rllib") == (False,) * NUM_ENVS
-    assert runner.env.unwrapped.call("context") == ({"length": 3, "worker_index": 0},) * NUM_ENVS
-    assert runner.env.unwrapped.call("overridden") == ({"length": 3, "worker_index": 4},) * NUM_ENVS
+    assert (
+        runner.env.unwrapped.call("context")
+        == ({"length": 3, "worker_index": 0},) * NUM_ENVS
+    )
+    assert (
+        runner.env.unwrapped.call("overridden")
+        == ({"length": 3, "worker_index": 4},) * NUM_ENVS
+    )
     runner.stop()
 
 
@@ -276,7 +341,9 @@ class TestVectorEnv:
         env = MultiAgentVectorEnv([lambda: Together({})] * 2, num_workers=1)
         env.reset(seed=0)
         whole = {"first": 0, "second": np.zeros(2, np.float32), "third": 1}
-        with pytest.raises(ActionError, match="expected 2 dicts of actions, one for each env, got 1"):
+        with pytest.raises(
+            ActionError, match="expected 2 dicts of actions, one for each env, got 1"
+        ):
             env.step([whole])
         with pytest.raises(ActionError, match=r"got none of third \(env 1\)"):
             env.step([whole, {"first": 0, "second": np.zeros(2, np.float32)}])
@@ -286,7 +353,9 @@ class TestVectorEnv:
     def test_agents_that_were_not_named(self) -> None:
         env = MultiAgentVectorEnv([lambda: Nameless({})], num_workers=1)
         env.reset()
-        with pytest.raises(EnvError, match="expected agents among first, second, third, got 'fourth'") as caught:
+        with pytest.raises(
+            EnvError, match="expected agents among first, second, third, got 'fourth'"
+        ) as caught:
             env.step([{"first": 0, "second": np.zeros(2, np.float32), "third": 1}])
         assert "SpecError" in str(caught.value) or isinstance(caught.value, SpecError)
         env.close()
@@ -295,12 +364,19 @@ class TestVectorEnv:
 @needs("meltingpot", "pettingzoo")
 def test_ppo_trains_on_a_substrate(run_example: Callable[..., str]) -> None:
     printed = run_example("rllib_meltingpot", "--iterations", "1")
-    assert re.search(r"^iteration 1: 200 steps of 2 players, mean return \d", printed, re.MULTILINE), printed
+    assert re.search(
+        r"^iteration 1: 200 steps of 2 players, mean return \d", printed, re.MULTILINE
+    ), printed
 
 
 def test_ppo_learns_cartpole_in_remote_runners() -> None:
     command = [sys.executable, "-m", "tests.executor.facades.rllib_training"]
     done = subprocess.run(
-        command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=280, check=False
+        command,
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

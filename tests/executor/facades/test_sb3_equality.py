@@ -32,7 +32,8 @@ def same(one, other):
         for mine, theirs in zip(one, other, strict=True):
             same(mine, theirs)
     else:
-        assert isinstance(one, np.ndarray) == isinstance(other, np.ndarray)  # not a scalar for an array of shape ()
+        # Not a scalar for an array of shape ().
+        assert isinstance(one, np.ndarray) == isinstance(other, np.ndarray)
         one, other = np.asarray(one), np.asarray(other)
         assert one.dtype == other.dtype
         assert one.shape == other.shape
@@ -52,11 +53,17 @@ def play(make, env_fns, num_steps):
         ends = {"terminated": 0, "truncated": 0}
         for _ in range(num_steps):
             actions = [space.sample() for _ in env_fns]
-            obs, rewards, dones, infos = env.step(np.stack(actions) if is_stacked else actions)
-            returned.append((obs, rewards, dones, list(map(sort, infos)), list(env.reset_infos)))
+            obs, rewards, dones, infos = env.step(
+                np.stack(actions) if is_stacked else actions
+            )
+            returned.append(
+                (obs, rewards, dones, list(map(sort, infos)), list(env.reset_infos))
+            )
             for done, info in zip(dones, infos, strict=True):
                 assert ("terminal_observation" in info) == done
-                ends["truncated" if info["TimeLimit.truncated"] else "terminated"] += bool(done)
+                ends["truncated" if info["TimeLimit.truncated"] else "terminated"] += (
+                    bool(done)
+                )
         return returned, ends
     finally:
         env.close()
@@ -80,7 +87,9 @@ def test_equals_sb3_on_cartpole_with_ends_of_both_kinds(name):
 @pytest.mark.parametrize("name", EACH)
 def test_equals_sb3_in_every_space(name, space):
     """Of observations and of actions, which the env asserts to be in its space."""
-    env_fns = [functools.partial(SampledEnv, space, length, space) for length in (3, 4, 5)]
+    env_fns = [
+        functools.partial(SampledEnv, space, length, space) for length in (3, 4, 5)
+    ]
     expected, ends = play(HostVecEnv, env_fns, 30)
     found, _ = play(OURS[name], env_fns, 30)
     assert min(ends.values()) > 1

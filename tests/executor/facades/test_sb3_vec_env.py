@@ -16,7 +16,12 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import VecEnv
 
 from envherd.executor import Busy, ExecutorOptions
-from envherd.executor.facades.sb3 import DummyVecEnv, ExecutorVecEnv, SubprocVecEnv, installed
+from envherd.executor.facades.sb3 import (
+    DummyVecEnv,
+    ExecutorVecEnv,
+    SubprocVecEnv,
+    installed,
+)
 from envherd.executor.facades.sb3.spaces import num_agents
 from envherd.workers.adapters.named import NamedFactory
 from envherd.workers.errors import ActionError, ResetNeeded, SpecError
@@ -34,7 +39,9 @@ from tests.envs.sb3_envs import (
 )
 
 TWO_WORKERS = functools.partial(SubprocVecEnv, num_workers=2)
-BOTH = pytest.mark.parametrize("make", [DummyVecEnv, TWO_WORKERS], ids=["dummy", "subproc"])
+BOTH = pytest.mark.parametrize(
+    "make", [DummyVecEnv, TWO_WORKERS], ids=["dummy", "subproc"]
+)
 ZEROS = np.zeros(3, np.int64)
 
 
@@ -81,7 +88,8 @@ def test_attributes_and_methods_with_indices(sampled):
     with pytest.raises(AttributeError, match="no_such"):
         sampled.get_attr("no_such")
     sampled.set_attr("colour", [1, 2, 3], indices=[0, 2])
-    assert sampled.get_attr("colour") == [[1, 2, 3], 0, [1, 2, 3]]  # the attribute of the outermost wrapper, Tagged
+    # The attribute of the outermost wrapper, Tagged.
+    assert sampled.get_attr("colour") == [[1, 2, 3], 0, [1, 2, 3]]
     sampled.set_attr("colour", 4, 0)
     assert sampled.env_method("add", 1, indices=[1, 0], other=2) == [3, 7]
     assert sampled.env_method("add", 1, indices=-1) == [1]
@@ -125,13 +133,24 @@ def test_what_is_handed_out_is_the_callers_own(sampled):
     for obs, others in kept[1:]:
         np.testing.assert_array_equal(obs, others[0])
         np.testing.assert_array_equal(others[1], others[2])
-    assert not any(np.shares_memory(one, other) for (one, _), (other, _) in itertools.pairwise(kept))
+    assert not any(
+        np.shares_memory(one, other)
+        for (one, _), (other, _) in itertools.pairwise(kept)
+    )
     assert "mine" not in sampled.step(ZEROS)[3][0]
 
 
 def test_a_step_calls_the_halves_of_a_subclass():
-    halves = {"step_async": lambda self, actions: None, "step_wait": lambda self: "mine"}
-    assert type("Halves", (SubprocVecEnv,), halves)([SampledEnv], num_workers=1).step(ZEROS[:1]) == "mine"
+    halves = {
+        "step_async": lambda self, actions: None,
+        "step_wait": lambda self: "mine",
+    }
+    assert (
+        type("Halves", (SubprocVecEnv,), halves)([SampledEnv], num_workers=1).step(
+            ZEROS[:1]
+        )
+        == "mine"
+    )
 
 
 @BOTH
@@ -139,7 +158,9 @@ def test_a_step_in_two_halves(sampled):
     sampled.reset()
     sampled.step_async(ZEROS)
     with pytest.raises(Busy, match="step_wait"):
-        sampled.get_attr("length") if isinstance(sampled, SubprocVecEnv) else sampled.has_attr("length")
+        sampled.get_attr("length") if isinstance(
+            sampled, SubprocVecEnv
+        ) else sampled.has_attr("length")
     sampled.reset()  # the pending step is dropped
     sampled.step(ZEROS)
     assert sampled.get_attr("num_steps") == [1, 1, 1]
@@ -172,7 +193,10 @@ def test_integers_that_do_not_fit_are_refused_and_do_not_wrap_around():
 #: Functions to create envs, and actions of another shape than one for each row.
 OTHER_SHAPES = {
     "as many as there are envs of one kind": (
-        [functools.partial(SampledEnv, space) for space in ("discrete", "discrete from 3")],
+        [
+            functools.partial(SampledEnv, space)
+            for space in ("discrete", "discrete from 3")
+        ],
         (1,),
     ),
     "by env and agent": ([AgentsEnv] * 2, (2, 3)),
@@ -191,17 +215,26 @@ def test_actions_of_another_shape_are_refused(make, name):
 
 
 @pytest.mark.parametrize(
-    "differs", [{"batch_shape": (2,)}, {"groups": ((("a",), (2, 3)),)}, {"groups": ((("a",), (2,)), (("b",), (1,)))}]
+    "differs",
+    [
+        {"batch_shape": (2,)},
+        {"groups": ((("a",), (2, 3)),)},
+        {"groups": ((("a",), (2,)), (("b",), (1,)))},
+    ],
 )
 def test_envs_that_have_no_rows_are_refused(differs):
-    with pytest.raises(ValueError, match="expected one env or one group of equal agents"):
+    with pytest.raises(
+        ValueError, match="expected one env or one group of equal agents"
+    ):
         num_agents(replace(AgentsEnv().spec, **differs))
 
 
 @BOTH
 def test_errors_name_sb3s_calls(make):
     env = make([FailingEnv] * 2)
-    with pytest.raises(RuntimeError, match=r"^step_wait failed: .* Call step_async\(actions\) first"):
+    with pytest.raises(
+        RuntimeError, match=r"^step_wait failed: .* Call step_async\(actions\) first"
+    ):
         env.step_wait()
     env.reset()
     env.step_async(ZEROS[:2])
@@ -211,17 +244,31 @@ def test_errors_name_sb3s_calls(make):
     env.step(ZEROS[:2])
     with pytest.raises(LookupError):
         env.step(ZEROS[:2])
-    with pytest.raises(ResetNeeded, match=r"^step failed: .*\[0, 1\].* Call reset\(\)\. No env was stepped\.$"):
+    with pytest.raises(
+        ResetNeeded,
+        match=r"^step failed: .*\[0, 1\].* Call reset\(\)\. No env was stepped\.$",
+    ):
         env.step(ZEROS[:2])
     env.reset()
-    with pytest.raises(IndexError, match=r"^get_attr failed: expected indices below 2, got 2\.$"):
+    with pytest.raises(
+        IndexError, match=r"^get_attr failed: expected indices below 2, got 2\.$"
+    ):
         env.get_attr("length", indices=[0, 2])
     if make is TWO_WORKERS:
-        for call in (lambda: env.get_attr("nowhere"), lambda: env.env_method("nowhere")):
-            with pytest.raises(AttributeError, match=r"^(get_attr|env_method) nowhere failed: the env raised"):
+        for call in (
+            lambda: env.get_attr("nowhere"),
+            lambda: env.env_method("nowhere"),
+        ):
+            with pytest.raises(
+                AttributeError,
+                match=r"^(get_attr|env_method) nowhere failed: the env raised",
+            ):
                 call()
         for actions in ([None, None], ["a", "b"], [[1], [1, 2]]):
-            with pytest.raises(ActionError, match=r"^step failed: expected actions .* No env was stepped\.$"):
+            with pytest.raises(
+                ActionError,
+                match=r"^step failed: expected actions .* No env was stepped\.$",
+            ):
                 env.step(actions)
     env.close()
 
@@ -235,7 +282,8 @@ def test_what_an_env_raises_in_a_reset_is_of_its_type(make):
         env.reset()
     env.set_options()
     env.reset()
-    with pytest.raises(ValueError, match="writing observation failed"):  # not the earlier exception
+    # Not the earlier exception.
+    with pytest.raises(ValueError, match="writing observation failed"):
         env.step(ZEROS[:2])
     env.close()
 
@@ -244,7 +292,10 @@ def test_what_an_env_raises_in_a_reset_is_of_its_type(make):
 def test_a_step_with_four_values_is_named(make):
     env = make([OldApi] * 2)
     env.reset()
-    with pytest.raises(ValueError, match=r"got 4 values \(ndarray, float, .*\. This is the API of gym before"):
+    with pytest.raises(
+        ValueError,
+        match=r"got 4 values \(ndarray, float, .*\. This is the API of gym before",
+    ):
         env.step(ZEROS[:2])
     env.close()
 
@@ -270,10 +321,15 @@ class Refusing(SampledEnv):
 
 def test_one_env_twice_is_refused():
     env = SampledEnv()
-    with pytest.raises(ValueError, match="the function to create them returned the same instance"):
+    with pytest.raises(
+        ValueError, match="the function to create them returned the same instance"
+    ):
         DummyVecEnv([lambda: env] * 2)
     DummyVecEnv([lambda: env]).close()
-    with pytest.raises(ValueError, match="SubprocVecEnv failed: expected at least one function, got an empty list"):
+    with pytest.raises(
+        ValueError,
+        match="SubprocVecEnv failed: expected at least one function, got an empty list",
+    ):
         SubprocVecEnv([])
 
 
@@ -291,14 +347,18 @@ class WideEnv(SampledEnv):
 
 
 def test_envs_of_a_refused_vec_env_are_closed():
-    with pytest.raises(SpecError, match="env 0 and env 1") as refused:  # its frames hold the vec env
+    # Its frames hold the vec env.
+    with pytest.raises(SpecError, match="env 0 and env 1") as refused:
         DummyVecEnv([SampledEnv, WideEnv])
     assert WideEnv.closed == 1, refused
 
 
 def test_envs_of_one_worker_do_not_share_what_their_functions_captured():
     env = SubprocVecEnv([functools.partial(SharingEnv, [])] * 2, num_workers=1)
-    assert [env.env_method("note", what) for what in (1, 2)] == [[[1], [1]], [[1, 2], [1, 2]]]
+    assert [env.env_method("note", what) for what in (1, 2)] == [
+        [[1], [1]],
+        [[1, 2], [1, 2]],
+    ]
     env.close()
 
 
@@ -319,7 +379,10 @@ def test_envs_of_other_families_are_rows_too():
     assert env.action_space == gymnasium.spaces.Box(-1, 1, (1,), np.float64)
     first = env.reset()
     obs, rewards, dones, _ = env.step(np.ones((2, 1)))
-    assert {key: values.shape for key, values in obs.items()} == {"position": (2, 3), "velocity": (2, 2)}
+    assert {key: values.shape for key, values in obs.items()} == {
+        "position": (2, 3),
+        "velocity": (2, 2),
+    }
     assert not np.array_equal(first["velocity"], obs["velocity"])
     assert rewards.dtype == np.float32
     assert not dones.any()
@@ -344,7 +407,9 @@ def test_start_method_that_there_is_not():
 def test_workers_do_not_import_stable_baselines3():
     env = SubprocVecEnv([SampledEnv], options=ExecutorOptions(stall_log_s=60))
     assert env.env_is_wrapped(Monitor) == [False]
-    assert env.env_method("loaded", "stable_baselines3", "torch", "tensorflow", "gymnasium") == [["gymnasium"]]
+    assert env.env_method(
+        "loaded", "stable_baselines3", "torch", "tensorflow", "gymnasium"
+    ) == [["gymnasium"]]
     env.close()
 
 
@@ -352,14 +417,18 @@ def test_workers_do_not_import_stable_baselines3():
 def test_workers_with_stable_baselines3_do_without_tensorflow():
     env = SubprocVecEnv([lambda: Monitor(SampledEnv())])
     assert env.env_is_wrapped(Monitor) == [True]
-    assert env.env_method("loaded", "stable_baselines3", "tensorflow") == [["stable_baselines3"]]
+    assert env.env_method("loaded", "stable_baselines3", "tensorflow") == [
+        ["stable_baselines3"]
+    ]
     env.close()
 
 
 @pytest.mark.slow
 @pytest.mark.broken_pool
 def test_a_lost_worker_is_replaced_and_its_rows_are_cut_off():
-    env = SubprocVecEnv([DyingEnv] * 2, num_workers=2, options=ExecutorOptions(on_worker_loss="restart"))
+    env = SubprocVecEnv(
+        [DyingEnv] * 2, num_workers=2, options=ExecutorOptions(on_worker_loss="restart")
+    )
     env.reset()
     last, *_ = env.step(np.array([1, 1]))
     _, rewards, dones, infos = env.step(np.array([1, 6]))

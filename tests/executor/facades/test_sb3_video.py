@@ -39,13 +39,23 @@ class Brighter(Horizon):
         return np.full((32, 32, 3), 10 + 12 * self.count + 100 * self.env_id, np.uint8)
 
 
-@pytest.mark.parametrize("make", [DummyVecEnv, functools.partial(SubprocVecEnv, num_workers=2)], ids=["own", "workers"])
+@pytest.mark.parametrize(
+    "make",
+    [DummyVecEnv, functools.partial(SubprocVecEnv, num_workers=2)],
+    ids=["own", "workers"],
+)
 def test_a_video_has_a_frame_for_every_step(make, tmp_path, monkeypatch):
     from moviepy.video.io.VideoFileClip import VideoFileClip
 
-    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # moviepy's progress bar would leave a thread behind
+    # Moviepy's progress bar would leave a thread behind.
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)
     env = make([functools.partial(Brighter, 0), functools.partial(Brighter, 1)])
-    env = VecVideoRecorder(VecMonitor(env), str(tmp_path), lambda step: step == 0, video_length=NUM_FRAMES - 1)
+    env = VecVideoRecorder(
+        VecMonitor(env),
+        str(tmp_path),
+        lambda step: step == 0,
+        video_length=NUM_FRAMES - 1,
+    )
     env.reset()
     for _ in range(NUM_FRAMES + 3):
         env.step([0, 1])
@@ -58,4 +68,5 @@ def test_a_video_has_a_frame_for_every_step(make, tmp_path, monkeypatch):
     for step, frame in enumerate(frames):
         assert frame.shape == (64, 32, 3)
         seen = [int(frame[:28].mean()), int(frame[36:].mean())]
-        assert np.allclose(seen, [10 + 12 * step, 110 + 12 * step], atol=4), step  # lossy
+        # Lossy.
+        assert np.allclose(seen, [10 + 12 * step, 110 + 12 * step], atol=4), step

@@ -5,7 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
+from gymnasium.error import (
+    AlreadyPendingCallError,
+    ClosedEnvironmentError,
+    NoAsyncCallError,
+)
 
 from envherd.executor import Busy, Closed, EnvError, ResetNeeded
 from envherd.executor.facades import states
@@ -20,7 +24,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*Calling `close` while waiting"
 #: Call -> what happens in it.
 CALLS = {
     **dict.fromkeys(("reset", "step", "call"), ("begin", "land")),
-    **{f"{name}_async": ("begin", f"{name}_async") for name in ("reset", "step", "call")},
+    **{
+        f"{name}_async": ("begin", f"{name}_async")
+        for name in ("reset", "step", "call")
+    },
     **{f"{name}_wait": (f"{name}_wait", "land") for name in ("reset", "step", "call")},
 }
 ARGUMENTS: dict[str, Any] = {
@@ -29,8 +36,16 @@ ARGUMENTS: dict[str, Any] = {
 }
 #: Facade, its calls, and what it raises for what the table refuses.
 FACADES: dict[str, Any] = {
-    "gymnasium": (AsyncVectorEnv, [*CALLS], (AlreadyPendingCallError, NoAsyncCallError, ClosedEnvironmentError)),
-    "sb3": (SubprocVecEnv, ["reset", "step", "step_async", "step_wait"], (Busy, RuntimeError, Closed)),
+    "gymnasium": (
+        AsyncVectorEnv,
+        [*CALLS],
+        (AlreadyPendingCallError, NoAsyncCallError, ClosedEnvironmentError),
+    ),
+    "sb3": (
+        SubprocVecEnv,
+        ["reset", "step", "step_async", "step_wait"],
+        (Busy, RuntimeError, Closed),
+    ),
 }
 
 
@@ -66,7 +81,11 @@ def test_calls_in_any_order_follow_the_table(name: str, seed: int) -> None:
 
 
 def test_the_printed_table_is_the_table() -> None:
-    head, *rows = (line.replace("*", "").split() for line in states.__doc__.splitlines() if line.startswith("    "))
+    head, *rows = (
+        line.replace("*", "").split()
+        for line in states.__doc__.splitlines()
+        if line.startswith("    ")
+    )
     of_states = [AsyncState(name) for name in head[2:]]
     for event, *cells in rows:
         following = [FOLLOWS[event].get(state) for state in of_states]

@@ -16,7 +16,14 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torchrl.data import Binary, Categorical, Composite, LazyTensorStorage, ReplayBuffer, Unbounded
+from torchrl.data import (
+    Binary,
+    Categorical,
+    Composite,
+    LazyTensorStorage,
+    ReplayBuffer,
+    Unbounded,
+)
 from torchrl.envs import (
     Compose,
     DoubleToFloat,
@@ -58,15 +65,24 @@ class Walk(gymnasium.Env):
     def __init__(self, first: int = 3) -> None:
         self.length, self.steps = first, 0
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict]:
         super().reset(seed=seed)
-        self.length, self.steps = self.length + (self.steps > 0), 0  # TorchRL's wrapper resets before the first episode
+        # TorchRL's wrapper resets before the first episode.
+        self.length, self.steps = self.length + (self.steps > 0), 0
         return np.zeros(2, np.float32), {}
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
         self.steps += 1
         is_over = self.steps == self.length
-        return np.full(2, 0.1, np.float32), 0.1 * (1 + int(action)), is_over and self.steps % 2 == 0, is_over, {}
+        return (
+            np.full(2, 0.1, np.float32),
+            0.1 * (1 + int(action)),
+            is_over and self.steps % 2 == 0,
+            is_over,
+            {},
+        )
 
 
 class Team(EnvBase):
@@ -79,7 +95,9 @@ class Team(EnvBase):
         self.observation_spec = self._group(count=Unbounded((2, 1), dtype=torch.int64))
         self.action_spec = self._group(action=Binary(1, shape=(2, 1)))
         reward = self._group(**{name: Unbounded((2, 1)) for name in rewards})
-        self.reward_spec = Composite({**dict(reward.items()), "shared": Unbounded((1,), dtype=torch.float64)})
+        self.reward_spec = Composite(
+            {**dict(reward.items()), "shared": Unbounded((1,), dtype=torch.float64)}
+        )
         self.done_spec = self._group(done=flag, terminated=flag.clone())
         self.count = torch.zeros(2, 1, dtype=torch.int64)
 
@@ -87,8 +105,12 @@ class Team(EnvBase):
     def _group(**leaves: Any) -> Composite:
         return Composite(agents=Composite(leaves, shape=(2,)))
 
-    def _reset(self, tensordict: TensorDictBase | None = None, **_: Any) -> TensorDictBase:
-        mask = None if tensordict is None else tensordict.get(("agents", "_reset"), None)
+    def _reset(
+        self, tensordict: TensorDictBase | None = None, **_: Any
+    ) -> TensorDictBase:
+        mask = (
+            None if tensordict is None else tensordict.get(("agents", "_reset"), None)
+        )
         self.count[... if mask is None else mask] = 0
         return self._row()
 
@@ -132,12 +154,18 @@ def cartpole() -> EnvBase:
 
 def rows_that_reset_themselves() -> EnvBase:
     mode = {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}
-    return GymWrapper(gymnasium.make_vec("CartPole-v1", 3, vectorization_mode="sync", vector_kwargs=mode))
+    return GymWrapper(
+        gymnasium.make_vec(
+            "CartPole-v1", 3, vectorization_mode="sync", vector_kwargs=mode
+        )
+    )
 
 
 FAMILIES: dict[str, Callable[[], EnvBase]] = {
     "gym": cartpole,
-    "transformed": lambda: TransformedEnv(GymEnv("CartPole-v1"), Compose(DoubleToFloat(), StepCounter())),
+    "transformed": lambda: TransformedEnv(
+        GymEnv("CartPole-v1"), Compose(DoubleToFloat(), StepCounter())
+    ),
     "counting": paid,
     "text": lambda: own.CountingEnvWithString(max_steps=3),
     "batched": lambda: Paid(max_steps=3, batch_size=[2]),
@@ -145,10 +173,14 @@ FAMILIES: dict[str, Callable[[], EnvBase]] = {
 }
 
 
-def step(env: Any, root: TensorDictBase, *actions: int) -> tuple[TensorDictBase, TensorDictBase]:
+def step(
+    env: Any, root: TensorDictBase, *actions: int
+) -> tuple[TensorDictBase, TensorDictBase]:
     """Step all envs, and reset those that have ended."""
     dtype = env.full_action_spec["action"].dtype
-    stepped, root = env.step_and_maybe_reset(root.set("action", torch.tensor(actions, dtype=dtype).unsqueeze(-1)))
+    stepped, root = env.step_and_maybe_reset(
+        root.set("action", torch.tensor(actions, dtype=dtype).unsqueeze(-1))
+    )
     return stepped, root
 
 
@@ -159,7 +191,8 @@ def plain(td: TensorDictBase, *key: str) -> list[Any]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_they_are_what_torchrls_transforms_count(family: str) -> None:
     counted = TransformedEnv(
-        herd(2, FAMILIES[family], options=ON), Compose(RewardSum(), StepCounter(step_count_key="steps"))
+        herd(2, FAMILIES[family], options=ON),
+        Compose(RewardSum(), StepCounter(step_count_key="steps")),
     )
     if family != "text":
         check_env_specs(counted)
@@ -173,13 +206,17 @@ def test_they_are_what_torchrls_transforms_count(family: str) -> None:
     assert data["next", "done"].sum() > 2
     assert (data["next", "episode", "time"] > data["episode", "time"]).all()
     assert not data["episode", "time"][data["episode", "length"] == 0].any()
-    dtypes = [data["next", "episode", name].dtype for name in ("return", "length", "time")]
+    dtypes = [
+        data["next", "episode", name].dtype for name in ("return", "length", "time")
+    ]
     assert dtypes == [torch.float32, torch.int64, torch.float32]
 
 
 def test_they_are_those_of_the_executor() -> None:
     with (
-        NativeParallelEnv(2, [Walk, functools.partial(Walk, 4)], num_workers=1, options=ON, seed=0) as native,
+        NativeParallelEnv(
+            2, [Walk, functools.partial(Walk, 4)], num_workers=1, options=ON, seed=0
+        ) as native,
         closing(herd(2, [walk, functools.partial(walk, 4)], options=ON)) as env,
     ):
         env.set_seed(0)
@@ -189,13 +226,16 @@ def test_they_are_those_of_the_executor() -> None:
             for td in roots:
                 td["action"] = torch.tensor([i % 3, (i + 1) % 3])
             (one, roots[0]), (other, roots[1]) = (
-                each.step_and_maybe_reset(td) for each, td in zip(both, roots, strict=True)
+                each.step_and_maybe_reset(td)
+                for each, td in zip(both, roots, strict=True)
             )
             for mine, theirs in ((other["next"], one["next"]), (roots[1], roots[0])):
                 assert mine["episode"].keys() == theirs["episode"].keys()
                 for name, value in mine["episode"].items():
                     assert value.dtype == theirs["episode", name].dtype
-                torch.testing.assert_close(mine["episode", "return"], theirs["episode", "return"])
+                torch.testing.assert_close(
+                    mine["episode", "return"], theirs["episode", "return"]
+                )
                 assert (mine["episode", "length"] == theirs["episode", "length"]).all()
                 assert mine["episode"].batch_size == theirs["episode"].batch_size
             assert (
@@ -215,7 +255,8 @@ def test_agents_have_returns_of_their_own() -> None:
     first, second = data["agents", "episode", "return"][0, ..., 0].unbind(-1)
     assert first.tolist() == [1, 2, 1, 2, 1, 2, 1]
     assert second.tolist() == [10, 20, 30, 10, 20, 30, 10]
-    assert plain(data[0], "episode", "length") == [1, 2, 1, 1, 1, 2, 1]  # since any agent was reset
+    # Since any agent was reset.
+    assert plain(data[0], "episode", "length") == [1, 2, 1, 1, 1, 2, 1]
     assert plain(data[0], "episode", "shared_return") == [0.5, 1, 0.5, 0.5, 0.5, 1, 0.5]
     assert data["episode", "shared_return"].dtype == torch.float64
 
@@ -224,17 +265,27 @@ def test_groups_are_those_of_the_executor() -> None:
     def make() -> EnvBase:
         return Team(("reward", "bonus"))
 
-    with NativeSerialEnv(1, make, options=ON, seed=0) as native, closing(herd(1, make, options=ON)) as env:
+    with (
+        NativeSerialEnv(1, make, options=ON, seed=0) as native,
+        closing(herd(1, make, options=ON)) as env,
+    ):
         one, other = native.rollout(2)["next"], env.rollout(2)["next"]
     for group in ((), ("agents",)):
         assert one[(*group, "episode")].keys() == other[(*group, "episode")].keys()
         for name in set(one[(*group, "episode")].keys()) - {"time"}:
-            assert (one[(*group, "episode", name)] == other[(*group, "episode", name)]).all()
-            assert one[(*group, "episode", name)].shape == other[(*group, "episode", name)].shape
+            assert (
+                one[(*group, "episode", name)] == other[(*group, "episode", name)]
+            ).all()
+            assert (
+                one[(*group, "episode", name)].shape
+                == other[(*group, "episode", name)].shape
+            )
 
 
 def test_masks_select_what_starts_again() -> None:
-    with closing(ParallelEnv(3, functools.partial(paid, 9), num_processes=2, options=ON)) as env:
+    with closing(
+        ParallelEnv(3, functools.partial(paid, 9), num_processes=2, options=ON)
+    ) as env:
         root = env.reset()
         for _ in range(2):
             _, root = step(env, root, 1, 1, 1)
@@ -250,13 +301,16 @@ def test_masks_select_what_starts_again() -> None:
 
 @pytest.mark.broken_pool
 def test_a_worker_that_is_replaced_starts_at_0() -> None:
-    options = ExecutorOptions(episode_statistics=True, on_worker_loss="restart", check_actions="off")
+    options = ExecutorOptions(
+        episode_statistics=True, on_worker_loss="restart", check_actions="off"
+    )
     with closing(ParallelEnv(2, functools.partial(paid, 9), options=options)) as env:
         root = env.reset()
         for _ in range(3):
             _, root = step(env, root, 1, 1)
         stepped, root = step(env, root, 6, 1)
-        assert plain(stepped["next"], "episode", "length") == [3, 4]  # the lost row repeats what was acted on
+        # The lost row repeats what was acted on.
+        assert plain(stepped["next"], "episode", "length") == [3, 4]
         assert plain(root, "episode", "length") == [0, 4]
         stepped, _ = step(env, root, 1, 1)
         assert plain(stepped["next"], "episode", "length") == [1, 5]
@@ -270,7 +324,9 @@ def buffer() -> ReplayBuffer:
 
 
 def test_collectors_and_replay_buffers_keep_them(buffer: ReplayBuffer) -> None:
-    collector = Collector(herd(2, paid, options=ON), policy(), frames_per_batch=10, total_frames=20)
+    collector = Collector(
+        herd(2, paid, options=ON), policy(), frames_per_batch=10, total_frames=20
+    )
     logger = EpisodeLogger()
     for data in collector:
         buffer.extend(data.reshape(-1))
@@ -279,12 +335,16 @@ def test_collectors_and_replay_buffers_keep_them(buffer: ReplayBuffer) -> None:
     assert (logger.num_episodes, logger.mean_length, logger.mean_return) == (4, 4, 2.5)
     sample = buffer[:]
     assert plain(sample[:10], "next", "episode", "length") == [1, 2, 3, 4, 1] * 2
-    assert set(plain(sample[sample["next", "done"].flatten()], "next", "episode", "return")) == {2.5}
+    assert set(
+        plain(sample[sample["next", "done"].flatten()], "next", "episode", "return")
+    ) == {2.5}
 
 
 def test_the_env_is_the_one_that_the_factory_built() -> None:
     def make() -> EnvBase:
-        return TransformedEnv(own.CountingEnv(max_steps=3), Compose(StepCounter(), RewardSum()))
+        return TransformedEnv(
+            own.CountingEnv(max_steps=3), Compose(StepCounter(), RewardSum())
+        )
 
     with closing(herd(2, make, options=ON)) as env, closing(herd(2, make)) as usual:
         env.rollout(3)
@@ -303,19 +363,31 @@ class Own(TransformedEnv):
     """A class without a direct way."""
 
 
-MAKERS = {"direct": walk, "transformed": lambda: TransformedEnv(walk()), "through TorchRL": lambda: Own(walk())}
+MAKERS = {
+    "direct": walk,
+    "transformed": lambda: TransformedEnv(walk()),
+    "through TorchRL": lambda: Own(walk()),
+}
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_steps_with_and_without_tensordicts_share_an_episode(make: Callable[[], EnvBase]) -> None:
+def test_steps_with_and_without_tensordicts_share_an_episode(
+    make: Callable[[], EnvBase],
+) -> None:
     hosted = HostedEnv(make(), has_statistics=True)
     adapter = adapter_of(hosted)
     assert (hosted.direct is None) == isinstance(hosted.built, Own)
-    place = [leaf.key for leaf in adapter.spec.observation].index(("observation:episode/length",))
+    place = [leaf.key for leaf in adapter.spec.observation].index(
+        ("observation:episode/length",)
+    )
     adapter.reset(0)
     assert [adapter.step([1])[0][place].item() for _ in range(2)] == [1, 2]
     with hosted.on_stage():
-        assert plain(hosted.step(TensorDict(action=torch.tensor(1)), is_whole=False), "episode", "length") == [3]
+        assert plain(
+            hosted.step(TensorDict(action=torch.tensor(1)), is_whole=False),
+            "episode",
+            "length",
+        ) == [3]
         root = hosted.reset(None, {})
     assert plain(root, "episode", "length") == [0]
     assert adapter.step([1])[0][place].item() == 1

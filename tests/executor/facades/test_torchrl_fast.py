@@ -11,7 +11,15 @@ skip_without("torchrl")
 import pytest
 import torch
 from tensordict import TensorDictBase, assert_close
-from torchrl.envs import Compose, EnvBase, GymEnv, PendulumEnv, RewardSum, StepCounter, TransformedEnv
+from torchrl.envs import (
+    Compose,
+    EnvBase,
+    GymEnv,
+    PendulumEnv,
+    RewardSum,
+    StepCounter,
+    TransformedEnv,
+)
 
 from envherd.executor.facades.torchrl import ParallelEnv
 from envherd.workers import native
@@ -38,7 +46,9 @@ def counting() -> EnvBase:
 
 
 @contextmanager
-def started(make: Callable[[], EnvBase], *, is_fast: bool, **kwargs: Any) -> Iterator[tuple[ParallelEnv, list[Op]]]:
+def started(
+    make: Callable[[], EnvBase], *, is_fast: bool, **kwargs: Any
+) -> Iterator[tuple[ParallelEnv, list[Op]]]:
     """Yield a started env, and the list of the steps that it has made in the fast way."""
     made: list[Op] = []
     env = ParallelEnv(3, make, num_processes=2, **kwargs)
@@ -63,7 +73,9 @@ def started(make: Callable[[], EnvBase], *, is_fast: bool, **kwargs: Any) -> Ite
         env.close(raise_if_closed=False)
 
 
-@pytest.mark.parametrize(("make", "device"), [(cartpole, None), (transformed, "cpu"), (counting, None)])
+@pytest.mark.parametrize(
+    ("make", "device"), [(cartpole, None), (transformed, "cpu"), (counting, None)]
+)
 def test_both_ways_return_the_same(make: Callable[[], EnvBase], device: Any) -> None:
     with (
         started(make, is_fast=True, device=device) as (fast, made),
@@ -72,7 +84,9 @@ def test_both_ways_return_the_same(make: Callable[[], EnvBase], device: Any) -> 
         roots = [env.reset() for env in (fast, general)]
         draws = torch.Generator().manual_seed(3)
         for step in range(60):
-            action = torch.stack([fast.full_action_spec[fast.action_key].rand()[0] for _ in range(3)])
+            action = torch.stack(
+                [fast.full_action_spec[fast.action_key].rand()[0] for _ in range(3)]
+            )
             mask = torch.rand(3, generator=draws) < 0.7
             pairs = []
             for env, root in zip((fast, general), roots, strict=True):
@@ -86,9 +100,17 @@ def test_both_ways_return_the_same(make: Callable[[], EnvBase], device: Any) -> 
                 else:
                     pairs.append(env.step_and_maybe_reset(root))
             for one, other in zip(*pairs, strict=True):
-                assert_close(one.exclude("_step"), other.exclude("_step"), rtol=0, atol=0, equal_nan=True)
+                assert_close(
+                    one.exclude("_step"),
+                    other.exclude("_step"),
+                    rtol=0,
+                    atol=0,
+                    equal_nan=True,
+                )
                 assert one.device == other.device
-                assert {*one.keys(include_nested=True)} == {*other.keys(include_nested=True)}
+                assert {*one.keys(include_nested=True)} == {
+                    *other.keys(include_nested=True)
+                }
             roots = [pair[1].exclude("_step") for pair in pairs]
         assert {*made} == {Op.STEP, Op.STEP_RESET}
 
@@ -100,7 +122,12 @@ def test_what_is_not_plain_takes_the_general_way() -> None:
         with_next = root.clone()
         with_next["next"] = root.select("observation").clone()
         env.step(with_next)
-        env.step(root.clone().lock_().unlock_().set("_step", torch.tensor([True, False, True])))
+        env.step(
+            root.clone()
+            .lock_()
+            .unlock_()
+            .set("_step", torch.tensor([True, False, True]))
+        )
         env.step(root.clone().refine_names("time"))
         assert made == []
         other_dtype = root.clone()

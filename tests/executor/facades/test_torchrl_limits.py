@@ -15,7 +15,15 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode
 from tensordict import TensorDict
-from torchrl.envs import EnvBase, ExcludeTransform, GymEnv, GymWrapper, MeltingpotEnv, PettingZooWrapper, TransformedEnv
+from torchrl.envs import (
+    EnvBase,
+    ExcludeTransform,
+    GymEnv,
+    GymWrapper,
+    MeltingpotEnv,
+    PettingZooWrapper,
+    TransformedEnv,
+)
 from torchrl.envs import SerialEnv as OwnSerialEnv
 
 from envherd.executor import ExecutorOptions
@@ -25,7 +33,11 @@ from tests.conftest import gained_shm_names, shm_names
 from tests.envs import torchrl_own as own
 from tests.envs.torchrl_own import started
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180), pytest.mark.preloads(*own.PRELOADED)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(180),
+    pytest.mark.preloads(*own.PRELOADED),
+]
 
 SUBSTRATE = "prisoners_dilemma_in_the_matrix__repeated"
 
@@ -34,12 +46,19 @@ SUBSTRATE = "prisoners_dilemma_in_the_matrix__repeated"
 
 
 def vector_env(mode: AutoresetMode) -> EnvBase:
-    return GymWrapper(gymnasium.make_vec("CartPole-v1", 2, "sync", vector_kwargs={"autoreset_mode": mode}))
+    return GymWrapper(
+        gymnasium.make_vec(
+            "CartPole-v1", 2, "sync", vector_kwargs={"autoreset_mode": mode}
+        )
+    )
 
 
 def test_vector_envs_whose_resets_are_steps_are_refused():
     """TorchRL itself refuses them in the factory; if the `gym` package is its backend, the facade does."""
-    with pytest.raises((FactoryError, RuntimeError), match=r"NEXT_STEP.*AutoresetMode\.DISABLED|SAME_STEP or DISABLED"):
+    with pytest.raises(
+        (FactoryError, RuntimeError),
+        match=r"NEXT_STEP.*AutoresetMode\.DISABLED|SAME_STEP or DISABLED",
+    ):
         ParallelEnv(2, lambda: vector_env(AutoresetMode.NEXT_STEP))
 
 
@@ -79,12 +98,24 @@ class Reusing(own.CountingEnv):
 def test_envs_that_write_to_the_same_tensors_for_ever():
     env = ParallelEnv(2, lambda: Reusing(max_steps=3))
     try:
-        rollout = env.rollout(7, lambda td: td.set("action", torch.ones(2, 1)), break_when_any_done=False)
-        assert rollout["next", "observation"][0].flatten().tolist() == [1, 2, 3, 4, 1, 2, 3]
+        rollout = env.rollout(
+            7, lambda td: td.set("action", torch.ones(2, 1)), break_when_any_done=False
+        )
+        assert rollout["next", "observation"][0].flatten().tolist() == [
+            1,
+            2,
+            3,
+            4,
+            1,
+            2,
+            3,
+        ]
         assert rollout["observation"][0].flatten().tolist() == [0, 1, 2, 3, 0, 1, 2]
         kept = [env.reset()]
         for _ in range(3):
-            kept.append(env.step(kept[-1].copy().set("action", torch.ones(2, 1)))["next"])
+            kept.append(
+                env.step(kept[-1].copy().set("action", torch.ones(2, 1)))["next"]
+            )
         assert [int(td["observation"][0]) for td in kept] == [0, 1, 2, 3]
     finally:
         env.close()
@@ -95,11 +126,16 @@ class Blank(own.CountingEnv):
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self.observation_spec["observation"] = self.observation_spec["observation"].to(torch.float32)
+        self.observation_spec["observation"] = self.observation_spec["observation"].to(
+            torch.float32
+        )
 
     def _step(self, tensordict):
         out = super()._step(tensordict)
-        return out.set("observation", torch.where(out["done"], torch.nan, out["observation"].float()))
+        return out.set(
+            "observation",
+            torch.where(out["done"], torch.nan, out["observation"].float()),
+        )
 
     def _reset(self, tensordict=None, **kwargs):
         out = super()._reset(tensordict, **kwargs)
@@ -108,7 +144,9 @@ class Blank(own.CountingEnv):
 
 def test_observations_that_are_missing_can_be_refused():
     with (
-        started(2, lambda: Blank(max_steps=1), options=ExecutorOptions(check_finite=True)) as env,
+        started(
+            2, lambda: Blank(max_steps=1), options=ExecutorOptions(check_finite=True)
+        ) as env,
         pytest.raises(EnvError, match=r"observation failed.*got nan"),
     ):
         env.rollout(3, lambda td: td.set("action", torch.ones(2, 1)))
@@ -185,7 +223,12 @@ class OnlyOne(own.CountingEnv):
         return super()._step(tensordict)
 
     def process(self):
-        return os.getpid(), os.getppid(), hasattr(torch, "a_mark_of_the_caller"), torch.cuda.is_initialized()
+        return (
+            os.getpid(),
+            os.getppid(),
+            hasattr(torch, "a_mark_of_the_caller"),
+            torch.cuda.is_initialized(),
+        )
 
 
 def test_workers_are_no_forks_of_the_caller_and_may_be_one_to_an_env(monkeypatch):
@@ -202,7 +245,8 @@ def test_workers_are_no_forks_of_the_caller_and_may_be_one_to_an_env(monkeypatch
         td["action"] = torch.full_like(env.full_action_spec["action"].zero(), 7)
         before = time.process_time()
         env.step(td)
-        assert time.process_time() - before < 0.5  # processor time: TorchRL's workers poll continuously
+        # Processor time: TorchRL's workers poll continuously.
+        assert time.process_time() - before < 0.5
     assert OnlyOne.builder is None  # none was built here
 
 
@@ -212,14 +256,21 @@ def test_outputs_keep_no_graph():
     with started(2, lambda: GymEnv("Pendulum-v1"), num_processes=1) as env:
         rollout = env.rollout(3, lambda td: td.set("action", weight * torch.ones(2, 1)))
         by_message = (
-            env.reset().set("action", weight * torch.ones(2, 1)).set("next", TensorDict({"kept": torch.ones(2)}, [2]))
+            env.reset()
+            .set("action", weight * torch.ones(2, 1))
+            .set("next", TensorDict({"kept": torch.ones(2)}, [2]))
         )
         by_message = env.step(by_message)  # by message
     for td in (rollout["next"], by_message["next"]):
-        assert not any(leaf.requires_grad for leaf in td.values(include_nested=True, leaves_only=True))
+        assert not any(
+            leaf.requires_grad
+            for leaf in td.values(include_nested=True, leaves_only=True)
+        )
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="says what happens where there is no GPU"
+)
 def test_a_device_that_is_not_there_is_named():
     with pytest.raises((RuntimeError, AssertionError), match=r"CUDA|NVIDIA"):
         ParallelEnv(2, own.CountingEnv, device="cuda").rollout(2)
@@ -250,7 +301,11 @@ def test_warnings_are_seen_and_whatever_is_asked_of_envs_has_a_deadline(capfd):
         lambda env: env.level,
     )
     options = ExecutorOptions(
-        reset_timeout_s=2.0, close_timeout_s=1.0, on_worker_loss="restart", max_restarts=9, worker_output="inherit"
+        reset_timeout_s=2.0,
+        close_timeout_s=1.0,
+        on_worker_loss="restart",
+        max_restarts=9,
+        worker_output="inherit",
     )
     with started(1, Sleeper, options=options) as env:
         env.reset()
@@ -278,8 +333,13 @@ def test_executors_side_by_side_do_not_meet_and_take_few_descriptors_and_no_file
         assert len(set(os.listdir("/proc/self/fd")) - before[1]) < 32
         for _ in range(5):
             action = first.rand_action(roots[0].clone())["action"]
-            stepped = [env.step(td.set("action", action)) for env, td in zip((first, second), roots, strict=True)]
-            assert torch.equal(stepped[0]["next", "observation"], stepped[1]["next", "observation"])
+            stepped = [
+                env.step(td.set("action", action))
+                for env, td in zip((first, second), roots, strict=True)
+            ]
+            assert torch.equal(
+                stepped[0]["next", "observation"], stepped[1]["next", "observation"]
+            )
             roots = [td["next"].copy() for td in stepped]
 
 
@@ -291,7 +351,9 @@ def test_executors_side_by_side_do_not_meet_and_take_few_descriptors_and_no_file
         ("infos", "all", "infos=drop, got all: .* auto_register_info_dict"),
     ],
 )
-def test_options_without_a_place_in_torchrl_are_refused_before_anything_is_started(name, value, expected):
+def test_options_without_a_place_in_torchrl_are_refused_before_anything_is_started(
+    name, value, expected
+):
     with pytest.raises(ValueError, match=f"expected options with {expected}"):
         ParallelEnv(2, Sleeper, options=ExecutorOptions(**{name: value}))
 
@@ -309,7 +371,11 @@ def test_pictures_that_nobody_wants_stay_in_the_worker():
         assert "RGB" not in rollout["next"]
         assert rollout["next", "agents", "observation", "RGB"].any()
         assert len(env._workers) == 1
-        world = [leaf for leaf in env._crew_at_work().pool.specs[0].observation if leaf.key[0] == "observation:RGB"]
+        world = [
+            leaf
+            for leaf in env._crew_at_work().pool.specs[0].observation
+            if leaf.key[0] == "observation:RGB"
+        ]
         assert not world
 
 
@@ -333,6 +399,8 @@ env.close()
 @pytest.mark.parametrize("flags", [["-"], ["-i"]])
 def test_what_is_typed_has_no_file_and_works(flags):
     command = [sys.executable, "-W", "ignore", *flags]
-    done = subprocess.run(command, input=CELLS, capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(
+        command, input=CELLS, capture_output=True, text=True, timeout=150, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[0] == "(2, 3) [3, 3]", done.stderr

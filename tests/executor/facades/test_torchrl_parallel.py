@@ -16,7 +16,9 @@ import pytest
 import torch
 import torchrl.data
 import torchrl.envs
-import torchrl.envs.libs.utils  # keeps a failed import's traceback: not the frames of the test that first needs it
+
+# Keeps a failed import's traceback: not the frames of the test that first needs it.
+import torchrl.envs.libs.utils
 from tensordict import TensorDict, TensorDictBase, assert_close
 from torchrl.envs import (
     Compose,
@@ -70,7 +72,8 @@ DIRECT: dict[str, Callable[[], EnvBase]] = {
     "gym": cartpole,
     "pendulum": lambda: GymEnv("Pendulum-v1"),
     "transformed gym": lambda: TransformedEnv(
-        GymEnv("Pendulum-v1"), Compose(StepCounter(9), RewardSum(), InitTracker(), DoubleToFloat())
+        GymEnv("Pendulum-v1"),
+        Compose(StepCounter(9), RewardSum(), InitTracker(), DoubleToFloat()),
     ),
 }
 FAMILIES: dict[str, Callable[[], EnvBase]] = {
@@ -84,7 +87,10 @@ FAMILIES: dict[str, Callable[[], EnvBase]] = {
 
 
 def types_of(td: TensorDictBase) -> dict[Any, Any]:
-    return {key: value.dtype for key, value in td.items(include_nested=True, leaves_only=True)}
+    return {
+        key: value.dtype
+        for key, value in td.items(include_nested=True, leaves_only=True)
+    }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -92,14 +98,17 @@ def test_rollouts_are_torchrls_serial_ones(family: str) -> None:
     rollouts = []
     theirs = torchrl.envs.SerialEnv(2, FAMILIES[family])
     with started(2, FAMILIES[family]) as ours:
-        assert ours.specs == theirs.specs or family == "text"  # TorchRL's specs hold random examples
+        # TorchRL's specs hold random examples.
+        assert ours.specs == theirs.specs or family == "text"
         for env in (theirs, ours):
             assert env.set_seed(0) == torchrl.envs.SerialEnv.set_seed(theirs, 0)
             torch.manual_seed(0)
             rollouts.append(
                 [
                     env.rollout(20, break_when_any_done=False),
-                    env.rollout(20, break_when_all_done=True, break_when_any_done=False),
+                    env.rollout(
+                        20, break_when_all_done=True, break_when_any_done=False
+                    ),
                     env.rollout(8),
                 ]
             )
@@ -130,9 +139,13 @@ def test_no_env_is_built_here_and_threads_stay(tmp_path: Any) -> None:
     assert torch.get_num_threads() == num_threads
 
 
-def test_threads_that_are_asked_for_are_this_process_s_until_the_env_is_closed() -> None:
+def test_threads_that_are_asked_for_are_this_process_s_until_the_env_is_closed() -> (
+    None
+):
     num_threads = torch.get_num_threads()
-    with started(2, own.CountingEnv, num_processes=1, num_threads=num_threads + 2) as env:
+    with started(
+        2, own.CountingEnv, num_processes=1, num_threads=num_threads + 2
+    ) as env:
         assert torch.get_num_threads() == num_threads
         env.rollout(2)
         assert torch.get_num_threads() == num_threads + 2
@@ -169,7 +182,8 @@ def test_the_row_of_a_lost_env_repeats_what_was_acted_on() -> None:
         td["action"] = torch.tensor([[6], [1]], dtype=env.action_spec.dtype)
         stepped, _ = env.step_and_maybe_reset(td)
         assert stepped["observation"].flatten().tolist() == [0, 0]
-        assert stepped["next", "observation"].flatten().tolist() == [0, 1]  # not a row of the previous episode
+        # Not a row of the previous episode.
+        assert stepped["next", "observation"].flatten().tolist() == [0, 1]
 
 
 def test_steps_after_other_commands_are_never_stale() -> None:
@@ -211,7 +225,9 @@ def test_lifecycle_views_and_pickling() -> None:
         view = env[[0, 2]]
         td = view.rollout(2)
         assert td.shape == (2, 2)
-        rows = env.reset(TensorDict({"_reset": torch.zeros(3, 1, dtype=torch.bool)}, [3]))["observation"]
+        rows = env.reset(
+            TensorDict({"_reset": torch.zeros(3, 1, dtype=torch.bool)}, [3])
+        )["observation"]
         last = td["next", "observation"][:, -1].flatten().tolist()
         assert rows.flatten().tolist() == [last[0], 0, last[1]]
         view.close()
@@ -254,19 +270,24 @@ def test_different_tasks_and_kwargs() -> None:
     def make(max_steps: int) -> EnvBase:
         return own.CountingEnv(max_steps=max_steps)
 
-    with started(2, make, create_env_kwargs=[{"max_steps": 2}, {"max_steps": 4}]) as env:
+    with started(
+        2, make, create_env_kwargs=[{"max_steps": 2}, {"max_steps": 4}]
+    ) as env:
         env.start()
         assert list(env.max_steps) == [2, 4]
         env.close()
         env.update_kwargs([{"max_steps": 9}, {"max_steps": 9}])
         env.start()
         assert list(env.max_steps) == [9, 9]
-    with started(2, [lambda: GymEnv("Pendulum-v1"), lambda: GymEnv("MountainCarContinuous-v0")]) as env:
+    with started(
+        2, [lambda: GymEnv("Pendulum-v1"), lambda: GymEnv("MountainCarContinuous-v0")]
+    ) as env:
         td = env.reset()
         assert td[0]["observation"].shape == (3,)
         assert td[1]["observation"].shape == (2,)
         assert env.rollout(3)[1]["next", "observation"].shape == (3, 2)
-    with pytest.raises(RuntimeError, match="Stacking specs"):  # TorchRL itself refuses; nothing is left behind
+    # TorchRL itself refuses; nothing is left behind.
+    with pytest.raises(RuntimeError, match="Stacking specs"):
         ParallelEnv(2, [cartpole, PendulumEnv])
 
 
@@ -276,7 +297,9 @@ class Bounded(own.CountingEnv):
     def __init__(self, high: int) -> None:
         super().__init__(max_steps=3)
         spec = self.observation_spec["observation"]
-        self.observation_spec["observation"] = torchrl.data.Bounded(0, high, spec.shape, dtype=spec.dtype)
+        self.observation_spec["observation"] = torchrl.data.Bounded(
+            0, high, spec.shape, dtype=spec.dtype
+        )
 
 
 def test_tasks_that_differ_in_their_bounds_alone_are_torchrls() -> None:
@@ -304,7 +327,10 @@ def test_state_given_to_reset_is_honoured() -> None:
 def test_what_is_no_factory_is_refused_at_once() -> None:
     with pytest.raises(FactoryError, match="lambda: CountingEnv"):
         ParallelEnv(2, own.CountingEnv())
-    arguments: list[dict[str, Any]] = [{"create_env_fn": [own.CountingEnv]}, {"create_env_kwargs": [{}]}]
+    arguments: list[dict[str, Any]] = [
+        {"create_env_fn": [own.CountingEnv]},
+        {"create_env_kwargs": [{}]},
+    ]
     for argument in arguments:
         with pytest.raises(RuntimeError, match="and num_workers mismatch"):
             ParallelEnv(2, **{"create_env_fn": own.CountingEnv, **argument})
@@ -333,17 +359,30 @@ def test_a_step_before_the_first_reset_is_the_envs_affair() -> None:
 
 
 def test_a_string_is_refused_with_an_example_that_is_accepted() -> None:
-    with pytest.raises(FactoryError, match=r"make_env=lambda: GymEnv\(.CartPole-v1.\)") as caught:
+    with pytest.raises(
+        FactoryError, match=r"make_env=lambda: GymEnv\(.CartPole-v1.\)"
+    ) as caught:
         ParallelEnv(2, "CartPole-v1")  # type: ignore[arg-type]
     assert "gymnasium.make" not in str(caught.value)
 
 
 @pytest.mark.full
 def test_constructor_arguments() -> None:
-    env = ParallelEnv(1, own.CountingEnv, serial_for_single=True, metadata_from_workers=True, use_buffers=False)
+    env = ParallelEnv(
+        1,
+        own.CountingEnv,
+        serial_for_single=True,
+        metadata_from_workers=True,
+        use_buffers=False,
+    )
     assert type(env) is SerialEnv is torchrl.envs.SerialEnv
     env.close(raise_if_closed=False)
-    with started(1, own.CountingEnv, serial_for_single=True, options=ExecutorOptions(check_actions="off")) as env:
+    with started(
+        1,
+        own.CountingEnv,
+        serial_for_single=True,
+        options=ExecutorOptions(check_actions="off"),
+    ) as env:
         assert type(env) is ParallelEnv
     with pytest.raises(TypeError, match="'num_worker'"):
         ParallelEnv(2, own.CountingEnv, num_worker=2)
@@ -370,7 +409,11 @@ def test_constructor_arguments() -> None:
 def test_seeded_rollouts_do_not_depend_on_the_number_of_processes() -> None:
     rollouts = []
     for num_processes in (1, 2):
-        with started(3, lambda: TransformedEnv(PendulumEnv(), StepCounter()), num_processes=num_processes) as env:
+        with started(
+            3,
+            lambda: TransformedEnv(PendulumEnv(), StepCounter()),
+            num_processes=num_processes,
+        ) as env:
             env.set_seed(3)
             torch.manual_seed(0)
             rollouts.append(env.rollout(4))
@@ -388,7 +431,9 @@ class Counter(own.CountingEnv):
         super().__init__(max_steps=max_steps, start_val=start_val)
         self.given: list[dict[str, int]] = []
 
-    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: int) -> TensorDictBase:
+    def _reset(
+        self, tensordict: TensorDictBase | None = None, **kwargs: int
+    ) -> TensorDictBase:
         self.given.append(kwargs)
         return super()._reset(tensordict)
 
@@ -431,7 +476,9 @@ def test_reset_arguments_reach_their_envs_and_are_left_alone(env: ParallelEnv) -
     before = copy.deepcopy(listed)
     env.reset(list_of_kwargs=listed, speed=7)
     assert listed == before
-    assert [given[-1] for given in env.given] == [{"level": i, "speed": 7} for i in range(3)]
+    assert [given[-1] for given in env.given] == [
+        {"level": i, "speed": 7} for i in range(3)
+    ]
 
 
 def test_step_masks(env: ParallelEnv) -> None:
@@ -441,7 +488,8 @@ def test_step_masks(env: ParallelEnv) -> None:
         for one in (theirs, env):
             td = one.reset()
             td = one.step_mdp(step(one, td))
-            if one is theirs and not any(mask) and own.VERSION < (0, 13):  # fails for a misspelt name in EnvBase.step
+            # Fails for a misspelt name in EnvBase.step.
+            if one is theirs and not any(mask) and own.VERSION < (0, 13):
                 continue
             results.append(step(one, td.set("_step", torch.tensor(mask))))
         if len(results) == 1:

@@ -46,7 +46,9 @@ def names_in(file: Path) -> set[str]:
         elif isinstance(node, ast.keyword) and node.arg:
             found.add(node.arg)
         elif isinstance(node, ast.Assign):
-            found.update(target.id for target in node.targets if isinstance(target, ast.Name))
+            found.update(
+                target.id for target in node.targets if isinstance(target, ast.Name)
+            )
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             found.add(node.value)
     return {name for name in found if PRIVATE.fullmatch(name)}
@@ -57,16 +59,28 @@ def names_of_torchrl() -> set[str]:
     """Return the private names of TorchRL's batched envs and wrappers, including those of their values."""
     env = torchrl.envs.SerialEnv(2, own.CountingEnv)
     env.reset()
-    found = {*dir(torchrl.envs.ParallelEnv), *dir(torchrl.envs.SerialEnv), *dir(torchrl.envs.GymEnv), *vars(env)}
+    found = {
+        *dir(torchrl.envs.ParallelEnv),
+        *dir(torchrl.envs.SerialEnv),
+        *dir(torchrl.envs.GymEnv),
+        *vars(env),
+    }
     env.close()
     return found - {"_modules"}
 
 
-@pytest.mark.parametrize("file", OTHERS, ids=lambda file: f"{file.parent.name}/{file.name}")
+@pytest.mark.parametrize(
+    "file", OTHERS, ids=lambda file: f"{file.parent.name}/{file.name}"
+)
 def test_no_other_module_uses_a_private_name_of_torchrl(file: Path) -> None:
     for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("torchrl", "tensordict"):
-            assert not [alias.name for alias in node.names if alias.name.startswith("_")], ast.unparse(node)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in (
+            "torchrl",
+            "tensordict",
+        ):
+            assert not [
+                alias.name for alias in node.names if alias.name.startswith("_")
+            ], ast.unparse(node)
     assert names_in(file) & names_of_torchrl() <= FOR_AUTHORS
 
 
@@ -100,19 +114,31 @@ def test_the_table_says_which_versions_have_a_name() -> None:
         texts[library] = "".join(file.read_text() for file in folder.glob(files))
     wrong = []
     for name, (versions, _) in table().items():
-        library = tensordict if name in ("_new_unsafe", "_get_str", "_set_str", "_td_dim_names") else torchrl
+        library = (
+            tensordict
+            if name in ("_new_unsafe", "_get_str", "_set_str", "_td_dim_names")
+            else torchrl
+        )
         first, _, last = versions.partition(" to ")
-        first_version, last_version = (tuple(map(int, version.split("."))) for version in (first, last or "0.99"))
+        first_version, last_version = (
+            tuple(map(int, version.split("."))) for version in (first, last or "0.99")
+        )
         has_it = re.search(rf"\b{name}\b", texts[library]) is not None
-        wrong += [name] if has_it != (first_version <= own.VERSION <= last_version) else []
+        wrong += (
+            [name] if has_it != (first_version <= own.VERSION <= last_version) else []
+        )
     assert wrong == []
 
 
 def test_the_tests_that_hold_a_name_exist() -> None:
-    named = {name: re.findall(r"`(test_\w+)`", tests) for name, (_, tests) in table().items()}
+    named = {
+        name: re.findall(r"`(test_\w+)`", tests) for name, (_, tests) in table().items()
+    }
     assert all(named.values())
     text = "".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
-    assert {test for tests in named.values() for test in tests} <= {*re.findall(r"def (test_\w+)\(", text)}
+    assert {test for tests in named.values() for test in tests} <= {
+        *re.findall(r"def (test_\w+)\(", text)
+    }
 
 
 class Outside(Transform):
@@ -135,7 +161,11 @@ def test_transforms_say_whether_they_may_live_in_a_worker() -> None:
 def test_what_programs_read_is_there() -> None:
     env = ParallelEnv(2, own.CountingEnv, num_processes=1)
     try:
-        assert (env._single_task, env._use_buffers, env._mp_start_method) == (True, True, None)
+        assert (env._single_task, env._use_buffers, env._mp_start_method) == (
+            True,
+            True,
+            None,
+        )
         assert not env._has_dynamic_specs
         assert env._non_tensor_keys == []
         assert isinstance(env._supports_set_state, bool)

@@ -24,11 +24,15 @@ from envherd.executor.facades.torchrl import ParallelEnv
 from tests.envs import torchrl_own as own
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # TorchRL deprecates parts of itself as they are imported
+    # TorchRL deprecates parts of itself as they are imported.
+    warnings.simplefilter("ignore")
     import torchrl.collectors
 
     # Its name before TorchRL 0.11.
-    Collector = getattr(torchrl.collectors, "Collector", None) or torchrl.collectors.SyncDataCollector
+    Collector = (
+        getattr(torchrl.collectors, "Collector", None)
+        or torchrl.collectors.SyncDataCollector
+    )
 
 pytestmark = [
     pytest.mark.slow,
@@ -51,7 +55,11 @@ def policy() -> TensorDictModule:
 
 
 def herd() -> EnvBase:
-    return ParallelEnv(2, lambda: TransformedEnv(own.CountingEnv(max_steps=3), StepCounter()), num_processes=1)
+    return ParallelEnv(
+        2,
+        lambda: TransformedEnv(own.CountingEnv(max_steps=3), StepCounter()),
+        num_processes=1,
+    )
 
 
 def test_collector_and_its_checkpoint() -> None:
@@ -66,7 +74,8 @@ def test_collector_and_its_checkpoint() -> None:
     assert "worker1" in state["env_state_dict"]
     collector.load_state_dict(state)
     second = next(batches)
-    assert (second["next", "observation"] == second["observation"] + 1).all()  # no row is a step behind
+    # No row is a step behind.
+    assert (second["next", "observation"] == second["observation"] + 1).all()
     collector.shutdown()
 
 
@@ -75,7 +84,9 @@ def test_collectors_over_processes_and_a_replay_buffer(tmp_path: Path) -> None:
     """In a separate process, because TorchRL's collectors leave Python's resource tracker running."""
     script = Path(__file__).parents[3] / "examples" / "torchrl_collectors.py"
     command = [sys.executable, str(script)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("collected 400 frames") == 2
     assert "800 frames kept; a sample: observation (32, 4)" in done.stdout

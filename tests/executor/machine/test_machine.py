@@ -21,12 +21,15 @@ from tests.shm.test_cgroups import tree
 
 GIB, MIB = 2**30, 2**20
 
-V2_MOUNT = "30 23 0:26 {root} /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
+V2_MOUNT = (
+    "30 23 0:26 {root} /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
+)
 V1_MOUNT = "{id} 23 0:3{id} {root} /sys/fs/cgroup/{name} rw - cgroup cgroup rw,{name}\n"
 
 BARE = {
     "proc/self/cgroup": "0::/user.slice/user-1000.slice/session-2.scope\n",
-    "proc/self/mountinfo": "22 1 8:1 / / rw - ext4 /dev/sda1 rw\n" + V2_MOUNT.format(root="/"),
+    "proc/self/mountinfo": "22 1 8:1 / / rw - ext4 /dev/sda1 rw\n"
+    + V2_MOUNT.format(root="/"),
     "sys/fs/cgroup/cgroup.controllers": "cpu memory pids\n",
     "sys/fs/cgroup/user.slice/memory.max": "max\n",
     "sys/fs/cgroup/user.slice/memory.current": "5000000000\n",
@@ -138,7 +141,9 @@ def test_a_group_outside_of_the_namespace_is_read_at_the_mount(tmp_path):
 
 def test_v1_is_read_where_v2_is_mounted_beside_it(tmp_path):
     files = {**DOCKER, "sys/fs/cgroup/unified/cpu.max": "100 100000\n"}
-    files["proc/self/mountinfo"] += "40 23 0:26 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n"
+    files["proc/self/mountinfo"] += (
+        "40 23 0:26 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n"
+    )
     assert read_cgroup(tree(tmp_path, files)).cpu_quota == 1.5
 
 
@@ -150,14 +155,20 @@ def test_no_groups_at_all(tmp_path):
 
 def test_processors_that_are_threads_of_one_core_count_once(monkeypatch):
     siblings = {f"cpu{i}": f"{i % 4},{i % 4 + 4}" for i in range(8)}
-    monkeypatch.setattr(machine_module, "read_word", lambda file: siblings.get(file.parent.parent.name))
+    monkeypatch.setattr(
+        machine_module, "read_word", lambda file: siblings.get(file.parent.parent.name)
+    )
     monkeypatch.setattr(machine_module, "usable_cpus", lambda: tuple(range(8)))
     assert read_machine().physical_cores == 4
 
 
 def test_pressure_is_a_share(monkeypatch):
     text = "some avg10=12.50 avg60=3.00 avg300=1.00 total=1\nfull avg10=0.00 avg60=0.00 total=0"
-    monkeypatch.setattr(machine_module, "read_word", lambda file: text if "pressure" in file.parts else None)
+    monkeypatch.setattr(
+        machine_module,
+        "read_word",
+        lambda file: text if "pressure" in file.parts else None,
+    )
     assert read_machine().cpu_pressure == 0.125
 
 
@@ -169,7 +180,13 @@ SMI = """0, GPU-aaa, NVIDIA A100-SXM4-40GB, 40960, 40000
 
 @pytest.mark.parametrize(
     ("visible", "names"),
-    [(None, ["A", "A", "T"]), ("", []), ("2,0", ["T", "A"]), ("GPU-bbb", ["A"]), ("0,9,1", ["A"])],
+    [
+        (None, ["A", "A", "T"]),
+        ("", []),
+        ("2,0", ["T", "A"]),
+        ("GPU-bbb", ["A"]),
+        ("0,9,1", ["A"]),
+    ],
 )
 def test_gpus_that_are_visible(visible, names):
     found = parse_smi(SMI, visible)
@@ -193,7 +210,12 @@ _SAY = (
 
 
 def figures_under(prefix: list[str]) -> list:
-    done = subprocess.run([*prefix, sys.executable, "-c", _SAY], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [*prefix, sys.executable, "-c", _SAY],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return json.loads(done.stdout)
 
 
@@ -205,9 +227,15 @@ def test_affinity_of_this_process():
     assert machine.files_left is None or machine.files_left > 0
 
 
-@pytest.mark.parametrize("getrlimit", [None, OSError("refused")], ids=["missing", "refused"])
+@pytest.mark.parametrize(
+    "getrlimit", [None, OSError("refused")], ids=["missing", "refused"]
+)
 def test_a_system_may_hide_its_limits(monkeypatch, getrlimit):
-    hidden = None if getrlimit is None else SimpleNamespace(getrlimit=Mock(side_effect=getrlimit), RLIMIT_AS=9)
+    hidden = (
+        None
+        if getrlimit is None
+        else SimpleNamespace(getrlimit=Mock(side_effect=getrlimit), RLIMIT_AS=9)
+    )
     monkeypatch.setattr(machine_module, "resource", hidden)
     machine = read_machine()
     assert (machine.limits, machine.files_left) == ({}, None)
@@ -216,7 +244,9 @@ def test_a_system_may_hide_its_limits(monkeypatch, getrlimit):
 @pytest.mark.slow
 def test_taskset_and_prlimit_are_seen():
     first = min(os.sched_getaffinity(0))
-    cores, workers, _, _, limits = figures_under(["taskset", "-c", str(first), "prlimit", "--nofile=200:200"])
+    cores, workers, _, _, limits = figures_under(
+        ["taskset", "-c", str(first), "prlimit", "--nofile=200:200"]
+    )
     assert (workers, limits["nofile"]) == (1, 200)
     assert cores <= 1
 
@@ -239,7 +269,9 @@ def group(folder: Path, files: dict[str, str]) -> Iterator[Path]:
 def own_group(controller: str) -> Path | None:
     """Return the folder in which a v1 group can be created, if this machine has v1 groups."""
     path = Path("/sys/fs/cgroup") / controller
-    return path if (path / "cgroup.procs").exists() and os.access(path, os.W_OK) else None
+    return (
+        path if (path / "cgroup.procs").exists() and os.access(path, os.W_OK) else None
+    )
 
 
 @pytest.mark.slow
@@ -247,7 +279,9 @@ def test_a_real_cpu_quota_is_seen():
     folder = own_group("cpu")
     if folder is None:
         pytest.skip("no v1 cpu controller that can be written")
-    with group(folder / f"envherd-test-{os.getpid()}", {"cpu.cfs_quota_us": "50000"}) as own:
+    with group(
+        folder / f"envherd-test-{os.getpid()}", {"cpu.cfs_quota_us": "50000"}
+    ) as own:
         enter = f'echo $$ > {own}/cgroup.procs && exec "$@"'
         cores, workers, *_ = figures_under(["sh", "-c", enter, "sh"])
     assert (cores, workers) == (0.5, 1)
@@ -258,7 +292,9 @@ def test_a_real_memory_limit_is_seen():
     folder = own_group("memory")
     if folder is None:
         pytest.skip("no v1 memory controller that can be written")
-    with group(folder / f"envherd-test-{os.getpid()}", {"memory.limit_in_bytes": str(GIB)}) as own:
+    with group(
+        folder / f"envherd-test-{os.getpid()}", {"memory.limit_in_bytes": str(GIB)}
+    ) as own:
         enter = f'echo $$ > {own}/cgroup.procs && exec "$@"'
         _, _, limit, available, _ = figures_under(["sh", "-c", enter, "sh"])
     assert limit == GIB

@@ -55,14 +55,24 @@ class Stepping(np.ndarray):
 
 def test_workers_of_one_env_show_the_same_count_though_it_steps_meanwhile():
     words = {name: np.zeros(2, np.int64) for name in WORDS}
-    words |= {"env_steps": np.zeros(1, np.int64).view(Stepping), "step_bins": np.zeros(2 * NUM_BINS, np.int64)}
+    words |= {
+        "env_steps": np.zeros(1, np.int64).view(Stepping),
+        "step_bins": np.zeros(2 * NUM_BINS, np.int64),
+    }
     serving, spare = read_workers(words, [(0,), (0,)], now_ns=1)
     assert serving.env_steps == spare.env_steps
 
 
-def test_a_stack_is_complete_though_the_worker_is_stopped_between_two_lines(monkeypatch):
+def test_a_stack_is_complete_though_the_worker_is_stopped_between_two_lines(
+    monkeypatch,
+):
     log, now_s = os.memfd_create("log"), 0.0
-    lines = {0.03: b"one\n", 0.04: b"two\n", 0.11: b"three\n", 9.0: b"what the env prints later\n"}
+    lines = {
+        0.03: b"one\n",
+        0.04: b"two\n",
+        0.11: b"three\n",
+        9.0: b"what the env prints later\n",
+    }
 
     def sleep(seconds):
         nonlocal now_s
@@ -70,9 +80,13 @@ def test_a_stack_is_complete_though_the_worker_is_stopped_between_two_lines(monk
         for at_s in [at_s for at_s in lines if at_s <= now_s]:
             os.write(log, lines.pop(at_s))
 
-    monkeypatch.setattr(process_log, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now_s))
+    monkeypatch.setattr(
+        process_log, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now_s)
+    )
     assert process_log.request_stacks(log, lambda: None) == "one\ntwo\nthree\n"
-    assert process_log.request_stacks(log, lambda: None) == "(the process did not answer)"
+    assert (
+        process_log.request_stacks(log, lambda: None) == "(the process did not answer)"
+    )
     assert now_s < 3
     os.close(log)
 
@@ -84,18 +98,33 @@ def test_statistics_and_a_watch_from_outside_agree():
         watch = Watch(plate)
         assert (watch.pid, watch.env, watch.num_envs) == (os.getpid(), "plain", 3)
         rolled(env)
-        wait_for(lambda: {inner.phase for inner in env.statistics().workers} == {"idle"})  # soon after the last answer
+        # Soon after the last answer.
+        wait_for(
+            lambda: {inner.phase for inner in env.statistics().workers} == {"idle"}
+        )
         view, inside = watch.look(), env.statistics()
         watch.close()
         for seen, inner in zip(view.workers, inside.workers, strict=True):
-            same = ("pid", "env_ids", "generation", "env_steps", "resets", "step_p50_s", "step_p99_s", "phase")
-            assert [getattr(seen, name) for name in same] == [getattr(inner, name) for name in same]
+            same = (
+                "pid",
+                "env_ids",
+                "generation",
+                "env_steps",
+                "resets",
+                "step_p50_s",
+                "step_p99_s",
+                "phase",
+            )
+            assert [getattr(seen, name) for name in same] == [
+                getattr(inner, name) for name in same
+            ]
             assert seen.env_steps == 60 * len(seen.env_ids)
             assert 0 < inner.step_p50_s <= inner.step_p99_s < 1
             assert 0 < inner.reset_share <= inner.busy_share <= 1
             assert inner.busy_share + inner.wait_share == pytest.approx(1)
             assert (seen.phase, seen.generation) == ("idle", 0)
-            assert seen.steps_per_s > inner.steps_per_s > 0  # the executor was ready before the watch began
+            # The executor was ready before the watch began.
+            assert seen.steps_per_s > inner.steps_per_s > 0
             assert 0 < seen.uss_bytes <= seen.pss_bytes
         assert "loop.py" in stack_of(inside.workers[0].pid)
     assert own_plates() == []
@@ -122,7 +151,13 @@ def test_a_restarted_worker_is_seen(tmp_path):
 
 def test_nameplates_that_are_not_of_executors_are_left_out():
     """Slabs of another version, of another process (a fork holds its parent's), and segments with only the label."""
-    plain = {"schema": "envherd.slab/2", "pid": os.getpid(), "namespace": "pid:[1]", "made_at": 0, "env": "x"}
+    plain = {
+        "schema": "envherd.slab/2",
+        "pid": os.getpid(),
+        "namespace": "pid:[1]",
+        "made_at": 0,
+        "env": "x",
+    }
     plain |= {"blocks": [], "words": {}, "nbytes": 0}
     contents = [plain, {**plain, "schema": "envherd.slab/2"}, {**plain, "pid": 1}, {}]
     kept = [create_named(100, LABEL, content) for content in contents]
@@ -141,14 +176,17 @@ def test_executors_of_other_processes_are_found_until_they_end():
         "import sys; from envherd.executor import ParallelEnv; from envherd.workers.testing import CountingEnv; "
         "env = ParallelEnv(2, CountingEnv, num_workers=1); print('made', flush=True); sys.stdin.read()"
     )
-    other = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    other = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     try:
         assert other.stdout.readline() == b"made\n"
         (plate,) = (one for one in plates() if one.pid == other.pid)
         watch = Watch(plate)
         assert (watch.num_envs, watch.env) == (2, "plain")
         assert "CountingEnv" in watch.command
-        wait_for(lambda: watch.look().workers[0].phase == "idle")  # soon after its last answer
+        # Soon after its last answer.
+        wait_for(lambda: watch.look().workers[0].phase == "idle")
         watch.close()
     finally:
         other.kill()
@@ -168,36 +206,67 @@ def test_top_once_as_a_table_and_as_json():
     runner = CliRunner()
     with ParallelEnv(2, CountingEnv, num_workers=2, seed=0) as env:
         rolled(env)
-        own = ["--pid", str(os.getpid())]  # the machine's first executor may belong to another test and end now
-        done = runner.invoke(app, ["top", "--once", "--interval", "0.1", "--stack", "0", *own], env={"COLUMNS": "200"})
+        # The machine's first executor may belong to another test and end now.
+        own = ["--pid", str(os.getpid())]
+        done = runner.invoke(
+            app,
+            ["top", "--once", "--interval", "0.1", "--stack", "0", *own],
+            env={"COLUMNS": "200"},
+        )
         assert done.exit_code == 0
         assert f"process {os.getpid()}" in done.output
         assert "worker" in done.output
         assert "most recent call first" in done.output
         own_stack = ["top", "--once", "--interval", "0.1", "--stack", "0", *own]
         done = runner.invoke(app, own_stack, env={"COLUMNS": "40"})
-        assert re.search(r'File "[^"\n]*entry\.py", line \d+', done.output)  # paths are not broken
-        done = runner.invoke(app, ["top", "--once", "--json", "--interval", "0.1", *own])
+        # Paths are not broken.
+        assert re.search(r'File "[^"\n]*entry\.py", line \d+', done.output)
+        done = runner.invoke(
+            app, ["top", "--once", "--json", "--interval", "0.1", *own]
+        )
         (one,) = json.loads(done.stdout)["executors"]
         assert one["num_envs"] == 2
         assert [worker["env_steps"] for worker in one["workers"]] == [60, 60]
-        assert runner.invoke(app, ["top", "--once", "--interval", "0.1", "--pid", "1"]).exit_code == 2
+        assert (
+            runner.invoke(
+                app, ["top", "--once", "--interval", "0.1", "--pid", "1"]
+            ).exit_code
+            == 2
+        )
         for form in (["--once"], ["--once", "--json"], ["--json"], []):
-            done = runner.invoke(app, ["top", "--interval", "0.1", "--stack", "9", *form, *own])
+            done = runner.invoke(
+                app, ["top", "--interval", "0.1", "--stack", "9", *form, *own]
+            )
             assert done.exit_code == 2
-            assert "expected --stack as a row of the table, 0 to 1, got 9" in done.stderr
+            assert (
+                "expected --stack as a row of the table, 0 to 1, got 9" in done.stderr
+            )
     done = runner.invoke(app, ["top", "--once", "--json", "--interval", "0.1"])
     shown = json.loads(done.stdout)
     assert shown["schema"] == "envherd.top/2"
-    assert os.getpid() not in {one["pid"] for one in shown["executors"]}  # other processes may have some
+    # Other processes may have some.
+    assert os.getpid() not in {one["pid"] for one in shown["executors"]}
 
 
 @needs("cli")
 @pytest.mark.slow
 def test_top_into_a_file_writes_each_reading(tmp_path):
     path = tmp_path / "log"
-    command = [sys.executable, "-m", "envherd", "top", "--interval", "0.1", "--pid", str(os.getpid())]
-    with ParallelEnv(1, CountingEnv), path.open("w") as log, subprocess.Popen(command, stdout=log) as top:
+    command = [
+        sys.executable,
+        "-m",
+        "envherd",
+        "top",
+        "--interval",
+        "0.1",
+        "--pid",
+        str(os.getpid()),
+    ]
+    with (
+        ParallelEnv(1, CountingEnv),
+        path.open("w") as log,
+        subprocess.Popen(command, stdout=log) as top,
+    ):
         try:
             wait_for(lambda: path.read_text().count(f"process {os.getpid()}") >= 2)
         finally:
@@ -209,9 +278,14 @@ def test_statistics_as_scalars():
         rolled(env, 5)
         statistics = env.statistics()
     scalars = to_scalars(statistics)
-    assert (scalars["envherd/env_steps"], scalars["envherd/worker0/env_steps"]) == (10.0, 10.0)
+    assert (scalars["envherd/env_steps"], scalars["envherd/worker0/env_steps"]) == (
+        10.0,
+        10.0,
+    )
     assert "envherd/worker0/pid" not in scalars
-    assert set(to_scalars(statistics, "x")) == {tag.replace("envherd/", "x/") for tag in scalars}
+    assert set(to_scalars(statistics, "x")) == {
+        tag.replace("envherd/", "x/") for tag in scalars
+    }
 
 
 @needs("prometheus")
@@ -219,12 +293,18 @@ def test_prometheus_collects_until_the_executor_is_closed():
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry()
-    with SerialEnv(2, CountingEnv, seed=0) as env, SerialEnv(1, CountingEnv, seed=0) as other:
+    with (
+        SerialEnv(2, CountingEnv, seed=0) as env,
+        SerialEnv(1, CountingEnv, seed=0) as other,
+    ):
         registry.register(PrometheusCollector(env))
         registry.register(PrometheusCollector(other, "other"))
         rolled(env, 5)
         assert registry.get_sample_value("envherd_env_steps_total") == 10
-        assert registry.get_sample_value("envherd_worker_env_steps_total", {"worker": "0"}) == 10
+        assert (
+            registry.get_sample_value("envherd_worker_env_steps_total", {"worker": "0"})
+            == 10
+        )
         assert registry.get_sample_value("other_env_steps_total") == 0
         text = generate_latest(registry).decode()
         assert "# TYPE envherd_worker_busy_s_total counter" in text

@@ -24,7 +24,10 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 class Env(gymnasium.Env):
-    observation_space, action_space = gymnasium.spaces.Box(-1, 1, (1,)), gymnasium.spaces.Discrete(2)
+    observation_space, action_space = (
+        gymnasium.spaces.Box(-1, 1, (1,)),
+        gymnasium.spaces.Discrete(2),
+    )
 
     def __init__(self, use):
         self.use = use
@@ -50,7 +53,9 @@ def shared_by(use, look, start_method="zygote"):
             root["action"] = torch.zeros(2, dtype=torch.int64)
             env.step(root)
     except FactoryError as error:
-        return re.search(r"multiprocessing.get_context\('spawn'\)|Build it inside", str(error)).group()
+        return re.search(
+            r"multiprocessing.get_context\('spawn'\)|Build it inside", str(error)
+        ).group()
     return look()
 
 
@@ -118,7 +123,8 @@ def named_memory():
     values = shared_memory.ShareableList([0])
 
     def look():
-        again = shared_memory.ShareableList(name=values.shm.name)  # no worker has removed it
+        # No worker has removed it.
+        again = shared_memory.ShareableList(name=values.shm.name)
         found = list(again)
         again.shm.close()
         values.shm.close()
@@ -145,4 +151,7 @@ CASES = {
 
 if __name__ == "__main__":
     method = sys.argv[1]
-    json.dump({name: shared_by(*make(*args), method) for name, (make, args) in CASES.items()}, sys.stdout)
+    json.dump(
+        {name: shared_by(*make(*args), method) for name, (make, args) in CASES.items()},
+        sys.stdout,
+    )

@@ -25,9 +25,22 @@ import torch
 from gymnasium.envs.classic_control import CartPoleEnv
 from typer.testing import CliRunner
 
-from envherd import Capsules, EnvError, ExecutorOptions, ParallelEnv, SerialEnv, WorkerLost, WorkerTimeout
+from envherd import (
+    Capsules,
+    EnvError,
+    ExecutorOptions,
+    ParallelEnv,
+    SerialEnv,
+    WorkerLost,
+    WorkerTimeout,
+)
 from envherd.executor.cli.app import app
-from envherd.executor.guests.capsules.file import _FIELDS, Capsule, CapsuleError, load_capsule
+from envherd.executor.guests.capsules.file import (
+    _FIELDS,
+    Capsule,
+    CapsuleError,
+    load_capsule,
+)
 from envherd.workers.adapters.named import FAMILIES, NamedFactory, reference_of
 from envherd.workers.block.journal import FLAGS, Journal, JournalFlag
 from envherd.workers.seeding import episode_seed
@@ -50,7 +63,10 @@ def journal_of(env, env_id=0):
 def journaled(env, env_id):
     journal = journal_of(env, env_id)
     steps = int(journal.facts[0])
-    return [b"".join(rows[step % journal.num_rows].tobytes() for rows in journal.rows) for step in range(steps)]
+    return [
+        b"".join(rows[step % journal.num_rows].tobytes() for rows in journal.rows)
+        for step in range(steps)
+    ]
 
 
 def random_steps(env, num_steps):
@@ -60,7 +76,12 @@ def random_steps(env, num_steps):
 
 
 def rebuilt(num_envs, factory, *, env_kwargs, **named):
-    env = TWO_WORKERS(num_envs, factory, env_kwargs=env_kwargs if isinstance(env_kwargs, dict) else None, **named)
+    env = TWO_WORKERS(
+        num_envs,
+        factory,
+        env_kwargs=env_kwargs if isinstance(env_kwargs, dict) else None,
+        **named,
+    )
     env.rebuild(env_kwargs=env_kwargs)
     return env
 
@@ -81,11 +102,19 @@ WAYS = {
 def test_every_way_of_stepping_journals_what_the_env_got(tmp_path, way):
     make, options = WAYS[way]
     for kind in ("index", "box", "dict"):
-        with make(3, Logged, env_kwargs={"kind": kind}, seed=4, options=_options(tmp_path, **options)) as env:
+        with make(
+            3,
+            Logged,
+            env_kwargs={"kind": kind},
+            seed=4,
+            options=_options(tmp_path, **options),
+        ) as env:
             drives = [*DRIVES, random_steps] if kind == "index" else [random_steps]
             for drive in drives:
                 drive(env, 8)  # an episode, and three steps of the next
-                assert [journaled(env, env_id) for env_id in range(3)] == env.call("logged")
+                assert [journaled(env, env_id) for env_id in range(3)] == env.call(
+                    "logged"
+                )
                 assert any(journaled(env, env_id) for env_id in range(3))
             assert journal_of(env).facts[FLAGS] & JournalFlag.CHANGED  # by `call`
             env.reset()
@@ -108,12 +137,16 @@ def test_nothing_is_planned_without_the_option():
 def replay(*arguments, text=None):
     threads = torch.get_num_threads()
     try:
-        return CliRunner().invoke(app, ["replay", *map(str, arguments)], env={"COLUMNS": "200"}, input=text)
+        return CliRunner().invoke(
+            app, ["replay", *map(str, arguments)], env={"COLUMNS": "200"}, input=text
+        )
     finally:
         torch.set_num_threads(threads)
 
 
-def fail(folder, make, *, num_envs=3, at=1, num_steps=9, options=None, wanted=1, **fault):
+def fail(
+    folder, make, *, num_envs=3, at=1, num_steps=9, options=None, wanted=1, **fault
+):
     """Step faulty envs until one fails; return the error, its capsule, and the actions."""
     options = _options(folder) if options is None else options
     kwargs = [fault if env_id == at else {} for env_id in range(num_envs)]
@@ -137,7 +170,10 @@ FAILURES = {
     "exit": (WorkerLost, "WorkerLost (exit code 3) in step 3."),
     "sleep": (WorkerTimeout, "WorkerTimeout (a hang) in step 3."),
     "value_error": (EnvError, f"EnvError (ValueError: {BROKEN}) in step 3."),
-    "wrong_shape": (EnvError, "EnvError (SpecError: writing observation failed: expected int64 (3,), got"),
+    "wrong_shape": (
+        EnvError,
+        "EnvError (SpecError: writing observation failed: expected int64 (3,), got",
+    ),
 }
 
 
@@ -145,15 +181,30 @@ FAILURES = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "start_method"),
-    [*((fault, "zygote") for fault in FAILURES), ("segfault", "portable"), ("value_error", "portable")],
+    [
+        *((fault, "zygote") for fault in FAILURES),
+        ("segfault", "portable"),
+        ("value_error", "portable"),
+    ],
 )
-def test_a_failure_is_written_and_fails_again(tmp_path, monkeypatch, fault, start_method):
+def test_a_failure_is_written_and_fails_again(
+    tmp_path, monkeypatch, fault, start_method
+):
     kind, words = FAILURES[fault]
-    options = _options(tmp_path, step_timeout_s=3.0 if fault == "sleep" else 60.0, start_method=start_method)
-    error, path, actions = fail(tmp_path, TWO_WORKERS, fault=fault, step=3, options=options)
+    options = _options(
+        tmp_path,
+        step_timeout_s=3.0 if fault == "sleep" else 60.0,
+        start_method=start_method,
+    )
+    error, path, actions = fail(
+        tmp_path, TWO_WORKERS, fault=fault, step=3, options=options
+    )
     assert type(error) is kind
     assert error.context["capsule"] == str(path)
-    assert f"The episode is in {path}: `envherd replay {path}` runs it again." in error.message
+    assert (
+        f"The episode is in {path}: `envherd replay {path}` runs it again."
+        in error.message
+    )
     capsule = load_capsule(path)
     assert capsule.inputs["action",].tolist() == actions
     facts = capsule.facts
@@ -161,7 +212,9 @@ def test_a_failure_is_written_and_fails_again(tmp_path, monkeypatch, fault, star
     assert (facts["env_id"], facts["episode"], facts["num_steps"]) == (1, 0, 3)
     assert (facts["root_seed"], facts["seed"]) == (7, episode_seed(7, 1, 0))
     assert facts["missing"] == []
-    assert "envherd/workers" in (facts["failure"]["stack"] or "exit code 3: envherd/workers")
+    assert "envherd/workers" in (
+        facts["failure"]["stack"] or "exit code 3: envherd/workers"
+    )
     assert facts["versions"]["numpy"] == np.__version__
     monkeypatch.chdir(tmp_path)
     again = replay(path, "--trust")
@@ -175,8 +228,14 @@ def test_a_failure_is_written_and_fails_again(tmp_path, monkeypatch, fault, star
 @pytest.mark.parametrize("drive", DRIVES)
 def test_a_failure_in_every_way_of_stepping(tmp_path, drive, way):
     make, options = WAYS[way]
-    kwargs, options = [{"length": 3}, {"fault": "value_error", "step": 4}], _options(tmp_path, **options)
-    with make(2, FaultyEnv, env_kwargs=kwargs, options=options) as env, pytest.raises(EnvError) as caught:
+    kwargs, options = (
+        [{"length": 3}, {"fault": "value_error", "step": 4}],
+        _options(tmp_path, **options),
+    )
+    with (
+        make(2, FaultyEnv, env_kwargs=kwargs, options=options) as env,
+        pytest.raises(EnvError) as caught,
+    ):
         drive(env, 9)
     path = caught.value.context["capsule"]
     assert path.endswith("env1-episode0-step4.capsule")
@@ -188,7 +247,16 @@ def test_a_failure_in_every_way_of_stepping(tmp_path, drive, way):
 @pytest.mark.slow
 def test_a_failure_in_a_later_episode(tmp_path):
     """The env raises in its second episode, which its successor does not reach."""
-    _, path, _ = fail(tmp_path, SerialEnv, fault="value_error", at=0, episode=1, num_envs=1, step=2, length=4)
+    _, path, _ = fail(
+        tmp_path,
+        SerialEnv,
+        fault="value_error",
+        at=0,
+        episode=1,
+        num_envs=1,
+        step=2,
+        length=4,
+    )
     facts = load_capsule(path).facts
     assert (facts["episode"], facts["num_steps"]) == (1, 2)
     assert facts["seed"] == episode_seed(7, 0, 1)
@@ -196,9 +264,14 @@ def test_a_failure_in_a_later_episode(tmp_path):
     assert again.exit_code == 3
     assert "It did not fail: 2 steps went through." in again.stderr + again.stdout
     assert "its env had earlier episodes" in again.stdout
-    forced = replay(path, "--env", FAULTY, "--env-kwargs", '{"fault": "value_error", "step": 1}')
+    forced = replay(
+        path, "--env", FAULTY, "--env-kwargs", '{"fault": "value_error", "step": 1}'
+    )
     assert forced.exit_code == 1
-    assert f"It failed otherwise: EnvError (ValueError: {BROKEN}) in step 1." in forced.stdout + forced.stderr
+    assert (
+        f"It failed otherwise: EnvError (ValueError: {BROKEN}) in step 1."
+        in forced.stdout + forced.stderr
+    )
 
 
 class Diverging(CartPoleEnv):
@@ -213,7 +286,10 @@ class Diverging(CartPoleEnv):
 @pytest.mark.slow
 def test_a_nan_is_written_and_found_again(tmp_path):
     options = _options(tmp_path, check_finite=True)
-    with SerialEnv(1, Diverging, seed=7, options=options) as env, pytest.raises(EnvError, match="got nan") as caught:
+    with (
+        SerialEnv(1, Diverging, seed=7, options=options) as env,
+        pytest.raises(EnvError, match="got nan") as caught,
+    ):
         env.rollout(5)
     again = replay(caught.value.context["capsule"], "--trust")
     assert again.exit_code == 0, again.output
@@ -223,8 +299,18 @@ def test_a_nan_is_written_and_found_again(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("reseed", [False, True])
 def test_a_copy_of_an_env_has_its_actions(tmp_path, reseed):
-    kwargs, actions = {"fault": "value_error", "step": 4}, [(0, 3), (1, 3), (2, 4), (0, 4)]
-    with ParallelEnv(2, FaultyEnv, num_workers=2, env_kwargs=kwargs, seed=7, options=_options(tmp_path)) as env:
+    kwargs, actions = (
+        {"fault": "value_error", "step": 4},
+        [(0, 3), (1, 3), (2, 4), (0, 4)],
+    )
+    with ParallelEnv(
+        2,
+        FaultyEnv,
+        num_workers=2,
+        env_kwargs=kwargs,
+        seed=7,
+        options=_options(tmp_path),
+    ) as env:
         root = env.reset()
         for number, pair in enumerate(actions[:3]):
             if number == 2:
@@ -233,7 +319,10 @@ def test_a_copy_of_an_env_has_its_actions(tmp_path, reseed):
             _, root = env.step_and_maybe_reset(root.set("action", torch.tensor(pair)))
         with pytest.raises(EnvError):
             env.step(root.set("action", torch.tensor(actions[3])))
-    found = {load_capsule(path).facts["env_id"]: load_capsule(path) for path in (tmp_path / "crashes").iterdir()}
+    found = {
+        load_capsule(path).facts["env_id"]: load_capsule(path)
+        for path in (tmp_path / "crashes").iterdir()
+    }
     assert found[0].inputs["action",].tolist() == [0, 1, 2, 0]
     assert found[1].inputs["action",].tolist() == [0, 1, 4, 4]
     assert found[1].facts["seed"] == episode_seed(7, 0, 0)
@@ -247,7 +336,11 @@ def test_a_reset_that_fails(tmp_path, fault):
     with (
         pytest.raises((EnvError, WorkerLost)) as caught,
         ParallelEnv(
-            1, FaultyEnv, env_kwargs={"fault": fault, "at": "reset"}, seed=7, options=_options(tmp_path)
+            1,
+            FaultyEnv,
+            env_kwargs={"fault": fault, "at": "reset"},
+            seed=7,
+            options=_options(tmp_path),
         ) as env,
     ):
         env.reset()
@@ -264,20 +357,28 @@ def test_a_restarted_worker_leaves_a_capsule_in_the_log(tmp_path, caplog):
     flag = str(tmp_path / "flag")
     options = _options(tmp_path, on_worker_loss="restart")
     kwargs = {"fault": "segfault", "step": 3, "flag": flag}
-    with caplog.at_level(logging.WARNING), ParallelEnv(1, FaultyEnv, env_kwargs=kwargs, options=options) as env:
+    with (
+        caplog.at_level(logging.WARNING),
+        ParallelEnv(1, FaultyEnv, env_kwargs=kwargs, options=options) as env,
+    ):
         env.rollout(9, act, break_when_any_done=False)
     (path,) = (tmp_path / "crashes").iterdir()
     assert str(path) in caplog.text
     assert load_capsule(path).facts["num_steps"] == 3
 
 
-@pytest.mark.parametrize("make", [SerialEnv, pytest.param(TWO_WORKERS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "make", [SerialEnv, pytest.param(TWO_WORKERS, marks=pytest.mark.slow)]
+)
 def test_each_env_that_raises_has_a_capsule(tmp_path, make):
     kwargs = [{"fault": "value_error", "step": step} for step in (2, 9, 2)]
     with make(3, FaultyEnv, env_kwargs=kwargs, options=_options(tmp_path)) as env:
         with pytest.raises(EnvError, match=r"env0-episode0-step2\.capsule") as caught:
             env.rollout(5, act)
-        assert [path.name[:4] for path in sorted((tmp_path / "crashes").iterdir())] == ["env0", "env2"]
+        assert [path.name[:4] for path in sorted((tmp_path / "crashes").iterdir())] == [
+            "env0",
+            "env2",
+        ]
         assert "env2-episode0-step2.capsule" in caught.value.message
         with pytest.raises(EnvError, match=r"env0-episode1-step2\.capsule"):
             env.rollout(5, act)
@@ -285,7 +386,9 @@ def test_each_env_that_raises_has_a_capsule(tmp_path, make):
 
 def test_only_so_many_files_are_written(tmp_path):
     options = ExecutorOptions(capsules=Capsules(tmp_path / "crashes", max_files=2))
-    with SerialEnv(1, FaultyEnv, env_kwargs={"fault": "value_error"}, options=options) as env:
+    with SerialEnv(
+        1, FaultyEnv, env_kwargs={"fault": "value_error"}, options=options
+    ) as env:
         messages = []
         for _ in range(3):
             with pytest.raises(EnvError) as caught:
@@ -300,18 +403,28 @@ def test_a_file_is_never_replaced_and_a_failed_write_hides_nothing(tmp_path):
     for number in (1, 2):
         fail(tmp_path, SerialEnv, fault="value_error", wanted=number)
         assert len(list((tmp_path / "crashes").iterdir())) == number
-    with SerialEnv(1, FaultyEnv, env_kwargs={"fault": "value_error"}, options=_options(tmp_path)) as env:
+    with SerialEnv(
+        1, FaultyEnv, env_kwargs={"fault": "value_error"}, options=_options(tmp_path)
+    ) as env:
         for path in (tmp_path / "crashes").iterdir():
             path.unlink()
         (tmp_path / "crashes").rmdir()
-        with pytest.raises(EnvError, match="Its capsule could not be written: FileNotFoundError"):
+        with pytest.raises(
+            EnvError, match="Its capsule could not be written: FileNotFoundError"
+        ):
             env.rollout(5, act)
 
 
-@pytest.mark.parametrize("make", [SerialEnv, pytest.param(TWO_WORKERS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "make", [SerialEnv, pytest.param(TWO_WORKERS, marks=pytest.mark.slow)]
+)
 def test_of_a_long_episode_the_latest_actions_are_kept(tmp_path, make):
-    options = ExecutorOptions(capsules=Capsules(tmp_path / "crashes", journal_bytes=5 * 8))
-    _, path, actions = fail(tmp_path, make, fault="value_error", step=13, num_steps=20, options=options)
+    options = ExecutorOptions(
+        capsules=Capsules(tmp_path / "crashes", journal_bytes=5 * 8)
+    )
+    _, path, actions = fail(
+        tmp_path, make, fault="value_error", step=13, num_steps=20, options=options
+    )
     capsule = load_capsule(path)
     assert capsule.facts["num_steps"] == len(actions) == 13
     assert capsule.inputs["action",].tolist() == actions[-5:]
@@ -326,8 +439,18 @@ def test_an_env_whose_rows_were_reset_one_by_one_is_not_run_again(tmp_path):
     with SerialEnv(1, make, seed=1, options=_options(tmp_path)) as env:
         random_steps(env, 60)
         assert journal_of(env).facts[FLAGS] & JournalFlag.IN_PARTS
-        fault = {"env_id": 0, "phase": "step", "type_name": "ValueError", "message": "", "traceback": ""}
-        path = Path(env._pool.watcher.add_to(EnvError("it failed."), 0, fault).context["capsule"])
+        fault = {
+            "env_id": 0,
+            "phase": "step",
+            "type_name": "ValueError",
+            "message": "",
+            "traceback": "",
+        }
+        path = Path(
+            env._pool.watcher.add_to(EnvError("it failed."), 0, fault).context[
+                "capsule"
+            ]
+        )
     again = replay(path)
     assert again.exit_code == 2
     assert "lacks the resets of single rows of the env" in again.stderr
@@ -372,7 +495,11 @@ def test_seeds_and_options_of_the_reset_are_kept(tmp_path, make):
             env.rollout(5, auto_reset=False)
     path = caught.value.context["capsule"]
     facts = load_capsule(Path(path)).facts
-    assert (facts["env_id"], facts["seed"], facts["reset_options"]) == (1, 12, {"options": {"level": [2, 3]}})
+    assert (facts["env_id"], facts["seed"], facts["reset_options"]) == (
+        1,
+        12,
+        {"options": {"level": [2, 3]}},
+    )
     again = replay(path, "--trust")
     assert again.exit_code == 0, again.output
 
@@ -381,13 +508,20 @@ def test_what_a_capsule_lacks_is_listed(tmp_path):
     kwargs = {"fault": "value_error", "flag": None}
     make = functools.partial(FaultyEnv, **kwargs)
     assert reference_of(make) == {"env": FAULTY, "kwargs": kwargs}
-    assert reference_of(functools.partial(gymnasium.make, "CartPole-v1", max_episode_steps=9)) == {
+    assert reference_of(
+        functools.partial(gymnasium.make, "CartPole-v1", max_episode_steps=9)
+    ) == {
         "env": "gymnasium:CartPole-v1",
         "kwargs": {"max_episode_steps": 9},
     }
-    assert reference_of(NamedFactory("gymnasium", "CartPole-v1")) == {"env": "gymnasium:CartPole-v1", "fields": {}}
+    assert reference_of(NamedFactory("gymnasium", "CartPole-v1")) == {
+        "env": "gymnasium:CartPole-v1",
+        "fields": {},
+    }
     assert reference_of(lambda: 1) == {}
-    with SerialEnv(1, lambda **_: make(), env_kwargs={"x": {1, 2}}, options=_options(tmp_path)) as env:
+    with SerialEnv(
+        1, lambda **_: make(), env_kwargs={"x": {1, 2}}, options=_options(tmp_path)
+    ) as env:
         env.reset()
         env.set("anything", [1])
         with pytest.raises(EnvError) as caught:
@@ -400,7 +534,10 @@ def test_what_a_capsule_lacks_is_listed(tmp_path):
     ]
     again = replay(path)
     assert again.exit_code == 2
-    assert "its factory is not a function of a module. Pass --env MODULE:CALLABLE." in again.stderr
+    assert (
+        "its factory is not a function of a module. Pass --env MODULE:CALLABLE."
+        in again.stderr
+    )
     named = replay(path, "--env", FAULTY, "--env-kwargs", json.dumps(kwargs))
     assert named.exit_code == 0, named.output
 
@@ -412,7 +549,9 @@ def test_a_lambda_is_run_again_from_its_pickle_if_it_is_trusted(tmp_path):
     step = 3
     with (
         pytest.raises(WorkerLost) as caught,
-        ParallelEnv(1, lambda: FaultyEnv("segfault", step=step), options=options) as env,
+        ParallelEnv(
+            1, lambda: FaultyEnv("segfault", step=step), options=options
+        ) as env,
     ):
         env.rollout(9, act)
     path = caught.value.context["capsule"]
@@ -426,8 +565,15 @@ def test_a_lambda_is_run_again_from_its_pickle_if_it_is_trusted(tmp_path):
 @pytest.fixture
 def stored(tmp_path):
     """Return a function that writes a capsule of CartPole whose facts it changes."""
-    options = dict.fromkeys(["check_finite", "isolate_rng", "episode_statistics"], False)
-    options |= {"episode_seeds": True, "env_type": "auto", "step_timeout_s": None, "reset_timeout_s": None}
+    options = dict.fromkeys(
+        ["check_finite", "isolate_rng", "episode_statistics"], False
+    )
+    options |= {
+        "episode_seeds": True,
+        "env_type": "auto",
+        "step_timeout_s": None,
+        "reset_timeout_s": None,
+    }
     usual = {
         "env": "gymnasium:CartPole-v1",
         "env_kwargs": {},
@@ -442,7 +588,12 @@ def stored(tmp_path):
         "episode": 0,
         "seed": 1,
         "num_steps": 2,
-        "failure": {"error": "EnvError", "type": "ValueError", "message": "x", "phase": "step"},
+        "failure": {
+            "error": "EnvError",
+            "type": "ValueError",
+            "message": "x",
+            "phase": "step",
+        },
     }
 
     def store(pickled=None, **facts):
@@ -487,7 +638,9 @@ class Evil:
     ],
 )
 def test_what_a_capsule_names_is_not_run(tmp_path, monkeypatch, stored, facts):
-    (tmp_path / "evil.py").write_text(textwrap.dedent(EVIL.format(mark=str(tmp_path / "ran"))))
+    (tmp_path / "evil.py").write_text(
+        textwrap.dedent(EVIL.format(mark=str(tmp_path / "ran")))
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     result = replay(stored(pickle.dumps(Evil(str(tmp_path / "ran"))), **facts))
@@ -497,12 +650,27 @@ def test_what_a_capsule_names_is_not_run(tmp_path, monkeypatch, stored, facts):
 
 
 @pytest.mark.slow
-def test_a_named_env_is_run_without_trust_and_without_modules_of_the_current_folder(tmp_path, stored):
+def test_a_named_env_is_run_without_trust_and_without_modules_of_the_current_folder(
+    tmp_path, stored
+):
     path = stored(pickle.dumps(Evil(str(tmp_path / "ran"))))
     for name in ("gymnasium", "json", "numpy", "random"):
-        (tmp_path / f"{name}.py").write_text(textwrap.dedent(EVIL.format(mark=str(tmp_path / "ran"))))
-    command = [sys.executable, "-P", "-c", "import sys; from envherd.executor.cli import main; sys.exit(main())"]
-    done = subprocess.run([*command, "replay", path.name], capture_output=True, text=True, cwd=tmp_path, check=False)
+        (tmp_path / f"{name}.py").write_text(
+            textwrap.dedent(EVIL.format(mark=str(tmp_path / "ran")))
+        )
+    command = [
+        sys.executable,
+        "-P",
+        "-c",
+        "import sys; from envherd.executor.cli import main; sys.exit(main())",
+    ]
+    done = subprocess.run(
+        [*command, "replay", path.name],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
     assert "It did not fail: 2 steps went through." in done.stdout, done.stderr
     assert done.returncode == 3
     assert not (tmp_path / "ran").exists()
@@ -521,7 +689,9 @@ def test_damaged_files_are_one_clear_error(tmp_path, stored):
         try:
             load_capsule(path)  # some bytes of the archive mean nothing
         except CapsuleError as error:
-            refused += str(error).startswith(f"reading {path} failed: expected a capsule, got a file that is none, or")
+            refused += str(error).startswith(
+                f"reading {path} failed: expected a capsule, got a file that is none, or"
+            )
     assert refused > 0.8 * len(broken)
 
 
@@ -568,7 +738,11 @@ def test_no_archive_is_unpacked_that_is_larger_than_its_file(tmp_path, stored):
     path.write_bytes(data_of(members, file_size=2**40))
     assert "larger than the file" in replay(path).stderr
     for dtype in (b"object", b"(1,i4", b"\\u001b[2J"):
-        path.write_bytes(data_of({name: data.replace(b"int64", dtype) for name, data in members.items()}))
+        path.write_bytes(
+            data_of(
+                {name: data.replace(b"int64", dtype) for name, data in members.items()}
+            )
+        )
         result = replay(path)
         assert "bytes for" in result.stderr
         assert "\x1b[2J" not in result.stderr
@@ -589,15 +763,26 @@ def test_what_an_archive_says_of_itself_is_refused_in_one_way(tmp_path, stored):
     path = stored()
     with zipfile.ZipFile(path) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
-    for changes in ({"flag_bits": 1}, {"extract_version": 200}, {"header_offset": 10**6}, {"CRC": 0}):
+    for changes in (
+        {"flag_bits": 1},
+        {"extract_version": 200},
+        {"header_offset": 10**6},
+        {"CRC": 0},
+    ):
         path.write_bytes(data_of(members, **changes))
         result = replay(path)
         assert result.exit_code == 2, result.output
-        assert "expected a capsule, got a file that is none, or is damaged" in result.stderr
+        assert (
+            "expected a capsule, got a file that is none, or is damaged"
+            in result.stderr
+        )
 
 
 def test_what_a_file_says_of_a_factory_never_names_another_env():
-    kinds = [NamedFactory, *(family.factory for family in FAMILIES.values() if family.factory)]
+    kinds = [
+        NamedFactory,
+        *(family.factory for family in FAMILIES.values() if family.factory),
+    ]
     identity = {"family", "name", *(dataclasses.fields(kind)[0].name for kind in kinds)}
     assert not identity & _FIELDS.keys()
 
@@ -607,14 +792,20 @@ def test_what_a_file_says_of_a_factory_never_names_another_env():
 
 HEALTHY = {
     "gymnasium": ("gymnasium:CartPole-v1", {}, ()),
-    "meltingpot": ("meltingpot:commons_harvest__open", {"deterministic": True, "keys": ("RGB",)}, ("meltingpot",)),
+    "meltingpot": (
+        "meltingpot:commons_harvest__open",
+        {"deterministic": True, "keys": ("RGB",)},
+        ("meltingpot",),
+    ),
     "pettingzoo": ("pettingzoo:mpe2.simple_spread_v3", {}, ("pettingzoo",)),
     "dm_env": ("dm_control:cartpole/balance", {}, ("dm-control",)),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [pytest.param(name, marks=needs(*HEALTHY[name][2])) for name in HEALTHY])
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=needs(*HEALTHY[name][2])) for name in HEALTHY]
+)
 def test_the_episodes_of_all_families_are_run_again(tmp_path, family):
     from dataclasses import replace
 
@@ -625,12 +816,25 @@ def test_the_episodes_of_all_families_are_run_again(tmp_path, family):
     with ParallelEnv(2, made, num_workers=1, seed=3, options=_options(tmp_path)) as env:
         root = env.reset()
         for _ in range(7):
-            before = {key: array.copy() for key, array in env._engine.positions.latest_root(1).items()}
+            before = {
+                key: array.copy()
+                for key, array in env._engine.positions.latest_root(1).items()
+            }
             _, root = env.step_and_maybe_reset(env.rand_action(root))
         # as if the latest step had failed
         env._pool.watcher.latest_root = lambda _env_id: before
-        fault = {"env_id": 1, "phase": "step", "type_name": "ValueError", "message": "", "traceback": ""}
-        path = Path(env._pool.watcher.add_to(EnvError("it failed."), 0, fault).context["capsule"])
+        fault = {
+            "env_id": 1,
+            "phase": "step",
+            "type_name": "ValueError",
+            "message": "",
+            "traceback": "",
+        }
+        path = Path(
+            env._pool.watcher.add_to(EnvError("it failed."), 0, fault).context[
+                "capsule"
+            ]
+        )
     capsule = load_capsule(path)
     assert capsule.facts["env"] == name
     trust = ["--trust"] if family == "pettingzoo" else []
@@ -639,10 +843,15 @@ def test_the_episodes_of_all_families_are_run_again(tmp_path, family):
     assert "It did not fail: 7 steps went through." in again.stdout
     (key, values), *_ = capsule.inputs.items()
     values[2] = (values[2] + 1) % 2  # another action
-    Capsule(capsule.facts, {**capsule.inputs, key: values}).save(tmp_path / "other.capsule")
+    Capsule(capsule.facts, {**capsule.inputs, key: values}).save(
+        tmp_path / "other.capsule"
+    )
     other = replay(tmp_path / "other.capsule", *trust)
     assert other.exit_code == 1, other.output
-    assert "It did not fail, and differed before: the observation before step 7 is another." in other.stdout
+    assert (
+        "It did not fail, and differed before: the observation before step 7 is another."
+        in other.stdout
+    )
 
 
 @pytest.mark.slow
@@ -670,7 +879,10 @@ def test_options_that_do_not_fit_are_refused(tmp_path, stored):
 
 
 def test_a_simulator_in_this_process_refuses_capsules(tmp_path):
-    with pytest.raises(ValueError, match="SerialEnv of a torch simulator failed: expected capsules=None, got"):
+    with pytest.raises(
+        ValueError,
+        match="SerialEnv of a torch simulator failed: expected capsules=None, got",
+    ):
         SerialEnv(1, torch_simulators.Counter, options=_options(tmp_path))
 
 
@@ -678,7 +890,9 @@ def test_a_simulator_in_this_process_refuses_capsules(tmp_path):
 def test_the_facade_of_torchrl_refuses_capsules(tmp_path):
     from envherd.executor.facades.torchrl import ParallelEnv as Facade
 
-    with pytest.raises(ValueError, match="TorchRL facade failed: expected capsules=None, got"):
+    with pytest.raises(
+        ValueError, match="TorchRL facade failed: expected capsules=None, got"
+    ):
         Facade(2, CountingEnv, options=_options(tmp_path)).reset()
 
 
@@ -701,7 +915,9 @@ def alone():
             return self.env.action_space
 
         def reset(self, seed=None, options=None):
-            return tuple({"agent": value} for value in self.env.reset(seed=seed, options=options))
+            return tuple(
+                {"agent": value} for value in self.env.reset(seed=seed, options=options)
+            )
 
         def step(self, actions):
             return tuple({"agent": value} for value in self.env.step(actions["agent"]))
@@ -737,7 +953,8 @@ HOSTS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("host", HOSTS)
 def test_facades_pass_the_option(tmp_path, host):
-    rules = Capsules(tmp_path / "crashes", pickle=host == "pettingzoo")  # whose actions have another layout there
+    # Whose actions have another layout there.
+    rules = Capsules(tmp_path / "crashes", pickle=host == "pettingzoo")
     env, error = _vector_env(host, ExecutorOptions(capsules=rules)), None
     try:
         env.reset(**({} if host == "sb3" else {"seed": 5, "options": {"level": 3}}))
@@ -751,10 +968,17 @@ def test_facades_pass_the_option(tmp_path, host):
     path = tmp_path / "crashes/env1-episode0-step3.capsule"
     assert str(path) in str(error)
     capsule = load_capsule(path)
-    assert capsule.facts["env"] == f"python:{HERE}:{'alone' if host == 'pettingzoo' else 'Fragile'}"
+    assert (
+        capsule.facts["env"]
+        == f"python:{HERE}:{'alone' if host == 'pettingzoo' else 'Fragile'}"
+    )
     assert capsule.facts["seed"] == 6
-    assert capsule.facts["reset_options"] == (None if host == "sb3" else {"options": {"level": 3}})
-    assert [values.ravel().tolist() for values in capsule.inputs.values()] == [[0, 1, 1]]
+    assert capsule.facts["reset_options"] == (
+        None if host == "sb3" else {"options": {"level": 3}}
+    )
+    assert [values.ravel().tolist() for values in capsule.inputs.values()] == [
+        [0, 1, 1]
+    ]
     again = replay(path, "--trust")
     assert again.exit_code == 0, again.output
     assert "But" not in again.stdout
@@ -763,10 +987,15 @@ def test_facades_pass_the_option(tmp_path, host):
 def test_a_copy_of_an_env_of_another_task_is_not_run_again(tmp_path):
     tasks = [{"fault": "value_error", "step": 3}, {"fault": "value_error", "step": 9}]
     options = ExecutorOptions(capsules=tmp_path)
-    with ParallelEnv(2, FaultyEnv, num_workers=2, env_kwargs=tasks, seed=0, options=options) as env:
+    with ParallelEnv(
+        2, FaultyEnv, num_workers=2, env_kwargs=tasks, seed=0, options=options
+    ) as env:
         env.reset()
         env.branch(0, [1])
         with pytest.raises(EnvError):
             env.rollout(4, auto_reset=False)
-    missing = {capsule.facts["env_id"]: capsule.facts["missing"] for capsule in map(load_capsule, tmp_path.iterdir())}
+    missing = {
+        capsule.facts["env_id"]: capsule.facts["missing"]
+        for capsule in map(load_capsule, tmp_path.iterdir())
+    }
     assert (missing[0], len(missing[1])) == ([], 1)

@@ -27,7 +27,9 @@ def test_envs_of_a_worker_are_in_a_step_at_the_same_time():
     with ParallelEnv(N, make, num_workers=1, options=OPTIONS) as env:
         root = env.reset()
         _, root = env.step_and_maybe_reset(act(root))
-        assert env.rollout(4, act, auto_reset=False, break_when_any_done=False).shape == (N, 4)
+        assert env.rollout(
+            4, act, auto_reset=False, break_when_any_done=False
+        ).shape == (N, 4)
         env.send(act(env.reset()))
         assert len(env.recv()) == N
 
@@ -44,11 +46,16 @@ def test_an_env_is_built_and_called_and_closed_on_one_thread(tmp_path):
 
 
 def test_an_env_that_raises_is_alone_in_that():
-    make = [functools.partial(FaultyEnv, "value_error", step=2), *[CountingEnv] * (N - 1)]
+    make = [
+        functools.partial(FaultyEnv, "value_error", step=2),
+        *[CountingEnv] * (N - 1),
+    ]
     with ParallelEnv(N, make, num_workers=1, options=OPTIONS) as env:
         root = env.reset()
         _, root = env.step_and_maybe_reset(act(root))
-        with pytest.raises(EnvError, match=r"ValueError: the env broke on purpose.*env 0") as caught:
+        with pytest.raises(
+            EnvError, match=r"ValueError: the env broke on purpose.*env 0"
+        ) as caught:
             env.step(act(root))
         assert caught.value.env_ids == (0,)
         env.reset(TensorDict({"_reset": torch.arange(N) == 0}, [N]))
@@ -59,7 +66,9 @@ def test_an_env_that_raises_is_alone_in_that():
 def test_the_env_that_is_late_is_named():
     kwargs = [{"is_stuck": i == 2} for i in range(N)]
     options = ExecutorOptions(env_threads=True, step_timeout_s=4.0)
-    with ParallelEnv(N, StuckEnv, env_kwargs=kwargs, num_workers=1, options=options) as env:
+    with ParallelEnv(
+        N, StuckEnv, env_kwargs=kwargs, num_workers=1, options=options
+    ) as env:
         root = env.reset()
         for _ in range(2):
             _, root = env.step_and_maybe_reset(act(root))
@@ -72,7 +81,9 @@ def test_the_env_that_is_late_is_named():
 def test_a_step_that_hangs_behind_a_reset_without_a_limit_is_noticed():
     kwargs = [{"is_stuck": i == 1, "is_stuck_in_reset": i == 0} for i in range(2)]
     options = ExecutorOptions(env_threads=True, step_timeout_s=4.0)
-    with ParallelEnv(2, StuckEnv, env_kwargs=kwargs, num_workers=1, options=options) as env:
+    with ParallelEnv(
+        2, StuckEnv, env_kwargs=kwargs, num_workers=1, options=options
+    ) as env:
         root = env.reset()
         for _ in range(2):
             _, root = env.step_and_maybe_reset(act(root))
@@ -88,7 +99,8 @@ def test_what_the_workers_did_is_counted():
         data = env.rollout(20, act, break_when_any_done=False)
         env.send(act(env.reset()))
         env.recv()
-        wait_for(lambda: env.statistics().workers[0].phase == "idle")  # soon after the last answer
+        # Soon after the last answer.
+        wait_for(lambda: env.statistics().workers[0].phase == "idle")
         (worker,) = env.statistics().workers
         answered = env.engine.pool.slab.words["answered_ns"]
     assert worker.env_steps == 21 * N

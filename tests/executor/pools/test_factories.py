@@ -9,11 +9,20 @@ import gymnasium
 import numpy as np
 import pytest
 
-from envherd.executor import ExecutorOptions, FactoryError, ParallelEnv, SerialEnv, SpecError, WorkerLost
+from envherd.executor import (
+    ExecutorOptions,
+    FactoryError,
+    ParallelEnv,
+    SerialEnv,
+    SpecError,
+    WorkerLost,
+)
 from envherd.workers.testing import CountingEnv
 from tests.extras import needs
 
-PARALLEL = pytest.param(functools.partial(ParallelEnv, num_workers=1), id="parallel", marks=pytest.mark.slow)
+PARALLEL = pytest.param(
+    functools.partial(ParallelEnv, num_workers=1), id="parallel", marks=pytest.mark.slow
+)
 both = pytest.mark.parametrize("make", [PARALLEL, pytest.param(SerialEnv, id="serial")])
 
 
@@ -52,16 +61,27 @@ def a_torchrl_env():
 @both
 @pytest.mark.parametrize("name", ["CartPole-v1", "gymnasium:CartPole"])
 def test_names_of_the_command_line_are_factories(make, name):
-    with make(2, name, seed=1) as env, make([name, name], seed=1) as listed, make(2, cartpole, seed=1) as plain:
+    with (
+        make(2, name, seed=1) as env,
+        make([name, name], seed=1) as listed,
+        make(2, cartpole, seed=1) as plain,
+    ):
         expected = plain.rollout(5)["observation"]
         assert (env.rollout(5)["observation"] == expected).all()
         assert (listed.rollout(5)["observation"] == expected).all()
 
 
 @both
-@pytest.mark.parametrize("num_envs", [10**9, 10**23, np.int64(10**12), 10**5000], ids=["many", "huge", "numpy", "vast"])
+@pytest.mark.parametrize(
+    "num_envs",
+    [10**9, 10**23, np.int64(10**12), 10**5000],
+    ids=["many", "huge", "numpy", "vast"],
+)
 def test_more_envs_than_the_machine_can_hold_are_refused(make, num_envs):
-    with pytest.raises(ValueError, match=r"num_envs failed: expected at most [\d,]+, because .* MiB of memory"):
+    with pytest.raises(
+        ValueError,
+        match=r"num_envs failed: expected at most [\d,]+, because .* MiB of memory",
+    ):
         make(num_envs, cartpole)
 
 
@@ -74,7 +94,10 @@ def test_more_envs_than_the_machine_can_hold_are_refused(make, num_envs):
     ],
 )
 def test_more_workers_than_the_machine_can_hold_are_refused(arguments):
-    with pytest.raises((ValueError, OSError), match=r"num_workers failed: expected at most|more open files"):
+    with pytest.raises(
+        (ValueError, OSError),
+        match=r"num_workers failed: expected at most|more open files",
+    ):
         ParallelEnv(make_env=cartpole, **arguments)
 
 
@@ -82,12 +105,21 @@ AN_ENV = "expected a callable that builds an env, got an env: "
 MADE = r"gymnasium\.make\('CartPole-v1'\)"
 #: What is given, as a function that returns it -> what the error says.
 NO_FACTORIES = {
-    "an env": (cartpole, f"{AN_ENV}gymnasium.wrappers.common.TimeLimit(.|\n)*make_env=lambda: {MADE}"),
-    "an env without an id": (CountingEnv, "make_env=lambda: CountingEnv\\(\\.\\.\\.\\)"),
+    "an env": (
+        cartpole,
+        f"{AN_ENV}gymnasium.wrappers.common.TimeLimit(.|\n)*make_env=lambda: {MADE}",
+    ),
+    "an env without an id": (
+        CountingEnv,
+        "make_env=lambda: CountingEnv\\(\\.\\.\\.\\)",
+    ),
     "an env in a list": (lambda: [cartpole, cartpole()], "got an env"),
     "a number": (lambda: 3, "got builtins.int"),
     "nothing": (lambda: None, "got builtins.NoneType"),
-    "a text": (lambda: "CartPol-v1", "'CartPol-v1' failed: expected one of .*Did you mean CartPole-v1"),
+    "a text": (
+        lambda: "CartPol-v1",
+        "'CartPol-v1' failed: expected one of .*Did you mean CartPole-v1",
+    ),
     "a dict": (lambda: {"env": 1}, "got builtins.dict"),
     "what returns nothing": (lambda: lambda: None, "returned None"),
     "what returns a number": (lambda: lambda: 42, "got builtins.int"),
@@ -96,7 +128,10 @@ NO_FACTORIES = {
         the_same_env,
         f"returned the same gymnasium.wrappers.common.TimeLimit twice(.|\n)*{MADE}",
     ),
-    "what captured an env": (a_captured_env, "returned the captured variable `env`|returned the same"),
+    "what captured an env": (
+        a_captured_env,
+        "returned the captured variable `env`|returned the same",
+    ),
 }
 
 
@@ -111,7 +146,10 @@ def test_what_is_no_factory_is_refused_by_name(make, name):
 @needs("torchrl")
 @pytest.mark.slow
 def test_a_torchrl_env_is_callable_and_still_no_factory():
-    with pytest.raises(FactoryError, match=rf"{AN_ENV}torchrl\.\S+\.PendulumEnv(.|\n)*lambda: PendulumEnv"):
+    with pytest.raises(
+        FactoryError,
+        match=rf"{AN_ENV}torchrl\.\S+\.PendulumEnv(.|\n)*lambda: PendulumEnv",
+    ):
         SerialEnv(2, a_torchrl_env())
 
 
@@ -131,7 +169,10 @@ def test_a_captured_substrate_is_named():
     built = substrate.build("collaborative_cooking__cramped", roles=["default"] * 2)
     message = message_of(ParallelEnv, lambda: built)
     built.close()
-    assert "captured the variable `built`, a meltingpot.utils.substrates.substrate.Substrate, which holds a" in message
+    assert (
+        "captured the variable `built`, a meltingpot.utils.substrates.substrate.Substrate, which holds a"
+        in message
+    )
     assert "dmlab2d.dmlab2d_pybind.Lab2d that cannot be pickled" in message
     assert "Build it inside the factory" in message
 
@@ -154,7 +195,9 @@ def capturing(what):
     }[what]
 
 
-@pytest.mark.parametrize("what", ["closure", "nested", "attribute", "partial", "keyword", "method"])
+@pytest.mark.parametrize(
+    "what", ["closure", "nested", "attribute", "partial", "keyword", "method"]
+)
 def test_what_cannot_be_pickled_is_named(what):
     factory, variable = capturing(what)
     message = message_of(ParallelEnv, factory)
@@ -167,7 +210,9 @@ def test_a_factory_that_raises_shows_its_traceback(make):
     def make_env():
         raise RuntimeError("no licence")
 
-    with pytest.raises(FactoryError, match=r"the factory raised RuntimeError: no licence \(env 0") as caught:
+    with pytest.raises(
+        FactoryError, match=r"the factory raised RuntimeError: no licence \(env 0"
+    ) as caught:
         make(2, make_env)
     cause = str(caught.value.__cause__)
     assert "no licence" in cause
@@ -180,7 +225,10 @@ def test_one_factory_must_give_one_spec(make):
     def make_env():
         return CountingEnv(size=next(widths))
 
-    with pytest.raises(SpecError, match=r"gave different specs for envs 0 and 2: .*pixels: uint8 \(3, 3\)"):
+    with pytest.raises(
+        SpecError,
+        match=r"gave different specs for envs 0 and 2: .*pixels: uint8 \(3, 3\)",
+    ):
         make(3, make_env)
 
 
@@ -218,7 +266,9 @@ def test_a_class_that_cannot_travel_by_value_needs_a_module():
     def make():
         return State()
 
-    with pytest.raises(FactoryError, match=r"uses the class State, .*CField.*Put State into a module"):
+    with pytest.raises(
+        FactoryError, match=r"uses the class State, .*CField.*Put State into a module"
+    ):
         ParallelEnv(1, make, num_workers=1)
 
 
@@ -234,7 +284,9 @@ class Growing(CountingEnv):
         Growing.num_closed += 1
 
 
-@pytest.mark.parametrize("fails", ["specs that disagree", "a later part of the constructor"])
+@pytest.mark.parametrize(
+    "fails", ["specs that disagree", "a later part of the constructor"]
+)
 def test_a_serial_executor_that_cannot_be_made_closes_its_envs(monkeypatch, fails):
     disagrees = fails == "specs that disagree"
     monkeypatch.setattr(Growing, "sizes", iter((4, 5) if disagrees else (4, 4)))
@@ -298,12 +350,26 @@ class Raising:
 @pytest.mark.parametrize(
     ("error", "expected", "message"),
     [
-        (ValueError("no"), FactoryError, r"env_kwargs failed: .* got a \S*Raising at .* \(no\)"),
-        (OSError(errno.ENOENT, "no file"), FactoryError, r"env_kwargs failed: .* got a \S*Raising at .*no file"),
-        (OSError(errno.EMFILE, "too many"), WorkerLost, r"starting a worker failed: .*too many.*ulimit -n"),
+        (
+            ValueError("no"),
+            FactoryError,
+            r"env_kwargs failed: .* got a \S*Raising at .* \(no\)",
+        ),
+        (
+            OSError(errno.ENOENT, "no file"),
+            FactoryError,
+            r"env_kwargs failed: .* got a \S*Raising at .*no file",
+        ),
+        (
+            OSError(errno.EMFILE, "too many"),
+            WorkerLost,
+            r"starting a worker failed: .*too many.*ulimit -n",
+        ),
         (MemoryError("none"), MemoryError, "none"),
     ],
 )
-def test_arguments_that_cannot_be_pickled_are_no_limit_of_the_machine(error, expected, message):
+def test_arguments_that_cannot_be_pickled_are_no_limit_of_the_machine(
+    error, expected, message
+):
     with pytest.raises(expected, match=message):
         ParallelEnv(1, CountingEnv, env_kwargs={"length": Raising(error)})

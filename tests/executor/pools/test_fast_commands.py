@@ -23,7 +23,9 @@ from envherd.shm.tally import Counter
 from envherd.workers import native
 from tests.scale import scaled
 
-pytestmark = pytest.mark.skipif(native.load() is None, reason="the C extension was not built, or is switched off")
+pytestmark = pytest.mark.skipif(
+    native.load() is None, reason="the C extension was not built, or is switched off"
+)
 
 NAMES = ("command", "command_seq", "reply_seq", "status")
 OF_WORKERS = ("answered", "ring_at")
@@ -35,26 +37,39 @@ class Side:
     def __init__(self, num_envs: int, num_workers: int, *, in_c: bool) -> None:
         self.buffer = np.zeros(DOORBELL_BYTES * (num_workers + 1) + 64, np.uint8)
         start = -self.buffer.ctypes.data % 64
-        bells = [Doorbell.create(self.buffer, start + DOORBELL_BYTES * i) for i in range(num_workers + 1)]
+        bells = [
+            Doorbell.create(self.buffer, start + DOORBELL_BYTES * i)
+            for i in range(num_workers + 1)
+        ]
         self.done, self.go = bells[0], bells[1:]
-        slab: Any = SimpleNamespace(words={name: np.zeros(num_envs, np.int64) for name in NAMES})
+        slab: Any = SimpleNamespace(
+            words={name: np.zeros(num_envs, np.int64) for name in NAMES}
+        )
         self.words = CommandWords(slab)
         self.worker_of = np.arange(num_envs) * num_workers // num_envs
         self.counts = {name: np.zeros(num_workers, np.int64) for name in OF_WORKERS}
-        self.caller = fast_commands.native_caller(self.words, self.go, self.done, self.counts, self.worker_of)
+        self.caller = fast_commands.native_caller(
+            self.words, self.go, self.done, self.counts, self.worker_of
+        )
         self.num_workers = num_workers
         self.in_c = in_c
 
-    def step(self, command: int, draft: Callable[[int], Any] | None, column: int) -> tuple[Any, bool]:
+    def step(
+        self, command: int, draft: Callable[[int], Any] | None, column: int
+    ) -> tuple[Any, bool]:
         """Give all envs a command, draft, and look whether they have answered with rows alone."""
         everyone = np.arange(len(self.worker_of))
         self.give_some(everyone, np.full(len(everyone), command))
         drafted = None if draft is None else draft(column)
-        return drafted, self.first(everyone, len(everyone), fast_commands.LOOK_S) is not None
+        return drafted, self.first(
+            everyone, len(everyone), fast_commands.LOOK_S
+        ) is not None
 
     def give_all(self, command: int) -> None:
         """Give all envs a command, in C."""
-        assert self.caller.give_some(np.arange(len(self.worker_of)), np.full(len(self.worker_of), command))
+        assert self.caller.give_some(
+            np.arange(len(self.worker_of)), np.full(len(self.worker_of), command)
+        )
 
     def give_some(self, ids: np.ndarray, commands: np.ndarray) -> None:
         """Give envs a command each."""
@@ -65,17 +80,25 @@ class Side:
         for worker_id in set(self.worker_of[ids].tolist()):
             self.go[worker_id].ring()
 
-    def first(self, ids: np.ndarray, wanted: int, wait_s: float = 0.0) -> list[int] | None:
+    def first(
+        self, ids: np.ndarray, wanted: int, wait_s: float = 0.0
+    ) -> list[int] | None:
         """Return which of some envs have answered; None if fewer than wanted, or if there is more than rows."""
         if self.in_c:
             room = np.full(len(self.worker_of), -1)
             count = self.caller.first(ids, wanted, int(wait_s * 1e9), room)
             return None if count < 0 else room[:count].tolist()
         end = time.monotonic() + wait_s
-        while len(ready := self.words.ready(ids)) < wanted and self.done.wait(max(0.0, end - time.monotonic())):
+        while len(ready := self.words.ready(ids)) < wanted and self.done.wait(
+            max(0.0, end - time.monotonic())
+        ):
             pass
         _take_all(self.done)
-        return self.words.by_order(ready).tolist() if len(ready) >= wanted and self.words.announces_nothing() else None
+        return (
+            self.words.by_order(ready).tolist()
+            if len(ready) >= wanted and self.words.announces_nothing()
+            else None
+        )
 
     def answer(self, answered: Any, failed: Any, tokens: int, column: int) -> Any:
         """Let envs answer, and some fail; return the state before."""
@@ -90,7 +113,9 @@ class Side:
     def state(self) -> tuple[Any, ...]:
         """Return all state that commands may change; take the tokens."""
         tokens = [_take_all(bell) for bell in (self.done, *self.go)]
-        words = [getattr(self.words, name).tolist() for name in (*NAMES, "answers_lost")]
+        words = [
+            getattr(self.words, name).tolist() for name in (*NAMES, "answers_lost")
+        ]
         return tokens, words, self.words.number[0]
 
 
@@ -109,13 +134,18 @@ def test_every_program_of_commands(data, num_envs, num_workers):
     for _ in range(3):
         is_to_all = data.draw(st.sampled_from([False, False, True]))
         ids = np.array(data.draw(ids_of), np.int64)
-        commands = np.array(data.draw(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=9, max_size=9)))[
-            : len(ids) or 1
-        ]
+        commands = np.array(
+            data.draw(
+                st.lists(st.integers(-(2**63), 2**63 - 1), min_size=9, max_size=9)
+            )
+        )[: len(ids) or 1]
         answers_lost, asked = data.draw(ids_of), np.array(data.draw(ids_of), np.int64)
         answered = data.draw(st.one_of(st.just([*range(num_envs)]), ids_of))
         failed = data.draw(st.one_of(st.just([]), ids_of))
-        tokens, wanted = data.draw(st.integers(0, num_workers + 2)), data.draw(st.integers(0, len(asked) + 1))
+        tokens, wanted = (
+            data.draw(st.integers(0, num_workers + 2)),
+            data.draw(st.integers(0, len(asked) + 1)),
+        )
         stride = data.draw(st.sampled_from([1, 2]))
         found = []
         for side in sides:
@@ -124,7 +154,12 @@ def test_every_program_of_commands(data, num_envs, num_workers):
             if is_to_all:
                 answers: Any = side.step(int(commands[0]), answer, 3)
             else:
-                side.give_some(*(np.repeat(array[: len(ids)], stride)[::stride] for array in (ids, commands)))
+                side.give_some(
+                    *(
+                        np.repeat(array[: len(ids)], stride)[::stride]
+                        for array in (ids, commands)
+                    )
+                )
                 answers = answer(3), side.first(asked, wanted)
             found.append((answers, side.state()))
         assert found[0] == found[1]
@@ -132,7 +167,8 @@ def test_every_program_of_commands(data, num_envs, num_workers):
 
 @pytest.mark.parametrize("in_c", [True, False])
 def test_answers_that_come_late_are_waited_for(in_c, monkeypatch):
-    for module in (fast_commands, worker_pool):  # on a busy machine they are later than its wait
+    # On a busy machine they are later than its wait.
+    for module in (fast_commands, worker_pool):
         monkeypatch.setattr(module, "LOOK_S", 30.0)
     side = Side(2, 2, in_c=in_c)
 
@@ -142,7 +178,8 @@ def test_answers_that_come_late_are_waited_for(in_c, monkeypatch):
             side.words.reply_seq[env_id] = side.words.command_seq[env_id]
             side.done.ring()
 
-    worker = threading.Thread(target=answer)  # it can run, because the wait releases the GIL
+    # It can run, because the wait releases the GIL.
+    worker = threading.Thread(target=answer)
     assert side.step(7, lambda _: worker.start(), 0) == (None, True)
     worker.join()
 
@@ -153,15 +190,29 @@ def test_a_step_without_a_draft_and_one_whose_draft_raises(in_c):
     side.words.reply_seq[:] = 1
     side.done.ring()
     assert side.step(7, None, 0) == (None, True)
-    assert [side.words.command[:].tolist(), side.words.command_seq[:].tolist()] == [[7, 7], [1, 1]]
+    assert [side.words.command[:].tolist(), side.words.command_seq[:].tolist()] == [
+        [7, 7],
+        [1, 1],
+    ]
     with pytest.raises(ZeroDivisionError):
         side.step(8, lambda column: 1 // column, 0)
-    assert [side.words.command[:].tolist(), side.words.command_seq[:].tolist()] == [[8, 8], [2, 2]], "it was given"
+    assert [side.words.command[:].tolist(), side.words.command_seq[:].tolist()] == [
+        [8, 8],
+        [2, 2],
+    ], "it was given"
 
 
 @pytest.mark.parametrize(
     "ids",
-    [np.array([0, 9]), np.array([-1]), np.array([0], np.int32), np.array([[0]]), np.array([True]), [0], None],
+    [
+        np.array([0, 9]),
+        np.array([-1]),
+        np.array([0], np.int32),
+        np.array([[0]]),
+        np.array([True]),
+        [0],
+        None,
+    ],
     ids=repr,
 )
 def test_ids_that_are_not_plain_are_left_to_python(ids):
@@ -190,7 +241,10 @@ def test_those_that_have_waited_longest_come_first(num_envs):
 def test_the_caller_is_woken_once_for_the_answers_that_it_waits_for():
     side, room = Side(6, 2, in_c=True), np.zeros(6, np.int64)
     side.give_all(7)
-    counters = [Counter({name: memoryview(array) for name, array in side.counts.items()}, w) for w in range(2)]
+    counters = [
+        Counter({name: memoryview(array) for name, array in side.counts.items()}, w)
+        for w in range(2)
+    ]
     rung, has_returned = [], threading.Event()
 
     def answer():
@@ -233,7 +287,9 @@ def test_a_signal_ends_the_wait(monkeypatch, delay_s, is_for_all):
 
     def wait() -> None:
         signal.setitimer(signal.ITIMER_REAL, delay_s, 0.5)
-        side.step(1, None, 0) if is_for_all else side.caller.first(np.arange(1), 1, int(30e9), np.zeros(1, np.int64))
+        side.step(1, None, 0) if is_for_all else side.caller.first(
+            np.arange(1), 1, int(30e9), np.zeros(1, np.int64)
+        )
 
     try:
         began = time.monotonic()
@@ -264,7 +320,9 @@ def test_a_signal_ends_the_wait(monkeypatch, delay_s, is_for_all):
 def test_memory_that_does_not_fit_is_refused(name, wrong, error, monkeypatch):
     side, made, module = Side(2, 1, in_c=False), [], native.load()
     monkeypatch.setattr(native, "load", lambda: SimpleNamespace(Caller=made.append))
-    fast_commands.native_caller(side.words, side.go, side.done, side.counts, side.worker_of)
+    fast_commands.native_caller(
+        side.words, side.go, side.done, side.counts, side.worker_of
+    )
     (facts,) = made
     module.Caller(facts)
     with pytest.raises(error):
@@ -275,10 +333,16 @@ def test_memory_that_does_not_fit_is_refused(name, wrong, error, monkeypatch):
 
 def test_it_keeps_its_memory_and_lets_go_of_it():
     side = Side(2, 1, in_c=True)
-    arrays = [*(getattr(side.words, name) for name in NAMES), *side.counts.values(), side.worker_of]
+    arrays = [
+        *(getattr(side.words, name) for name in NAMES),
+        *side.counts.values(),
+        side.worker_of,
+    ]
     before = [sys.getrefcount(array) for array in arrays]
     for _ in range(3):
-        fast_commands.native_caller(side.words, side.go, side.done, side.counts, side.worker_of)
+        fast_commands.native_caller(
+            side.words, side.go, side.done, side.counts, side.worker_of
+        )
         side.caller.give_some(np.arange(2), np.arange(2))
         side.caller.first(side.worker_of, 1, 0, side.worker_of)
         side.caller.first(None, 1, 0, side.worker_of)

@@ -16,7 +16,15 @@ import numpy as np
 import psutil
 import pytest
 
-from envherd import ExecutorOptions, FactoryError, InPython, ParallelEnv, SerialEnv, WorkerLost, WorkerTimeout
+from envherd import (
+    ExecutorOptions,
+    FactoryError,
+    InPython,
+    ParallelEnv,
+    SerialEnv,
+    WorkerLost,
+    WorkerTimeout,
+)
 from envherd.executor.guests.interpreters import check_interpreter, spread_apart
 from envherd.executor.sending.blueprint import num_runs
 from tests.gates import wait_for
@@ -106,7 +114,9 @@ def test_a_worker_needs_numpy_and_cloudpickle_alone(python):
     with ParallelEnv(2, InPython(python, "drift_module:make"), num_workers=1) as env:
         env.rollout(20, break_when_any_done=False)
         assert env.get("python") == [python, python]
-        assert not {"torch", "tensordict", "gymnasium", "psutil"} & set(env.call("loaded")[0])
+        assert not {"torch", "tensordict", "gymnasium", "psutil"} & set(
+            env.call("loaded")[0]
+        )
 
 
 def test_envs_of_two_interpreters_in_one_batch_have_the_data_of_one(python, module):
@@ -114,7 +124,12 @@ def test_envs_of_two_interpreters_in_one_batch_have_the_data_of_one(python, modu
     table = {"limit": 9}
     with ParallelEnv(4, module.make, env_kwargs=table, num_workers=2, seed=5) as env:
         expected = env.rollout(40, break_when_any_done=False)
-    with ParallelEnv([module.make, module.make, other, other], env_kwargs=table, num_workers=2, seed=5) as env:
+    with ParallelEnv(
+        [module.make, module.make, other, other],
+        env_kwargs=table,
+        num_workers=2,
+        seed=5,
+    ) as env:
         mixed = env.rollout(40, break_when_any_done=False)
     assert (expected["observation"] == mixed["observation"]).all()
     assert (expected["next", "reward"] == mixed["next", "reward"]).all()
@@ -125,7 +140,9 @@ def test_envs_of_two_interpreters_in_one_batch_have_the_data_of_one(python, modu
 def test_arguments_arrive_as_data(python):
     kwargs = {"table": {"a": [1, 2.5, "x"], "b": np.arange(3)}}
     more = [{"limit": np.int64(5)}, {"limit": 7}]
-    with ParallelEnv(2, InPython(python, "drift_module:make", kwargs), env_kwargs=more, num_workers=1) as env:
+    with ParallelEnv(
+        2, InPython(python, "drift_module:make", kwargs), env_kwargs=more, num_workers=1
+    ) as env:
         data = env.rollout(35, break_when_any_done=False)
         assert data["next", "truncated"].sum((1, 2)).tolist() == [7, 5]
 
@@ -134,7 +151,9 @@ def test_arguments_arrive_as_data(python):
 @pytest.mark.usefixtures("module")
 def test_such_a_worker_is_replaced(python):
     options = ExecutorOptions(on_worker_loss="restart")
-    with ParallelEnv(2, InPython(python, "drift_module:make"), num_workers=2, options=options) as env:
+    with ParallelEnv(
+        2, InPython(python, "drift_module:make"), num_workers=2, options=options
+    ) as env:
         env.reset()
         os.kill(env.statistics().workers[1].pid, signal.SIGKILL)
         env.reset()
@@ -149,14 +168,23 @@ def test_such_a_worker_is_replaced(python):
     [
         (-1, Exception, "the env raised RuntimeError: the simulator broke"),
         (-2, WorkerLost, r"ended with exit code 7 in step"),
-        (-3, WorkerTimeout, r"(?s)gave no answer within 3 s in step.*It was stuck in:.*in step"),
+        (
+            -3,
+            WorkerTimeout,
+            r"(?s)gave no answer within 3 s in step.*It was stuck in:.*in step",
+        ),
     ],
 )
 @pytest.mark.usefixtures("module")
-def test_faults_of_its_envs_are_reported_as_those_of_others(python, limit, error, match):
+def test_faults_of_its_envs_are_reported_as_those_of_others(
+    python, limit, error, match
+):
     options = ExecutorOptions(step_timeout_s=3 if error is WorkerTimeout else 60)
     make = InPython(python, "drift_module:make", {"limit": limit})
-    with ParallelEnv(2, make, num_workers=1, options=options) as env, pytest.raises(error, match=match):
+    with (
+        ParallelEnv(2, make, num_workers=1, options=options) as env,
+        pytest.raises(error, match=match),
+    ):
         env.rollout(5)
 
 
@@ -167,7 +195,11 @@ def test_faults_of_its_envs_are_reported_as_those_of_others(python, limit, error
     [
         ("drift_module:fail", FactoryError, "the factory raised OSError: no licence"),
         ("drift_module:die", WorkerLost, "ended with exit code 3 in build"),
-        ("drift_module:nope", FactoryError, "module 'drift_module' has no attribute 'nope'"),
+        (
+            "drift_module:nope",
+            FactoryError,
+            "module 'drift_module' has no attribute 'nope'",
+        ),
         ("no_such_module:make", FactoryError, "No module named 'no_such_module'"),
         ("torch:zeros", FactoryError, "No module named 'torch'"),
     ],
@@ -198,18 +230,30 @@ def test_it_ends_with_its_owner(python, script_host, tmp_path):
 
 def test_what_is_no_interpreter_or_target_is_refused(python, tmp_path):
     for arguments, match in (
-        (("/no/such/python", "a:b"), "expected a Python interpreter, got '/no/such/python': no such program"),
+        (
+            ("/no/such/python", "a:b"),
+            "expected a Python interpreter, got '/no/such/python': no such program",
+        ),
         ((python, "module"), "expected a target 'MODULE:CALLABLE', got 'module'"),
         ((python, "a b:c"), "expected a target 'MODULE:CALLABLE', got 'a b:c'"),
-        ((python, len), "expected a target 'MODULE:CALLABLE', got <built-in function len>"),
-        ((python, "a:b", {"x": object()}), "expected kwargs of plain data .* Build other objects in a:b"),
+        (
+            (python, len),
+            "expected a target 'MODULE:CALLABLE', got <built-in function len>",
+        ),
+        (
+            (python, "a:b", {"x": object()}),
+            "expected kwargs of plain data .* Build other objects in a:b",
+        ),
     ):
         with pytest.raises(FactoryError, match=match):
             InPython(*arguments)
     other = tmp_path / "python"
     other.write_text("#!/bin/sh\necho no python >&2; exit 3\n")
     other.chmod(0o755)
-    with pytest.raises(FactoryError, match=r"expected a Python interpreter, got .*/python \(no python\)"):
+    with pytest.raises(
+        FactoryError,
+        match=r"expected a Python interpreter, got .*/python \(no python\)",
+    ):
         ParallelEnv(1, InPython(other, "a:b"))
 
 
@@ -220,14 +264,19 @@ def test_what_is_no_interpreter_or_target_is_refused(python, tmp_path):
             '"version": [3, 8, 1], "name": "cpython", "lacks": {}',
             r"expected CPython 3\.10 or newer, got cpython 3\.8\.1",
         ),
-        ('"version": [3, 12, 1], "name": "pypy", "lacks": {}', r"expected CPython 3\.10 or newer, got pypy 3\.12\.1"),
+        (
+            '"version": [3, 12, 1], "name": "pypy", "lacks": {}',
+            r"expected CPython 3\.10 or newer, got pypy 3\.12\.1",
+        ),
         (
             '"version": [3, 12, 1], "name": "cpython", "lacks": {"numpy": "ModuleNotFoundError: x"}',
             r"cannot import numpy \(ModuleNotFoundError: x\)\. Run: .*python -m pip install numpy$",
         ),
     ],
 )
-def test_an_interpreter_that_cannot_run_workers_is_refused_with_the_remedy(tmp_path, answer, match):
+def test_an_interpreter_that_cannot_run_workers_is_refused_with_the_remedy(
+    tmp_path, answer, match
+):
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\necho '<envherd>{{{answer}}}</envherd>'\n")
     python.chmod(0o755)
@@ -262,7 +311,10 @@ def test_what_an_interpreter_prints_itself_is_no_obstacle(python, code, monkeypa
 def test_it_is_built_by_its_interpreter_alone(python):
     make = InPython(python, "drift_module:make")
     for build in (lambda: SerialEnv(1, make), lambda: ParallelEnv(1, lambda: make())):  # noqa: PLW0108
-        with pytest.raises(FactoryError, match=r"expected drift_module:make to be built by .*, got a call in another"):
+        with pytest.raises(
+            FactoryError,
+            match=r"expected drift_module:make to be built by .*, got a call in another",
+        ):
             build()
 
 
@@ -270,7 +322,16 @@ def test_it_is_built_by_its_interpreter_alone(python):
 COMMANDS = {
     "executes": ["env", "A=1"],
     "forks": ["bash", "-c", '"$0" "$@"; exit $?'],
-    "namespaces": ["bwrap", "--dev-bind", "/", "/", "--proc", "/proc", "--unshare-net", "--unshare-pid"],
+    "namespaces": [
+        "bwrap",
+        "--dev-bind",
+        "/",
+        "/",
+        "--proc",
+        "/proc",
+        "--unshare-net",
+        "--unshare-pid",
+    ],
 }
 
 
@@ -294,10 +355,21 @@ def test_a_command_in_front_of_an_interpreter(python, name, caplog):
     if shutil.which(command[0]) is None:
         pytest.skip(f"{command[0]} is not installed")
     options = ExecutorOptions(on_worker_loss="restart", step_timeout_s=3)
-    with ParallelEnv(2, InPython(python, "drift_module:make"), num_workers=1, seed=5) as env:
+    with ParallelEnv(
+        2, InPython(python, "drift_module:make"), num_workers=1, seed=5
+    ) as env:
         expected = env.rollout(20, break_when_any_done=False)
-    with ParallelEnv(2, InPython(command, "drift_module:make"), num_workers=2, seed=5, options=options) as env:
-        assert (env.rollout(20, break_when_any_done=False)["observation"] == expected["observation"]).all()
+    with ParallelEnv(
+        2,
+        InPython(command, "drift_module:make"),
+        num_workers=2,
+        seed=5,
+        options=options,
+    ) as env:
+        assert (
+            env.rollout(20, break_when_any_done=False)["observation"]
+            == expected["observation"]
+        ).all()
         for which in (0, -1):  # the process that was started, and the worker
             pid = env.engine.pool.pid_of(1)
             os.kill(_group(pid)[which], signal.SIGKILL)
@@ -306,12 +378,21 @@ def test_a_command_in_front_of_an_interpreter(python, name, caplog):
             assert td["next", "interrupted"].flatten().tolist() == [False, True]
         pids = [env.engine.pool.pid_of(worker) for worker in range(2)]
     assert not any(map(_group, pids))
-    with ParallelEnv(1, InPython(command, "drift_module:make", {"limit": -3}), options=options) as env:
+    with ParallelEnv(
+        1, InPython(command, "drift_module:make", {"limit": -3}), options=options
+    ) as env:
         pid = env.engine.pool.pid_of(0)
         with caplog.at_level("WARNING", "envherd"):
             td = env.rollout(4, break_when_any_done=False)
-        assert td["next", "interrupted"].flatten().tolist() == [False, False, True, False]
-        assert re.search(r"drift_module\.py\", line \d+ in step", caplog.text), "the stack of the env that hangs"
+        assert td["next", "interrupted"].flatten().tolist() == [
+            False,
+            False,
+            True,
+            False,
+        ]
+        assert re.search(r"drift_module\.py\", line \d+ in step", caplog.text), (
+            "the stack of the env that hangs"
+        )
         assert not _group(pid)
 
 
@@ -319,12 +400,21 @@ def test_a_command_in_front_of_an_interpreter(python, name, caplog):
     ("command", "lost"),
     [
         (["setsid"], "its process group"),
-        ([sys.executable, "-c", "import subprocess, sys; subprocess.call(sys.argv[1:])"], "its descriptors"),
+        (
+            [
+                sys.executable,
+                "-c",
+                "import subprocess, sys; subprocess.call(sys.argv[1:])",
+            ],
+            "its descriptors",
+        ),
     ],
 )
 @pytest.mark.usefixtures("module")
 def test_a_command_that_loses_what_a_worker_needs_is_refused(python, command, lost):
-    with pytest.raises(FactoryError, match=f"got .*{re.escape(command[0])}.* which loses {lost}"):
+    with pytest.raises(
+        FactoryError, match=f"got .*{re.escape(command[0])}.* which loses {lost}"
+    ):
         ParallelEnv(1, InPython([*command, python], "drift_module:make"))
 
 
@@ -339,19 +429,37 @@ def test_workers_have_envs_of_one_interpreter():
     assert spread_apart([a, a, b, b], 2) == ((0, 1), (2, 3))
     assert spread_apart([a] * 5 + [b], 3) == ((0, 1, 2), (3, 4), (5,))
     assert spread_apart([a] * 4, 3) == ((0, 1), (2,), (3,))
-    assert num_runs([SimpleNamespace(interpreter=python) for python in [a, b, b, a]]) == 3
-    with pytest.raises(ValueError, match=r"num_workers failed: expected at least 3, got 2: envs of different"):
+    assert (
+        num_runs([SimpleNamespace(interpreter=python) for python in [a, b, b, a]]) == 3
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"num_workers failed: expected at least 3, got 2: envs of different",
+    ):
         spread_apart([a, b, a], 2)
 
 
 OTHER = os.environ.get("ENVHERD_TEST_PYTHON", "")
 
 
-@pytest.mark.skipif(not OTHER, reason="ENVHERD_TEST_PYTHON names no interpreter of another version, with gymnasium")
+@pytest.mark.skipif(
+    not OTHER,
+    reason="ENVHERD_TEST_PYTHON names no interpreter of another version, with gymnasium",
+)
 def test_an_env_of_another_version_of_python_and_gymnasium():
-    with ParallelEnv(2, InPython(OTHER, "gymnasium:make", {"id": "CartPole-v1"}), num_workers=1, seed=1) as env:
+    with ParallelEnv(
+        2,
+        InPython(OTHER, "gymnasium:make", {"id": "CartPole-v1"}),
+        num_workers=1,
+        seed=1,
+    ) as env:
         data = env.rollout(50, break_when_any_done=False)
     import gymnasium
 
-    with ParallelEnv(2, gymnasium.make, env_kwargs={"id": "CartPole-v1"}, num_workers=1, seed=1) as env:
-        assert (env.rollout(50, break_when_any_done=False)["observation"] == data["observation"]).all()
+    with ParallelEnv(
+        2, gymnasium.make, env_kwargs={"id": "CartPole-v1"}, num_workers=1, seed=1
+    ) as env:
+        assert (
+            env.rollout(50, break_when_any_done=False)["observation"]
+            == data["observation"]
+        ).all()

@@ -12,7 +12,13 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
-from envherd.executor import ExecutorOptions, ParallelEnv, WorkerLost, WorkerTimeout, preloaded
+from envherd.executor import (
+    ExecutorOptions,
+    ParallelEnv,
+    WorkerLost,
+    WorkerTimeout,
+    preloaded,
+)
 from envherd.executor.processes.crew import Crew
 from envherd.executor.processes.worker_process import WorkerProcess, worker_config
 from envherd.executor.start import zygote as helper
@@ -42,7 +48,10 @@ def hanging(tmp_path, monkeypatch):
     (tmp_path / "module_that_hangs.py").write_text(HANGING)
     monkeypatch.syspath_prepend(str(tmp_path))
     pid_file = tmp_path / "pid"
-    return {"preload": ("module_that_hangs",), "env_vars": {"HANGS": str(pid_file)}}, pid_file
+    return {
+        "preload": ("module_that_hangs",),
+        "env_vars": {"HANGS": str(pid_file)},
+    }, pid_file
 
 
 def is_running(pid: int) -> bool:
@@ -55,11 +64,16 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("output", ["capture", "inherit"])
-def test_an_import_that_hangs_in_the_helper_has_the_deadline_of_building(hanging, output):
+def test_an_import_that_hangs_in_the_helper_has_the_deadline_of_building(
+    hanging, output
+):
     kwargs, pid_file = hanging
     options = ExecutorOptions(build_timeout_s=8.0, worker_output=output, **kwargs)
     began = time.monotonic()
-    with pytest.raises(WorkerTimeout, match=r"had not imported its modules within 8 s(.|\n)*module_that_hangs\.py"):
+    with pytest.raises(
+        WorkerTimeout,
+        match=r"had not imported its modules within 8 s(.|\n)*module_that_hangs\.py",
+    ):
         ParallelEnv(1, CountingEnv, options=options)
     assert time.monotonic() - began < 40, "it hangs for 60 s"
     wait_for(lambda: not is_running(int(pid_file.read_text())))
@@ -101,7 +115,9 @@ def test_a_helper_that_hangs_up_and_ends_late_is_a_lost_worker(monkeypatch):
     zygote.wait_ready()
     try:
         zygote._sock.shutdown(socket.SHUT_RD)  # as if it had closed its end
-        with pytest.raises(WorkerLost, match="the helper process that forks workers has ended"):
+        with pytest.raises(
+            WorkerLost, match="the helper process that forks workers has ended"
+        ):
             zygote._answer(-1, timeout_s=10.0)
     finally:
         zygote.close()
@@ -155,7 +171,11 @@ def test_a_worker_that_is_asked_for_its_stack_before_it_can_answer_lives(start_m
     zygote = Helper(options, [])
     zygote.wait_ready()
     worker = WorkerProcess(0, 0, zygote)
-    worker.start(lambda sock, log: zygote.fork(worker_config(options, 0), [sock, zygote.lifeline_read, log]))
+    worker.start(
+        lambda sock, log: zygote.fork(
+            worker_config(options, 0), [sock, zygote.lifeline_read, log]
+        )
+    )
     try:
         signal.pidfd_send_signal(worker.pidfd, signal.SIGUSR2)
         worker.channel.queue_message(messages.Close())
@@ -168,7 +188,9 @@ def test_a_worker_that_is_asked_for_its_stack_before_it_can_answer_lives(start_m
         zygote.close()
 
 
-def test_a_fork_in_another_thread_while_the_helper_starts_keeps_no_descriptor(monkeypatch):
+def test_a_fork_in_another_thread_while_the_helper_starts_keeps_no_descriptor(
+    monkeypatch,
+):
     def pipes():
         """Return the pipes and sockets that this process has open."""
         targets = set()
@@ -206,7 +228,8 @@ def test_a_worker_that_is_started_while_another_thread_closes_is_ended(monkeypat
         return launched[-1]
 
     monkeypatch.setattr(Crew, "_launch", launch_late)
-    with preloaded("wave"):  # a helper that outlives the executor does not end its workers
+    # A helper that outlives the executor does not end its workers.
+    with preloaded("wave"):
         env = ParallelEnv(1, CountingEnv)
         env.engine.pool.crew.replace(0)
         assert env.is_closed
@@ -268,7 +291,9 @@ while env.engine.pool.words.has_answered().all() and not env.statistics().env_st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step_s", [0, 0.01, 60])
-def test_a_program_that_ends_while_a_thread_is_in_a_call_reports_no_loss(step_s, script_host, tmp_path):
+def test_a_program_that_ends_while_a_thread_is_in_a_call_reports_no_loss(
+    step_s, script_host, tmp_path
+):
     """The thread gets `Closed`, and nothing is logged."""
     script = tmp_path / "ends.py"
     script.write_text(_ENDS_IN_A_CALL)

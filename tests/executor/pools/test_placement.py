@@ -31,8 +31,14 @@ def test_the_processor_of_a_process_is_read():
 @pytest.mark.slow
 @pytest.mark.parametrize("affinity", [None, (ALL[-1],), tuple(ALL[:2])])
 def test_statistics_report_processors_that_the_affinity_allows(affinity):
-    allowed = [ALL] * 2 if affinity is None else [[affinity[i % len(affinity)]] for i in range(2)]
-    with ParallelEnv(2, _Pinned, num_workers=2, seed=0, options=ExecutorOptions(affinity=affinity)) as env:
+    allowed = (
+        [ALL] * 2
+        if affinity is None
+        else [[affinity[i % len(affinity)]] for i in range(2)]
+    )
+    with ParallelEnv(
+        2, _Pinned, num_workers=2, seed=0, options=ExecutorOptions(affinity=affinity)
+    ) as env:
         env.rollout(5)
         assert env.call("affinity") == allowed
         for worker, cpus in zip(env.statistics().workers, allowed, strict=True):
@@ -45,10 +51,14 @@ def test_a_yield_of_the_caller_reaches_its_workers():
     with ParallelEnv(2, CountingEnv, num_workers=2, seed=0) as env:
         pids = [worker.pid for worker in env.statistics().workers]
         assert {os.getsid(pid) for pid in pids} == {os.getsid(0)}
-        assert len({os.getpgid(pid) for pid in [*pids, 0]}) == 3, "but groups of their own: Ctrl-C does not reach them"
+        assert len({os.getpgid(pid) for pid in [*pids, 0]}) == 3, (
+            "but groups of their own: Ctrl-C does not reach them"
+        )
         own = Path("/proc/self/autogroup")
         if own.exists():
-            assert {Path(f"/proc/{pid}/autogroup").read_text() for pid in pids} == {own.read_text()}
+            assert {Path(f"/proc/{pid}/autogroup").read_text() for pid in pids} == {
+                own.read_text()
+            }
 
 
 class _Printing(CountingEnv):
@@ -69,7 +79,9 @@ def in_terminal(terminal: int) -> list[str]:
     for fd in range(3):
         os.dup2(terminal, fd)
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    with ParallelEnv(1, _Printing, seed=0, options=ExecutorOptions(worker_output="inherit")) as env:
+    with ParallelEnv(
+        1, _Printing, seed=0, options=ExecutorOptions(worker_output="inherit")
+    ) as env:
         env.reset()
         answers: list[str] = env.call("terminal")
         return answers

@@ -38,8 +38,12 @@ pytestmark = pytest.mark.slow
 
 def portable(num_envs, factory, *, num_workers=2, options=None, **arguments):
     """Return an executor over the portable pool."""
-    options = ExecutorOptions(start_method="portable", close_timeout_s=2.0, **(options or {}))
-    return ParallelEnv(num_envs, factory, num_workers=num_workers, seed=5, options=options, **arguments)
+    options = ExecutorOptions(
+        start_method="portable", close_timeout_s=2.0, **(options or {})
+    )
+    return ParallelEnv(
+        num_envs, factory, num_workers=num_workers, seed=5, options=options, **arguments
+    )
 
 
 def data_of(env):
@@ -61,13 +65,25 @@ FAMILIES = {
     "cartpole": NamedFactory("gymnasium", "CartPole-v1"),
 }
 MORE_FAMILIES = [
-    pytest.param(NamedFactory("dm_control", "cartpole/balance"), marks=needs("dm-control"), id="dm_control"),
-    pytest.param(PettingZooFactory("mpe2.simple_spread_v3"), marks=needs("pettingzoo"), id="pettingzoo"),
+    pytest.param(
+        NamedFactory("dm_control", "cartpole/balance"),
+        marks=needs("dm-control"),
+        id="dm_control",
+    ),
+    pytest.param(
+        PettingZooFactory("mpe2.simple_spread_v3"),
+        marks=needs("pettingzoo"),
+        id="pettingzoo",
+    ),
 ]
 
 
 @pytest.mark.parametrize(
-    "factory", [*(pytest.param(factory, id=name) for name, factory in FAMILIES.items()), *MORE_FAMILIES]
+    "factory",
+    [
+        *(pytest.param(factory, id=name) for name, factory in FAMILIES.items()),
+        *MORE_FAMILIES,
+    ],
 )
 def test_data_are_those_of_a_serial_executor_bit_for_bit(factory):
     torch.manual_seed(0)
@@ -97,7 +113,12 @@ def test_killed_workers_are_reported_and_replaced():
         root = env.reset()
         os.kill(env.statistics().workers[1].pid, signal.SIGKILL)
         batch, root = env.step_and_maybe_reset(env.rand_action(root))
-        assert batch["next", "interrupted"].flatten().tolist() == [False, False, True, True]
+        assert batch["next", "interrupted"].flatten().tolist() == [
+            False,
+            False,
+            True,
+            True,
+        ]
         env.step(env.rand_action(root))
         assert env.statistics().workers[1].generation == 1
     with portable(4, CountingEnv) as env:
@@ -113,7 +134,9 @@ def test_a_worker_that_ends_by_itself_is_reported_with_its_output(fault):
     with portable(2, FaultyEnv, env_kwargs=[{}, {"fault": fault}]) as env:
         root = env.reset()
         _, root = env.step_and_maybe_reset(env.rand_action(root))
-        with pytest.raises(WorkerLost, match="exit code 3" if fault == "exit" else "SIGSEGV") as lost:
+        with pytest.raises(
+            WorkerLost, match="exit code 3" if fault == "exit" else "SIGSEGV"
+        ) as lost:
             env.step(env.rand_action(root))
         assert lost.value.env_ids == (1,)
         assert fault == "exit" or "Fatal Python error" in lost.value.remote_traceback
@@ -121,8 +144,13 @@ def test_a_worker_that_ends_by_itself_is_reported_with_its_output(fault):
 
 @pytest.mark.broken_pool
 def test_an_env_that_hangs_is_killed_with_its_stack_and_one_that_raises_is_not():
-    faults = [{"fault": "value_error", "step": 2}, {"fault": "sleep", "step": 1, "episode": 1}]
-    with portable(2, FaultyEnv, env_kwargs=faults, options={"step_timeout_s": 1.5}) as env:
+    faults = [
+        {"fault": "value_error", "step": 2},
+        {"fault": "sleep", "step": 1, "episode": 1},
+    ]
+    with portable(
+        2, FaultyEnv, env_kwargs=faults, options={"step_timeout_s": 1.5}
+    ) as env:
         _, root = env.step_and_maybe_reset(env.rand_action(env.reset()))
         with pytest.raises(EnvError, match="broke on purpose"):
             env.step(env.rand_action(root))
@@ -182,7 +210,10 @@ def test_an_interrupt_does_not_lose_the_end_of_a_worker(monkeypatch):
 def test_what_it_does_not_have_is_refused():
     with portable(2, CountingEnv) as env:
         root = env.reset()
-        with pytest.raises(ValueError, match=r"branch failed: .* got the portable pool. Use `env.restore\("):
+        with pytest.raises(
+            ValueError,
+            match=r"branch failed: .* got the portable pool. Use `env.restore\(",
+        ):
             env.branch(0, [1])
         env.step(env.rand_action(root))
 
@@ -199,7 +230,9 @@ def test_a_saved_state_continues_in_all_envs_and_another_executor():
     with SerialEnv(1, FAMILIES["cartpole"], seed=6) as env:
         env.reset()
         env.restore(saved)
-        assert env.step(env.current().set("action", torch.tensor([1])))["next", "observation"].equal(batch[:1])
+        assert env.step(env.current().set("action", torch.tensor([1])))[
+            "next", "observation"
+        ].equal(batch[:1])
 
 
 @pytest.mark.broken_pool
@@ -295,24 +328,33 @@ env.close()
 """
 
 
-def test_a_script_without_a_guard_that_starts_processes_itself_ends_with_one_clear_error(script_host, tmp_path):
+def test_a_script_without_a_guard_that_starts_processes_itself_ends_with_one_clear_error(
+    script_host, tmp_path
+):
     """The spawned process runs the script again; it starts no workers, and the script continues."""
     script = tmp_path / "unguarded.py"
     script.write_text(_UNGUARDED)
     done = script_host.run(script, folder=tmp_path, output=tmp_path)
     assert (done.returncode, done.stdout) == (0, "child 1\n")
-    assert done.stderr.count("Put what makes the executor into a function, or under") == 1
+    assert (
+        done.stderr.count("Put what makes the executor into a function, or under") == 1
+    )
 
 
 def test_a_script_that_multiprocessing_runs_again_is_shown_the_guard(monkeypatch):
-    monkeypatch.setattr(multiprocessing.process.current_process(), "_inheriting", True, raising=False)
+    monkeypatch.setattr(
+        multiprocessing.process.current_process(), "_inheriting", True, raising=False
+    )
     with pytest.raises(RuntimeError, match='if __name__ == "__main__":'):
         portable(1, CountingEnv, num_workers=1)
 
 
 def test_an_env_is_sized():
     sizing = recommend(
-        CountingEnv, goal=Goal(num_envs=2), budget_s=1.0, options=ExecutorOptions(start_method="portable")
+        CountingEnv,
+        goal=Goal(num_envs=2),
+        budget_s=1.0,
+        options=ExecutorOptions(start_method="portable"),
     )
     assert sizing.chosen.steps_per_s > 0
 
@@ -320,7 +362,8 @@ def test_an_env_is_sized():
 #: What is taken from envherd in a script and in its workers: calls that are missing or refused alone, or in strange
 #: company; `tests.lacking.subsets` has more.
 PARTS = (
-    *("windows", "macos", "sandbox"),  # the calls, names and modules that another system lacks
+    # The calls, names and modules that another system lacks.
+    *("windows", "macos", "sandbox"),
     "os.memfd_create! os.posix_fallocate! os.killpg! os.kill! os.getppid! signal.pthread_sigmask! resource.getrlimit!",
     (
         "libc.sem_init os.sched_getaffinity! os.sched_yield! mmap.PROT_READ time.CLOCK_MONOTONIC faulthandler.register "
@@ -330,16 +373,36 @@ PARTS = (
 
 
 def test_a_program_works_without_what_another_system_lacks_and_where_parts_of_linux_are_missing():
-    command = [sys.executable, "-m", "tests.lacking.subsets", *(word for part in PARTS for word in ("--words", part))]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.lacking.subsets",
+        *(word for part in PARTS for word in ("--words", part)),
+    ]
     root = Path(__file__).parents[3]
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [root, *sys.path]))}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root, env=variables, timeout=280, check=False)
+    variables = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, [root, *sys.path])),
+    }
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=root,
+        env=variables,
+        timeout=280,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_interpreters_are_refused():
     with pytest.raises(ValueError, match="InPython"):
-        portable(1, InPython(sys.executable, "envherd.workers.testing:CountingEnv"), num_workers=1)
+        portable(
+            1,
+            InPython(sys.executable, "envherd.workers.testing:CountingEnv"),
+            num_workers=1,
+        )
 
 
 def test_kept_rollouts_keep_no_descriptors_and_no_names():

@@ -41,7 +41,9 @@ def test_executors_share_a_helper_that_has_the_modules():
 def test_a_closed_executor_leaves_nothing_in_it():
     with preloaded("wave"):
         with ParallelEnv(2, Seeing, num_workers=2) as env:
-            pids = [worker.pid for worker in env.statistics().workers] + env.call("leave_one")
+            pids = [worker.pid for worker in env.statistics().workers] + env.call(
+                "leave_one"
+            )
         assert not any(map(is_there, pids))
         with ParallelEnv(1, Seeing) as env:
             other = env.call("leave_one")[0]
@@ -86,15 +88,25 @@ def test_workers_see_what_the_owner_sees_when_they_start(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("start_method", ["zygote", "spawn", "preloaded"])
-def test_environment_variables_and_import_path_may_be_of_any_size(start_method, monkeypatch):
+def test_environment_variables_and_import_path_may_be_of_any_size(
+    start_method, monkeypatch
+):
     """Each is larger than a socket's buffer, and the path also than the largest argument of a program."""
-    monkeypatch.setattr(sys, "path", [*sys.path, *(f"/nowhere/{number}/{'x' * 1000}" for number in range(400))])
+    monkeypatch.setattr(
+        sys,
+        "path",
+        [*sys.path, *(f"/nowhere/{number}/{'x' * 1000}" for number in range(400))],
+    )
     for number in range(4):
         monkeypatch.setenv(f"LARGE_{number}", "x" * 100_000)
     is_shared = start_method == "preloaded"
     with preloaded("wave") if is_shared else contextlib.nullcontext():
         monkeypatch.setenv("LARGE_4", "y" * 100_000)
-        options = ExecutorOptions() if is_shared else ExecutorOptions(start_method=start_method)
+        options = (
+            ExecutorOptions()
+            if is_shared
+            else ExecutorOptions(start_method=start_method)
+        )
         with ParallelEnv(1, Seeing, options=options) as env:
             assert env.call("variable", "LARGE_4") == ["y" * 100_000]
             assert env.call("last_of_path") == [sys.path[-1]]
@@ -110,8 +122,12 @@ def test_an_executor_whose_helper_would_be_another_has_its_own():
         assert helper_of() == shared
 
 
-@pytest.mark.parametrize(("name", "is_forked"), [("jemalloc_bg_thd", True), ("other", False)])
-def test_workers_are_forked_unless_a_module_has_started_a_thread(tmp_path, monkeypatch, name, is_forked):
+@pytest.mark.parametrize(
+    ("name", "is_forked"), [("jemalloc_bg_thd", True), ("other", False)]
+)
+def test_workers_are_forked_unless_a_module_has_started_a_thread(
+    tmp_path, monkeypatch, name, is_forked
+):
     """The thread of jemalloc is prepared for forks."""
     (tmp_path / f"{name}_starts.py").write_text(
         "import threading, pathlib, time\n"

@@ -193,6 +193,8 @@ def test_many_names_fit_into_a_sockets_buffer(monkeypatch):
     import gymnasium
 
     for number in range(2000):
-        spec = gymnasium.envs.registration.EnvSpec(f"Many{number}-v0", "my_envs:Env", kwargs={"number": number})
+        spec = gymnasium.envs.registration.EnvSpec(
+            f"Many{number}-v0", "my_envs:Env", kwargs={"number": number}
+        )
         monkeypatch.setitem(gymnasium.registry, spec.id, spec)
     assert len(registries.collect()) < 100_000

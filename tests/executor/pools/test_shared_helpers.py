@@ -52,7 +52,9 @@ def test_executors_that_are_open_share_a_helper_and_each_ends_its_workers(monkey
     with ParallelEnv(1, Seeing) as outer:
         (helper,) = outer.call("helper")
         assert helper_of() == helper
-        assert [child.pid for child in psutil.Process(helper).children()] == [outer.statistics().workers[0].pid]
+        assert [child.pid for child in psutil.Process(helper).children()] == [
+            outer.statistics().workers[0].pid
+        ]
         assert outer.rollout(2).shape == (1, 2)
     assert not psutil.pid_exists(helper)  # its imports were quick, so it is not kept
 
@@ -61,14 +63,22 @@ def test_processes_are_named():
     with ParallelEnv(1, Seeing) as env:
         (helper,) = env.call("helper")
         assert psutil.Process(helper).name() == "envherd-helper"
-        assert psutil.Process(env.statistics().workers[0].pid).name() == "envherd-worker"
-        assert "envherd helper: imports modules" in " ".join(psutil.Process(helper).cmdline())
+        assert (
+            psutil.Process(env.statistics().workers[0].pid).name() == "envherd-worker"
+        )
+        assert "envherd helper: imports modules" in " ".join(
+            psutil.Process(helper).cmdline()
+        )
 
 
-def test_a_worker_has_the_folder_of_its_executor_also_after_a_restart(tmp_path, monkeypatch):
+def test_a_worker_has_the_folder_of_its_executor_also_after_a_restart(
+    tmp_path, monkeypatch
+):
     helper = helper_of()
     monkeypatch.chdir(tmp_path)
-    with ParallelEnv(1, Seeing, options=ExecutorOptions(on_worker_loss="restart", recycle_after=1)) as env:
+    with ParallelEnv(
+        1, Seeing, options=ExecutorOptions(on_worker_loss="restart", recycle_after=1)
+    ) as env:
         assert env.call("folder") == [str(tmp_path)]
         monkeypatch.chdir("/")
         env.rollout(30, break_when_any_done=False)
@@ -90,8 +100,12 @@ def test_a_variable_that_imports_may_have_read_has_another_helper(monkeypatch):
         assert env.call("helper") != [other]
 
 
-def test_a_variable_that_imports_set_themselves_has_the_same_helper(tmp_path, monkeypatch):
-    (tmp_path / "module_that_sets.py").write_text("import os\nos.environ['SET'] = 'here'\n")
+def test_a_variable_that_imports_set_themselves_has_the_same_helper(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "module_that_sets.py").write_text(
+        "import os\nos.environ['SET'] = 'here'\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     options = ExecutorOptions(preload=("module_that_sets", Seeing.__module__))
     helper = helper_of(options=options)
@@ -201,7 +215,9 @@ def test_a_helper_that_was_killed_under_two_executors_leaves_both_at_work():
 
 @pytest.mark.broken_pool
 def test_a_lost_worker_is_replaced_from_a_helper_whose_other_executor_was_closed():
-    with ParallelEnv(1, Seeing, options=ExecutorOptions(on_worker_loss="restart")) as env:
+    with ParallelEnv(
+        1, Seeing, options=ExecutorOptions(on_worker_loss="restart")
+    ) as env:
         helper = env.call("helper")
         assert [helper_of()] == helper
         os.kill(env.statistics().workers[0].pid, signal.SIGKILL)
@@ -211,7 +227,9 @@ def test_a_lost_worker_is_replaced_from_a_helper_whose_other_executor_was_closed
 
 def test_two_threads_that_start_at_once_share_a_helper():
     found = []
-    threads = [threading.Thread(target=lambda: found.append(helper_of())) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: found.append(helper_of())) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -220,7 +238,9 @@ def test_two_threads_that_start_at_once_share_a_helper():
     assert len(set(found)) == 1
 
 
-def test_ctrl_c_in_a_start_leaves_the_other_start_that_waits_for_the_same_imports(tmp_path, monkeypatch):
+def test_ctrl_c_in_a_start_leaves_the_other_start_that_waits_for_the_same_imports(
+    tmp_path, monkeypatch
+):
     (tmp_path / "module_that_waits.py").write_text(
         "import os, pathlib, time\n"
         "here = pathlib.Path(__file__).parent\n"
@@ -234,7 +254,9 @@ def test_ctrl_c_in_a_start_leaves_the_other_start_that_waits_for_the_same_import
     def start():
         wait_for((tmp_path / "began").exists)
         other.start()
-        wait_for(lambda: any(len(helper._users) == 2 for helper in list(zygote._zygotes)))
+        wait_for(
+            lambda: any(len(helper._users) == 2 for helper in list(zygote._zygotes))
+        )
         os.kill(os.getpid(), signal.SIGINT)
 
     other = threading.Thread(target=lambda: found.append(helper_of(options=options)))
@@ -263,7 +285,9 @@ def test_a_close_that_has_failed_counts_its_executor_once(monkeypatch):
             leaves.close()
             assert helper_of() == helper
             assert stays.rollout(2).shape == (1, 2)
-        monkeypatch.setattr(zygote, "_wait_exit", Mock(side_effect=[MemoryError, None, None]))
+        monkeypatch.setattr(
+            zygote, "_wait_exit", Mock(side_effect=[MemoryError, None, None])
+        )
         with pytest.raises(MemoryError):
             stays.close()
     assert not psutil.pid_exists(helper)
@@ -287,7 +311,9 @@ def test_the_helper_of_torchrls_envs_is_kept_and_has_no_tensorflow(monkeypatch):
     monkeypatch.setattr(zygote, "_KEPT_CPU_S", 0.5)  # also on a quick machine
     helpers = []
     for _ in range(2):
-        env = torchrl.ParallelEnv(2, functools.partial(GymEnv, "CartPole-v1"), num_processes=1)
+        env = torchrl.ParallelEnv(
+            2, functools.partial(GymEnv, "CartPole-v1"), num_processes=1
+        )
         env.reset()
         (worker,) = {handle.pid for handle in env._workers}
         helpers.append(psutil.Process(worker).ppid())
@@ -302,7 +328,9 @@ def test_the_modules_of_the_torchrl_facade_exist():
 
     from envherd.executor.facades.torchrl.crew import _hosted_factory
 
-    factory = _hosted_factory(functools.partial(GymEnv, "CartPole-v1"), ExecutorOptions())
+    factory = _hosted_factory(
+        functools.partial(GymEnv, "CartPole-v1"), ExecutorOptions()
+    )
     for name in factory.preload:
         with contextlib.suppress(ModuleNotFoundError):
             assert importlib.util.find_spec(name) is not None, name

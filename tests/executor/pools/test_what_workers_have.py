@@ -105,7 +105,13 @@ def run(folder, *command, lines=1):
     """Run Python in a folder; return the last lines of its output, each read as JSON."""
     variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run(
-        [sys.executable, *command], cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=200
+        [sys.executable, *command],
+        cwd=folder,
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()[-lines:]]
@@ -158,7 +164,9 @@ def test_variables_of_the_script_are_copies(seen):
 
 
 def test_it_has_the_folder_of_the_script(seen):
-    assert {one["folder"] for one in seen["first"] + seen["replaced"]} == {seen["folder"]}
+    assert {one["folder"] for one in seen["first"] + seen["replaced"]} == {
+        seen["folder"]
+    }
 
 
 def test_the_default_dtype_is_that_of_torch(seen):
@@ -166,7 +174,9 @@ def test_the_default_dtype_is_that_of_torch(seen):
 
 
 def test_global_generators_are_seeded_for_each_env(seen):
-    first, replaced = ([one["random"] for one in part] for part in (seen["first"], seen["replaced"]))
+    first, replaced = (
+        [one["random"] for one in part] for part in (seen["first"], seen["replaced"])
+    )
     assert first[0] != first[1]
     assert seen["own"] not in first
     assert len(set(replaced)) == 2
@@ -258,7 +268,17 @@ def looks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("looking")
     (folder / "looking.py").write_text(LOOKING)
     (folder / "worlds.py").write_text(WORLDS)
-    return run(folder, "-O", "-W", "error::ImportWarning", "-X", "utf8", "looking.py", "--level", "3")[0]
+    return run(
+        folder,
+        "-O",
+        "-W",
+        "error::ImportWarning",
+        "-X",
+        "utf8",
+        "looking.py",
+        "--level",
+        "3",
+    )[0]
 
 
 @pytest.mark.slow
@@ -437,7 +457,9 @@ class Env(World):
 show(lambda: Env(), start_method=(sys.argv[1:] or ["zygote"])[0])
 show(Env)
 """
-NAMED = UNGUARDED.replace("from . import", "import").replace("from .level", "from level")
+NAMED = UNGUARDED.replace("from . import", "import").replace(
+    "from .level", "from level"
+)
 #: As Python 3.14 starts processes, with what scripts of public reports do: ids that the script registers.
 FORKSERVER = f"""
 import multiprocessing
@@ -471,21 +493,41 @@ class Env(World):
 """
 #: Name -> files, command, last lines of the output.
 PROGRAMS = {
-    "definitions": ({"main.py": DEFINITIONS}, ["main.py"], [[17.0, 17.0], [27.0, 27.0]]),
+    "definitions": (
+        {"main.py": DEFINITIONS},
+        ["main.py"],
+        [[17.0, 17.0], [27.0, 27.0]],
+    ),
     "python -m": (
         {"pkg/__init__.py": "", "pkg/level.py": "LEVEL = 3", "pkg/mod.py": UNGUARDED},
         ["-m", "pkg.mod"],
         None,
     ),
-    "a package": ({"pkg/level.py": "LEVEL = 3", "pkg/__main__.py": UNGUARDED}, ["-m", "pkg"], None),
+    "a package": (
+        {"pkg/level.py": "LEVEL = 3", "pkg/__main__.py": UNGUARDED},
+        ["-m", "pkg"],
+        None,
+    ),
     "a folder": (
-        {"app/level.py": "LEVEL = 3", "app/worlds.py": WORLDS, "app/__main__.py": NAMED},
+        {
+            "app/level.py": "LEVEL = 3",
+            "app/worlds.py": WORLDS,
+            "app/__main__.py": NAMED,
+        },
         ["app"],
         None,
     ),
-    "an unguarded import": ({"main.py": "import train", "train.py": NAMED, "level.py": "LEVEL = 3"}, ["main.py"], None),
+    "an unguarded import": (
+        {"main.py": "import train", "train.py": NAMED, "level.py": "LEVEL = 3"},
+        ["main.py"],
+        None,
+    ),
     "an unguarded package": (
-        {"main.py": "import pkg", "pkg/__init__.py": UNGUARDED, "pkg/level.py": "LEVEL = 3"},
+        {
+            "main.py": "import pkg",
+            "pkg/__init__.py": UNGUARDED,
+            "pkg/level.py": "LEVEL = 3",
+        },
         ["main.py", "portable"],
         None,
     ),
@@ -504,7 +546,10 @@ PROGRAMS = {
         None,
     ),
     "arguments": (
-        {"main.py": "import parsing\nfrom worlds import show\nshow(parsing.Env)", "parsing.py": PARSING},
+        {
+            "main.py": "import parsing\nfrom worlds import show\nshow(parsing.Env)",
+            "parsing.py": PARSING,
+        },
         ["main.py", "--level", "2"],
         [[2.0, 2.0]],
     ),
@@ -527,8 +572,20 @@ def test_modules_that_no_worker_can_import_go_by_value(tmp_path):
     (tmp_path / "main.py").write_text(MODULES)
     (tmp_path / "worlds.py").write_text(WORLDS)
     found = run(tmp_path, "main.py")[0]
-    by_number = ["path removed", "shadowed", "made", "edited", "reloaded", "deleted", "by_file", "package.plug_in"]
-    assert found == {name: [i, i] for i, name in enumerate(by_number, 1)} | {"run": [0.0], "locks": [10.0]}
+    by_number = [
+        "path removed",
+        "shadowed",
+        "made",
+        "edited",
+        "reloaded",
+        "deleted",
+        "by_file",
+        "package.plug_in",
+    ]
+    assert found == {name: [i, i] for i, name in enumerate(by_number, 1)} | {
+        "run": [0.0],
+        "locks": [10.0],
+    }
 
 
 # ---- objects that processes share ---------------------------------------------------------------
@@ -539,7 +596,9 @@ ADVICE = "multiprocessing.get_context('spawn')"
 @pytest.mark.slow
 @pytest.mark.parametrize("start_method", ["zygote", "portable"])
 def test_objects_that_processes_share_are_not_copied(tmp_path, start_method):
-    assert run(tmp_path, Path(__file__).with_name("sharing_script.py"), start_method)[0] == {
+    assert run(tmp_path, Path(__file__).with_name("sharing_script.py"), start_method)[
+        0
+    ] == {
         "a tensor": [4.0, 4.0, 0.0],
         "parameters": [4.0],
         "a queue": [1] * 4,
@@ -565,8 +624,15 @@ def test_a_shared_object_that_its_owner_has_released_is_refused(tmp_path):
 
 
 def test_keyword_arguments_that_cannot_be_sent_are_named():
-    with pytest.raises(FactoryError, match=r"env_kwargs failed: .*SimpleQueue at \[0\] -> \['jobs'\] .*Manager"):
-        ParallelEnv(1, CountingEnv, env_kwargs={"jobs": multiprocessing.get_context("fork").SimpleQueue()})
+    with pytest.raises(
+        FactoryError,
+        match=r"env_kwargs failed: .*SimpleQueue at \[0\] -> \['jobs'\] .*Manager",
+    ):
+        ParallelEnv(
+            1,
+            CountingEnv,
+            env_kwargs={"jobs": multiprocessing.get_context("fork").SimpleQueue()},
+        )
 
 
 # ---- what must not happen while a module is imported --------------------------------------------
@@ -581,7 +647,10 @@ NO_MODULES = {
         "import argparse\nparser = argparse.ArgumentParser()\nparser.parse_args(['--level'])",
         "SystemExit: 2. The import of parsing_arguments parses this program's arguments with argparse",
     ),
-    "exiting": ("import sys\nsys.exit('no licence')", "SystemExit: no licence. The import of exiting calls sys.exit"),
+    "exiting": (
+        "import sys\nsys.exit('no licence')",
+        "SystemExit: no licence. The import of exiting calls sys.exit",
+    ),
     **{
         f"starting_{start_method}": (
             STARTING.format(start_method),
@@ -597,11 +666,14 @@ def test_imports_that_no_worker_survives_are_explained(tmp_path, monkeypatch, na
     text, message = NO_MODULES[name]
     (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
-    options = ExecutorOptions(preload=(name,))  # its helper must survive the import also
+    # Its helper must survive the import also.
+    options = ExecutorOptions(preload=(name,))
     with pytest.raises(FactoryError, match=message):
         ParallelEnv(1, lambda: importlib.import_module(name), options=options)
 
 
 def test_a_factory_that_exits_is_named():
-    with pytest.raises(FactoryError, match=r"the factory raised SystemExit: 3. It calls sys.exit"):
+    with pytest.raises(
+        FactoryError, match=r"the factory raised SystemExit: 3. It calls sys.exit"
+    ):
         ParallelEnv(1, lambda: sys.exit(3))

@@ -40,7 +40,15 @@ pytestmark = pytest.mark.slow
 
 def walks(num_envs: int = 3, *, make: Any = Walk, **options: Any) -> ParallelEnv:
     """Return an executor with a worker for each env, all of which have made some steps."""
-    return stepped(ParallelEnv(num_envs, make, num_workers=num_envs, seed=5, options=ExecutorOptions(**options)))
+    return stepped(
+        ParallelEnv(
+            num_envs,
+            make,
+            num_workers=num_envs,
+            seed=5,
+            options=ExecutorOptions(**options),
+        )
+    )
 
 
 def stepped(env: Any, num_steps: int = 4) -> Any:
@@ -52,20 +60,28 @@ def stepped(env: Any, num_steps: int = 4) -> Any:
 
 def acting(env: Any, step: int, *, is_equal: bool = False) -> Any:
     """Return a batch with actions for a step, which differ unless `is_equal`."""
-    action = torch.full((env.num_envs,), step) if is_equal else step + torch.arange(env.num_envs)
+    action = (
+        torch.full((env.num_envs,), step)
+        if is_equal
+        else step + torch.arange(env.num_envs)
+    )
     return act(env).set("action", action % 3)
 
 
 def data_of(env: Any, num_steps: int) -> list[torch.Tensor]:
     """Return the observations of steps with equal actions."""
     return [
-        env.step_and_maybe_reset(acting(env, step, is_equal=True))[0]["next", "observation"].clone()
+        env.step_and_maybe_reset(acting(env, step, is_equal=True))[0][
+            "next", "observation"
+        ].clone()
         for step in range(num_steps)
     ]
 
 
 def are_equal(data: list[torch.Tensor], one: int, other: int) -> bool:
-    return all(torch.equal(observation[one], observation[other]) for observation in data)
+    return all(
+        torch.equal(observation[one], observation[other]) for observation in data
+    )
 
 
 class TestCopies:
@@ -82,7 +98,9 @@ class TestCopies:
             assert are_equal(data, 1, 0)
             assert are_equal(data, 1, 3)
             assert not are_equal(data, 1, 2)
-            assert env.get("first_seed") == [episode_seed(5, i, 0) for i in (1, 1, 2, 1)]
+            assert env.get("first_seed") == [
+                episode_seed(5, i, 0) for i in (1, 1, 2, 1)
+            ]
 
     def test_the_data_are_those_of_a_saved_env(self):
         runs = []
@@ -96,8 +114,12 @@ class TestCopies:
                     env.branch(0, [1])
                 else:
                     env.restore(env.save([0]), [1])
-                policy = functools.partial(TensorDict.set, key="action", item=torch.tensor([0, 1]))
-                runs.append(env.rollout(60, policy, auto_reset=False, break_when_any_done=False))
+                policy = functools.partial(
+                    TensorDict.set, key="action", item=torch.tensor([0, 1])
+                )
+                runs.append(
+                    env.rollout(60, policy, auto_reset=False, break_when_any_done=False)
+                )
         assert runs[0]["next", "done"].sum() > 4
         assert (runs[0] == runs[1]).all()
 
@@ -125,7 +147,9 @@ class TestCopies:
             env.reset(only(env, 0))
             env.branch(0, [1])
             env.reset()
-            assert env.get("first_seed") == [episode_seed(5, i, n) for i, n in ((0, 2), (1, 2), (2, 1))]
+            assert env.get("first_seed") == [
+                episode_seed(5, i, n) for i, n in ((0, 2), (1, 2), (2, 1))
+            ]
             env.set_seed(6)
             env.reset()
             assert env.get("first_seed") == [episode_seed(6, i, 0) for i in range(3)]
@@ -137,7 +161,10 @@ class TestCopies:
             data = env.step(acting(env, 0, is_equal=True))
             assert data["next", "done"].flatten().tolist() == [True, True]
             assert data["next", "episode", "length"].flatten().tolist() == [6, 6]
-            assert torch.equal(data["next", "episode", "return"][0], data["next", "episode", "return"][1])
+            assert torch.equal(
+                data["next", "episode", "return"][0],
+                data["next", "episode", "return"][1],
+            )
 
     def test_an_ended_source_gives_ended_copies(self):
         with walks(2, make=[functools.partial(Walk, 5), Walk]) as env:
@@ -160,7 +187,8 @@ class TestCopies:
         [
             {"start_method": "zygote"},
             {"start_method": "spawn"},
-            {"make": functools.partial(Unforkable, "blas"), "worker_threads": 2},  # threads that survive a fork
+            # Threads that survive a fork.
+            {"make": functools.partial(Unforkable, "blas"), "worker_threads": 2},
         ],
     )
     def test_workers_of_all_kinds(self, options):
@@ -194,13 +222,22 @@ class TestCopies:
     @pytest.mark.parametrize("copy", [True, False])
     def test_rollouts_begin_with_the_copies(self, copy):
         options = ExecutorOptions(isolate_rng=True)
-        with stepped(ParallelEnv(3, Walk, num_workers=3, copy=copy, options=options)) as env:
+        with stepped(
+            ParallelEnv(3, Walk, num_workers=3, copy=copy, options=options)
+        ) as env:
             for source in (0, 2):
                 env.branch(source, [1])
                 actions = acting(env, 1, is_equal=True)
-                data = env.rollout(5, lambda td: td.update(actions), auto_reset=False, break_when_any_done=False)  # noqa: B023
+                data = env.rollout(
+                    5,
+                    lambda td: td.update(actions),  # noqa: B023
+                    auto_reset=False,
+                    break_when_any_done=False,
+                )
                 assert torch.equal(data["observation"][1], data["observation"][source])
-                assert torch.equal(data["next", "observation"][1], data["next", "observation"][source])
+                assert torch.equal(
+                    data["next", "observation"][1], data["next", "observation"][source]
+                )
 
     def test_a_chain_of_branches_keeps_no_descriptor_and_no_thread(self):
         with walks(2) as env:
@@ -220,7 +257,11 @@ class TestPlaces:
             pids = [worker.pid for worker in env.statistics().workers]
             env.branch(0, [2])
             env.step(acting(env, 0))
-            assert [who[:3] for who in env.call("who")] == [[0, 0, 0], [1, 1, 0], [2, 2, 1]]
+            assert [who[:3] for who in env.call("who")] == [
+                [0, 0, 0],
+                [1, 1, 0],
+                [2, 2, 1],
+            ]
             assert all(pid == group for *_, pid, group, _ in env.call("who"))
             now = [worker.pid for worker in env.statistics().workers]
             assert now == [who[3] for who in env.call("who")]
@@ -228,7 +269,9 @@ class TestPlaces:
             assert now[2] != pids[2]
             assert not is_running(pids[2])
             wait_for(lambda: env.worker_output(2).split() == ["step", "5"])
-            assert env.worker_output(0).split() == [word for n in range(1, 6) for word in ("step", str(n))]
+            assert env.worker_output(0).split() == [
+                word for n in range(1, 6) for word in ("step", str(n))
+            ]
 
     def test_other_envs_may_be_under_way(self):
         with walks(4) as env:
@@ -241,11 +284,18 @@ class TestPlaces:
             assert td["env_ids"].tolist() == [2]
             env.send(acting(env, 1, is_equal=True), env_ids=range(4))
             td = env.recv(env_ids=[0, 1, 2, 3])
-            assert torch.equal(td["next", "observation"][0], td["next", "observation"][1])
+            assert torch.equal(
+                td["next", "observation"][0], td["next", "observation"][1]
+            )
             env.branch(0, [3])
-            assert torch.equal(env.current([0])["observation"], env.current([3])["observation"])
+            assert torch.equal(
+                env.current([0])["observation"], env.current([3])["observation"]
+            )
             env.branch(1, [0, 2])
-            assert torch.equal(env.current(td["env_ids"])["observation"][2], env.current([1])["observation"][0])
+            assert torch.equal(
+                env.current(td["env_ids"])["observation"][2],
+                env.current([1])["observation"][0],
+            )
 
 
 class TestRefusals:
@@ -258,7 +308,9 @@ class TestRefusals:
                 ((3, [1]), r"different env ids in 0\.\.2"),
                 ((None, [1]), "source_id as an int"),
             ):
-                with pytest.raises(ValueError, match=f"branch failed: expected {words}"):
+                with pytest.raises(
+                    ValueError, match=f"branch failed: expected {words}"
+                ):
                     env.branch(*arguments)
             env.branch(0, [])
             env.reset()
@@ -267,24 +319,41 @@ class TestRefusals:
     def test_a_source_without_an_episode(self):
         with ParallelEnv(2, Walk, num_workers=2) as env:
             env.reset(only(env, 1))
-            with pytest.raises(ResetNeeded, match="branch failed: expected an env that was reset, got env 0"):
+            with pytest.raises(
+                ResetNeeded,
+                match="branch failed: expected an env that was reset, got env 0",
+            ):
                 env.branch(0, [1])
             assert env.get("num_steps", env_ids=[1]) == [0]
 
     def test_executors_without_a_process_for_each_env(self):
         with ParallelEnv(3, Walk, num_workers=2) as env:
             env.reset()
-            with pytest.raises(ValueError, match=r"expected a worker process for each env, .* Pass num_workers=3\."):
+            with pytest.raises(
+                ValueError,
+                match=r"expected a worker process for each env, .* Pass num_workers=3\.",
+            ):
                 env.branch(0, [2])
-        with walks(2, env_threads=True) as env, pytest.raises(ValueError, match="got env_threads=True"):
+        with (
+            walks(2, env_threads=True) as env,
+            pytest.raises(ValueError, match="got env_threads=True"),
+        ):
             env.branch(0, [1])
-        with SerialEnv(2, Walk) as env, pytest.raises(AttributeError, match="It is a method of ParallelEnv"):
+        with (
+            SerialEnv(2, Walk) as env,
+            pytest.raises(AttributeError, match="It is a method of ParallelEnv"),
+        ):
             env.branch(0, [1])
 
     def test_unlike_envs(self):
-        with ParallelEnv(2, [Walk, lambda: gymnasium.make("CartPole-v1")], num_workers=2) as env:
+        with ParallelEnv(
+            2, [Walk, lambda: gymnasium.make("CartPole-v1")], num_workers=2
+        ) as env:
             env.reset()
-            with pytest.raises(ValueError, match="branch failed: expected envs with the spec of env 0, got env 1"):
+            with pytest.raises(
+                ValueError,
+                match="branch failed: expected envs with the spec of env 0, got env 1",
+            ):
                 env.branch(0, [1])
 
     @pytest.mark.parametrize(
@@ -298,7 +367,10 @@ class TestRefusals:
     def test_workers_that_cannot_be_forked(self, kind, words):
         with walks(2, make=functools.partial(Unforkable, kind)) as env:
             before = env.current()["observation"].clone()
-            with pytest.raises(ValueError, match=rf"can be forked, got .*{words}.* \(worker 0, env 0, pid"):
+            with pytest.raises(
+                ValueError,
+                match=rf"can be forked, got .*{words}.* \(worker 0, env 0, pid",
+            ):
                 env.branch(0, [1])
             assert torch.equal(env.current()["observation"], before)
             assert [who[2] for who in env.call("who")] == [0, 0]
@@ -306,7 +378,9 @@ class TestRefusals:
 
     def test_threads_outside_python(self):
         with walks(2, make=functools.partial(Unforkable, "native")) as env:
-            with pytest.raises(ValueError, match="got a thread 'envherd-worker' of a native library"):
+            with pytest.raises(
+                ValueError, match="got a thread 'envherd-worker' of a native library"
+            ):
                 env.branch(0, [1])
             assert env.call("num_threads") == [1, 1]
 
@@ -315,13 +389,18 @@ class TestRefusals:
         with own, given, open("/dev/null") as file:
             assert file.readable()
             reasons = branching.reasons_against(own, given.fileno())
-            assert not any("device" in reason or "context" in reason for reason in reasons)
+            assert not any(
+                "device" in reason or "context" in reason for reason in reasons
+            )
             monkeypatch.setattr(branching, "_DEVICES", ("/dev/null",))
             monkeypatch.setattr(branching, "_CONTEXTS", {"libc.so": "getpid"})
             reasons = branching.reasons_against(own, given.fileno())
             assert "the device /dev/null" in reasons
             assert "an OpenGL context of libc.so" in reasons
-            assert f"an open socket (descriptor {own.fileno()})" in branching.reasons_against(given, given.fileno())
+            assert (
+                f"an open socket (descriptor {own.fileno()})"
+                in branching.reasons_against(given, given.fileno())
+            )
 
 
 @pytest.mark.broken_pool
@@ -330,11 +409,15 @@ class TestLosses:
         with walks(2) as env:
             env.branch(0, [1])
             kill(env, 1)
-            with pytest.raises(WorkerLost, match=r"worker 1 ended with SIGKILL\(-9\).*generation 1"):
+            with pytest.raises(
+                WorkerLost, match=r"worker 1 ended with SIGKILL\(-9\).*generation 1"
+            ):
                 env.step(acting(env, 0))
             env.branch(0, [1])  # a copy takes the place of a lost worker, too
             assert are_equal(data_of(env, 3), 0, 1)
-            with pytest.raises(WorkerLost, match=r"worker 1 ended with exit code 3 in call"):
+            with pytest.raises(
+                WorkerLost, match=r"worker 1 ended with exit code 3 in call"
+            ):
                 env.call("end", env_ids=[1])
 
     def test_a_lost_copy_is_built_by_the_factory(self):
@@ -360,7 +443,9 @@ class TestLosses:
     def test_a_lost_source_leaves_the_targets(self, on_worker_loss):
         with walks(2, on_worker_loss=on_worker_loss) as env:
             kill(env, 0)
-            with pytest.raises(WorkerLost, match=r"branch failed: worker 0 ended with SIGKILL"):
+            with pytest.raises(
+                WorkerLost, match=r"branch failed: worker 0 ended with SIGKILL"
+            ):
                 env.branch(0, [1])
             assert env.call("who", env_ids=[1])[0][2] == 0
             if on_worker_loss == "restart":
@@ -371,10 +456,14 @@ class TestLosses:
     def test_a_source_that_hangs_is_killed(self):
         with walks(2) as env:
             crew: Any = env._pool.crew
-            crew.options = dataclasses.replace(crew.options, build_timeout_s=1.0)  # enough for a fork, not for a build
+            # Enough for a fork, not for a build.
+            crew.options = dataclasses.replace(crew.options, build_timeout_s=1.0)
             pid = env.call("who")[0][3]
             os.kill(pid, signal.SIGSTOP)
-            with pytest.raises(WorkerTimeout, match=r"branch failed: worker 0 gave no answer within 1 s"):
+            with pytest.raises(
+                WorkerTimeout,
+                match=r"branch failed: worker 0 gave no answer within 1 s",
+            ):
                 env.branch(0, [1])
             assert not is_running(pid)
             assert env.call("who", env_ids=[1])[0][2] == 0
@@ -391,7 +480,9 @@ class TestLosses:
 
             with monkeypatch.context() as patched:
                 patched.setattr(crew, "attach", kill_first)
-                with pytest.raises(WorkerLost, match=r"attach failed: worker 1 ended with SIGKILL"):
+                with pytest.raises(
+                    WorkerLost, match=r"attach failed: worker 1 ended with SIGKILL"
+                ):
                     env.branch(0, [1, 2])
             with pytest.raises(ResetNeeded):
                 env.step(acting(env, 0))
@@ -405,7 +496,11 @@ class TestLosses:
             with walks(2) as env, monkeypatch.context() as patched:
                 crew: Any = env._pool.crew
                 error = WorkerLost("no such child")
-                patched.setattr(crew._zygote, "adopt", lambda *_, error=error: (_ for _ in ()).throw(error))
+                patched.setattr(
+                    crew._zygote,
+                    "adopt",
+                    lambda *_, error=error: (_ for _ in ()).throw(error),
+                )
                 if is_refused:
                     with pytest.raises(WorkerLost, match="no such child"):
                         env.branch(0, [1], reseed=True)
@@ -423,7 +518,8 @@ class Strike(Interrupt):
         signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.filterwarnings("ignore:Exception ignored in. <_io.FileIO")  # freed at the end of a `with`
+# Freed at the end of a `with`.
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <_io.FileIO")
 @pytest.mark.timeout(280)
 def test_an_interrupt_leaves_targets_unchanged_copied_or_to_be_reset():
     with walks(3, isolate_rng=True) as env:
@@ -438,7 +534,10 @@ def test_an_interrupt_leaves_targets_unchanged_copied_or_to_be_reset():
             for env_id in (1, 2):
                 shown = root["observation"][env_id].tolist()
                 assert shown in (stale[0].tolist(), stale[env_id].tolist())
-                assert needs_reset[env_id] or shown == env.get("place", [env_id])[0].tolist()
+                assert (
+                    needs_reset[env_id]
+                    or shown == env.get("place", [env_id])[0].tolist()
+                )
             if not needs_reset.any():
                 data_of(env, 1)
         assert are_equal(data_of(env, 3), 0, 2)
@@ -469,7 +568,10 @@ if sys.argv[1] == "is killed in a branch":
     [
         ("is killed", 0),
         ("returns", 0),
-        *(("is killed in a branch", time_s) for time_s in scaled((0.17,), full=(0.1, 0.17, 0.23, 0.31))),
+        *(
+            ("is killed in a branch", time_s)
+            for time_s in scaled((0.17,), full=(0.1, 0.17, 0.23, 0.31))
+        ),
     ],
 )
 def test_copies_end_with_their_owner(end, after_s, script_host, tmp_path):
@@ -487,13 +589,19 @@ def test_copies_end_with_their_owner(end, after_s, script_host, tmp_path):
 def test_random_branches_while_workers_die():
     rng, most = random.Random(0), scaled(30, full=200)
     num_envs, num_branches = 4, 0
-    options = ExecutorOptions(on_worker_loss="restart", max_restarts=10_000, restart_window_s=0.001)
-    with stepped(ParallelEnv(num_envs, Walk, num_workers=num_envs, seed=0, options=options), 0) as env:
+    options = ExecutorOptions(
+        on_worker_loss="restart", max_restarts=10_000, restart_window_s=0.001
+    )
+    with stepped(
+        ParallelEnv(num_envs, Walk, num_workers=num_envs, seed=0, options=options), 0
+    ) as env:
         timers: list[threading.Timer] = []
         while num_branches < most:
             if rng.random() < 0.3:
                 pid = env.statistics().workers[rng.randrange(num_envs)].pid
-                timers.append(threading.Timer(rng.random() * 0.05, kill_one, (pid, env)))
+                timers.append(
+                    threading.Timer(rng.random() * 0.05, kill_one, (pid, env))
+                )
                 timers[-1].start()
             needs_reset = np.flatnonzero(env.engine.states.needs_reset).tolist()
             if needs_reset:
@@ -511,14 +619,19 @@ def test_random_branches_while_workers_die():
             timer.join()
 
 
-def check_step(env: Any, source: int, targets: list[int], expected: torch.Tensor) -> None:
+def check_step(
+    env: Any, source: int, targets: list[int], expected: torch.Tensor
+) -> None:
     """Check the roots after a branch, and that the next rows of source and copies are equal, if no worker is lost."""
     assert torch.equal(env.current()["observation"], expected)
     data = env.step_and_maybe_reset(acting(env, 1, is_equal=True))[0]["next"]
     is_cut = data["interrupted"].flatten()
     assert torch.equal(data["observation"][is_cut], expected[is_cut])
     intact = [i for i in (source, *targets) if not is_cut[i]]
-    assert all(torch.equal(data["observation"][i], data["observation"][intact[0]]) for i in intact)
+    assert all(
+        torch.equal(data["observation"][i], data["observation"][intact[0]])
+        for i in intact
+    )
     assert not any(torch.equal(data["observation"][i], expected[i]) for i in intact)
 
 

@@ -48,18 +48,36 @@ def make_torchrl() -> Any:
 
 #: Family -> its factory, and the extra that it needs.
 FAMILIES: dict[str, tuple[Callable[[], Any], str]] = {
-    "CartPole": (functools.partial(make_gymnasium, "CartPole-v1", "gymnasium"), "gymnasium"),
-    "LunarLander": (functools.partial(make_gymnasium, "LunarLander-v3", "Box2D"), "box2d"),
-    "HalfCheetah": (functools.partial(make_gymnasium, "HalfCheetah-v5", "mujoco"), "mujoco"),
+    "CartPole": (
+        functools.partial(make_gymnasium, "CartPole-v1", "gymnasium"),
+        "gymnasium",
+    ),
+    "LunarLander": (
+        functools.partial(make_gymnasium, "LunarLander-v3", "Box2D"),
+        "box2d",
+    ),
+    "HalfCheetah": (
+        functools.partial(make_gymnasium, "HalfCheetah-v5", "mujoco"),
+        "mujoco",
+    ),
     "Pong": (functools.partial(make_gymnasium, "ALE/Pong-v5", "ale_py"), "atari"),
-    "MiniGrid": (functools.partial(make_gymnasium, "MiniGrid-DoorKey-8x8-v0", "minigrid"), "minigrid"),
+    "MiniGrid": (
+        functools.partial(make_gymnasium, "MiniGrid-DoorKey-8x8-v0", "minigrid"),
+        "minigrid",
+    ),
     "TorchRL": (make_torchrl, "torchrl"),
     "dm_control": (functools.partial(make_control, "cheetah", "run"), "dm-control"),
-    "commons_harvest": (MeltingPotFactory("commons_harvest__open", deterministic=True), "meltingpot"),
+    "commons_harvest": (
+        MeltingPotFactory("commons_harvest__open", deterministic=True),
+        "meltingpot",
+    ),
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=needs(extra)) for name, (_, extra) in FAMILIES.items()])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=needs(extra)) for name, (_, extra) in FAMILIES.items()],
+)
 def test_copies_return_equal_bytes(name):
     num_equal = 0
     with ParallelEnv(3, FAMILIES[name][0], num_workers=3, seed=3) as env:

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from envherd import Collector, EpisodeLogger, ExecutorOptions, ParallelEnv, SerialEnv, SpecError
+from envherd import (
+    Collector,
+    EpisodeLogger,
+    ExecutorOptions,
+    ParallelEnv,
+    SerialEnv,
+    SpecError,
+)
 from envherd.workers.testing import CountingEnv
 from tests.envs.counting_envs import AgentsEnv, TextEnv
 from tests.executor.drives import act, fused, reset_by_hand, rolled, sent
@@ -20,7 +27,11 @@ MAKERS = {
     "parallel": functools.partial(ParallelEnv, num_workers=2),
     "serial": SerialEnv,
 }
-ENVS = [functools.partial(CountingEnv, 4), functools.partial(CountingEnv, 7), functools.partial(CountingEnv, 5)]
+ENVS = [
+    functools.partial(CountingEnv, 4),
+    functools.partial(CountingEnv, 7),
+    functools.partial(CountingEnv, 5),
+]
 
 
 def made(name, *arguments, **keywords):
@@ -47,7 +58,11 @@ def test_the_rows_of_a_rollout_sum_up_their_episodes(name):
             total, length = total + step["next", "reward"].item(), length + 1
             assert step["next", "episode", "return"].item() == total
             assert step["next", "episode", "length"].item() == length
-            assert step["next", "episode", "time"].item() > step["episode", "time"].item() >= 0
+            assert (
+                step["next", "episode", "time"].item()
+                > step["episode", "time"].item()
+                >= 0
+            )
             if step["next", "done"].item():
                 ends += 1
                 total = length = 0
@@ -62,7 +77,10 @@ def test_all_ways_to_step_give_the_same_statistics(drive):
     with made("parallel", 3, ENVS) as one, made("serial", 3, ENVS) as other:
         for mine, theirs in zip(drive(one, 12), drive(other, 12), strict=True):
             assert (without_time(mine) == without_time(theirs)).all()
-            assert ("next", "episode", "return") in mine or ("episode", "return") in mine
+            assert ("next", "episode", "return") in mine or (
+                "episode",
+                "return",
+            ) in mine
 
 
 def test_agents_have_returns_of_their_own():
@@ -70,8 +88,13 @@ def test_agents_have_returns_of_their_own():
         data = env.rollout(9, act, break_when_any_done=False)
         rewards = data["next", "agents", "reward"]
         assert data["next", "agents", "episode", "return"].shape == rewards.shape
-        assert data["next", "agents", "episode"].batch_size == data["next", "agents"].batch_size
-        assert (data["next", "agents", "episode", "return"][:, 3] == rewards[:, :4].sum(1)).all()
+        assert (
+            data["next", "agents", "episode"].batch_size
+            == data["next", "agents"].batch_size
+        )
+        assert (
+            data["next", "agents", "episode", "return"][:, 3] == rewards[:, :4].sum(1)
+        ).all()
         assert (data["next", "episode", "length"][:, 3] == 4).all()
 
 
@@ -79,7 +102,9 @@ def test_agents_have_returns_of_their_own():
 @pytest.mark.broken_pool
 def test_a_lost_worker_ends_no_episode_of_the_logger():
     options = ExecutorOptions(episode_statistics=True, on_worker_loss="restart")
-    with ParallelEnv(2, functools.partial(CountingEnv, 50), num_workers=2, seed=0, options=options) as env:
+    with ParallelEnv(
+        2, functools.partial(CountingEnv, 50), num_workers=2, seed=0, options=options
+    ) as env:
         root = env.reset()
         for _ in range(3):
             td, root = env.step_and_maybe_reset(act(root))
@@ -111,7 +136,14 @@ def test_infos_and_text_stay_beside_them():
     options = ExecutorOptions(episode_statistics=True, infos={"lives": int})
     with made("parallel", 2, functools.partial(TextEnv, 4), options=options) as env:
         data = env.rollout(6, act, break_when_any_done=False)
-        assert data["next", "episode", "length"][0].flatten().tolist() == [1, 2, 3, 4, 1, 2]
+        assert data["next", "episode", "length"][0].flatten().tolist() == [
+            1,
+            2,
+            3,
+            4,
+            1,
+            2,
+        ]
         assert not data["next", "info", "_lives"].any()
         seed = data["next", "observation"][0, 3, 0].item()
         assert data["next"][0, 3]["text"].startswith(f"{seed}:4")
@@ -137,7 +169,9 @@ def test_the_gymnasium_facade_has_the_infos_of_gymnasiums_wrapper(mode):
 
     makers = [lambda: gymnasium.make("CartPole-v1")] * 3
     ours = AsyncVectorEnv(makers, num_workers=2, options=ON, autoreset_mode=mode)
-    theirs = RecordEpisodeStatistics(gymnasium.vector.SyncVectorEnv(makers, autoreset_mode=mode))
+    theirs = RecordEpisodeStatistics(
+        gymnasium.vector.SyncVectorEnv(makers, autoreset_mode=mode)
+    )
     assert np.array_equal(ours.reset(seed=1)[0], theirs.reset(seed=1)[0])
     assert ours.observation_space == theirs.observation_space
     ends = 0
@@ -161,9 +195,14 @@ def test_the_sb3_facade_has_the_infos_of_sb3s_monitor():
 
     def make():
         """Rewards whose sums have more than the six digits that Monitor keeps."""
-        return gymnasium.wrappers.TransformReward(gymnasium.make("CartPole-v1"), lambda reward: reward / 1024)
+        return gymnasium.wrappers.TransformReward(
+            gymnasium.make("CartPole-v1"), lambda reward: reward / 1024
+        )
 
-    ours, theirs = SubprocVecEnv([make] * 3, num_workers=2, options=ON), DummyVecEnv([lambda: Monitor(make())] * 3)
+    ours, theirs = (
+        SubprocVecEnv([make] * 3, num_workers=2, options=ON),
+        DummyVecEnv([lambda: Monitor(make())] * 3),
+    )
     for env in (ours, theirs):
         env.seed(1)
     assert np.array_equal(ours.reset(), theirs.reset())
@@ -182,7 +221,9 @@ def test_the_sb3_facade_has_the_infos_of_sb3s_monitor():
 def test_the_sb3_facade_gives_each_agent_its_own_return():
     from envherd.executor.facades.sb3 import SubprocVecEnv
 
-    with contextlib.closing(SubprocVecEnv([functools.partial(AgentsEnv, 3)] * 2, num_workers=1, options=ON)) as env:
+    with contextlib.closing(
+        SubprocVecEnv([functools.partial(AgentsEnv, 3)] * 2, num_workers=1, options=ON)
+    ) as env:
         env.reset()
         total = sum(env.step([0, 1, 2, 3, 4, 0])[1] for _ in range(2))
         _, reward, _, infos = env.step([0, 1, 2, 3, 4, 0])
@@ -207,7 +248,11 @@ def test_rows_of_a_vector_env_end_one_by_one():
         length = 0
         for step in row.unbind(0):
             length += 1
-            assert step["next", "episode", "length"].item() == step["next", "episode", "return"].item() == length
+            assert (
+                step["next", "episode", "length"].item()
+                == step["next", "episode", "return"].item()
+                == length
+            )
             if step["next", "done"].item():
                 ends, length = ends + 1, 0
     assert ends > 6
@@ -221,9 +266,18 @@ def test_an_env_that_has_such_an_observation_is_refused():
     class Taken(CountingEnv):
         def __init__(self):
             super().__init__()
-            self.spec = replace(self.spec, observation=(*self.spec.observation, LeafSpec(("episode", "return"), (1,))))
+            self.spec = replace(
+                self.spec,
+                observation=(
+                    *self.spec.observation,
+                    LeafSpec(("episode", "return"), (1,)),
+                ),
+            )
 
-    with pytest.raises(SpecError, match="episode_statistics failed: expected an env without an observation named"):
+    with pytest.raises(
+        SpecError,
+        match="episode_statistics failed: expected an env without an observation named",
+    ):
         made("serial", 1, Taken)
 
 
@@ -255,13 +309,19 @@ def test_the_logger_writes_means_over_the_episodes_that_ended():
     board, run = Board(), Run()
     logger = EpisodeLogger(board, run, window=2)
     with made("serial", 3, ENVS) as env:
-        for data in Collector(env, act, frames_per_batch=36, total_frames=72, close_env=False):
+        for data in Collector(
+            env, act, frames_per_batch=36, total_frames=72, close_env=False
+        ):
             ended = logger.add(data)
             mask = data["next", "done"]
-            assert [one.length for one in ended] == data["next", "episode", "length"][mask].tolist()
+            assert [one.length for one in ended] == data["next", "episode", "length"][
+                mask
+            ].tolist()
             scalars = logger.write(env.statistics(), loss=0.5)
             assert scalars["loss"] == 0.5
-            assert scalars["episode/return"] == pytest.approx(data["next", "episode", "return"][mask].mean().item())
+            assert scalars["episode/return"] == pytest.approx(
+                data["next", "episode", "return"][mask].mean().item()
+            )
             assert scalars["envherd/env_steps"] == logger.num_steps
         assert board.rows == run.rows
         assert {step for _, _, step in board.rows} == {36, 72}
@@ -273,12 +333,18 @@ def test_the_logger_writes_means_over_the_episodes_that_ended():
 
 def test_the_logger_takes_agents_and_different_tasks():
     logger = EpisodeLogger()
-    with made("serial", 2, [functools.partial(AgentsEnv, 4), functools.partial(AgentsEnv, 3)]) as env:
+    with made(
+        "serial", 2, [functools.partial(AgentsEnv, 4), functools.partial(AgentsEnv, 3)]
+    ) as env:
         data = env.rollout(4, act, break_when_any_done=False)
         lengths = sorted(one.length for one in logger.add(data))
         assert lengths == [3, 4]
         scalars = logger.write()
-        each = [value for tag, value in scalars.items() if tag.startswith("agents/episode/return/")]
+        each = [
+            value
+            for tag, value in scalars.items()
+            if tag.startswith("agents/episode/return/")
+        ]
         assert len(each) == data["next", "agents", "reward"].shape[2]
         assert scalars["agents/episode/return"] == pytest.approx(sum(each) / len(each))
 

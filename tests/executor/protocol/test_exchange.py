@@ -31,20 +31,26 @@ def test_text_belongs_to_its_own_row(make):
             env.send(act(env))
             td = env.recv()
             assert [td[i]["text"].split(":")[1] for i in range(2)] == [str(step)] * 2
-            assert [td[i]["next", "text"].split(":")[1] for i in range(2)] == [str(step + 1)] * 2
+            assert [td[i]["next", "text"].split(":")[1] for i in range(2)] == [
+                str(step + 1)
+            ] * 2
         assert [env.current()[i]["text"].split(":")[1] for i in range(2)] == ["0"] * 2
 
 
 @both
 def test_different_tasks_are_received_with_their_own_leaves(make):
-    with make(3, [CountingEnv, functools.partial(CountingEnv, size=3), CountingEnv]) as env:
+    with make(
+        3, [CountingEnv, functools.partial(CountingEnv, size=3), CountingEnv]
+    ) as env:
         env.reset()
         env.send(act(env))
         assert env.recv()["action"].tolist() == [1, 1, 1]
         env.send(act(env)[:2], [1, 0])
         td = env.recv(env_ids=[1, 0], with_root=False)
         assert td.batch_size == (2,)
-        assert [("next", "pixels") in td[i].keys(include_nested=True) for i in range(2)] == [True, False]
+        assert [
+            ("next", "pixels") in td[i].keys(include_nested=True) for i in range(2)
+        ] == [True, False]
         assert not any(key in td[0] for key in ("observation", "action"))
 
 
@@ -68,7 +74,9 @@ def test_large_questions_meet_large_answers():
         def measure(self, data: bytes) -> int:
             return len(data)
 
-    with ParallelEnv(2, functools.partial(Measures, 1_000_000, padding=2_000_000), num_workers=1) as env:
+    with ParallelEnv(
+        2, functools.partial(Measures, 1_000_000, padding=2_000_000), num_workers=1
+    ) as env:
         env.reset()
         assert env.call("measure", b"x" * 3_000_000) == [3_000_000] * 2
         env.send(act(env))
@@ -79,7 +87,12 @@ def test_large_questions_meet_large_answers():
 @pytest.mark.parametrize("start_method", ["zygote", "portable"])
 def test_closing_does_not_wait_for_what_was_sent(start_method):
     options = ExecutorOptions(start_method=start_method, close_timeout_s=60.0)
-    env = ParallelEnv(200, functools.partial(FaultyEnv, "slow", step=1), num_workers=1, options=options)
+    env = ParallelEnv(
+        200,
+        functools.partial(FaultyEnv, "slow", step=1),
+        num_workers=1,
+        options=options,
+    )
     env.reset()
     env.send(act(env))
     wait_for(lambda: env.statistics().workers[0].phase == "step")
@@ -94,7 +107,9 @@ def test_closing_does_not_wait_for_what_was_sent(start_method):
         SerialEnv,
         functools.partial(ParallelEnv, num_workers=1),
         TWO_WORKERS,
-        functools.partial(ParallelEnv, num_workers=1, options=ExecutorOptions(env_threads=True)),
+        functools.partial(
+            ParallelEnv, num_workers=1, options=ExecutorOptions(env_threads=True)
+        ),
     ],
     ids=["serial", "one worker", "two workers", "threads"],
 )
@@ -106,20 +121,30 @@ def test_requests_between_send_and_receive_reach_an_env_after_its_step(make):
             env.send(act(env)[: len(ids)], ids)
             env.set("num_steps", 1000 * number)
             assert env.get("num_steps") == [1000 * number] * 3
-            with pytest.raises(Busy, match=r"still owe an answer\. recv\(\) them first"):
+            with pytest.raises(
+                Busy, match=r"still owe an answer\. recv\(\) them first"
+            ):
                 env.reset()
             with pytest.raises(Busy):
                 env.state_dict()
             td = env.recv(len(ids))
             assert sorted(td["env_ids"].tolist()) == ids
-            assert td["next", "observation"][:, 1].tolist() == [1000 * (number - 1) + 1] * len(ids)
+            assert td["next", "observation"][:, 1].tolist() == [
+                1000 * (number - 1) + 1
+            ] * len(ids)
 
 
-@pytest.mark.skipif(native.load() is None, reason="without the C extension each batch has new memory")
+@pytest.mark.skipif(
+    native.load() is None, reason="without the C extension each batch has new memory"
+)
 def test_receives_of_every_size_use_their_memory_again(monkeypatch):
     made = []
     monkeypatch.setattr(
-        batch_memory, "BatchMemory", lambda *args, make=batch_memory.BatchMemory: made.append(make(*args)) or made[-1]
+        batch_memory,
+        "BatchMemory",
+        lambda *args, make=batch_memory.BatchMemory: (
+            made.append(make(*args)) or made[-1]
+        ),
     )
     with ParallelEnv(8, ENDLESS, num_workers=2) as env:
         env.reset()
@@ -138,8 +163,15 @@ def test_receives_of_every_size_use_their_memory_again(monkeypatch):
 @pytest.mark.parametrize("ring_frames", [2, 3, 4])
 def test_the_reset_after_a_step_does_not_overwrite_its_root(make, ring_frames):
     """Every step ends its episode, after resets in a row, and at each place of the ring."""
-    with make(2, functools.partial(CountingEnv, 1), seed=0, options=ExecutorOptions(ring_frames=ring_frames)) as env:
-        for num_resets, is_loaded, _ in itertools.product((1, 2, 3), (False, True), range(ring_frames + 1)):
+    with make(
+        2,
+        functools.partial(CountingEnv, 1),
+        seed=0,
+        options=ExecutorOptions(ring_frames=ring_frames),
+    ) as env:
+        for num_resets, is_loaded, _ in itertools.product(
+            (1, 2, 3), (False, True), range(ring_frames + 1)
+        ):
             for _ in range(num_resets):
                 root = env.reset()
             env.send(env.rand_action(root))
@@ -167,9 +199,14 @@ def test_where_received_envs_are_is_the_same_at_once_and_later_and_after_writes(
             later = env.current(ids.tolist())
             assert sorted(at_once.keys()) == sorted(later.keys())
             assert (at_once == later).all()
-            is_shared = at_once["observation"].data_ptr() == td["next", "observation"].data_ptr()
+            is_shared = (
+                at_once["observation"].data_ptr()
+                == td["next", "observation"].data_ptr()
+            )
             assert is_shared == (not td["next", "done"].any())
-            assert later["observation"].data_ptr() != td["next", "observation"].data_ptr()
+            assert (
+                later["observation"].data_ptr() != td["next", "observation"].data_ptr()
+            )
             root = at_once.clone()
             td["next", "observation"].zero_()
             assert (env.current(ids) == root).all()
@@ -187,12 +224,18 @@ def test_envs_are_where_a_state_that_was_loaded_has_them(make):
         env.send(root.set("action", torch.tensor([0, 1])))
         env_ids = env.recv(env_ids=[0, 1])["env_ids"]
         env.load_state_dict(state)
-        assert (env.current(env_ids).exclude("env_ids") == root.exclude("action", "next")).all()
+        assert (
+            env.current(env_ids).exclude("env_ids") == root.exclude("action", "next")
+        ).all()
 
 
 @both
-@pytest.mark.parametrize("as_written", [lambda ids: ids, lambda ids: ids.numpy(), np.from_dlpack])
-def test_what_was_received_is_of_the_past_after_other_commands_and_after_writes_to_its_ids(make, as_written):
+@pytest.mark.parametrize(
+    "as_written", [lambda ids: ids, lambda ids: ids.numpy(), np.from_dlpack]
+)
+def test_what_was_received_is_of_the_past_after_other_commands_and_after_writes_to_its_ids(
+    make, as_written
+):
     with make(3, functools.partial(CountingEnv, 100), seed=0) as env:
         root = env.reset()
         env.send(env.rand_action(root)[:2], [0, 1])
@@ -212,12 +255,18 @@ def test_what_was_received_is_of_the_past_after_other_commands_and_after_writes_
 @pytest.mark.parametrize(
     ("arguments", "kwargs", "message"),
     [
-        ((), {"env_ids": [1, 2]}, r"expected envs that were sent, got envs \[2\] that were not"),
+        (
+            (),
+            {"env_ids": [1, 2]},
+            r"expected envs that were sent, got envs \[2\] that were not",
+        ),
         ((2,), {"env_ids": [1]}, "expected 1 to 1 envs"),
         ((2,), {"max_envs": 1}, "expected max_envs of at least 2"),
     ],
 )
-def test_a_receive_of_envs_that_were_not_sent_or_of_too_many_is_refused(arguments, kwargs, message):
+def test_a_receive_of_envs_that_were_not_sent_or_of_too_many_is_refused(
+    arguments, kwargs, message
+):
     with SerialEnv(3, functools.partial(CountingEnv, 100), seed=0) as env:
         env.send(env.rand_action(env.reset())[:2], [0, 1])
         with pytest.raises(ValueError, match=message):
@@ -228,7 +277,9 @@ def test_a_receive_of_envs_that_were_not_sent_or_of_too_many_is_refused(argument
 
 def test_who_waits_for_some_envs_does_not_wait_for_others(tmp_path):
     gate = Gate(tmp_path)
-    with ParallelEnv(2, [CountingEnv, functools.partial(HaltingEnv, gate, 1)], num_workers=2, seed=0) as env:
+    with ParallelEnv(
+        2, [CountingEnv, functools.partial(HaltingEnv, gate, 1)], num_workers=2, seed=0
+    ) as env:
         env.send(env.rand_action(env.reset()))
         assert env.recv(env_ids=[0])["env_ids"].tolist() == [0]
         with pytest.raises(TimeoutError, match="expected 1 envs within"):
@@ -260,7 +311,8 @@ def test_the_caller_is_woken_once_for_all_that_it_waits_for(monkeypatch):
             assert len(env.recv(min_envs=6)) == 6
             counts.append(rings.count(True))
             assert env.recv()["env_ids"].numel() == 2
-    assert sorted(counts)[len(counts) // 2] <= 1  # 0: a busy machine was so late that all answers were there
+    # 0: a busy machine was so late that all answers were there.
+    assert sorted(counts)[len(counts) // 2] <= 1
 
 
 def test_who_waits_for_some_is_not_kept_by_what_others_answer():
@@ -276,7 +328,11 @@ def test_who_waits_for_some_is_not_kept_by_what_others_answer():
 def test_a_mask_says_which_envs_are_meant(make):
     with make(3, CountingEnv, seed=0) as env:
         env.reset()
-        for mask in ([True, False, True], np.array([True, False, True]), torch.tensor([True, False, True])):
+        for mask in (
+            [True, False, True],
+            np.array([True, False, True]),
+            torch.tensor([True, False, True]),
+        ):
             assert env.current(mask)["env_ids"].tolist() == [0, 2]
             assert len(env.get("num_steps", mask)) == 2
             env.set("length", [8, 9], env_ids=mask)
@@ -306,7 +362,10 @@ def test_what_is_neither_ids_nor_a_mask_is_refused(make):
             ):
                 with pytest.raises(ValueError, match=message):
                     ask()
-        with pytest.raises(ValueError, match="send failed: expected a batch with a row for each of 2 envs"):
+        with pytest.raises(
+            ValueError,
+            match="send failed: expected a batch with a row for each of 2 envs",
+        ):
             env.send(act(env)[:1], [0, 1])
         assert env.statistics().env_steps == 0
 
@@ -329,9 +388,15 @@ class TestAtMost:
         with ParallelEnv(3, make, num_workers=3, seed=0) as env:
             env.reset()
             env.send(env.rand_action())
-            wait_for(lambda: env.engine.pool.words.has_answered().tolist() == [True, True, False])
+            wait_for(
+                lambda: (
+                    env.engine.pool.words.has_answered().tolist() == [True, True, False]
+                )
+            )
             assert sorted(env.recv(1, 0.01, max_envs=3)["env_ids"].tolist()) == [0, 1]
-            with pytest.raises(TimeoutError, match=r"expected 1 envs within 0\.01 s, got 0"):
+            with pytest.raises(
+                TimeoutError, match=r"expected 1 envs within 0\.01 s, got 0"
+            ):
                 env.recv(1, 0.01, max_envs=1)
             gate.open()
             assert env.recv(1, 60.0, max_envs=3)["env_ids"].tolist() == [2]

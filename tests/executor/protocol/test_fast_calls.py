@@ -45,7 +45,9 @@ from tests.gates import Gate, wait_for
 from tests.scale import scaled
 
 pytestmark = pytest.mark.preloads()
-needs_c = pytest.mark.skipif(native.load() is None, reason="the C extension was not built, or is switched off")
+needs_c = pytest.mark.skipif(
+    native.load() is None, reason="the C extension was not built, or is switched off"
+)
 
 NUM_ENVS = 4
 
@@ -61,12 +63,16 @@ class Driving(gymnasium.Env[np.ndarray, np.ndarray]):
     action_space = gymnasium.spaces.Box(-1.0, 1.0, (2,), np.float32)
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: Any = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
         super().reset(seed=seed, options=options)
         self._at, self._num_steps = self.np_random.random(2).astype(np.float32), 0
         return self._at, {}
 
-    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+    def step(
+        self, action: np.ndarray
+    ) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         self._at, self._num_steps = self._at + action, self._num_steps + 1
         return self._at, float(action.sum()), self._num_steps == 4, False, {}
 
@@ -74,12 +80,19 @@ class Driving(gymnasium.Env[np.ndarray, np.ndarray]):
 class Nested(gymnasium.Env[Any, Any]):
     """Takes a dict and observes a dict of random numbers; its episodes have up to 9 steps."""
 
-    observation_space = spaces.Dict(a=spaces.Box(-9, 9, (2,), np.float32), b=spaces.Tuple((spaces.Discrete(5),)))
-    action_space = spaces.Dict(x=spaces.Discrete(3), y=spaces.Box(-1, 1, (2,), np.float32))
+    observation_space = spaces.Dict(
+        a=spaces.Box(-9, 9, (2,), np.float32), b=spaces.Tuple((spaces.Discrete(5),))
+    )
+    action_space = spaces.Dict(
+        x=spaces.Discrete(3), y=spaces.Box(-1, 1, (2,), np.float32)
+    )
     num_steps = 0
 
     def _observe(self) -> dict[str, Any]:
-        return {"a": self.np_random.random(2, np.float32), "b": (int(self.np_random.integers(5)),)}
+        return {
+            "a": self.np_random.random(2, np.float32),
+            "b": (int(self.np_random.integers(5)),),
+        }
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
@@ -88,7 +101,13 @@ class Nested(gymnasium.Env[Any, Any]):
 
     def step(self, action: Any) -> Any:
         self.num_steps += 1
-        return self._observe(), 0.5, self.num_steps % 7 == int(action["x"]), self.num_steps == 9, {}
+        return (
+            self._observe(),
+            0.5,
+            self.num_steps % 7 == int(action["x"]),
+            self.num_steps == 9,
+            {},
+        )
 
 
 class Slow(CountingEnv):
@@ -119,7 +138,9 @@ class Held(CountingEnv):
 
 def held_pair(gate: Gate, *, copy: bool = True, **options: Any) -> Any:
     make = functools.partial(Held, gate)
-    return ParallelEnv(2, make, num_workers=2, copy=copy, seed=0, options=ExecutorOptions(**options))
+    return ParallelEnv(
+        2, make, num_workers=2, copy=copy, seed=0, options=ExecutorOptions(**options)
+    )
 
 
 def once_held(gate: Gate, call: str, deed: Callable[[], Any]) -> None:
@@ -128,7 +149,15 @@ def once_held(gate: Gate, call: str, deed: Callable[[], Any]) -> None:
 
     def wait_and_do() -> None:
         gate.await_somebody()
-        wait_for(lambda: call in (frame.name for frame in traceback.extract_stack(sys._current_frames()[caller])))
+        wait_for(
+            lambda: (
+                call
+                in (
+                    frame.name
+                    for frame in traceback.extract_stack(sys._current_frames()[caller])
+                )
+            )
+        )
         time.sleep(0.05)  # from there to the wait for answers
         deed()
 
@@ -144,12 +173,27 @@ ENVS: dict[str, Callable[[], Any]] = {
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "copies": {"num_workers": 2},
-    "views": {"num_workers": 1, "copy": False, "options": ExecutorOptions(ring_frames=3)},
-    "poisoned views": {"num_workers": 2, "copy": False, "options": ExecutorOptions(poison=True)},
-    "on the cpu, any action": {"num_workers": 1, "device": "cpu", "options": ExecutorOptions(check_actions="off")},
+    "views": {
+        "num_workers": 1,
+        "copy": False,
+        "options": ExecutorOptions(ring_frames=3),
+    },
+    "poisoned views": {
+        "num_workers": 2,
+        "copy": False,
+        "options": ExecutorOptions(poison=True),
+    },
+    "on the cpu, any action": {
+        "num_workers": 1,
+        "device": "cpu",
+        "options": ExecutorOptions(check_actions="off"),
+    },
     "strict": {"num_workers": 1, "options": ExecutorOptions(check_actions="strict")},
     "finite": {"num_workers": 1, "options": ExecutorOptions(check_actions="finite")},
-    "interrupted rows": {"num_workers": 2, "options": ExecutorOptions(on_worker_loss="restart")},
+    "interrupted rows": {
+        "num_workers": 2,
+        "options": ExecutorOptions(on_worker_loss="restart"),
+    },
     "views with interrupted rows": {
         "num_workers": 1,
         "copy": False,
@@ -168,7 +212,9 @@ class Derived(TensorDict):
 
 def generalised(env: Any) -> Any:
     """Disable compiled steps, sends and receives of an executor."""
-    env._engine.plain = Plain.never("this is a test")._replace(rows=env._engine.plain.rows)
+    env._engine.plain = Plain.never("this is a test")._replace(
+        rows=env._engine.plain.rows
+    )
     env.compile()
     env._engine.flights.native = None
     return env
@@ -194,7 +240,15 @@ def state_of(env: Any) -> dict[str, Any]:
         "holder": [*engine.guard._holder],
         "errors": engine.flights.losses.num_errors.tolist(),
         **{
-            name: words[name].tolist() for name in ("command_seq", "reply_seq", "status", "env_steps", "resets", "ends")
+            name: words[name].tolist()
+            for name in (
+                "command_seq",
+                "reply_seq",
+                "status",
+                "env_steps",
+                "resets",
+                "ends",
+            )
         },
     }
 
@@ -209,14 +263,21 @@ def assert_same(one: Any, other: Any) -> None:
     assert type(one) is type(other)
     if one is None:
         return
-    assert (one.batch_size, one.device, one.names) == (other.batch_size, other.device, other.names)
+    assert (one.batch_size, one.device, one.names) == (
+        other.batch_size,
+        other.device,
+        other.names,
+    )
     keys = set(one.keys(include_nested=True))
     assert keys == set(other.keys(include_nested=True))
     for key in keys:
         mine, theirs = one[key], other[key]
         if isinstance(mine, torch.Tensor):
             assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape), key
-            assert mine.detach().numpy().tobytes() == theirs.detach().numpy().tobytes(), key  # also for NaN
+            # Also for NaN.
+            assert (
+                mine.detach().numpy().tobytes() == theirs.detach().numpy().tobytes()
+            ), key
         elif not isinstance(mine, TensorDictBase):
             assert mine == theirs, key
 
@@ -241,7 +302,9 @@ class Pair:
         held: batches of each that the caller keeps, with a copy.
     """
 
-    def __init__(self, fast: Any, general: Any, state: Callable[[Any], Any] | None = None) -> None:
+    def __init__(
+        self, fast: Any, general: Any, state: Callable[[Any], Any] | None = None
+    ) -> None:
         self.envs = fast, general
         self._state = state
         self.num_envs = fast.num_envs
@@ -272,9 +335,14 @@ class Pair:
             except REFUSALS as error:  # the other must give the same
                 result = type(error), str(error)
             self.results[side].append(result)
-            if deed in ("recv", "current") and isinstance(result, TensorDict) and rng.random() < 0.5:
+            if (
+                deed in ("recv", "current")
+                and isinstance(result, TensorDict)
+                and rng.random() < 0.5
+            ):
                 self.held[side].append((result, result.clone()))
-        for one, other in zip(*(results[-2:] for results in self.results), strict=True):  # views are also unchanged
+        # Views are also unchanged.
+        for one, other in zip(*(results[-2:] for results in self.results), strict=True):
             if is_refusal(one) or is_refusal(other):
                 assert one == other
             else:
@@ -285,7 +353,9 @@ class Pair:
 
     # ---- arguments
 
-    def _action(self, env: Any, rng: np.random.Generator, count: int | None = None) -> TensorDict:
+    def _action(
+        self, env: Any, rng: np.random.Generator, count: int | None = None
+    ) -> TensorDict:
         count = self.num_envs if count is None else count
         td = TensorDict({}, [count])
         for leaf in env.action_spec:
@@ -313,11 +383,19 @@ class Pair:
             lambda: ids.reshape(1, -1),
             lambda: None,
         ]
-        return ways[min(int(rng.integers(16)), 8) if rng.random() < 0.5 else int(rng.integers(2))]()
+        return ways[
+            min(int(rng.integers(16)), 8)
+            if rng.random() < 0.5
+            else int(rng.integers(2))
+        ]()
 
     def _odd(self, env: Any, rng: np.random.Generator) -> TensorDict:
         """Draw an odd batch, which may be legal."""
-        td, key, count = self._action(env, rng), env.action_spec[0].key, torch.arange(self.num_envs).float()
+        td, key, count = (
+            self._action(env, rng),
+            env.action_spec[0].key,
+            torch.arange(self.num_envs).float(),
+        )
         value = td[key]
         changed: list[Callable[[], Any]] = [
             lambda: value.to(torch.int32),
@@ -347,7 +425,11 @@ class Pair:
             lambda: TensorDict({}, []),
             lambda: torch.stack([*td.unbind(0)]),
             lambda: TensorDict.lazy_stack([*td.unbind(0)]),
-            lambda: td.clone().requires_grad_() if env.action_spec[0].dtype == "float32" else td,
+            lambda: (
+                td.clone().requires_grad_()
+                if env.action_spec[0].dtype == "float32"
+                else td
+            ),
         ]
         odd: TensorDict = batches[rng.integers(len(batches))]()
         return odd
@@ -379,34 +461,56 @@ class Pair:
     def _step_with_resets(self, env: Any, side: int, rng: np.random.Generator) -> Any:
         """Reset the envs that have ended, and some others, while the rest step, as the Gymnasium facade does."""
         engine, action = env._engine, self._action(env, rng)
-        resets = np.flatnonzero(engine.states.needs_reset | (rng.random(self.num_envs) < 0.3))
+        resets = np.flatnonzero(
+            engine.states.needs_reset | (rng.random(self.num_envs) < 0.3)
+        )
         op, is_parked = (Op.STEP, Op.STEP_RESET)[rng.integers(2)], bool(rng.integers(2))
         write_inputs = functools.partial(engine.write_inputs, action)
         with engine.guard:
-            flight = compile_command(engine, op)(write_inputs=write_inputs, resets=resets, is_parked=is_parked)
+            flight = compile_command(engine, op)(
+                write_inputs=write_inputs, resets=resets, is_parked=is_parked
+            )
             if not flight.has_landed:
                 flight.land()
         ended = torch.zeros(self.num_envs, dtype=torch.bool)
         ended[[] if flight.ended is None else flight.ended] = True
         flags = {"ended": ended, "fresh": torch.from_numpy(flight.fresh)}
-        after = engine.batches.next_of(engine.all_ids, np.full(self.num_envs, flight.at))
-        unwritten = [leaf.key for spec in engine.specs for leaf in spec.observation]  # for those that were reset
+        after = engine.batches.next_of(
+            engine.all_ids, np.full(self.num_envs, flight.at)
+        )
+        # For those that were reset.
+        unwritten = [leaf.key for spec in engine.specs for leaf in spec.observation]
         return env.current().update(flags).set("next", after.exclude(*unwritten))
 
     def _step_oddly(self, env: Any, side: int, rng: np.random.Generator) -> Any:
         self._revive(env)
-        return (env.step, env.step_and_maybe_reset)[rng.integers(2)](self._odd(env, rng))
+        return (env.step, env.step_and_maybe_reset)[rng.integers(2)](
+            self._odd(env, rng)
+        )
 
     def _reset(self, env: Any, side: int, rng: np.random.Generator) -> Any:
-        return env.reset(TensorDict({"_reset": torch.from_numpy(rng.random(self.num_envs) < 0.5)}, [self.num_envs]))
+        return env.reset(
+            TensorDict(
+                {"_reset": torch.from_numpy(rng.random(self.num_envs) < 0.5)},
+                [self.num_envs],
+            )
+        )
 
     def _rollout(self, env: Any, side: int, rng: np.random.Generator) -> Any:
-        num_steps, auto_reset, breaks = int(rng.integers(1, 6)), bool(rng.integers(2)), bool(rng.integers(2))
+        num_steps, auto_reset, breaks = (
+            int(rng.integers(1, 6)),
+            bool(rng.integers(2)),
+            bool(rng.integers(2)),
+        )
         policy = lambda td: td.update(self._action(env, rng))  # noqa: E731
-        return env.rollout(num_steps, policy, auto_reset=auto_reset, break_when_any_done=breaks)
+        return env.rollout(
+            num_steps, policy, auto_reset=auto_reset, break_when_any_done=breaks
+        )
 
     def _step_in_a_rollout(self, env: Any, side: int, rng: np.random.Generator) -> Any:
-        return env.rollout(2, lambda td: env.step_and_maybe_reset(td.update(self._action(env, rng)))[0])
+        return env.rollout(
+            2, lambda td: env.step_and_maybe_reset(td.update(self._action(env, rng)))[0]
+        )
 
     def _exchange(self, env: Any, side: int, rng: np.random.Generator) -> Any:
         """Send some, and receive them after a refused step of all."""
@@ -421,7 +525,9 @@ class Pair:
 
     def _send(self, env: Any, side: int, rng: np.random.Generator) -> None:
         ids = self._ids(env, side, rng)
-        td = self._action(env, rng, self.num_envs if ids is None else len(env._exchange.as_ids(ids)))
+        td = self._action(
+            env, rng, self.num_envs if ids is None else len(env._exchange.as_ids(ids))
+        )
         if rng.random() < 0.3 and isinstance(ids, torch.Tensor):
             td, ids = td.set("env_ids", ids), None
         env.send(td, ids, maybe_reset=bool(rng.random() < 0.7))
@@ -433,7 +539,9 @@ class Pair:
         count = int(env._engine.states.under_way.sum())
         kwargs: dict[str, Any] = {}
         if rng.random() < 0.6:
-            kwargs["min_envs"] = int(rng.integers(0 if rng.random() < 0.1 else 1, max(2, count + 1)))
+            kwargs["min_envs"] = int(
+                rng.integers(0 if rng.random() < 0.1 else 1, max(2, count + 1))
+            )
         if rng.random() < 0.3:
             kwargs["max_envs"] = int(rng.integers(1, self.num_envs + 1))
         if rng.random() < 0.2:
@@ -450,7 +558,9 @@ class Pair:
     def _write(self, env: Any, side: int, rng: np.random.Generator) -> None:
         """Write to a batch in place: it is the caller's own."""
         batch = self.batches[side]
-        values = [] if batch is None else batch.values(include_nested=True, leaves_only=True)
+        values = (
+            [] if batch is None else batch.values(include_nested=True, leaves_only=True)
+        )
         leaves = [leaf for leaf in values if leaf.dtype != torch.bool]
         self.held[side] = []  # it may be one of these
         self.results[side].clear()
@@ -476,7 +586,11 @@ EXCHANGES = [
 ]
 NUMBERS = st.integers(0, 2**32 - 1)  # from which the arguments of a call are drawn
 DEEDS = st.one_of(
-    st.lists(st.tuples(st.sampled_from(["fused", "fused", *sorted(STEPS)]), NUMBERS), min_size=1, max_size=12),
+    st.lists(
+        st.tuples(st.sampled_from(["fused", "fused", *sorted(STEPS)]), NUMBERS),
+        min_size=1,
+        max_size=12,
+    ),
     st.lists(st.tuples(st.sampled_from(EXCHANGES), NUMBERS), min_size=1, max_size=20),
 )
 CYCLE = ("send", "recv", "current", "write", "current")
@@ -494,11 +608,13 @@ def of_both(make_env: Any, setting: dict[str, Any], **options: Any) -> Any:
         (name, setting)
         for name in ENVS
         for setting in SETTINGS
-        if name in ("numbers", "floats") or setting in scaled(("copies", "views"), full=tuple(SETTINGS)[:4])
+        if name in ("numbers", "floats")
+        or setting in scaled(("copies", "views"), full=tuple(SETTINGS)[:4])
     ],
 )
 def test_every_call_in_c_does_what_it_does_in_python(name, setting, monkeypatch):
-    monkeypatch.setattr(WorkerPool, "must_look", lambda _: False)  # on a slow machine Python would make most receives
+    # On a slow machine Python would make most receives.
+    monkeypatch.setattr(WorkerPool, "must_look", lambda _: False)
     make, kwargs = ENVS[name], SETTINGS[setting]
     with of_both(make, kwargs) as fast, of_both(make, kwargs) as general:
         pair = Pair(fast, generalised(general))
@@ -506,14 +622,40 @@ def test_every_call_in_c_does_what_it_does_in_python(name, setting, monkeypatch)
 
 
 def play_all(pair: Pair) -> None:
-    pair.play(5, [("fused", 1), *(("step_oddly", number) for number in range(80)), ("fused", 2), ("step", 3)])
+    pair.play(
+        5,
+        [
+            ("fused", 1),
+            *(("step_oddly", number) for number in range(80)),
+            ("fused", 2),
+            ("step", 3),
+        ],
+    )
     pair.play(7, [("fused", number) for number in range(12)])
-    pair.play(5, [(deed, number + 10 * turn) for turn in range(8) for number, deed in enumerate(CYCLE)])
+    pair.play(
+        5,
+        [
+            (deed, number + 10 * turn)
+            for turn in range(8)
+            for number, deed in enumerate(CYCLE)
+        ],
+    )
     pair.play(6, [("send_oddly", number) for number in range(40)])
     deeds = ("send", "recv", "reset", "current")
-    pair.play(8, [(deed, number + 10 * turn) for turn in range(25) for number, deed in enumerate(deeds)])
+    pair.play(
+        8,
+        [
+            (deed, number + 10 * turn)
+            for turn in range(25)
+            for number, deed in enumerate(deeds)
+        ],
+    )
 
-    @settings(max_examples=scaled(12, full=150), suppress_health_check=[HealthCheck.too_slow], deadline=None)
+    @settings(
+        max_examples=scaled(12, full=150),
+        suppress_health_check=[HealthCheck.too_slow],
+        deadline=None,
+    )
     @given(seed=st.integers(0, 2**31), deeds=DEEDS)
     def agree(seed, deeds):
         pair.play(seed, deeds)
@@ -525,9 +667,15 @@ def play_all(pair: Pair) -> None:
 @pytest.mark.slow
 def test_envs_that_workers_call_in_c_do_what_they_do_in_python():
     options = ExecutorOptions(env_vars={native.SWITCH: "0"})
-    with of_both(Nested, SETTINGS["copies"]) as fast, of_both(Nested, SETTINGS["copies"], options=options) as general:
+    with (
+        of_both(Nested, SETTINGS["copies"]) as fast,
+        of_both(Nested, SETTINGS["copies"], options=options) as general,
+    ):
         assert "calls of the envs in Python" not in fast.statistics().path
-        assert f"calls of the envs in Python, because {native.SWITCH}=0" in general.statistics().path
+        assert (
+            f"calls of the envs in Python, because {native.SWITCH}=0"
+            in general.statistics().path
+        )
         play_all(Pair(fast, generalised(general)))
         assert fast.statistics().episodes == general.statistics().episodes > 0
 
@@ -579,10 +727,16 @@ def test_plain_steps_and_rollouts_are_made_in_c(copy, monkeypatch):
         monkeypatch.setattr(env._engine, "step_all", refuse)
         monkeypatch.setattr(env._engine.flights, "land", refuse)
         for count in range(1, 9):
-            td, root = env.step_and_maybe_reset(root.set("action", torch.tensor([0, 1])))
+            td, root = env.step_and_maybe_reset(
+                root.set("action", torch.tensor([0, 1]))
+            )
             assert td["next", "observation"][:, 1:].tolist() == [[count, 0], [count, 1]]
-            assert root["observation"].data_ptr() == td["next", "observation"].data_ptr()
-        data = env.rollout(5, lambda td: td.set("action", torch.tensor([0, 1])), auto_reset=False)
+            assert (
+                root["observation"].data_ptr() == td["next", "observation"].data_ptr()
+            )
+        data = env.rollout(
+            5, lambda td: td.set("action", torch.tensor([0, 1])), auto_reset=False
+        )
         assert data["next", "observation"][1, :, 1].tolist() == [9, 10, 11, 12, 13]
         with pytest.raises(AssertionError, match="this was Python's"):
             env.step(td)  # which has a `next`
@@ -607,11 +761,19 @@ def waiting(request, tmp_path, monkeypatch):
     """Return an executor, a function that sends its envs to a gate (if the call is `recv`), and the call."""
     be_patient(monkeypatch, 1.0)  # also if another thread closes the executor
     call = request.param.partition(" ")[0]
-    with held_pair(Gate(tmp_path), copy="views" not in request.param, close_timeout_s=0.0) as env:
+    with held_pair(
+        Gate(tmp_path), copy="views" not in request.param, close_timeout_s=0.0
+    ) as env:
         env.reset()
         if call == "recv":
             env.send(actions(3, 3))
-        yield env, call, (lambda: env.recv(env_ids=[0, 1])) if call == "recv" else (lambda: env.step(actions(3, 3)))
+        yield (
+            env,
+            call,
+            (lambda: env.recv(env_ids=[0, 1]))
+            if call == "recv"
+            else (lambda: env.step(actions(3, 3))),
+        )
 
 
 @pytest.fixture
@@ -626,8 +788,14 @@ def on_alarm():
 def test_answers_that_take_long_are_waited_for(env, slow):
     for count in (1, 2):
         td = env.step(actions(*slow))
-        assert td["next", "observation"][:, 1:].tolist() == [[count, slow[0]], [count, slow[1]]]
-    assert env.step_and_maybe_reset(actions(0, 1))[1]["observation"][:, 1].tolist() == [3, 3]
+        assert td["next", "observation"][:, 1:].tolist() == [
+            [count, slow[0]],
+            [count, slow[1]],
+        ]
+    assert env.step_and_maybe_reset(actions(0, 1))[1]["observation"][:, 1].tolist() == [
+        3,
+        3,
+    ]
 
 
 @pytest.mark.broken_pool
@@ -646,7 +814,12 @@ def test_calls_during_a_call_are_refused(other, waiting, on_alarm, tmp_path):
     gate, found = Gate(tmp_path), []
 
     def intrude(*_):
-        for deed in (env.recv, env.current, lambda: env.send(actions(0, 0)), lambda: env.step(actions(0, 0))):
+        for deed in (
+            env.recv,
+            env.current,
+            lambda: env.send(actions(0, 0)),
+            lambda: env.step(actions(0, 0)),
+        ):
             try:
                 deed()
             except Busy as error:
@@ -689,7 +862,12 @@ def test_an_executor_that_is_closed_during_a_call_raises_closed(waiting, tmp_pat
     once_held(Gate(tmp_path), name, env.close)
     with pytest.raises(Closed, match="while it waited"):
         call()
-    for deed in (env.recv, env.current, lambda: env.send(actions(0, 0)), lambda: env.step(actions(0, 0))):
+    for deed in (
+        env.recv,
+        env.current,
+        lambda: env.send(actions(0, 0)),
+        lambda: env.step(actions(0, 0)),
+    ):
         with pytest.raises(Closed, match="is closed"):
             deed()
 
@@ -710,7 +888,8 @@ def test_sends_and_receives_leak_nothing(env):
 
     cycle(60)
     grown = []
-    while len(grown) < 5 and (not grown or grown[-1] >= 150):  # memory that is kept is made when it is first needed
+    # Memory that is kept is made when it is first needed.
+    while len(grown) < 5 and (not grown or grown[-1] >= 150):
         gc.collect()
         before = sys.getallocatedblocks()
         cycle(300)
@@ -742,7 +921,11 @@ def facts(env):
         ("next", None, (TypeError, SystemError)),
         ("next", lambda arrays: [array[:, :1] for array in arrays], ValueError),
         ("root", lambda arrays: [array[:1] for array in arrays], ValueError),
-        ("root", lambda arrays: [np.repeat(array, 2, -1)[..., ::2] for array in arrays], ValueError),
+        (
+            "root",
+            lambda arrays: [np.repeat(array, 2, -1)[..., ::2] for array in arrays],
+            ValueError,
+        ),
         ("root", lambda arrays: [array.astype("f8") for array in arrays], ValueError),
         ("root_in_next", lambda places: [99] * len(places), ValueError),
         ("root_in_next", [0], ValueError),
@@ -773,16 +956,24 @@ def test_c_moves_states_by_the_table_that_it_is_given(env, facts):
 
     def take(exchange: Any) -> int:
         assert exchange.wait(None, 2) in (0, 2)
-        taken: int = exchange.take(2, np.zeros(4096, np.uint8), None, np.zeros(2, np.int64))
+        taken: int = exchange.take(
+            2, np.zeros(4096, np.uint8), None, np.zeros(2, np.int64)
+        )
         return taken
 
     before = state_of(env)
-    assert exchange(Event.STEP, State.RUNNING, -1).send(Event.STEP, np.arange(2), np.array([0, 1])) is False
+    assert (
+        exchange(Event.STEP, State.RUNNING, -1).send(
+            Event.STEP, np.arange(2), np.array([0, 1])
+        )
+        is False
+    )
     assert state_of(env) == before
     env.send(actions(0, 1))
     settle(env)
     states = env._engine.states.values
-    for event in (Event.ANSWERED, Event.ENDS):  # an env without one of these entries is not under way, or not taken
+    # An env without one of these entries is not under way, or not taken.
+    for event in (Event.ANSWERED, Event.ENDS):
         assert take(exchange(event, State.STEP_RESETTING, -1)) == -1
         assert states.tolist() == [State.STEP_RESETTING] * 2
     assert take(exchange(Event.ANSWERED, State.STEP_RESETTING, State.ENDED)) == 0
@@ -808,7 +999,10 @@ def test_c_refuses_what_is_not_plain(env, facts):
     ):
         assert exchange.send(*args) is False, args
     room = np.zeros(4096, np.uint8)
-    assert [exchange.wait(*args) for args in ((None, -1), (None, 1), (ids, 1), (np.array([7]), 1))] == [0] * 4
+    assert [
+        exchange.wait(*args)
+        for args in ((None, -1), (None, 1), (ids, 1), (np.array([7]), 1))
+    ] == [0] * 4
     assert exchange.take(1, room, None, np.zeros(1, np.int64)) == -1
     assert exchange.roots(np.array([5]), room) is False
     assert exchange.roots(ids, room[:3]) is False
@@ -819,8 +1013,14 @@ def test_c_refuses_what_is_not_plain(env, facts):
     assert exchange.wait(None, 3) == 0
     assert exchange.wait(np.array([1, 0]), 2) == 2
     found = np.zeros(2, np.int64)
-    assert exchange.take(3, room, None, found) == exchange.take(0, room, None, found) == -1
-    assert exchange.take(2, room[:60], None, found) == exchange.take(2, room, None, found[:1]) == -1
+    assert (
+        exchange.take(3, room, None, found) == exchange.take(0, room, None, found) == -1
+    )
+    assert (
+        exchange.take(2, room[:60], None, found)
+        == exchange.take(2, room, None, found[:1])
+        == -1
+    )
     assert exchange.take(2, room, room[:8].copy(), found) == -1
     assert exchange.take(2, room, None, found) == 0
     assert found.tolist() == [1, 0]

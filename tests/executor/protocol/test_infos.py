@@ -13,7 +13,14 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from envherd.executor import EnvError, ExecutorOptions, FactoryError, ParallelEnv, SerialEnv, SpecError
+from envherd.executor import (
+    EnvError,
+    ExecutorOptions,
+    FactoryError,
+    ParallelEnv,
+    SerialEnv,
+    SpecError,
+)
 from envherd.executor.testing import check_env_contract
 from envherd.workers.infos import packer, unpack
 from envherd.workers.options import Infos
@@ -43,7 +50,13 @@ class Ending(gymnasium.Env):
 
     def step(self, action):
         self.count += 1
-        return np.full(1, self.count, np.float32), 0.0, self.count == 3, False, self.info()
+        return (
+            np.full(1, self.count, np.float32),
+            0.0,
+            self.count == 3,
+            False,
+            self.info(),
+        )
 
 
 class Telling(Ending):
@@ -60,7 +73,11 @@ class Telling(Ending):
             return {"picture": np.zeros(5000)}
         if self.count == 2:
             return {}
-        return {"count": self.count, "space": self.action_space} if self.what == "object" else self.reused
+        return (
+            {"count": self.count, "space": self.action_space}
+            if self.what == "object"
+            else self.reused
+        )
 
 
 class Ringing:
@@ -81,7 +98,9 @@ KINDS = {"serial": SerialEnv, "parallel": functools.partial(ParallelEnv, num_wor
 def make(request):
     def build(what="plain", **options):
         make_env = functools.partial(Telling, what)
-        return KINDS[request.param](NUM_ENVS, make_env, seed=0, options=ExecutorOptions(**options))
+        return KINDS[request.param](
+            NUM_ENVS, make_env, seed=0, options=ExecutorOptions(**options)
+        )
 
     return build
 
@@ -126,7 +145,9 @@ def test_of_a_step_whose_reset_is_made_in_a_new_instance(is_sent):
 def test_of_steps_and_resets(make):
     with make(infos="plain") as env:
         env.reset(options={"level": 2})
-        assert env.infos("root") == [{"fresh": True, "options": {"level": 2}}] * NUM_ENVS
+        assert (
+            env.infos("root") == [{"fresh": True, "options": {"level": 2}}] * NUM_ENVS
+        )
         assert env.infos() == [{}] * NUM_ENVS
         env.step_and_maybe_reset(actions())
         assert env.infos() == [{"count": 1}] * NUM_ENVS
@@ -162,14 +183,18 @@ def test_writes_to_them_change_no_later_ones(make):
         for info in env.infos("root"):
             info["options"]["level"].append(3)
             info.clear()
-        assert env.infos("root") == [{"fresh": True, "options": {"level": [2]}}] * NUM_ENVS
+        assert (
+            env.infos("root") == [{"fresh": True, "options": {"level": [2]}}] * NUM_ENVS
+        )
 
 
 def test_of_a_partial_reset(make):
     with make(infos="plain") as env:
         env.reset()
         env.step(actions())
-        env.reset(TensorDict({"_reset": torch.tensor([False, True, False])}, [NUM_ENVS]))
+        env.reset(
+            TensorDict({"_reset": torch.tensor([False, True, False])}, [NUM_ENVS])
+        )
         assert env.infos() == [{"count": 1}, {}, {"count": 1}]
         assert env.infos("root") == [{}, {"fresh": True, "options": None}, {}]
 
@@ -191,17 +216,28 @@ def test_what_is_not_plain_is_left_out_or_pickled(make):
     with make("object", infos="pickle") as env:
         env.reset()
         env.step(actions())
-        assert env.infos() == [{"count": 1, "space": gymnasium.spaces.Discrete(2)}] * NUM_ENVS
+        assert (
+            env.infos()
+            == [{"count": 1, "space": gymnasium.spaces.Discrete(2)}] * NUM_ENVS
+        )
 
 
-def test_an_info_that_is_too_large_for_its_row_is_logged_once_for_each_env(make, caplog):
+def test_an_info_that_is_too_large_for_its_row_is_logged_once_for_each_env(
+    make, caplog
+):
     with make("large", infos="plain") as env:
         env.reset()
         for _ in range(4):
             env.step_and_maybe_reset(actions())
         assert [info["picture"].sum() for info in env.infos()] == [0] * NUM_ENVS
-    logged = [record.getMessage() for record in caplog.records if "larger than the 32768 bytes" in record.getMessage()]
-    assert [line.split(":")[0] for line in logged] == [f"env {i}" for i in range(NUM_ENVS)]
+    logged = [
+        record.getMessage()
+        for record in caplog.records
+        if "larger than the 32768 bytes" in record.getMessage()
+    ]
+    assert [line.split(":")[0] for line in logged] == [
+        f"env {i}" for i in range(NUM_ENVS)
+    ]
 
 
 def test_what_cannot_be_pickled_is_left_out_and_named_once(make, caplog):
@@ -212,7 +248,10 @@ def test_what_cannot_be_pickled_is_left_out_and_named_once(make, caplog):
         assert env.infos() == [{"fine": 1}] * NUM_ENVS
     logged = [record.getMessage() for record in caplog.records]
     assert len(logged) == NUM_ENVS
-    assert all("'lock' of its info is left out (TypeError: cannot pickle" in line for line in logged)
+    assert all(
+        "'lock' of its info is left out (TypeError: cannot pickle" in line
+        for line in logged
+    )
 
 
 def test_seeds_are_the_callers_alone_if_asked(make):
@@ -221,7 +260,11 @@ def test_seeds_are_the_callers_alone_if_asked(make):
         for _ in range(3):
             env.step_and_maybe_reset(actions())
         env.reset()
-        assert env.get("seeds") == [[5, None, None], [None, None, None], [7, None, None]]
+        assert env.get("seeds") == [
+            [5, None, None],
+            [None, None, None],
+            [7, None, None],
+        ]
 
 
 def test_what_a_signal_handler_raises_while_an_info_is_unpacked_is_raised():
@@ -307,7 +350,9 @@ def test_they_are_the_envs_own_whatever_their_schema_and_the_call(kind, policy):
                 resets[i], counts[i] = resets[i] + 1, 0
                 expected["root"][i] = various(i, resets[i], 0)
 
-    with KINDS[kind](num_envs, factories, seed=0, options=ExecutorOptions(infos=policy)) as env:
+    with KINDS[kind](
+        num_envs, factories, seed=0, options=ExecutorOptions(infos=policy)
+    ) as env:
         env.reset()
         note(range(num_envs), is_reset=True)
         for call in rng.integers(0, 5, 120).tolist():
@@ -317,7 +362,9 @@ def test_they_are_the_envs_own_whatever_their_schema_and_the_call(kind, policy):
                 env.send(actions(num_envs))
                 for _ in range(num_envs):
                     note(env.recv(1)["env_ids"].tolist())
-                    assert repr([env.infos("next"), env.infos("root")]) == repr([*expected.values()])
+                    assert repr([env.infos("next"), env.infos("root")]) == repr(
+                        [*expected.values()]
+                    )
             elif call == 2:
                 env.rollout(2, auto_reset=False, break_when_any_done=False)
                 note(range(num_envs))
@@ -327,7 +374,9 @@ def test_they_are_the_envs_own_whatever_their_schema_and_the_call(kind, policy):
             else:
                 env.step_and_maybe_reset(actions(num_envs))
                 note(range(num_envs))
-            assert repr([env.infos("next"), env.infos("root")]) == repr([*expected.values()])
+            assert repr([env.infos("next"), env.infos("root")]) == repr(
+                [*expected.values()]
+            )
 
 
 # ---- entries as leaves --------------------------------------------------------------------------------
@@ -403,13 +452,28 @@ class Numbered(Ending):
         if self.what == "list":
             return [("lives", 1), "x"]
         if self.what == "changing":
-            return {"lives": [1, 2.5, None][self.count - 1], "place": np.zeros(self.count)}
-        info = {"lives": 3 - self.count, "place": np.arange(2.0) + self.count, "word": "hello", "won": self.count == 3}
-        return info | ({"episode": {"r": 1.5, "l": self.count}} if self.count == 3 else {})
+            return {
+                "lives": [1, 2.5, None][self.count - 1],
+                "place": np.zeros(self.count),
+            }
+        info = {
+            "lives": 3 - self.count,
+            "place": np.arange(2.0) + self.count,
+            "word": "hello",
+            "won": self.count == 3,
+        }
+        return info | (
+            {"episode": {"r": 1.5, "l": self.count}} if self.count == 3 else {}
+        )
 
 
 def made(what="good", kind="serial", **options):
-    return KINDS[kind](NUM_ENVS, functools.partial(Numbered, what), seed=0, options=ExecutorOptions(**options))
+    return KINDS[kind](
+        NUM_ENVS,
+        functools.partial(Numbered, what),
+        seed=0,
+        options=ExecutorOptions(**options),
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -419,7 +483,12 @@ def test_names_are_looked_up_and_become_leaves_of_rollouts(kind):
     assert data["info", "lives"].tolist() == [[3, 2, 1, 3]] * NUM_ENVS
     assert data["next", "info", "lives"].tolist() == [[2, 1, 0, 2]] * NUM_ENVS
     assert data["info", "lives"].dtype == torch.int64
-    assert data["next", "info", "place"][0].tolist() == [[1.0, 2.0], [2.0, 3.0], [3.0, 4.0], [1.0, 2.0]]
+    assert data["next", "info", "place"][0].tolist() == [
+        [1.0, 2.0],
+        [2.0, 3.0],
+        [3.0, 4.0],
+        [1.0, 2.0],
+    ]
     assert data["info", "_place"][0].tolist() == [False, True, True, False]
     assert data["info", "place"][0, 0].tolist() == [0.0, 0.0]
     assert data["info", "level", "depth"][0].tolist() == [0.5, 0.0, 0.0, 0.5]
@@ -427,7 +496,13 @@ def test_names_are_looked_up_and_become_leaves_of_rollouts(kind):
 
 
 def test_later_changes_are_announced():
-    with made(infos={("episode", "r"): float, ("episode", "l"): 0, "never": np.zeros(3, np.float32)}) as env:
+    with made(
+        infos={
+            ("episode", "r"): float,
+            ("episode", "l"): 0,
+            "never": np.zeros(3, np.float32),
+        }
+    ) as env:
         data = env.rollout(3)["next", "info"]
     assert data["episode", "r"][0].tolist() == [0.0, 0.0, 1.5]
     assert data["episode", "_l"][0].tolist() == [False, False, True]
@@ -439,7 +514,13 @@ def test_later_changes_are_announced():
 def test_all_numbers():
     with made(infos="all") as env:
         keys = {"/".join(leaf.key) for leaf in env.observation_spec}
-        assert keys >= {"info/lives", "info/level/depth", "info/place", "info/won", "info/_won"}
+        assert keys >= {
+            "info/lives",
+            "info/level/depth",
+            "info/place",
+            "info/won",
+            "info/_won",
+        }
         assert not any("word" in key or "name" in key for key in keys)
         root = env.reset()
         assert root["info", "level", "depth"].tolist() == [0.5] * NUM_ENVS
@@ -449,7 +530,9 @@ def test_a_partial_reset_tells_of_its_own_rows():
     with made(infos=("lives",)) as env:
         env.reset()
         env.step(actions())
-        root = env.reset(TensorDict({"_reset": torch.tensor([True, False, True])}, [NUM_ENVS]))
+        root = env.reset(
+            TensorDict({"_reset": torch.tensor([True, False, True])}, [NUM_ENVS])
+        )
         assert root["info", "lives"].tolist() == [3, 2, 3]
 
 
@@ -472,7 +555,9 @@ def test_what_no_longer_fits_counts_as_not_given(caplog):
 def test_no_info_costs_a_step(what, infos):
     keys = {"lives": int, "bad": np.zeros(1)}
     options = ExecutorOptions(infos=Infos(infos, keys), check_finite=True)
-    with SerialEnv(NUM_ENVS, functools.partial(Numbered, what), seed=0, options=options) as env:
+    with SerialEnv(
+        NUM_ENVS, functools.partial(Numbered, what), seed=0, options=options
+    ) as env:
         _check(env, what, infos)
 
 
@@ -483,13 +568,17 @@ def test_no_info_costs_a_worker():
     factories = [functools.partial(Numbered, what) for what in names]
     for infos in ("plain", "pickle"):
         options = ExecutorOptions(infos=Infos(infos, {"lives": int}))
-        with ParallelEnv(len(names), factories, num_workers=2, seed=0, options=options) as env:
+        with ParallelEnv(
+            len(names), factories, num_workers=2, seed=0, options=options
+        ) as env:
             env.reset()
             for count in (1, 2, 3, 1):
                 td, _ = env.step_and_maybe_reset(actions(len(names)))
                 assert td["next", "observation"].tolist() == [[count]] * len(names)
             for name, info in zip(names, env.infos(), strict=True):
-                assert ("bad" in info) == (name in BAD and BAD[name][1 + (infos == "pickle")]), name
+                assert ("bad" in info) == (
+                    name in BAD and BAD[name][1 + (infos == "pickle")]
+                ), name
 
 
 def _check(env, what, infos):
@@ -510,15 +599,22 @@ def _check(env, what, infos):
 
 def test_a_name_that_is_not_there_is_refused():
     with pytest.raises(
-        SpecError, match=r"expected 'deth' in the infos of the first reset and step, which have numbers"
+        SpecError,
+        match=r"expected 'deth' in the infos of the first reset and step, which have numbers",
     ) as caught:
         SerialEnv(1, Numbered, options=ExecutorOptions(infos=("deth",)))
     assert "infos={'deth': float}" in str(caught.value)
-    with pytest.raises((SpecError, FactoryError), match=r"expected a number as 'word', got a str"):
-        ParallelEnv(1, Numbered, num_workers=1, options=ExecutorOptions(infos=("word",)))
+    with pytest.raises(
+        (SpecError, FactoryError), match=r"expected a number as 'word', got a str"
+    ):
+        ParallelEnv(
+            1, Numbered, num_workers=1, options=ExecutorOptions(infos=("word",))
+        )
 
 
-@pytest.mark.parametrize("keys", ["lives", None, 3, ("",), (3,), {"x": "text"}, {"x": object}])
+@pytest.mark.parametrize(
+    "keys", ["lives", None, 3, ("",), (3,), {"x": "text"}, {"x": object}]
+)
 def test_keys_that_are_none_are_refused(keys):
     with pytest.raises(ValueError, match="ExecutorOptions failed"):
         ExecutorOptions(infos=keys)
@@ -537,7 +633,8 @@ def test_looking_up_changes_nothing():
         assert len(built) == 4
     with SerialEnv(3, build, seed=5) as env:
         assert (
-            with_leaves["next", "observation"] == env.rollout(20, break_when_any_done=False)["next", "observation"]
+            with_leaves["next", "observation"]
+            == env.rollout(20, break_when_any_done=False)["next", "observation"]
         ).all()
 
 
@@ -545,7 +642,9 @@ def test_an_observation_of_this_name_is_refused():
     class Clash(Numbered):
         observation_space = gymnasium.spaces.Dict({"info": Numbered.observation_space})
 
-    with pytest.raises(SpecError, match="expected an env without an observation named 'info'"):
+    with pytest.raises(
+        SpecError, match="expected an env without an observation named 'info'"
+    ):
         SerialEnv(1, Clash, options=ExecutorOptions(infos={"lives": int}))
 
 
@@ -555,7 +654,9 @@ def test_the_contract_holds():
 
     def make():
         inner = GymnasiumAdapter(Numbered())
-        return InfoLeaves(inner, declared_fields({"lives": int, ("episode", "r"): float}, inner.spec))
+        return InfoLeaves(
+            inner, declared_fields({"lives": int, ("episode", "r"): float}, inner.spec)
+        )
 
     assert check_env_contract(make, num_steps=20).num_ends > 4
 
@@ -576,6 +677,18 @@ def test_rows_of_a_vector_env_tell_of_themselves(mode):
     with SerialEnv(1, make_env, seed=0, options=ExecutorOptions(infos=keys)) as env:
         data = env.rollout(5, break_when_any_done=False)[0]
     assert data["info", "lives"].tolist() == [[3, 3], [2, 2], [1, 1], [3, 0], [2, 3]]
-    assert data["next", "info", "lives"].tolist() == [[2, 2], [1, 1], [0, 0], [2, -1], [1, 2]]
+    assert data["next", "info", "lives"].tolist() == [
+        [2, 2],
+        [1, 1],
+        [0, 0],
+        [2, -1],
+        [1, 2],
+    ]
     assert data["next", "info", "_lives"].all()
-    assert data["next", "info", "episode", "r"].tolist() == [[0, 0], [0, 0], [1.5, 1.5], [0, 0], [0, 0]]
+    assert data["next", "info", "episode", "r"].tolist() == [
+        [0, 0],
+        [0, 0],
+        [1.5, 1.5],
+        [0, 0],
+        [0, 0],
+    ]

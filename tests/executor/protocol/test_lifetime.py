@@ -12,7 +12,15 @@ import weakref
 import pytest
 import torch
 
-from envherd.executor import Busy, Closed, Collector, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv
+from envherd.executor import (
+    Busy,
+    Closed,
+    Collector,
+    ExecutorOptions,
+    ParallelEnv,
+    ResetNeeded,
+    SerialEnv,
+)
 from envherd.workers.testing import CountingEnv
 from tests.envs.counting_envs import GlobalRandomEnv, TextEnv
 from tests.executor.calls import both, ones
@@ -44,7 +52,9 @@ def test_every_call_after_close_is_closed(make):
     env.close()
     assert env.is_closed
     for name, call in CALLS.items():
-        with pytest.raises(Closed, match=f"({name}|rand_action) failed: this executor is closed"):
+        with pytest.raises(
+            Closed, match=f"({name}|rand_action) failed: this executor is closed"
+        ):
             call(env)
     with pytest.raises(Closed, match="collect failed: this executor is closed"):
         Collector(env, frames_per_batch=4, close_env=False).collect()
@@ -67,14 +77,19 @@ def test_a_live_executor_is_not_pickled_and_not_harmed(make, act):
 
 @both
 def test_an_env_that_was_not_reset_is_not_stepped(make):
-    with make(3, CountingEnv) as env, pytest.raises(ResetNeeded, match=r"envs \[0, 1, 2\]") as caught:
+    with (
+        make(3, CountingEnv) as env,
+        pytest.raises(ResetNeeded, match=r"envs \[0, 1, 2\]") as caught,
+    ):
         env.step(env.rand_action())
     assert caught.value.env_ids == (0, 1, 2)
 
 
 @both
 def test_an_env_that_ended_is_not_stepped_and_nobody_is(make):
-    with make(2, [functools.partial(CountingEnv, 1), functools.partial(CountingEnv, 9)]) as env:
+    with make(
+        2, [functools.partial(CountingEnv, 1), functools.partial(CountingEnv, 9)]
+    ) as env:
         env.reset()
         env.step(env.rand_action())
         with pytest.raises(ResetNeeded, match=r"envs \[0\]"):
@@ -87,7 +102,15 @@ def test_pending_envs_are_busy(make):
     with make(2, functools.partial(CountingEnv, 99)) as env:
         env.reset()
         env.send(env.rand_action())
-        for name in ("reset", "step", "step_and_maybe_reset", "rollout", "send", "current", "set_seed"):
+        for name in (
+            "reset",
+            "step",
+            "step_and_maybe_reset",
+            "rollout",
+            "send",
+            "current",
+            "set_seed",
+        ):
             with pytest.raises(Busy, match="recv"):
                 CALLS[name](env)
         assert sorted(env.recv()["env_ids"].tolist()) == [0, 1]
@@ -136,7 +159,9 @@ def test_attributes_and_methods(make):
 
 
 @both
-@pytest.mark.parametrize("where", ["the same", "after a reset", "after an end", "a new one"])
+@pytest.mark.parametrize(
+    "where", ["the same", "after a reset", "after an end", "a new one"]
+)
 def test_a_state_that_is_loaded_goes_on_where_it_was_saved(make, where):
     ending = [functools.partial(CountingEnv, 4), functools.partial(TextEnv, 6)]
     with make(2, ending, seed=0) as env:
@@ -147,16 +172,25 @@ def test_a_state_that_is_loaded_goes_on_where_it_was_saved(make, where):
             env.reset()
         elif where == "after an end":
             while not env.current()["done"].all():
-                env.send(ones(env.current(~env.current()["done"].squeeze(-1))), maybe_reset=False)
+                env.send(
+                    ones(env.current(~env.current()["done"].squeeze(-1))),
+                    maybe_reset=False,
+                )
                 env.recv()
-        with make(2, ending, seed=1) if where == "a new one" else contextlib.nullcontext(env) as other:
+        with (
+            make(2, ending, seed=1)
+            if where == "a new one"
+            else contextlib.nullcontext(env) as other
+        ):
             other.load_state_dict(saved)
             for key in ("observation", "done"):
                 assert torch.equal(other.current()[key], there[key])
             assert other.current()[1]["text"] == there[1]["text"]
             data = other.rollout(1, ones, auto_reset=False)
             assert torch.equal(data["observation"], expected["observation"])
-            assert torch.equal(data["next", "observation"], expected["next", "observation"])
+            assert torch.equal(
+                data["next", "observation"], expected["next", "observation"]
+            )
 
 
 @both
@@ -165,13 +199,29 @@ def test_states_alone_can_be_loaded_and_refused_ones_load_nothing(make):
         states = {f"env{i}": {"seed": 4, "num_steps": 1} for i in range(2)}
         env.load_state_dict(states)
         assert not env.current()["done"].any()
-        assert env.step(ones(env.current()))["next", "observation"].tolist() == [[4, 2, 1]] * 2
+        assert (
+            env.step(ones(env.current()))["next", "observation"].tolist()
+            == [[4, 2, 1]] * 2
+        )
         whole = env.state_dict()
-        wrong = {**whole, "executor": {**whole["executor"], "roots": [{"observation": torch.zeros(2)}] * 2}}
-        for refused in ({"env0": states["env0"]}, wrong, {**whole, "executor": {"roots": [], "ended": []}}):
+        wrong = {
+            **whole,
+            "executor": {
+                **whole["executor"],
+                "roots": [{"observation": torch.zeros(2)}] * 2,
+            },
+        }
+        for refused in (
+            {"env0": states["env0"]},
+            wrong,
+            {**whole, "executor": {"roots": [], "ended": []}},
+        ):
             with pytest.raises(ValueError, match="load_state_dict failed: expected"):
                 env.load_state_dict(refused)
-        assert env.step(ones(env.current()))["next", "observation"].tolist() == [[4, 3, 1]] * 2
+        assert (
+            env.step(ones(env.current()))["next", "observation"].tolist()
+            == [[4, 3, 1]] * 2
+        )
         env.send(ones(env.current()))
         for refused in (env.state_dict, lambda: env.load_state_dict(states)):
             with pytest.raises(Busy):
@@ -184,7 +234,11 @@ def test_a_missing_attribute_harms_nobody(make):
     from envherd.executor import EnvError
 
     with make(2, CountingEnv) as env:
-        for ask in (lambda: env.get("nothing"), lambda: env.call("nothing"), lambda: env.call("state_dict", 1)):
+        for ask in (
+            lambda: env.get("nothing"),
+            lambda: env.call("nothing"),
+            lambda: env.call("state_dict", 1),
+        ):
             with pytest.raises(EnvError):
                 ask()
         assert env.reset()["observation"].shape == (2, 3)
@@ -202,10 +256,15 @@ def test_what_is_not_plain_does_not_cross(make):
 
 @both
 def test_global_generators_are_noticed_once(make, caplog):
-    with caplog.at_level(logging.WARNING, "envherd"), make(1, GlobalRandomEnv, seed=0) as env:
+    with (
+        caplog.at_level(logging.WARNING, "envherd"),
+        make(1, GlobalRandomEnv, seed=0) as env,
+    ):
         env.rollout(6, break_when_any_done=False)
         env.rollout(6, break_when_any_done=False)
-    noticed = [record for record in caplog.records if "global generators" in record.message]
+    noticed = [
+        record for record in caplog.records if "global generators" in record.message
+    ]
     assert 1 <= len(noticed) <= 2  # in the first reset, in the first step
 
 
@@ -214,8 +273,14 @@ def test_isolated_generators_do_not_depend_on_the_worker():
     options = ExecutorOptions(isolate_rng=True)
     data = []
     for make, num_workers in ((SerialEnv, None), (ParallelEnv, 1), (ParallelEnv, 3)):
-        with make(3, GlobalRandomEnv, num_workers=num_workers, seed=5, options=options) as env:
-            data.append(env.rollout(9, lambda td: td.set("action", torch.zeros(3, dtype=torch.int64))))
+        with make(
+            3, GlobalRandomEnv, num_workers=num_workers, seed=5, options=options
+        ) as env:
+            data.append(
+                env.rollout(
+                    9, lambda td: td.set("action", torch.zeros(3, dtype=torch.int64))
+                )
+            )
     assert (data[0] == data[1]).all()
     assert (data[0] == data[2]).all()
 
@@ -226,7 +291,11 @@ def test_isolated_generators_begin_anew_with_a_root_seed(make):
         draws = []
         for _ in range(2):
             env.set_seed(5)
-            draws.append(env.rollout(3, lambda td: td.set("action", torch.zeros(2, dtype=torch.int64)))["draws"])
+            draws.append(
+                env.rollout(
+                    3, lambda td: td.set("action", torch.zeros(2, dtype=torch.int64))
+                )["draws"]
+            )
     assert torch.equal(*draws)
 
 
@@ -244,7 +313,9 @@ def test_what_workers_print(capture, capfd):
     from tests.envs.counting_envs import ChattyEnv
 
     options = ExecutorOptions(worker_output=capture)
-    with ParallelEnv(2, functools.partial(ChattyEnv, 10), num_workers=2, options=options) as env:
+    with ParallelEnv(
+        2, functools.partial(ChattyEnv, 10), num_workers=2, options=options
+    ) as env:
         env.reset()
         env.step(env.rand_action())
         kept = env.worker_output(1)

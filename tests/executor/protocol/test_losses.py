@@ -67,7 +67,10 @@ def stepped(env, way):
 
 def one_dies(gate):
     """Return factories of an env that dies in its first step, and of one that waits at a gate in it."""
-    return [functools.partial(FaultyEnv, "kill", step=1), functools.partial(HaltingEnv, gate, 1)]
+    return [
+        functools.partial(FaultyEnv, "kill", step=1),
+        functools.partial(HaltingEnv, gate, 1),
+    ]
 
 
 class FlakyBuild(FaultyEnv):
@@ -84,7 +87,9 @@ class FlakyBuild(FaultyEnv):
 
 @pytest.mark.parametrize("way", ["storage", "ring"])
 def test_an_env_that_the_last_step_ends_is_not_reset(way):
-    with ParallelEnv(2, [functools.partial(CountingEnv, 2), ENDLESS], num_workers=1, options=RESTART) as env:
+    with ParallelEnv(
+        2, [functools.partial(CountingEnv, 2), ENDLESS], num_workers=1, options=RESTART
+    ) as env:
         engine = env.engine
         env.rollout(2, break_when_any_done=False)
         kill(env, 0)
@@ -93,7 +98,9 @@ def test_an_env_that_the_last_step_ends_is_not_reset(way):
         else:  # as with a device
             carried = Carried(engine.known, None, None)
             with env._guard:
-                run = StepwiseRun(engine, env.rand_action, carried, None, break_when_any_done=False)
+                run = StepwiseRun(
+                    engine, env.rand_action, carried, None, break_when_any_done=False
+                )
                 data = run.collect(1, auto_reset=False)
         assert flags(data, "interrupted") == [False, True]
         words = engine.pool.slab.words
@@ -104,11 +111,16 @@ def test_an_env_that_the_last_step_ends_is_not_reset(way):
 
 
 class TestReplacing:
-    def test_a_send_that_is_broken_off_does_not_take_over_the_flags_of_an_earlier_loss(self, monkeypatch):
+    def test_a_send_that_is_broken_off_does_not_take_over_the_flags_of_an_earlier_loss(
+        self, monkeypatch
+    ):
         with ParallelEnv(2, ENDLESS, num_workers=2, seed=0, options=RESTART) as env:
             env.reset()
             kill(env, 0)
-            assert flags(env.step_and_maybe_reset(act(env))[0], "interrupted") == [True, False]
+            assert flags(env.step_and_maybe_reset(act(env))[0], "interrupted") == [
+                True,
+                False,
+            ]
             flights = env.engine.flights
             begin = flights.begin
 
@@ -125,13 +137,18 @@ class TestReplacing:
             assert flags(td, "interrupted") == [False, False]
             assert counters(td["next"]) == [1, 2]
 
-    def test_an_env_that_was_received_before_its_worker_was_lost_is_refused_and_shown_as_done(self):
+    def test_an_env_that_was_received_before_its_worker_was_lost_is_refused_and_shown_as_done(
+        self,
+    ):
         with ParallelEnv(3, ENDLESS, num_workers=1, seed=0, options=RESTART) as env:
             td = env.reset()
             kill(env, 0)
             env.send(td.set("action", torch.ones(3, dtype=torch.int64))[:2], [0, 1])
             assert flags(env.recv(), "interrupted") == [True, True]
-            with pytest.raises(ResetNeeded, match=r"^send failed: .* got envs \[2\] that have .* lost their episode"):
+            with pytest.raises(
+                ResetNeeded,
+                match=r"^send failed: .* got envs \[2\] that have .* lost their episode",
+            ):
                 env.send(td[2:], [2])
             assert env.current()["done"].flatten().tolist() == [False, False, True]
 
@@ -145,10 +162,17 @@ class TestReplacing:
                 one.reset()
             kill(env, 0)
             for _ in range(2):
-                assert torch.equal(env.reset(seed=seeds)["observation"], serial.reset(seed=seeds)["observation"])
+                assert torch.equal(
+                    env.reset(seed=seeds)["observation"],
+                    serial.reset(seed=seeds)["observation"],
+                )
 
-    def test_a_worker_that_dies_in_a_reset_is_reset_with_the_same_arguments(self, tmp_path):
-        faulty = functools.partial(FaultyEnv, "kill", at="reset", episode=1, flag=str(tmp_path / "flag"))
+    def test_a_worker_that_dies_in_a_reset_is_reset_with_the_same_arguments(
+        self, tmp_path
+    ):
+        faulty = functools.partial(
+            FaultyEnv, "kill", at="reset", episode=1, flag=str(tmp_path / "flag")
+        )
         with ParallelEnv(2, [faulty, ENDLESS], num_workers=2, options=RESTART) as env:
             env.reset()
             env.reset(seed=[5, 6], level=3)
@@ -156,7 +180,9 @@ class TestReplacing:
             assert env.get("options") == [{"level": 3}] * 2
 
     @pytest.mark.parametrize("grace_s", [30.0, None])
-    def test_a_loss_waits_for_the_others_as_long_as_the_grace_lasts(self, tmp_path, grace_s):
+    def test_a_loss_waits_for_the_others_as_long_as_the_grace_lasts(
+        self, tmp_path, grace_s
+    ):
         gate = Gate(tmp_path)
 
         def let_through() -> None:
@@ -165,7 +191,12 @@ class TestReplacing:
             gate.open()
 
         thread = threading.Thread(target=let_through)
-        with ParallelEnv(2, one_dies(gate), num_workers=2, options=ExecutorOptions(loss_grace_s=grace_s)) as env:
+        with ParallelEnv(
+            2,
+            one_dies(gate),
+            num_workers=2,
+            options=ExecutorOptions(loss_grace_s=grace_s),
+        ) as env:
             env.reset()
             thread.start()
             with pytest.raises(WorkerLost, match="SIGKILL") as caught:
@@ -174,7 +205,9 @@ class TestReplacing:
             assert counters(caught.value.partial) == [0, 1]
         thread.join()
 
-    def test_a_worker_that_cannot_be_replaced_is_lost_and_its_command_raises(self, monkeypatch):
+    def test_a_worker_that_cannot_be_replaced_is_lost_and_its_command_raises(
+        self, monkeypatch
+    ):
         def refuse(worker_id: int) -> None:
             raise WorkerLost("no process can be started")
 
@@ -192,7 +225,9 @@ class TestReplacing:
 
     @pytest.mark.parametrize("is_replaced", [False, True])
     def test_the_pool_gives_commands_only_to_workers_that_serve(self, is_replaced):
-        with ParallelEnv(4, ENDLESS, num_workers=2, options=RESTART if is_replaced else None) as env:
+        with ParallelEnv(
+            4, ENDLESS, num_workers=2, options=RESTART if is_replaced else None
+        ) as env:
             env.reset()
             kill(env, 0)
             with pytest.raises(WorkerLost):
@@ -208,7 +243,10 @@ class TestReplacing:
             else:
                 with pytest.raises(WorkerLost):
                     pool.submit(env_ids, Op.RESET, RING, np.array([1, 1]))
-                assert (pool.words.number[0], pool.words.has_answered().all()) == (number, True)
+                assert (pool.words.number[0], pool.words.has_answered().all()) == (
+                    number,
+                    True,
+                )
             assert not pool.outcome.faults
 
     def test_storages_given_back_while_a_worker_is_replaced(self):
@@ -240,7 +278,10 @@ class TestSuccessorsThatFail:
 
 class TestRefusals:
     def test_what_a_refused_reset_was_given_is_not_used_later(self):
-        with ParallelEnv(2, ENDLESS, num_workers=2, seed=0) as env, SerialEnv(2, ENDLESS, seed=0) as expected:
+        with (
+            ParallelEnv(2, ENDLESS, num_workers=2, seed=0) as env,
+            SerialEnv(2, ENDLESS, seed=0) as expected,
+        ):
             for one in (env, expected):
                 one.reset()
             kill(env, 1)
@@ -249,11 +290,17 @@ class TestRefusals:
             with pytest.raises(WorkerLost):
                 env.reset(seed=[123, 456], options={"x": 1})
             root = env.reset(only(env, 0))
-            assert root["observation"][0].tolist() == expected.reset()["observation"][0].tolist()
+            assert (
+                root["observation"][0].tolist()
+                == expected.reset()["observation"][0].tolist()
+            )
             assert not env.get("options", [0])[0]
 
     def test_nor_what_a_reset_was_given_that_ctrl_c_broke_off(self, monkeypatch):
-        with ParallelEnv(2, ENDLESS, num_workers=2, seed=0) as env, SerialEnv(2, ENDLESS, seed=0) as expected:
+        with (
+            ParallelEnv(2, ENDLESS, num_workers=2, seed=0) as env,
+            SerialEnv(2, ENDLESS, seed=0) as expected,
+        ):
             submit = env.engine.pool.submit
 
             def interrupted(*_: Any) -> None:
@@ -263,13 +310,18 @@ class TestRefusals:
             monkeypatch.setattr(env.engine.pool, "submit", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 env.reset(seed=[123, 456])
-            assert torch.equal(env.reset()["observation"], expected.reset()["observation"])
+            assert torch.equal(
+                env.reset()["observation"], expected.reset()["observation"]
+            )
 
     def test_no_worker_steps_an_env_that_was_never_reset(self):
         for make in (functools.partial(ParallelEnv, num_workers=1), SerialEnv):
             with make(2, ENDLESS) as env:
-                env.engine.states.move(env.engine.all_ids, Event.IS_ALLOWED)  # simulates a bug of the caller's side
-                with pytest.raises(InternalError, match=r"was never reset\. It was not stepped"):
+                # Simulates a bug of the caller's side.
+                env.engine.states.move(env.engine.all_ids, Event.IS_ALLOWED)
+                with pytest.raises(
+                    InternalError, match=r"was never reset\. It was not stepped"
+                ):
                     env.step(act(env))
                 assert env.get("num_steps") == [0, 0]
 
@@ -302,7 +354,11 @@ class TestRefusals:
         seen: list[str] = []
 
         def callback(env: Any, _: Any) -> None:
-            for call in (lambda: env.current([99]), lambda: env.get("num_steps"), env.reset):
+            for call in (
+                lambda: env.current([99]),
+                lambda: env.get("num_steps"),
+                env.reset,
+            ):
                 try:
                     call()
                 except Exception as error:
@@ -319,7 +375,11 @@ class TestEnvsThatAreBatches:
     def test_are_reset_whole_when_they_are_lost_in_a_step(self, way):
         with ParallelEnv(2, PairEnv, num_workers=2, options=RESTART) as env:
             env.reset()
-            env.reset(TensorDict({"_reset": torch.tensor([[True, False], [False, False]])}, [2, 2]))
+            env.reset(
+                TensorDict(
+                    {"_reset": torch.tensor([[True, False], [False, False]])}, [2, 2]
+                )
+            )
             kill(env, 1)
             td, root = stepped(env, way)
             assert td["next", "interrupted"].shape == td["next", "done"].shape
@@ -334,7 +394,11 @@ class TestEnvsThatAreBatches:
             kill(env, 1)
             if call == "step":
                 env.step(act(env))
-            root = env.reset(TensorDict({"_reset": torch.tensor([[False, False], [True, False]])}, [2, 2]))
+            root = env.reset(
+                TensorDict(
+                    {"_reset": torch.tensor([[False, False], [True, False]])}, [2, 2]
+                )
+            )
             assert counters(root)[1] == [0, 0]
             assert (root["observation"][1, :, 0] != 0).all()
             assert env.call("state")[1] == [0, 0]
@@ -355,16 +419,29 @@ class TestEnvsThatAreBatches:
 
 class TestWhatTheCallerHears:
     @pytest.mark.parametrize("grace_s", [0.0, 0.4])
-    def test_a_loss_is_logged_at_once_and_raised_though_another_env_still_steps(self, tmp_path, caplog, grace_s):
+    def test_a_loss_is_logged_at_once_and_raised_though_another_env_still_steps(
+        self, tmp_path, caplog, grace_s
+    ):
         gate = Gate(tmp_path)
-        with ParallelEnv(2, one_dies(gate), num_workers=2, options=ExecutorOptions(loss_grace_s=grace_s)) as env:
+        with ParallelEnv(
+            2,
+            one_dies(gate),
+            num_workers=2,
+            options=ExecutorOptions(loss_grace_s=grace_s),
+        ) as env:
             env.reset()
             began = time.monotonic()
-            with caplog.at_level(logging.WARNING, "envherd"), pytest.raises(WorkerLost) as caught:
+            with (
+                caplog.at_level(logging.WARNING, "envherd"),
+                pytest.raises(WorkerLost) as caught,
+            ):
                 env.step(act(env))
             assert time.monotonic() - began > grace_s
             assert not (tmp_path / "open").exists()  # the other one had not answered
-            assert "worker 0 ended with SIGKILL(-9) in step of env 0 (env 0, pid" in str(caught.value)
+            assert (
+                "worker 0 ended with SIGKILL(-9) in step of env 0 (env 0, pid"
+                in str(caught.value)
+            )
             assert str(caught.value) in caplog.text
             assert caught.value.partial is None
             gate.open()
@@ -374,7 +451,9 @@ class TestWhatTheCallerHears:
 
     def test_of_a_loss_in_what_was_sent_the_others_stay_sent(self, tmp_path):
         gate = Gate(tmp_path)
-        with ParallelEnv(2, one_dies(gate), num_workers=2, options=ExecutorOptions(loss_grace_s=0.0)) as env:
+        with ParallelEnv(
+            2, one_dies(gate), num_workers=2, options=ExecutorOptions(loss_grace_s=0.0)
+        ) as env:
             env.reset()
             env.send(act(env))
             with pytest.raises(WorkerLost):
@@ -395,7 +474,9 @@ class TestDeadlines:
     def test_the_build_of_a_successor_does_not_count_as_its_step(self, tmp_path):
         """While envs are sent, no call waits that long for it."""
         flag = tmp_path / "slow"
-        options = ExecutorOptions(on_worker_loss="restart", step_timeout_s=1.0, reset_timeout_s=1.0)
+        options = ExecutorOptions(
+            on_worker_loss="restart", step_timeout_s=1.0, reset_timeout_s=1.0
+        )
         make = [functools.partial(SlowBuild, flag), CountingEnv]
         with ParallelEnv(2, make, num_workers=2, options=options) as env:
             env.reset()
@@ -403,17 +484,29 @@ class TestDeadlines:
             kill(env, 0)
             env.send(act(env))
             received = torch.cat([env.recv(1), env.recv(1)])
-            assert received["next", "interrupted"][received["env_ids"].argsort()].flatten().tolist() == [True, False]
+            assert received["next", "interrupted"][
+                received["env_ids"].argsort()
+            ].flatten().tolist() == [True, False]
             assert env.engine.pool.num_losses == 1
 
     @pytest.mark.parametrize("call", ["step", "sent"])
-    def test_a_time_in_which_all_processes_are_stopped_does_not_count(self, tmp_path, call):
+    def test_a_time_in_which_all_processes_are_stopped_does_not_count(
+        self, tmp_path, call
+    ):
         """A suspended job, or a machine that is paused: the worker had no chance to run."""
-        gate, options = Gate(tmp_path), ExecutorOptions(step_timeout_s=5.0, reset_timeout_s=5.0)
+        gate, options = (
+            Gate(tmp_path),
+            ExecutorOptions(step_timeout_s=5.0, reset_timeout_s=5.0),
+        )
 
         def body() -> list[int]:
             (tmp_path / "pid").write_text(str(os.getpid()))
-            with ParallelEnv(1, functools.partial(HaltingEnv, gate, 1), num_workers=1, options=options) as env:
+            with ParallelEnv(
+                1,
+                functools.partial(HaltingEnv, gate, 1),
+                num_workers=1,
+                options=options,
+            ) as env:
                 env.reset()
                 if call == "step":
                     return counters(env.step(act(env))["next"])
@@ -442,7 +535,9 @@ class TestDeadlines:
     def test_ctrl_c_in_an_env_that_hangs_keeps_the_deadline(self, tmp_path):
         gate = Gate(tmp_path)
         make = functools.partial(HaltingEnv, gate, 1)
-        with ParallelEnv(1, make, num_workers=1, options=ExecutorOptions(step_timeout_s=2.0)) as env:
+        with ParallelEnv(
+            1, make, num_workers=1, options=ExecutorOptions(step_timeout_s=2.0)
+        ) as env:
             env.reset()
 
             def press() -> None:
@@ -461,23 +556,30 @@ class TestDeadlines:
     @pytest.mark.parametrize("call", ["fused", "rollout", "sent"])
     def test_a_reset_inside_a_step_has_its_own(self, tmp_path, call):
         class Rests(CountingEnv):
-            def reset(self, seed: int | None, options: Mapping[str, Any] | None = None) -> Any:
+            def reset(
+                self, seed: int | None, options: Mapping[str, Any] | None = None
+            ) -> Any:
                 if self.episode == 0:
                     threading.Event().wait(1.5)
                 return super().reset(seed, options)
 
         make = functools.partial(Rests, 1)
-        with ParallelEnv(1, make, num_workers=1, options=ExecutorOptions(step_timeout_s=1.0)) as env:
+        with ParallelEnv(
+            1, make, num_workers=1, options=ExecutorOptions(step_timeout_s=1.0)
+        ) as env:
             env.reset()
             assert counters(stepped(env, call)[1]) == [0]
 
-    def test_a_late_worker_has_ended_before_rows_are_written_in_its_place(self, monkeypatch):
+    def test_a_late_worker_has_ended_before_rows_are_written_in_its_place(
+        self, monkeypatch
+    ):
         """It may be slow rather than stuck, and would write into the same rows."""
 
         class Heavy(FaultyEnv):
             def __init__(self) -> None:
                 super().__init__("sleep", step=1)
-                self.ballast = np.ones(1 << 24)  # its memory is freed before a process counts as ended
+                # Its memory is freed before a process counts as ended.
+                self.ballast = np.ones(1 << 24)
 
         lose_answers, has_ended = CommandWords.lose_answers, []
 
@@ -486,7 +588,9 @@ class TestDeadlines:
             return lose_answers(words, *args)
 
         monkeypatch.setattr(CommandWords, "lose_answers", watched)
-        with ParallelEnv(1, Heavy, num_workers=1, options=ExecutorOptions(step_timeout_s=0.3)) as env:
+        with ParallelEnv(
+            1, Heavy, num_workers=1, options=ExecutorOptions(step_timeout_s=0.3)
+        ) as env:
             worker = env.engine.pool.crew.workers[0]
             env.reset()
             with pytest.raises(WorkerTimeout):
@@ -503,7 +607,8 @@ class TestDeadlines:
         with ParallelEnv(1, Hangs, num_workers=1, options=options) as env:
             env.reset()
             with pytest.raises(
-                WorkerTimeout, match="reset failed: worker 0 gave no answer within 3 s in reset of env 0"
+                WorkerTimeout,
+                match="reset failed: worker 0 gave no answer within 3 s in reset of env 0",
             ):
                 env.step_and_maybe_reset(act(env))
 
@@ -539,7 +644,9 @@ class TestTheEnd:
 @pytest.mark.parametrize(
     ("when", "way"),
     [
-        *itertools.product(("in the step", "after its text was sent"), ("fused", "sent", "rollout")),
+        *itertools.product(
+            ("in the step", "after its text was sent"), ("fused", "sent", "rollout")
+        ),
         *itertools.product(("in a neighbour's step",), ("fused", "rollout")),
     ],
 )
@@ -553,7 +660,8 @@ def test_an_interrupted_row_has_the_last_true_text(tmp_path, way, when):
     class Dies(TextEnv):
         def step(self, action: list[Any]) -> Any:
             if self.num_steps == 1 and not (tmp_path / "died").exists():
-                time.sleep(0.1 if when == "in a neighbour's step" else 0)  # what the other has sent is read
+                # What the other has sent is read.
+                time.sleep(0.1 if when == "in a neighbour's step" else 0)
                 (tmp_path / "died").touch()
                 if when != "after its text was sent":
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -587,7 +695,11 @@ def test_the_root_of_an_env_whose_reset_was_answered_before_its_worker_died():
         with pytest.raises(WorkerLost):
             env.reset()
         now = env.current()[0]
-        assert now["text"] == before["text"] == ":".join(str(number) for number in now["observation"][:2].tolist())
+        assert (
+            now["text"]
+            == before["text"]
+            == ":".join(str(number) for number in now["observation"][:2].tolist())
+        )
         assert now["truncated"].all()
 
 
@@ -607,7 +719,9 @@ class OneEpisode(TextEnv):
         return super().reset(seed, *args)
 
 
-@pytest.mark.parametrize("kind", [SerialEnv, functools.partial(ParallelEnv, num_workers=1)])
+@pytest.mark.parametrize(
+    "kind", [SerialEnv, functools.partial(ParallelEnv, num_workers=1)]
+)
 def test_the_last_observation_is_complete_where_the_reset_after_it_raises(kind):
     """Numbers and text are of the step that ended the episode."""
     with kind(1, functools.partial(OneEpisode, 2), seed=0) as env:
@@ -616,7 +730,9 @@ def test_the_last_observation_is_complete_where_the_reset_after_it_raises(kind):
         with pytest.raises(EnvError, match="no second episode") as caught:
             env.step_and_maybe_reset(act(env))
         for last in (caught.value.partial[0], env.current()[0]):
-            assert last["text"] == ":".join(str(number) for number in last["observation"][:2].tolist())
+            assert last["text"] == ":".join(
+                str(number) for number in last["observation"][:2].tolist()
+            )
             assert last["observation"][1] == 2
         assert env.current()["done"].all()
 
@@ -628,10 +744,17 @@ class HalfReset(TextEnv):
         super().__init__()
         self.num_resets = 0
         size = LeafSpec(("size",), (1,), "int64")
-        self.spec = EnvSpec(observation=(*self.spec.observation, size), action=self.spec.action, family="plain")
+        self.spec = EnvSpec(
+            observation=(*self.spec.observation, size),
+            action=self.spec.action,
+            family="plain",
+        )
 
     def _observe(self, action: int) -> list[Any]:
-        return [*super()._observe(action), np.array([self.seed] * (2 if self.num_resets == 2 else 1))]
+        return [
+            *super()._observe(action),
+            np.array([self.seed] * (2 if self.num_resets == 2 else 1)),
+        ]
 
     def reset(self, *args: Any, **kwargs: Any) -> Any:
         self.num_resets += 1
@@ -647,8 +770,16 @@ def test_a_reset_that_is_broken_off_leaves_the_row_before_it(num_envs):
         now = env.current()[0]
         assert now["observation"].tolist() == before["observation"].tolist()
         assert now["text"] == before["text"]
-        assert now["size"].tolist() == before["size"].tolist() == before["observation"][:1].tolist()
-        assert env.reset(only(env, 0))[0]["size"] == env.current()[0]["observation"][0] != before["size"]
+        assert (
+            now["size"].tolist()
+            == before["size"].tolist()
+            == before["observation"][:1].tolist()
+        )
+        assert (
+            env.reset(only(env, 0))[0]["size"]
+            == env.current()[0]["observation"][0]
+            != before["size"]
+        )
 
 
 def test_the_rows_of_envs_that_must_be_reset_say_so():
@@ -675,7 +806,9 @@ def test_the_rows_of_envs_that_must_be_reset_say_so():
         with pytest.raises(EnvError, match="not now"):
             env.reset(only(env, 0))
         assert env.current()["done"].flatten().tolist() == [True, False]
-        env.reset(env.current().exclude("observation").set("_reset", env.current()["done"]))
+        env.reset(
+            env.current().exclude("observation").set("_reset", env.current()["done"])
+        )
         env.step_and_maybe_reset(act(env))
         with pytest.raises(KeyboardInterrupt):
             env.step_and_maybe_reset(act(env).set("action", torch.tensor([3, 1])))
@@ -687,12 +820,16 @@ def test_the_rows_of_envs_that_must_be_reset_say_so():
 @pytest.mark.parametrize("policy", ["raise", "restart"])
 def test_a_loss_noticed_later_changes_no_view_of_a_step_before_it(policy):
     options = ExecutorOptions(on_worker_loss=policy)
-    with ParallelEnv(2, ENDLESS, num_workers=2, seed=0, copy=False, options=options) as env:
+    with ParallelEnv(
+        2, ENDLESS, num_workers=2, seed=0, copy=False, options=options
+    ) as env:
         env.reset()
         view = env.step(act(env))["next"]
         kept = view.clone()
         kill(env, 1)
-        with pytest.raises(WorkerLost) if policy == "raise" else contextlib.nullcontext():
+        with (
+            pytest.raises(WorkerLost) if policy == "raise" else contextlib.nullcontext()
+        ):
             env.reset(only(env, 1))
         assert (view == kept).all()
         now = env.current()
@@ -710,7 +847,10 @@ def test_a_crash_loop_ends_in_an_error():
         with pytest.raises(WorkerLost, match="SIGKILL") as caught:
             env.step_and_maybe_reset(act(env))
         assert env.statistics().worker_losses == 3
-    assert "is not replaced: ExecutorOptions.max_restarts=2 within restart_window_s=60 allows" in caught.value.message
+    assert (
+        "is not replaced: ExecutorOptions.max_restarts=2 within restart_window_s=60 allows"
+        in caught.value.message
+    )
     assert "on_worker_loss='restart'" not in caught.value.message  # which it is
     assert caught.value.context["exit_code"] == -9
     assert caught.value.env_ids == (2, 3)
@@ -726,7 +866,9 @@ def test_an_env_with_another_spec_after_a_restart_is_its_factorys_fault(tmp_path
     make = functools.partial(dies_and_is_another, str(tmp_path / "broken"))
     with ParallelEnv(1, make, options=RESTART) as env:
         env.reset()
-        with pytest.raises(SpecError, match="restart failed: expected env 0 with the spec that it had"):
+        with pytest.raises(
+            SpecError, match="restart failed: expected env 0 with the spec that it had"
+        ):
             env.rollout(5, break_when_any_done=False)
 
 
@@ -746,15 +888,21 @@ def test_a_crash_loop_slows_down_while_the_others_go_on():
                     times.append(time.monotonic() - began)
             env.send(act(env)[: len(td)], td["env_ids"])
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-    assert all(gap > least for gap, least in zip(gaps, (0.08, 0.16), strict=True))  # of 0.1 and 0.2 s
+    # Of 0.1 and 0.2 s.
+    assert all(gap > least for gap, least in zip(gaps, (0.08, 0.16), strict=True))
     assert counts[0] > 2 * counts[1]
 
 
 def test_episodes_go_on_counting(tmp_path):
     """A successor does not replay the episodes of the worker it replaces."""
-    make = [ENDLESS, functools.partial(FaultyEnv, "kill", step=3, flag=str(tmp_path / "broken"))]
+    make = [
+        ENDLESS,
+        functools.partial(FaultyEnv, "kill", step=3, flag=str(tmp_path / "broken")),
+    ]
     with ParallelEnv(2, make, num_workers=2, seed=0, options=RESTART) as env:
-        seeds = env.rollout(6, break_when_any_done=False)["observation"][1, :, 0].tolist()
+        seeds = env.rollout(6, break_when_any_done=False)["observation"][
+            1, :, 0
+        ].tolist()
     assert seeds == [episode_seed(0, 1, 0)] * 3 + [episode_seed(0, 1, 1)] * 3
 
 
@@ -782,14 +930,25 @@ def test_rows_that_are_taken_over_continue_as_those_of_lost_workers(auto_reset):
         return td.set("action", td["observation"][:, 1] % 5)
 
     factories = [functools.partial(CountingEnv, length) for length in (4, 5, 100)]
-    how = {"num_workers": 3, "seed": 1, "options": ExecutorOptions(on_worker_loss="restart")}
+    how = {
+        "num_workers": 3,
+        "seed": 1,
+        "options": ExecutorOptions(on_worker_loss="restart"),
+    }
     with ParallelEnv(factories, **how) as lost, ParallelEnv(factories, **how) as heir:
         lost.rollout(4, policy, break_when_any_done=False)
         heir.load_state_dict(lost.state_dict(with_envs=False))
-        heir.engine.take_over(lost.engine.batches.roots(lost.engine.all_ids), lost.engine.states.needs_reset.copy())
+        heir.engine.take_over(
+            lost.engine.batches.roots(lost.engine.all_ids),
+            lost.engine.states.needs_reset.copy(),
+        )
         for worker_id in range(3):
             kill(lost, worker_id)
-        cut = [[False] * 3, [not auto_reset, False, False], [not auto_reset, False, False]]
+        cut = [
+            [False] * 3,
+            [not auto_reset, False, False],
+            [not auto_reset, False, False],
+        ]
         for is_reset, is_cut in ((auto_reset, cut), (False, [[False] * 3] * 3)):
             how = {"auto_reset": is_reset, "break_when_any_done": False}
             expected, found = (env.rollout(3, policy, **how) for env in (lost, heir))

@@ -15,7 +15,10 @@ from tests.executor.protocol.test_fast_calls import assert_same
 pytestmark = pytest.mark.slow
 
 COOKING = MeltingPotFactory(
-    "collaborative_cooking__cramped", drop=("COLLECTIVE_REWARD",), max_steps=4, deterministic=True
+    "collaborative_cooking__cramped",
+    drop=("COLLECTIVE_REWARD",),
+    max_steps=4,
+    deterministic=True,
 )
 FANS = MeltingPotFactory(
     "bach_or_stravinsky_in_the_matrix__arena",
@@ -26,13 +29,19 @@ FANS = MeltingPotFactory(
     deterministic=True,
 )
 PRISONERS = MeltingPotFactory(
-    "prisoners_dilemma_in_the_matrix__repeated", keys=("INVENTORY",), max_steps=5, deterministic=True
+    "prisoners_dilemma_in_the_matrix__repeated",
+    keys=("INVENTORY",),
+    max_steps=5,
+    deterministic=True,
 )
 HERD = [COOKING, FANS, PRISONERS, FANS]
 
 
 def keys_of(td):
-    return {"/".join(key) if isinstance(key, tuple) else key for key in td.keys(include_nested=True, leaves_only=True)}
+    return {
+        "/".join(key) if isinstance(key, tuple) else key
+        for key in td.keys(include_nested=True, leaves_only=True)
+    }
 
 
 def test_unlike_substrates_in_one_executor():
@@ -63,7 +72,10 @@ def test_unlike_substrates_in_one_executor():
     }
     assert fans["agents", "observation", "RGB"].shape == (3, 88, 88, 3)
     assert prisoners["agents", "observation", "INVENTORY"].shape == (2, 2)
-    ends = [[bool(td["next", "truncated"]) for td in batches[0][4 + i : 28 : 4]] for i in range(3)]
+    ends = [
+        [bool(td["next", "truncated"]) for td in batches[0][4 + i : 28 : 4]]
+        for i in range(3)
+    ]
     assert [end.index(True) + 1 for end in ends] == [4, 3, 5]
 
 
@@ -72,7 +84,10 @@ def test_a_scenario_whose_bots_are_not_there_is_refused_with_what_is_missing():
 
     if Path(bots.MODELS_ROOT).exists():
         pytest.skip("the bots' models are installed")
-    with pytest.raises(FactoryError, match=r"got none for clean_up__cleaner_0, .*pip install --force-reinstall"):
+    with pytest.raises(
+        FactoryError,
+        match=r"got none for clean_up__cleaner_0, .*pip install --force-reinstall",
+    ):
         ParallelEnv(2, MeltingPotFactory("clean_up_0"), num_workers=1)
 
 
@@ -84,4 +99,7 @@ def test_a_scenario_with_bots_of_ones_own_runs_in_workers():
         pictures = env.render()
     assert data["agents", "observation", "RGB"].shape == (1, 5, 3, 88, 88, 3)
     assert data["agents", "action"].shape == (1, 5, 3)
-    assert all(picture.shape == (144, 192, 3) and picture.dtype == np.uint8 for picture in pictures)
+    assert all(
+        picture.shape == (144, 192, 3) and picture.dtype == np.uint8
+        for picture in pictures
+    )

@@ -38,7 +38,11 @@ class Telling(CountingEnv):
     def __init__(self) -> None:
         super().__init__()
         number = LeafSpec(("number",), (), "float32")
-        self.spec = EnvSpec(observation=(*self.spec.observation, number), action=self.spec.action, family="plain")
+        self.spec = EnvSpec(
+            observation=(*self.spec.observation, number),
+            action=self.spec.action,
+            family="plain",
+        )
 
     def _observe(self, action: int) -> list[Any]:
         return [*super()._observe(action), 0.5]
@@ -49,7 +53,9 @@ class Watched(CountingEnv):
 
     def __init__(self) -> None:
         super().__init__()
-        self.spec = EnvSpec(observation=self.spec.observation, action=(), family="plain")
+        self.spec = EnvSpec(
+            observation=self.spec.observation, action=(), family="plain"
+        )
 
     def step(self, action: list[Any]) -> Any:
         return super().step([0, *action])
@@ -66,7 +72,14 @@ class Lively(Driving):
 
 
 def made(kind: Any, make_env: Any, device: str | None = None, **options: Any) -> Any:
-    return kind(2, make_env, num_workers=1, seed=0, device=device, options=ExecutorOptions(**options))
+    return kind(
+        2,
+        make_env,
+        num_workers=1,
+        seed=0,
+        device=device,
+        options=ExecutorOptions(**options),
+    )
 
 
 def assert_true(env: Any, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
@@ -115,7 +128,11 @@ def assert_true(env: Any, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
         (CountingEnv, {"infos": "plain"}, "steps in C"),
         (CountingEnv, {"infos": "pickle"}, "steps in C"),
         (CountingEnv, {"recycle_after": 3}, "steps in Python, because recycle_after=3"),
-        (CountingEnv, {"max_worker_memory": 2**40}, f"steps in Python, because max_worker_memory={2**40}"),
+        (
+            CountingEnv,
+            {"max_worker_memory": 2**40},
+            f"steps in Python, because max_worker_memory={2**40}",
+        ),
         (
             CountingEnv,
             {"on_worker_loss": "restart"},
@@ -127,15 +144,35 @@ def assert_true(env: Any, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
             {"on_worker_loss": "restart", "recycle_after": 3},
             "steps in Python, because recycle_after=3",
         ),
-        ([CountingEnv, PIXELS], {}, "steps in Python, because the envs have 2 different specs"),
-        (TextEnv, {}, "steps in Python, because values without a fixed shape: [('text',)]"),
+        (
+            [CountingEnv, PIXELS],
+            {},
+            "steps in Python, because the envs have 2 different specs",
+        ),
+        (
+            TextEnv,
+            {},
+            "steps in Python, because values without a fixed shape: [('text',)]",
+        ),
         (CountingEnv, {"check_finite": True}, CALLS + "check_finite=True"),
         (CountingEnv, {"isolate_rng": True}, CALLS + "isolate_rng=True"),
         (CountingEnv, {"env_threads": True}, CALLS + "env_threads=True"),
-        (CountingEnv, {"env_vars": {"ENVHERD_NATIVE": "0"}, "start_method": "spawn"}, CALLS + "ENVHERD_NATIVE=0"),
+        (
+            CountingEnv,
+            {"env_vars": {"ENVHERD_NATIVE": "0"}, "start_method": "spawn"},
+            CALLS + "ENVHERD_NATIVE=0",
+        ),
         (AgentsEnv, {}, CALLS + "agents have done flags"),
-        (Telling, {}, CALLS + "neither an int64 nor an array with values: [('number',)]"),
-        (Nested, {}, f"{SEND}the inputs are not one array: [('action', 'x'), ('action', 'y')]"),
+        (
+            Telling,
+            {},
+            CALLS + "neither an int64 nor an array with values: [('number',)]",
+        ),
+        (
+            Nested,
+            {},
+            f"{SEND}the inputs are not one array: [('action', 'x'), ('action', 'y')]",
+        ),
         (
             Lively,
             {"infos": ("lives",), "check_actions": "off"},
@@ -143,7 +180,11 @@ def assert_true(env: Any, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
         ),
         (Driving, {"check_actions": "strict"}, SEND + "check_actions='strict'"),
         (PairEnv, {}, f"{CALLS}{ROWS}; send and recv in Python, because {ROWS}"),
-        (Watched, {}, f"{CALLS}the envs take no action; send in Python, because the inputs are not one array: []"),
+        (
+            Watched,
+            {},
+            f"{CALLS}the envs take no action; send in Python, because the inputs are not one array: []",
+        ),
         (
             torch_simulators.Counter,
             {"check_actions": "off"},
@@ -155,7 +196,10 @@ def assert_true(env: Any, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
 def test_an_executor_reports_what_c_does(make_env, options, path, monkeypatch):
     with made(ParallelEnv, make_env, **options) as env:
         assert env.statistics().path == path
-        assert f"num_workers={env.num_workers}, {path.partition(';')[0].replace(', because', ':')})" in repr(env)
+        assert (
+            f"num_workers={env.num_workers}, {path.partition(';')[0].replace(', because', ':')})"
+            in repr(env)
+        )
         (plate,) = (one for one in plates() if one.pid == os.getpid())
         assert plate.content["path"].strip() == path
         if options.get("device") != "meta":  # which has no values
@@ -171,7 +215,8 @@ IN_PROCESS = "send and recv in Python, because the envs run in this process"
     ("make_env", "options", "path"),
     [
         (CountingEnv, {}, f"steps in C; {IN_PROCESS}"),
-        (CountingEnv, {"recycle_after": 3}, f"steps in C; {IN_PROCESS}"),  # there are no workers to replace
+        # There are no workers to replace.
+        (CountingEnv, {"recycle_after": 3}, f"steps in C; {IN_PROCESS}"),
         (CountingEnv, {"infos": "plain"}, f"steps in C; {IN_PROCESS}"),
         (
             CountingEnv,
@@ -186,24 +231,33 @@ IN_PROCESS = "send and recv in Python, because the envs run in this process"
     ],
     ids=str,
 )
-def test_the_loop_in_c_calls_the_envs_where_the_report_has_it(make_env, options, path, monkeypatch):
+def test_the_loop_in_c_calls_the_envs_where_the_report_has_it(
+    make_env, options, path, monkeypatch
+):
     with monkeypatch.context() as patch:
         calls: list[int] = []
         execute = Block.execute
-        patch.setattr(Block, "execute", lambda *args: [calls.append(args[1]), execute(*args)][1])
+        patch.setattr(
+            Block, "execute", lambda *args: [calls.append(args[1]), execute(*args)][1]
+        )
         with made(SerialEnv, functools.partial(make_env, 50), **options) as env:
             assert env.statistics().path == path
             root = env.reset()
             for _ in range(3):
                 before = len(calls)
                 _, root = env.step_and_maybe_reset(env.rand_action(root))
-            assert len(calls) - before == (2 if "calls of the envs in Python" in path else 0)
+            assert len(calls) - before == (
+                2 if "calls of the envs in Python" in path else 0
+            )
             assert_true(env, patch, path)
 
 
 def test_a_torch_simulator_in_this_process_is_not_stepped_in_c():
     with SerialEnv(1, torch_simulators.Counter, seed=0) as env:
-        assert env.statistics().path == "steps in Python, because a torch simulator runs in this process"
+        assert (
+            env.statistics().path
+            == "steps in Python, because a torch simulator runs in this process"
+        )
         assert "steps in Python: a torch simulator runs in this process" in repr(env)
 
 
@@ -220,14 +274,19 @@ def test_a_torch_simulator_in_this_process_is_not_stepped_in_c():
     ],
 )
 @pytest.mark.parametrize("kind", [ParallelEnv, SerialEnv])
-def test_without_the_extension_the_report_names_the_cause(kind, switch, module, why, monkeypatch):
+def test_without_the_extension_the_report_names_the_cause(
+    kind, switch, module, why, monkeypatch
+):
     with monkeypatch.context() as patch:
         patch.setenv(native.SWITCH, switch)
         patch.setattr(native, "MODULE", module)
         native.find.cache_clear()
         try:
             with made(kind, CountingEnv) as env:
-                assert env.statistics().path.startswith(f"steps in Python, because {why}")  # workers may have another
+                # Workers may have another.
+                assert env.statistics().path.startswith(
+                    f"steps in Python, because {why}"
+                )
                 assert_true(env, patch, env.statistics().path)
         finally:
             patch.undo()
@@ -244,13 +303,20 @@ def test_an_unknown_tensordict_is_named(monkeypatch):
 
 
 @needs_c
-@pytest.mark.parametrize(("options", "num_begun"), [({}, 0), ({"infos": "plain"}, 0), ({"recycle_after": 9}, 3)])
+@pytest.mark.parametrize(
+    ("options", "num_begun"),
+    [({}, 0), ({"infos": "plain"}, 0), ({"recycle_after": 9}, 3)],
+)
 def test_rollouts_are_made_as_steps_are(options, num_begun, monkeypatch):
     begun: list[Any] = []
     with made(ParallelEnv, functools.partial(CountingEnv, 50), **options) as env:
         env.reset()
         flights, begin = env._engine.flights, env._engine.flights.begin
-        monkeypatch.setattr(flights, "begin", lambda *args, **kwargs: [begun.append(args), begin(*args, **kwargs)][1])
+        monkeypatch.setattr(
+            flights,
+            "begin",
+            lambda *args, **kwargs: [begun.append(args), begin(*args, **kwargs)][1],
+        )
         env.rollout(3, auto_reset=False)
     assert len(begun) == num_begun
 
@@ -261,7 +327,11 @@ def test_a_long_text_is_cut_on_the_nameplate():
             env._pool.show_path(text)
             (plate,) = (one for one in plates() if one.pid == os.getpid())
             assert plate.content["path"].strip() == shown
-            (found,) = (one for one in nameplate.find(slab_plate.LABEL) if one.pid == os.getpid())
+            (found,) = (
+                one
+                for one in nameplate.find(slab_plate.LABEL)
+                if one.pid == os.getpid()
+            )
             assert found.content["env"] == "plain"
 
 
@@ -272,15 +342,23 @@ def test_top_and_doctor_show_it():
 
     from envherd.executor.cli.app import app
 
-    runner, own = CliRunner(), ["top", "--once", "--interval", "0.1", "--pid", str(os.getpid())]
+    runner, own = (
+        CliRunner(),
+        ["top", "--once", "--interval", "0.1", "--pid", str(os.getpid())],
+    )
     with made(ParallelEnv, CountingEnv, recycle_after=9) as env:
         path = env.statistics().path
         assert path in runner.invoke(app, own, env={"COLUMNS": "200"}).output
         (shown,) = json.loads(runner.invoke(app, [*own, "--json"]).stdout)["executors"]
         assert shown["path"] == path
-    done = runner.invoke(app, ["doctor", "--env", "envherd.workers.testing:CountingEnv"])
+    done = runner.invoke(
+        app, ["doctor", "--env", "envherd.workers.testing:CountingEnv"]
+    )
     with made(ParallelEnv, CountingEnv) as env:
-        assert f"steps of envherd.workers.testing:CountingEnv: {env.statistics().path}" in done.output
+        assert (
+            f"steps of envherd.workers.testing:CountingEnv: {env.statistics().path}"
+            in done.output
+        )
     refused = runner.invoke(app, ["doctor", "--env", "no_such_module:Env"])
     assert (refused.exit_code, "no_such_module" in refused.output) == (2, True)
 
@@ -289,6 +367,10 @@ def test_an_env_that_cannot_be_built_is_a_finding(monkeypatch):
     for name in ("_packages", "_dmlab2d", "_meltingpot", "_left_behind", "plain_steps"):
         monkeypatch.setattr(doctor, name, lambda: iter(()))
     monkeypatch.setattr(doctor, "_starter", lambda _: lambda: iter(()))
-    (finding,) = [one for one in doctor.examine("broken", lambda: torch.zeros(())) if one.name == "steps of broken"]
+    (finding,) = [
+        one
+        for one in doctor.examine("broken", lambda: torch.zeros(()))
+        if one.name == "steps of broken"
+    ]
     assert finding.level == "fail"
     assert "FactoryError" in finding.found

@@ -18,17 +18,29 @@ pytestmark = pytest.mark.slow
 NUM_ENVS = 5
 ENVS: dict[str, Any] = {
     "numbers": CountingEnv,
-    "pixels in reused buffers": functools.partial(CountingEnv, size=6, reuses_buffers=True),
+    "pixels in reused buffers": functools.partial(
+        CountingEnv, size=6, reuses_buffers=True
+    ),
     "agents": AgentsEnv,
-    "different tasks": [CountingEnv, functools.partial(CountingEnv, size=4)] * 2 + [TextEnv],
-    "episodes of one step": [functools.partial(CountingEnv, 1), CountingEnv] * 2 + [functools.partial(CountingEnv, 1)],
+    "different tasks": [CountingEnv, functools.partial(CountingEnv, size=4)] * 2
+    + [TextEnv],
+    "episodes of one step": [functools.partial(CountingEnv, 1), CountingEnv] * 2
+    + [functools.partial(CountingEnv, 1)],
 }
 #: Workers (0: a `SerialEnv`), `copy`, `ring_frames`, and other options.
 SETTINGS: list[tuple[int, bool, int, dict[str, Any]]] = [
-    *((0, True, 2, {"isolate_rng": True}), (1, True, 4, {}), (2, True, 2, {}), (3, True, 3, {})),
+    *(
+        (0, True, 2, {"isolate_rng": True}),
+        (1, True, 4, {}),
+        (2, True, 2, {}),
+        (3, True, 3, {}),
+    ),
     *((2, False, 2, {}), (0, False, 3, {}), (2, True, 2, {"env_threads": True})),
 ]
-CALLS = sorted({*STEPS, *EXCHANGES, "seed", "load"} - {"step_oddly", "send_oddly", "step_in_a_rollout"})
+CALLS = sorted(
+    {*STEPS, *EXCHANGES, "seed", "load"}
+    - {"step_oddly", "send_oddly", "step_in_a_rollout"}
+)
 #: Each call at least once, and some calls in a row.
 ALL = [*enumerate([*CALLS, "seed", "load", "send", "recv", "rollout", "fused", *CALLS])]
 
@@ -43,14 +55,28 @@ def ended(env: Any) -> list[int]:
 def test_all_executors_give_the_same_data(name, setting):
     num_workers, copy, ring_frames, others = setting
     options = ExecutorOptions(poison=not copy, ring_frames=ring_frames, **others)
-    kind = functools.partial(ParallelEnv, num_workers=num_workers) if num_workers else SerialEnv
-    with SerialEnv(NUM_ENVS, ENVS[name]) as serial, kind(NUM_ENVS, ENVS[name], copy=copy, options=options) as env:
+    kind = (
+        functools.partial(ParallelEnv, num_workers=num_workers)
+        if num_workers
+        else SerialEnv
+    )
+    with (
+        SerialEnv(NUM_ENVS, ENVS[name]) as serial,
+        kind(NUM_ENVS, ENVS[name], copy=copy, options=options) as env,
+    ):
         pair = Pair(serial, env, ended)
         pair.play(11, [(call, number) for number, call in ALL])
         assert 0 < sum(ended(serial)[:NUM_ENVS]) < serial.statistics().env_steps
 
-        @settings(max_examples=scaled(3, full=30), suppress_health_check=[HealthCheck.too_slow], deadline=None)
-        @given(seed=st.integers(0, 2**31), deeds=st.lists(st.tuples(st.sampled_from(CALLS), NUMBERS), max_size=12))
+        @settings(
+            max_examples=scaled(3, full=30),
+            suppress_health_check=[HealthCheck.too_slow],
+            deadline=None,
+        )
+        @given(
+            seed=st.integers(0, 2**31),
+            deeds=st.lists(st.tuples(st.sampled_from(CALLS), NUMBERS), max_size=12),
+        )
         def all_agree(seed, deeds):
             pair.play(seed, deeds)
 

@@ -38,28 +38,42 @@ HOW: dict[str, Any] = {"make_env": CountingEnv, "seed": 5}
 WAYS: dict[str, Any] = {
     "fused": lambda env: env.step_and_maybe_reset(ACTIONS.clone())[0],
     "step": lambda env: env.step(ACTIONS.clone()),
-    "rollout": lambda env: env.rollout(1, lambda _: ACTIONS.clone(), auto_reset=False, break_when_any_done=False)[:, 0],
+    "rollout": lambda env: env.rollout(
+        1, lambda _: ACTIONS.clone(), auto_reset=False, break_when_any_done=False
+    )[:, 0],
     "sent": lambda env: env.recv(4),
 }
 
 
 @both
-@pytest.mark.parametrize("options", [{}, {"env_threads": True}, {"infos": "plain"}, {"isolate_rng": True}])
-def test_the_data_are_those_of_an_executor_that_was_made_so(make: Any, options: Any) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"env_threads": True}, {"infos": "plain"}, {"isolate_rng": True}]
+)
+def test_the_data_are_those_of_an_executor_that_was_made_so(
+    make: Any, options: Any
+) -> None:
     how = {**HOW, "options": ExecutorOptions(**options)}
-    with make(4, env_kwargs={"length": 9}, **how) as env, make(4, env_kwargs=TASKS, **how) as made:
+    with (
+        make(4, env_kwargs={"length": 9}, **how) as env,
+        make(4, env_kwargs=TASKS, **how) as made,
+    ):
         for drive in DRIVES:
             drive(env, 7)  # ends in the middle of episodes
             env.rebuild([1, 3], factories=CountingEnv, env_kwargs=TASKS[1::2])
             env.rebuild([0, 2])
             made.set_seed(5)
-            assert all((one == other).all() for one, other in zip(drive(env, 18), drive(made, 18), strict=True))
+            assert all(
+                (one == other).all()
+                for one, other in zip(drive(env, 18), drive(made, 18), strict=True)
+            )
             env.rebuild(env_kwargs={"length": 9})
 
 
 @both
 @pytest.mark.parametrize("way", WAYS)
-def test_an_episode_that_is_broken_off_ends_with_a_truncated_row(make: Any, way: str) -> None:
+def test_an_episode_that_is_broken_off_ends_with_a_truncated_row(
+    make: Any, way: str
+) -> None:
     with make(4, env_kwargs={"length": 9}, **HOW) as env:
         env.reset()
         before = env.step_and_maybe_reset(ACTIONS.clone())[1]["observation"]
@@ -68,7 +82,12 @@ def test_an_episode_that_is_broken_off_ends_with_a_truncated_row(make: Any, way:
         env.rebuild([1, 3], env_kwargs=TASKS[1::2])
         data = WAYS[way](env)
         rows = data[data.get("env_ids", torch.arange(4)).argsort()]["next"]
-        is_cut = rows["truncated"] & rows["done"] & ~rows["terminated"] & (rows["reward"] == 0)
+        is_cut = (
+            rows["truncated"]
+            & rows["done"]
+            & ~rows["terminated"]
+            & (rows["reward"] == 0)
+        )
         assert is_cut.flatten().tolist() == [False, True, False, True]
         assert torch.equal(rows["observation"][[1, 3]], before[[1, 3]])
 
@@ -77,7 +96,11 @@ def test_an_episode_that_is_broken_off_ends_with_a_truncated_row(make: Any, way:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        ({"factories": functools.partial(CountingEnv, size=2)}, SpecError, r"rebuild failed: .*pixels"),
+        (
+            {"factories": functools.partial(CountingEnv, size=2)},
+            SpecError,
+            r"rebuild failed: .*pixels",
+        ),
         (
             {"factories": functools.partial(FaultyEnv, "value_error", at="construct")},
             FactoryError,
@@ -85,17 +108,29 @@ def test_an_episode_that_is_broken_off_ends_with_a_truncated_row(make: Any, way:
         ),
         ({"factories": CountingEnv()}, FactoryError, "got an env"),
         ({"factories": [CountingEnv] * 3}, ValueError, "expected 2 factories"),
-        ({"env_kwargs": {"lengths": 3}}, FactoryError, r"the factory raised TypeError: .*lengths"),
+        (
+            {"env_kwargs": {"lengths": 3}},
+            FactoryError,
+            r"the factory raised TypeError: .*lengths",
+        ),
         ({"env_kwargs": [{}] * 3}, ValueError, "expected 2 dicts"),
     ],
 )
-def test_a_refused_rebuild_keeps_the_tasks(make: Any, call: Any, error: Any, message: str) -> None:
-    with make(4, env_kwargs=TASKS, **HOW) as env, make(4, env_kwargs=TASKS, **HOW) as made:
+def test_a_refused_rebuild_keeps_the_tasks(
+    make: Any, call: Any, error: Any, message: str
+) -> None:
+    with (
+        make(4, env_kwargs=TASKS, **HOW) as env,
+        make(4, env_kwargs=TASKS, **HOW) as made,
+    ):
         env.reset()
         with pytest.raises(error, match=message):
             env.rebuild([1, 2], **call)
         env.set_seed(5)
-        assert all((one == other).all() for one, other in zip(rolled(env, 18), rolled(made, 18), strict=True))
+        assert all(
+            (one == other).all()
+            for one, other in zip(rolled(env, 18), rolled(made, 18), strict=True)
+        )
 
 
 @both
@@ -104,49 +139,84 @@ def test_an_env_that_cannot_close_is_replaced(make: Any, fault: str) -> None:
     with make(4, FaultyEnv, env_kwargs={"fault": fault, "at": "close"}, seed=5) as env:
         env.reset()
         env.rebuild([1, 3], factories=CountingEnv, env_kwargs=TASKS[1::2])
-        assert env.rollout(4, break_when_any_done=False)["next", "done"].any(1).flatten().tolist() == [False, True] * 2
+        assert (
+            env.rollout(4, break_when_any_done=False)["next", "done"]
+            .any(1)
+            .flatten()
+            .tolist()
+            == [False, True] * 2
+        )
 
 
 @pytest.mark.parametrize(
     "call",
-    [{"factories": functools.partial(print, threading.Lock())}, {"env_kwargs": {"size": threading.Lock()}}],
+    [
+        {"factories": functools.partial(print, threading.Lock())},
+        {"env_kwargs": {"size": threading.Lock()}},
+    ],
 )
 def test_what_cannot_be_pickled_is_refused_before_anything_changes(call: Any) -> None:
     with TWO_WORKERS(4, env_kwargs=TASKS, **HOW) as env:
         env.reset()
-        with pytest.raises(FactoryError, match=r"lock.* cannot be pickled|can be pickled, got a _thread.lock"):
+        with pytest.raises(
+            FactoryError,
+            match=r"lock.* cannot be pickled|can be pickled, got a _thread.lock",
+        ):
             env.rebuild([1, 2], **call)
         assert not env.step(ACTIONS.clone())["next", "done"].any()
 
 
 def test_a_rebuild_needs_no_room_for_other_workers() -> None:
-    with ParallelEnv(16, CountingEnv, seed=0, options=ExecutorOptions(alone=True)) as env:
+    with ParallelEnv(
+        16, CountingEnv, seed=0, options=ExecutorOptions(alone=True)
+    ) as env:
         old = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (open_descriptors() + 20, old[1]))
         try:
             env.rebuild(env_kwargs={"length": 2})
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, old)
-        assert env.rollout(9, break_when_any_done=False)["observation"][..., 1].max() == 1
+        assert (
+            env.rollout(9, break_when_any_done=False)["observation"][..., 1].max() == 1
+        )
 
 
 @pytest.mark.parametrize("kind", [Collector, AsyncCollector])
 def test_collectors_go_on_with_the_new_task(kind: Any) -> None:
-    with TWO_WORKERS(4, env_kwargs={"length": 9}, **HOW) as env, kind(env, frames_per_batch=16) as collector:
+    with (
+        TWO_WORKERS(4, env_kwargs={"length": 9}, **HOW) as env,
+        kind(env, frames_per_batch=16) as collector,
+    ):
         collector.collect()
         env.rebuild(env_kwargs={"length": 2})
         # An env that is slow has its row from before in a later batch.
-        assert any(collector.collect()["observation"][..., 1].max() == 1 for _ in range(50))
+        assert any(
+            collector.collect()["observation"][..., 1].max() == 1 for _ in range(50)
+        )
 
 
 @pytest.mark.parametrize("mode", [None, "NextStep", "SameStep"])
 def test_facades_build_the_new_env_as_their_own(mode: str | None) -> None:
-    limited = [functools.partial(gymnasium.make, "CartPole-v1", max_episode_steps=limit) for limit in (50, 3)]
-    envs: Any = AsyncVectorEnv([limited[0]] * 2, autoreset_mode=mode) if mode else SubprocVecEnv([limited[0]] * 2)
+    limited = [
+        functools.partial(gymnasium.make, "CartPole-v1", max_episode_steps=limit)
+        for limit in (50, 3)
+    ]
+    envs: Any = (
+        AsyncVectorEnv([limited[0]] * 2, autoreset_mode=mode)
+        if mode
+        else SubprocVecEnv([limited[0]] * 2)
+    )
     with envs.executor:
         envs.reset()
         envs.executor.rebuild([1], factories=limited[1])
-        for is_over in (True, False, False, mode != "NextStep", mode == "NextStep", False):
+        for is_over in (
+            True,
+            False,
+            False,
+            mode != "NextStep",
+            mode == "NextStep",
+            False,
+        ):
             assert envs.step(np.zeros(2, int))[3 if mode else 2].tolist()[1] is is_over
 
 
@@ -164,7 +234,12 @@ class LevelEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 def test_arguments_of_former_tasks_are_freed() -> None:
     levels: Any = weakref.WeakSet()
-    with SerialEnv(1, LevelEnv, env_kwargs={"level": Level()}, options=ExecutorOptions(infos=["score"])) as env:
+    with SerialEnv(
+        1,
+        LevelEnv,
+        env_kwargs={"level": Level()},
+        options=ExecutorOptions(infos=["score"]),
+    ) as env:
         for _ in range(9):
             levels.add(level := Level())
             env.rebuild(env_kwargs={"level": level})
@@ -183,9 +258,18 @@ def test_forty_tasks_need_the_memory_of_four() -> None:
         for task in range(10):
             env.step(env.reset().update(ACTIONS))
             files = [Path(f"/proc/{pid}/status").read_text() for pid in env.call("pid")]
-            peaks.append([int(re.findall(r"VmHWM:\s+(\d+)", text)[0]) for text in files])  # in kB
-            levels = [functools.partial(_heavy, level=np.full(3 << 17, task + i)) for i in range(4)]
-            env.rebuild(factories=levels, env_kwargs=[{"length": 5 + task + i} for i in range(4)])
+            # In kB.
+            peaks.append(
+                [int(re.findall(r"VmHWM:\s+(\d+)", text)[0]) for text in files]
+            )
+            levels = [
+                functools.partial(_heavy, level=np.full(3 << 17, task + i))
+                for i in range(4)
+            ]
+            env.rebuild(
+                factories=levels,
+                env_kwargs=[{"length": 5 + task + i} for i in range(4)],
+            )
         # A second env in memory would take 60 MB. Pages that the allocator keeps grow for three tasks, by 20 MB in all.
         assert (np.array(peaks[-1]) < np.array(peaks[0]) + 45_000).all()
         # A level (3 MB) that is kept at each later rebuild would take 18 MB.

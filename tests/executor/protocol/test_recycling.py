@@ -39,7 +39,9 @@ def test_the_data_are_those_of_a_run_without_it():
 
 def test_a_worker_of_several_envs_waits_until_all_are_between_episodes():
     make = [functools.partial(CountingEnv, 2), functools.partial(CountingEnv, 4)]
-    with ParallelEnv(2, make, num_workers=1, seed=5, options=ExecutorOptions(recycle_after=1)) as env:
+    with ParallelEnv(
+        2, make, num_workers=1, seed=5, options=ExecutorOptions(recycle_after=1)
+    ) as env:
         root, generations = env.reset(), []
         for _ in range(8):
             root = env.step_and_maybe_reset(act(root))[1]
@@ -75,7 +77,9 @@ class Helped(CountingEnv):
     def __init__(self) -> None:
         super().__init__()
         code = f"held = b'x' * {64 * MB}; print(flush=True); input()"
-        self.helper = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.helper = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         assert self.helper.stdout is not None
         self.helper.stdout.readline()
 
@@ -103,12 +107,16 @@ def test_an_interrupt_while_a_worker_is_replaced(name, way, monkeypatch):
         raise KeyboardInterrupt
 
     make = functools.partial(CountingEnv, 2)
-    with ParallelEnv(2, make, num_workers=2, seed=5, options=ExecutorOptions(recycle_after=1)) as env:
+    with ParallelEnv(
+        2, make, num_workers=2, seed=5, options=ExecutorOptions(recycle_after=1)
+    ) as env:
         root = env.step_and_maybe_reset(act(env.reset()))[1]
         with monkeypatch.context() as patched:
             patched.setattr(env._pool.crew, name, interrupt)
             with pytest.raises(KeyboardInterrupt):
-                env.step_and_maybe_reset(act(root)) if way == "after a step" else env.reset()
+                env.step_and_maybe_reset(
+                    act(root)
+                ) if way == "after a step" else env.reset()
         with pytest.raises(ResetNeeded):
             env.step_and_maybe_reset(act(root))
         root = env.reset()

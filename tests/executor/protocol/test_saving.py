@@ -32,9 +32,13 @@ from tests.extras import needs
 def wrapped():
     from gymnasium import wrappers
 
-    env = wrappers.RecordEpisodeStatistics(gymnasium.make("CartPole-v1", max_episode_steps=12))
+    env = wrappers.RecordEpisodeStatistics(
+        gymnasium.make("CartPole-v1", max_episode_steps=12)
+    )
     env = wrappers.TransformObservation(env, lambda observation: observation * 2, None)
-    return wrappers.NormalizeReward(wrappers.NormalizeObservation(wrappers.FrameStackObservation(env, 3)))
+    return wrappers.NormalizeReward(
+        wrappers.NormalizeObservation(wrappers.FrameStackObservation(env, 3))
+    )
 
 
 def atari():
@@ -43,7 +47,9 @@ def atari():
 
     gymnasium.register_envs(ale_py)
     env = gymnasium.make("ALE/Pong-v5", frameskip=1, repeat_action_probability=0)
-    return wrappers.TimeLimit(wrappers.FrameStackObservation(wrappers.AtariPreprocessing(env), 2), 20)
+    return wrappers.TimeLimit(
+        wrappers.FrameStackObservation(wrappers.AtariPreprocessing(env), 2), 20
+    )
 
 
 def suite(domain="reacher", task="easy"):  # a task that changes the model
@@ -69,9 +75,13 @@ FAMILIES = {
     "CartPole": functools.partial(gymnasium.make, "CartPole-v1", max_episode_steps=15),
     "wrappers": wrapped,
     "Taxi": functools.partial(
-        gymnasium.make, "Taxi-v4" if "Taxi-v4" in gymnasium.registry else "Taxi-v3", max_episode_steps=20
+        gymnasium.make,
+        "Taxi-v4" if "Taxi-v4" in gymnasium.registry else "Taxi-v3",
+        max_episode_steps=20,
     ),
-    "HalfCheetah": functools.partial(gymnasium.make, "HalfCheetah-v5", max_episode_steps=20),
+    "HalfCheetah": functools.partial(
+        gymnasium.make, "HalfCheetah-v5", max_episode_steps=20
+    ),
     "Ant": functools.partial(gymnasium.make, "Ant-v5", max_episode_steps=20),
     "Atari": atari,
     "dm_control": suite,
@@ -86,7 +96,10 @@ NEEDS = {
     "MiniGrid": "minigrid",
     "PettingZoo": "pettingzoo",
 }
-CASES = [pytest.param(name, marks=needs(NEEDS[name]) if name in NEEDS else ()) for name in FAMILIES]
+CASES = [
+    pytest.param(name, marks=needs(NEEDS[name]) if name in NEEDS else ())
+    for name in FAMILIES
+]
 
 
 LONG = functools.partial(CountingEnv, 99)
@@ -106,7 +119,11 @@ def drawn(env, number):
     """Return inputs for all envs, of which env 0 and env 1 have the same."""
     found = []
     for _ in range(number):
-        one = env.rand_action().select(*[leaf.key for leaf in env.specs[0].action]).clone()
+        one = (
+            env.rand_action()
+            .select(*[leaf.key for leaf in env.specs[0].action])
+            .clone()
+        )
         one[1] = one[0]
         found.append(one)
     return found
@@ -150,12 +167,20 @@ def test_envs_that_are_not_restored_continue():
         env.restore(saved, [1])
         assert (before == held).all()  # a batch that the caller holds
         assert env.current()["observation"][:, 1].tolist() == [3, 2, 3]
-        assert env.step(act(env.current()))["next", "observation"][:, 1].tolist() == [4, 3, 4]
+        assert env.step(act(env.current()))["next", "observation"][:, 1].tolist() == [
+            4,
+            3,
+            4,
+        ]
 
 
 @both
-@pytest.mark.parametrize(("save", "restore"), [("save", "restore"), ("state_dict", "load_state_dict")])
-def test_an_episode_that_had_ended_needs_a_reset_when_it_is_restored(make, save, restore):
+@pytest.mark.parametrize(
+    ("save", "restore"), [("save", "restore"), ("state_dict", "load_state_dict")]
+)
+def test_an_episode_that_had_ended_needs_a_reset_when_it_is_restored(
+    make, save, restore
+):
     with make(2, [functools.partial(CountingEnv, 2), LONG], seed=0) as env:
         env.rollout(2)
         saved = getattr(env, save)()
@@ -168,7 +193,9 @@ def test_an_episode_that_had_ended_needs_a_reset_when_it_is_restored(make, save,
 
 
 def test_statistics_of_the_episode_and_the_next_seed_are_restored():
-    with SerialEnv(2, CountingEnv, seed=0, options=ExecutorOptions(episode_statistics=True)) as env:
+    with SerialEnv(
+        2, CountingEnv, seed=0, options=ExecutorOptions(episode_statistics=True)
+    ) as env:
         env.rollout(9, act, break_when_any_done=False)
         saved = env.save()
         expected = env.rollout(30, act, auto_reset=False, break_when_any_done=False)
@@ -188,7 +215,12 @@ class DrawingEnv(CountingEnv):
 
 @pytest.mark.filterwarnings("ignore")
 def test_isolated_global_generators_are_restored(tmp_path):
-    with SerialEnv(2, functools.partial(DrawingEnv, 99), seed=0, options=ExecutorOptions(isolate_rng=True)) as env:
+    with SerialEnv(
+        2,
+        functools.partial(DrawingEnv, 99),
+        seed=0,
+        options=ExecutorOptions(isolate_rng=True),
+    ) as env:
         env.rollout(2, act)
         saved, state = env.save(), env.state_dict()
         expected = env.step(act(env.current()))["next", "observation"]
@@ -211,7 +243,10 @@ def test_an_env_that_cannot_be_saved_is_named_and_its_seeds_are_saved(caplog):
     with SerialEnv(2, Unsaveable, seed=0) as env:
         env.reset()
         for call in (env.save, functools.partial(env.state_dict, with_envs=True)):
-            with pytest.raises(EnvError, match=r"save failed: .* got Unsaveable: .*Unsaveable\.frames is a generator"):
+            with pytest.raises(
+                EnvError,
+                match=r"save failed: .* got Unsaveable: .*Unsaveable\.frames is a generator",
+            ):
                 call()
         with caplog.at_level(logging.WARNING, "envherd"):
             assert env.state_dict().keys() == {"executor"}
@@ -221,22 +256,43 @@ def test_an_env_that_cannot_be_saved_is_named_and_its_seeds_are_saved(caplog):
 
 
 BAD = {
-    "one state too few": (lambda saved: saved[:1], r"expected a list of 2 states, one for each env, got 1 states"),
+    "one state too few": (
+        lambda saved: saved[:1],
+        r"expected a list of 2 states, one for each env, got 1 states",
+    ),
     "no list": (lambda saved: saved[0], "expected a list of 2 states, .* got a dict"),
     "other things": (lambda _: [1, 2], "expected states that save"),
-    "a part of a state": (lambda saved: [{"env": 1, "root": 2, "ended": False}] * 2, "expected states that save"),
-    "an episode of text": (lambda saved: [saved[0] | {"episode": "x"}] * 2, r".*, got 'x' \('episode' of env 0\)"),
+    "a part of a state": (
+        lambda saved: [{"env": 1, "root": 2, "ended": False}] * 2,
+        "expected states that save",
+    ),
+    "an episode of text": (
+        lambda saved: [saved[0] | {"episode": "x"}] * 2,
+        r".*, got 'x' \('episode' of env 0\)",
+    ),
     "a huge episode": (
         lambda saved: [saved[0], saved[1] | {"episode": 10**5000}],
         r".*got a int \('episode' of env 1\)",
     ),
-    "no generators": (lambda saved: [saved[0] | {"generators": 3}] * 2, r".*'generators' of env 0"),
+    "no generators": (
+        lambda saved: [saved[0] | {"generators": 3}] * 2,
+        r".*'generators' of env 0",
+    ),
     "a root of another type": (
-        lambda saved: [saved[0], saved[1] | {"root": {**saved[1]["root"], "done": torch.zeros(1)}}],
+        lambda saved: [
+            saved[0],
+            saved[1] | {"root": {**saved[1]["root"], "done": torch.zeros(1)}},
+        ],
         r"expected .*done.*, got float32 \(1,\) \(root of env 1\)",
     ),
     "a root without values": (
-        lambda saved: [saved[0] | {"root": {**saved[0]["root"], "done": torch.zeros(1, device="meta")}}] * 2,
+        lambda saved: (
+            [
+                saved[0]
+                | {"root": {**saved[0]["root"], "done": torch.zeros(1, device="meta")}}
+            ]
+            * 2
+        ),
         "expected .*done.*, got a Tensor .*meta",
     ),
     "another root": (
@@ -255,10 +311,15 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing(name):
         env.step(act(env.current()))
         with pytest.raises(ValueError, match=f"restore failed: {words}"):
             env.restore(change(saved))
-        assert env.step(act(env.current()))["next", "observation"][:, 1].tolist() == [3, 3]
+        assert env.step(act(env.current()))["next", "observation"][:, 1].tolist() == [
+            3,
+            3,
+        ]
 
 
-@pytest.mark.parametrize("make", [functools.partial(ParallelEnv, num_workers=1), SerialEnv])
+@pytest.mark.parametrize(
+    "make", [functools.partial(ParallelEnv, num_workers=1), SerialEnv]
+)
 def test_an_env_that_refuses_its_state_needs_a_reset(make):
     with make(2, CountingEnv, seed=0) as env:
         env.reset()
@@ -278,7 +339,11 @@ def test_after_seeds_alone_all_envs_show_that_they_need_a_reset():
         assert env.current()["done"].all()
 
 
-@pytest.mark.parametrize("reset", [lambda env: env.reset(), lambda env: env.rollout(1)], ids=["reset", "rollout"])
+@pytest.mark.parametrize(
+    "reset",
+    [lambda env: env.reset(), lambda env: env.rollout(1)],
+    ids=["reset", "rollout"],
+)
 def test_a_reset_of_all_envs_ends_what_was_loaded(reset):
     """The first collector does not continue episodes that are not those of the checkpoint."""
     with SerialEnv(2, CountingEnv, seed=0) as env:
@@ -317,7 +382,8 @@ def test_a_state_with_envs_goes_on_bit_for_bit(before, after, tmp_path):
     with MAKERS[before](3, CountingEnv, seed=5) as env:
         env.rollout(10, break_when_any_done=False)
         torch.save(env.state_dict(), tmp_path / "state.pt")
-        expected = env.rollout(30, auto_reset=False, break_when_any_done=False)  # random actions
+        # Random actions.
+        expected = env.rollout(30, auto_reset=False, break_when_any_done=False)
     with MAKERS[after](3, CountingEnv, seed=99) as env:
         env.rollout(4, act, break_when_any_done=False)
         env.load_state_dict(torch.load(tmp_path / "state.pt"))
@@ -329,7 +395,9 @@ def test_a_state_with_envs_goes_on_bit_for_bit(before, after, tmp_path):
 
 @pytest.mark.parametrize(("before", "after"), PAIRS)
 @pytest.mark.slow
-def test_a_state_without_envs_begins_the_episodes_that_would_have_come_next(before, after):
+def test_a_state_without_envs_begins_the_episodes_that_would_have_come_next(
+    before, after
+):
     with MAKERS[before](3, CountingEnv, seed=5) as env:
         data = env.rollout(10, act, break_when_any_done=False)
         state = env.state_dict(with_envs=False)
@@ -339,12 +407,15 @@ def test_a_state_without_envs_begins_the_episodes_that_would_have_come_next(befo
         env.load_state_dict(state)
         found = env.rollout(20, act, break_when_any_done=False)
     assert (found == expected).all()
-    seeds = [set(batch["observation"][..., 0].flatten().tolist()) for batch in (data, found)]
+    seeds = [
+        set(batch["observation"][..., 0].flatten().tolist()) for batch in (data, found)
+    ]
     assert not seeds[0] & seeds[1]
 
 
 @pytest.mark.parametrize("kind", [Collector, AsyncCollector])
-@pytest.mark.parametrize("num_steps", [3, 5])  # in the middle of the episodes; all envs have ended
+# In the middle of the episodes; all envs have ended.
+@pytest.mark.parametrize("num_steps", [3, 5])
 def test_a_collector_of_loaded_envs_continues_their_episodes(kind, num_steps):
     def policy(td):
         return td.set("action", torch.ones(len(td), dtype=torch.int64))
@@ -360,11 +431,17 @@ def test_a_collector_of_loaded_envs_continues_their_episodes(kind, num_steps):
         expected = env.rollout(4, policy, auto_reset=False, break_when_any_done=False)
     with make() as env:
         env.load_state_dict(state)
-        with kind(env, policy, frames_per_batch=8, total_frames=8, close_env=False) as collector:
+        with kind(
+            env, policy, frames_per_batch=8, total_frames=8, close_env=False
+        ) as collector:
             (data,) = collector
-        with kind(env, policy, frames_per_batch=8, total_frames=8, close_env=False) as collector:
+        with kind(
+            env, policy, frames_per_batch=8, total_frames=8, close_env=False
+        ) as collector:
             (fresh,) = collector
-    assert (fresh["observation"][:, 0, STEP] == 0).all(), "a further collector begins with a reset"
+    assert (fresh["observation"][:, 0, STEP] == 0).all(), (
+        "a further collector begins with a reset"
+    )
     assert (data["next", "observation"] == expected["next", "observation"]).all()
     assert (data["observation"] == expected["observation"]).all()
 
@@ -387,13 +464,21 @@ def test_envs_must_be_reset_after_seeds_alone():
 
 
 def test_a_state_of_another_number_of_envs_is_refused_and_loads_nothing():
-    with SerialEnv(3, CountingEnv, seed=5) as one, SerialEnv(2, CountingEnv, seed=6) as other:
+    with (
+        SerialEnv(3, CountingEnv, seed=5) as one,
+        SerialEnv(2, CountingEnv, seed=6) as other,
+    ):
         other.reset()
         for state in (one.state_dict(with_envs=False), one.state_dict()):
-            with pytest.raises(ValueError, match=r"load_state_dict failed: expected .*saved with 3, this has 2"):
+            with pytest.raises(
+                ValueError,
+                match=r"load_state_dict failed: expected .*saved with 3, this has 2",
+            ):
                 other.load_state_dict(state)
         assert other.seed == 6
-        assert other.step(act(other.current()))["next", "observation"][:, 1].tolist() == [1, 1]
+        assert other.step(act(other.current()))["next", "observation"][
+            :, 1
+        ].tolist() == [1, 1]
 
 
 @pytest.mark.slow

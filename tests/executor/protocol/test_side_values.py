@@ -17,10 +17,15 @@ class Writing(gymnasium.Env):
     """Observes the number of steps and its last action, as sequences; writes to its action, and to its observation."""
 
     observation_space = gymnasium.spaces.Dict(steps=numbers, acted=numbers)
-    action_space = gymnasium.spaces.Dict(values=numbers, turn=gymnasium.spaces.Discrete(2))
+    action_space = gymnasium.spaces.Dict(
+        values=numbers, turn=gymnasium.spaces.Discrete(2)
+    )
 
     def _observe(self, number):
-        self.seen = {"steps": (np.full(1, float(self.num_steps)),), "acted": (np.full(1, float(number)),)}
+        self.seen = {
+            "steps": (np.full(1, float(self.num_steps)),),
+            "acted": (np.full(1, float(number)),),
+        }
         return self.seen
 
     def reset(self, *, seed=None, options=None):
@@ -116,7 +121,11 @@ def test_actions_in_the_data_are_those_of_their_step(make):
         env.send(act(env.reset()))
         act.values[0][:] = 50
         received = env.recv()
-        assert shown(received["action", "values"]) == shown(received["next", "acted"]) == [4, 4]
+        assert (
+            shown(received["action", "values"])
+            == shown(received["next", "acted"])
+            == [4, 4]
+        )
 
 
 @both

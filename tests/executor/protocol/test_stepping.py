@@ -10,7 +10,14 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from envherd.executor import ActionError, ExecutorOptions, ParallelEnv, ResetNeeded, SerialEnv, SpecError
+from envherd.executor import (
+    ActionError,
+    ExecutorOptions,
+    ParallelEnv,
+    ResetNeeded,
+    SerialEnv,
+    SpecError,
+)
 from envherd.shm.specs import Discrete, LeafSpec
 from envherd.workers.testing import CountingEnv
 from tests.envs.counting_envs import AgentsEnv, PairEnv
@@ -29,7 +36,13 @@ def test_a_step_gives_all_keys(make):
     with make(NUM_ENVS, long_env, seed=0) as env:
         td = env.step(act(env.reset()))
     next_td = td["next"]
-    assert sorted(next_td.keys()) == ["done", "observation", "reward", "terminated", "truncated"]
+    assert sorted(next_td.keys()) == [
+        "done",
+        "observation",
+        "reward",
+        "terminated",
+        "truncated",
+    ]
     assert next_td["reward"].dtype == torch.float32
     for key in ("reward", "done", "terminated", "truncated"):
         assert next_td[key].shape == (NUM_ENVS, 1)
@@ -50,7 +63,11 @@ def test_a_step_never_resets_and_fused_does(make):
 
 @both
 def test_the_end_of_one_of_different_tasks_is_noted(make):
-    with make(2, [functools.partial(CountingEnv, 2), functools.partial(long_env, size=3)], seed=0) as env:
+    with make(
+        2,
+        [functools.partial(CountingEnv, 2), functools.partial(long_env, size=3)],
+        seed=0,
+    ) as env:
         actions = TensorDict({"action": torch.ones(2, dtype=torch.int64)}, [2])
         env.reset()
         env.step_and_maybe_reset(actions)
@@ -83,7 +100,9 @@ def test_roots_show_which_envs_were_never_reset(make):
     with make(NUM_ENVS, long_env, seed=0) as env:
         assert env.current()["done"].all()
         assert not env.current()["terminated"].any()
-        root = env.reset(TensorDict({"_reset": torch.tensor([False, True, False])}, [NUM_ENVS]))
+        root = env.reset(
+            TensorDict({"_reset": torch.tensor([False, True, False])}, [NUM_ENVS])
+        )
         assert root["done"].flatten().tolist() == [True, False, True]
         root = env.reset(root.set("_reset", root["done"]))
         assert not root["done"].any()
@@ -95,7 +114,9 @@ class UnlikePairEnv(PairEnv):
 
     def __init__(self):
         super().__init__()
-        self.spec = dataclasses.replace(self.spec, action=(LeafSpec(("action",), (2,), "int64", Discrete(9)),))
+        self.spec = dataclasses.replace(
+            self.spec, action=(LeafSpec(("action",), (2,), "int64", Discrete(9)),)
+        )
 
 
 @both
@@ -109,7 +130,9 @@ def test_different_tasks_that_are_batches_are_reset_by_row(make):
         assert env.call("state") == [[0, 1], [1, 0], [1, 1]]
         for _ in range(20):  # rows that have ended are reset
             data = env.rollout(1, ones, break_when_any_done=False, auto_reset=False)
-            follows = (data["next", "observation"][..., 1] == data["observation"][..., 1] + 1).all()
+            follows = (
+                data["next", "observation"][..., 1] == data["observation"][..., 1] + 1
+            ).all()
             assert follows
             assert not data["done"].any()
         assert sum(env.statistics().resets_per_env) > 6
@@ -120,28 +143,40 @@ class RawFlagsEnv(PairEnv):
 
     def step(self, action):
         *values, terminated, truncated = super().step(action)
-        return *values, *((flag.astype(np.uint8) * 255).view(bool) for flag in (terminated, truncated))
+        return *values, *(
+            (flag.astype(np.uint8) * 255).view(bool) for flag in (terminated, truncated)
+        )
 
 
 @both
 def test_flags_of_any_true_byte_end_an_episode(make):
     mask = torch.tensor([255, 0], dtype=torch.uint8).view(torch.bool)
     with make(2, RawFlagsEnv, seed=0) as env, make(2, PairEnv, seed=0) as other:
-        one, two = (executor.rollout(12, ones, break_when_any_done=False) for executor in (env, other))
+        one, two = (
+            executor.rollout(12, ones, break_when_any_done=False)
+            for executor in (env, other)
+        )
         assert one["next", "done"].any()
         for key in (("next", "done"), ("next", "truncated"), "observation"):
             assert torch.equal(one[key], two[key])
         env.reset()
         env.step(ones(env.current()))
-        root = env.reset(TensorDict({"_reset": mask[:, None].expand(2, 2).clone()}, [2, 2]))
+        root = env.reset(
+            TensorDict({"_reset": mask[:, None].expand(2, 2).clone()}, [2, 2])
+        )
         assert root["observation"][..., 1].tolist() == [[0, 0], [1, 1]]
         assert env.current(mask)["env_ids"].flatten().tolist() == [0, 0]
 
 
 @both
-@pytest.mark.parametrize(("one", "other"), [(PairEnv, CountingEnv), (long_env, PairEnv)])
+@pytest.mark.parametrize(
+    ("one", "other"), [(PairEnv, CountingEnv), (long_env, PairEnv)]
+)
 def test_batches_of_different_shapes_are_refused(make, one, other):
-    with pytest.raises(SpecError, match=r"expected envs of one batch shape, got .* for env 0 and .* for env 1"):
+    with pytest.raises(
+        SpecError,
+        match=r"expected envs of one batch shape, got .* for env 0 and .* for env 1",
+    ):
         make(2, [one, other])
 
 
@@ -150,7 +185,9 @@ def test_a_mask_of_nothing_wakes_nobody(make):
     with make(NUM_ENVS, long_env, seed=0) as env:
         env.step(act(env.reset()))
         numbers = env._pool.slab.words["command_seq"].copy()
-        root = env.reset(TensorDict({"_reset": torch.zeros(NUM_ENVS, dtype=torch.bool)}, [NUM_ENVS]))
+        root = env.reset(
+            TensorDict({"_reset": torch.zeros(NUM_ENVS, dtype=torch.bool)}, [NUM_ENVS])
+        )
         assert counters(root) == [1, 1, 1]
         assert np.array_equal(env._pool.slab.words["command_seq"], numbers)
 
@@ -161,7 +198,9 @@ def test_keyword_arguments_reach_the_envs_reset_unchanged(make):
     per_env = [{"k": i} for i in range(NUM_ENVS)]
     with make(NUM_ENVS, long_env, seed=0) as env:
         env.reset(list_of_kwargs=per_env, options=options)
-        assert env.get("options") == [{"options": {"level": [1, 2]}, "k": i} for i in range(NUM_ENVS)]
+        assert env.get("options") == [
+            {"options": {"level": [1, 2]}, "k": i} for i in range(NUM_ENVS)
+        ]
         env.reset()
         assert env.get("options") == [None] * NUM_ENVS
     assert options == {"level": [1, 2]}
@@ -169,8 +208,14 @@ def test_keyword_arguments_reach_the_envs_reset_unchanged(make):
 
 
 REFUSED_RESETS: list[tuple[dict[str, Any], str]] = [
-    ({"list_of_kwargs": [{"level": 1}, None, {}]}, r"expected a dict in list_of_kwargs, got None \(env 1\)"),
-    ({"seed": [123, "x", 3]}, r"expected an integer or None as seed, got 'x' \(env 1\)"),
+    (
+        {"list_of_kwargs": [{"level": 1}, None, {}]},
+        r"expected a dict in list_of_kwargs, got None \(env 1\)",
+    ),
+    (
+        {"seed": [123, "x", 3]},
+        r"expected an integer or None as seed, got 'x' \(env 1\)",
+    ),
     ({"seed": [123]}, "expected 3 items in seed, got 1"),
     ({"seed": 9, "list_of_kwargs": [{}]}, "expected 3 items in list_of_kwargs, got 1"),
     (
@@ -182,25 +227,38 @@ REFUSED_RESETS: list[tuple[dict[str, Any], str]] = [
 
 @both
 def test_of_a_refused_reset_nothing_is_kept(make):
-    with make(NUM_ENVS, long_env, seed=7) as env, make(NUM_ENVS, long_env, seed=7) as other:
+    with (
+        make(NUM_ENVS, long_env, seed=7) as env,
+        make(NUM_ENVS, long_env, seed=7) as other,
+    ):
         env.reset()
         other.reset()
         for refused, message in REFUSED_RESETS:
             with pytest.raises((ValueError, TypeError), match=message):
                 env.reset(**refused)
             assert env.seed == 7
-            assert torch.equal(env.rollout(2, act)["observation"], other.rollout(2, act)["observation"])
+            assert torch.equal(
+                env.rollout(2, act)["observation"], other.rollout(2, act)["observation"]
+            )
             assert env.get("options") == other.get("options")
 
 
 @pytest.mark.slow
 def test_of_a_reset_with_an_argument_that_cannot_be_sent_nothing_is_kept():
-    with ParallelEnv(2, long_env, num_workers=2, seed=7) as env, SerialEnv(2, long_env, seed=7) as other:
+    with (
+        ParallelEnv(2, long_env, num_workers=2, seed=7) as env,
+        SerialEnv(2, long_env, seed=7) as other,
+    ):
         env.reset()
-        with pytest.raises(TypeError, match="pickle"):  # raised after env 0's arguments were sent
-            env.reset(seed=[1, 2], list_of_kwargs=[{"level": 1}, {"level": threading.Lock()}])
+        # Raised after env 0's arguments were sent.
+        with pytest.raises(TypeError, match="pickle"):
+            env.reset(
+                seed=[1, 2], list_of_kwargs=[{"level": 1}, {"level": threading.Lock()}]
+            )
         other.reset()
-        assert torch.equal(env.rollout(2, act)["observation"], other.rollout(2, act)["observation"])
+        assert torch.equal(
+            env.rollout(2, act)["observation"], other.rollout(2, act)["observation"]
+        )
         assert env.get("options") == other.get("options") == [None] * 2
 
 
@@ -244,12 +302,18 @@ def test_an_illegal_action_steps_nobody(make):
         for action, message in ILLEGAL:
             with pytest.raises(ActionError, match=message + ".*No env was stepped"):
                 env.step(root.clone().set("action", action))
-        with pytest.raises(ActionError, match=r"expected a key \('action',\), got none"):
+        with pytest.raises(
+            ActionError, match=r"expected a key \('action',\), got none"
+        ):
             env.step(root.clone())
-        with pytest.raises(ValueError, match="expected a batch with a row for each of 3 envs"):
+        with pytest.raises(
+            ValueError, match="expected a batch with a row for each of 3 envs"
+        ):
             env.step(act(root[:2].clone()))
         assert env.statistics().env_steps == 0
-        assert env.call("state_dict") == [{"seed": s, "num_steps": 0} for s in root["observation"][:, 0].tolist()]
+        assert env.call("state_dict") == [
+            {"seed": s, "num_steps": 0} for s in root["observation"][:, 0].tolist()
+        ]
 
 
 @both
@@ -258,16 +322,26 @@ def test_a_batch_that_was_unpacked_is_refused_by_the_next_call(make):
     with make(2, long_env, seed=0) as env:
         row, _ = env.reset()
         for call in (env.step, env.send, env.step_and_maybe_reset, env.rand_action):
-            with pytest.raises(ValueError, match=r"row for each of 2 envs, got batch size \[\]. It is one row: reset"):
+            with pytest.raises(
+                ValueError,
+                match=r"row for each of 2 envs, got batch size \[\]. It is one row: reset",
+            ):
                 call(row)
 
 
 @both
 def test_every_form_of_legal_actions_arrives(make):
-    strided, parameter = torch.tensor([0, 9, 1, 9, 0, 9])[::2], torch.nn.Parameter(torch.tensor([0.0, 1.0, 0.0]))
+    strided, parameter = (
+        torch.tensor([0, 9, 1, 9, 0, 9])[::2],
+        torch.nn.Parameter(torch.tensor([0.0, 1.0, 0.0])),
+    )
     with make(NUM_ENVS, long_env, seed=0) as env:
         env.reset()
-        for action in (torch.tensor([0, 1, 0], dtype=torch.int32), strided, parameter.detach().long()):
+        for action in (
+            torch.tensor([0, 1, 0], dtype=torch.int32),
+            strided,
+            parameter.detach().long(),
+        ):
             td = env.step(TensorDict({"action": action}, [NUM_ENVS]))
             assert td["next", "observation"][:, 2].tolist() == [0, 1, 0]
 
@@ -316,7 +390,9 @@ def test_views_are_valid_for_so_many_steps_whatever_is_done_in_between(make, bet
             else:
                 env.rollout(1, act, auto_reset=False)
             shown = env.step(act(env.current()))["next", "observation"]
-            assert torch.equal(view, kept), f"step {step} has overwritten the view of the step before it"
+            assert torch.equal(view, kept), (
+                f"step {step} has overwritten the view of the step before it"
+            )
             view, kept = shown, shown.clone()
 
 

@@ -11,7 +11,14 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
-from envherd.executor import ActionError, Busy, Closed, ExecutorOptions, ParallelEnv, SerialEnv
+from envherd.executor import (
+    ActionError,
+    Busy,
+    Closed,
+    ExecutorOptions,
+    ParallelEnv,
+    SerialEnv,
+)
 from envherd.executor.rollouts import storage
 from envherd.executor.rollouts.policy_state import leaf_keys
 from envherd.executor.rollouts.storage import Lease
@@ -59,7 +66,9 @@ def test_every_column_is_one_step(make):
     steps = torch.arange(5).expand(3, 5)
     assert torch.equal(data["observation"][..., 1], steps)
     assert torch.equal(data["next", "observation"][..., 1], steps + 1)
-    assert torch.equal(data["next", "observation"][..., 2], torch.ones(3, 5, dtype=torch.int64))
+    assert torch.equal(
+        data["next", "observation"][..., 2], torch.ones(3, 5, dtype=torch.int64)
+    )
     assert torch.equal(data["next", "reward"], steps.unsqueeze(-1) + 1 + 1 / 8)
     assert torch.equal(data["action"], torch.ones(3, 5, dtype=torch.int64))
     assert not data["next", "done"].any()
@@ -70,7 +79,10 @@ def test_it_stops_at_the_first_end_of_any_env(make):
     with make(2, [functools.partial(CountingEnv, 4), long_env], seed=0) as env:
         data = env.rollout(10, ones)
         assert data.batch_size == (2, 4)
-        assert data["next", "done"].squeeze(-1).tolist() == [[False, False, False, True], [False] * 4]
+        assert data["next", "done"].squeeze(-1).tolist() == [
+            [False, False, False, True],
+            [False] * 4,
+        ]
         assert env.statistics().steps_per_env == (4, 4)
 
 
@@ -79,8 +91,14 @@ def test_it_goes_on_over_ends_and_never_mixes_episodes(make):
     with make(2, short_env, seed=0) as env:
         data = env.rollout(8, ones, break_when_any_done=False)
         assert data["observation"][..., 1].tolist() == [[0, 1, 2, 0, 1, 2, 0, 1]] * 2
-        assert data["next", "observation"][..., 1].tolist() == [[1, 2, 3, 1, 2, 3, 1, 2]] * 2
-        assert data["next", "done"].squeeze(-1).tolist() == [[False, False, True] * 2 + [False] * 2] * 2
+        assert (
+            data["next", "observation"][..., 1].tolist()
+            == [[1, 2, 3, 1, 2, 3, 1, 2]] * 2
+        )
+        assert (
+            data["next", "done"].squeeze(-1).tolist()
+            == [[False, False, True] * 2 + [False] * 2] * 2
+        )
         assert not data["done"].any()
         seeds = data["observation"][..., 0]
         assert torch.equal(seeds, data["next", "observation"][..., 0])
@@ -141,7 +159,13 @@ def test_a_policy_without_an_action_stops_nobody_for_long(make):
 def test_the_callback_sees_every_step_and_may_use_the_executor(make):
     seen = []
     with make(2, long_env, seed=0) as env:
-        env.rollout(3, ones, callback=lambda e, td: seen.append((e is env, td["action"].tolist(), len(e.render()))))
+        env.rollout(
+            3,
+            ones,
+            callback=lambda e, td: seen.append(
+                (e is env, td["action"].tolist(), len(e.render()))
+            ),
+        )
     assert seen == [(True, [1, 1], 2)] * 3
 
 
@@ -151,7 +175,11 @@ def test_the_callback_sees_every_step_and_may_use_the_executor(make):
 def test_policy_and_callback_can_ask_where_the_envs_are(make, breaks, tasks):
     """`current` returns the policy's root; in the callback it returns the policy's next root."""
     acted_on, asked, after = [], [], []
-    envs = [short_env, short_env] if tasks == "equal" else [short_env, functools.partial(CountingEnv, 5, size=4)]
+    envs = (
+        [short_env, short_env]
+        if tasks == "equal"
+        else [short_env, functools.partial(CountingEnv, 5, size=4)]
+    )
 
     def policy(td):
         acted_on.append(td["observation"].clone())
@@ -167,11 +195,18 @@ def test_policy_and_callback_can_ask_where_the_envs_are(make, breaks, tasks):
             policy,
             auto_reset=False,
             break_when_any_done=breaks,
-            callback=lambda env, _: after.append(env.current([1, 0])["observation"].flip(0)),
+            callback=lambda env, _: after.append(
+                env.current([1, 0])["observation"].flip(0)
+            ),
         )
         last = env.current()["observation"]
-    assert all(torch.equal(one, other) for one, other in zip(acted_on, asked, strict=True))
-    assert all(torch.equal(one, other) for one, other in zip([*acted_on[1:], last], after, strict=True))
+    assert all(
+        torch.equal(one, other) for one, other in zip(acted_on, asked, strict=True)
+    )
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip([*acted_on[1:], last], after, strict=True)
+    )
 
 
 @both
@@ -187,7 +222,9 @@ def test_text_is_where_the_envs_are_too(make):
     roots = [[rolled["text"][i][t] for i in range(2)] for t in range(1, 4)]
     assert asked[:3] == roots
     length = broken.batch_size[1]
-    assert asked[4:] == [[broken["next", "text"][i][t] for i in range(2)] for t in range(length)]
+    assert asked[4:] == [
+        [broken["next", "text"][i][t] for i in range(2)] for t in range(length)
+    ]
 
 
 @both
@@ -200,9 +237,16 @@ def test_the_callback_is_given_next_and_what_the_policy_put_there(make):
 
     options = ExecutorOptions(on_worker_loss="restart")
     with make(2, short_env, seed=0, options=options) as env:
-        data = env.rollout(5, policy, break_when_any_done=False, callback=lambda _, td: shown.append(td.clone()))
+        data = env.rollout(
+            5,
+            policy,
+            break_when_any_done=False,
+            callback=lambda _, td: shown.append(td.clone()),
+        )
     keys = leaf_keys(data)
-    assert {("next", "hidden"), ("next", "interrupted"), ("next", "reward")} <= set(keys)
+    assert {("next", "hidden"), ("next", "interrupted"), ("next", "reward")} <= set(
+        keys
+    )
     for step, td in enumerate(shown):
         for key in keys:
             assert torch.equal(td[key], data[:, step][key])
@@ -211,7 +255,11 @@ def test_the_callback_is_given_next_and_what_the_policy_put_there(make):
 @both
 def test_nothing_is_sent_or_received_in_a_rollout(make):
     with make(2, long_env, seed=0) as env:
-        for forbidden in (lambda *_: env.recv(), lambda *_: env.send(ones(env.current())), lambda *_: env.reset()):
+        for forbidden in (
+            lambda *_: env.recv(),
+            lambda *_: env.send(ones(env.current())),
+            lambda *_: env.reset(),
+        ):
             with pytest.raises(Busy, match="a rollout is in progress"):
                 env.rollout(2, ones, callback=forbidden)
         assert env.rollout(2, ones)["observation"][..., 1].tolist() == [[0, 1]] * 2
@@ -257,7 +305,9 @@ def test_state_that_the_policy_leaves_out_is_that_of_the_step_before(make):
     with make(2, Stateful, seed=0) as env:
         data = env.rollout(4, lambda td: ones(TensorDict({}, td.batch_size)))
         assert data["next", "count"].squeeze(-1).tolist() == [[1, 2, 3, 4]] * 2
-        data = env.rollout(2, lambda td: ones(TensorDict({}, td.batch_size)), auto_reset=False)
+        data = env.rollout(
+            2, lambda td: ones(TensorDict({}, td.batch_size)), auto_reset=False
+        )
         assert data["next", "count"].squeeze(-1).tolist() == [[5, 6]] * 2
 
 
@@ -308,7 +358,9 @@ def test_later_rollouts_do_not_touch_earlier_data(make):
 
 @pytest.mark.slow
 def test_memory_that_nobody_holds_is_used_again():
-    with ParallelEnv(2, functools.partial(CountingEnv, 1_000, size=64), num_workers=2) as env:
+    with ParallelEnv(
+        2, functools.partial(CountingEnv, 1_000, size=64), num_workers=2
+    ) as env:
         addresses = set()
         for _ in range(10):
             data = env.rollout(16, ones)
@@ -328,7 +380,11 @@ def test_memory_that_a_forked_process_may_hold_is_not_used_again():
         steps = held[0].tolist()
         read, write = os.pipe()
         seen, forks = [], storage._num_forks
-        child = threading.Thread(target=lambda: seen.append(in_child(lambda: (os.read(read, 1), held[0].tolist())[1])))
+        child = threading.Thread(
+            target=lambda: seen.append(
+                in_child(lambda: (os.read(read, 1), held[0].tolist())[1])
+            )
+        )
         child.start()
         wait_for(lambda: storage._num_forks == forks + 2)
         held.clear()
@@ -348,7 +404,9 @@ def test_the_last_tensor_may_go_while_the_next_rollout_begins(monkeypatch):
     is_open = Lease.is_open.fget
     with ParallelEnv(1, long_env, num_workers=1) as env:
         held += [env.rollout(num_steps, ones) for num_steps in (1, 2)]
-        monkeypatch.setattr(Lease, "is_open", property(lambda self: (held.clear(), is_open(self))[1]))
+        monkeypatch.setattr(
+            Lease, "is_open", property(lambda self: (held.clear(), is_open(self))[1])
+        )
         assert env.rollout(3, ones).batch_size == (1, 3)
 
 
@@ -392,7 +450,9 @@ def test_a_part_of_a_rollout_is_filled_and_what_is_around_it_stays(make):
         filled = env.rollout(2, ones, auto_reset=False, out=whole)
         assert filled["observation"][..., 1].tolist() == [[9, 10]] * 3
         assert whole["observation"][..., 1].tolist() == [[9, 10, 8, 3, 4, 5]] * 3
-        with_another = whole.copy().set("observation", torch.zeros_like(whole["observation"]))
+        with_another = whole.copy().set(
+            "observation", torch.zeros_like(whole["observation"])
+        )
         filled = env.rollout(6, ones, out=with_another)
         assert filled["observation"][..., 1].tolist() == [[0, 1, 2, 3, 4, 5]] * 3
         assert whole["observation"][..., 1].tolist() == [[9, 10, 8, 3, 4, 5]] * 3
@@ -403,12 +463,23 @@ def test_an_out_of_other_envs_is_refused(make):
     with make(3, long_env, seed=0) as env:
         data = env.rollout(4, ones)
         kept = data.clone()
-        for out in (data[:2], *(TensorDict({}, shape) for shape in [(4, 4), (3,), (3, 0), (3, 4, 2)])):
-            with pytest.raises(ValueError, match=r"expected out of batch size \[3, T\]"):
+        for out in (
+            data[:2],
+            *(TensorDict({}, shape) for shape in [(4, 4), (3,), (3, 0), (3, 4, 2)]),
+        ):
+            with pytest.raises(
+                ValueError, match=r"expected out of batch size \[3, T\]"
+            ):
                 env.rollout(4, ones, out=out)
         assert (data == kept).all()
         with pytest.raises(ValueError, match=r"expected out to hold .*reward"):
-            env.rollout(4, ones, out=TensorDict({"next": TensorDict({"reward": torch.zeros(3, 4)}, [3, 4])}, [3, 4]))
+            env.rollout(
+                4,
+                ones,
+                out=TensorDict(
+                    {"next": TensorDict({"reward": torch.zeros(3, 4)}, [3, 4])}, [3, 4]
+                ),
+            )
 
 
 @both
@@ -449,10 +520,17 @@ class Nested(gymnasium.Env):
     """Has an observation and an action that are plain, or inside a tuple and a dict."""
 
     def __init__(self, *, is_observed_nested: bool, acts_nested: bool) -> None:
-        number, choice = gymnasium.spaces.Box(0, 99, (2,), np.float32), gymnasium.spaces.Discrete(3)
+        number, choice = (
+            gymnasium.spaces.Box(0, 99, (2,), np.float32),
+            gymnasium.spaces.Discrete(3),
+        )
         self._is_tuple = is_observed_nested
-        self.observation_space = gymnasium.spaces.Tuple((number, number)) if is_observed_nested else number
-        self.action_space = gymnasium.spaces.Dict({"a": choice}) if acts_nested else choice
+        self.observation_space = (
+            gymnasium.spaces.Tuple((number, number)) if is_observed_nested else number
+        )
+        self.action_space = (
+            gymnasium.spaces.Dict({"a": choice}) if acts_nested else choice
+        )
 
     def _observe(self):
         value = np.full(2, self._num_steps, np.float32)
@@ -469,11 +547,20 @@ class Nested(gymnasium.Env):
 
 @both
 @pytest.mark.parametrize(
-    "kinds", [[(0, 0), (0, 1)], [(1, 0), (0, 0)], [(1, 0), (0, 1), (0, 0)], [(1, 1), (0, 0), (1, 1)]]
+    "kinds",
+    [
+        [(0, 0), (0, 1)],
+        [(1, 0), (0, 0)],
+        [(1, 0), (0, 1), (0, 0)],
+        [(1, 1), (0, 0), (1, 1)],
+    ],
 )
 def test_a_leaf_of_one_task_may_be_a_group_of_another(make, kinds):
     """Keys that the policy adds are kept, in the root and from `next` to the next root."""
-    tasks = [functools.partial(Nested, is_observed_nested=bool(one), acts_nested=bool(other)) for one, other in kinds]
+    tasks = [
+        functools.partial(Nested, is_observed_nested=bool(one), acts_nested=bool(other))
+        for one, other in kinds
+    ]
     num_envs, seen = len(kinds), []
 
     def act(td: TensorDictBase) -> TensorDictBase:
@@ -481,19 +568,33 @@ def test_a_leaf_of_one_task_may_be_a_group_of_another(make, kinds):
         td.set("note", torch.full((num_envs, 1), len(seen)))
         return td.set(("next", "memory"), td.get("memory") + 1)
 
-    with make(num_envs, tasks, seed=0, options=ExecutorOptions(episode_statistics=True)) as env:
+    with make(
+        num_envs, tasks, seed=0, options=ExecutorOptions(episode_statistics=True)
+    ) as env:
         primer = TensorDict({"memory": torch.zeros(num_envs, 1)}, [num_envs])
         out = env.rollout(9, act, primer=primer, break_when_any_done=False)
         data = env.rollout(
-            9, act, primer=primer, break_when_any_done=False, out=out, callback=lambda _, td: seen.append(td["next"])
+            9,
+            act,
+            primer=primer,
+            break_when_any_done=False,
+            out=out,
+            callback=lambda _, td: seen.append(td["next"]),
         )
         assert data["note"].squeeze(-1).tolist() == [[*range(9)]] * num_envs
-        assert data["memory"].squeeze(-1).tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 0]] * num_envs
+        assert (
+            data["memory"].squeeze(-1).tolist()
+            == [[0, 1, 2, 3, 0, 1, 2, 3, 0]] * num_envs
+        )
         for row, (is_nested, acts_nested) in enumerate(kinds):
             leaf = data[row]["next", "observation"]
             leaf = leaf["0"] if is_nested else leaf
             assert leaf[:, 0].tolist() == [1, 2, 3, 4, 1, 2, 3, 4, 1]
-            assert data[row]["action", "a"].shape == (9,) if acts_nested else data[row]["action"].shape == (9,)
+            assert (
+                data[row]["action", "a"].shape == (9,)
+                if acts_nested
+                else data[row]["action"].shape == (9,)
+            )
         assert env.rollout(3, set_truncated=True)["next", "truncated"][:, -1].all()
         logger = EpisodeLogger()
         logger.add(data)
@@ -524,5 +625,7 @@ def test_text_is_filled_into_out_too(make):
         out = env.rollout(2)
         before = out.get("text").tolist()
         data = env.rollout(2, out=out)
-        assert data.get("text").tolist() == [[f"{o[0]}:{o[1]}" for o in row] for row in data["observation"].tolist()]
+        assert data.get("text").tolist() == [
+            [f"{o[0]}:{o[1]}" for o in row] for row in data["observation"].tolist()
+        ]
         assert data.get("text").tolist() != before

@@ -53,7 +53,10 @@ def press(td):
 
 
 def suite(**kwargs):
-    return {f"size {size}": functools.partial(Task, size=size, **kwargs) for size in (2, 3, 4)}
+    return {
+        f"size {size}": functools.partial(Task, size=size, **kwargs)
+        for size in (2, 3, 4)
+    }
 
 
 def lines(path):
@@ -65,16 +68,25 @@ def lines(path):
 
 @pytest.mark.parametrize(
     ("numbers", "low", "high"),
-    [((0, 10), 0.0, 0.27753), ((10, 10), 0.72247, 1.0), ((5, 10), 0.23659, 0.76341), ((81, 263), 0.25529, 0.36621)],
+    [
+        ((0, 10), 0.0, 0.27753),
+        ((10, 10), 0.72247, 1.0),
+        ((5, 10), 0.23659, 0.76341),
+        ((81, 263), 0.25529, 0.36621),
+    ],
 )
 def test_success_has_wilsons_interval(numbers, low, high):
     """The last row is from Newcombe (1998), table I, method 3."""
     found = rate_of(*numbers)
-    assert found == pytest.approx((numbers[0] / numbers[1], low, high, *numbers), abs=2e-5)
+    assert found == pytest.approx(
+        (numbers[0] / numbers[1], low, high, *numbers), abs=2e-5
+    )
 
 
 def test_no_episodes_have_no_rate():
-    assert rate_of(0, 0) == pytest.approx((math.nan, math.nan, math.nan, 0, 0), nan_ok=True)
+    assert rate_of(0, 0) == pytest.approx(
+        (math.nan, math.nan, math.nan, 0, 0), nan_ok=True
+    )
     assert str(rate_of(0, 0)) == "undefined"
 
 
@@ -89,9 +101,13 @@ def test_the_mean_over_tasks_is_that_of_their_means_however_many_episodes_they_h
 def played(*outcomes):
     """Return results; of each episode True, False, None, or "failed"."""
     records = [
-        EpisodeRecord(episode=number, seed=number, length=1, returns=(1.0,), error="broken")
+        EpisodeRecord(
+            episode=number, seed=number, length=1, returns=(1.0,), error="broken"
+        )
         if outcome == "failed"
-        else EpisodeRecord(episode=number, seed=number, length=1, returns=(1.0,), success=outcome)
+        else EpisodeRecord(
+            episode=number, seed=number, length=1, returns=(1.0,), success=outcome
+        )
         for number, outcome in enumerate(outcomes)
     ]
     return Evaluation.of(Cast(env="x"), 0, records)
@@ -105,8 +121,14 @@ def test_failed_episodes_are_counted_separately():
     silent, dead = played(None, "failed"), played("failed", "failed")
     assert silent.success is None
     both = Evaluations({"one": one, "silent": silent, "dead": dead})
-    assert (both.success.num_successes, both.success.num_episodes, both.num_failed) == (1, 3, 4)
-    assert both.success_of_all.num_episodes == 6, "those of a task without success do not count, those of a dead one do"
+    assert (both.success.num_successes, both.success.num_episodes, both.num_failed) == (
+        1,
+        3,
+        4,
+    )
+    assert both.success_of_all.num_episodes == 6, (
+        "those of a task without success do not count, those of a dead one do"
+    )
     json.dumps(both.to_dict(), allow_nan=False)
 
 
@@ -135,22 +157,33 @@ def test_every_episode_is_played_once(tmp_path):
 
 def test_no_more_envs_are_alive_than_workers(tmp_path):
     log = tmp_path / "log"
-    tasks = {str(i): functools.partial(Task, log=str(log), build_s=0.05) for i in range(6)}
+    tasks = {
+        str(i): functools.partial(Task, log=str(log), build_s=0.05) for i in range(6)
+    }
     evaluate(press, tasks, 2, num_workers=2)
-    alive = np.cumsum([{"build": 1, "close": -1, "reset": 0}[words[0]] for words in lines(log)])
+    alive = np.cumsum(
+        [{"build": 1, "close": -1, "reset": 0}[words[0]] for words in lines(log)]
+    )
     assert alive.max() <= 2
     assert alive[-1] == 0
 
 
 def test_a_task_with_many_episodes_left_gets_another_env():
-    play = playing.Play({"a": Task, "b": Task}, playing.Rules(episodes=10, seed=0), records("a", "b"), None)
+    play = playing.Play(
+        {"a": Task, "b": Task},
+        playing.Rules(episodes=10, seed=0),
+        records("a", "b"),
+        None,
+    )
     assert [play._choose() for _ in range(3)] == ["a", "b", "a"]
     play._episode_s.update(a=1.0, b=0.1)
     play._build_s.update(a=2.0, b=2.0)
     assert play._choose() == "a", "10 s of episodes for two seats"
     for _ in range(8):
         play.take("a")
-    assert play._choose() is None, "2 s of episodes for three seats, and another build takes 2 s"
+    assert play._choose() is None, (
+        "2 s of episodes for three seats, and another build takes 2 s"
+    )
 
 
 def records(*tasks):
@@ -158,21 +191,41 @@ def records(*tasks):
 
 
 def test_a_seat_has_what_the_worker_of_its_number_would_have():
-    options = ExecutorOptions(affinity=(0, 1), env_vars=lambda worker_id: {"PORT": str(worker_id)})
+    options = ExecutorOptions(
+        affinity=(0, 1), env_vars=lambda worker_id: {"PORT": str(worker_id)}
+    )
     each = playing._options_of_seats(options, 3)
     assert [one.affinity for one in each] == [(0,), (1,), (0,)]
     assert [one.env_vars["PORT"] for one in each] == ["0", "1", "2"]
-    found = evaluate(press, Task, 4, num_workers=2, options=ExecutorOptions(env_vars=[{"A": "1"}, {"A": "2"}]))
+    found = evaluate(
+        press,
+        Task,
+        4,
+        num_workers=2,
+        options=ExecutorOptions(env_vars=[{"A": "1"}, {"A": "2"}]),
+    )
     assert found.num_episodes == 4
 
 
 def test_max_steps_truncates_any_env():
-    assert evaluate(press, Task, 3, max_steps=2, num_workers=1).lengths.tolist() == [2, 2, 2]
+    assert evaluate(press, Task, 3, max_steps=2, num_workers=1).lengths.tolist() == [
+        2,
+        2,
+        2,
+    ]
 
 
 def test_success_may_be_a_function_of_the_last_info_and_the_episode():
-    found = evaluate(press, Task, 4, success=lambda info, one: info["success"] and one.length > 4, num_workers=1)
-    assert [one.success for one in found.episodes] == [3 + seed % 5 > 4 for seed in SEEDS[:4]]
+    found = evaluate(
+        press,
+        Task,
+        4,
+        success=lambda info, one: info["success"] and one.length > 4,
+        num_workers=1,
+    )
+    assert [one.success for one in found.episodes] == [
+        3 + seed % 5 > 4 for seed in SEEDS[:4]
+    ]
 
 
 # ---- policies --------------------------------------------------------------------------------------
@@ -183,7 +236,9 @@ def test_policies_by_task():
         return td.set("action", torch.zeros(len(td), dtype=torch.int64))
 
     tasks = suite()
-    found = evaluate({"size 2": press, "size 3": idle, "size 4": None}, tasks, 3, num_workers=2)
+    found = evaluate(
+        {"size 2": press, "size 3": idle, "size 4": None}, tasks, 3, num_workers=2
+    )
     assert [found[name].success.num_successes for name in tasks][:2] == [3, 0]
     found = evaluate({0: press, 1: idle}, {0: Task, 1: Task}, 1, num_workers=2)
     assert [found[name].success.num_successes for name in "01"] == [1, 0]
@@ -192,7 +247,10 @@ def test_policies_by_task():
 @needs("gymnasium")
 def test_names_are_those_of_the_commands():
     found = evaluate(None, ["CartPole-v1", "gymnasium:CartPole-v1"], 1, num_workers=1)
-    assert found["CartPole-v1"].returns.tolist() == found["gymnasium:CartPole-v1"].returns.tolist()
+    assert (
+        found["CartPole-v1"].returns.tolist()
+        == found["gymnasium:CartPole-v1"].returns.tolist()
+    )
     assert evaluate(None, "CartPole-v1", 1, num_workers=1).env == "CartPole-v1"
     with pytest.raises(FactoryError, match="gymnasium:"):
         evaluate(None, "gymnasum:CartPole-v1", 1)
@@ -222,7 +280,9 @@ def test_recurrent_state_begins_anew_with_each_episode():
     found = evaluate(count, Task, 6, primer=primer, num_workers=3)
     assert [one.success for one in found.episodes] == expected
     with SerialEnv(3, Task, seed=0, options=ExecutorOptions(infos="plain")) as env:
-        assert [one.success for one in evaluate(count, env, 6, primer=primer).episodes] == expected
+        assert [
+            one.success for one in evaluate(count, env, 6, primer=primer).episodes
+        ] == expected
 
 
 def test_a_batch_of_envs_needs_the_first_state_of_a_policy_that_makes_its_own():
@@ -231,7 +291,10 @@ def test_a_batch_of_envs_needs_the_first_state_of_a_policy_that_makes_its_own():
         return press(td)
 
     assert evaluate(policy, Task, 5, num_workers=2).num_episodes == 5
-    with SerialEnv(3, Task, seed=0) as env, pytest.raises(ValueError, match="expected primer with the first state"):
+    with (
+        SerialEnv(3, Task, seed=0) as env,
+        pytest.raises(ValueError, match="expected primer with the first state"),
+    ):
         evaluate(policy, env, 5)
 
 
@@ -244,7 +307,9 @@ def test_tasks_with_players_and_without_in_one_suite():
         None,
         {"team": Team, "alone": Task},
         2,
-        policy_for=lambda _name, env: PerPlayer({"*": Always(1)}, env.spec) if env.spec.groups else press,
+        policy_for=lambda _name, env: (
+            PerPlayer({"*": Always(1)}, env.spec) if env.spec.groups else press
+        ),
         num_workers=1,
     )
     assert again["team"].returns.tolist() == [[1.5, 3.0, 3.0]] * 2
@@ -259,9 +324,13 @@ def test_a_policy_on_a_gpu_gets_its_inputs_and_its_state_there(is_executor):
             return count(td)
 
     policy, primer = Counter(1, 1).cuda(), {"count": torch.zeros(1)}
-    with ParallelEnv(3, Task, num_workers=1, seed=0, options=ExecutorOptions(infos="plain")) as env:
+    with ParallelEnv(
+        3, Task, num_workers=1, seed=0, options=ExecutorOptions(infos="plain")
+    ) as env:
         found = evaluate(policy, env if is_executor else Task, 6, primer=primer)
-    assert [one.success for one in found.episodes] == [(3 + seed % 5) % 2 == 0 for seed in SEEDS[:6]]
+    assert [one.success for one in found.episodes] == [
+        (3 + seed % 5) % 2 == 0 for seed in SEEDS[:6]
+    ]
 
 
 def test_an_error_of_the_policy_ends_the_run():
@@ -270,9 +339,16 @@ def test_an_error_of_the_policy_ends_the_run():
 
     with pytest.raises(ZeroDivisionError) as caught:
         evaluate(wrong, {"a": Task}, 1, num_workers=4)
-    assert caught.value.__notes__ == ["The policy acted in step 0 of episode 0 of task 'a'."]
+    assert caught.value.__notes__ == [
+        "The policy acted in step 0 of episode 0 of task 'a'."
+    ]
     with pytest.raises(ValueError, match="action"):
-        evaluate(lambda td: td.set("action", torch.full((len(td),), 7)), Task, 2, num_workers=2)
+        evaluate(
+            lambda td: td.set("action", torch.full((len(td),), 7)),
+            Task,
+            2,
+            num_workers=2,
+        )
 
 
 @pytest.mark.slow
@@ -288,7 +364,13 @@ def test_an_error_of_the_policy_ends_a_run_in_which_an_env_hangs():
 
     tasks = {"bad": functools.partial(Task, faults={0: "hang"}), "good": Task}
     with pytest.raises(ZeroDivisionError):
-        evaluate(policy, tasks, 20, num_workers=2, options=ExecutorOptions(close_timeout_s=1.0))
+        evaluate(
+            policy,
+            tasks,
+            20,
+            num_workers=2,
+            options=ExecutorOptions(close_timeout_s=1.0),
+        )
     assert time.monotonic() - calls[-1] < 20, "the env sleeps for 60 s"
 
 
@@ -300,16 +382,33 @@ def test_an_error_of_the_policy_ends_a_run_in_which_an_env_hangs():
             "policy of gymnasium envs of one agent, got dict. Wrap it",
         ),
         ({"focal": [0]}, "expected no focal for envs of one agent"),
-        ({"env": ["CartPole-v1", "CartPole-v1"]}, "expected tasks of different names, got CartPole-v1 twice"),
-        ({"env": {1: Task, "1": Task}}, "expected tasks of different names, got 1 twice"),
+        (
+            {"env": ["CartPole-v1", "CartPole-v1"]},
+            "expected tasks of different names, got CartPole-v1 twice",
+        ),
+        (
+            {"env": {1: Task, "1": Task}},
+            "expected tasks of different names, got 1 twice",
+        ),
         ({"env": {}}, "expected tasks, got none"),
-        ({"policy_for": lambda name, env: None}, "expected policies=None with policy_for"),
+        (
+            {"policy_for": lambda name, env: None},
+            "expected policies=None with policy_for",
+        ),
         ({"number": 3}, "it has no argument 'number'"),
     ],
 )
 def test_wrong_arguments_are_refused(how, message):
     with pytest.raises((ValueError, TypeError), match=re.escape(message)):
-        evaluate(**{"policies": press, "env": suite(), "episodes": 1, "num_workers": 1, **how})
+        evaluate(
+            **{
+                "policies": press,
+                "env": suite(),
+                "episodes": 1,
+                "num_workers": 1,
+                **how,
+            }
+        )
 
 
 # ---- failures --------------------------------------------------------------------------------------
@@ -319,7 +418,8 @@ def test_wrong_arguments_are_refused(how, message):
 @pytest.mark.broken_pool
 def test_an_env_that_raises_dies_or_hangs_costs_its_episode():
     faults = {0: "raise", 2: "kill", 3: "hang", 5: "reset"}
-    options = ExecutorOptions(step_timeout_s=3.0)  # the other worker must not be late on a busy machine
+    # The other worker must not be late on a busy machine.
+    options = ExecutorOptions(step_timeout_s=3.0)
     tasks = {"bad": functools.partial(Task, faults=faults), "good": Task}
     found = evaluate(press, tasks, 7, num_workers=2, options=options)
     bad = found["bad"]
@@ -331,11 +431,19 @@ def test_an_env_that_raises_dies_or_hangs_costs_its_episode():
     assert "SIGKILL" in bad.failures[1].error
     assert bad.failures[0].length == 1
     assert [one.episode for one in bad.episodes] == [1, 4, 6]
-    assert np.array_equal(bad.returns[:, 0], found["good"].returns[[1, 4, 6], 0]), "the others are as without faults"
-    assert (bad.success.num_episodes, bad.success_of_all.num_episodes, found.num_failed) == (3, 7, 4)
+    assert np.array_equal(bad.returns[:, 0], found["good"].returns[[1, 4, 6], 0]), (
+        "the others are as without faults"
+    )
+    assert (
+        bad.success.num_episodes,
+        bad.success_of_all.num_episodes,
+        found.num_failed,
+    ) == (3, 7, 4)
 
 
-@pytest.mark.parametrize("executor", [SerialEnv, functools.partial(ParallelEnv, num_workers=2)])
+@pytest.mark.parametrize(
+    "executor", [SerialEnv, functools.partial(ParallelEnv, num_workers=2)]
+)
 def test_an_executor_goes_on_after_a_failure(executor):
     faults = {0: "raise", 4: "reset"}
     with executor(3, functools.partial(Task, faults=faults), seed=0) as env:
@@ -348,12 +456,20 @@ def test_an_executor_goes_on_after_a_failure(executor):
 @pytest.mark.broken_pool
 @pytest.mark.parametrize(
     ("fault", "options"),
-    [("kill", {}), ("kill", {"on_worker_loss": "restart"}), ("raise", {"on_env_error": "interrupt"})],
+    [
+        ("kill", {}),
+        ("kill", {"on_worker_loss": "restart"}),
+        ("raise", {"on_env_error": "interrupt"}),
+    ],
     ids=["raise", "restart", "interrupt"],
 )
-def test_an_executor_goes_on_after_a_failure_that_interrupts_an_episode(fault, options, tmp_path):
+def test_an_executor_goes_on_after_a_failure_that_interrupts_an_episode(
+    fault, options, tmp_path
+):
     make, out = functools.partial(Task, faults={1: fault}), tmp_path / "found.json"
-    with ParallelEnv(3, make, num_workers=3, seed=0, options=ExecutorOptions(**options)) as env:
+    with ParallelEnv(
+        3, make, num_workers=3, seed=0, options=ExecutorOptions(**options)
+    ) as env:
         if not options:
             with pytest.raises(WorkerLost, match="SIGKILL"):
                 evaluate(press, env, 6, out=out)
@@ -383,11 +499,18 @@ def test_a_complete_file_is_not_played_again_and_grows(tmp_path):
     first = evaluate(press, tasks, 2, num_workers=2, out=out)
     assert json.loads(out.read_text())["results"] == first.to_dict()
     num_lines, before = len(lines(log)), out.read_bytes()
-    assert evaluate(press, tasks, 2, num_workers=2, out=out).to_dict() == first.to_dict()
+    assert (
+        evaluate(press, tasks, 2, num_workers=2, out=out).to_dict() == first.to_dict()
+    )
     assert (len(lines(log)), out.read_bytes()) == (num_lines, before)
     more = evaluate(press, {**tasks, "new": Task}, 3, num_workers=2, out=out)
-    assert [int(words[1]) for words in lines(log)[num_lines:] if words[0] == "reset"] == [SEEDS[2]] * 3
-    assert more.to_dict() == evaluate(press, {**suite(), "new": Task}, 3, num_workers=2).to_dict()
+    assert [
+        int(words[1]) for words in lines(log)[num_lines:] if words[0] == "reset"
+    ] == [SEEDS[2]] * 3
+    assert (
+        more.to_dict()
+        == evaluate(press, {**suite(), "new": Task}, 3, num_workers=2).to_dict()
+    )
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
@@ -397,14 +520,20 @@ def test_a_file_of_other_episodes_is_refused(tmp_path):
     policy = torch.nn.Sequential(net)
     policy.forward = press
     evaluate(policy, Task, 1, num_workers=1, out=out)
-    with pytest.raises(ValueError, match=r"expected seed 0, with which the episodes of .* were played, got 1"):
+    with pytest.raises(
+        ValueError,
+        match=r"expected seed 0, with which the episodes of .* were played, got 1",
+    ):
         evaluate(policy, Task, 1, num_workers=1, out=out, seed=1)
     with torch.no_grad():
         net.weight += 1
     with pytest.raises(ValueError, match="expected policies "):
         evaluate(policy, Task, 1, num_workers=1, out=out)
     whole = out.read_text()
-    damaged = [whole.replace(f'"{word}"', '"x"') for word in ("schema", "tasks", "players", "seed", "episode")]
+    damaged = [
+        whole.replace(f'"{word}"', '"x"')
+        for word in ("schema", "tasks", "players", "seed", "episode")
+    ]
     damaged += [
         "{",
         "[" * 100_000,
@@ -417,7 +546,10 @@ def test_a_file_of_other_episodes_is_refused(tmp_path):
         others.append(tmp_path / f"{number}.json")
         others[-1].write_text(text)
     for other in others:
-        with pytest.raises(ValueError, match=f"expected the JSON of an evaluation in {other}, with schema"):
+        with pytest.raises(
+            ValueError,
+            match=f"expected the JSON of an evaluation in {other}, with schema",
+        ):
             evaluate(policy, Task, 1, num_workers=1, out=other)
     with pytest.raises(FileNotFoundError):
         evaluate(policy, broken, 1, num_workers=1, out=tmp_path / "none" / "found.json")
@@ -426,12 +558,17 @@ def test_a_file_of_other_episodes_is_refused(tmp_path):
 def test_programs_that_write_to_one_file_keep_each_others_records(tmp_path):
     out = tmp_path / "found.json"
     programs = [RecordFile(out, {"seed": 0}, ["a", "b"]) for _ in range(2)]
-    for number, (program, name) in enumerate(zip((*programs, programs[0]), "aba", strict=True)):
+    for number, (program, name) in enumerate(
+        zip((*programs, programs[0]), "aba", strict=True)
+    ):
         program.tasks[name].cast = Cast(env=name)
         program.add(name, EpisodeRecord(episode=number, seed=0))
         program.write()
     found = RecordFile(out, {"seed": 0}, []).tasks
-    assert {name: [*one.episodes] for name, one in found.items()} == {"a": [0, 2], "b": [1]}
+    assert {name: [*one.episodes] for name, one in found.items()} == {
+        "a": [0, 2],
+        "b": [1],
+    }
     assert [one.cast for one in found.values()] == [Cast(env="a"), Cast(env="b")]
 
 
@@ -447,10 +584,14 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_a_run_that_was_killed_continues_with_equal_bytes(tmp_path):
-    out, log, whole, script = (tmp_path / name for name in ("out.json", "log", "whole.json", "script.py"))
+    out, log, whole, script = (
+        tmp_path / name for name in ("out.json", "log", "whole.json", "script.py")
+    )
     script.write_text(KILLED)
     path = os.pathsep.join([os.getcwd(), *sys.path])
-    process = subprocess.Popen([sys.executable, script, out, log], env={**os.environ, "PYTHONPATH": path})
+    process = subprocess.Popen(
+        [sys.executable, script, out, log], env={**os.environ, "PYTHONPATH": path}
+    )
     try:
         while not (out.exists() and num_recorded(out) >= 4):
             assert process.poll() is None, "it was too fast"
@@ -468,7 +609,9 @@ def test_a_run_that_was_killed_continues_with_equal_bytes(tmp_path):
 
 
 def num_recorded(path):
-    return sum(len(one["episodes"]) for one in json.loads(path.read_text())["tasks"].values())
+    return sum(
+        len(one["episodes"]) for one in json.loads(path.read_text())["tasks"].values()
+    )
 
 
 @pytest.mark.slow
@@ -499,7 +642,9 @@ def test_ctrl_c_ends_the_run_and_keeps_its_episodes(tmp_path, is_signal):
 def test_films_of_chosen_episodes_have_all_pictures(tmp_path, monkeypatch):
     films = {}
     monkeypatch.setattr(playing, "Video", film_into(films))
-    found = evaluate(None, {"a b": pictured}, 4, num_workers=2, videos=tmp_path, filmed=[1, 2])["a b"]
+    found = evaluate(
+        None, {"a b": pictured}, 4, num_workers=2, videos=tmp_path, filmed=[1, 2]
+    )["a b"]
     assert films == {f"a_b_episode{i}": [0, 40, 80, 120, 160] for i in (1, 2)}
     assert [one.video for one in found.episodes] == [
         None, str(tmp_path / "a_b_episode1.mp4"), str(tmp_path / "a_b_episode2.mp4"), None,
@@ -511,7 +656,19 @@ def test_films_of_chosen_episodes_have_all_pictures(tmp_path, monkeypatch):
 def test_the_command_films_and_plays_several_envs(tmp_path):
     out, given = tmp_path / "out.json", "python:tests.envs.suite_envs:Task"
     team = "python:tests.envs.team_env:pictured"
-    command = ["evaluate", team, given, "--episodes", "2", "--workers", "2", "--max-steps", "3", "--out", str(out)]
+    command = [
+        "evaluate",
+        team,
+        given,
+        "--episodes",
+        "2",
+        "--workers",
+        "2",
+        "--max-steps",
+        "3",
+        "--out",
+        str(out),
+    ]
     done = CliRunner().invoke(app, [*command, "--json", "-"])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
@@ -520,7 +677,15 @@ def test_the_command_films_and_plays_several_envs(tmp_path):
     assert found == json.loads(out.read_text())["results"]
     again = CliRunner().invoke(app, command)
     assert "2 tasks" in again.output
-    films = [*command[:2], "--episodes", "1", "--workers", "1", "--videos", str(tmp_path / "films")]
+    films = [
+        *command[:2],
+        "--episodes",
+        "1",
+        "--workers",
+        "1",
+        "--videos",
+        str(tmp_path / "films"),
+    ]
     done = CliRunner().invoke(app, films)
     assert done.exit_code == 0, done.output
     assert len(list((tmp_path / "films").glob("*_episode0.mp4"))) == 1
@@ -544,7 +709,14 @@ def make_interrupt():
 
 def test_the_command_keeps_its_episodes_after_ctrl_c(tmp_path):
     out = tmp_path / "out.json"
-    command = ["evaluate", "python:tests.envs.suite_envs:Task", "--workers", "1", "--out", str(out)]
+    command = [
+        "evaluate",
+        "python:tests.envs.suite_envs:Task",
+        "--workers",
+        "1",
+        "--out",
+        str(out),
+    ]
     done = CliRunner().invoke(app, [*command, "--policy", f"{__name__}:make_interrupt"])
     assert (done.exit_code, "interrupted" in done.output) == (130, True)
     assert num_recorded(out) >= 1
@@ -575,12 +747,15 @@ def test_one_call_acts_for_the_envs_that_wait():
     primer = {"count": torch.zeros(1)}
     alone, together = Slow(), Slow(0.02)
     expected = evaluate(alone, tasks, 4, num_workers=3, primer=primer)
-    found = evaluate(together, tasks, 4, num_workers=3, primer=primer, max_batch=2, deadline_s=0.5)
+    found = evaluate(
+        together, tasks, 4, num_workers=3, primer=primer, max_batch=2, deadline_s=0.5
+    )
     assert set(alone.sizes) == {1}
     assert sum(together.sizes) == sum(alone.sizes)
     assert max(together.sizes) == 2
     assert len(together.sizes) < 0.8 * len(alone.sizes)
-    assert found.to_dict() == expected.to_dict()  # this policy does not depend on who waits together
+    # This policy does not depend on who waits together.
+    assert found.to_dict() == expected.to_dict()
 
 
 def test_envs_of_other_observations_or_policies_have_separate_calls():
@@ -607,7 +782,9 @@ def test_failures_of_envs_are_recorded_with_batched_policies():
 
 
 def test_a_file_keeps_the_size_of_batches(tmp_path):
-    run = functools.partial(evaluate, Slow(), Task, num_workers=2, out=tmp_path / "out.json", label="a")
+    run = functools.partial(
+        evaluate, Slow(), Task, num_workers=2, out=tmp_path / "out.json", label="a"
+    )
     for episodes in (1, 5):
         assert run(episodes, max_batch=4).num_failed == 0
     for other in (None, 5):
@@ -616,8 +793,16 @@ def test_a_file_keeps_the_size_of_batches(tmp_path):
 
 
 def test_wrong_batches_are_refused():
-    for kwargs in ({"max_batch": 0}, {"max_batch": 1.5}, {"max_batch": 4, "deadline_s": -1}, {"deadline_s": "soon"}):
+    for kwargs in (
+        {"max_batch": 0},
+        {"max_batch": 1.5},
+        {"max_batch": 4, "deadline_s": -1},
+        {"deadline_s": "soon"},
+    ):
         with pytest.raises(ValueError, match=r"max_batch|deadline_s"):
             evaluate(press, Task, 1, **kwargs)
-    with SerialEnv(2, Task) as env, pytest.raises(ValueError, match="expected no max_batch with an executor"):
+    with (
+        SerialEnv(2, Task) as env,
+        pytest.raises(ValueError, match="expected no max_batch with an executor"),
+    ):
         evaluate(press, env, 1, max_batch=2)

@@ -10,7 +10,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from envherd import ExecutorOptions, MeltingPotFactory, ParallelEnv, PerPlayer, SerialEnv, evaluate
+from envherd import (
+    ExecutorOptions,
+    MeltingPotFactory,
+    ParallelEnv,
+    PerPlayer,
+    SerialEnv,
+    evaluate,
+)
 from envherd.executor.cli.app import app
 from envherd.executor.show.results import Evaluation, equality_of, interval_of
 from tests.envs.team_env import Team
@@ -31,7 +38,9 @@ DRAWN = functools.partial(Team, 0)
     ],
 )
 def test_equality_is_one_minus_the_gini_coefficient(returns, equality):
-    assert equality_of(np.array([returns], float)).tolist() == pytest.approx([equality], nan_ok=True)
+    assert equality_of(np.array([returns], float)).tolist() == pytest.approx(
+        [equality], nan_ok=True
+    )
 
 
 def test_equality_is_that_of_the_lorenz_curve():
@@ -48,11 +57,15 @@ def test_intervals_hold_the_mean_and_grow_narrow_with_episodes():
     assert few.low < few.mean < few.high
     assert many.high - many.low == pytest.approx(2 * 1.96 * values.std() / 20, rel=0.1)
     assert many.high - many.low < few.high - few.low
-    assert interval_of(np.array([3.0, math.nan])) == pytest.approx((3.0, math.nan, math.nan, 1), nan_ok=True)
+    assert interval_of(np.array([3.0, math.nan])) == pytest.approx(
+        (3.0, math.nan, math.nan, 1), nan_ok=True
+    )
 
 
 def test_players_get_what_their_policies_earn():
-    found = evaluate({"gatherer": Always(2), "hunter": Always(3)}, Team, 5, num_workers=1)
+    found = evaluate(
+        {"gatherer": Always(2), "hunter": Always(3)}, Team, 5, num_workers=1
+    )
     assert found.returns.tolist() == [[4.5, 6.0, 6.0]] * 5
     assert found.lengths.tolist() == [3] * 5
     assert found.focal_per_capita.mean == pytest.approx(5.5)
@@ -61,19 +74,31 @@ def test_players_get_what_their_policies_earn():
     assert repr(found) == f"Evaluation('plain', 5 episodes, 0 failed, {measures})"
     assert found.collective == pytest.approx((16.5, 16.5, 16.5, 5))
     assert found.background_per_capita is None
-    assert {key: one.mean for key, one in found.by_role.items()} == {("hunter", True): 4.5, ("gatherer", True): 6.0}
+    assert {key: one.mean for key, one in found.by_role.items()} == {
+        ("hunter", True): 4.5,
+        ("gatherer", True): 6.0,
+    }
     assert found.equality.mean == pytest.approx(1 - (4 * 1.5) / (6 * 16.5))
 
 
 def test_background_players_do_not_count_as_focal():
-    found = evaluate(Always(1), Team, 2, background=Always(0), focal=["agent_0", 2], num_workers=1)
+    found = evaluate(
+        Always(1), Team, 2, background=Always(0), focal=["agent_0", 2], num_workers=1
+    )
     assert found.is_focal == (True, False, True)
     assert found.focal_per_capita.mean == pytest.approx((1.5 + 3) / 2)
     assert found.background_per_capita.mean == 0
     assert found.by_role["gatherer", False].mean == 0
     assert found.by_role["gatherer", True].mean == 3
     assert found.mean_return.mean == pytest.approx((1.5 + 0 + 3) / 3)
-    mixed = evaluate({"*": Always(1)}, Team, 1, background={1: Always(2), "hunter": None}, focal=(2,), num_workers=1)
+    mixed = evaluate(
+        {"*": Always(1)},
+        Team,
+        1,
+        background={1: Always(2), "hunter": None},
+        focal=(2,),
+        num_workers=1,
+    )
     assert mixed.returns[0, 1:].tolist() == [6, 3]
 
 
@@ -82,7 +107,9 @@ def test_one_policy_acts_for_several_groups_of_agents():
     from mpe2 import simple_tag_v3
 
     chased = ("adversary_0", "adversary_1", "adversary_2", "agent_0")
-    found = evaluate(None, simple_tag_v3.parallel_env, episodes=2, max_steps=3, num_workers=1)
+    found = evaluate(
+        None, simple_tag_v3.parallel_env, episodes=2, max_steps=3, num_workers=1
+    )
     assert (found.players, found.returns.shape, found.num_failed) == (chased, (2, 4), 0)
 
     def policy(td):
@@ -93,13 +120,17 @@ def test_one_policy_acts_for_several_groups_of_agents():
 
     with pytest.raises(TypeError, match=r"envs of several groups of agents, got dict"):
         evaluate({"adversary_0": None}, simple_tag_v3.parallel_env, episodes=1)
-    found = evaluate(policy, simple_tag_v3.parallel_env, episodes=1, max_steps=3, num_workers=1)
+    found = evaluate(
+        policy, simple_tag_v3.parallel_env, episodes=1, max_steps=3, num_workers=1
+    )
     assert found.lengths.tolist() == [3]
 
 
 def test_episode_i_is_the_first_one_of_env_i_with_any_number_of_workers():
     """Short episodes do not count more often, and the result does not depend on the workers."""
-    found = [evaluate(None, DRAWN, 7, num_workers=workers, seed=4) for workers in (1, 2)]
+    found = [
+        evaluate(None, DRAWN, 7, num_workers=workers, seed=4) for workers in (1, 2)
+    ]
     assert np.array_equal(found[0].returns, found[1].returns)
     with SerialEnv(7, DRAWN, seed=4) as env:
         done = env.rollout(6, break_when_any_done=False)["next", "done"]
@@ -116,15 +147,25 @@ def test_an_open_executor_is_used_and_stays_open():
         assert found.returns.tolist() == [[1.5, 3.0, 3.0]] * 4
         assert found.seed == 3
         env.reset()
-        with pytest.raises(ValueError, match="expected no num_workers or options with an executor"):
+        with pytest.raises(
+            ValueError, match="expected no num_workers or options with an executor"
+        ):
             evaluate(None, env, 1, num_workers=2, options=options)
     with SerialEnv(2, Team, seed=3) as env:
-        assert evaluate(policy, env, 3, primer={"count": torch.zeros(2)}, max_steps=2).lengths.tolist() == [2] * 3
+        assert (
+            evaluate(
+                policy, env, 3, primer={"count": torch.zeros(2)}, max_steps=2
+            ).lengths.tolist()
+            == [2] * 3
+        )
 
 
 def test_an_episode_that_may_never_end_is_named(monkeypatch):
     monkeypatch.setattr("envherd.executor.show.playing._LONG", 4)
-    with pytest.warns(UserWarning, match=r"episode 0 of 'env' has not ended in 4 steps\. .* pass max_steps="):
+    with pytest.warns(
+        UserWarning,
+        match=r"episode 0 of 'env' has not ended in 4 steps\. .* pass max_steps=",
+    ):
         evaluate(None, functools.partial(Team, 9), 1, num_workers=1)
     evaluate(None, functools.partial(Team, 9), 1, num_workers=1, max_steps=7)
 
@@ -142,24 +183,60 @@ def test_it_leaves_torchs_generator_alone():
     [
         ({"background": Always(0)}, "got some, and all players are focal. Pass focal="),
         ({"focal": [0]}, "got none. Pass background="),
-        ({"focal": [7]}, "expected focal players among ['agent_0', 'agent_1', 'agent_2'], got [7]"),
+        (
+            {"focal": [7]},
+            "expected focal players among ['agent_0', 'agent_1', 'agent_2'], got [7]",
+        ),
         ({"episodes": 0}, "episodes"),
-        ({"max_steps": 2.5}, "evaluate failed: expected max_steps as an int of at least 1 or None, got float 2.5"),
-        ({"seed": -1}, "evaluate failed: expected seed as an int of at least 0, got -1"),
-        ({"policies": 3}, "PerPlayer failed: expected a callable or None for a policy, got 3"),
+        (
+            {"max_steps": 2.5},
+            "evaluate failed: expected max_steps as an int of at least 1 or None, got float 2.5",
+        ),
+        (
+            {"seed": -1},
+            "evaluate failed: expected seed as an int of at least 0, got -1",
+        ),
+        (
+            {"policies": 3},
+            "PerPlayer failed: expected a callable or None for a policy, got 3",
+        ),
         ({"options": {"poison": True}}, "options failed: expected an ExecutorOptions"),
-        ({"primer": 3}, "evaluate failed: expected primer as a dict of tensors by key or None, got 3"),
+        (
+            {"primer": 3},
+            "evaluate failed: expected primer as a dict of tensors by key or None, got 3",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused(how, message):
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
-        evaluate(**{"policies": Always(1), "env": Team, "episodes": 1, "num_workers": 1, **how})
+        evaluate(
+            **{
+                "policies": Always(1),
+                "env": Team,
+                "episodes": 1,
+                "num_workers": 1,
+                **how,
+            }
+        )
 
 
 def test_results_become_json():
-    one = Evaluation("pond", 1, ("a", "b"), ("x", "y"), (True, True), np.array([[-1.0, 2]]), np.array([5]))
+    one = Evaluation(
+        "pond",
+        1,
+        ("a", "b"),
+        ("x", "y"),
+        (True, True),
+        np.array([[-1.0, 2]]),
+        np.array([5]),
+    )
     plain = json.loads(json.dumps(one.to_dict()))
-    assert plain["equality"] == {"mean": None, "low": None, "high": None, "num_episodes": 0}
+    assert plain["equality"] == {
+        "mean": None,
+        "low": None,
+        "high": None,
+        "num_episodes": 0,
+    }
     mean = {"mean": -1.0, "low": None, "high": None, "num_episodes": 1}
     assert plain["by_player"][0] == {"player": "a", "role": "x", "focal": True, **mean}
 
@@ -175,8 +252,30 @@ def ones(_env):
 def test_the_command_writes_what_it_found(tmp_path):
     path = tmp_path / "found.json"
     name, here = f"python:{__name__}:make_team", f"{__name__}:ones"
-    command = ["evaluate", name, "--policy", here, "--background", "random", "--focal", "0,agent_2", "--episodes", "2"]
-    done = CliRunner().invoke(app, [*command, "--workers", "1", "--env-kwargs", '{"length": 2}', "--json", str(path)])
+    command = [
+        "evaluate",
+        name,
+        "--policy",
+        here,
+        "--background",
+        "random",
+        "--focal",
+        "0,agent_2",
+        "--episodes",
+        "2",
+    ]
+    done = CliRunner().invoke(
+        app,
+        [
+            *command,
+            "--workers",
+            "1",
+            "--env-kwargs",
+            '{"length": 2}',
+            "--json",
+            str(path),
+        ],
+    )
     assert done.exit_code == 0, done.output
     assert "focal return per capita" in done.output
     found = json.loads(path.read_text())
@@ -204,8 +303,15 @@ def test_a_scenario_is_played_with_policies_in_its_bots_places():
 @pytest.mark.slow
 def test_roles_of_a_substrate_are_in_the_spec():
     roles = ("bach_fan", "stravinsky_fan", "bach_fan")
-    make_env = MeltingPotFactory("bach_or_stravinsky_in_the_matrix__arena", roles, keys=("INVENTORY",), max_steps=3)
-    found = evaluate({"bach_fan": Always(0), "stravinsky_fan": None}, make_env, 1, num_workers=1)
+    make_env = MeltingPotFactory(
+        "bach_or_stravinsky_in_the_matrix__arena",
+        roles,
+        keys=("INVENTORY",),
+        max_steps=3,
+    )
+    found = evaluate(
+        {"bach_fan": Always(0), "stravinsky_fan": None}, make_env, 1, num_workers=1
+    )
     assert found.roles == roles
     assert found.lengths.tolist() == [3]
     assert set(found.by_role) == {("bach_fan", True), ("stravinsky_fan", True)}

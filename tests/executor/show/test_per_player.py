@@ -9,7 +9,14 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictSequential
 from torch import nn
 
-from envherd import AsyncCollector, Collector, ParallelEnv, PerPlayer, RandomPlayer, SerialEnv
+from envherd import (
+    AsyncCollector,
+    Collector,
+    ParallelEnv,
+    PerPlayer,
+    RandomPlayer,
+    SerialEnv,
+)
 from tests.envs.team_env import NUM_ACTIONS, ROLES, Team
 from tests.extras import needs
 
@@ -36,13 +43,21 @@ class Counting(nn.Module):
 
     def forward(self, rows):
         count = rows["count"]
-        rows["next", "count"] = count + torch.stack([self.weight.expand(rows.shape), rows["player"].float()], -1)
-        return rows.set("action", count[..., 0].long() % NUM_ACTIONS).set("value", count[..., :1] * self.weight)
+        rows["next", "count"] = count + torch.stack(
+            [self.weight.expand(rows.shape), rows["player"].float()], -1
+        )
+        return rows.set("action", count[..., 0].long() % NUM_ACTIONS).set(
+            "value", count[..., :1] * self.weight
+        )
 
 
 @pytest.fixture(params=["serial", "parallel"])
 def env(request):
-    kind = SerialEnv if request.param == "serial" else functools.partial(ParallelEnv, num_workers=2)
+    kind = (
+        SerialEnv
+        if request.param == "serial"
+        else functools.partial(ParallelEnv, num_workers=2)
+    )
     with kind(NUM_ENVS, Team, seed=0) as env:
         yield env
 
@@ -54,7 +69,11 @@ def actions_of(data):
 def test_players_take_precedence_over_roles_and_roles_over_all_others(env):
     one, two, three = Always(1), Always(2), Always(3)
     policy = PerPlayer({"*": one, "gatherer": two, "agent_2": three}, env.spec)
-    assert [(part.policy, part.players) for part in policy.parts] == [(one, (0,)), (two, (1,)), (three, (2,))]
+    assert [(part.policy, part.players) for part in policy.parts] == [
+        (one, (0,)),
+        (two, (1,)),
+        (three, (2,)),
+    ]
     data = env.rollout(3, policy)
     assert (actions_of(data) == torch.tensor([1, 2, 3])).all()
     assert data["next", "agents", "reward"][0, 0].flatten().tolist() == [0.5, 2.0, 3.0]
@@ -73,20 +92,31 @@ def test_a_policy_is_called_once_with_a_row_for_each_of_its_players(env):
 def test_keys_of_a_policy_are_kept_with_zeros_for_the_others(env):
     class Valued(Always):
         def __call__(self, rows):
-            return super().__call__(rows).set(("extra", "value"), 1 + rows["player"][:, None].double())
+            return (
+                super()
+                .__call__(rows)
+                .set(("extra", "value"), 1 + rows["player"][:, None].double())
+            )
 
     data = env.rollout(2, PerPlayer({"gatherer": Valued(1), "*": Always(0)}, env.spec))
     assert data["agents", "extra", "value"].shape == (NUM_ENVS, 2, 3, 1)
     assert data["agents", "extra", "value"].dtype == torch.float64
-    assert (data["agents", "extra", "value"].squeeze(-1) == torch.tensor([0.0, 2.0, 3.0])).all()
+    assert (
+        data["agents", "extra", "value"].squeeze(-1) == torch.tensor([0.0, 2.0, 3.0])
+    ).all()
 
 
 def test_keys_of_unlike_shapes_are_refused(env):
     def of_shape(*shape):
-        return lambda rows: rows.set("action", rows["player"]).set("value", torch.zeros(*rows.batch_size, *shape))
+        return lambda rows: rows.set("action", rows["player"]).set(
+            "value", torch.zeros(*rows.batch_size, *shape)
+        )
 
     policy = PerPlayer({"hunter": of_shape(1), "*": of_shape(2)}, env.spec)
-    with pytest.raises(ValueError, match=r"expected value of one shape from all policies, got \[1\] and \[2\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"expected value of one shape from all policies, got \[1\] and \[2\]",
+    ):
         env.rollout(1, policy)
 
 
@@ -103,10 +133,21 @@ def test_state_is_of_each_player_and_begins_with_the_episode(env, players):
     policy = PerPlayer(policies, env.spec)
     primer = policy.primer(NUM_ENVS, count=torch.zeros(2))
     assert primer["agents", "count"].shape == (NUM_ENVS, 3, 2)
-    batches = list(Collector(env, policy, frames_per_batch=8, total_frames=24, primer=primer, close_env=False))
+    batches = list(
+        Collector(
+            env,
+            policy,
+            frames_per_batch=8,
+            total_frames=24,
+            primer=primer,
+            close_env=False,
+        )
+    )
     assert sum(int(data["next", "done"].sum()) for data in batches) > 4
     for data in batches:
-        assert torch.equal(data["agents", "count"][..., players, :], expected_counts(data, players))
+        assert torch.equal(
+            data["agents", "count"][..., players, :], expected_counts(data, players)
+        )
         others = [player for player in range(3) if player not in players]
         assert not data["agents", "count"][..., others, :].any()
 
@@ -124,7 +165,9 @@ def test_shared_and_separate_parameters(env):
     assert hunters.batch_size == (NUM_ENVS, 3, 1)
     assert gatherers.batch_size == (NUM_ENVS, 3, 2)
     assert torch.equal(gatherers["count"], expected_counts(data, [1, 2], 3.0))
-    assert torch.equal(gatherers["next", "reward"], data["next", "agents", "reward"][:, :, 1:])
+    assert torch.equal(
+        gatherers["next", "reward"], data["next", "agents", "reward"][:, :, 1:]
+    )
     assert gatherers["next", "done"].shape == (NUM_ENVS, 3, 2, 1)
     assert gatherers["next", "done"][:, -1].all()
     (right(gatherers.clone())["value"] ** 2).sum().backward()
@@ -146,29 +189,52 @@ def test_the_asynchronous_collector_has_the_same_rows(layout):
     def collect(env, collector, **how):
         policy = PerPlayer({"hunter": Always(1), "gatherer": Counting()}, env.spec)
         primer = policy.primer(NUM_ENVS, count=torch.zeros(2))
-        return next(iter(collector(env, policy, frames_per_batch=20, primer=primer, **how)))
+        return next(
+            iter(collector(env, policy, frames_per_batch=20, primer=primer, **how))
+        )
 
-    with ParallelEnv(NUM_ENVS, functools.partial(Team, 0), num_workers=2, seed=1) as env:
+    with ParallelEnv(
+        NUM_ENVS, functools.partial(Team, 0), num_workers=2, seed=1
+    ) as env:
         data = collect(env, AsyncCollector, layout=layout)
     assert data["next", "done"].any()
-    assert torch.equal(data["agents", "count"][..., 1:, :], expected_counts(data, [1, 2]))
+    assert torch.equal(
+        data["agents", "count"][..., 1:, :], expected_counts(data, [1, 2])
+    )
     assert (actions_of(data)[..., 0] == 1).all()
-    assert torch.equal(actions_of(data)[..., 1:], data["agents", "count"][..., 1:, 0].long() % NUM_ACTIONS)
+    assert torch.equal(
+        actions_of(data)[..., 1:],
+        data["agents", "count"][..., 1:, 0].long() % NUM_ACTIONS,
+    )
 
 
 def test_names_without_a_spec():
     policy = PerPlayer({"hunter": Always(1), "*": Always(2)}, roles=ROLES)
-    root = TensorDict({"agents": TensorDict({"observation": torch.zeros(5, 3, 1)}, [5, 3])}, [5])
+    root = TensorDict(
+        {"agents": TensorDict({"observation": torch.zeros(5, 3, 1)}, [5, 3])}, [5]
+    )
     assert actions_of(policy(root)).tolist() == [[1, 2, 2]] * 5
 
 
 @pytest.mark.parametrize(
     ("policies", "how", "message"),
     [
-        ({"hunter": Always(1)}, {"roles": ROLES}, "got none for agent_1 (role 'gatherer')"),
-        ({"farmer": None, "*": None}, {"roles": ROLES}, "'gatherer', 'hunter'] and '*', got 'farmer'"),
+        (
+            {"hunter": Always(1)},
+            {"roles": ROLES},
+            "got none for agent_1 (role 'gatherer')",
+        ),
+        (
+            {"farmer": None, "*": None},
+            {"roles": ROLES},
+            "'gatherer', 'hunter'] and '*', got 'farmer'",
+        ),
         ({3: None, "*": None}, {"roles": ROLES}, "got 3"),
-        ({"*": None}, {"roles": ROLES}, "expected the spec of envs with discrete actions"),
+        (
+            {"*": None},
+            {"roles": ROLES},
+            "expected the spec of envs with discrete actions",
+        ),
         ({"*": None}, {}, "expected the spec of the envs or roles, got neither"),
     ],
 )
@@ -188,7 +254,9 @@ def test_each_group_of_a_pettingzoo_env_has_the_names_of_its_agents():
 
     with SerialEnv(2, simple_tag_v3.parallel_env, seed=0) as env:
         chasers = PerPlayer({"adversary_1": Always(1), "*": Always(2)}, env.spec)
-        policy = TensorDictSequential(chasers, PerPlayer({"agent_0": Always(3)}, env.spec, group="agent"))
+        policy = TensorDictSequential(
+            chasers, PerPlayer({"agent_0": Always(3)}, env.spec, group="agent")
+        )
         data = env.rollout(3, policy)
         assert data["adversary", "action"].tolist() == [[[2, 1, 2]] * 3] * 2
         assert data["agent", "action"].tolist() == [[[3]] * 3] * 2
@@ -196,7 +264,9 @@ def test_each_group_of_a_pettingzoo_env_has_the_names_of_its_agents():
 
 def test_a_policy_of_another_number_of_players_is_refused(env):
     policy = PerPlayer({"*": Always(1)}, roles=("a", "b"))
-    with pytest.raises(ValueError, match=r"expected a group of batch size \[2, 2\], got \[2, 3\]"):
+    with pytest.raises(
+        ValueError, match=r"expected a group of batch size \[2, 2\], got \[2, 3\]"
+    ):
         env.rollout(1, policy)
 
 
@@ -211,12 +281,16 @@ def test_it_acts_in_torchrls_own_rollout_over_the_facade():
     def make_env():
         from mpe2 import simple_spread_v3
 
-        return PettingZooWrapper(simple_spread_v3.parallel_env(max_cycles=5), categorical_actions=True)
+        return PettingZooWrapper(
+            simple_spread_v3.parallel_env(max_cycles=5), categorical_actions=True
+        )
 
     one, two = Always(1), Always(2)
     env = TransformedEnv(TorchRLParallelEnv(2, make_env))
     try:
-        data = env.rollout(4, PerPlayer({0: one, "*": two}, roles=["agent"] * 3, group="agent"))
+        data = env.rollout(
+            4, PerPlayer({0: one, "*": two}, roles=["agent"] * 3, group="agent")
+        )
     finally:
         env.close()
     assert (data["agent", "action"] == torch.tensor([1, 2, 2])).all()

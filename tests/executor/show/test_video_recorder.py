@@ -22,9 +22,15 @@ def films(monkeypatch):
 
 
 @pytest.mark.parametrize("executor", [SerialEnv, ParallelEnv])
-def test_observed_pictures_are_complete_up_to_the_true_last_one(executor, films, tmp_path):
-    with executor(3, pictured, seed=0) as env, VideoRecorder(env, tmp_path, env_ids=(0, 2), every=2) as recorder:
-        env.rollout(9, break_when_any_done=False, callback=recorder)  # episodes of four steps
+def test_observed_pictures_are_complete_up_to_the_true_last_one(
+    executor, films, tmp_path
+):
+    with (
+        executor(3, pictured, seed=0) as env,
+        VideoRecorder(env, tmp_path, env_ids=(0, 2), every=2) as recorder,
+    ):
+        # Episodes of four steps.
+        env.rollout(9, break_when_any_done=False, callback=recorder)
     whole = [0, 40, 80, 120, 160]
     assert films == {
         "env0_episode0": whole[1:],
@@ -35,22 +41,36 @@ def test_observed_pictures_are_complete_up_to_the_true_last_one(executor, films,
 
 
 def test_a_reset_that_the_recorder_is_not_shown_begins_another_film(films, tmp_path):
-    with SerialEnv(1, pictured, seed=0) as env, VideoRecorder(env, tmp_path) as recorder:
+    with (
+        SerialEnv(1, pictured, seed=0) as env,
+        VideoRecorder(env, tmp_path) as recorder,
+    ):
         env.rollout(2, break_when_any_done=False, callback=recorder)
         env.rollout(9, callback=recorder, break_when_any_done=True)
     assert films == {"env0_episode0": [40, 80], "env0_episode1": [40, 80, 120, 160]}
 
 
 def test_a_collector_takes_a_callback(films, tmp_path):
-    with SerialEnv(2, pictured, seed=0) as env, VideoRecorder(env, tmp_path, agent=1) as recorder:
-        collector = Collector(env, frames_per_batch=6, total_frames=12, close_env=False, callback=recorder)
+    with (
+        SerialEnv(2, pictured, seed=0) as env,
+        VideoRecorder(env, tmp_path, agent=1) as recorder,
+    ):
+        collector = Collector(
+            env, frames_per_batch=6, total_frames=12, close_env=False, callback=recorder
+        )
         for _ in collector:
             pass
-    assert {name: len(frames) for name, frames in films.items()} == {"env0_episode0": 4, "env0_episode1": 3}
+    assert {name: len(frames) for name, frames in films.items()} == {
+        "env0_episode0": 4,
+        "env0_episode1": 3,
+    }
 
 
 def test_a_loop_of_steps_can_be_recorded(films, tmp_path):
-    with SerialEnv(1, pictured, seed=0) as env, VideoRecorder(env, tmp_path) as recorder:
+    with (
+        SerialEnv(1, pictured, seed=0) as env,
+        VideoRecorder(env, tmp_path) as recorder,
+    ):
         root = env.reset()
         for _ in range(5):
             td, root = env.step_and_maybe_reset(env.rand_action(root))
@@ -64,7 +84,11 @@ def test_different_tasks_may_have_pictures_of_different_sizes(films, tmp_path):
         VideoRecorder(env, tmp_path, env_ids=(0, 1)) as recorder,
     ):
         env.rollout(4, break_when_any_done=False, callback=recorder)
-    assert films == {"env0_episode0": [40, 80, 120, 160], "env1_episode0": [40, 80, 120], "env1_episode1": [0, 40]}
+    assert films == {
+        "env0_episode0": [40, 80, 120, 160],
+        "env1_episode0": [40, 80, 120],
+        "env1_episode1": [0, 40],
+    }
 
 
 @needs("gymnasium")
@@ -83,15 +107,25 @@ def test_what_gymnasium_draws_is_written_as_mp4(tmp_path):
         data = env.rollout(40, break_when_any_done=False, callback=recorder)
     ends = [-1, *data["next", "done"][1, :, 0].nonzero().flatten().tolist()]
     assert len(ends) > 2
-    counted = {path.stem: imageio_ffmpeg.count_frames_and_secs(str(path))[0] for path in tmp_path.glob("*.mp4")}
+    counted = {
+        path.stem: imageio_ffmpeg.count_frames_and_secs(str(path))[0]
+        for path in tmp_path.glob("*.mp4")
+    }
     lengths = [end - begin for begin, end in zip(ends, [*ends[1:], 39], strict=True)]
-    expected = [lengths[0] - 1, *lengths[1:-1], lengths[-1] + 1]  # no reset of the first; the last is not over
-    assert counted == {f"env1_episode{number}": count for number, count in enumerate(expected) if count}
+    # No reset of the first; the last is not over.
+    expected = [lengths[0] - 1, *lengths[1:-1], lengths[-1] + 1]
+    assert counted == {
+        f"env1_episode{number}": count for number, count in enumerate(expected) if count
+    }
 
 
 def test_what_cannot_be_recorded_is_refused(tmp_path):
     with SerialEnv(2, Team, seed=0) as env:
-        for wrong, words in (({"every": 0}, "every"), ({"env_ids": (2,)}, r"env_ids in 0\.\.1"), ({"fps": 0}, "fps")):
+        for wrong, words in (
+            ({"every": 0}, "every"),
+            ({"env_ids": (2,)}, r"env_ids in 0\.\.1"),
+            ({"fps": 0}, "fps"),
+        ):
             with pytest.raises(ValueError, match=words):
                 VideoRecorder(env, tmp_path, **wrong)
         with pytest.raises(RuntimeError, match="whose agents observe pictures"):
@@ -107,6 +141,9 @@ def test_the_message_says_how_to_let_an_env_draw(tmp_path):
 
     with (
         SerialEnv(1, lambda: gymnasium.make("CartPole-v1"), seed=0) as env,
-        pytest.raises(RuntimeError, match=r"no picture of themselves\. Build them with render_mode='rgb_array'\.$"),
+        pytest.raises(
+            RuntimeError,
+            match=r"no picture of themselves\. Build them with render_mode='rgb_array'\.$",
+        ),
     ):
         env.rollout(2, callback=VideoRecorder(env, tmp_path))

@@ -138,20 +138,32 @@ def test_a_faulty_step_loses_one_env_alone():
     def make_env(broken: bool) -> Any:  # noqa: FBT001
         simulator = simulators.Counter()
         if broken:
-            simulator.step = lambda _action: (_ for _ in ()).throw(ValueError("it broke"))  # type: ignore[assignment, method-assign]
+            simulator.step = lambda _action: (_ for _ in ()).throw(  # type: ignore[assignment, method-assign]
+                ValueError("it broke")
+            )
         return simulator
 
-    with SerialEnv(2, make_env, env_kwargs=[{"broken": False}, {"broken": True}], seed=0) as env:
+    with SerialEnv(
+        2, make_env, env_kwargs=[{"broken": False}, {"broken": True}], seed=0
+    ) as env:
         env.reset()
         with pytest.raises(EnvError, match="it broke") as caught:
             env.step(batch_of(torch.rand(2, 4, 2)))
         assert caught.value.env_ids == (1,)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch finds none here")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU: torch finds none here"
+)
 def test_on_a_gpu_actions_stay_where_they_are():
     make_env, built = recorded(simulators.Counter, 4, "cuda:0")
-    with SerialEnv(1, make_env, seed=0, device="cuda:0", options=ExecutorOptions(check_actions="off")) as env:
+    with SerialEnv(
+        1,
+        make_env,
+        seed=0,
+        device="cuda:0",
+        options=ExecutorOptions(check_actions="off"),
+    ) as env:
         env.reset()
         action = torch.rand(1, 4, 2, device="cuda:0")
         following = env.step(batch_of(action))["next"]
@@ -163,7 +175,9 @@ def test_on_a_gpu_actions_stay_where_they_are():
 @pytest.fixture
 def through_slab(monkeypatch):
     """Return a function: executors that are made after its call have the rows of simulators in a slab."""
-    return lambda: monkeypatch.setattr("envherd.executor.serial.is_simulator", lambda _pool: False)
+    return lambda: monkeypatch.setattr(
+        "envherd.executor.serial.is_simulator", lambda _pool: False
+    )
 
 
 def traced(make_env: Any, **settings: Any) -> Iterator[tuple[TensorDictBase, str]]:
@@ -181,12 +195,19 @@ def traced(make_env: Any, **settings: Any) -> Iterator[tuple[TensorDictBase, str
         for _ in range(6):
             td = env.step(env.rand_action())
             mask = td["next", "done"].clone()
-            mask[0, 0] |= make_env is simulators.Counter  # it can reset rows that have not ended
+            # It can reset rows that have not ended.
+            mask[0, 0] |= make_env is simulators.Counter
             yield td, "step"
             half = torch.zeros_like(mask)
             half[:, ::2] = mask[:, ::2]
-            yield env.reset(TensorDict({"_reset": half}, env.batch_size)), "reset of rows"
-            yield env.reset(TensorDict({"_reset": mask & ~half}, env.batch_size)), "reset of rows"
+            yield (
+                env.reset(TensorDict({"_reset": half}, env.batch_size)),
+                "reset of rows",
+            )
+            yield (
+                env.reset(TensorDict({"_reset": mask & ~half}, env.batch_size)),
+                "reset of rows",
+            )
         for _ in range(5):
             env.send(env.rand_action(env.current()), env_ids=[0])
             yield env.recv(), "recv"
@@ -205,7 +226,9 @@ def write_everywhere(td: TensorDictBase) -> None:
 
 @pytest.mark.parametrize("writes", [False, True])
 @pytest.mark.parametrize("make_env", [simulators.Counter, simulators.SameStep])
-def test_rows_are_those_that_go_through_a_slab_whatever_the_caller_writes(make_env, writes, through_slab):
+def test_rows_are_those_that_go_through_a_slab_whatever_the_caller_writes(
+    make_env, writes, through_slab
+):
     expected, kept = [], []
     for td, name in traced(make_env):
         expected.append((td.clone(), name))
@@ -273,7 +296,9 @@ def test_after_a_failure_the_root_is_the_last_true_observation(make_env):
         with pytest.raises(ResetNeeded):
             env.step(batch_of(torch.rand(1, 4, 2)))
         built[0].num_steps = 10
-        one = TensorDict({"_reset": torch.tensor([[True, False, False, False]])}, [1, 4])
+        one = TensorDict(
+            {"_reset": torch.tensor([[True, False, False, False]])}, [1, 4]
+        )
         assert not env.reset(one)["done"].any(), "all rows are reset"
         env.step(batch_of(torch.rand(1, 4, 2)))
 
@@ -295,7 +320,9 @@ def test_several_simulators_share_a_slab():
 def test_a_simulator_between_send_and_recv():
     with SerialEnv(1, simulators.Counter, seed=0) as env:
         env.send(env.rand_action(env.reset()))
-        with pytest.raises(Busy, match=r"envs \[0\] still owe an answer. recv\(\) them first"):
+        with pytest.raises(
+            Busy, match=r"envs \[0\] still owe an answer. recv\(\) them first"
+        ):
             env.reset()
         assert env.get("num_envs") == [4]
         assert env.recv()["next", "observation"].shape == (1, 4, 2)

@@ -44,8 +44,10 @@ def test_a_probe_measures_memory_and_growth():
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_helper")
 def test_memory_that_differs_between_episodes_is_taken_in_the_mean():
-    breathing = probed(sized_envs.BreathingEnv, budget_s=8.0)  # steps are never enough: 3 s of them
-    assert 12 * MIB < breathing.worker_bytes < 46 * MIB  # 8 or 40 after a reset, plus imports
+    # Steps are never enough: 3 s of them.
+    breathing = probed(sized_envs.BreathingEnv, budget_s=8.0)
+    # 8 or 40 after a reset, plus imports.
+    assert 12 * MIB < breathing.worker_bytes < 46 * MIB
     assert 12 * MIB < breathing.further_env_bytes < 38 * MIB
 
 
@@ -58,7 +60,9 @@ def test_a_probe_has_a_time_though_one_step_takes_all_of_it():
 
 @pytest.mark.slow
 def test_a_probe_distinguishes_waiting_from_computing():
-    sleeping, counting = (probed(make) for make in (sized_envs.SleepingEnv, CountingEnv))
+    sleeping, counting = (
+        probed(make) for make in (sized_envs.SleepingEnv, CountingEnv)
+    )
     assert sleeping.step_mean_s > 2.7e-3  # durations are known to 10 %
     assert sleeping.waits_share > 0.7
     assert counting.waits_share < 0.3
@@ -70,7 +74,9 @@ def test_a_probe_distinguishes_waiting_from_computing():
 @pytest.mark.slow
 @pytest.mark.broken_pool
 def test_a_probe_has_one_process_whatever_the_options_say():
-    with pytest.raises(WorkerLost, match="step failed: worker 0 ended with exit code 7"):
+    with pytest.raises(
+        WorkerLost, match="step failed: worker 0 ended with exit code 7"
+    ):
         probed(sized_envs.DyingEnv, on_worker_loss="restart")
     recycled = probed(CountingEnv, recycle_after=1, max_worker_memory=1)
     assert recycled.worker_bytes > recycled.further_env_bytes
@@ -81,14 +87,17 @@ def test_a_probe_counts_what_threads_of_an_env_compute():
     threaded = probed(sized_envs.ThreadedEnv)
     assert threaded.num_threads == 1
     assert threaded.hidden_cpu_share > 0.5
-    assert threaded.waits_share < 0.85  # 1 if only its own thread counted; on a busy machine the other one waits too
+    # 1 if only its own thread counted; on a busy machine the other one waits too.
+    assert threaded.waits_share < 0.85
 
 
 @pytest.mark.slow
 @pytest.mark.broken_pool
 def test_a_probe_that_hangs_is_ended_with_its_stack(monkeypatch):
     monkeypatch.setattr(probing, "_PATIENCE_S", 4.0)
-    with pytest.raises(WorkerTimeout, match=r"step failed: worker 0 gave no answer within 5.2 s") as raised:
+    with pytest.raises(
+        WorkerTimeout, match=r"step failed: worker 0 gave no answer within 5.2 s"
+    ) as raised:
         probed(sized_envs.HangingEnv, budget_s=0.3)
     assert "sized_envs.py" in str(raised.value)
 
@@ -105,13 +114,33 @@ def test_an_env_that_cannot_be_built_twice_in_a_process_is_alone():
 COUNTING = "python:envherd.workers.testing:CountingEnv"
 #: Of the documented JSON.
 KEYS = {
-    *("schema", "env", "executor", "num_envs", "num_workers", "mode", "steps_per_s", "memory_bytes", "start_s"),
-    *("binding", "why", "most_envs_in_memory", "meets_target", "settings", "measured", "machine"),
+    *(
+        "schema",
+        "env",
+        "executor",
+        "num_envs",
+        "num_workers",
+        "mode",
+        "steps_per_s",
+        "memory_bytes",
+        "start_s",
+    ),
+    *(
+        "binding",
+        "why",
+        "most_envs_in_memory",
+        "meets_target",
+        "settings",
+        "measured",
+        "machine",
+    ),
 }
 
 
 def size(*arguments, columns=80):
-    return CliRunner().invoke(app, ["size", *arguments], env={"COLUMNS": str(columns)}, catch_exceptions=False)
+    return CliRunner().invoke(
+        app, ["size", *arguments], env={"COLUMNS": str(columns)}, catch_exceptions=False
+    )
 
 
 @pytest.mark.slow
@@ -130,14 +159,22 @@ def test_size_as_a_table_and_json(tmp_path):
         assert one["steps_per_s"] > 0
         assert 0 < one["busy_share"] <= 1
         assert one["rounds"] in (5, 15)
-        assert one["mode"] == "first-k" or str(f"{one['steps_per_s']:,.0f}") in done.stdout
+        assert (
+            one["mode"] == "first-k" or str(f"{one['steps_per_s']:,.0f}") in done.stdout
+        )
 
 
 @pytest.mark.slow
 def test_json_on_stdout_is_alone_there():
-    done = size(COUNTING, "--budget", "0.5", "--envs", "2", "--workers", "1", "--json", "-")
+    done = size(
+        COUNTING, "--budget", "0.5", "--envs", "2", "--workers", "1", "--json", "-"
+    )
     report = json.loads(done.stdout)
-    assert (report["num_envs"], report["num_workers"], report["executor"]) == (2, 1, "ParallelEnv")
+    assert (report["num_envs"], report["num_workers"], report["executor"]) == (
+        2,
+        1,
+        "ParallelEnv",
+    )
     assert "env-steps/s" in done.stderr
 
 
@@ -164,7 +201,10 @@ def test_an_affinity_is_kept(script_host, tmp_path):
 def test_what_cannot_be_sized_is_exit_code_2():
     for arguments, expected_text in (
         (["gymnasium:CartPol-v1"], "Did you mean CartPole-v1"),
-        (["gymnasium:CartPole-v1", "--envs", "1000000000"], "num_envs failed: expected at most"),
+        (
+            ["gymnasium:CartPole-v1", "--envs", "1000000000"],
+            "num_envs failed: expected at most",
+        ),
         (["gymnasium:CartPole-v1", "--cpus", "64"], "No such option: --cpus"),
     ):
         done = size(*arguments, columns=200)
@@ -206,12 +246,20 @@ app(["size", "python:envherd.workers.testing:CountingEnv", "--budget", "60", "--
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [pytest.param("probe: step", marks=pytest.mark.full), "starting", "round 1"])
+@pytest.mark.parametrize(
+    "stage",
+    [pytest.param("probe: step", marks=pytest.mark.full), "starting", "round 1"],
+)
 def test_ctrl_c_leaves_nothing_behind(stage, script_host, tmp_path):
     script = tmp_path / "pressed.py"
     script.write_text(CTRL_C)
-    done = script_host.run(script, stage, folder=tmp_path, output=tmp_path)  # which fails where processes are left
-    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "", "interrupted")
+    # Which fails where processes are left.
+    done = script_host.run(script, stage, folder=tmp_path, output=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (
+        130,
+        "",
+        "interrupted",
+    )
 
 
 @pytest.mark.slow
@@ -222,5 +270,7 @@ def test_auto_measures_and_decides(monkeypatch):
         assert 1 <= env.num_workers <= 4
     with ParallelEnv("auto", CountingEnv, num_workers=1, seed=0) as env:
         assert (env.num_workers, env.num_envs > 0) == (1, True)
-    with pytest.raises(ValueError, match="num_envs failed: expected an int or 'auto', got 'many'"):
+    with pytest.raises(
+        ValueError, match="num_envs failed: expected an int or 'auto', got 'many'"
+    ):
         ParallelEnv("many", CountingEnv, num_workers="auto")

@@ -15,12 +15,21 @@ from envherd.executor.sizing.driving import Turn
 from envherd.executor.sizing.probe import step_figures
 from envherd.executor.sizing.recommending import decide
 from envherd.executor.sizing.rule import DoesNotFit, Limits, settings_for
-from envherd.executor.sizing.settings import WORKERS_ONLY, Goal, Measurement, Run, Setting
+from envherd.executor.sizing.settings import (
+    WORKERS_ONLY,
+    Goal,
+    Measurement,
+    Run,
+    Setting,
+)
 from envherd.shm.slab import NUM_BINS, bin_of
 from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
 
 GIB, MIB, CORES = 2**30, 2**20, usable_cores()
-SPEC = EnvSpec((LeafSpec(("observation",), (4,)),), (LeafSpec(("action",), (), "int64", Discrete(2)),))
+SPEC = EnvSpec(
+    (LeafSpec(("observation",), (4,)),),
+    (LeafSpec(("action",), (), "int64", Discrete(2)),),
+)
 ONE, TWO = (Setting(num_envs=8, num_workers=count) for count in (1, 2))
 
 
@@ -51,12 +60,20 @@ COSTLY = measured_of(end_share=0.02, reset_mean_s=0.2)
 ALONE = replace(CHEAP, why_alone="one at a time")
 TWO_CPUS, EIGHT_ENVS = machine_of(2), Goal(num_envs=8)
 #: Speeds of all settings for eight envs on two processors, the rule's choice first.
-SPEEDS = {"8 envs on 2 workers": 1000.0, "SerialEnv of 8 envs": 500.0, "8 envs on 1 worker": 500.0}
+SPEEDS = {
+    "8 envs on 2 workers": 1000.0,
+    "SerialEnv of 8 envs": 500.0,
+    "8 envs on 1 worker": 500.0,
+}
 
 
 def two(speed, *, busy=1.0, **others):
     """Return the speeds, with another one of two workers."""
-    return {**SPEEDS, "8 envs on 2 workers": (speed, busy), **{name.replace("_", " "): x for name, x in others.items()}}
+    return {
+        **SPEEDS,
+        "8 envs on 2 workers": (speed, busy),
+        **{name.replace("_", " "): x for name, x in others.items()},
+    }
 
 
 #: Name -> (env, machine, goal, {setting: its speed, or (speed, busy share), or None if it does not fit}, the chosen
@@ -262,7 +279,13 @@ def decided(measured, machine, goal, rates, others_share=0.0):
         steps_per_s, busy = rate if isinstance(rate, tuple) else (rate, 1.0)
         memory_bytes = limits.memory_bytes(setting)
         runs.append(
-            Run(setting=setting, steps_per_s=steps_per_s, busy_share=busy, refusal=refusal, memory_bytes=memory_bytes)
+            Run(
+                setting=setting,
+                steps_per_s=steps_per_s,
+                busy_share=busy,
+                refusal=refusal,
+                memory_bytes=memory_bytes,
+            )
         )
     return decide(limits, runs, others_share)
 
@@ -274,23 +297,35 @@ def test_the_decision(case):
     assert (str(done.setting), done.binding) == (chosen, binding)
     assert reported in " ".join(done.why)
     assert max(one.relative for one in done.runs) == 1
-    assert done.meets_target == (None if goal.target_steps_per_s is None else binding == "target")
+    assert done.meets_target == (
+        None if goal.target_steps_per_s is None else binding == "target"
+    )
 
 
 def test_other_programs_are_reported():
-    busy, quiet = (" ".join(decided(PLAIN, TWO_CPUS, EIGHT_ENVS, SPEEDS, share).why) for share in (0.6, 0.1))
-    assert "other programs used the machine: they took 60% of the processors' time" in busy
+    busy, quiet = (
+        " ".join(decided(PLAIN, TWO_CPUS, EIGHT_ENVS, SPEEDS, share).why)
+        for share in (0.6, 0.1)
+    )
+    assert (
+        "other programs used the machine: they took 60% of the processors' time" in busy
+    )
     assert "other programs" not in quiet
 
 
 def test_one_env_that_does_not_fit_is_refused():
     limits = Limits(PLAIN, machine_of(2, memory=40 * MIB), Goal())
-    with pytest.raises(DoesNotFit, match=r"room for 1 env, got too little \(memory\). 1 would take 55.0 MiB; 40.0 MiB"):
+    with pytest.raises(
+        DoesNotFit,
+        match=r"room for 1 env, got too little \(memory\). 1 would take 55.0 MiB; 40.0 MiB",
+    ):
         limits.fitting(settings_for(PLAIN, 2, Goal()))
     assert Limits(PLAIN, machine_of(2, memory=500 * MIB), Goal()).most_envs(2) == 33
 
 
-RESULTS = json.loads((Path(__file__).parents[3] / "benchmarks/results/sizing.json").read_text())
+RESULTS = json.loads(
+    (Path(__file__).parents[3] / "benchmarks/results/sizing.json").read_text()
+)
 
 
 @pytest.mark.parametrize("row", RESULTS, ids=lambda row: row["env"])
@@ -305,30 +340,53 @@ def test_the_rule_makes_the_published_choices_possible(row):
 
 
 def test_settings_are_compared_within_rounds():
-    rounds = [{ONE: 50.0, TWO: 60.0}, {ONE: 500.0, TWO: 600.0}, {ONE: 110.0, TWO: 132.0}]
+    rounds = [
+        {ONE: 50.0, TWO: 60.0},
+        {ONE: 500.0, TWO: 600.0},
+        {ONE: 110.0, TWO: 132.0},
+    ]
     assert speeds(rounds) == pytest.approx({ONE: 110.0, TWO: 132.0})
-    assert speeds([*rounds, {ONE: 110.0, TWO: 1.0}])[TWO] == pytest.approx(132.0)  # disturbed once
+    # Disturbed once.
+    assert speeds([*rounds, {ONE: 110.0, TWO: 1.0}])[TWO] == pytest.approx(132.0)
 
 
 def test_steps_and_resets_count_by_their_work():
-    measured = measured_of(step_mean_s=0.001, reset_mean_s=0.1, end_share=0.01)  # 2 ms a step, resets included
-    assert [measured.whole_steps(100, resets) for resets in range(4)] == pytest.approx([50, 100, 150, 200])
-    assert replace(measured, end_share=0.0, reset_mean_s=0.0).whole_steps(100, 0) == pytest.approx(100)
+    # 2 ms a step, resets included.
+    measured = measured_of(step_mean_s=0.001, reset_mean_s=0.1, end_share=0.01)
+    assert [measured.whole_steps(100, resets) for resets in range(4)] == pytest.approx(
+        [50, 100, 150, 200]
+    )
+    assert replace(measured, end_share=0.0, reset_mean_s=0.0).whole_steps(
+        100, 0
+    ) == pytest.approx(100)
 
 
 @pytest.mark.parametrize(
     ("batches_s", "times_s", "even_s", "uneven_s"),
     [
-        ([1.0] * 4, [(1.0, 3.0, 0.0)], 1.0, 1.0),  # a `SerialEnv`, three quarters of the time not on a processor
+        # A `SerialEnv`, three quarters of the time not on a processor.
+        ([1.0] * 4, [(1.0, 3.0, 0.0)], 1.0, 1.0),
         ([1.0] * 4, [(0.0, 0.0, 0.0)], 4.0, 4.0),  # it waits for something else
-        ([1.0] * 4, [(0.2, 0.5, 0.3), (2.0, 1.0, 3.0), (1.0, 0.0, 1.0)], 2.5, 2.5),  # a policy takes 0.3 s
-        ([1.0] * 4, [(0.5, 0.5, 0.0), (0.1, 1.0, 3.0)], 2.5, 2.5),  # the worker waits for something else
-        ([1.0] * 4, [(1.0, 0.0, 0.0), (1.0, 0.0, 1.0), (1.0, 0.0, 1.0)], 2.0, 4.0),  # workers wait for each other
-        ([1.0] * 4, [(0.0, 0.0, 0.0), *[(1.0, 3.0, 4.0)] * 8], 8 / CORES, max(1.0, 8 / CORES)),  # they share processors
-        ([1e-4] * 3 + [1.0], [(0.5, 0.5, 0.0)], 4e-4, 0.5003),  # most short batches are not disturbed
+        # A policy takes 0.3 s.
+        ([1.0] * 4, [(0.2, 0.5, 0.3), (2.0, 1.0, 3.0), (1.0, 0.0, 1.0)], 2.5, 2.5),
+        # The worker waits for something else.
+        ([1.0] * 4, [(0.5, 0.5, 0.0), (0.1, 1.0, 3.0)], 2.5, 2.5),
+        # Workers wait for each other.
+        ([1.0] * 4, [(1.0, 0.0, 0.0), (1.0, 0.0, 1.0), (1.0, 0.0, 1.0)], 2.0, 4.0),
+        # They share processors.
+        (
+            [1.0] * 4,
+            [(0.0, 0.0, 0.0), *[(1.0, 3.0, 4.0)] * 8],
+            8 / CORES,
+            max(1.0, 8 / CORES),
+        ),
+        # Most short batches are not disturbed.
+        ([1e-4] * 3 + [1.0], [(0.5, 0.5, 0.0)], 4e-4, 0.5003),
     ],
 )
-def test_the_time_of_a_turn_without_other_programs(batches_s, times_s, even_s, uneven_s):
+def test_the_time_of_a_turn_without_other_programs(
+    batches_s, times_s, even_s, uneven_s
+):
     turn = Turn(8, 0, batches_s, times_s)
     assert turn.undisturbed_s(is_even=True) == pytest.approx(even_s)
     assert turn.undisturbed_s(is_even=False) == pytest.approx(uneven_s)
@@ -339,7 +397,14 @@ def figures(steps, sampled_s=(), **seconds):
     bins = np.zeros(NUM_BINS, np.int64)
     for second in sampled_s:
         bins[bin_of(int(second * 1e9))] += 1
-    plain = {"ends": 0, "busy_s": 0.0, "reset_s": 0.0, "cpu_s": 0.0, "delay_s": 0.0, "hidden_s": 0.0}
+    plain = {
+        "ends": 0,
+        "busy_s": 0.0,
+        "reset_s": 0.0,
+        "cpu_s": 0.0,
+        "delay_s": 0.0,
+        "hidden_s": 0.0,
+    }
     return step_figures({**plain, "steps": steps, "bins": bins, **seconds})
 
 
@@ -348,15 +413,37 @@ def figures(steps, sampled_s=(), **seconds):
     [
         # A worker that waited for a processor, or has not counted its steps yet: the kernel may know no time.
         (figures(200), {"step_mean_s": 1e-8, "contention": 0.0}),
-        (figures(200, cpu_s=1e-3, delay_s=1.0), {"step_mean_s": 1e-8, "contention": 0.0}),
+        (
+            figures(200, cpu_s=1e-3, delay_s=1.0),
+            {"step_mean_s": 1e-8, "contention": 0.0},
+        ),
         (figures(1, busy_s=-5e-9, delay_s=9.0), {"step_mean_s": 1e-8}),
-        (figures(10, busy_s=0.02, cpu_s=0.01, delay_s=0.01), {"step_mean_s": 1e-3, "contention": 0.5}),
-        (figures(10, busy_s=0.03, reset_s=0.01, cpu_s=0.03), {"step_mean_s": 2e-3, "cpu_per_step_s": 2e-3}),
-        (figures(10, busy_s=0.02, cpu_s=0.002), {"step_mean_s": 2e-3, "cpu_per_step_s": 2e-4}),
-        (figures(10, busy_s=0.02, cpu_s=0.01, hidden_s=0.01), {"hidden_cpu_share": 0.5, "cpu_per_step_s": 2e-3}),
-        (figures(10, busy_s=0.02, cpu_s=0.02, hidden_s=1e-4), {"hidden_cpu_share": 0.0}),
-        (figures(2000, [4e-6] * 1999 + [0.05], busy_s=0.058), {"step_mean_s": 8e-6}),  # the machine has paused
-        (figures(1200, [2e-4] * 1100 + [0.03] * 100, busy_s=3.2), {"step_mean_s": 3.2 / 1200, "step_p99_s": 0.03}),
+        (
+            figures(10, busy_s=0.02, cpu_s=0.01, delay_s=0.01),
+            {"step_mean_s": 1e-3, "contention": 0.5},
+        ),
+        (
+            figures(10, busy_s=0.03, reset_s=0.01, cpu_s=0.03),
+            {"step_mean_s": 2e-3, "cpu_per_step_s": 2e-3},
+        ),
+        (
+            figures(10, busy_s=0.02, cpu_s=0.002),
+            {"step_mean_s": 2e-3, "cpu_per_step_s": 2e-4},
+        ),
+        (
+            figures(10, busy_s=0.02, cpu_s=0.01, hidden_s=0.01),
+            {"hidden_cpu_share": 0.5, "cpu_per_step_s": 2e-3},
+        ),
+        (
+            figures(10, busy_s=0.02, cpu_s=0.02, hidden_s=1e-4),
+            {"hidden_cpu_share": 0.0},
+        ),
+        # The machine has paused.
+        (figures(2000, [4e-6] * 1999 + [0.05], busy_s=0.058), {"step_mean_s": 8e-6}),
+        (
+            figures(1200, [2e-4] * 1100 + [0.03] * 100, busy_s=3.2),
+            {"step_mean_s": 3.2 / 1200, "step_p99_s": 0.03},
+        ),
         (figures(1000, ends=4), {"end_share": 4.25e-3}),
     ],
 )

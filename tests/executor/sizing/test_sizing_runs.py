@@ -21,19 +21,30 @@ def sized(make_env, budget_s=30.0, progress=lambda _text, _share: None, **goal):
 
 def test_a_budget_is_kept():
     shares = []
-    done = sized(CountingEnv, budget_s=0.05, num_envs=4, progress=lambda _text, share: shares.append(share))
+    done = sized(
+        CountingEnv,
+        budget_s=0.05,
+        num_envs=4,
+        progress=lambda _text, share: shares.append(share),
+    )
     assert all(0 <= share <= 1 for share in shares)
     # The probe uses up all of the budget: the rule's choice runs once, in both modes if some steps took long.
     ran = [one for one in done.runs if one.rounds]
     assert {one.rounds for one in ran} == {1}
     assert len({one.setting.num_workers for one in ran}) == 1
-    assert {one.refusal.kind for one in done.runs if one.refusal is not None} <= {"budget"}
+    assert {one.refusal.kind for one in done.runs if one.refusal is not None} <= {
+        "budget"
+    }
 
 
 @pytest.mark.broken_pool
 def test_a_setting_that_fails_is_struck_out_with_its_reason():
     done = sized(sized_envs.LonelyEnv, budget_s=300.0, num_envs=2)
-    failed = {one.setting.num_workers: one.refusal for one in done.runs if one.refusal is not None}
+    failed = {
+        one.setting.num_workers: one.refusal
+        for one in done.runs
+        if one.refusal is not None
+    }
     assert 2 in failed
     assert 1 not in failed
     assert all("Address already in use" in refusal.text for refusal in failed.values())
@@ -53,16 +64,26 @@ def test_an_alarm_of_the_program_ends_the_search(monkeypatch):
     ("make_env", "expected_text"),
     [
         (sized_envs.CrowdedEnv, "exit code 7"),
-        (sized_envs.CrowdedHangingEnv, "hung: a call took longer than "),  # 5 s and ten times a call's usual time
+        # 5 s and ten times a call's usual time.
+        (sized_envs.CrowdedHangingEnv, "hung: a call took longer than "),
     ],
 )
-def test_a_worker_that_dies_or_hangs_strikes_out_its_setting_alone(make_env, expected_text, monkeypatch):
+def test_a_worker_that_dies_or_hangs_strikes_out_its_setting_alone(
+    make_env, expected_text, monkeypatch
+):
     monkeypatch.setattr(confirming, "_PATIENCE_S", 5.0)
     monkeypatch.setattr(probe, "_SHORT_ENVS", 2)
     done = sized(make_env, budget_s=300.0, num_envs=4)
-    failed = {one.setting.num_workers: one.refusal for one in done.runs if one.refusal is not None}
+    failed = {
+        one.setting.num_workers: one.refusal
+        for one in done.runs
+        if one.refusal is not None
+    }
     assert set(failed) == {0, 1}
-    assert all(refusal.kind == "failure" and expected_text in refusal.text for refusal in failed.values()), failed
+    assert all(
+        refusal.kind == "failure" and expected_text in refusal.text
+        for refusal in failed.values()
+    ), failed
     assert done.setting.num_workers >= 2
 
 
@@ -80,12 +101,15 @@ def test_a_driver_goes_on_in_another_mode_from_where_the_envs_are():
         made = env.statistics().env_steps
     assert all(turn.steps >= 4 for turn in turns)
     assert made > sum(turn.steps for turn in turns)
-    assert made - sum(turn.steps for turn in turns) <= 4 * (2 * 4 + 4)  # warm-up, and what was under way at the end
+    # Warm-up, and what was under way at the end.
+    assert made - sum(turn.steps for turn in turns) <= 4 * (2 * 4 + 4)
     assert all(0 < turn.busy_share <= 1 for turn in turns)
 
 
 @needs("torchrl")
-@pytest.mark.parametrize("name", ["torchrl:torchrl.envs:PendulumEnv", "gymnasium_vec:CartPole-v1:3"])
+@pytest.mark.parametrize(
+    "name", ["torchrl:torchrl.envs:PendulumEnv", "gymnasium_vec:CartPole-v1:3"]
+)
 def test_a_driver_steps_envs_that_take_their_state_and_envs_that_are_batches(name):
     with ParallelEnv(2, name, num_workers=1, seed=0) as env:
         driver = Driver(env, 0.01)

@@ -9,7 +9,9 @@ import numpy as np
 from envherd.workers.errors import SpecError
 
 #: Types that need no closer look; a set, because isinstance with numpy's abstract types takes 0.3 us.
-NUMBERS: frozenset[Any] = frozenset((float, int, bool, np.float64, np.float32, np.int64, np.int32, np.bool_))
+NUMBERS: frozenset[Any] = frozenset(
+    (float, int, bool, np.float64, np.float32, np.int64, np.int32, np.bool_)
+)
 
 
 def as_float(value: Any, name: str, fix: str = "Fix the env.") -> float:
@@ -27,8 +29,14 @@ def as_float(value: Any, name: str, fix: str = "Fix the env.") -> float:
         return float(value)
     array = _as_array(value)
     if array is None or array.size != 1 or array.dtype.kind not in "biuf":
-        advice = fix if array is not None and array.size > 1 and array.dtype.kind in "biuf" else "Fix the env."
-        raise SpecError(f"step failed: expected one number as the {name}, got {_describe(value, array)}. {advice}")
+        advice = (
+            fix
+            if array is not None and array.size > 1 and array.dtype.kind in "biuf"
+            else "Fix the env."
+        )
+        raise SpecError(
+            f"step failed: expected one number as the {name}, got {_describe(value, array)}. {advice}"
+        )
     return float(array.reshape(()))
 
 
@@ -43,13 +51,17 @@ def as_flag(value: Any, name: str) -> bool:
     array = _as_array(value)
     if array is None or array.size != 1 or not are_flags(array):
         got = _describe(value, array)
-        raise SpecError(f"step failed: expected a bool as `{name}`, got {got}. Return bool(...) from the env.")
+        raise SpecError(
+            f"step failed: expected a bool as `{name}`, got {got}. Return bool(...) from the env."
+        )
     return bool(array.reshape(()))
 
 
 def are_flags(array: np.ndarray) -> bool:
     """Return whether all items of an array are bools, or numbers that are 0 or 1."""
-    return array.dtype.kind == "b" or (array.dtype.kind in "iuf" and bool(np.isin(array, (0, 1)).all()))
+    return array.dtype.kind == "b" or (
+        array.dtype.kind in "iuf" and bool(np.isin(array, (0, 1)).all())
+    )
 
 
 def _as_array(value: Any) -> np.ndarray | None:

@@ -32,17 +32,25 @@ def snapshot(value: Any, where: str = "value") -> Any:
         return _snapshot_array(value, where)
     if isinstance(value, str):
         return str(value)
-    if value is None or isinstance(value, (bool, int, float, bytes, np.bool_, np.number)):
+    if value is None or isinstance(
+        value, (bool, int, float, bytes, np.bool_, np.number)
+    ):
         return value
     if isinstance(value, tuple):
         fields = getattr(value, "_fields", None)
         if fields is not None:
-            return {name: snapshot(item, f"{where}.{name}") for name, item in zip(fields, value, strict=True)}
+            return {
+                name: snapshot(item, f"{where}.{name}")
+                for name, item in zip(fields, value, strict=True)
+            }
         return tuple(snapshot(item, f"{where}[{i}]") for i, item in enumerate(value))
     if isinstance(value, list):
         return [snapshot(item, f"{where}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, Mapping):
-        return {snapshot(key, f"key of {where}"): snapshot(item, f"{where}[{key!r}]") for key, item in value.items()}
+        return {
+            snapshot(key, f"key of {where}"): snapshot(item, f"{where}[{key!r}]")
+            for key, item in value.items()
+        }
     return _snapshot_object(value, where)
 
 
@@ -57,7 +65,9 @@ def _snapshot_array(array: np.ndarray, where: str) -> Any:
 def _snapshot_object(value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
-        return {name: snapshot(getattr(value, name), f"{where}.{name}") for name in names}
+        return {
+            name: snapshot(getattr(value, name), f"{where}.{name}") for name in names
+        }
     if hasattr(value, "__array__"):
         return _snapshot_array(np.array(value), where)
     raise _refusal(where, f"a {type(value).__module__}.{type(value).__qualname__}")

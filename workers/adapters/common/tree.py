@@ -15,14 +15,33 @@ from typing import Any
 
 import numpy as np
 
-from envherd.shm.specs import Box, Discrete, Domain, Key, LeafSpec, MultiDiscrete, Unbounded
+from envherd.shm.specs import (
+    Box,
+    Discrete,
+    Domain,
+    Key,
+    LeafSpec,
+    MultiDiscrete,
+    Unbounded,
+)
 from envherd.workers.errors import SpecError
 
 Convert = Callable[[Any], Any]
 
 #: Names that an observation must not use at its root, because a batch uses them.
 RESERVED_NAMES = frozenset(
-    ("action", "reward", "done", "terminated", "truncated", "next", "env_ids", "interrupted", "_reset", "_step")
+    (
+        "action",
+        "reward",
+        "done",
+        "terminated",
+        "truncated",
+        "next",
+        "env_ids",
+        "interrupted",
+        "_reset",
+        "_step",
+    )
 )
 
 
@@ -74,7 +93,9 @@ def is_bare(node: Node) -> bool:
     return isinstance(node, Leaf) and node.take is None
 
 
-def dict_branch(items: Mapping[Any, Any], key: Key, make: Callable[[Any, Key], Node], operation: str) -> Branch:
+def dict_branch(
+    items: Mapping[Any, Any], key: Key, make: Callable[[Any, Key], Node], operation: str
+) -> Branch:
     """Return the tree of a dict whose entries are below `key`.
 
     Args:
@@ -86,7 +107,9 @@ def dict_branch(items: Mapping[Any, Any], key: Key, make: Callable[[Any, Key], N
     Raises:
         SpecError: two native keys share a name.
     """
-    entries = tuple((native, make(inner, (*key, str(native)))) for native, inner in items.items())
+    entries = tuple(
+        (native, make(inner, (*key, str(native)))) for native, inner in items.items()
+    )
     branch = Branch(dict, entries)
     check_names(branch, tuple(map(str, items)), operation)
     return branch
@@ -133,8 +156,14 @@ def flattener(node: Node, where: str | None) -> Callable[[Any], list[Any]]:
     """
     if isinstance(node, Leaf):
         take = node.take
-        return (lambda value: [value]) if take is None else (lambda value: [take(value)])
-    if where is not None and len(node.entries) > 1 and all(is_bare(child) for _, child in node.entries):
+        return (
+            (lambda value: [value]) if take is None else (lambda value: [take(value)])
+        )
+    if (
+        where is not None
+        and len(node.entries) > 1
+        and all(is_bare(child) for _, child in node.entries)
+    ):
         return _flat_flattener(node, where)
     extend = _extender(node, where)
 
@@ -166,7 +195,10 @@ def _extender(node: Node, where: str | None) -> Callable[[Any, list[Any]], None]
         if take is None:
             return lambda value, values: values.append(value)
         return lambda value, values: values.append(take(value))
-    parts = [(key, _extender(child, where and f"{where}[{key!r}]")) for key, child in node.entries]
+    parts = [
+        (key, _extender(child, where and f"{where}[{key!r}]"))
+        for key, child in node.entries
+    ]
 
     def pick(value: Any, values: list[Any]) -> None:
         for key, part in parts:
@@ -177,7 +209,9 @@ def _extender(node: Node, where: str | None) -> Callable[[Any, list[Any]], None]
 
     def extend(value: Any, values: list[Any]) -> None:
         try:
-            inner = [value[key] for key, _ in parts] if len(value) == len(parts) else None
+            inner = (
+                [value[key] for key, _ in parts] if len(value) == len(parts) else None
+            )
         except (TypeError, LookupError):
             inner = None
         if inner is None:
@@ -197,7 +231,11 @@ def _mismatch(node: Branch, where: str, value: Any) -> SpecError:
     if isinstance(value, dict) and node.kind is dict:
         missing = [key for key in node.keys if key not in value]
         extra = [key for key in value if key not in node.keys]
-        got = f"one without {missing[0]!r}" if missing else f"one that has {extra[0]!r} too"
+        got = (
+            f"one without {missing[0]!r}"
+            if missing
+            else f"one that has {extra[0]!r} too"
+        )
     elif isinstance(value, (tuple, list)):
         got = f"{got} of {len(value)}"
     return SpecError(
@@ -226,7 +264,9 @@ def _maker(node: Node) -> Callable[[Iterator[Any]], Any]:
     parts = [_maker(child) for _, child in node.entries]
     keys, kind = node.keys, node.kind
     if kind is dict:
-        return lambda values: {key: part(values) for key, part in zip(keys, parts, strict=True)}
+        return lambda values: {
+            key: part(values) for key, part in zip(keys, parts, strict=True)
+        }
     return lambda values: kind(part(values) for part in parts)
 
 
@@ -240,22 +280,35 @@ def interval(low: Any, high: Any, dtype: np.dtype) -> Domain:
 
 def shrunk(bound: np.ndarray) -> np.ndarray:
     """Return a bound that is equal everywhere as one number, of shape `()`."""
-    return bound.reshape(-1)[:1].reshape(()) if bound.size and (bound == bound.flat[0]).all() else bound
+    return (
+        bound.reshape(-1)[:1].reshape(())
+        if bound.size and (bound == bound.flat[0]).all()
+        else bound
+    )
 
 
 def stacked(domains: Sequence[Any], shape: tuple[int, ...], dim: int = 0) -> Domain:
     """Return the domain of values that are stacked along a dimension: one domain for each, all of one shape."""
     first: Domain = domains[0]
-    if not isinstance(first, (Box, MultiDiscrete)) and all(domain == first for domain in domains):
+    if not isinstance(first, (Box, MultiDiscrete)) and all(
+        domain == first for domain in domains
+    ):
         return first
     if all(isinstance(domain, (Box, Unbounded)) for domain in domains):
-        ends = (_stack([getattr(domain, name, none) for domain in domains], shape, dim) for name, none in _ENDS)
+        ends = (
+            _stack([getattr(domain, name, none) for domain in domains], shape, dim)
+            for name, none in _ENDS
+        )
         return Box(*map(shrunk, ends))
     if not all(isinstance(domain, (Discrete, MultiDiscrete)) for domain in domains):
         return Unbounded()
-    counts = [domain.n if isinstance(domain, Discrete) else domain.nvec for domain in domains]
+    counts = [
+        domain.n if isinstance(domain, Discrete) else domain.nvec for domain in domains
+    ]
     starts = _stack([domain.start or 0 for domain in domains], shape, dim)
-    return MultiDiscrete(nested(_stack(counts, shape, dim)), nested(starts) if starts.any() else ())
+    return MultiDiscrete(
+        nested(_stack(counts, shape, dim)), nested(starts) if starts.any() else ()
+    )
 
 
 #: The bounds of a Box, and their values where a domain has none.
@@ -272,12 +325,18 @@ def nested(values: Any) -> Any:
     return tuple(map(nested, values)) if isinstance(values, list) else int(values)
 
 
-def array_leaf(key: Key, shape: tuple[int, ...], dtype: np.dtype, domain: Domain) -> Leaf:
+def array_leaf(
+    key: Key, shape: tuple[int, ...], dtype: np.dtype, domain: Domain
+) -> Leaf:
     """Describe an array. One of shape () is stored as an array of one, and handed out as a 0-d array (VIEWS)."""
     if shape != ():
         return Leaf(LeafSpec(key, shape, dtype.name, domain))
     spec = LeafSpec(key, (1,), dtype.name, domain)
-    return Leaf(spec, take=lambda value: np.asarray(value)[np.newaxis], give=lambda value: value.reshape(()))
+    return Leaf(
+        spec,
+        take=lambda value: np.asarray(value)[np.newaxis],
+        give=lambda value: value.reshape(()),
+    )
 
 
 def side_leaf(key: Key) -> LeafSpec:

@@ -55,7 +55,9 @@ class DmEnvAdapter(Adapter):
         self.env = env
         self._lab = _find_lab(env)
         self._can_draw = True
-        observation = dm_env_specs.observation_tree(env.observation_spec(), has_dynamic=self._lab is not None)
+        observation = dm_env_specs.observation_tree(
+            env.observation_spec(), has_dynamic=self._lab is not None
+        )
         action = dm_env_specs.action_tree(env.action_spec())
         reward = dm_env_specs.reward_tree(env.reward_spec())
         self._flatten = flattener(observation, "observation")
@@ -69,7 +71,12 @@ class DmEnvAdapter(Adapter):
             metadata=_metadata(env),
         )
 
-    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:  # noqa: ARG002
+    def reset(
+        self,
+        seed: int | None,
+        options: Options = None,
+        mask: Mask = None,  # noqa: ARG002
+    ) -> list[Any]:
         """Start a new episode; see `Adapter.reset`. The seed is for the generators that the env is known to keep.
 
         Raises:
@@ -84,7 +91,9 @@ class DmEnvAdapter(Adapter):
             _seed_generators(self.env, seed)
         timestep = self.env.reset()
         if not hasattr(timestep, "observation"):
-            raise SpecError(f"reset failed: expected a dm_env.TimeStep, got {type(timestep).__name__}. Fix the env.")
+            raise SpecError(
+                f"reset failed: expected a dm_env.TimeStep, got {type(timestep).__name__}. Fix the env."
+            )
         return self._flatten(timestep.observation)
 
     def step(self, action: list[Any]) -> StepValues:
@@ -96,11 +105,17 @@ class DmEnvAdapter(Adapter):
         """
         timestep = self.env.step(self._build(action))
         try:
-            step_type, reward, discount = timestep.step_type, timestep.reward, timestep.discount
+            step_type, reward, discount = (
+                timestep.step_type,
+                timestep.reward,
+                timestep.discount,
+            )
             observation = timestep.observation
         except AttributeError:
             got = type(timestep).__name__
-            raise SpecError(f"step failed: expected a dm_env.TimeStep, got {got}. Fix the env.") from None
+            raise SpecError(
+                f"step failed: expected a dm_env.TimeStep, got {got}. Fix the env."
+            ) from None
         terminated = truncated = False
         if step_type == _LAST:
             terminated = _is_zero(discount)
@@ -110,7 +125,12 @@ class DmEnvAdapter(Adapter):
                 f"step failed: expected a step inside an episode, got the first one of a new episode "
                 f"(step_type {step_type!r}), for which the env dropped the action. Call reset() after an episode's end."
             )
-        return self._flatten(observation), self._flatten_reward(reward), terminated, truncated
+        return (
+            self._flatten(observation),
+            self._flatten_reward(reward),
+            terminated,
+            truncated,
+        )
 
     def render(self) -> Any:
         """Return a picture, uint8 `[H, W, 3]`, or None.
@@ -129,24 +149,39 @@ class DmEnvAdapter(Adapter):
             return physics.render(camera_id=0)
         except Exception as error:  # each backend fails with a different exception
             self._can_draw = False
-            _LOG.warning("rendering is off for this env (%s: %s); set MUJOCO_GL.", type(error).__name__, error)
+            _LOG.warning(
+                "rendering is off for this env (%s: %s); set MUJOCO_GL.",
+                type(error).__name__,
+                error,
+            )
             return None
 
 
 def _is_zero(discount: Any) -> bool:
     if discount is None:
-        raise SpecError("step failed: expected a discount with the last step of an episode, got None. Fix the env.")
+        raise SpecError(
+            "step failed: expected a discount with the last step of an episode, got None. Fix the env."
+        )
     return not np.any(discount)
 
 
 def _chain(env: Any) -> Iterator[dm_env.Environment]:
     """Yield an env and the dm_envs that it wraps, outermost first."""
     seen: list[Any] = []
-    while isinstance(env, dm_env.Environment) and not any(env is outer for outer in seen):
+    while isinstance(env, dm_env.Environment) and not any(
+        env is outer for outer in seen
+    ):
         yield env
         seen.append(env)
         inner = (getattr(env, name, None) for name in _INNER)
-        env = next((candidate for candidate in inner if isinstance(candidate, dm_env.Environment)), None)
+        env = next(
+            (
+                candidate
+                for candidate in inner
+                if isinstance(candidate, dm_env.Environment)
+            ),
+            None,
+        )
 
 
 def _attribute(env: dm_env.Environment, name: str) -> Any:
@@ -159,7 +194,9 @@ def _find_lab(env: dm_env.Environment) -> Any:
     """Return the `dmlab2d.Lab2d` of a raw dmlab2d env, or None."""
     for layer in _chain(env):
         native = getattr(layer, "_env", None)
-        if type(layer).__module__.partition(".")[0] == "dmlab2d" and hasattr(native, "observation_names"):
+        if type(layer).__module__.partition(".")[0] == "dmlab2d" and hasattr(
+            native, "observation_names"
+        ):
             return native
     return None
 
@@ -180,7 +217,11 @@ def _seed_generators(env: dm_env.Environment, seed: int) -> None:
     for generator in _generators(env):
         if any(generator is other for other in seeded):
             continue
-        own = seed if not seeded else int(np.random.SeedSequence((seed, len(seeded))).generate_state(1)[0])
+        own = (
+            seed
+            if not seeded
+            else int(np.random.SeedSequence((seed, len(seeded))).generate_state(1)[0])
+        )
         if isinstance(generator, np.random.RandomState):
             generator.seed(own)
         elif isinstance(generator, np.random.Generator):
@@ -194,7 +235,9 @@ def _seed_generators(env: dm_env.Environment, seed: int) -> None:
 def _metadata(env: dm_env.Environment) -> dict[str, Any]:
     task = _attribute(env, "task")
     named = env if task is None else task
-    facts: dict[str, Any] = {"env_id": f"{type(named).__module__}.{type(named).__qualname__}"}
+    facts: dict[str, Any] = {
+        "env_id": f"{type(named).__module__}.{type(named).__qualname__}"
+    }
     control_timestep = _attribute(env, "control_timestep")
     if callable(control_timestep):
         facts["render_fps"] = 1.0 / float(control_timestep())

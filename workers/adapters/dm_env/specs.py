@@ -48,13 +48,19 @@ def observation_tree(spec: Any, *, has_dynamic: bool) -> Node:
     """
 
     def make_leaf(leaf: specs.Array, key: Key) -> Leaf:
-        return _text_leaf(key) if has_dynamic and 0 in leaf.shape else _observation_leaf(leaf, key)
+        return (
+            _text_leaf(key)
+            if has_dynamic and 0 in leaf.shape
+            else _observation_leaf(leaf, key)
+        )
 
     if not isinstance(spec, Mapping):
         return _tree(spec, ("observation",), make_leaf)
     operation = "reading observation_spec"
     refuse_reserved(map(str, spec), operation)
-    return dict_branch(spec, (), lambda inner, key: _tree(inner, key, make_leaf), operation)
+    return dict_branch(
+        spec, (), lambda inner, key: _tree(inner, key, make_leaf), operation
+    )
 
 
 def action_tree(spec: Any) -> Node:
@@ -78,10 +84,18 @@ def reward_tree(spec: Any) -> Node:
 def _tree(spec: Any, key: Key, make_leaf: _MakeLeaf) -> Node:
     if isinstance(spec, Mapping):
         operation = f"reading the spec of {'/'.join(key)}"
-        return dict_branch(spec, key, lambda inner, at: _tree(inner, at, make_leaf), operation)
+        return dict_branch(
+            spec, key, lambda inner, at: _tree(inner, at, make_leaf), operation
+        )
     if isinstance(spec, (list, tuple)):
         kind = tuple if isinstance(spec, tuple) else list
-        return Branch(kind, tuple((i, _tree(inner, (*key, str(i)), make_leaf)) for i, inner in enumerate(spec)))
+        return Branch(
+            kind,
+            tuple(
+                (i, _tree(inner, (*key, str(i)), make_leaf))
+                for i, inner in enumerate(spec)
+            ),
+        )
     if not isinstance(spec, specs.Array):
         raise SpecError(
             f"reading the spec of {'/'.join(key)} failed: expected a dm_env.specs.Array or a dict or list of them, "
@@ -110,7 +124,9 @@ def _action_leaf(spec: specs.Array, key: Key) -> Leaf:
         return Leaf(side_leaf(key))
     if isinstance(spec, specs.DiscreteArray):
         scalar: Convert = dtype.type
-        return Leaf(LeafSpec(key, (), "int64", Discrete(int(spec.num_values))), give=scalar)
+        return Leaf(
+            LeafSpec(key, (), "int64", Discrete(int(spec.num_values))), give=scalar
+        )
     return array_leaf(key, tuple(spec.shape), dtype, _domain(spec, dtype))
 
 

@@ -23,7 +23,14 @@ from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers.adapters.base import Adapter, EnvCall, Mask, Options, StepValues
 from envherd.workers.adapters.common.reset_options import own_options
 from envherd.workers.adapters.common.scalars import as_flag, as_float, outline
-from envherd.workers.adapters.common.tree import Leaf, Node, builder, flattener, is_bare, leaf_specs
+from envherd.workers.adapters.common.tree import (
+    Leaf,
+    Node,
+    builder,
+    flattener,
+    is_bare,
+    leaf_specs,
+)
 from envherd.workers.adapters.gymnasium import spaces as gymnasium_spaces
 from envherd.workers.errors import SpecError
 
@@ -32,7 +39,9 @@ _OLD_API = (
     "Or return {new}."
 )
 
-_LACKS_ARGUMENT = re.compile(r"reset\(\) got an unexpected keyword argument '(seed|options)'")
+_LACKS_ARGUMENT = re.compile(
+    r"reset\(\) got an unexpected keyword argument '(seed|options)'"
+)
 
 _SEVERAL_REWARDS = (
     "Fix the env; or, if it gives several (for objectives, or agents), say how many where it is built: "
@@ -67,16 +76,27 @@ class GymnasiumAdapter(Adapter):
     _has_one_reward = True
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
-        observation, renamed = gymnasium_spaces.observation_tree(getattr(env, "observation_space", None))
-        action = gymnasium_spaces.tree_below(getattr(env, "action_space", None), "action")
+        observation, renamed = gymnasium_spaces.observation_tree(
+            getattr(env, "observation_space", None)
+        )
+        action = gymnasium_spaces.tree_below(
+            getattr(env, "action_space", None), "action"
+        )
         reward = gymnasium_spaces.reward_leaf(_wrapper_attr(env, "reward_space"))
         self._has_one_reward = reward is None
-        self._describe(env, observation, action, "float32", gymnasium_spaces.metadata(env, renamed))
+        self._describe(
+            env, observation, action, "float32", gymnasium_spaces.metadata(env, renamed)
+        )
         if reward is not None:
             self.spec = replace(self.spec, reward=(reward.spec,))
 
     def _describe(
-        self, env: Any, observation: Node, action: Node, reward_dtype: str, metadata: Mapping[str, Any]
+        self,
+        env: Any,
+        observation: Node,
+        action: Node,
+        reward_dtype: str,
+        metadata: Mapping[str, Any],
     ) -> None:
         """Take an env whose values are handed out as two trees say; subclasses for other hosts have other trees."""
         self.env = env
@@ -94,7 +114,12 @@ class GymnasiumAdapter(Adapter):
             metadata=metadata,
         )
 
-    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:  # noqa: ARG002
+    def reset(
+        self,
+        seed: int | None,
+        options: Options = None,
+        mask: Mask = None,  # noqa: ARG002
+    ) -> list[Any]:
         """Start a new episode; `options` are `{"options": {...}}`, of which the env gets a copy, or nothing.
 
         Raises:
@@ -107,9 +132,17 @@ class GymnasiumAdapter(Adapter):
         except TypeError as error:
             if not _LACKS_ARGUMENT.search(str(error)):
                 raise
-            old = _OLD_API.format(new="(observation, info) from reset(seed=None, options=None)")
-            raise SpecError(f"reset failed: expected reset(seed=..., options=...), got {error}. {old}") from error
-        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
+            old = _OLD_API.format(
+                new="(observation, info) from reset(seed=None, options=None)"
+            )
+            raise SpecError(
+                f"reset failed: expected reset(seed=..., options=...), got {error}. {old}"
+            ) from error
+        if not (
+            isinstance(result, tuple)
+            and len(result) == 2
+            and isinstance(result[1], Mapping)
+        ):
             raise SpecError(
                 f"reset failed: expected (observation, info dict), got {outline(result)}. "
                 + _OLD_API.format(new="(observation, info)")
@@ -124,11 +157,16 @@ class GymnasiumAdapter(Adapter):
             SpecError: the env returned no five values, no number as reward, or no bool as a flag.
         """
         give = self._give
-        return self._accept(self.env.step(self._build(action) if give is None else give(action[0])))
+        return self._accept(
+            self.env.step(self._build(action) if give is None else give(action[0]))
+        )
 
     def env_call(self) -> EnvCall | None:
         """Return what `step` does around `env.step`; see `Adapter.env_call`. None where `step` is another."""
-        if type(self).step is not GymnasiumAdapter.step or {"step", "_accept"} & vars(self).keys():
+        if (
+            type(self).step is not GymnasiumAdapter.step
+            or {"step", "_accept"} & vars(self).keys()
+        ):
             return None
         return EnvCall(
             self._accept,
@@ -151,7 +189,12 @@ class GymnasiumAdapter(Adapter):
             terminated = self._as_flag(terminated, "terminated")
         if truncated.__class__ is not bool:
             truncated = self._as_flag(truncated, "truncated")
-        return ([observation] if self._is_bare else self._flatten(observation)), [reward], terminated, truncated
+        return (
+            ([observation] if self._is_bare else self._flatten(observation)),
+            [reward],
+            terminated,
+            truncated,
+        )
 
     def render(self) -> Any:
         """Return what `env.render()` draws, uint8 `[H, W, 3]`, if its render mode is "rgb_array", else None."""
@@ -165,7 +208,11 @@ class GymnasiumAdapter(Adapter):
     def read_state(self, state: Any) -> Callable[[], None]:
         """Return `load_state_dict` of the env or of the outermost wrapper that has one, with the state."""
         load = _wrapper_attr(self.env, "load_state_dict")
-        return functools.partial(load, state) if callable(load) else super().read_state(state)
+        return (
+            functools.partial(load, state)
+            if callable(load)
+            else super().read_state(state)
+        )
 
 
 def _wrong_arity(result: Any) -> SpecError:

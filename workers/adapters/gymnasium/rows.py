@@ -15,7 +15,13 @@ from gymnasium import spaces
 
 from envherd.shm.specs import Key, MultiDiscrete
 from envherd.workers.adapters.common.tree import Convert, Leaf
-from envherd.workers.adapters.gymnasium.spaces import MakeLeaf, Space, action_leaf, from_indices, observation_leaf
+from envherd.workers.adapters.gymnasium.spaces import (
+    MakeLeaf,
+    Space,
+    action_leaf,
+    from_indices,
+    observation_leaf,
+)
 
 
 def observations_of(num_rows: int) -> MakeLeaf:
@@ -26,7 +32,9 @@ def observations_of(num_rows: int) -> MakeLeaf:
         if row.spec.is_side:
             return Leaf(row.spec, take=_for_each(row.take))
         # only a Box of shape () is stored differently
-        take: Convert | None = None if row.take is None else lambda value: np.asarray(value)[:, np.newaxis]
+        take: Convert | None = (
+            None if row.take is None else lambda value: np.asarray(value)[:, np.newaxis]
+        )
         return Leaf(_of_rows(row, num_rows), take=take)
 
     return make_leaf
@@ -42,7 +50,10 @@ def actions_of(num_rows: int) -> MakeLeaf:
             return Leaf(row.spec, give=lambda values: tuple(each(values)))
         if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)):
             return Leaf(_of_rows(row, num_rows), give=from_indices(space))
-        return Leaf(_of_rows(row, num_rows), give=None if row.give is None else lambda value: value[:, 0])
+        return Leaf(
+            _of_rows(row, num_rows),
+            give=None if row.give is None else lambda value: value[:, 0],
+        )
 
     return make_leaf
 
@@ -55,16 +66,26 @@ def mosaic(frames: Any) -> Any:
     num_columns = math.ceil(math.sqrt(len(pictures)))
     num_lines = math.ceil(len(pictures) / num_columns)
     pictures += [np.zeros_like(pictures[0])] * (num_lines * num_columns - len(pictures))
-    lines = [np.hstack(pictures[i * num_columns : (i + 1) * num_columns]) for i in range(num_lines)]
+    lines = [
+        np.hstack(pictures[i * num_columns : (i + 1) * num_columns])
+        for i in range(num_lines)
+    ]
     return np.vstack(lines)
 
 
 def _of_rows(row: Leaf, num_rows: int) -> Any:
     domain = row.spec.domain
     if isinstance(domain, MultiDiscrete):
-        domain = MultiDiscrete((domain.nvec,) * num_rows, (domain.start,) * num_rows if domain.start else ())
+        domain = MultiDiscrete(
+            (domain.nvec,) * num_rows,
+            (domain.start,) * num_rows if domain.start else (),
+        )
     return replace(row.spec, shape=(num_rows, *row.spec.shape), domain=domain)
 
 
 def _for_each(convert: Convert | None) -> Convert:
-    return list if convert is None else (lambda values: [convert(value) for value in values])
+    return (
+        list
+        if convert is None
+        else (lambda values: [convert(value) for value in values])
+    )

@@ -39,7 +39,15 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from envherd.shm.specs import Binary, Box, Discrete, Domain, Key, LeafSpec, MultiDiscrete
+from envherd.shm.specs import (
+    Binary,
+    Box,
+    Discrete,
+    Domain,
+    Key,
+    LeafSpec,
+    MultiDiscrete,
+)
 from envherd.workers.adapters.common.side_values import snapshot
 from envherd.workers.adapters.common.tree import (
     Branch,
@@ -64,7 +72,9 @@ FIXED = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 MakeLeaf = Callable[[Space, Key], Leaf]
 
 
-def observation_tree(space: Any, make_leaf: MakeLeaf | None = None) -> tuple[Node, dict[str, str]]:
+def observation_tree(
+    space: Any, make_leaf: MakeLeaf | None = None
+) -> tuple[Node, dict[str, str]]:
     """Describe an observation space.
 
     Args:
@@ -84,13 +94,20 @@ def observation_tree(space: Any, make_leaf: MakeLeaf | None = None) -> tuple[Nod
     renames = {"state": "observation"} if "observation" not in space.spaces else {}
     names = tuple(renames.get(str(key), str(key)) for key in space.spaces)
     entries = zip(names, space.spaces.items(), strict=True)
-    tree = Branch(dict, tuple((key, _tree(sub, (name,), make_leaf)) for name, (key, sub) in entries))
+    tree = Branch(
+        dict,
+        tuple((key, _tree(sub, (name,), make_leaf)) for name, (key, sub) in entries),
+    )
     refuse_reserved(names, "reading observation_space")
     check_names(tree, names, "reading observation_space")
-    return tree, {ours: native for native, ours in renames.items() if native in space.spaces}
+    return tree, {
+        ours: native for native, ours in renames.items() if native in space.spaces
+    }
 
 
-def tree_below(space: Any, what: str, *above: str, make_leaf: MakeLeaf | None = None) -> Node:
+def tree_below(
+    space: Any, what: str, *above: str, make_leaf: MakeLeaf | None = None
+) -> Node:
     """Describe a space whose leaves, including a Dict's, are at or below one key.
 
     Args:
@@ -103,10 +120,16 @@ def tree_below(space: Any, what: str, *above: str, make_leaf: MakeLeaf | None = 
         SpecError: no space at all.
     """
     _check_space(space, f"{what}_space")
-    return _tree(space, (*above, what), make_leaf or (observation_leaf if what == "observation" else action_leaf))
+    return _tree(
+        space,
+        (*above, what),
+        make_leaf or (observation_leaf if what == "observation" else action_leaf),
+    )
 
 
-def native_tree(space: Space, name: str, order: Any = None, take: Convert | None = dumps) -> Node:
+def native_tree(
+    space: Space, name: str, order: Any = None, take: Convert | None = dumps
+) -> Node:
     """Describe a space whose values are passed unchanged: leaves `(name, "0")`, `(name, "1")`, ..., any value allowed.
 
     Args:
@@ -120,7 +143,9 @@ def native_tree(space: Space, name: str, order: Any = None, take: Convert | None
     def make_leaf(space: Space, _: Key) -> Leaf:
         key = (name, str(next(numbers)))
         if isinstance(space, FIXED):
-            return Leaf(LeafSpec(key, tuple(space.shape or ()), np.dtype(space.dtype).name))
+            return Leaf(
+                LeafSpec(key, tuple(space.shape or ()), np.dtype(space.dtype).name)
+            )
         return Leaf(side_leaf(key), take=take)
 
     return _tree(space, (), make_leaf, space if order is None else order)
@@ -130,7 +155,14 @@ def reward_leaf(space: Any) -> Leaf | None:
     """Describe a `reward_space` of several rewards (multi-objective envs); None for a single one or no space."""
     if not isinstance(space, spaces.Box) or space.shape in ((), (1,)):
         return None
-    return Leaf(LeafSpec(("reward",), space.shape, "float32", interval(space.low, space.high, np.dtype("float32"))))
+    return Leaf(
+        LeafSpec(
+            ("reward",),
+            space.shape,
+            "float32",
+            interval(space.low, space.high, np.dtype("float32")),
+        )
+    )
 
 
 def metadata(env: Any, renamed: dict[str, str]) -> dict[str, Any]:
@@ -142,7 +174,10 @@ def metadata(env: Any, renamed: dict[str, str]) -> dict[str, Any]:
     """
     native, known = type(env.unwrapped), getattr(env, "spec", None)
     env_id = getattr(known, "id", None)
-    facts = {"env_id": env_id or f"{native.__module__}.{native.__qualname__}", "render_mode": env.render_mode}
+    facts = {
+        "env_id": env_id or f"{native.__module__}.{native.__qualname__}",
+        "render_mode": env.render_mode,
+    }
     fps = (env.metadata or {}).get("render_fps")
     if isinstance(fps, (int, float)):
         facts["render_fps"] = fps
@@ -161,14 +196,31 @@ def _tree(space: Space, key: Key, make_leaf: MakeLeaf, order: Any = None) -> Nod
     """Describe a space; with an order, as of `native_tree`, two entries of a Dict may share a name."""
     if isinstance(space, spaces.Dict) and order is None:
         operation = f"reading the space of {'/'.join(key)}"
-        return dict_branch(space.spaces, key, lambda sub, at: _tree(sub, at, make_leaf), operation)
+        return dict_branch(
+            space.spaces, key, lambda sub, at: _tree(sub, at, make_leaf), operation
+        )
     if not isinstance(space, (spaces.Dict, spaces.Tuple)):
         return make_leaf(space, key)
-    kind, names = (dict, order.spaces) if isinstance(space, spaces.Dict) else (tuple, range(len(space.spaces)))
+    kind, names = (
+        (dict, order.spaces)
+        if isinstance(space, spaces.Dict)
+        else (tuple, range(len(space.spaces)))
+    )
     inner: Any = space.spaces
     return Branch(
         kind,
-        tuple((i, _tree(inner[i], (*key, str(i)), make_leaf, None if order is None else order[i])) for i in names),
+        tuple(
+            (
+                i,
+                _tree(
+                    inner[i],
+                    (*key, str(i)),
+                    make_leaf,
+                    None if order is None else order[i],
+                ),
+            )
+            for i in names
+        ),
     )
 
 
@@ -202,11 +254,15 @@ def action_leaf(space: Space, key: Key) -> Leaf:
     if isinstance(space, spaces.Discrete):
         # The env gets a scalar of its space's dtype, as `space.sample()` returns it.
         domain = Discrete(int(space.n), int(space.start))
-        return Leaf(LeafSpec(key, (), "int64", domain), give=_Scalars(space).__getitem__)
+        return Leaf(
+            LeafSpec(key, (), "int64", domain), give=_Scalars(space).__getitem__
+        )
     if isinstance(space, spaces.MultiDiscrete):
         starts = nested(space.start.tolist()) if space.start.any() else ()
         indices = MultiDiscrete(nested(space.nvec.tolist()), starts)
-        return Leaf(LeafSpec(key, space.shape, "int64", indices), give=from_indices(space))
+        return Leaf(
+            LeafSpec(key, space.shape, "int64", indices), give=from_indices(space)
+        )
     return Leaf(side_leaf(key), give=_reviver(space))
 
 
@@ -223,7 +279,10 @@ class _Scalars(dict[int, Any]):
 
     def __init__(self, space: spaces.Discrete[Any]) -> None:
         self._make, self._start = space.dtype.type, int(space.start)
-        super().__init__((i, self._make(i + self._start)) for i in range(min(int(space.n), self._NUM_READY)))
+        super().__init__(
+            (i, self._make(i + self._start))
+            for i in range(min(int(space.n), self._NUM_READY))
+        )
 
     def __missing__(self, index: int) -> Any:
         return self._make(index + self._start)
@@ -232,10 +291,16 @@ class _Scalars(dict[int, Any]):
 def ready_values(give: Convert | None) -> tuple[Any, ...]:
     """Return what an action leaf's `give` returns for the first indices, if it is a table."""
     table = getattr(give, "__self__", None)
-    return tuple(table[i] for i in range(len(table))) if isinstance(table, _Scalars) else ()
+    return (
+        tuple(table[i] for i in range(len(table)))
+        if isinstance(table, _Scalars)
+        else ()
+    )
 
 
-def from_indices(space: spaces.Discrete[Any] | spaces.MultiDiscrete[Any]) -> Convert | None:
+def from_indices(
+    space: spaces.Discrete[Any] | spaces.MultiDiscrete[Any],
+) -> Convert | None:
     """Return the function from an array of indices to what a space has in their place; None if they are the same."""
     dtype, start = space.dtype, np.asarray(space.start, np.int64)
     if not start.any():
@@ -249,16 +314,27 @@ def _reviver(space: Space) -> Convert | None:
         return _revive_graph
     if isinstance(space, spaces.Sequence) and not space.stack:
         inner = _reviver(space.feature_space)
-        return tuple if inner is None else lambda value: tuple(inner(item) for item in value)
+        return (
+            tuple
+            if inner is None
+            else lambda value: tuple(inner(item) for item in value)
+        )
     if isinstance(space, spaces.OneOf):
         options = [_reviver(sub) for sub in space.spaces]
-        return lambda value: (np.int64(value[0]), _revive(options[int(value[0])], value[1]))
+        return lambda value: (
+            np.int64(value[0]),
+            _revive(options[int(value[0])], value[1]),
+        )
     if isinstance(space, spaces.Dict):
         named = {key: _reviver(sub) for key, sub in space.spaces.items()}
-        return lambda value: {key: _revive(convert, value[key]) for key, convert in named.items()}
+        return lambda value: {
+            key: _revive(convert, value[key]) for key, convert in named.items()
+        }
     if isinstance(space, spaces.Tuple):
         parts = [_reviver(sub) for sub in space.spaces]
-        return lambda value: tuple(_revive(convert, item) for convert, item in zip(parts, value, strict=True))
+        return lambda value: tuple(
+            _revive(convert, item) for convert, item in zip(parts, value, strict=True)
+        )
     if isinstance(space, spaces.Discrete):
         scalar: Convert = space.dtype.type
         return scalar
@@ -270,4 +346,8 @@ def _revive(convert: Convert | None, value: Any) -> Any:
 
 
 def _revive_graph(value: Any) -> spaces.GraphInstance:
-    return value if isinstance(value, spaces.GraphInstance) else spaces.GraphInstance(**value)
+    return (
+        value
+        if isinstance(value, spaces.GraphInstance)
+        else spaces.GraphInstance(**value)
+    )

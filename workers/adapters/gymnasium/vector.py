@@ -85,7 +85,11 @@ class GymnasiumVectorAdapter(Adapter):
     family: ClassVar[str] = "gymnasium"
 
     def __init__(
-        self, env: VectorEnv[Any, Any, Any], *, autoreset_mode: Any = None, ends_where_it_starts: bool = False
+        self,
+        env: VectorEnv[Any, Any, Any],
+        *,
+        autoreset_mode: Any = None,
+        ends_where_it_starts: bool = False,
     ) -> None:
         self.env = env
         self.info: Mapping[str, Any] = {}
@@ -97,22 +101,31 @@ class GymnasiumVectorAdapter(Adapter):
             self.mode = _disable_autoreset(env.unwrapped)
         self._ends_where_it_starts = ends_where_it_starts
         is_atari = type(env.unwrapped).__module__ == "ale_py.vector_env"
-        self._seeds_rows = is_atari or isinstance(env.unwrapped, (SyncVectorEnv, AsyncVectorEnv))
+        self._seeds_rows = is_atari or isinstance(
+            env.unwrapped, (SyncVectorEnv, AsyncVectorEnv)
+        )
         self._num_seeds = 2**31 - n if is_atari else 2**32
         space = getattr(env, "single_observation_space", None)
         row, _ = gymnasium_spaces.observation_tree(space)
-        batch, renamed = gymnasium_spaces.observation_tree(space, gymnasium_rows.observations_of(n))
+        batch, renamed = gymnasium_spaces.observation_tree(
+            space, gymnasium_rows.observations_of(n)
+        )
         actions = getattr(env, "single_action_space", None)
-        action = gymnasium_spaces.tree_below(actions, "action", make_leaf=gymnasium_rows.actions_of(n))
+        action = gymnasium_spaces.tree_below(
+            actions, "action", make_leaf=gymnasium_rows.actions_of(n)
+        )
         self._flatten_row = flattener(row, "final_obs")
         self._flatten = flattener(batch, "observation")
         self._build = builder(action)
-        self._dense = [i for i, leaf in enumerate(leaf_specs(batch)) if not leaf.is_side]
+        self._dense = [
+            i for i, leaf in enumerate(leaf_specs(batch)) if not leaf.is_side
+        ]
         self._is_reseeded = True
         self._ended = np.ones(n, bool)
         self._begun = np.zeros(n, bool)  # rows that the env has reset by itself already
         self._begun_at: list[Any] = []  # their first observations
-        self._now: list[Any] = []  # current observations of all rows (VIEW of the env's)
+        # Current observations of all rows (VIEW of the env's).
+        self._now: list[Any] = []
         self.spec = EnvSpec(
             observation=leaf_specs(batch),
             action=leaf_specs(action),
@@ -131,7 +144,9 @@ class GymnasiumVectorAdapter(Adapter):
         """Make the next reset of all rows use its seed, even if the env has already begun their episodes by itself."""
         self._is_reseeded = True
 
-    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:
+    def reset(
+        self, seed: int | None, options: Options = None, mask: Mask = None
+    ) -> list[Any]:
         """Start new episodes in some rows; see `Adapter.reset`.
 
         Args:
@@ -147,7 +162,12 @@ class GymnasiumVectorAdapter(Adapter):
         seed = None if seed is None else seed % self._num_seeds
         if mask is None:
             mask = np.ones((self.num_rows, 1), bool)
-        is_anew = self._is_reseeded or not self._now or own is not None or not self._begun.all()
+        is_anew = (
+            self._is_reseeded
+            or not self._now
+            or own is not None
+            or not self._begun.all()
+        )
         if mask.all() and is_anew:
             self._is_reseeded = False
             observation, self.info = _pair(self.env.reset(seed=seed, options=own))
@@ -160,7 +180,11 @@ class GymnasiumVectorAdapter(Adapter):
         if own is not None:  # options need a real reset
             waiting = rows
         if waiting.any():
-            _put(now, self._reset_rows(waiting, seed if self._seeds_rows else None, own, now), waiting)
+            _put(
+                now,
+                self._reset_rows(waiting, seed if self._seeds_rows else None, own, now),
+                waiting,
+            )
         taken = rows & ~waiting
         if taken.any():
             _put(now, self._begun_at, taken)
@@ -168,16 +192,25 @@ class GymnasiumVectorAdapter(Adapter):
         self._now = now
         return now
 
-    def _reset_rows(self, rows: np.ndarray, seed: int | None, options: Any, now: list[Any]) -> list[Any]:
+    def _reset_rows(
+        self, rows: np.ndarray, seed: int | None, options: Any, now: list[Any]
+    ) -> list[Any]:
         """Reset rows of the env by mask and return its observations; `now` holds the current ones of all rows."""
-        observation, self.info = _pair(self.env.reset(seed=seed, options=_MaskedOptions(rows.copy(), options)))
+        observation, self.info = _pair(
+            self.env.reset(seed=seed, options=_MaskedOptions(rows.copy(), options))
+        )
         values = self._flatten(observation)
         others = ~rows & ~self._begun
         for index in self._dense:
             if np.shape(values[index]) != self.spec.observation[index].shape:
                 continue  # the code that stores it raises
             theirs = np.ascontiguousarray(np.asarray(values[index])[others])
-            if theirs.tobytes() != np.ascontiguousarray(np.asarray(now[index])[others]).astype(theirs.dtype).tobytes():
+            if (
+                theirs.tobytes()
+                != np.ascontiguousarray(np.asarray(now[index])[others])
+                .astype(theirs.dtype)
+                .tobytes()
+            ):
                 raise SpecError(
                     f"reset failed: expected {type(self.env.unwrapped).__name__} to reset the rows "
                     f"{np.flatnonzero(rows).tolist()} and no others, but {'/'.join(self.spec.observation[index].key)} "
@@ -234,8 +267,13 @@ class GymnasiumVectorAdapter(Adapter):
         for row in np.flatnonzero(self._ended).tolist():
             for target, value in zip(last, self._final_row(final, row), strict=True):
                 target[row] = value
-            pairs = ((np.asarray(last[i][row]), np.asarray(self._begun_at[i][row])) for i in self._dense)
-            if not self._ends_where_it_starts and all(one.tobytes() == other.tobytes() for one, other in pairs):
+            pairs = (
+                (np.asarray(last[i][row]), np.asarray(self._begun_at[i][row]))
+                for i in self._dense
+            )
+            if not self._ends_where_it_starts and all(
+                one.tobytes() == other.tobytes() for one, other in pairs
+            ):
                 raise SpecError(
                     f"step failed: expected the last observation of row {row} in final_obs, got the first one of its "
                     f"next episode: the env has changed it in its reset (it reuses its buffer). {_BUILD_DISABLED} If "
@@ -328,7 +366,9 @@ def _mode_of(env: VectorEnv[Any, Any, Any], declared: Any) -> str:
     # Some envs write their mode into the base class's metadata, where it would apply to every other vector env.
     metadata = {} if env.metadata is VectorEnv.metadata else (env.metadata or {})
     own = metadata.get("autoreset_mode", getattr(env.unwrapped, "autoreset_mode", None))
-    modes = [getattr(mode, "value", mode) for mode in (own, declared) if mode is not None]
+    modes = [
+        getattr(mode, "value", mode) for mode in (own, declared) if mode is not None
+    ]
     if not modes:
         raise SpecError(
             f"reading the autoreset mode failed: expected metadata['autoreset_mode'] of {type(env.unwrapped).__name__} "
@@ -348,21 +388,37 @@ def _refuse_unfit(env: VectorEnv[Any, Any, Any], mode: str) -> None:
     name = type(native).__name__
     problem = fix = ""
     batch_size = getattr(native, "batch_size", native.num_envs)
-    if any(cls.__name__ == "NormalizeObservation" for layer in _layers(env) for cls in type(layer).__mro__):
+    if any(
+        cls.__name__ == "NormalizeObservation"
+        for layer in _layers(env)
+        for cls in type(layer).__mro__
+    ):
         problem = "vector.NormalizeObservation, which refuses partial resets"
         fix = "Wrap the single envs in gymnasium.wrappers.NormalizeObservation, or normalize in the policy."
-    elif isinstance(native, AsyncVectorEnv) and mode == "NextStep" and not native.shared_memory:
+    elif (
+        isinstance(native, AsyncVectorEnv)
+        and mode == "NextStep"
+        and not native.shared_memory
+    ):
         problem = f"{name}(shared_memory=False) in NEXT_STEP mode, which resets a row again after it was reset by mask"
         fix = "Build it with autoreset_mode=gymnasium.vector.AutoresetMode.DISABLED."
-    elif mode != "SameStep" and type(native).__module__.startswith("gymnasium.envs.") and not _knows_masks(native):
-        problem = f"{name}, which resets rows in place of a step and cannot do so by mask"
+    elif (
+        mode != "SameStep"
+        and type(native).__module__.startswith("gymnasium.envs.")
+        and not _knows_masks(native)
+    ):
+        problem = (
+            f"{name}, which resets rows in place of a step and cannot do so by mask"
+        )
         fix = _BUILD_DISABLED
     elif isinstance(batch_size, int) and batch_size not in (0, native.num_envs):
         problem = f"{name} with batch_size {batch_size} of {native.num_envs} envs, which steps some rows at a time"
         fix = "Build it with batch_size=num_envs; executors step asynchronously with send() and recv()."
     if problem:
         env.close()
-        raise FactoryError(f"the factory failed: expected a vector env that resets by mask, got {problem}. {fix}")
+        raise FactoryError(
+            f"the factory failed: expected a vector env that resets by mask, got {problem}. {fix}"
+        )
 
 
 def _layers(env: Any) -> Iterator[Any]:
@@ -388,12 +444,18 @@ def _own_options(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Return a copy of the caller's `options`, which must not hold a mask."""
     own: dict[str, Any] | None = own_options(options, "gymnasium vector env")
     if own is not None and "reset_mask" in own:
-        raise TypeError("reset failed: expected a '_reset' mask in the tensordict, got a reset_mask among the options.")
+        raise TypeError(
+            "reset failed: expected a '_reset' mask in the tensordict, got a reset_mask among the options."
+        )
     return own
 
 
 def _pair(result: Any) -> tuple[Any, Mapping[str, Any]]:
-    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+    if (
+        isinstance(result, tuple)
+        and len(result) == 2
+        and isinstance(result[1], Mapping)
+    ):
         return result
     raise SpecError(
         f"reset failed: expected (observations, infos dict), got {type(result).__name__}. Return both from env.reset."
@@ -417,5 +479,9 @@ def _put(values: list[Any], source: list[Any], rows: np.ndarray) -> None:
 def _without_masks(final: Any) -> Any:
     """Return batched observations without the masks that Gymnasium adds to each entry."""
     if isinstance(final, dict):
-        return {key: _without_masks(value) for key, value in final.items() if f"_{key}" in final or key[:1] != "_"}
+        return {
+            key: _without_masks(value)
+            for key, value in final.items()
+            if f"_{key}" in final or key[:1] != "_"
+        }
     return final

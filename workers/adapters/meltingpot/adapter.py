@@ -62,7 +62,11 @@ class MeltingPotAdapter(Adapter):
         self._num_actions = _num_actions(env)
         observed = _player_specs(env)
         self._num_players = len(observed)
-        players = {name: spec for name, spec in sorted(observed[0].items()) if not name.startswith(_WORLD)}
+        players = {
+            name: spec
+            for name, spec in sorted(observed[0].items())
+            if not name.startswith(_WORLD)
+        }
         worlds = self._world_specs(observed[0])
         stacks = {
             name: np.zeros((self._num_players, *(spec.shape or (1,))), spec.dtype)
@@ -74,12 +78,21 @@ class MeltingPotAdapter(Adapter):
         self._needs_reset = True
         self.spec = self._make_spec(worlds)
         if self._is_scenario and worlds:
-            env.observables().substrate.timestep.subscribe(on_next=self._views.take_worlds)
+            env.observables().substrate.timestep.subscribe(
+                on_next=self._views.take_worlds
+            )
 
-    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:  # noqa: ARG002
+    def reset(
+        self,
+        seed: int | None,
+        options: Options = None,
+        mask: Mask = None,  # noqa: ARG002
+    ) -> list[Any]:
         """Build and start an episode, from the seed if there is one. Melting Pot takes no options."""
         if options:
-            raise ValueError(f"reset failed: expected no arguments, as Melting Pot has none, got {sorted(options)}.")
+            raise ValueError(
+                f"reset failed: expected no arguments, as Melting Pot has none, got {sorted(options)}."
+            )
         self._needs_reset = True
         self._views.forget()
         if seed is None:
@@ -101,12 +114,23 @@ class MeltingPotAdapter(Adapter):
             ResetNeeded: the episode has ended or none has begun; the env was not touched.
         """
         if self._needs_reset:
-            raise ResetNeeded("step failed: expected an episode under way, got a Melting Pot env that needs a reset.")
+            raise ResetNeeded(
+                "step failed: expected an episode under way, got a Melting Pot env that needs a reset."
+            )
         has_ended = self._views.step(self._checked(action[0]))
         self._num_steps += 1
-        truncated = self._is_at(self._episodes.max_frames) if has_ended else self._is_at(self._max_steps)
+        truncated = (
+            self._is_at(self._episodes.max_frames)
+            if has_ended
+            else self._is_at(self._max_steps)
+        )
         self._needs_reset = has_ended or truncated
-        return self._values(), [self._views.reward], has_ended and not truncated, truncated
+        return (
+            self._values(),
+            [self._views.reward],
+            has_ended and not truncated,
+            truncated,
+        )
 
     def render(self) -> np.ndarray | None:
         """Return the world now, uint8 `[H, W, 3]`, also where the world view is not kept; None before a reset."""
@@ -125,7 +149,11 @@ class MeltingPotAdapter(Adapter):
             raise self._refusal(f"{actions.dtype} {actions.shape}")
         indices: list[int] = actions.tolist()
         if min(indices) < 0 or max(indices) >= self._num_actions:
-            player = next(i for i, index in enumerate(indices) if not 0 <= index < self._num_actions)
+            player = next(
+                i
+                for i, index in enumerate(indices)
+                if not 0 <= index < self._num_actions
+            )
             raise self._refusal(f"{indices[player]} for player_{player}")
         return actions.astype(np.int64, copy=False)
 
@@ -136,8 +164,15 @@ class MeltingPotAdapter(Adapter):
         )
 
     def _make_spec(self, worlds: Mapping[str, Any]) -> EnvSpec:
-        seen: dict[Key, Any] = {(name.removeprefix(_WORLD),): spec for name, spec in worlds.items()}
-        seen.update({(_GROUP, "observation", name): stack for name, stack in self._views.stacks.items()})
+        seen: dict[Key, Any] = {
+            (name.removeprefix(_WORLD),): spec for name, spec in worlds.items()
+        }
+        seen.update(
+            {
+                (_GROUP, "observation", name): stack
+                for name, stack in self._views.stacks.items()
+            }
+        )
         cap = self._episodes.max_frames
         metadata = {
             "name": self._name,
@@ -149,12 +184,24 @@ class MeltingPotAdapter(Adapter):
             "num_actions": self._num_actions,
             "frame_key": "RGB" if _WORLD_RGB in worlds else "",
             "cell_px": self._episodes.cell_px,
-            "max_episode_steps": min((limit for limit in (cap, self._max_steps) if limit is not None), default=None),
+            "max_episode_steps": min(
+                (limit for limit in (cap, self._max_steps) if limit is not None),
+                default=None,
+            ),
             "can_seed": self._episodes.can_seed,
         }
         return EnvSpec(
-            observation=tuple(LeafSpec(key, like.shape, like.dtype.name) for key, like in seen.items()),
-            action=(LeafSpec((_GROUP, "action"), (self._num_players,), "int64", Discrete(self._num_actions)),),
+            observation=tuple(
+                LeafSpec(key, like.shape, like.dtype.name) for key, like in seen.items()
+            ),
+            action=(
+                LeafSpec(
+                    (_GROUP, "action"),
+                    (self._num_players,),
+                    "int64",
+                    Discrete(self._num_actions),
+                ),
+            ),
             reward=(LeafSpec((_GROUP, "reward"), (self._num_players, 1), "float64"),),
             groups=(((_GROUP,), (self._num_players,)),),
             family=self.family,
@@ -171,7 +218,9 @@ class MeltingPotAdapter(Adapter):
 
     def _keeps(self, name: str) -> bool:
         options = self._options
-        return options is None or ((options.keys is None or name in options.keys) and name not in options.drop)
+        return options is None or (
+            (options.keys is None or name in options.keys) and name not in options.drop
+        )
 
     def _keeps_world(self, name: str) -> bool:
         return self._options is None or self._options.world_rgb or name != _WORLD_RGB
@@ -179,15 +228,30 @@ class MeltingPotAdapter(Adapter):
     def _world_specs(self, observed: Mapping[str, Any]) -> dict[str, Any]:
         """Return the specs of the world views that are kept; a scenario hides its substrate's."""
         inner = self.env._substrate.observation_spec()[0] if self._is_scenario else {}  # noqa: SLF001  # no public way
-        worlds = {name: spec for name, spec in {**inner, **observed}.items() if name.startswith(_WORLD)}
-        return {name: spec for name, spec in sorted(worlds.items()) if self._keeps_world(name)}
+        worlds = {
+            name: spec
+            for name, spec in {**inner, **observed}.items()
+            if name.startswith(_WORLD)
+        }
+        return {
+            name: spec
+            for name, spec in sorted(worlds.items())
+            if self._keeps_world(name)
+        }
 
 
 def _player_specs(env: Any) -> list[dict[str, Any]]:
     specs = [dict(spec) for spec in env.observation_spec()]
-    shapes = [{name: (spec.shape, spec.dtype) for name, spec in player.items()} for player in specs]
+    shapes = [
+        {name: (spec.shape, spec.dtype) for name, spec in player.items()}
+        for player in specs
+    ]
     for i, player in enumerate(shapes):
-        different = sorted(name for name in player.keys() | shapes[0].keys() if player.get(name) != shapes[0].get(name))
+        different = sorted(
+            name
+            for name in player.keys() | shapes[0].keys()
+            if player.get(name) != shapes[0].get(name)
+        )
         if different:
             raise SpecError(
                 f"reading the specs failed: expected all players to see the same, got player_0 and player_{i} "
@@ -199,5 +263,7 @@ def _player_specs(env: Any) -> list[dict[str, Any]]:
 def _num_actions(env: Any) -> int:
     counts = {int(spec.num_values) for spec in env.action_spec()}
     if len(counts) != 1:
-        raise SpecError(f"reading the specs failed: expected one number of actions for all, got {sorted(counts)}.")
+        raise SpecError(
+            f"reading the specs failed: expected one number of actions for all, got {sorted(counts)}."
+        )
     return counts.pop()

@@ -81,13 +81,18 @@ class EpisodeEnv(reset_wrapper.ResetWrapper):  # type: ignore[misc]  # untyped b
         specs: Specs | None,
     ) -> None:
         # Not super().__init__(), which would build an env from a seed that is not the episode's.
-        self._recipe = _Recipe(make_settings, is_deterministic=options.deterministic, has_positions=options.positions)
+        self._recipe = _Recipe(
+            make_settings,
+            is_deterministic=options.deterministic,
+            has_positions=options.positions,
+        )
         self._is_reset_in_place = options.fast_reset
         self._wanted = wanted
         self._promised = specs
         self._seeds = spaced_seeds(random.randint(1, 2**32 - 1))
         self._next_seed: int | None = None
-        self._built_from: int | None = None  # seed of a build that no episode has used yet
+        # Seed of a build that no episode has used yet.
+        self._built_from: int | None = None
         self._is_closed = False
         self.settings = self._recipe.settings
         if specs is None:
@@ -98,7 +103,9 @@ class EpisodeEnv(reset_wrapper.ResetWrapper):  # type: ignore[misc]  # untyped b
         if name == "_env" and not self.__dict__.get("_is_closed", True):
             self._build(self._seed_of_next_episode())
             return self.__dict__["_env"]
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r} (closed, or never there)")
+        raise AttributeError(
+            f"{type(self).__name__} has no attribute {name!r} (closed, or never there)"
+        )
 
     def seed_next(self, seed: int) -> None:
         """Build the next episode from a seed in `[0, 2**32)`; the seeds of later episodes are derived from it."""
@@ -109,7 +116,11 @@ class EpisodeEnv(reset_wrapper.ResetWrapper):  # type: ignore[misc]  # untyped b
         """Start the next episode: a build from its seed, or with `fast_reset` the same build started anew."""
         seed = self._seed_of_next_episode()
         self._next_seed = None
-        if self._is_reset_in_place and "_env" in self.__dict__ and self._built_from is None:
+        if (
+            self._is_reset_in_place
+            and "_env" in self.__dict__
+            and self._built_from is None
+        ):
             self._env._rng = np.random.RandomState(seed)  # noqa: SLF001  # as dmlab2d.Environment(seed=seed) does
         elif self._built_from != seed:
             self._build(seed)
@@ -122,7 +133,11 @@ class EpisodeEnv(reset_wrapper.ResetWrapper):  # type: ignore[misc]  # untyped b
 
     def observation_spec(self) -> Any:
         """Return dmlab2d's spec of the observations that are read, known before anything is built."""
-        return self._env.observation_spec() if self._promised is None else self._promised[0]
+        return (
+            self._env.observation_spec()
+            if self._promised is None
+            else self._promised[0]
+        )
 
     def close(self) -> None:
         """Free the dmlab2d env; nothing builds another one after it."""
@@ -139,18 +154,30 @@ class EpisodeEnv(reset_wrapper.ResetWrapper):  # type: ignore[misc]  # untyped b
         self._built_from = None
         settings = {**self._recipe.settings_for(seed), "env_seed": str(seed)}
         raw = dmlab2d.Lab2d(runfiles_helper.find(), settings)
-        names = [name for name in raw.observation_names() if _without_player(name) in self._wanted]
+        names = [
+            name
+            for name in raw.observation_names()
+            if _without_player(name) in self._wanted
+        ]
         self._env = dmlab2d.Environment(env=raw, observation_names=names, seed=seed)
         self._built_from = seed
         if self._promised is not None:
-            _check_promise(self._promised, self._env, self.settings.get("levelName", ""))
+            _check_promise(
+                self._promised, self._env, self.settings.get("levelName", "")
+            )
             self._promised = None
 
 
 class _Recipe:
     """Lab2d settings in the form that dmlab2d takes."""
 
-    def __init__(self, make_settings: Callable[[], Any], *, is_deterministic: bool, has_positions: bool) -> None:
+    def __init__(
+        self,
+        make_settings: Callable[[], Any],
+        *,
+        is_deterministic: bool,
+        has_positions: bool,
+    ) -> None:
         self._make_settings = make_settings
         self._has_positions = has_positions
         self._lua_root = lua_root(is_ordered=is_deterministic)
@@ -172,7 +199,9 @@ class _Recipe:
 
     def _flatten(self) -> FlatSettings:
         """Do what `meltingpot.utils.substrates.builder.builder` does before it builds."""
-        settings = builder.config_dict.ConfigDict(copy.deepcopy(self._make_settings())).unlock()
+        settings = builder.config_dict.ConfigDict(
+            copy.deepcopy(self._make_settings())
+        ).unlock()
         builder.apply_prefab_overrides(settings)
         builder.maybe_build_and_add_avatar_objects(settings)
         if self._has_positions:
@@ -190,7 +219,10 @@ def build_substrate(options: MeltingPotFactory) -> Any:
     Raises:
         FactoryError: a role or an observation key that the substrate does not have.
     """
-    config, scenario = substrate_lib.get_config(options.substrate), options.scenario_config
+    config, scenario = (
+        substrate_lib.get_config(options.substrate),
+        options.scenario_config,
+    )
     default = config.default_player_roles if scenario is None else scenario.roles
     roles = tuple(default if options.roles is None else options.roles)
     unknown = sorted(set(roles) - set(config.valid_roles))
@@ -200,12 +232,18 @@ def build_substrate(options: MeltingPotFactory) -> Any:
             f"got {unknown or 'none'}. roles=None takes the {len(config.default_player_roles)} default ones."
         )
     kept = _kept_keys(options, config.individual_observation_names)
-    worlds = [name for name in config.global_observation_names if options.world_rgb or name != _WORLD_RGB]
+    worlds = [
+        name
+        for name in config.global_observation_names
+        if options.world_rgb or name != _WORLD_RGB
+    ]
     individual = [name for name in config.individual_observation_names if name in kept]
     individual += _POSITIONS if options.positions else ()
     env = _assemble(options, config, roles, individual, worlds)
     env.envherd_roles = roles
-    env.envherd_is_focal = (True,) * len(roles) if scenario is None else scenario.is_focal
+    env.envherd_is_focal = (
+        (True,) * len(roles) if scenario is None else scenario.is_focal
+    )
     return env
 
 
@@ -220,7 +258,11 @@ def build_scenario(options: MeltingPotFactory) -> Any:
 
     config = scenario_configs.SCENARIO_CONFIGS[options.name]
     names = sorted(set().union(*config.bots_by_role.values()))
-    paths = {name: bot_configs.BOT_CONFIGS[name].model_path for name in names if name in bot_configs.BOT_CONFIGS}
+    paths = {
+        name: bot_configs.BOT_CONFIGS[name].model_path
+        for name in names
+        if name in bot_configs.BOT_CONFIGS
+    }
     missing = [name for name, path in paths.items() if not os.path.exists(path)]
     if missing:
         raise _models_missing(options.name, missing, bot_configs.MODELS_ROOT)
@@ -233,7 +275,11 @@ def build_scenario(options: MeltingPotFactory) -> Any:
     permitted = scenario_lib.PERMITTED_OBSERVATIONS
     individual = list(substrate_config.individual_observation_names)
     _kept_keys(options, [name for name in individual if name in permitted])
-    worlds = [name for name in substrate_config.global_observation_names if options.world_rgb or name != _WORLD_RGB]
+    worlds = [
+        name
+        for name in substrate_config.global_observation_names
+        if options.world_rgb or name != _WORLD_RGB
+    ]
     with contextlib.ExitStack() as stack:
         inner = _assemble(options, substrate_config, config.roles, individual, worlds)
         stack.callback(inner.close)
@@ -255,21 +301,39 @@ def build_scenario(options: MeltingPotFactory) -> Any:
     return env
 
 
-def _assemble(options: MeltingPotFactory, config: Any, roles: Any, individual: list[str], worlds: list[str]) -> Any:
+def _assemble(
+    options: MeltingPotFactory,
+    config: Any,
+    roles: Any,
+    individual: list[str],
+    worlds: list[str],
+) -> Any:
     def make_settings() -> Any:
         return config.lab2d_settings_builder(roles=roles, config=config)
 
     # A config describes its default number of players; for another number, read the env itself.
     has_spec = len(roles) == len(config.default_player_roles)
-    specs = _promised_specs(config, len(roles), individual, worlds) if has_spec else None
-    episodes = EpisodeEnv(make_settings, options, frozenset([*individual, *worlds, "REWARD"]), specs)
+    specs = (
+        _promised_specs(config, len(roles), individual, worlds) if has_spec else None
+    )
+    episodes = EpisodeEnv(
+        make_settings, options, frozenset([*individual, *worlds, "REWARD"]), specs
+    )
     env = observables_wrapper.ObservablesWrapper(episodes)
-    env = multiplayer_wrapper.Wrapper(env, individual_observation_names=individual, global_observation_names=worlds)
-    env = discrete_action_wrapper.Wrapper(env, action_table=tuple(dict(row) for row in config.action_set))
-    return substrate_env.Substrate(collective_reward_wrapper.CollectiveRewardWrapper(env))
+    env = multiplayer_wrapper.Wrapper(
+        env, individual_observation_names=individual, global_observation_names=worlds
+    )
+    env = discrete_action_wrapper.Wrapper(
+        env, action_table=tuple(dict(row) for row in config.action_set)
+    )
+    return substrate_env.Substrate(
+        collective_reward_wrapper.CollectiveRewardWrapper(env)
+    )
 
 
-def _promised_specs(config: Any, num_players: int, individual: list[str], worlds: list[str]) -> Specs:
+def _promised_specs(
+    config: Any, num_players: int, individual: list[str], worlds: list[str]
+) -> Specs:
     """Return the specs that the substrate's own config declares for dmlab2d."""
     given: Mapping[str, Any] = {**config.timestep_spec.observation, **_POSITIONS}
     reward = config.timestep_spec.reward
@@ -280,7 +344,9 @@ def _promised_specs(config: Any, num_players: int, individual: list[str], worlds
         observation[f"{player}.REWARD"] = reward
         for name in config.action_set[0]:
             values = [row[name] for row in config.action_set]
-            action[f"{player}.{name}"] = dm_env.specs.BoundedArray((), np.int32, min(values), max(values))
+            action[f"{player}.{name}"] = dm_env.specs.BoundedArray(
+                (), np.int32, min(values), max(values)
+            )
     return observation, action
 
 
@@ -289,7 +355,9 @@ def _observe_positions(game_objects: Any) -> None:
     kwargs = {"objectIsAvatar": True, "alsoReportOrientation": True}
     for one in game_objects:
         if any(component["component"] == "Avatar" for component in one["components"]):
-            one["components"].append({"component": "LocationObserver", "kwargs": kwargs})
+            one["components"].append(
+                {"component": "LocationObserver", "kwargs": kwargs}
+            )
 
 
 def _check_promise(promised: Specs, env: Any, level: str) -> None:
@@ -304,7 +372,9 @@ def _check_promise(promised: Specs, env: Any, level: str) -> None:
                 f"Pass roles explicitly, in another number than the default, or report it."
             )
     if set(action) != set(env.action_spec()):
-        raise SpecError(f"building {level} failed: expected actions {sorted(action)}, got {sorted(env.action_spec())}.")
+        raise SpecError(
+            f"building {level} failed: expected actions {sorted(action)}, got {sorted(env.action_spec())}."
+        )
 
 
 def _kept_keys(options: MeltingPotFactory, individual: Any) -> frozenset[str]:
@@ -315,9 +385,13 @@ def _kept_keys(options: MeltingPotFactory, individual: Any) -> frozenset[str]:
                 f"building {options.name} failed: expected keys and drop among {sorted(known)}, got {key!r}. "
                 f"The world view is governed by world_rgb."
             )
-    kept = (known if options.keys is None else known & set(options.keys)) - set(options.drop)
+    kept = (known if options.keys is None else known & set(options.keys)) - set(
+        options.drop
+    )
     if not kept:
-        raise FactoryError(f"building {options.name} failed: expected keys to keep some of {sorted(known)}, got none.")
+        raise FactoryError(
+            f"building {options.name} failed: expected keys to keep some of {sorted(known)}, got none."
+        )
     return frozenset(kept)
 
 
@@ -327,7 +401,9 @@ def _without_player(name: str) -> str:
 
 
 def _models_missing(scenario: str, missing: list[str], root: str) -> FactoryError:
-    shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+    shown = ", ".join(missing[:3]) + (
+        f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    )
     return FactoryError(
         f"building {scenario} failed: expected the saved models of its bots in {root}, got none for {shown}. "
         f"dm-meltingpot downloads them while pip builds it, unless meltingpot-assets-2.3.0.tar.gz is in "

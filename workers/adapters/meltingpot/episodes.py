@@ -29,7 +29,9 @@ class Episodes:
     """
 
     def __init__(self, env: Any) -> None:
-        self.wrapper: Any = next((layer for layer in layers(env) if _is_episode_wrapper(layer)), None)
+        self.wrapper: Any = next(
+            (layer for layer in layers(env) if _is_episode_wrapper(layer)), None
+        )
         self._cells = _closure(getattr(self.wrapper, "_rebuild_environment", None))
         settings = self._settings()
         cap = settings.get("maxEpisodeLengthFrames")
@@ -75,7 +77,9 @@ def layers(env: Any) -> Iterator[Any]:
     while env is not None:
         yield env
         held = getattr(env, "__dict__", {})
-        env = next((held[name] for name in ("_env", "_substrate", "env") if name in held), None)
+        env = next(
+            (held[name] for name in ("_env", "_substrate", "env") if name in held), None
+        )
 
 
 def spaced_seeds(first: int) -> Iterator[int]:
@@ -87,9 +91,18 @@ def spaced_seeds(first: int) -> Iterator[int]:
 
 
 def _is_episode_wrapper(layer: Any) -> bool:
-    return hasattr(type(layer), "seed_next") or "_rebuild_environment" in getattr(layer, "__dict__", {})
+    return hasattr(type(layer), "seed_next") or "_rebuild_environment" in getattr(
+        layer, "__dict__", {}
+    )
 
 
 def _closure(function: Any) -> dict[str, Any]:
-    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
-    return dict(zip(code.co_freevars, cells, strict=True)) if code is not None and cells else {}
+    code, cells = (
+        getattr(function, "__code__", None),
+        getattr(function, "__closure__", None),
+    )
+    return (
+        dict(zip(code.co_freevars, cells, strict=True))
+        if code is not None and cells
+        else {}
+    )

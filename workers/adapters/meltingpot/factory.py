@@ -73,12 +73,26 @@ class MeltingPotFactory:
         for option in ("roles", "keys", "drop"):
             object.__setattr__(self, option, self._checked_names(option))
         if self.roles is not None and self.is_scenario:
-            raise self._refusal("no roles for a scenario, which has its own", repr(self.roles), "Leave roles out.")
+            raise self._refusal(
+                "no roles for a scenario, which has its own",
+                repr(self.roles),
+                "Leave roles out.",
+            )
         if self.positions and self.bots and self.is_scenario:
-            raise self._refusal("positions=False for a scenario with bots", "True", "Its players may not observe them.")
+            raise self._refusal(
+                "positions=False for a scenario with bots",
+                "True",
+                "Its players may not observe them.",
+            )
         steps = self.max_steps
-        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-            raise self._refusal("max_steps to be a positive integer", repr(steps), "None keeps the env's own cap.")
+        if steps is not None and (
+            isinstance(steps, bool) or not isinstance(steps, int) or steps < 1
+        ):
+            raise self._refusal(
+                "max_steps to be a positive integer",
+                repr(steps),
+                "None keeps the env's own cap.",
+            )
         if self.fast_reset and must_rebuild(self.substrate):
             raise self._refusal(
                 f"fast_reset=False for {self.substrate}",
@@ -89,9 +103,17 @@ class MeltingPotFactory:
     def __call__(self) -> Any:
         """Return the native `Substrate` or `Scenario`; the adapter finds the options on it."""
         if _installed() is None:
-            raise self._refusal("a package `meltingpot`", "none", "Install it: pip install 'envherd[meltingpot]'.")
+            raise self._refusal(
+                "a package `meltingpot`",
+                "none",
+                "Install it: pip install 'envherd[meltingpot]'.",
+            )
         build = importlib.import_module(_BUILD)
-        env = build.build_scenario(self) if self.is_scenario and self.bots else build.build_substrate(self)
+        env = (
+            build.build_scenario(self)
+            if self.is_scenario and self.bots
+            else build.build_substrate(self)
+        )
         env.envherd_options = self
         return env
 
@@ -140,11 +162,17 @@ class MeltingPotFactory:
         if names is None and option != "drop":
             return None
         if isinstance(names, str) or not isinstance(names, Iterable):
-            raise self._refusal(f"{option} to be a tuple of names", repr(names), f"Write {option}=({names!r},).")
+            raise self._refusal(
+                f"{option} to be a tuple of names",
+                repr(names),
+                f"Write {option}=({names!r},).",
+            )
         return tuple(names)
 
     def _refusal(self, expected: str, got: str, advice: str) -> FactoryError:
-        return FactoryError(f"MeltingPotFactory({self.name!r}) failed: expected {expected}, got {got}. {advice}")
+        return FactoryError(
+            f"MeltingPotFactory({self.name!r}) failed: expected {expected}, got {got}. {advice}"
+        )
 
 
 def substrate_names() -> tuple[str, ...]:

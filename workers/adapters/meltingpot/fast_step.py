@@ -30,7 +30,10 @@ _STOCK = (
     f"{_WRAPPERS}.multiplayer_wrapper.Wrapper",
     f"{_WRAPPERS}.observables_wrapper.ObservablesWrapper",
 )
-_STOCK_EPISODES = (f"{_WRAPPERS}.reset_wrapper.ResetWrapper", "envherd.workers.adapters.meltingpot.build.EpisodeEnv")
+_STOCK_EPISODES = (
+    f"{_WRAPPERS}.reset_wrapper.ResetWrapper",
+    "envherd.workers.adapters.meltingpot.build.EpisodeEnv",
+)
 _OVERRIDABLE = ("step", "observation", "events")
 _SUBJECTS = ("_action_subject", "_timestep_subject", "_events_subject")
 _RUNNING = "RUNNING"
@@ -55,7 +58,13 @@ class Views:
         reward: float64 `[P, 1]`, likewise written again.
     """
 
-    def __init__(self, env: Any, players: Mapping[str, np.ndarray], worlds: Iterable[str], num_players: int) -> None:
+    def __init__(
+        self,
+        env: Any,
+        players: Mapping[str, np.ndarray],
+        worlds: Iterable[str],
+        num_players: int,
+    ) -> None:
         self._env = env
         self.stacks = dict(players)
         self.players: dict[str, Any] = dict(players)
@@ -65,15 +74,25 @@ class Views:
         chain = stock_layers(env)
         if chain is not None:
             images = [name for name, stack in players.items() if stack.ndim >= _IMAGE]
-            others = {name: stack for name, stack in players.items() if name not in (*images, _COLLECTIVE_REWARD)}
-            self._direct = DirectStep(chain, others, images, self.reward, players.get(_COLLECTIVE_REWARD))
+            others = {
+                name: stack
+                for name, stack in players.items()
+                if name not in (*images, _COLLECTIVE_REWARD)
+            }
+            self._direct = DirectStep(
+                chain, others, images, self.reward, players.get(_COLLECTIVE_REWARD)
+            )
 
     def forget(self) -> None:
         """Drop the episode's dmlab2d env, so that it is freed before the next one is built."""
         if self._direct is not None:
             self._direct.forget()
 
-    def step(self, actions: np.ndarray, as_native: Callable[[np.ndarray], list[Any]] = np.ndarray.tolist) -> bool:
+    def step(
+        self,
+        actions: np.ndarray,
+        as_native: Callable[[np.ndarray], list[Any]] = np.ndarray.tolist,
+    ) -> bool:
         """Make one transition and read it; return whether the episode has ended.
 
         Args:
@@ -124,14 +143,22 @@ class DirectStep:
         collective_reward: np.ndarray | None,
     ) -> None:
         self._episodes = chain[-1]
-        self._subjects = [getattr(layer, name) for layer in (chain[0], chain[4]) for name in _SUBJECTS]
+        self._subjects = [
+            getattr(layer, name) for layer in (chain[0], chain[4]) for name in _SUBJECTS
+        ]
         table = chain[2]._action_table
         self._action_names = tuple(table[0])
-        self._action_table = np.array([[row[name] for name in self._action_names] for row in table], np.int32)
+        self._action_table = np.array(
+            [[row[name] for name in self._action_names] for row in table], np.int32
+        )
         self._reward = reward
         self._collective_reward = collective_reward
         players = range(1, len(reward) + 1)
-        self._reads = [(f"{i}.{key}", rows[i - 1]) for key, rows in numbers.items() for i in players]
+        self._reads = [
+            (f"{i}.{key}", rows[i - 1])
+            for key, rows in numbers.items()
+            for i in players
+        ]
         self._reads += [(f"{i}.REWARD", reward[i - 1]) for i in players]
         self._images = [(key, [f"{i}.{key}" for i in players]) for key in images]
         self._lab2d: Any = None
@@ -152,7 +179,9 @@ class DirectStep:
                 return False
         return self._is_stock and not lab2d._reset_next_step
 
-    def step(self, actions: np.ndarray, worlds: dict[str, Any], players: dict[str, Any]) -> bool:
+    def step(
+        self, actions: np.ndarray, worlds: dict[str, Any], players: dict[str, Any]
+    ) -> bool:
         """Make one transition; legal right after `is_possible` has returned True.
 
         Args:
@@ -187,7 +216,10 @@ class DirectStep:
         self._lab2d = lab2d
         own = vars(lab2d)
         places = own.get("_act_discrete_map", {})
-        names = [[f"{i + 1}.{name}" for name in self._action_names] for i in range(len(self._reward))]
+        names = [
+            [f"{i + 1}.{name}" for name in self._action_names]
+            for i in range(len(self._reward))
+        ]
         self._is_stock = (
             _name(lab2d) == "dmlab2d.Environment"
             and not any(name in own for name in _OVERRIDABLE)
@@ -196,7 +228,9 @@ class DirectStep:
             and len(own["_act_text"]) == 0
         )
         if self._is_stock:
-            self._places = np.array([[places[name] for name in row] for row in names], np.intp)
+            self._places = np.array(
+                [[places[name] for name in row] for row in names], np.intp
+            )
 
 
 def stock_layers(env: Any) -> list[Any] | None:

@@ -43,21 +43,28 @@ def install_lazy_import() -> None:
 class _LazyFinder(importlib.abc.MetaPathFinder):
     """Finds the packages and the builder in the usual places, and replaces only their loader."""
 
-    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> Any:
+    def find_spec(
+        self, name: str, path: Any = None, target: ModuleType | None = None
+    ) -> Any:
         if name == _BUILDER:
             spec = self._find_elsewhere(name, path, target)
             if spec is not None:
                 spec.loader = _BuilderLoader(spec.loader)
             return spec
-        if name != _MELTINGPOT and not (name == _CHEX and _importer_name().startswith(f"{_MELTINGPOT}.")):
+        if name != _MELTINGPOT and not (
+            name == _CHEX and _importer_name().startswith(f"{_MELTINGPOT}.")
+        ):
             return None
         spec = self._find_elsewhere(name, path, target)
         source = None if spec is None else _init_source(spec)
         names = frozenset("*") if source is None else frozenset(_bindings(source))
-        if source is None or "*" in names:  # what it defines cannot be seen: imported as usual
+        # What it defines cannot be seen: imported as usual.
+        if source is None or "*" in names:
             return spec
         special = {"dataclass": mapping_dataclass} if name == _CHEX else {}
-        spec.loader = _LazyLoader(spec.loader, names, special, ast.get_docstring(source))
+        spec.loader = _LazyLoader(
+            spec.loader, names, special, ast.get_docstring(source)
+        )
         return spec
 
     def _find_elsewhere(self, name: str, path: Any, target: ModuleType | None) -> Any:
@@ -73,7 +80,9 @@ class _LazyFinder(importlib.abc.MetaPathFinder):
 class _LazyLoader(importlib.abc.Loader):
     """Creates the module but defers its code; delegates everything else to the real loader."""
 
-    def __init__(self, real: Any, names: frozenset[str], special: dict[str, Any], doc: str | None) -> None:
+    def __init__(
+        self, real: Any, names: frozenset[str], special: dict[str, Any], doc: str | None
+    ) -> None:
         self.real = real
         self.names = names
         self.special = special
@@ -86,7 +95,10 @@ class _LazyLoader(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         module.__doc__ = self.doc
         old_name = f"{_MELTINGPOT}.python"
-        if module.__name__ == _MELTINGPOT and importlib.util.find_spec(old_name) is None:
+        if (
+            module.__name__ == _MELTINGPOT
+            and importlib.util.find_spec(old_name) is None
+        ):
             # The package's own `__init__` keeps this name of earlier versions alive.
             sys.modules[old_name] = module
 
@@ -124,10 +136,15 @@ class _LazyPackage(ModuleType):
         spec = self.__spec__
         loader = None if spec is None else spec.loader
         if isinstance(loader, _LazyLoader) and not name.startswith("__"):
-            if name in loader.special and _importer_name().startswith(f"{_MELTINGPOT}."):
+            if name in loader.special and _importer_name().startswith(
+                f"{_MELTINGPOT}."
+            ):
                 return loader.special[name]
             submodule = f"{self.__name__}.{name}"
-            if self.__name__ == _MELTINGPOT and importlib.util.find_spec(submodule) is not None:
+            if (
+                self.__name__ == _MELTINGPOT
+                and importlib.util.find_spec(submodule) is not None
+            ):
                 return importlib.import_module(submodule)
             if name in loader.names:
                 _run_init(self, loader)
@@ -184,7 +201,9 @@ def _importer_name() -> str:
     return ""
 
 
-def mapping_dataclass(cls: type | None = None, /, *, frozen: bool = False, **options: Any) -> Any:
+def mapping_dataclass(
+    cls: type | None = None, /, *, frozen: bool = False, **options: Any
+) -> Any:
     """Decorate as `chex.dataclass` does, without JAX: a dataclass that is also a `Mapping` of its fields.
 
     Args:
@@ -206,19 +225,31 @@ def _as_mapping(cls: Any) -> type:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         real_init(self, **dict(*args, **kwargs))
 
-    namespace = {name: value for name, value in cls.__dict__.items() if name not in ("__dict__", "__weakref__")}
+    namespace = {
+        name: value
+        for name, value in cls.__dict__.items()
+        if name not in ("__dict__", "__weakref__")
+    }
     namespace.update(
         __init__=init,
         __getitem__=lambda self, name: self.__dict__[name],
         __len__=lambda self: len(self.__dict__),
         __iter__=lambda self: iter(self.__dict__),
         replace=dataclasses.replace,
-        to_tuple=lambda self: tuple(getattr(self, field.name) for field in dataclasses.fields(self)),
+        to_tuple=lambda self: tuple(
+            getattr(self, field.name) for field in dataclasses.fields(self)
+        ),
     )
     bases = tuple(base for base in cls.__bases__ if base is not object)
     is_mapping = any(issubclass(base, collections.abc.Mapping) for base in bases)
-    made = type(cls.__name__, bases if is_mapping else (*bases, collections.abc.Mapping), namespace)
+    made = type(
+        cls.__name__,
+        bases if is_mapping else (*bases, collections.abc.Mapping),
+        namespace,
+    )
     made.from_tuple = classmethod(  # type: ignore[attr-defined]  # added to the class on purpose
-        lambda made_cls, values: made_cls(zip((f.name for f in dataclasses.fields(made_cls)), values, strict=True))
+        lambda made_cls, values: made_cls(
+            zip((f.name for f in dataclasses.fields(made_cls)), values, strict=True)
+        )
     )
     return made

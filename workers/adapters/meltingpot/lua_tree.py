@@ -29,7 +29,14 @@ import tempfile
 from pathlib import Path
 
 from envherd.shm import platforms
-from envherd.workers.adapters.meltingpot.lua_edits import COLLECT_SELDOM, COPY_LESS, DRAW_ONCE, VERSIONS, edited, misfit
+from envherd.workers.adapters.meltingpot.lua_edits import (
+    COLLECT_SELDOM,
+    COPY_LESS,
+    DRAW_ONCE,
+    VERSIONS,
+    edited,
+    misfit,
+)
 from envherd.workers.errors import FactoryError
 
 #: Runs first in every Lua state, before any of Melting Pot's own code walks a table.
@@ -40,7 +47,8 @@ _PLACE_ATTEMPTS = 5
 
 #: Lines that do nothing but log a table, or the grid, as text; `log.v` prints nothing at the level of Melting Pot.
 _LOGS_A_TEXT = re.compile(
-    rb"""^[ \t]*log\.v\(\d, (?:"[^"\n]*"|'[^'\n]*') \.\. (?:helpers\.)?tostring\(\w+\)\)[ \t]*$""", re.MULTILINE
+    rb"""^[ \t]*log\.v\(\d, (?:"[^"\n]*"|'[^'\n]*') \.\. (?:helpers\.)?tostring\(\w+\)\)[ \t]*$""",
+    re.MULTILINE,
 )
 
 # For code without the edits. dmlab2d makes two full collections when it has built a level, which turn the collector on
@@ -158,7 +166,11 @@ def lua_root(*, is_ordered: bool) -> str | None:
     """
     try:
         return _placed(_copied_files(_installed_lua(), is_ordered=is_ordered))
-    except (FactoryError, OSError, RuntimeError):  # RuntimeError: a user without a home folder
+    except (
+        FactoryError,
+        OSError,
+        RuntimeError,
+    ):  # RuntimeError: a user without a home folder
         if is_ordered:
             raise
         return None
@@ -169,7 +181,10 @@ def _placed(files: dict[str, bytes]) -> str:
     digest = hashlib.sha256()
     for name, content in sorted(files.items()):
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
-    target = _cache_folder() / f"meltingpot-{_version('dm-meltingpot')}-{digest.hexdigest()[:16]}"
+    target = (
+        _cache_folder()
+        / f"meltingpot-{_version('dm-meltingpot')}-{digest.hexdigest()[:16]}"
+    )
     if not _holds(target, files):
         try:
             _place(target, files)
@@ -203,7 +218,11 @@ def why_not_edited() -> str:
 
 
 def _read(lua: Path) -> dict[str, bytes]:
-    return {path.relative_to(lua).as_posix(): path.read_bytes() for path in lua.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(lua).as_posix(): path.read_bytes()
+        for path in lua.rglob("*")
+        if path.is_file()
+    }
 
 
 def _copied_files(lua: Path, *, is_ordered: bool) -> dict[str, bytes]:
@@ -232,12 +251,17 @@ def _version(package: str) -> str:
 
 
 def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / platforms.CACHES) / "envherd"
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / platforms.CACHES)
+        / "envherd"
+    )
 
 
 def _holds(root: Path, files: dict[str, bytes]) -> bool:
     try:
-        return all((root / name).read_bytes() == content for name, content in files.items())
+        return all(
+            (root / name).read_bytes() == content for name, content in files.items()
+        )
     except OSError:
         return False
 

@@ -32,14 +32,22 @@ from envherd.shm.specs import EnvSpec, LeafSpec, done_leaves
 from envherd.workers.adapters.base import Adapter, Mask, Options, StepValues
 from envherd.workers.adapters.common.reset_options import own_options
 from envherd.workers.adapters.common.scalars import as_flag, as_float, outline
-from envherd.workers.adapters.pettingzoo.groups import Agent, AgentGroup, Seat, make_groups, read_agent
+from envherd.workers.adapters.pettingzoo.groups import (
+    Agent,
+    AgentGroup,
+    Seat,
+    make_groups,
+    read_agent,
+)
 from envherd.workers.adapters.registry import is_one_of
 from envherd.workers.errors import ResetNeeded, SpecError
 
 #: PettingZoo's base class of envs whose agents take turns.
 AEC = "pettingzoo.utils.env.AECEnv"
 
-_FIVE = "(observations, rewards, terminations, truncations, infos), each a dict by agent"
+_FIVE = (
+    "(observations, rewards, terminations, truncations, infos), each a dict by agent"
+)
 
 
 class ParallelAdapter(Adapter):
@@ -61,11 +69,18 @@ class ParallelAdapter(Adapter):
         self.info: Mapping[Any, Any] = {}
         self._turns = turn_based(parallel)
         self._seats = seats
-        self._rewards: list[np.ndarray] = []  # in which the seats store them, aligned with the spec
-        self._done_values: list[Any] = []  # done, terminated and truncated of each group, bool `[A, 1]`
+        # In which the seats store them, aligned with the spec.
+        self._rewards: list[np.ndarray] = []
+        # Done, terminated and truncated of each group, bool `[A, 1]`.
+        self._done_values: list[Any] = []
         self._needs_reset = True
 
-    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:  # noqa: ARG002
+    def reset(
+        self,
+        seed: int | None,
+        options: Options = None,
+        mask: Mask = None,  # noqa: ARG002
+    ) -> list[Any]:
         """Start a new episode; `options` are `{"options": {...}}`, of which the env gets a copy, or nothing.
 
         Raises:
@@ -75,7 +90,9 @@ class ParallelAdapter(Adapter):
         self._needs_reset = True
         observations, self.info = checked_reset(self._begin(seed, options))
         if self._needs_agents and not self._parallel.agents:
-            raise SpecError("reset failed: expected a PettingZoo env with agents, got one that has none. Fix the env.")
+            raise SpecError(
+                "reset failed: expected a PettingZoo env with agents, got one that has none. Fix the env."
+            )
         for seat in self._seats.values():
             seat.end = (False, False)
         self._observe(observations)
@@ -90,14 +107,18 @@ class ParallelAdapter(Adapter):
             SpecError: the env returned no five dicts, left out an agent that acts, or named an unknown one.
         """
         if self._needs_reset:
-            raise ResetNeeded("step failed: expected an episode under way, got an env that needs a reset.")
+            raise ResetNeeded(
+                "step failed: expected an episode under way, got an env that needs a reset."
+            )
         acting = self._acting()
         result = checked_step(self._parallel.step(self._actions(action, acting)))
         _, rewards, terminations, truncations, self.info = result
         self._observe(*result[:4])
         for agent, seat in self._seats.items():
             reward = rewards.get(agent)
-            seat.take_reward(0.0 if reward is None else as_float(reward, f"reward of {agent}"))
+            seat.take_reward(
+                0.0 if reward is None else as_float(reward, f"reward of {agent}")
+            )
         terminated, truncated = self._note_ends(terminations, truncations, acting)
         self._needs_reset = terminated or truncated
         return self._row(), list(self._rewards), terminated, truncated
@@ -107,22 +128,47 @@ class ParallelAdapter(Adapter):
 
     def render(self) -> Any:
         """Return what `env.render()` draws, uint8 `[H, W, 3]`, if its render mode is "rgb_array", else None."""
-        return self._parallel.render() if getattr(self._parallel, "render_mode", None) == "rgb_array" else None
+        return (
+            self._parallel.render()
+            if getattr(self._parallel, "render_mode", None) == "rgb_array"
+            else None
+        )
 
     def state_dict(self) -> Any:
         """Return the env's state, and which agents have ended."""
         ends = [list(seat.end) for seat in self._seats.values()]
-        return {"env": super().state_dict(), "ends": ends, "needs_reset": self._needs_reset}
+        return {
+            "env": super().state_dict(),
+            "ends": ends,
+            "needs_reset": self._needs_reset,
+        }
 
     def read_state(self, state: Any) -> Callable[[], None]:
         """Check a state that `state_dict` returned; return what restores it."""
-        if not (isinstance(state, Mapping) and {"env", "ends", "needs_reset"} <= state.keys()):
-            raise ValueError(f"expected a state of a PettingZoo env, got {type(state).__name__}.")
-        put, ends, needs_reset = super().read_state(state["env"]), state["ends"], state["needs_reset"]
-        are_ends = isinstance(ends, list) and all(isinstance(end, list) and len(end) == 2 for end in ends)
-        flags = [needs_reset, *itertools.chain.from_iterable(ends)] if are_ends else [None]
-        if not all(isinstance(flag, bool) for flag in flags) or len(ends) != len(self._seats):
-            raise ValueError(f"expected the ends of {len(self._seats)} agents, got {ends!r:.80}, {needs_reset!r:.80}.")
+        if not (
+            isinstance(state, Mapping)
+            and {"env", "ends", "needs_reset"} <= state.keys()
+        ):
+            raise ValueError(
+                f"expected a state of a PettingZoo env, got {type(state).__name__}."
+            )
+        put, ends, needs_reset = (
+            super().read_state(state["env"]),
+            state["ends"],
+            state["needs_reset"],
+        )
+        are_ends = isinstance(ends, list) and all(
+            isinstance(end, list) and len(end) == 2 for end in ends
+        )
+        flags = (
+            [needs_reset, *itertools.chain.from_iterable(ends)] if are_ends else [None]
+        )
+        if not all(isinstance(flag, bool) for flag in flags) or len(ends) != len(
+            self._seats
+        ):
+            raise ValueError(
+                f"expected the ends of {len(self._seats)} agents, got {ends!r:.80}, {needs_reset!r:.80}."
+            )
 
         def put_all() -> None:
             put()
@@ -134,14 +180,19 @@ class ParallelAdapter(Adapter):
 
     def _begin(self, seed: int | None, options: Mapping[str, Any] | None) -> Any:
         """Reset the env and return what it returned."""
-        return self._parallel.reset(seed=seed, options=own_options(options, "PettingZoo env"))
+        return self._parallel.reset(
+            seed=seed, options=own_options(options, "PettingZoo env")
+        )
 
     def _acting(self) -> list[Agent]:
         """Return the agents whose actions the env gets."""
         return list(self._parallel.agents)
 
     def _note_ends(
-        self, terminations: Mapping[Agent, Any], truncations: Mapping[Agent, Any], acting: Collection[Agent]
+        self,
+        terminations: Mapping[Agent, Any],
+        truncations: Mapping[Agent, Any],
+        acting: Collection[Agent],
     ) -> tuple[bool, bool]:
         """Record how agents have ended; return whether the episode has terminated, and whether it was truncated."""
         present = self._parallel.agents
@@ -149,8 +200,10 @@ class ParallelAdapter(Adapter):
             terminated, truncated = terminations.get(agent), truncations.get(agent)
             if terminated is not None or truncated is not None:
                 seat.end = (
-                    terminated is not None and as_flag(terminated, f"terminations[{agent!r}]"),
-                    truncated is not None and as_flag(truncated, f"truncations[{agent!r}]"),
+                    terminated is not None
+                    and as_flag(terminated, f"terminations[{agent!r}]"),
+                    truncated is not None
+                    and as_flag(truncated, f"truncations[{agent!r}]"),
                 )
             elif agent in present:
                 seat.end = (False, False)
@@ -203,9 +256,16 @@ class PettingZooAdapter(ParallelAdapter):
         env = as_parallel(env)
         agents = possible_agents(env)
         _, infos = checked_reset(env.reset(seed=None, options=None))
-        read = [read_agent(a, env.observation_space(a), env.action_space(a), infos.get(a)) for a in agents]
+        read = [
+            read_agent(a, env.observation_space(a), env.action_space(a), infos.get(a))
+            for a in agents
+        ]
         self._groups = make_groups(read, None if options is None else options.group_map)
-        super().__init__(env, env, {seat.agent: seat for group in self._groups for seat in group.seats})
+        super().__init__(
+            env,
+            env,
+            {seat.agent: seat for group in self._groups for seat in group.seats},
+        )
         self._values = [value for group in self._groups for value in group.values]
         self._rewards = [group.reward for group in self._groups]
         self._done_values = [value for group in self._groups for value in group.flags]
@@ -221,7 +281,9 @@ class PettingZooAdapter(ParallelAdapter):
         actions = {}
         for agent in acting:
             seat: Seat = self._seat(agent)
-            actions[agent] = seat.build([values[seat.index] for values in parts[seat.group.name]])
+            actions[agent] = seat.build(
+                [values[seat.index] for values in parts[seat.group.name]]
+            )
         return actions
 
     def _observe(self, *dicts: Mapping[Agent, Any]) -> None:
@@ -239,21 +301,35 @@ class PettingZooAdapter(ParallelAdapter):
             self._seat(agent)
         for agent, seat in self._seats.items():
             if agent in observations:
-                seat.observe(observations[agent], self.info.get(agent), is_acting=agent in acting)
+                seat.observe(
+                    observations[agent], self.info.get(agent), is_acting=agent in acting
+                )
             else:
                 seat.blank()
 
     def _row(self) -> list[Any]:
-        return [*self._values, self.env.state()] if self._state is not None else list(self._values)
+        return (
+            [*self._values, self.env.state()]
+            if self._state is not None
+            else list(self._values)
+        )
 
     def _make_spec(self) -> EnvSpec:
         groups, env = self._groups, self.env
         state = () if self._state is None else (self._state,)
         return EnvSpec(
-            observation=(*(leaf for group in groups for leaf in group.observation), *state),
+            observation=(
+                *(leaf for group in groups for leaf in group.observation),
+                *state,
+            ),
             action=tuple(leaf for group in groups for leaf in group.action),
-            reward=tuple(LeafSpec((group.name, "reward"), (group.size, 1), "float32") for group in groups),
-            done=done_leaves(groups=tuple(((group.name,), (group.size, 1)) for group in groups)),
+            reward=tuple(
+                LeafSpec((group.name, "reward"), (group.size, 1), "float32")
+                for group in groups
+            ),
+            done=done_leaves(
+                groups=tuple(((group.name,), (group.size, 1)) for group in groups)
+            ),
             groups=tuple(((group.name,), (group.size,)) for group in groups),
             family=self.family,
             metadata=_metadata(env, groups),
@@ -309,14 +385,24 @@ def acting_agents(env: Any, turns: Any) -> list[Agent]:
 
 def checked_step(result: Any) -> Any:
     """Return the five dicts by agent that `env.step` has returned; refuse anything else."""
-    if not (isinstance(result, (tuple, list)) and len(result) == 5 and all(isinstance(d, Mapping) for d in result)):
-        raise SpecError(f"step failed: expected {_FIVE}, got {outline(result)}. Return them from env.step.")
+    if not (
+        isinstance(result, (tuple, list))
+        and len(result) == 5
+        and all(isinstance(d, Mapping) for d in result)
+    ):
+        raise SpecError(
+            f"step failed: expected {_FIVE}, got {outline(result)}. Return them from env.step."
+        )
     return result
 
 
 def checked_reset(result: Any) -> tuple[Mapping[Agent, Any], Mapping[Any, Any]]:
     """Return the observations and infos that `env.reset` has returned; refuse anything else."""
-    if not (isinstance(result, (tuple, list)) and len(result) == 2 and all(isinstance(d, Mapping) for d in result)):
+    if not (
+        isinstance(result, (tuple, list))
+        and len(result) == 2
+        and all(isinstance(d, Mapping) for d in result)
+    ):
         raise SpecError(
             f"reset failed: expected (observations, infos), both dicts by agent, got {outline(result)}. "
             f"PettingZoo before 1.23 returned observations alone: return both from env.reset."
@@ -327,7 +413,11 @@ def checked_reset(result: Any) -> tuple[Mapping[Agent, Any], Mapping[Any, Any]]:
 def _state_leaf(env: Any) -> LeafSpec:
     """Return the spec of the env's state, from its space where it has one, else from its state now."""
     space = getattr(env, "state_space", None)
-    like = np.asarray(env.state()) if space is None or space.shape is None else np.empty(space.shape, space.dtype)
+    like = (
+        np.asarray(env.state())
+        if space is None or space.shape is None
+        else np.empty(space.shape, space.dtype)
+    )
     return LeafSpec(("state",), like.shape, like.dtype.name)
 
 
@@ -347,7 +437,9 @@ def _metadata(env: Any, groups: list[AgentGroup]) -> dict[str, Any]:
     return facts
 
 
-def _end_episode(seats: Mapping[Agent, Any], agents: Collection[Agent]) -> tuple[bool, bool]:
+def _end_episode(
+    seats: Mapping[Agent, Any], agents: Collection[Agent]
+) -> tuple[bool, bool]:
     """Return whether the episode has terminated, and whether it was truncated; if so, all agents are done.
 
     Args:

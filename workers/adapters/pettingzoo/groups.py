@@ -31,7 +31,13 @@ import numpy as np
 from gymnasium import spaces
 
 from envherd.shm.specs import Binary, LeafSpec
-from envherd.workers.adapters.common.tree import RESERVED_NAMES, builder, flattener, leaf_specs, stacked
+from envherd.workers.adapters.common.tree import (
+    RESERVED_NAMES,
+    builder,
+    flattener,
+    leaf_specs,
+    stacked,
+)
 from envherd.workers.adapters.gymnasium.spaces import tree_below
 from envherd.workers.errors import SpecError
 from envherd.workers.writers import writer_for
@@ -65,12 +71,24 @@ class AgentSpaces:
 def read_agent(agent: Agent, observation: Any, action: Any, info: Any) -> AgentSpaces:
     """Read an agent's spaces and its first info (None if it had none)."""
     info = info if isinstance(info, Mapping) else {}
-    shapes = {key: np.shape(value) for key, value in info.items() if isinstance(key, str) and _is_numeric(value)}
+    shapes = {
+        key: np.shape(value)
+        for key, value in info.items()
+        if isinstance(key, str) and _is_numeric(value)
+    }
     mask_shape = shapes.pop(ACTION_MASK, None)
-    has_mask = isinstance(observation, spaces.Dict) and ACTION_MASK in observation.spaces
+    has_mask = (
+        isinstance(observation, spaces.Dict) and ACTION_MASK in observation.spaces
+    )
     if has_mask:
         mask_shape = observation[ACTION_MASK].shape
-        observation = spaces.Dict({key: space for key, space in observation.spaces.items() if key != ACTION_MASK})
+        observation = spaces.Dict(
+            {
+                key: space
+                for key, space in observation.spaces.items()
+                if key != ACTION_MASK
+            }
+        )
     return AgentSpaces(agent, observation, action, mask_shape, has_mask, shapes)
 
 
@@ -99,7 +117,9 @@ class AgentGroup:
     def __init__(self, name: str, members: Sequence[AgentSpaces]) -> None:
         self.name = name
         self.size = size = len(members)
-        trees = [tree_below(member.observation, "observation", name) for member in members]
+        trees = [
+            tree_below(member.observation, "observation", name) for member in members
+        ]
         acts = [tree_below(member.action, "action", name) for member in members]
         observation = _stacked([leaf_specs(tree) for tree in trees], members)
         self.action = _stacked([leaf_specs(act) for act in acts], members)
@@ -107,16 +127,32 @@ class AgentGroup:
         self.flags = np.zeros((3, size, 1), bool)
         self.mask, self.action_mask = np.zeros(size, bool), _common_mask(members)
         self.observed = [np.zeros(leaf.shape, leaf.dtype) for leaf in observation]
-        self.infos = {key: np.zeros((size, *shape), np.float32) for key, shape in _common_infos(members).items()}
-        flags = {"mask": self.mask} if self.action_mask is None else {ACTION_MASK: self.action_mask, "mask": self.mask}
+        self.infos = {
+            key: np.zeros((size, *shape), np.float32)
+            for key, shape in _common_infos(members).items()
+        }
+        flags = (
+            {"mask": self.mask}
+            if self.action_mask is None
+            else {ACTION_MASK: self.action_mask, "mask": self.mask}
+        )
         self.observation = (
             *observation,
-            *(LeafSpec((name, key), array.shape, "bool", Binary()) for key, array in flags.items()),
-            *(LeafSpec((name, "info", key), array.shape, "float32") for key, array in self.infos.items()),
+            *(
+                LeafSpec((name, key), array.shape, "bool", Binary())
+                for key, array in flags.items()
+            ),
+            *(
+                LeafSpec((name, "info", key), array.shape, "float32")
+                for key, array in self.infos.items()
+            ),
         )
         self.values = [*self.observed, *flags.values(), *self.infos.values()]
         triples = zip(members, trees, acts, strict=True)
-        self.seats = [Seat(self, index, member, tree, act) for index, (member, tree, act) in enumerate(triples)]
+        self.seats = [
+            Seat(self, index, member, tree, act)
+            for index, (member, tree, act) in enumerate(triples)
+        ]
 
 
 class Place:
@@ -153,17 +189,31 @@ class Seat(Place):
         build: action leaves of this agent -> its action.
     """
 
-    def __init__(self, group: AgentGroup, index: int, known: AgentSpaces, observation: Any, action: Any) -> None:
+    def __init__(
+        self,
+        group: AgentGroup,
+        index: int,
+        known: AgentSpaces,
+        observation: Any,
+        action: Any,
+    ) -> None:
         super().__init__(known.agent, group.reward[index], group.flags[:, index, 0])
         name = str(known.agent)
         self.group = group
         self.index = index
         self.build = builder(action)
         self._flatten = flattener(observation, f"the observation of {name}")
-        leaves = [replace(leaf, key=(name, *leaf.key[1:])) for leaf in leaf_specs(observation)]
-        self._writers = [writer_for(leaf, array) for leaf, array in zip(leaves, group.observed, strict=True)]
+        leaves = [
+            replace(leaf, key=(name, *leaf.key[1:])) for leaf in leaf_specs(observation)
+        ]
+        self._writers = [
+            writer_for(leaf, array)
+            for leaf, array in zip(leaves, group.observed, strict=True)
+        ]
         self._info_writers = {
-            key: writer_for(LeafSpec((name, "info", key), array.shape[1:], "float32"), array)
+            key: writer_for(
+                LeafSpec((name, "info", key), array.shape[1:], "float32"), array
+            )
             for key, array in group.infos.items()
         }
         self._has_mask_in_observation = known.has_mask_in_observation
@@ -197,7 +247,9 @@ class Seat(Place):
                 group.infos[key][index] = 0
         group.mask[index] = is_acting
         if group.action_mask is not None:
-            group.action_mask[index] = self._flags(legal) if is_acting and legal is not None else True
+            group.action_mask[index] = (
+                self._flags(legal) if is_acting and legal is not None else True
+            )
 
     def _flags(self, legal: Any) -> np.ndarray:
         assert self.group.action_mask is not None
@@ -211,7 +263,9 @@ class Seat(Place):
         return array.astype(bool)
 
 
-def make_groups(agents: Sequence[AgentSpaces], group_map: Mapping[str, Sequence[Agent]] | None) -> list[AgentGroup]:
+def make_groups(
+    agents: Sequence[AgentSpaces], group_map: Mapping[str, Sequence[Agent]] | None
+) -> list[AgentGroup]:
     """Group agents.
 
     Args:
@@ -223,7 +277,9 @@ def make_groups(agents: Sequence[AgentSpaces], group_map: Mapping[str, Sequence[
             that a batch uses itself; a value without a fixed shape.
     """
     known = {agent.agent: agent for agent in agents}
-    chosen: Mapping[str, Sequence[Agent]] = groups_by_name(list(known)) if group_map is None else group_map
+    chosen: Mapping[str, Sequence[Agent]] = (
+        groups_by_name(list(known)) if group_map is None else group_map
+    )
     _check_partition(chosen, list(known))
     groups: list[AgentGroup] = []
     for name, names in chosen.items():
@@ -243,7 +299,9 @@ def groups_by_name(agents: Sequence[Agent]) -> dict[str, list[Agent]]:
     groups: dict[str, list[Agent]] = {}
     for agent in agents:
         prefix, underscore, number = str(agent).rpartition("_")
-        groups.setdefault(prefix if underscore and _is_integer(number) else str(agent), []).append(agent)
+        groups.setdefault(
+            prefix if underscore and _is_integer(number) else str(agent), []
+        ).append(agent)
     return groups
 
 
@@ -255,11 +313,19 @@ def _is_integer(text: str) -> bool:
     return True
 
 
-def _check_partition(groups: Mapping[str, Sequence[Agent]], agents: list[Agent]) -> None:
+def _check_partition(
+    groups: Mapping[str, Sequence[Agent]], agents: list[Agent]
+) -> None:
     placed = [agent for names in groups.values() for agent in names]
     for agent in (*placed, *agents):
         if placed.count(agent) != 1 or agent not in agents:
-            got = "in none" if agent not in placed else "twice" if agent in agents else "which the env does not have"
+            got = (
+                "in none"
+                if agent not in placed
+                else "twice"
+                if agent in agents
+                else "which the env does not have"
+            )
             raise SpecError(
                 f"grouping the agents failed: expected each of {', '.join(map(str, agents))} in one group of the "
                 f"group_map, got {agent!r} {got}. Correct the group_map."
@@ -268,7 +334,12 @@ def _check_partition(groups: Mapping[str, Sequence[Agent]], agents: list[Agent])
 
 def _check_names(names: list[str]) -> None:
     for name in names:
-        if not name or name in RESERVED_NAMES or name == "state" or names.count(name) > 1:
+        if (
+            not name
+            or name in RESERVED_NAMES
+            or name == "state"
+            or names.count(name) > 1
+        ):
             raise SpecError(
                 f"grouping the agents failed: expected names of groups that differ from each other and from "
                 f"{', '.join(sorted(RESERVED_NAMES))} and state, got {name!r}. Give PettingZooFactory a group_map."
@@ -279,7 +350,9 @@ def _common_infos(members: Sequence[AgentSpaces]) -> dict[str, tuple[int, ...]]:
     """Return the info entries that all members have in the same shape."""
     others = [member.info_shapes for member in members[1:]]
     return {
-        key: shape for key, shape in members[0].info_shapes.items() if all(other.get(key) == shape for other in others)
+        key: shape
+        for key, shape in members[0].info_shapes.items()
+        if all(other.get(key) == shape for other in others)
     }
 
 
@@ -292,18 +365,31 @@ def _common_mask(members: Sequence[AgentSpaces]) -> np.ndarray | None:
     found = {member.mask_shape for member in members} - {None}
     if not found:
         return None
-    if len(found) > 1 or len({member.has_mask_in_observation for member in members}) > 1:
+    if (
+        len(found) > 1
+        or len({member.has_mask_in_observation for member in members}) > 1
+    ):
         raise _cannot_stack(members, "different action masks")
     return np.ones((len(members), *(found.pop() or ())), bool)
 
 
-def _stacked(leaves: Sequence[tuple[LeafSpec, ...]], members: Sequence[AgentSpaces]) -> tuple[LeafSpec, ...]:
+def _stacked(
+    leaves: Sequence[tuple[LeafSpec, ...]], members: Sequence[AgentSpaces]
+) -> tuple[LeafSpec, ...]:
     """Return members' leaves as leaves of their group, `[A, *their shape]`.
 
     Raises:
         SpecError: members differ in keys, shapes or dtypes, or a value has no fixed shape.
     """
-    if len({tuple((leaf.key, leaf.shape, leaf.dtype) for leaf in own) for own in leaves}) > 1:
+    if (
+        len(
+            {
+                tuple((leaf.key, leaf.shape, leaf.dtype) for leaf in own)
+                for own in leaves
+            }
+        )
+        > 1
+    ):
         raise _cannot_stack(members, "different ones")
     return tuple(_stack(column, members) for column in zip(*leaves, strict=True))
 

@@ -58,7 +58,9 @@ class TorchBatchAdapter(Adapter):
 
     takes_tensors = True
 
-    def __init__(self, env: Any, num_rows: int, device: Any, *, keeps_actions: bool | None = None) -> None:
+    def __init__(
+        self, env: Any, num_rows: int, device: Any, *, keeps_actions: bool | None = None
+    ) -> None:
         self.env = env
         self.device = torch.device(device)
         self._num_rows = num_rows
@@ -66,7 +68,9 @@ class TorchBatchAdapter(Adapter):
         self._generators = OwnGenerators(seeding.caller_state, seeding.restore_caller)
         self._latest: Leaves | None = None
 
-    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:
+    def reset(
+        self, seed: int | None, options: Options = None, mask: Mask = None
+    ) -> list[Any]:
         """Start an episode in all rows, or in those in `mask` (the first reset is of all rows); see `Adapter.reset`.
 
         Args:
@@ -85,7 +89,8 @@ class TorchBatchAdapter(Adapter):
                 latest = self._reset_all(seed, kwargs)
             else:
                 rows = torch.from_numpy(mask.reshape(-1)).to(self.device)
-                before = [leaf.clone() for leaf in self._latest]  # the simulator may overwrite its tensors
+                # The simulator may overwrite its tensors.
+                before = [leaf.clone() for leaf in self._latest]
                 latest = choose(rows, self._reset_rows(rows, kwargs), before)
         self._latest = latest
         return self._given(latest)
@@ -100,12 +105,21 @@ class TorchBatchAdapter(Adapter):
             Values as of `reset`; terminated and truncated as bool arrays `[B, 1]`, copies.
         """
         if self._latest is None:
-            raise ResetNeeded("step failed: expected a reset first, got a step. Reset the env.")
+            raise ResetNeeded(
+                "step failed: expected a reset first, got a step. Reset the env."
+            )
         with self._on_stage():
-            observation, rewards, terminated, truncated = self._step(self._lender.lend(action))
+            observation, rewards, terminated, truncated = self._step(
+                self._lender.lend(action)
+            )
         self._lender.check(self.origin)
         self._latest = observation
-        return self._given(observation), self._given(rewards), self._flags(terminated), self._flags(truncated)
+        return (
+            self._given(observation),
+            self._given(rewards),
+            self._flags(terminated),
+            self._flags(truncated),
+        )
 
     @contextlib.contextmanager
     def _on_stage(self) -> Iterator[None]:
@@ -137,7 +151,9 @@ class TorchBatchAdapter(Adapter):
         """Step all rows once."""
 
 
-def choose(rows: torch.Tensor, leaves: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> Leaves:
+def choose(
+    rows: torch.Tensor, leaves: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
+) -> Leaves:
     """Return `leaves` in the rows set in bool `[B]`, and `others` in the rest, in fresh memory."""
     return [
         torch.where(rows.view(-1, *(1,) * (leaf.ndim - 1)), leaf, other)
@@ -174,7 +190,9 @@ class _Lender:
                 continue
             array = np.asarray(value)
             if self._is_on_cpu:
-                array = array.copy() if self._is_copying or self._num_left else array[...]
+                array = (
+                    array.copy() if self._is_copying or self._num_left else array[...]
+                )
                 self._lent.append(array)
             tensors.append(torch.from_numpy(array).to(self._device))
         return tensors
@@ -189,7 +207,10 @@ class _Lender:
         if self._is_known:
             return
         is_kept = any(sys.getrefcount(lent[index]) > 2 for index in range(len(lent)))
-        is_probe, self._num_left = self._num_left > 0, max(0, self._num_left - bool(lent))
+        is_probe, self._num_left = (
+            self._num_left > 0,
+            max(0, self._num_left - bool(lent)),
+        )
         if not is_kept:
             return
         self._is_known = self._is_copying = True

@@ -30,7 +30,15 @@ from typing import Any, ClassVar, Literal, get_args
 import numpy as np
 import torch
 
-from envherd.shm.specs import Discrete, Domain, EnvSpec, Key, LeafSpec, MultiDiscrete, done_leaves
+from envherd.shm.specs import (
+    Discrete,
+    Domain,
+    EnvSpec,
+    Key,
+    LeafSpec,
+    MultiDiscrete,
+    done_leaves,
+)
 from envherd.workers.adapters.common.reset_options import check_keywords
 from envherd.workers.adapters.common.tree import interval, refuse_reserved
 from envherd.workers.adapters.simulators.batch import (
@@ -88,15 +96,34 @@ class TorchNativeAdapter(TorchBatchAdapter):
                 f"reading the env failed: expected a torch simulator with `num_envs`, got {num_rows!r} in "
                 f"{type(inner).__name__}. Leave env_type at 'auto' for an env that is no batch."
             )
-        super().__init__(env, num_rows, getattr(inner, "device", None) or "cpu", keeps_actions=keeps_actions)
+        super().__init__(
+            env,
+            num_rows,
+            getattr(inner, "device", None) or "cpu",
+            keeps_actions=keeps_actions,
+        )
         self._resets: Resets = resets or _resets_of(inner)
         if self._resets not in get_args(Resets):
-            raise FactoryError(f"TorchNativeAdapter failed: expected resets in {get_args(Resets)}, got {resets!r}.")
-        has_watch = self._resets == "same_step" and callable(getattr(inner, "_reset_idx", None))
-        self._watch = ResetWatch(self._simulator, num_rows, final_observation) if has_watch else None
-        self._takes_published = self._resets == "same_step" and (self._watch is None or self._watch.takes_published)
+            raise FactoryError(
+                f"TorchNativeAdapter failed: expected resets in {get_args(Resets)}, got {resets!r}."
+            )
+        has_watch = self._resets == "same_step" and callable(
+            getattr(inner, "_reset_idx", None)
+        )
+        self._watch = (
+            ResetWatch(self._simulator, num_rows, final_observation)
+            if has_watch
+            else None
+        )
+        self._takes_published = self._resets == "same_step" and (
+            self._watch is None or self._watch.takes_published
+        )
         # Agents as one publish an observation for each agent, which nothing here would read.
-        if self._takes_published and self._simulator is inner and _is_off(inner, "compute_final_obs"):
+        if (
+            self._takes_published
+            and self._simulator is inner
+            and _is_off(inner, "compute_final_obs")
+        ):
             inner.cfg.compute_final_obs = True
         #: Whether it resets every row that has ended, perhaps without a call of `_reset_idx`.
         self._resets_all = _autoreset_mode(inner) == "SAME_STEP"
@@ -127,7 +154,11 @@ class TorchNativeAdapter(TorchBatchAdapter):
     @property
     def info(self) -> Mapping[str, Any]:  # type: ignore[override]  # made on access, which is rare
         """The simulator's `extras`, with arrays (copies) for tensors."""
-        return {key: to_plain(value) for key, value in dict(self._extras).items() if key not in FINAL_KEYS}
+        return {
+            key: to_plain(value)
+            for key, value in dict(self._extras).items()
+            if key not in FINAL_KEYS
+        }
 
     @functools.cached_property
     def _simulator(self) -> Any:
@@ -136,14 +167,20 @@ class TorchNativeAdapter(TorchBatchAdapter):
 
     def render(self) -> Any:
         """Return what `env.render()` draws, if its render mode is "rgb_array", else None."""
-        return self.env.render() if getattr(self.env, "render_mode", None) == "rgb_array" else None
+        return (
+            self.env.render()
+            if getattr(self.env, "render_mode", None) == "rgb_array"
+            else None
+        )
 
     def _reset_all(self, seed: int | None, options: dict[str, Any]) -> Leaves:
         self._waiting = None
         return self._flatten(self._unpack(self.env.reset(seed=seed, **_known(options))))
 
     def _reset_rows(self, rows: torch.Tensor, options: dict[str, Any]) -> Leaves:
-        waiting = torch.zeros_like(rows) if self._waiting is None else self._waiting & rows
+        waiting = (
+            torch.zeros_like(rows) if self._waiting is None else self._waiting & rows
+        )
         left = rows & ~waiting
         if options and bool(waiting.any()):
             raise TypeError(
@@ -199,7 +236,9 @@ class TorchNativeAdapter(TorchBatchAdapter):
         """Return the observations with the last one in rows that have ended, and keep the first of the next episode."""
         watch = self._watch
         was_reset, final = (ended, None) if watch is None else (watch.rows, watch.final)
-        if self._resets_all and bool((ended if was_reset is None else ended & ~was_reset).any()):
+        if self._resets_all and bool(
+            (ended if was_reset is None else ended & ~was_reset).any()
+        ):
             was_reset, final = ended if was_reset is None else ended | was_reset, None
         if was_reset is None or not bool(was_reset.any()):
             return leaves
@@ -233,10 +272,16 @@ class TorchNativeAdapter(TorchBatchAdapter):
 
     def _native_action(self, action: torch.Tensor) -> torch.Tensor:
         domain = self.spec.action[0].domain
-        return action + domain.start if isinstance(domain, Discrete) and domain.start else action
+        return (
+            action + domain.start
+            if isinstance(domain, Discrete) and domain.start
+            else action
+        )
 
     def _unpack(self, result: Any) -> Any:
-        observations, self._extras = result if isinstance(result, tuple) else (result, {})
+        observations, self._extras = (
+            result if isinstance(result, tuple) else (result, {})
+        )
         return observations
 
     def _flatten(self, observations: Any) -> Leaves:
@@ -276,12 +321,18 @@ class IsaacLabAdapter(TorchNativeAdapter):
                 f"{type(env.unwrapped).__name__} with several agents. Return "
                 f"isaaclab.envs.multi_agent_to_single_agent(env) from the factory."
             )
-        super().__init__(env, final_observation=final_observation, keeps_actions=keeps_actions)
+        super().__init__(
+            env, final_observation=final_observation, keeps_actions=keeps_actions
+        )
 
     @functools.cached_property
     def _simulator(self) -> Any:
         inside = getattr(self._inner, "env", None)
-        return AgentsAsOne(self._inner) if hasattr(inside, "possible_agents") else self._inner
+        return (
+            AgentsAsOne(self._inner)
+            if hasattr(inside, "possible_agents")
+            else self._inner
+        )
 
     def _native_action(self, action: torch.Tensor) -> torch.Tensor:
         native = super()._native_action(action)
@@ -299,11 +350,16 @@ class ManiSkillAdapter(TorchNativeAdapter):
 
     def __init__(self, env: Any, *, keeps_actions: bool | None = None) -> None:
         resets_itself = bool(getattr(env, "auto_reset", False))
-        super().__init__(env, resets="same_step" if resets_itself else "never", keeps_actions=keeps_actions)
+        super().__init__(
+            env,
+            resets="same_step" if resets_itself else "never",
+            keeps_actions=keeps_actions,
+        )
 
     def render(self) -> Any:
         """Return what the rows draw, side by side in a square, uint8 `[H, W, 3]`, or None if they draw no arrays."""
-        from envherd.workers.adapters.gymnasium.rows import mosaic  # which imports Gymnasium, as ManiSkill does
+        # Which imports Gymnasium, as ManiSkill does.
+        from envherd.workers.adapters.gymnasium.rows import mosaic
 
         frames = super().render()
         return None if frames is None else mosaic(to_plain(frames))
@@ -351,20 +407,34 @@ def _known(options: Mapping[str, Any]) -> dict[str, Any]:
     return dict(options)
 
 
-def _read_structure(observations: Any, num_rows: int) -> tuple[list[tuple[Any, ...]], tuple[LeafSpec, ...]]:
+def _read_structure(
+    observations: Any, num_rows: int
+) -> tuple[list[tuple[Any, ...]], tuple[LeafSpec, ...]]:
     """Return the paths and the specs of the leaves of observations."""
     is_dict = isinstance(observations, Mapping)
     paths, leaves = [], []
     for path, value in _walk(observations, ()):
         key: Key = tuple(map(str, path)) if is_dict else ("observation",)
-        if not isinstance(value, torch.Tensor) or value.ndim == 0 or value.shape[0] != num_rows:
-            got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        if (
+            not isinstance(value, torch.Tensor)
+            or value.ndim == 0
+            or value.shape[0] != num_rows
+        ):
+            got = (
+                f"{value.dtype} {tuple(value.shape)}"
+                if isinstance(value, torch.Tensor)
+                else type(value).__name__
+            )
             raise SpecError(
                 f"reading observations failed: expected {'/'.join(key)} as a tensor [{num_rows}, ...], got {got}. "
                 f"Leave env_type at 'auto', or give 'numpy', for an env that gives arrays."
             )
         paths.append(path)
-        leaves.append(LeafSpec(key, tuple(value.shape), torch_dtype_name(value.dtype, "/".join(key))))
+        leaves.append(
+            LeafSpec(
+                key, tuple(value.shape), torch_dtype_name(value.dtype, "/".join(key))
+            )
+        )
     return paths, tuple(leaves)
 
 
@@ -382,9 +452,23 @@ def _action_leaf(env: Any, num_rows: int) -> LeafSpec:
     domain: Domain
     if hasattr(space, "nvec"):
         nvec = tuple(int(n) for n in space.nvec.reshape(-1))
-        return LeafSpec(("action",), (num_rows, len(nvec)), "int64", MultiDiscrete((nvec,) * num_rows))
-    if hasattr(space, "n") and np.shape(space.n) == () and not getattr(space, "shape", ()):
-        return LeafSpec(("action",), (num_rows,), "int64", Discrete(int(space.n), int(getattr(space, "start", 0))))
+        return LeafSpec(
+            ("action",),
+            (num_rows, len(nvec)),
+            "int64",
+            MultiDiscrete((nvec,) * num_rows),
+        )
+    if (
+        hasattr(space, "n")
+        and np.shape(space.n) == ()
+        and not getattr(space, "shape", ())
+    ):
+        return LeafSpec(
+            ("action",),
+            (num_rows,),
+            "int64",
+            Discrete(int(space.n), int(getattr(space, "start", 0))),
+        )
     if hasattr(space, "low") and hasattr(space, "high"):
         dtype = np.dtype(space.dtype)
         domain = interval(space.low, space.high, dtype)

@@ -44,7 +44,9 @@ class ResetWatch:
         takes_published: whether `final` is what the simulator publishes, if it does.
     """
 
-    def __init__(self, env: Any, num_rows: int, observe: Callable[[Any], Any] | None) -> None:
+    def __init__(
+        self, env: Any, num_rows: int, observe: Callable[[Any], Any] | None
+    ) -> None:
         self._env = env
         self._num_rows = num_rows
         self._observe = observe or _observer(env)
@@ -61,7 +63,8 @@ class ResetWatch:
         """Watch for as long as a step lasts."""
         self.final = self.rows = None
         for key in FINAL_KEYS:
-            _extras(self._env).pop(key, None)  # so that an entry after the step is from this step
+            # So that an entry after the step is from this step.
+            _extras(self._env).pop(key, None)
         self._is_stepping = True
         try:
             yield
@@ -73,16 +76,30 @@ class ResetWatch:
             self.id_dtype = env_ids.dtype
         if self._is_stepping:
             if self.final is None:
-                published = published_final(_extras(self._env)) if self.takes_published else None
-                self.final = clone(self._observe(self._env) if published is None else published)
+                published = (
+                    published_final(_extras(self._env))
+                    if self.takes_published
+                    else None
+                )
+                self.final = clone(
+                    self._observe(self._env) if published is None else published
+                )
             self._note(env_ids)
         return self._native(env_ids, *args, **kwargs)
 
     def _note(self, env_ids: Any) -> None:
         if self.rows is None:
-            self.rows = torch.zeros(self._num_rows, dtype=torch.bool, device=getattr(self._env, "device", "cpu"))
+            self.rows = torch.zeros(
+                self._num_rows,
+                dtype=torch.bool,
+                device=getattr(self._env, "device", "cpu"),
+            )
         ids = slice(None) if env_ids is None else env_ids
-        self.rows[ids.long() if isinstance(ids, torch.Tensor) and ids.dtype is not torch.bool else ids] = True
+        self.rows[
+            ids.long()
+            if isinstance(ids, torch.Tensor) and ids.dtype is not torch.bool
+            else ids
+        ] = True
 
 
 class AgentsAsOne:
@@ -112,10 +129,20 @@ class AgentsAsOne:
         env.obs_dict = seen = env._get_observations()  # noqa: SLF001  # `state` reads `obs_dict`
         if with_noise and env.cfg.observation_noise_model:
             models = env._observation_noise_model  # noqa: SLF001
-            seen.update({agent: models[agent](seen[agent]) for agent in seen if agent in models})
+            seen.update(
+                {agent: models[agent](seen[agent]) for agent in seen if agent in models}
+            )
         if self._converted._state_as_observation:  # noqa: SLF001
             return {"policy": env.state()}
-        return {"policy": torch.cat([seen[agent].reshape(env.num_envs, -1) for agent in env.possible_agents], dim=-1)}
+        return {
+            "policy": torch.cat(
+                [
+                    seen[agent].reshape(env.num_envs, -1)
+                    for agent in env.possible_agents
+                ],
+                dim=-1,
+            )
+        }
 
 
 def published_final(extras: Any) -> Any:
@@ -128,7 +155,9 @@ def clone(observations: Any) -> Any:
     """Return a copy of nested observations."""
     if isinstance(observations, Mapping):
         return {key: clone(value) for key, value in observations.items()}
-    return observations.clone() if isinstance(observations, torch.Tensor) else observations
+    return (
+        observations.clone() if isinstance(observations, torch.Tensor) else observations
+    )
 
 
 def reset_rows(env: Any, ids: torch.Tensor, rows: torch.Tensor) -> Any:
@@ -142,7 +171,10 @@ def reset_rows(env: Any, ids: torch.Tensor, rows: torch.Tensor) -> Any:
     Returns:
         Observations of all rows; the histories of the other rows are unchanged.
     """
-    before = [(history, dict(vars(history)), _buffer_copy(history)) for history in _histories(env)]
+    before = [
+        (history, dict(vars(history)), _buffer_copy(history))
+        for history in _histories(env)
+    ]
     if hasattr(env, "observation_manager"):
         observations, _ = env.reset(env_ids=ids)
         observations = clone(observations)
@@ -172,7 +204,10 @@ def _observer(env: Any) -> Callable[[Any], Any]:
 
 
 def _observe_managed(env: Any) -> Any:
-    before = [(history, dict(vars(history)), _buffer_copy(history)) for history in _histories(env)]
+    before = [
+        (history, dict(vars(history)), _buffer_copy(history))
+        for history in _histories(env)
+    ]
     observations = clone(env.observation_manager.compute(update_history=True))
     for history, attributes, buffer in before:
         vars(history).update(attributes, _buffer=buffer)
@@ -188,7 +223,14 @@ def _observe_direct(env: Any) -> Any:
 
 def _histories(env: Any) -> Iterator[Any]:
     """Yield the histories that a manager-based simulator keeps of its observation terms."""
-    groups = getattr(getattr(env, "observation_manager", None), "_group_obs_term_history_buffer", None) or {}
+    groups = (
+        getattr(
+            getattr(env, "observation_manager", None),
+            "_group_obs_term_history_buffer",
+            None,
+        )
+        or {}
+    )
     for terms in groups.values():
         yield from terms.values()
 
@@ -204,7 +246,12 @@ def _buffer_copy(history: Any) -> Any:
     return None if history._buffer is None else history._buffer.clone()  # noqa: SLF001
 
 
-def _restore_rows(history: Any, attributes: Mapping[str, Any], buffer: torch.Tensor | None, rows: torch.Tensor) -> None:
+def _restore_rows(
+    history: Any,
+    attributes: Mapping[str, Any],
+    buffer: torch.Tensor | None,
+    rows: torch.Tensor,
+) -> None:
     """Restore some rows of a history, even if its ring pointer has moved since."""
     if buffer is None:
         return
@@ -212,7 +259,8 @@ def _restore_rows(history: Any, attributes: Mapping[str, Any], buffer: torch.Ten
     if getattr(history, "_stack_dim_internal", None) is not None:
         now[rows] = buffer[rows]
     else:
-        num_pushed = getattr(history, "_pointer", 0) - attributes.get("_pointer", 0)  # of versions that have one
+        # Of versions that have one.
+        num_pushed = getattr(history, "_pointer", 0) - attributes.get("_pointer", 0)
         now[:, rows] = buffer.roll(num_pushed, 0)[:, rows]
     history._num_pushes[rows] = attributes["_num_pushes"][rows]  # noqa: SLF001
 

@@ -38,8 +38,20 @@ from envherd.workers.adapters.base import Adapter, Mask, Options, StepValues
 from envherd.workers.adapters.torchrl.generators import own_generators
 from envherd.workers.adapters.torchrl.gym import base_env, refuse_late_resets
 from envherd.workers.adapters.torchrl.private_api import seeding_names
-from envherd.workers.adapters.torchrl.reading import ends_reader, reader, to_numpy, to_plain, topmost
-from envherd.workers.adapters.torchrl.specs import Member, Path, PlacedLeaf, group_shapes, place_leaves
+from envherd.workers.adapters.torchrl.reading import (
+    ends_reader,
+    reader,
+    to_numpy,
+    to_plain,
+    topmost,
+)
+from envherd.workers.adapters.torchrl.specs import (
+    Member,
+    Path,
+    PlacedLeaf,
+    group_shapes,
+    place_leaves,
+)
 from envherd.workers.errors import FactoryError, ResetNeeded, SpecError
 
 #: `(root tensordict, value)`: stores the value.
@@ -69,7 +81,9 @@ class TorchRLAdapter(Adapter):
         leaves = {group: place_leaves(spec) for group, spec in full_specs.items()}
         require_dense([*leaves["reward"], *leaves["done"]])
         leaves["state"] = _asked_state(leaves["state"], leaves["observation"])
-        nested_done = [leaf for leaf in leaves["done"] if leaf.spec.key not in DONE_KEYS]
+        nested_done = [
+            leaf for leaf in leaves["done"] if leaf.spec.key not in DONE_KEYS
+        ]
         batch_shape = tuple(env.batch_size)
         self.spec = EnvSpec(
             observation=tuple(leaf.spec for leaf in leaves["observation"]),
@@ -78,7 +92,9 @@ class TorchRLAdapter(Adapter):
             done=(*done_leaves(batch_shape), *(leaf.spec for leaf in nested_done)),
             state=tuple(leaf.spec for leaf in leaves["state"]),
             batch_shape=batch_shape,
-            groups=group_shapes(full_specs.values(), chain.from_iterable(leaves.values()), batch_shape),
+            groups=group_shapes(
+                full_specs.values(), chain.from_iterable(leaves.values()), batch_shape
+            ),
             family=self.family,
             metadata=_metadata(env, base),
         )
@@ -86,23 +102,38 @@ class TorchRLAdapter(Adapter):
         self._read_rewards = [reader(leaf) for leaf in leaves["reward"]]
         self._read_nested_done = [reader(leaf) for leaf in nested_done]
         self._read_ends = ends_reader(leaves["done"], batch_shape)
-        self._write_input = [_writer(leaf, env, is_optional=False) for leaf in leaves["action"]]
-        self._write_input += [_writer(leaf, env, is_optional=True) for leaf in leaves["state"]]
+        self._write_input = [
+            _writer(leaf, env, is_optional=False) for leaf in leaves["action"]
+        ]
+        self._write_input += [
+            _writer(leaf, env, is_optional=True) for leaf in leaves["state"]
+        ]
         self._seed = _seeder(env, base)
         self._generator = own_generators(env)
-        self._input_nodes = _nodes_of([*leaves["action"], *leaves["state"]], full_specs["action"], full_specs["state"])
+        self._input_nodes = _nodes_of(
+            [*leaves["action"], *leaves["state"]],
+            full_specs["action"],
+            full_specs["state"],
+        )
         shapes = {leaf.path[:-1]: leaf.spec.shape for leaf in leaves["done"]}
-        self._reset_signals = [(prefix, shapes[prefix]) for prefix in topmost(leaves["done"])]
+        self._reset_signals = [
+            (prefix, shapes[prefix]) for prefix in topmost(leaves["done"])
+        ]
         self._root: TensorDictBase | None = None
         self._latest: TensorDictBase = TensorDict({}, env.batch_size)
 
-    def reset(self, seed: int | None, options: Options = None, mask: Mask = None) -> list[Any]:
+    def reset(
+        self, seed: int | None, options: Options = None, mask: Mask = None
+    ) -> list[Any]:
         """Start an episode, or one for the rows in `mask` (the first reset is of all rows); see `Adapter.reset`.
 
         Returns:
             Values aligned with `spec.observation`: VIEWS of the env's tensors, floats for single floats.
         """
-        kwargs = {name: dict(value) if isinstance(value, dict) else value for name, value in (options or {}).items()}
+        kwargs = {
+            name: dict(value) if isinstance(value, dict) else value
+            for name, value in (options or {}).items()
+        }
         with torch.no_grad(), self._generator:
             if mask is None or mask.all() or self._root is None:
                 if seed is not None:
@@ -110,7 +141,11 @@ class TorchRLAdapter(Adapter):
                     kwargs = {**self._seed(seed), **kwargs}
                 root = self.env.reset(**kwargs)
             elif mask.any():
-                root = self.env.reset(self._masked_root(self._root, mask), select_reset_only=True, **kwargs)
+                root = self.env.reset(
+                    self._masked_root(self._root, mask),
+                    select_reset_only=True,
+                    **kwargs,
+                )
             else:
                 root = self._root
             if self._input_nodes is not None:
@@ -130,7 +165,9 @@ class TorchRLAdapter(Adapter):
         """
         root = self._root
         if root is None:
-            raise ResetNeeded("step failed: expected a reset first, got a step. Reset the env.")
+            raise ResetNeeded(
+                "step failed: expected a reset first, got a step. Reset the env."
+            )
         for write, value in zip(self._write_input, action, strict=True):
             write(root, value)
         with torch.no_grad(), self._generator:
@@ -140,7 +177,12 @@ class TorchRLAdapter(Adapter):
         self._latest = following
         terminated, truncated = self._read_ends(following)
         observation = [read(following) for read in self._read_observation]
-        return observation, [read(following) for read in self._read_rewards], terminated, truncated
+        return (
+            observation,
+            [read(following) for read in self._read_rewards],
+            terminated,
+            truncated,
+        )
 
     @property
     def has_whole_state(self) -> bool:  # type: ignore[override]
@@ -157,8 +199,14 @@ class TorchRLAdapter(Adapter):
             return self._base.render()
         for key in ("pixels", "RGB"):
             picture = self._latest.get(key, None)
-            if isinstance(picture, torch.Tensor) and picture.dtype == torch.uint8 and picture.ndim == 3:
-                return to_numpy(picture if picture.shape[-1] == 3 else picture.permute(1, 2, 0))
+            if (
+                isinstance(picture, torch.Tensor)
+                and picture.dtype == torch.uint8
+                and picture.ndim == 3
+            ):
+                return to_numpy(
+                    picture if picture.shape[-1] == 3 else picture.permute(1, 2, 0)
+                )
         return None
 
     def state_dict(self) -> Any:
@@ -173,9 +221,16 @@ class TorchRLAdapter(Adapter):
         """Return a copy of the root that asks for a reset of the masked rows (TorchRL writes into what it is given)."""
         root = root.clone()
         for path, shape in self._reset_signals:
-            rows = mask.reshape(*self.spec.batch_shape, *(1,) * (len(shape) - len(self.spec.batch_shape)))
+            rows = mask.reshape(
+                *self.spec.batch_shape,
+                *(1,) * (len(shape) - len(self.spec.batch_shape)),
+            )
             signal = torch.from_numpy(np.broadcast_to(rows, shape).copy())
-            _store(root, (*path, "_reset"), signal.to(self.env.device) if self.env.device else signal)
+            _store(
+                root,
+                (*path, "_reset"),
+                signal.to(self.env.device) if self.env.device else signal,
+            )
         return root
 
 
@@ -208,14 +263,18 @@ def require_dense(leaves: list[PlacedLeaf]) -> None:
             )
 
 
-def _asked_state(state: list[PlacedLeaf], observation: list[PlacedLeaf]) -> list[PlacedLeaf]:
+def _asked_state(
+    state: list[PlacedLeaf], observation: list[PlacedLeaf]
+) -> list[PlacedLeaf]:
     """Return the state leaves that a step takes: without observed side leaves, which the adapter keeps itself.
 
     They have no bounds: a state that the env returned must not be refused when it is passed back.
     """
     observed = {leaf.spec.key for leaf in observation if leaf.spec.is_side}
     asked = [leaf for leaf in state if leaf.spec.key not in observed]
-    return [replace(leaf, spec=replace(leaf.spec, domain=Unbounded())) for leaf in asked]
+    return [
+        replace(leaf, spec=replace(leaf.spec, domain=Unbounded())) for leaf in asked
+    ]
 
 
 def _metadata(env: EnvBase, base: EnvBase) -> dict[str, Any]:
@@ -226,7 +285,9 @@ def _metadata(env: EnvBase, base: EnvBase) -> dict[str, Any]:
     }
     agents = getattr(base, "group_map", None)
     if isinstance(agents, Mapping):
-        metadata["group_map"] = {str(group): [str(name) for name in names] for group, names in agents.items()}
+        metadata["group_map"] = {
+            str(group): [str(name) for name in names] for group, names in agents.items()
+        }
     return metadata
 
 
@@ -241,7 +302,9 @@ def _seeder(env: EnvBase, base: EnvBase) -> Callable[[int], dict[str, Any]]:
     names = _class_names(base)
     if not _is_seedable(base):
         return lambda _seed: {}
-    if "PettingZooWrapper" in names or ("GymWrapper" in names and _reset_takes_seed(base)):
+    if "PettingZooWrapper" in names or (
+        "GymWrapper" in names and _reset_takes_seed(base)
+    ):
         return lambda seed: {"seed": seed}
 
     def seed_dm_control(seed: int) -> dict[str, Any]:
@@ -259,7 +322,11 @@ def _seeder(env: EnvBase, base: EnvBase) -> Callable[[int], dict[str, Any]]:
 def _reset_takes_seed(base: EnvBase) -> bool:
     try:
         return "seed" in inspect.signature(base.unwrapped.reset).parameters
-    except (AttributeError, TypeError, ValueError):  # no Gymnasium env inside, or one without a signature
+    except (
+        AttributeError,
+        TypeError,
+        ValueError,
+    ):  # no Gymnasium env inside, or one without a signature
         return False
 
 
@@ -277,7 +344,9 @@ def _empty(composite: Any) -> TensorDictBase:
     if hasattr(composite, "stack_dim"):
         members = [_empty(member) for member in composite.unbind(composite.stack_dim)]
         return LazyStackedTensorDict.lazy_stack(members, composite.stack_dim)
-    children = {name: _empty(item) for name, item in composite.items() if hasattr(item, "items")}
+    children = {
+        name: _empty(item) for name, item in composite.items() if hasattr(item, "items")
+    }
     return TensorDict(children, composite.shape)
 
 
@@ -286,7 +355,11 @@ def _writer(leaf: PlacedLeaf, env: EnvBase, *, is_optional: bool) -> Write:
     path, device, is_batch = leaf.path, env.device, bool(env.batch_size)
     dtype = np.dtype(leaf.tensor_dtype) if leaf.tensor_dtype else None
     key: Any = path[0] if len(path) == 1 else path
-    is_plain = dtype is not None and device in (None, torch.device("cpu")) and all(isinstance(s, str) for s in path)
+    is_plain = (
+        dtype is not None
+        and device in (None, torch.device("cpu"))
+        and all(isinstance(s, str) for s in path)
+    )
 
     def write(root: TensorDictBase, value: Any) -> None:
         if value is not None or not is_optional:
@@ -318,7 +391,9 @@ def _descend(root: TensorDictBase, path: Path) -> tuple[TensorDictBase, str]:
     for depth, step in enumerate(path[:-1]):
         if isinstance(step, Member):
             if not isinstance(node, LazyStackedTensorDict):
-                node = LazyStackedTensorDict.lazy_stack(list(node.unbind(step.dim)), step.dim)
+                node = LazyStackedTensorDict.lazy_stack(
+                    list(node.unbind(step.dim)), step.dim
+                )
                 _store(root, path[:depth], node)
             node = node.unbind(step.dim)[step.index]
         else:

@@ -36,8 +36,15 @@ FAMILIES = {
     f"{_LIBS}.meltingpot.MeltingpotWrapper": ("meltingpot", "DirectMeltingPot"),
     f"{_LIBS}.pettingzoo.PettingZooEnv": ("pettingzoo", "DirectPettingZoo"),
     f"{_LIBS}.pettingzoo.PettingZooWrapper": ("pettingzoo", "DirectPettingZoo"),
-    "torchrl.envs.transforms._base.TransformedEnv": ("transformed", "DirectTransformed"),
-    "torchrl.envs.transforms.transforms.TransformedEnv": ("transformed", "DirectTransformed"),  # before TorchRL 0.14
+    "torchrl.envs.transforms._base.TransformedEnv": (
+        "transformed",
+        "DirectTransformed",
+    ),
+    # Before TorchRL 0.14.
+    "torchrl.envs.transforms.transforms.TransformedEnv": (
+        "transformed",
+        "DirectTransformed",
+    ),
 }
 #: What an instance must not replace: its way does not call them.
 _METHODS = ("step", "reset", "_step", "_reset", "step_mdp", "any_done")
@@ -72,17 +79,28 @@ class DirectWay:
     #: Whether it steps envs that are themselves a batch of rows.
     takes_batches = False
 
-    def __init__(self, env: EnvBase, inputs: list[TdKey], observed: list[TdKey], rewards: list[TdKey]) -> None:
+    def __init__(
+        self,
+        env: EnvBase,
+        inputs: list[TdKey],
+        observed: list[TdKey],
+        rewards: list[TdKey],
+    ) -> None:
         self.torchrl_env = env
         self.inputs, self.observed, self.rewards = inputs, observed, rewards
         self.is_ahead = False
         self.latest: list[Any] = []
         self._build: Callable[[list[Any]], TensorDict] | None = None
         require(self.takes_batches or not env.batch_size, "it is a batch")
-        require(env.device in (None, torch.device("cpu")), f"its device is {env.device}")
+        require(
+            env.device in (None, torch.device("cpu")), f"its device is {env.device}"
+        )
         require(not env.run_type_checks, "it checks types")
         require(not resets_itself(env), "it resets itself")
-        require(not any(name in vars(env) for name in _METHODS), "a method of the instance was replaced")
+        require(
+            not any(name in vars(env) for name in _METHODS),
+            "a method of the instance was replaced",
+        )
         checks_specs = os.environ.get("CHECK_SPEC_ENCODE", "0").lower() in ("1", "true")
         require(not checks_specs, "CHECK_SPEC_ENCODE is set")
 
@@ -115,7 +133,9 @@ def require(condition: object, otherwise: str) -> None:
         raise NotDirect(otherwise)
 
 
-def direct_way(env: EnvBase, inputs: list[TdKey], observed: list[TdKey], rewards: list[TdKey]) -> DirectWay | str:
+def direct_way(
+    env: EnvBase, inputs: list[TdKey], observed: list[TdKey], rewards: list[TdKey]
+) -> DirectWay | str:
     """Return the way that steps an env directly, or the reason why there is none.
 
     Args:
@@ -141,7 +161,11 @@ def leaf_keys(env: EnvBase) -> tuple[list[TdKey], list[TdKey], list[TdKey]]:
 
     def keys(*sources: str) -> list[TdKey]:
         specs = [getattr(env, f"full_{source}_spec") for source in sources]
-        return [key for spec in specs for key in spec.keys(include_nested=True, leaves_only=True)]
+        return [
+            key
+            for spec in specs
+            for key in spec.keys(include_nested=True, leaves_only=True)
+        ]
 
     return keys("action", "state"), keys("observation", "done"), keys("reward")
 
@@ -155,7 +179,12 @@ def encoder(spec: TensorSpec) -> Callable[[Any], np.ndarray]:
     dtype, shape = numpy_dtype(spec), tuple(spec.shape)
 
     def encode(value: Any) -> np.ndarray:
-        if is_plain and value.__class__ is ndarray and value.dtype is dtype and value.shape == shape:
+        if (
+            is_plain
+            and value.__class__ is ndarray
+            and value.dtype is dtype
+            and value.shape == shape
+        ):
             array: np.ndarray = value
         else:
             array = spec.encode(value, ignore_device=True).numpy()
@@ -182,18 +211,27 @@ def action_reader(spec: Any) -> Callable[[Any], np.ndarray]:
     return np.asarray
 
 
-def builder(env: EnvBase, keys: Sequence[TdKey]) -> Callable[[Sequence[Any]], TensorDict]:
+def builder(
+    env: EnvBase, keys: Sequence[TdKey]
+) -> Callable[[Sequence[Any]], TensorDict]:
     """Return the function that makes a tensordict of tensors aligned with keys, nested as the env's `next`."""
     like, device = env.fake_tensordict().get("next"), env.device
     places: list[tuple[int, str]] = []  # (node, name) of each leaf
-    nodes: list[tuple[int, str, Any]] = [(0, "", like.batch_size)]  # (parent, name, batch size), parents first
+    # (parent, name, batch size), parents first.
+    nodes: list[tuple[int, str, Any]] = [(0, "", like.batch_size)]
     known: dict[tuple[str, ...], int] = {(): 0}
     for key in keys:
         path = (key,) if isinstance(key, str) else key
         for depth in range(1, len(path)):
             if path[:depth] not in known:
                 known[path[:depth]] = len(nodes)
-                nodes.append((known[path[: depth - 1]], path[depth - 1], like.get(path[:depth]).batch_size))
+                nodes.append(
+                    (
+                        known[path[: depth - 1]],
+                        path[depth - 1],
+                        like.get(path[:depth]).batch_size,
+                    )
+                )
         places.append((known[path[:-1]], path[-1]))
 
     def build(tensors: Sequence[Any]) -> TensorDict:

@@ -17,7 +17,8 @@ def own_generators(env: EnvBase) -> OwnGenerators:
     torchs, base = torch.default_generator, base_env(env)
     if "VmasWrapper" not in {cls.__name__ for cls in type(base).__mro__}:
         return OwnGenerators(torchs.get_state, torchs.set_state)
-    shared: list[Any] = wrapped_env(base).vmas_random_state  # one list for all VMAS envs of the process
+    # One list for all VMAS envs of the process.
+    shared: list[Any] = wrapped_env(base).vmas_random_state
 
     def restore(state: list[Any]) -> None:
         torchs.set_state(state[0])

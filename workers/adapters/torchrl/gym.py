@@ -17,7 +17,14 @@ from torchrl.data import Categorical
 from torchrl.envs import EnvBase, TransformedEnv
 
 from envherd.workers.adapters.base import EnvCall, StepValues
-from envherd.workers.adapters.torchrl.direct import FLAGS, DirectWay, TdKey, action_reader, encoder, require
+from envherd.workers.adapters.torchrl.direct import (
+    FLAGS,
+    DirectWay,
+    TdKey,
+    action_reader,
+    encoder,
+    require,
+)
 from envherd.workers.adapters.torchrl.private_api import converts_actions, wrapped_env
 from envherd.workers.errors import FactoryError
 
@@ -59,24 +66,43 @@ def refuse_late_resets(env: EnvBase) -> None:
 class DirectGymLike(DirectWay):
     """Steps an env with one action, one reward and one end, whose observation is an array or a dict of arrays."""
 
-    def __init__(self, env: EnvBase, inputs: list[TdKey], observed: list[TdKey], rewards: list[TdKey]) -> None:
+    def __init__(
+        self,
+        env: EnvBase,
+        inputs: list[TdKey],
+        observed: list[TdKey],
+        rewards: list[TdKey],
+    ) -> None:
         super().__init__(env, inputs, observed, rewards)
         require(env.wrapper_frame_skip == 1, "it skips frames")
         require(not env.info_dict_reader, "it reads infos")
         require(converts_actions(env), "its env takes tensors")
-        require(inputs == ["action"] and rewards == ["reward"], f"it has the inputs {inputs} and the rewards {rewards}")
-        require(sorted(map(str, observed[-3:])) == sorted(_ENDS), f"its observation and done leaves are {observed}")
+        require(
+            inputs == ["action"] and rewards == ["reward"],
+            f"it has the inputs {inputs} and the rewards {rewards}",
+        )
+        require(
+            sorted(map(str, observed[-3:])) == sorted(_ENDS),
+            f"its observation and done leaves are {observed}",
+        )
         self.env = wrapped_env(env)
         action, reward = env.full_action_spec["action"], env.full_reward_spec["reward"]
         require(getattr(action, "mask", None) is None, "its action has a mask")
-        require(tuple(reward.shape) == (1,) and reward.dtype.is_floating_point, "its reward is no float")
+        require(
+            tuple(reward.shape) == (1,) and reward.dtype.is_floating_point,
+            "its reward is no float",
+        )
         self._as_native: Callable[[Any], Any] = action_reader(action)
         if type(env.read_action(action.zero())) is int:
             self._as_native = int if type(action) is Categorical else _index_of
         self._encode_reward = encoder(reward)
         paths = [(key,) if isinstance(key, str) else key for key in observed[:-3]]
-        self._encoders = [(path, encoder(env.full_observation_spec[path])) for path in paths]
-        self._encode = self._encoders[0][1] if len(paths) == 1 and len(paths[0]) == 1 else None
+        self._encoders = [
+            (path, encoder(env.full_observation_spec[path])) for path in paths
+        ]
+        self._encode = (
+            self._encoders[0][1] if len(paths) == 1 and len(paths[0]) == 1 else None
+        )
         self._num_entries = len({path[0] for path in paths})
         self._end_order = [_ENDS.index(key) for key in observed[-3:]]
 
@@ -106,42 +132,80 @@ class DirectGymLike(DirectWay):
     def _read(self, observation: Any) -> list[Any]:
         if not isinstance(observation, Mapping):
             if self._encode is None:
-                raise KeyError(f"expected the observations {self.observed[:-3]}, got a {type(observation).__name__}")
+                raise KeyError(
+                    f"expected the observations {self.observed[:-3]}, got a {type(observation).__name__}"
+                )
             return [self._encode(observation)]
         if "state" in observation and "observation" not in observation:
-            observation = {"observation" if name == "state" else name: value for name, value in observation.items()}
+            observation = {
+                "observation" if name == "state" else name: value
+                for name, value in observation.items()
+            }
         if len(observation) != self._num_entries:
-            raise KeyError(f"expected the observations {self.observed[:-3]}, got {list(observation)}")
-        return [encode(functools.reduce(operator.getitem, path, observation)) for path, encode in self._encoders]
+            raise KeyError(
+                f"expected the observations {self.observed[:-3]}, got {list(observation)}"
+            )
+        return [
+            encode(functools.reduce(operator.getitem, path, observation))
+            for path, encode in self._encoders
+        ]
 
     def _number(self, reward: Any) -> Any:
         if reward is None:
             return 0.0  # as TorchRL's sum over the frames of a step
-        return float(reward) if isinstance(reward, (float, int, np.number)) else self._encode_reward(reward)
+        return (
+            float(reward)
+            if isinstance(reward, (float, int, np.number))
+            else self._encode_reward(reward)
+        )
 
 
 class DirectGym(DirectGymLike):
     """Steps a `GymEnv` or `GymWrapper` of a Gymnasium env that is no vector env."""
 
-    def __init__(self, env: EnvBase, inputs: list[TdKey], observed: list[TdKey], rewards: list[TdKey]) -> None:
-        require(_gymnasium() and isinstance(wrapped_env(env), _gymnasium().Env), "it wraps no Gymnasium env")
+    def __init__(
+        self,
+        env: EnvBase,
+        inputs: list[TdKey],
+        observed: list[TdKey],
+        rewards: list[TdKey],
+    ) -> None:
+        require(
+            _gymnasium() and isinstance(wrapped_env(env), _gymnasium().Env),
+            "it wraps no Gymnasium env",
+        )
         super().__init__(env, inputs, observed, rewards)
 
     def _begin(self) -> Any:
         return self.env.reset()[0]
 
     def env_call(self) -> EnvCall | None:
-        if not _draws_nothing_from_torch(self.env):  # its draws must be from its own state of the generator
+        # Its draws must be from its own state of the generator.
+        if not _draws_nothing_from_torch(self.env):
             return None
-        is_bare = self._encode is not None and isinstance(self.env.observation_space, _gymnasium().spaces.Box)
+        is_bare = self._encode is not None and isinstance(
+            self.env.observation_space, _gymnasium().spaces.Box
+        )
         flatten = None if is_bare else self._read
-        return EnvCall(self._accept, give=self._as_native, flatten=flatten, holder=self, flags=self._end_order)
+        return EnvCall(
+            self._accept,
+            give=self._as_native,
+            flatten=flatten,
+            holder=self,
+            flags=self._end_order,
+        )
 
 
 class DirectDMControl(DirectGymLike):
     """Steps a `DMControlEnv` or `DMControlWrapper`."""
 
-    def __init__(self, env: EnvBase, inputs: list[TdKey], observed: list[TdKey], rewards: list[TdKey]) -> None:
+    def __init__(
+        self,
+        env: EnvBase,
+        inputs: list[TdKey],
+        observed: list[TdKey],
+        rewards: list[TdKey],
+    ) -> None:
         super().__init__(env, inputs, observed, rewards)
         self.env = _FiveValues(self.env)
 
@@ -151,7 +215,13 @@ class DirectDMControl(DirectGymLike):
     def env_call(self) -> EnvCall | None:
         if not _is_of_suite(wrapped_env(self.torchrl_env)):
             return None
-        return EnvCall(self._accept, give=self._as_native, flatten=self._read, holder=self, flags=self._end_order)
+        return EnvCall(
+            self._accept,
+            give=self._as_native,
+            flatten=self._read,
+            holder=self,
+            flags=self._end_order,
+        )
 
 
 class _FiveValues:
@@ -170,12 +240,17 @@ class _FiveValues:
 
 def _is_of_suite(env: Any) -> bool:
     """Return whether an env and its task are of dm_control's suite, which draws from numpy's generators only."""
-    inner = env._env if type(env).__module__ == "dm_control.suite.wrappers.pixels" else env  # noqa: SLF001  # its env
+    inner = (
+        env._env if type(env).__module__ == "dm_control.suite.wrappers.pixels" else env  # noqa: SLF001  # its env
+    )
     if type(inner).__module__ != "dm_control.rl.control":
         return False
     held = (value for part in (inner, inner.task) for value in vars(part).values())
     parts = [type(inner.task), *filter(callable, held)]
-    return all((getattr(part, "__module__", None) or "").startswith("dm_control.suite.") for part in parts)
+    return all(
+        (getattr(part, "__module__", None) or "").startswith("dm_control.suite.")
+        for part in parts
+    )
 
 
 def _gymnasium() -> Any:
@@ -186,7 +261,11 @@ def _draws_nothing_from_torch(env: Any) -> bool:
     """Return whether an env, with its wrappers, consists of classes and functions of packages that do not use torch."""
     while True:
         parts = [type(env), *(value for value in vars(env).values() if callable(value))]
-        if any((getattr(part, "__module__", None) or "").partition(".")[0] not in _WITHOUT_TORCH for part in parts):
+        if any(
+            (getattr(part, "__module__", None) or "").partition(".")[0]
+            not in _WITHOUT_TORCH
+            for part in parts
+        ):
             return False
         if not isinstance(env, _gymnasium().Wrapper):
             return True

@@ -14,7 +14,14 @@ from torchrl.envs import EnvBase
 
 from envherd.workers.adapters.base import StepValues
 from envherd.workers.adapters.meltingpot.fast_step import Views
-from envherd.workers.adapters.torchrl.direct import FLAGS, DirectWay, TdKey, action_reader, numpy_dtype, require
+from envherd.workers.adapters.torchrl.direct import (
+    FLAGS,
+    DirectWay,
+    TdKey,
+    action_reader,
+    numpy_dtype,
+    require,
+)
 from envherd.workers.adapters.torchrl.private_api import wrapped_env
 
 _WORLD = "WORLD."
@@ -25,32 +32,73 @@ class DirectMeltingPot(DirectWay):
 
     reuses_buffers = True
 
-    def __init__(self, env: EnvBase, inputs: list[TdKey], observed: list[TdKey], rewards: list[TdKey]) -> None:
+    def __init__(
+        self,
+        env: EnvBase,
+        inputs: list[TdKey],
+        observed: list[TdKey],
+        rewards: list[TdKey],
+    ) -> None:
         super().__init__(env, inputs, observed, rewards)
         names = {name: i for i, name in enumerate(env.agent_names)}
-        rows = {group: [names[agent] for agent in agents] for group, agents in env.group_map.items()}
+        rows = {
+            group: [names[agent] for agent in agents]
+            for group, agents in env.group_map.items()
+        }
         placed = sorted(i for members in rows.values() for i in members)
         require(placed == list(range(len(names))), "agents are left out")
-        require(sorted(inputs) == sorted((group, "action") for group in rows), f"its inputs are {inputs}")
-        require(sorted(rewards) == sorted((group, "reward") for group in rows), f"its rewards are {rewards}")
-        require(observed[-2:] == ["done", "terminated"], f"its observation and done leaves are {observed}")
-        self._readers = [(action_reader(env.full_action_spec[key]), np.array(rows[key[0]])) for key in inputs]
-        seen: list[tuple[TdKey, Any]] = [(key, (key,) if isinstance(key, str) else key) for key in observed[:-2]]
+        require(
+            sorted(inputs) == sorted((group, "action") for group in rows),
+            f"its inputs are {inputs}",
+        )
+        require(
+            sorted(rewards) == sorted((group, "reward") for group in rows),
+            f"its rewards are {rewards}",
+        )
+        require(
+            observed[-2:] == ["done", "terminated"],
+            f"its observation and done leaves are {observed}",
+        )
+        self._readers = [
+            (action_reader(env.full_action_spec[key]), np.array(rows[key[0]]))
+            for key in inputs
+        ]
+        seen: list[tuple[TdKey, Any]] = [
+            (key, (key,) if isinstance(key, str) else key) for key in observed[:-2]
+        ]
         stacks: dict[str, np.ndarray] = {}
         for key, path in seen:
             if len(path) == 1:
                 continue
-            require(len(path) == 3 and path[0] in rows and path[1] == "observation", f"it observes {key}")
+            require(
+                len(path) == 3 and path[0] in rows and path[1] == "observation",
+                f"it observes {key}",
+            )
             spec = env.full_observation_spec[key]
             stack = np.zeros((len(names), *spec.shape[1:]), numpy_dtype(spec))
             like = stacks.setdefault(path[2], stack)
-            require(like.shape == stack.shape and like.dtype == stack.dtype, "players of its groups see unlike things")
-        sees_all = len(seen) - sum(len(path) == 1 for _, path in seen) == len(stacks) * len(rows)
+            require(
+                like.shape == stack.shape and like.dtype == stack.dtype,
+                "players of its groups see unlike things",
+            )
+        sees_all = len(seen) - sum(len(path) == 1 for _, path in seen) == len(
+            stacks
+        ) * len(rows)
         require(sees_all, "players of its groups see unlike things")
         self._native = wrapped_env(env)
-        self._views = Views(self._native, stacks, [_WORLD + path[0] for _, path in seen if len(path) == 1], len(names))
-        self._rows = {group: _Rows(members, len(names)) for group, members in rows.items()}
-        self._seen = [(None, _WORLD + path[0]) if len(path) == 1 else (path[0], path[2]) for _, path in seen]
+        self._views = Views(
+            self._native,
+            stacks,
+            [_WORLD + path[0] for _, path in seen if len(path) == 1],
+            len(names),
+        )
+        self._rows = {
+            group: _Rows(members, len(names)) for group, members in rows.items()
+        }
+        self._seen = [
+            (None, _WORLD + path[0]) if len(path) == 1 else (path[0], path[2])
+            for _, path in seen
+        ]
         self._actions = np.zeros(len(names), np.int64)
         self._of_env = vars(env)
 
@@ -79,7 +127,9 @@ class DirectMeltingPot(DirectWay):
     def _values(self, *, has_ended: bool) -> list[Any]:
         views = self._views
         values = [
-            views.worlds[name] if group is None else self._rows[group].of(views.players[name])
+            views.worlds[name]
+            if group is None
+            else self._rows[group].of(views.players[name])
             for group, name in self._seen
         ]
         values += (FLAGS[has_ended], FLAGS[has_ended])
@@ -99,4 +149,8 @@ class _Rows:
         """Return their rows of an array, or of a tuple of rows."""
         if self._has_all:
             return value
-        return tuple(value[i] for i in self._members) if value.__class__ is tuple else value[self._members]
+        return (
+            tuple(value[i] for i in self._members)
+            if value.__class__ is tuple
+            else value[self._members]
+        )

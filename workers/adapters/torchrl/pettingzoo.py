@@ -17,7 +17,14 @@ from torchrl.data import Categorical, OneHot
 from torchrl.envs import EnvBase
 
 from envherd.workers.adapters.base import StepValues
-from envherd.workers.adapters.torchrl.direct import DirectWay, TdKey, action_reader, encoder, numpy_dtype, require
+from envherd.workers.adapters.torchrl.direct import (
+    DirectWay,
+    TdKey,
+    action_reader,
+    encoder,
+    numpy_dtype,
+    require,
+)
 from envherd.workers.adapters.torchrl.private_api import wrapped_env
 
 _ENDS = ("done", "terminated", "truncated")
@@ -29,23 +36,53 @@ class DirectPettingZoo(DirectWay):
 
     reuses_buffers = True
 
-    def __init__(self, env: EnvBase, inputs: list[TdKey], observed: list[TdKey], rewards: list[TdKey]) -> None:
+    def __init__(
+        self,
+        env: EnvBase,
+        inputs: list[TdKey],
+        observed: list[TdKey],
+        rewards: list[TdKey],
+    ) -> None:
         super().__init__(env, inputs, observed, rewards)
         require(env.parallel, "its agents take turns")
         names = {group: list(agents) for group, agents in env.group_map.items()}
-        require(sorted(inputs) == sorted((group, "action") for group in names), f"its inputs are {inputs}")
-        require(sorted(rewards) == sorted((group, "reward") for group in names), f"its rewards are {rewards}")
-        specs = {**_leaves(env.full_observation_spec), **_leaves(env.full_done_spec), **_leaves(env.full_reward_spec)}
-        self._arrays = {key: np.zeros(spec.shape, numpy_dtype(spec)) for key, spec in specs.items()}
+        require(
+            sorted(inputs) == sorted((group, "action") for group in names),
+            f"its inputs are {inputs}",
+        )
+        require(
+            sorted(rewards) == sorted((group, "reward") for group in names),
+            f"its rewards are {rewards}",
+        )
+        specs = {
+            **_leaves(env.full_observation_spec),
+            **_leaves(env.full_done_spec),
+            **_leaves(env.full_reward_spec),
+        }
+        self._arrays = {
+            key: np.zeros(spec.shape, numpy_dtype(spec)) for key, spec in specs.items()
+        }
         known = {*_ENDS, *((group, end) for group in names for end in _ENDS), *rewards}
         require(known <= specs.keys(), "it lacks ends")
         self.native = wrapped_env(env)
         self._use_mask, self._use_any = bool(env.use_mask), bool(env.done_on_any)
-        self._readers = [(action_reader(env.full_action_spec[key]), names[key[0]]) for key in inputs]
+        self._readers = [
+            (action_reader(env.full_action_spec[key]), names[key[0]]) for key in inputs
+        ]
         self._encode_state = encoder(specs["state"]) if env.return_state else None
-        own = {key: spec for key, spec in specs.items() if key not in known and key != "state"}
-        require(all(isinstance(key, tuple) and key[0] in names for key in own), f"it observes {list(own)}")
-        self._groups = [_Group(env, group, agents, list(own), self._arrays) for group, agents in names.items()]
+        own = {
+            key: spec
+            for key, spec in specs.items()
+            if key not in known and key != "state"
+        }
+        require(
+            all(isinstance(key, tuple) and key[0] in names for key in own),
+            f"it observes {list(own)}",
+        )
+        self._groups = [
+            _Group(env, group, agents, list(own), self._arrays)
+            for group, agents in names.items()
+        ]
         self._values = [self._arrays[key] for key in observed]
         self._reward_values = [self._arrays[key] for key in rewards]
 
@@ -53,7 +90,9 @@ class DirectPettingZoo(DirectWay):
         actions: dict[Any, Any] = {}
         for (read, agents), value in zip(self._readers, action, strict=True):
             actions.update(zip(agents, read(value), strict=True))
-        observations, rewards, terminations, truncations, infos = self.native.step(actions)
+        observations, rewards, terminations, truncations, infos = self.native.step(
+            actions
+        )
         self._observe(observations, infos)
         left = self.native.agents if self._use_mask else None
         for group in self._groups:
@@ -61,8 +100,15 @@ class DirectPettingZoo(DirectWay):
         fold = np.logical_or if self._use_any else np.logical_and
         for end in _ENDS:
             flags = [group.ends[end] for group in self._groups]
-            self._arrays[end][0] = functools.reduce(fold, [fold.reduce(flag, None) for flag in flags])
-        return self._current(), list(self._reward_values), bool(self._arrays["done"][0]), False
+            self._arrays[end][0] = functools.reduce(
+                fold, [fold.reduce(flag, None) for flag in flags]
+            )
+        return (
+            self._current(),
+            list(self._reward_values),
+            bool(self._arrays["done"][0]),
+            False,
+        )
 
     def reset(self) -> list[Any]:
         observations, infos = self.native.reset()
@@ -78,7 +124,9 @@ class DirectPettingZoo(DirectWay):
             group.update_mask()
         return super().root()
 
-    def _observe(self, observations: Mapping[Any, Any], infos: Mapping[Any, Any]) -> None:
+    def _observe(
+        self, observations: Mapping[Any, Any], infos: Mapping[Any, Any]
+    ) -> None:
         acting = self.native.agents
         for group in self._groups:
             group.observe(observations, infos, acting)
@@ -106,27 +154,51 @@ class _Group:
     """
 
     def __init__(
-        self, env: EnvBase, name: str, agents: list[Any], keys: list[TdKey], arrays: Mapping[TdKey, np.ndarray]
+        self,
+        env: EnvBase,
+        name: str,
+        agents: list[Any],
+        keys: list[TdKey],
+        arrays: Mapping[TdKey, np.ndarray],
     ) -> None:
         self._agents = list(enumerate(agents))
         self.ends = {end: arrays[name, end] for end in _ENDS}
         self._reward = arrays[name, "reward"]
         self._mask = arrays[name, "mask"] if env.use_mask else None
-        self._action_mask = arrays[name, "action_mask"] if env.has_action_mask[name] else None
+        self._action_mask = (
+            arrays[name, "action_mask"] if env.has_action_mask[name] else None
+        )
         self._action_spec = env.full_action_spec[name, "action"]
         own = [key for key in keys if key[0] == name]
-        self._infos = {key[2]: arrays[key] for key in own if key[1] == "info" and len(key) == 3}
+        self._infos = {
+            key[2]: arrays[key] for key in own if key[1] == "info" and len(key) == 3
+        }
         paths = [key for key in own if key[1] == "observation"]
         spec = env.full_observation_spec
-        self._rows: list[list[tuple[Any, tuple[str, ...], Callable[[Any], np.ndarray]]]] = [
-            [(arrays[key][row : row + 1], key[2:], encoder(spec[key][row])) for key in paths] for row, _ in self._agents
+        self._rows: list[
+            list[tuple[Any, tuple[str, ...], Callable[[Any], np.ndarray]]]
+        ] = [
+            [
+                (arrays[key][row : row + 1], key[2:], encoder(spec[key][row]))
+                for key in paths
+            ]
+            for row, _ in self._agents
         ]
         self._num_entries = len({key[2] for key in paths if len(key) > 2})
-        others = [key for key in own if key not in paths and key[1] not in ("mask", "action_mask", "info")]
+        others = [
+            key
+            for key in own
+            if key not in paths and key[1] not in ("mask", "action_mask", "info")
+        ]
         is_read = not others and all(len(key) == 3 for key in own if key[1] == "info")
-        require(is_read and all(arrays[key].shape[:1] == (len(agents),) for key in own), f"it observes {own}")
+        require(
+            is_read and all(arrays[key].shape[:1] == (len(agents),) for key in own),
+            f"it observes {own}",
+        )
 
-    def observe(self, observations: Mapping[Any, Any], infos: Mapping[Any, Any], acting: Any) -> None:
+    def observe(
+        self, observations: Mapping[Any, Any], infos: Mapping[Any, Any], acting: Any
+    ) -> None:
         """Write what its agents observe, zeros for those that the env returned nothing for."""
         if self._mask is not None:
             self._mask[...] = [agent in acting for _, agent in self._agents]
@@ -136,19 +208,34 @@ class _Group:
             array[...] = 0
         for row, agent in self._agents:
             if agent in observations:
-                self._observe_one(row, agent, observations[agent], infos, is_acting=agent in acting)
+                self._observe_one(
+                    row, agent, observations[agent], infos, is_acting=agent in acting
+                )
             else:
                 for place, _, _ in self._rows[row]:
                     place[...] = 0
 
     def _observe_one(
-        self, row: int, agent: Any, observation: Any, infos: Mapping[Any, Any], *, is_acting: bool
+        self,
+        row: int,
+        agent: Any,
+        observation: Any,
+        infos: Mapping[Any, Any],
+        *,
+        is_acting: bool,
     ) -> None:
-        info = infos[agent] if self._infos or self._action_mask is not None else _NOTHING
+        info = (
+            infos[agent] if self._infos or self._action_mask is not None else _NOTHING
+        )
         if self._action_mask is not None:
             self._take_action_mask(row, observation, info, is_acting=is_acting)
-        if isinstance(observation, Mapping) and len(observation.keys() - {"action_mask"}) != self._num_entries:
-            raise KeyError(f"expected {self._num_entries} observations of {agent}, got {list(observation)}")
+        if (
+            isinstance(observation, Mapping)
+            and len(observation.keys() - {"action_mask"}) != self._num_entries
+        ):
+            raise KeyError(
+                f"expected {self._num_entries} observations of {agent}, got {list(observation)}"
+            )
         for place, path, encode in self._rows[row]:
             place[0] = encode(functools.reduce(operator.getitem, path, observation))
         if self._infos:
@@ -156,7 +243,9 @@ class _Group:
                 if name != "action_mask" or self._action_mask is None:
                     self._infos[name][row] = value
 
-    def _take_action_mask(self, row: int, observation: Any, info: Any, *, is_acting: bool) -> None:
+    def _take_action_mask(
+        self, row: int, observation: Any, info: Any, *, is_acting: bool
+    ) -> None:
         assert self._action_mask is not None
         if isinstance(observation, dict) and "action_mask" in observation:
             info = observation
@@ -189,9 +278,13 @@ class _Group:
                 self._reward[row] = rewards[agent]
                 ends = terminations[agent], truncations[agent]
             elif left is None:
-                raise ValueError("Dead agents found in the environment, you need to set use_mask=True to allow this.")
+                raise ValueError(
+                    "Dead agents found in the environment, you need to set use_mask=True to allow this."
+                )
             elif agent in left:
-                raise ValueError(f"Dead agent {agent} not found in step observation but still available in {left}")
+                raise ValueError(
+                    f"Dead agent {agent} not found in step observation but still available in {left}"
+                )
             else:
                 self._reward[row] = 0
                 ends = terminations.get(agent, True), truncations.get(agent, True)
@@ -211,7 +304,9 @@ class _Group:
 
     def update_mask(self) -> None:
         """Write the mask of the action spec."""
-        if self._action_mask is not None and isinstance(self._action_spec, (Categorical, OneHot)):
+        if self._action_mask is not None and isinstance(
+            self._action_spec, (Categorical, OneHot)
+        ):
             self._action_spec.update_mask(torch.from_numpy(self._action_mask.copy()))
 
 

@@ -22,9 +22,13 @@ aggregate_ends = _aggregate_end_of_traj
 merge_reset = _update_during_reset
 
 
-def new_tensordict(source: dict[str, Any], batch_size: torch.Size, device: torch.device | None) -> TensorDict:
+def new_tensordict(
+    source: dict[str, Any], batch_size: torch.Size, device: torch.device | None
+) -> TensorDict:
     """Return a tensordict of leaves and tensordicts that are known to fit; it owns the dict."""
-    td: TensorDict = TensorDict._new_unsafe(source, batch_size=batch_size, device=device)  # noqa: SLF001
+    td: TensorDict = TensorDict._new_unsafe(  # noqa: SLF001
+        source, batch_size=batch_size, device=device
+    )
     return td
 
 
@@ -92,7 +96,13 @@ def place(env: EnvBase, batch_size: torch.Size, device: torch.device | None) -> 
 
     The public setters change the shape of the present specs, and set a device once only.
     """
-    env.__dict__.update(_batch_size=batch_size, _device=device, _input_spec=None, _output_spec=None, _cache={})
+    env.__dict__.update(
+        _batch_size=batch_size,
+        _device=device,
+        _input_spec=None,
+        _output_spec=None,
+        _cache={},
+    )
 
 
 def is_compiled(env: EnvBase) -> bool:
@@ -107,7 +117,9 @@ def skipped_step(env: EnvBase, td: TensorDictBase) -> TensorDictBase:
 
 def is_collected(env: EnvBase) -> bool:
     """Return whether a collector drops entries of `next`; before TorchRL 0.14 it does not."""
-    return vars(env).get("_collector") is not None and hasattr(env, "_get_collector_next_keys_to_exclude")
+    return vars(env).get("_collector") is not None and hasattr(
+        env, "_get_collector_next_keys_to_exclude"
+    )
 
 
 def without_collected(env: EnvBase, following: TensorDictBase) -> TensorDictBase:
@@ -151,14 +163,20 @@ class BatchedHooks(EnvBase):  # type: ignore[misc]  # untyped
         """Exists for `EnvBase.step`, which misspells the name before TorchRL 0.13."""
         return skipped_step(self, tensordict)
 
-    def _reset_proc_data(self, tensordict: TensorDictBase | None, tensordict_reset: TensorDictBase) -> TensorDictBase:
+    def _reset_proc_data(
+        self, tensordict: TensorDictBase | None, tensordict_reset: TensorDictBase
+    ) -> TensorDictBase:
         """Return the result of `reset`; the envs themselves have checked and completed their rows."""
         if tensordict is None:
             return tensordict_reset
         tensordict = self._with_missing(tensordict, tensordict_reset)
-        if isinstance(tensordict_reset, LazyStackedTensorDict) and not isinstance(tensordict, LazyStackedTensorDict):
+        if isinstance(tensordict_reset, LazyStackedTensorDict) and not isinstance(
+            tensordict, LazyStackedTensorDict
+        ):
             tensordict = LazyStackedTensorDict(*tensordict.unbind(0))
-        result: TensorDictBase = merge_reset(tensordict_reset, tensordict, self.reset_keys)
+        result: TensorDictBase = merge_reset(
+            tensordict_reset, tensordict, self.reset_keys
+        )
         return result
 
     def _with_missing(self, td: TensorDictBase, rows: TensorDictBase) -> TensorDictBase:

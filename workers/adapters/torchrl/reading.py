@@ -24,10 +24,16 @@ END_NAMES = ("done", "terminated", "truncated")
 def topmost(done_leaves: list[PlacedLeaf]) -> list[Path]:
     """Return the paths of the done leaves that decide: those without a done leaf above them."""
     prefixes = sorted({leaf.path[:-1] for leaf in done_leaves}, key=len)
-    return [path for path in prefixes if not any(path != other and path[: len(other)] == other for other in prefixes)]
+    return [
+        path
+        for path in prefixes
+        if not any(path != other and path[: len(other)] == other for other in prefixes)
+    ]
 
 
-def ends_reader(done_leaves: list[PlacedLeaf], batch_shape: tuple[int, ...]) -> Callable[[Any], tuple[Any, Any]]:
+def ends_reader(
+    done_leaves: list[PlacedLeaf], batch_shape: tuple[int, ...]
+) -> Callable[[Any], tuple[Any, Any]]:
     """Return a reader of the root's `(terminated, truncated)`: bools, or bool arrays `[*batch_shape, 1]`.
 
     An end that the env marks neither terminated nor truncated counts as truncated.
@@ -65,7 +71,9 @@ def reader(leaf: PlacedLeaf) -> Read:
     fetch = _fetcher(leaf)
     if leaf.spec.is_side:
         return lambda td: to_plain(fetch(td))
-    if leaf.spec.shape == () or (leaf.spec.shape == (1,) and leaf.spec.dtype in ("float32", "float64")):
+    if leaf.spec.shape == () or (
+        leaf.spec.shape == (1,) and leaf.spec.dtype in ("float32", "float64")
+    ):
         return lambda td: fetch(td).item()
     return lambda td: to_numpy(fetch(td))
 
@@ -85,7 +93,9 @@ def to_plain(value: Any) -> Any:
     if hasattr(value, "is_nested"):
         if value.is_nested:
             return [to_plain(row) for row in value.unbind()]
-        return np.array(to_numpy(value.float() if str(value.dtype) == "torch.bfloat16" else value))
+        return np.array(
+            to_numpy(value.float() if str(value.dtype) == "torch.bfloat16" else value)
+        )
     if type(value).__name__ in ("NonTensorData", "NonTensorStack"):
         return value.tolist()
     if isinstance(value, Mapping):
@@ -98,7 +108,12 @@ def to_plain(value: Any) -> Any:
 def _flag_reader(leaf: PlacedLeaf, batch_shape: tuple[int, ...]) -> Read:
     fetch = _fetcher(leaf)
     if batch_shape:
-        return lambda td: to_numpy(fetch(td)).astype(bool).reshape(*batch_shape, -1).any(-1, keepdims=True)
+        return lambda td: (
+            to_numpy(fetch(td))
+            .astype(bool)
+            .reshape(*batch_shape, -1)
+            .any(-1, keepdims=True)
+        )
     if np.prod(leaf.spec.shape) == 1 and leaf.spec.dtype == "bool":
         return lambda td: fetch(td).item()
     return lambda td: bool(fetch(td).any())
@@ -118,7 +133,11 @@ def _fetcher(leaf: PlacedLeaf) -> Read:
         value = td
         for step in path:
             if value is not None:
-                value = value.unbind(step.dim)[step.index] if isinstance(step, Member) else value.get(step, None)
+                value = (
+                    value.unbind(step.dim)[step.index]
+                    if isinstance(step, Member)
+                    else value.get(step, None)
+                )
         if value is None and not is_side:
             raise _missing(leaf)
         return value

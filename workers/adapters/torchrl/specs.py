@@ -83,11 +83,15 @@ def place_leaves(composite: Any) -> list[PlacedLeaf]:
             "reading the env's specs failed: expected rows of equal specs, got a heterogeneous stack at the root. "
             "Give one factory for each row instead."
         )
-    return sorted(_walk(composite, ()), key=lambda leaf: (len(leaf.spec.key), leaf.spec.key))
+    return sorted(
+        _walk(composite, ()), key=lambda leaf: (len(leaf.spec.key), leaf.spec.key)
+    )
 
 
 def group_shapes(
-    composites: Iterable[Any], leaves: Iterable[PlacedLeaf], batch_shape: tuple[int, ...]
+    composites: Iterable[Any],
+    leaves: Iterable[PlacedLeaf],
+    batch_shape: tuple[int, ...],
 ) -> tuple[tuple[Key, tuple[int, ...]], ...]:
     """Return the nested tensordicts whose batch shape differs from that of their parent.
 
@@ -100,16 +104,25 @@ def group_shapes(
     for composite in composites:
         for key, shape in _nested_shapes(composite, ()):
             pairs = zip(shapes.get(key, shape), shape, strict=False)
-            shapes[key] = tuple(n for n, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            shapes[key] = tuple(
+                n
+                for n, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+            )
     for leaf in leaves:
         for depth, step in enumerate(leaf.path):
             if isinstance(step, Member) and depth:
                 key = leaf.spec.key[:depth]
                 shapes[key] = shapes[key[:-1]]
-    return tuple((key, shapes[key]) for key in sorted(shapes) if key and shapes[key] != shapes[key[:-1]])
+    return tuple(
+        (key, shapes[key])
+        for key in sorted(shapes)
+        if key and shapes[key] != shapes[key[:-1]]
+    )
 
 
-def _nested_shapes(composite: Any, prefix: Key) -> Iterator[tuple[Key, tuple[int, ...]]]:
+def _nested_shapes(
+    composite: Any, prefix: Key
+) -> Iterator[tuple[Key, tuple[int, ...]]]:
     for name, item in composite.items():
         if _kind(item) in ("Composite", "StackedComposite"):
             yield (*prefix, name), tuple(int(n) for n in item.shape)
@@ -117,7 +130,9 @@ def _nested_shapes(composite: Any, prefix: Key) -> Iterator[tuple[Key, tuple[int
 
 
 def _kind(spec: Any) -> str:
-    return next((cls.__name__ for cls in type(spec).__mro__ if cls.__name__ in _KINDS), "")
+    return next(
+        (cls.__name__ for cls in type(spec).__mro__ if cls.__name__ in _KINDS), ""
+    )
 
 
 def _walk(spec: Any, prefix: Key) -> Iterator[PlacedLeaf]:
@@ -135,23 +150,40 @@ def _walk(spec: Any, prefix: Key) -> Iterator[PlacedLeaf]:
 
 def _walk_stack(stack: Any, prefix: Key) -> Iterator[PlacedLeaf]:
     dim = int(stack.stack_dim)
-    members = [{leaf.spec.key: leaf for leaf in _walk(member, ())} for member in stack.unbind(dim)]
+    members = [
+        {leaf.spec.key: leaf for leaf in _walk(member, ())}
+        for member in stack.unbind(dim)
+    ]
     for key in dict.fromkeys(key for member in members for key in member):
         leaves = [member.get(key) for member in members]
-        if (merged := _merge([leaf for leaf in leaves if leaf], len(members), dim)) is not None:
-            yield PlacedLeaf(replace(merged, key=(*prefix, *key)), (*prefix, *key), merged.dtype)
+        if (
+            merged := _merge([leaf for leaf in leaves if leaf], len(members), dim)
+        ) is not None:
+            yield PlacedLeaf(
+                replace(merged, key=(*prefix, *key)), (*prefix, *key), merged.dtype
+            )
             continue
         for index, leaf in enumerate(leaves):
             if leaf is not None:
                 spec = replace(leaf.spec, key=(*prefix, str(index), *key))
-                yield PlacedLeaf(spec, (*prefix, Member(index, dim), *leaf.path), leaf.tensor_dtype)
+                yield PlacedLeaf(
+                    spec, (*prefix, Member(index, dim), *leaf.path), leaf.tensor_dtype
+                )
 
 
 def _merge(leaves: list[PlacedLeaf], count: int, dim: int) -> LeafSpec | None:
     """Return members' leaves as one dense leaf; None unless all have the same place, shape and dtype."""
     first = leaves[0]
-    alike = {(leaf.path, leaf.spec.shape, leaf.spec.dtype, leaf.spec.is_side) for leaf in leaves}
-    if len(leaves) < count or len(alike) > 1 or first.spec.is_side or first.path != first.spec.key:
+    alike = {
+        (leaf.path, leaf.spec.shape, leaf.spec.dtype, leaf.spec.is_side)
+        for leaf in leaves
+    }
+    if (
+        len(leaves) < count
+        or len(alike) > 1
+        or first.spec.is_side
+        or first.path != first.spec.key
+    ):
         return None
     shape = (*first.spec.shape[:dim], count, *first.spec.shape[dim:])
     domain = stacked([leaf.spec.domain for leaf in leaves], first.spec.shape, dim)
@@ -160,7 +192,11 @@ def _merge(leaves: list[PlacedLeaf], count: int, dim: int) -> LeafSpec | None:
 
 def _leaf(spec: Any, key: Key) -> PlacedLeaf:
     shape = tuple(int(n) for n in spec.shape)
-    dtype = "" if spec.dtype is None or _kind(spec) == "NonTensor" else _dtype_name(spec.dtype, key)
+    dtype = (
+        ""
+        if spec.dtype is None or _kind(spec) == "NonTensor"
+        else _dtype_name(spec.dtype, key)
+    )
     if _kind(spec) == "Stacked":
         dim = int(spec.stack_dim)
         members = [_leaf(member, key) for member in spec.unbind(dim)]
@@ -185,7 +221,9 @@ def _dtype_name(dtype: Any, key: Key) -> str:
 def _domain(spec: Any, shape: tuple[int, ...]) -> Domain:
     kind = _kind(spec)
     if kind == "Bounded" and 0 not in shape:
-        return Box(shrunk(spec.space.low.cpu().numpy()), shrunk(spec.space.high.cpu().numpy()))
+        return Box(
+            shrunk(spec.space.low.cpu().numpy()), shrunk(spec.space.high.cpu().numpy())
+        )
     if kind in ("Binary", "MultiOneHot"):
         return Binary()
     if kind == "OneHot":

@@ -15,8 +15,20 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import EnvBase
 
 from envherd.workers.adapters.base import StepValues
-from envherd.workers.adapters.torchrl.direct import DirectWay, NotDirect, TdKey, builder, direct_way, leaf_keys, require
-from envherd.workers.adapters.torchrl.private_api import get_leaf, inversions, new_tensordict
+from envherd.workers.adapters.torchrl.direct import (
+    DirectWay,
+    NotDirect,
+    TdKey,
+    builder,
+    direct_way,
+    leaf_keys,
+    require,
+)
+from envherd.workers.adapters.torchrl.private_api import (
+    get_leaf,
+    inversions,
+    new_tensordict,
+)
 
 
 class DirectTransformed(DirectWay):
@@ -24,10 +36,17 @@ class DirectTransformed(DirectWay):
 
     takes_batches = True
 
-    def __init__(self, env: EnvBase, inputs: list[TdKey], observed: list[TdKey], rewards: list[TdKey]) -> None:
+    def __init__(
+        self,
+        env: EnvBase,
+        inputs: list[TdKey],
+        observed: list[TdKey],
+        rewards: list[TdKey],
+    ) -> None:
         super().__init__(env, inputs, observed, rewards)
         inner = env.base_env
-        require(not isinstance(inner, type(env)), "around a TransformedEnv")  # it has no separate root
+        # It has no separate root.
+        require(not isinstance(inner, type(env)), "around a TransformedEnv")
         way = direct_way(inner, *leaf_keys(inner))
         if isinstance(way, str):
             raise NotDirect(f"around {way}")
@@ -36,7 +55,10 @@ class DirectTransformed(DirectWay):
         done = set(inner.full_done_spec.keys(include_nested=True, leaves_only=True))
         self._is_ours = [way.reuses_buffers or key in done for key in way.observed]
         self._reward_dtypes = [inner.full_reward_spec[key].dtype for key in way.rewards]
-        specs = {**dict(_leaves(env.full_action_spec)), **dict(_leaves(env.full_state_spec))}
+        specs = {
+            **dict(_leaves(env.full_action_spec)),
+            **dict(_leaves(env.full_state_spec)),
+        }
         self._dtypes = [specs[key].dtype for key in inputs]
         self._shapes = [(key, env.full_reward_spec[key].shape) for key in rewards]
         self._has_simple_end = {"done", "terminated"} <= set(env.full_done_spec.keys())
@@ -47,9 +69,20 @@ class DirectTransformed(DirectWay):
         self._root, self._transform = root, env.transform
         self._inversions = inversions(env.transform)
         rewards, states = list(env.reward_keys), set(env.state_keys)
-        self._taken = [*env.observation_keys, *(key for key in rewards if key in states), *env.done_keys]
-        self._dropped = {"next", *env.done_keys, *env.reset_keys, *(key for key in rewards if key not in states)}
-        self._is_flat = all(isinstance(key, str) for key in (*self.inputs, *self._taken, *self._dropped))
+        self._taken = [
+            *env.observation_keys,
+            *(key for key in rewards if key in states),
+            *env.done_keys,
+        ]
+        self._dropped = {
+            "next",
+            *env.done_keys,
+            *env.reset_keys,
+            *(key for key in rewards if key not in states),
+        }
+        self._is_flat = all(
+            isinstance(key, str) for key in (*self.inputs, *self._taken, *self._dropped)
+        )
 
     def step(self, action: list[Any]) -> StepValues:
         with torch.no_grad():
@@ -66,15 +99,24 @@ class DirectTransformed(DirectWay):
                 has_ended = bool(get_leaf(following, "done").any())
             else:
                 has_ended = bool(self.torchrl_env.any_done(root))
-                self._root = root.exclude(*self.torchrl_env.reset_keys) if has_ended else root
+                self._root = (
+                    root.exclude(*self.torchrl_env.reset_keys) if has_ended else root
+                )
         self.is_ahead = True
-        return _arrays(following, self.observed), _arrays(following, self.rewards), has_ended, False
+        return (
+            _arrays(following, self.observed),
+            _arrays(following, self.rewards),
+            has_ended,
+            False,
+        )
 
     def reset(self) -> list[Any]:
         env, root = self.torchrl_env, self._root
         with torch.no_grad():
             has_ended = root is not None and env.any_done(root)
-            self._root = env.reset(root, select_reset_only=True) if has_ended else env.reset()
+            self._root = (
+                env.reset(root, select_reset_only=True) if has_ended else env.reset()
+            )
         self.is_ahead = True
         return _arrays(self._root, self.observed)
 
@@ -85,15 +127,24 @@ class DirectTransformed(DirectWay):
     def _with_inputs(self, action: list[Any]) -> tuple[TensorDictBase, TensorDictBase]:
         """Return the root with the inputs of a step, twice; the root itself stays as it is."""
         env = self.torchrl_env
-        root = new_tensordict({}, env.batch_size, env.device) if self._root is None else self._root
+        root = (
+            new_tensordict({}, env.batch_size, env.device)
+            if self._root is None
+            else self._root
+        )
         given = zip(self.inputs, self._dtypes, action, strict=True)
-        inputs = [(key, torch.from_numpy(np.asarray(value)).to(dtype)) for key, dtype, value in given]
+        inputs = [
+            (key, torch.from_numpy(np.asarray(value)).to(dtype))
+            for key, dtype, value in given
+        ]
         if self._is_flat and root.__class__ is TensorDict:
             source = dict(root.items())
             source.update(inputs)
             if all(value.__class__ is torch.Tensor for value in source.values()):
                 size, device = root.batch_size, root.device
-                return new_tensordict(source, size, device), new_tensordict(dict(source), size, device)
+                return new_tensordict(source, size, device), new_tensordict(
+                    dict(source), size, device
+                )
         root = root.copy()
         for key, tensor in inputs:
             root.set(key, tensor)
@@ -102,21 +153,36 @@ class DirectTransformed(DirectWay):
     def _stepped(self, given: TensorDictBase) -> TensorDictBase:
         """Step the env inside; return its `next`."""
         way = self._way
-        values, rewards, _, _ = way.step([get_leaf(given, key).detach().numpy() for key in way.inputs])
-        tensors = [_tensor(value, is_ours=is_ours) for value, is_ours in zip(values, self._is_ours, strict=True)]
+        values, rewards, _, _ = way.step(
+            [get_leaf(given, key).detach().numpy() for key in way.inputs]
+        )
+        tensors = [
+            _tensor(value, is_ours=is_ours)
+            for value, is_ours in zip(values, self._is_ours, strict=True)
+        ]
         for reward, dtype in zip(rewards, self._reward_dtypes, strict=True):
             is_float = reward.__class__ is float
-            tensors.append(torch.tensor([reward], dtype=dtype) if is_float else _tensor(reward, is_ours=True))
+            tensors.append(
+                torch.tensor([reward], dtype=dtype)
+                if is_float
+                else _tensor(reward, is_ours=True)
+            )
         return self._build_next(tensors)
 
-    def _advanced(self, root: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
+    def _advanced(
+        self, root: TensorDictBase, following: TensorDictBase
+    ) -> TensorDictBase:
         """Return the root after a step: the same as `step_mdp`."""
         if self._is_flat:
-            source = {name: value for name, value in root.items() if name not in self._dropped}
+            source = {
+                name: value for name, value in root.items() if name not in self._dropped
+            }
             source.update((name, get_leaf(following, name)) for name in self._taken)
             if all(value.__class__ is torch.Tensor for value in source.values()):
                 return new_tensordict(source, root.batch_size, root.device)
-        advanced: TensorDictBase = self.torchrl_env.step_mdp(root.set("next", following))
+        advanced: TensorDictBase = self.torchrl_env.step_mdp(
+            root.set("next", following)
+        )
         return advanced
 
 
@@ -132,4 +198,6 @@ def _tensor(value: Any, *, is_ours: bool) -> torch.Tensor:
     """Return a value of a way as a tensor: a copy where the way writes it again, else a VIEW, as TorchRL's."""
     if is_ours or value.__class__ is tuple:
         return torch.from_numpy(np.array(value))
-    return torch.from_numpy(value if value.flags.c_contiguous or min(value.strides) > 0 else value.copy())
+    return torch.from_numpy(
+        value if value.flags.c_contiguous or min(value.strides) > 0 else value.copy()
+    )

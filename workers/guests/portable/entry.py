@@ -43,7 +43,9 @@ def main(
         log_path: of the log, a file that the owner has open.
         config: see `executor.processes.worker_process.worker_config`.
     """
-    log_fd = os.open(log_path, os.O_RDWR | os.O_APPEND | platforms.O_TEMPORARY | platforms.O_BINARY)
+    log_fd = os.open(
+        log_path, os.O_RDWR | os.O_APPEND | platforms.O_TEMPORARY | platforms.O_BINARY
+    )
     with contextlib.suppress(OSError):  # Windows removes it when it is closed
         os.unlink(log_path)
     platforms.detach(log_fd, is_captured=config["output"] == "capture")
@@ -52,13 +54,20 @@ def main(
     with contextlib.suppress(OSError, AttributeError):
         platforms.arm_lifeline(watch.fileno(), -os.getpid())
     parent = platforms.parent_id()
-    threading.Thread(target=_watch, args=(watch, log_fd, parent), name="envherd-watch", daemon=True).start()
+    threading.Thread(
+        target=_watch, args=(watch, log_fd, parent), name="envherd-watch", daemon=True
+    ).start()
     surroundings.enter(config["caller"])
     from envherd.workers.adapters.registry import install_import_hooks
     from envherd.workers.process.entry import run  # imports numpy
 
     install_import_hooks()
-    run(sock, log_fd, config, bells=(SocketBell(bells[0], None), SocketBell(None, bells[1])))
+    run(
+        sock,
+        log_fd,
+        config,
+        bells=(SocketBell(bells[0], None), SocketBell(None, bells[1])),
+    )
 
 
 def _watch(watch: Connection, log_fd: int, parent: int) -> None:

@@ -20,7 +20,10 @@ import numpy as np
 #: Types of objects that only draw.
 _DRAWING = (
     "gymnasium.envs.mujoco.mujoco_rendering.",
-    *(f"pygame.{name}." for name in ("surface", "time", "font", "freetype", "display", "mixer", "event")),
+    *(
+        f"pygame.{name}."
+        for name in ("surface", "time", "font", "freetype", "display", "mixer", "event")
+    ),
 )
 #: Types whose objects stay as they are, by the start of `module.QualName` of a class or of one of its bases.
 _FIXED = (
@@ -82,15 +85,21 @@ class Graph:
         self._classes: dict[str, type] = {}
         queue = [("", env, True)]
         seen = {id(env)}
-        for path, one, is_owned in queue:  # grows: breadth first, so that a path is the shortest
+        # Grows: breadth first, so that a path is the shortest.
+        for path, one, is_owned in queue:
             self._note(path, one, is_owned=is_owned)
-            if path and (simulator_of(type(one)) is not None or is_fixed(one) or isinstance(one, enum.Enum)):
+            if path and (
+                simulator_of(type(one)) is not None
+                or is_fixed(one)
+                or isinstance(one, enum.Enum)
+            ):
                 continue
             for name, value, by_attribute in self._members(one):
                 if id(value) not in seen and not is_plain(value):
                     seen.add(id(value))
                     queue.append((f"{path}{name}", value, is_owned and by_attribute))
-        self._alive = [one for _, one, _ in queue]  # ids are unique only among objects that live
+        # Ids are unique only among objects that live.
+        self._alive = [one for _, one, _ in queue]
 
     def _note(self, path: str, one: Any, *, is_owned: bool) -> None:
         cls = type(one)
@@ -103,17 +112,27 @@ class Graph:
             self.held_classes[name_of(one)] = one
         elif path and is_fixed(one):
             self.fixed[path], self.paths[id(one)] = one, path
-        elif is_owned and is_python(cls) and not (isinstance(one, enum.Enum) or is_closing(cls)):
+        elif (
+            is_owned
+            and is_python(cls)
+            and not (isinstance(one, enum.Enum) or is_closing(cls))
+        ):
             self.owners[path], self.paths[id(one)] = one, path
 
     def _members(self, one: Any) -> Iterator[tuple[str, Any, bool]]:
         """Yield what an object holds: the step from its path, the value, and whether it is an attribute."""
         if isinstance(one, dict):
             yield from ((f"[{key!r}]", value, False) for key, value in one.items())
-            yield from ((f".keys()[{position}]", key, False) for position, key in enumerate(one))
-        elif isinstance(one, (*_CONTAINERS, np.ndarray)) or type(one).__name__ == "deque":
+            yield from (
+                (f".keys()[{position}]", key, False) for position, key in enumerate(one)
+            )
+        elif (
+            isinstance(one, (*_CONTAINERS, np.ndarray)) or type(one).__name__ == "deque"
+        ):
             items = one.reshape(-1) if isinstance(one, np.ndarray) else one
-            yield from ((f"[{position}]", value, False) for position, value in enumerate(items))
+            yield from (
+                (f"[{position}]", value, False) for position, value in enumerate(items)
+            )
         if hasattr(one, "__dict__"):
             yield from ((f".{name}", value, True) for name, value in vars(one).items())
         for name, member in slots_of(type(one)).items():
@@ -139,7 +158,9 @@ class Graph:
             raise ValueError(
                 f"an object of {name!r:.80}, which no package of the env defines ({sorted(self.packages)})"
             )
-        if hasattr(found, "__del__") and (name not in self._classes or is_closing(found)):
+        if hasattr(found, "__del__") and (
+            name not in self._classes or is_closing(found)
+        ):
             raise ValueError(f"an object of {name}, which has a finalizer")
         return found
 
@@ -161,30 +182,47 @@ class Graph:
 def bounds(array: np.ndarray) -> tuple[int, int]:
     """Return the addresses of the first byte of an array, and after its last one."""
     start: int = array.__array_interface__["data"][0]
-    spans = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]
-    return start + sum(min(0, span) for span in spans), start + sum(max(0, span) for span in spans) + array.itemsize
+    spans = [
+        (size - 1) * stride
+        for size, stride in zip(array.shape, array.strides, strict=True)
+    ]
+    return start + sum(min(0, span) for span in spans), start + sum(
+        max(0, span) for span in spans
+    ) + array.itemsize
 
 
 def simulator_of(cls: type) -> str | None:
     """Return the name of the simulator that a class is, or None."""
-    return next((name for base in cls.__mro__ if (name := name_of(base)) in _SIMULATORS), None)
+    return next(
+        (name for base in cls.__mro__ if (name := name_of(base)) in _SIMULATORS), None
+    )
 
 
 def is_fixed(one: Any) -> bool:
     """Return whether an object is no state: a function, class, module, space, model or renderer."""
     if isinstance(one, (*_FUNCTIONS, type)):
         return True
-    return any(name_of(base).replace(":", ".").startswith(_FIXED) for base in type(one).__mro__[:-1])
+    return any(
+        name_of(base).replace(":", ".").startswith(_FIXED)
+        for base in type(one).__mro__[:-1]
+    )
 
 
 def is_closing(cls: type) -> bool:
     """Return whether objects of a class of the standard library do something when they are removed: delete a file."""
-    return hasattr(cls, "__del__") and cls.__module__.partition(".")[0] in sys.stdlib_module_names
+    return (
+        hasattr(cls, "__del__")
+        and cls.__module__.partition(".")[0] in sys.stdlib_module_names
+    )
 
 
 def is_plain(one: Any) -> bool:
     """Return whether a value refers to no others, and has no class of the env."""
-    return type(one) in _PLAIN or isinstance(one, np.generic) or (type(one) is np.ndarray and one.dtype != object)
+    return (
+        type(one) in _PLAIN
+        or isinstance(one, np.generic)
+        or (type(one) is np.ndarray and one.dtype != object)
+    )
 
 
 def is_picture(one: Any) -> bool:
@@ -195,7 +233,8 @@ def is_picture(one: Any) -> bool:
 def is_python(cls: type) -> bool:
     """Return whether the objects of a class consist of their attributes, so that C code holds nothing of them."""
     return all(base.__flags__ & _HEAP_TYPE for base in cls.__mro__[:-1]) and (
-        cls.__basicsize__ <= object.__basicsize__ + 2 * np.dtype(np.intp).itemsize  # for `__dict__` and weak references
+        # For `__dict__` and weak references.
+        cls.__basicsize__ <= object.__basicsize__ + 2 * np.dtype(np.intp).itemsize
         and cls.__dictoffset__ != 0
     )
 
@@ -211,17 +250,26 @@ def slots_of(cls: type) -> dict[str, Any]:
         for base in cls.__mro__:
             is_python = base.__flags__ & _HEAP_TYPE
             own = vars(base).items() if is_python else ()
-            found |= {name: one for name, one in own if isinstance(one, types.MemberDescriptorType)}
+            found |= {
+                name: one
+                for name, one in own
+                if isinstance(one, types.MemberDescriptorType)
+            }
     return found
 
 
 def is_made_of_attributes(cls: type) -> bool:
     """Return whether the objects of a class consist of attributes and slots, so that C code holds nothing of them."""
     pointer = np.dtype(np.intp).itemsize
-    most = object.__basicsize__ + pointer * (2 + len(slots_of(cls)))  # also `__dict__` and weak references
-    return all(base.__flags__ & _HEAP_TYPE for base in cls.__mro__[:-1]) and cls.__basicsize__ <= most
+    # Also `__dict__` and weak references.
+    most = object.__basicsize__ + pointer * (2 + len(slots_of(cls)))
+    return (
+        all(base.__flags__ & _HEAP_TYPE for base in cls.__mro__[:-1])
+        and cls.__basicsize__ <= most
+    )
 
 
 def name_of(cls: type) -> str:
     """Return `module:QualName` of a class."""
-    return f"{getattr(cls, '__module__', '')}:{cls.__qualname__}"  # SWIG's types have no module
+    # SWIG's types have no module.
+    return f"{getattr(cls, '__module__', '')}:{cls.__qualname__}"

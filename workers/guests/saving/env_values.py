@@ -66,7 +66,9 @@ def pack(array: np.ndarray) -> list[Any]:
     """
     if not _DTYPE.fullmatch(array.dtype.str):
         raise Unsaveable(f"an array of dtype {array.dtype}")
-    order: Literal["F", "C"] = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
+    order: Literal["F", "C"] = (
+        "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
+    )
     return [array.dtype.str, list(array.shape), order, array.tobytes(order)]
 
 
@@ -84,7 +86,9 @@ def unpack(packed: Any, kind: type = np.ndarray) -> np.ndarray:
         raise ValueError(f"{len(data)} bytes for an array {name} of shape {shape}")
     if not data:
         return np.zeros(tuple(shape), dtype).view(kind)
-    array: np.ndarray = np.ndarray.__new__(kind, tuple(shape), dtype, bytearray(data), 0, None, order)
+    array: np.ndarray = np.ndarray.__new__(
+        kind, tuple(shape), dtype, bytearray(data), 0, None, order
+    )
     return array.copy(order)
 
 
@@ -105,7 +109,9 @@ def view_of(memory: np.ndarray, packed: Any, kind: type) -> np.ndarray:
         raise ValueError(f"a view {name!r} of {memory.dtype}")
     if math.prod(shape) * np.dtype(name).itemsize > memory.nbytes:
         raise ValueError(f"a view of shape {shape} of {memory.nbytes} bytes")
-    array: np.ndarray = np.ndarray.__new__(kind, tuple(shape), name, memory, offset, tuple(strides))
+    array: np.ndarray = np.ndarray.__new__(
+        kind, tuple(shape), name, memory, offset, tuple(strides)
+    )
     return array
 
 
@@ -126,7 +132,8 @@ class Writer:
         self._written: list[Any] = []  # ids are unique only among objects that live
         self._unfinished: collections.deque[tuple[int, Any]] = collections.deque()
         self._kinds: dict[type, str] = {}
-        self._arrays: list[tuple[int, int, int, np.ndarray]] = []  # bounds, number, array
+        # Bounds, number, array.
+        self._arrays: list[tuple[int, int, int, np.ndarray]] = []
 
     def value(self, one: Any) -> Any:
         """Return a value: a scalar, or the number of its node."""
@@ -178,11 +185,19 @@ class Writer:
         if kind in ("array", "tensor"):
             array = one if kind == "array" else one.detach().cpu().numpy()
             start, end = bounds(array)
-            if not 0 < array.nbytes <= end - start:  # those of which bytes repeat are copied
+            # Those of which bytes repeat are copied.
+            if not 0 < array.nbytes <= end - start:
                 return number
-            lender = None if array.flags.owndata else self.graph.lender_of(start, end, array.dtype)
+            lender = (
+                None
+                if array.flags.owndata
+                else self.graph.lender_of(start, end, array.dtype)
+            )
             if lender is not None:
-                node[2] = [lender, _packed_view(array, bounds(self.graph.lent[lender])[0])]
+                node[2] = [
+                    lender,
+                    _packed_view(array, bounds(self.graph.lent[lender])[0]),
+                ]
             else:
                 self._arrays.append((start, end, number, array))
         return number
@@ -205,17 +220,28 @@ class Writer:
         cls = type(one)
         if id(one) in self.graph.paths:
             return "owner" if self.graph.paths[id(one)] in self.graph.owners else "at"
-        if isinstance(one, type) and one in (_CLASSES.get(name_of(one)), self.graph.held_classes.get(name_of(one))):
+        if isinstance(one, type) and one in (
+            _CLASSES.get(name_of(one)),
+            self.graph.held_classes.get(name_of(one)),
+        ):
             return "class"
         if is_fixed(one) or is_closing(cls):
             raise Unsaveable(f"a {words_for(one)}")
         if cls not in self._kinds:
-            own = (kind for kind, entry in _KINDS.items() if entry.has is not None and entry.has(cls))
+            own = (
+                kind
+                for kind, entry in _KINDS.items()
+                if entry.has is not None and entry.has(cls)
+            )
             self._kinds[cls] = "data" if name_of(cls) in _DATA else next(own, "")
         kind = self._kinds[cls]
         if not kind:
             raise Unsaveable(f"a {words_for(one)}")
-        return "objects" if kind == "array" and cls is np.ndarray and one.dtype == object else kind
+        return (
+            "objects"
+            if kind == "array" and cls is np.ndarray and one.dtype == object
+            else kind
+        )
 
 
 # ---- reading -----------------------------------------------------------------------------------
@@ -369,7 +395,9 @@ def _make_owner(reader: Reader, _: Any, content: Any) -> Any:
     if live is not None and name_of(type(live)) == name:
         return live
     if path == "" or hasattr(live, "step"):
-        raise ValueError(f"one of a {str(name).replace(':', '.')} for a {words_for(live)}")
+        raise ValueError(
+            f"one of a {str(name).replace(':', '.')} for a {words_for(live)}"
+        )
     cls = reader.class_of(name, object)
     if not is_python(cls):
         raise ValueError(f"an object of {name} as a part of the env")
@@ -413,7 +441,9 @@ def _mapping(base: Any) -> _Kind:
             base.__setitem__(one, reader.key(key), reader.value(value))
 
     return _Kind(
-        take=lambda writer, one: [[writer.value(key), writer.value(value)] for key, value in base.items(one)],
+        take=lambda writer, one: [
+            [writer.value(key), writer.value(value)] for key, value in base.items(one)
+        ],
         make=lambda _, cls, __: base.__new__(cls),
         has=_below(base),
         fill=fill,
@@ -425,7 +455,9 @@ def _fixed_items(base: Any, read: Callable[[Reader, Any], Any]) -> _Kind:
     """Return the kind of a tuple or frozenset."""
     return _Kind(
         take=lambda writer, one: [writer.value(item) for item in base.__iter__(one)],
-        make=lambda reader, cls, content: base.__new__(cls, [read(reader, item) for item in content]),
+        make=lambda reader, cls, content: base.__new__(
+            cls, [read(reader, item) for item in content]
+        ),
         has=_below(base),
         base=base,
     )
@@ -439,7 +471,9 @@ def _number(base: Any, as_base: Callable[[Any], Any]) -> _Kind:
             raise ValueError(f"a {base.__name__} {content!r:.80}")
         return base.__new__(cls, content)
 
-    return _Kind(take=lambda _, one: as_base(one), make=make, has=_below(base), base=base)
+    return _Kind(
+        take=lambda _, one: as_base(one), make=make, has=_below(base), base=base
+    )
 
 
 def _fill_deque(reader: Reader, one: Any, content: Any) -> None:
@@ -448,7 +482,10 @@ def _fill_deque(reader: Reader, one: Any, content: Any) -> None:
 
 
 def _take_deque(writer: Writer, one: Any) -> Any:
-    return [one.maxlen, [writer.value(item) for item in collections.deque.__iter__(one)]]
+    return [
+        one.maxlen,
+        [writer.value(item) for item in collections.deque.__iter__(one)],
+    ]
 
 
 def _fill_defaultdict(reader: Reader, one: Any, content: Any) -> None:
@@ -466,7 +503,11 @@ def _make_array(reader: Reader, cls: Any, content: Any) -> np.ndarray:
     if len(content) == 2:
         lender, packed = content
         lent = reader.graph.lent
-        return view_of(lent[lender] if isinstance(lender, str) else reader.value(lender), packed, cls)
+        return view_of(
+            lent[lender] if isinstance(lender, str) else reader.value(lender),
+            packed,
+            cls,
+        )
     return unpack(content, cls)
 
 
@@ -490,7 +531,9 @@ def _fill_objects(reader: Reader, one: Any, content: Any) -> None:
 def _take_enum(_: Writer, one: Any) -> Any:
     cls = type(one)
     is_named = cls.__members__.get(one.name) is one
-    return [name_of(cls), one.name, None] if is_named else [name_of(cls), None, one.value]
+    return (
+        [name_of(cls), one.name, None] if is_named else [name_of(cls), None, one.value]
+    )
 
 
 def _make_enum(reader: Reader, _: Any, content: Any) -> Any:
@@ -512,7 +555,10 @@ def _make_data(reader: Reader, _: Any, content: Any) -> Any:
     expected = _FIRST.get(name)
     if expected is not None and type(values[0]) is not expected:
         raise ValueError(f"a {name} of no {expected.__name__}")
-    if not all(type(one) in _SCALARS or name_of(type(one)).startswith("datetime:") for one in values):
+    if not all(
+        type(one) in _SCALARS or name_of(type(one)).startswith("datetime:")
+        for one in values
+    ):
         raise ValueError(f"a {name} of {arguments!r:.80}")
     return found(values) if name == "torch:Size" else found(*values)
 
@@ -530,12 +576,19 @@ def _make_dtype(_: Reader, __: Any, content: Any) -> Any:
 
 def _make_torch_dtype(_: Reader, __: Any, content: Any) -> Any:
     torch = sys.modules["torch"]
-    return next(one for one in vars(torch).values() if type(one) is torch.dtype and str(one) == content)
+    return next(
+        one
+        for one in vars(torch).values()
+        if type(one) is torch.dtype and str(one) == content
+    )
 
 
 def _take_bits(writer: Writer, one: Any) -> Any:
     seeds = getattr(one, "seed_seq", None)
-    return [one.state, writer.value(seeds if type(seeds) is np.random.SeedSequence else None)]
+    return [
+        one.state,
+        writer.value(seeds if type(seeds) is np.random.SeedSequence else None),
+    ]
 
 
 def _make_bits(reader: Reader, _: Any, content: Any) -> Any:
@@ -545,15 +598,29 @@ def _make_bits(reader: Reader, _: Any, content: Any) -> Any:
 
 def _take_seeds(_: Writer, one: Any) -> Any:
     entropy = one.entropy
-    words = entropy if entropy is None or isinstance(entropy, int) else [int(word) for word in entropy]
-    return [words, [int(word) for word in one.spawn_key], one.pool_size, one.n_children_spawned]
+    words = (
+        entropy
+        if entropy is None or isinstance(entropy, int)
+        else [int(word) for word in entropy]
+    )
+    return [
+        words,
+        [int(word) for word in one.spawn_key],
+        one.pool_size,
+        one.n_children_spawned,
+    ]
 
 
 def _make_seeds(_: Reader, __: Any, content: Any) -> Any:
     entropy, spawn_key, pool_size, num_children = content
     if not (type(pool_size) is int and pool_size <= _MAX_SEED_WORDS):
         raise ValueError(f"seeds with a pool of {pool_size}")
-    return np.random.SeedSequence(entropy, spawn_key=spawn_key, pool_size=pool_size, n_children_spawned=num_children)
+    return np.random.SeedSequence(
+        entropy,
+        spawn_key=spawn_key,
+        pool_size=pool_size,
+        n_children_spawned=num_children,
+    )
 
 
 def _make_generator(reader: Reader, _: Any, content: Any) -> Any:
@@ -566,7 +633,10 @@ def _make_generator(reader: Reader, _: Any, content: Any) -> Any:
 #: Kind -> how it is written and made.
 _KINDS: dict[str, _Kind] = {
     "owner": _Kind(take=_take_owner, make=_make_owner, fill=_nothing),
-    "at": _Kind(take=lambda writer, one: [writer.graph.paths[id(one)], is_picture(one)], make=_make_at),
+    "at": _Kind(
+        take=lambda writer, one: [writer.graph.paths[id(one)], is_picture(one)],
+        make=_make_at,
+    ),
     "class": _Kind(
         take=lambda _, one: name_of(one),
         make=lambda reader, _, name: {**reader.graph.held_classes, **_CLASSES}[name],
@@ -588,11 +658,17 @@ _KINDS: dict[str, _Kind] = {
     "dtype": _Kind(take=lambda _, one: one.str, make=_make_dtype, has=_below(np.dtype)),
     "tensor": _Kind(
         take=lambda _, one: pack(one.detach().cpu().numpy()),
-        make=lambda reader, _, content: sys.modules["torch"].from_numpy(_make_array(reader, np.ndarray, content)),
+        make=lambda reader, _, content: sys.modules["torch"].from_numpy(
+            _make_array(reader, np.ndarray, content)
+        ),
         has=_named("torch:Tensor"),
     ),
-    "torch.dtype": _Kind(take=lambda _, one: str(one), make=_make_torch_dtype, has=_named("torch:dtype")),
-    "seeds": _Kind(take=_take_seeds, make=_make_seeds, has=_exactly(np.random.SeedSequence)),
+    "torch.dtype": _Kind(
+        take=lambda _, one: str(one), make=_make_torch_dtype, has=_named("torch:dtype")
+    ),
+    "seeds": _Kind(
+        take=_take_seeds, make=_make_seeds, has=_exactly(np.random.SeedSequence)
+    ),
     "bits": _Kind(take=_take_bits, make=_make_bits, has=_below(np.random.BitGenerator)),
     "generator": _Kind(
         take=lambda writer, one: writer.value(one.bit_generator),
@@ -610,22 +686,46 @@ _KINDS: dict[str, _Kind] = {
         has=_exactly(random.Random),
     ),
     "OrderedDict": _mapping(collections.OrderedDict),
-    "defaultdict": _mapping(collections.defaultdict)._replace(take=_take_defaultdict, fill=_fill_defaultdict),
+    "defaultdict": _mapping(collections.defaultdict)._replace(
+        take=_take_defaultdict, fill=_fill_defaultdict
+    ),
     "dict": _mapping(dict),
-    "list": _container(list, lambda reader, one, content: list.extend(one, map(reader.value, content))),
-    "set": _container(set, lambda reader, one, content: set.update(one, map(reader.key, content))),
+    "list": _container(
+        list, lambda reader, one, content: list.extend(one, map(reader.value, content))
+    ),
+    "set": _container(
+        set, lambda reader, one, content: set.update(one, map(reader.key, content))
+    ),
     "deque": _container(collections.deque, _fill_deque)._replace(take=_take_deque),
     "tuple": _fixed_items(tuple, Reader.value),
     "frozenset": _fixed_items(frozenset, Reader.key),
     "int": _number(int, int.__int__),
     "float": _number(float, float.__float__),
     "str": _number(str, str.__str__),
-    "object": _Kind(take=lambda _, __: [], make=_make_object, has=is_made_of_attributes, fill=_nothing, base=object),
+    "object": _Kind(
+        take=lambda _, __: [],
+        make=_make_object,
+        has=is_made_of_attributes,
+        fill=_nothing,
+        base=object,
+    ),
 }
 #: Classes that a state may name as values: those that make empty or converted data.
 _CLASSES: dict[str, type] = {
     name_of(one): one
-    for one in (bool, int, float, complex, str, bytes, list, dict, set, tuple, *set(np.sctypeDict.values()))
+    for one in (
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        list,
+        dict,
+        set,
+        tuple,
+        *set(np.sctypeDict.values()),
+    )
 }
 #: Class of `_DATA` -> the only type of its first argument: of another, a short one can make a large value.
 _FIRST = {"builtins:bytearray": bytes, "fractions:Fraction": int}
@@ -649,5 +749,14 @@ _DATA: Mapping[str, Callable[[Any], Any]] = {
     },
     "torch:Size": tuple,
     "torch:device": lambda one: (str(one),),
-    **{f"pygame.{name}": tuple for name in ("rect:Rect", "rect:FRect", "math:Vector2", "math:Vector3", "color:Color")},
+    **{
+        f"pygame.{name}": tuple
+        for name in (
+            "rect:Rect",
+            "rect:FRect",
+            "math:Vector2",
+            "math:Vector3",
+            "color:Color",
+        )
+    },
 }

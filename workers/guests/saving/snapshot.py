@@ -24,7 +24,13 @@ import numpy as np
 from envherd.workers import plain, seeding
 from envherd.workers.errors import Unsaveable
 from envherd.workers.guests.saving.env_graph import Graph, is_picture, simulator_of
-from envherd.workers.guests.saving.env_values import Reader, Writer, pack, unpack, words_for
+from envherd.workers.guests.saving.env_values import (
+    Reader,
+    Writer,
+    pack,
+    unpack,
+    words_for,
+)
 
 #: Of states; those of another version are refused.
 VERSION = 2
@@ -42,10 +48,15 @@ def save(env: Any) -> dict[str, Any]:
         for owner in graph.owners.values():
             writer.value(owner)
         writer.finish()
-        simulators = {path: _SIMULATORS[kind].save(one) for path, (kind, one) in graph.simulators.items()}
+        simulators = {
+            path: _SIMULATORS[kind].save(one)
+            for path, (kind, one) in graph.simulators.items()
+        }
         held = plain.encode([writer.nodes, simulators])
     except Exception as error:
-        raise Unsaveable(_first_unsaveable(graph) or f"{type(error).__name__}: {error}") from error
+        raise Unsaveable(
+            _first_unsaveable(graph) or f"{type(error).__name__}: {error}"
+        ) from error
     return {"version": VERSION, "held": held, "digest": _digest(held)}
 
 
@@ -58,10 +69,16 @@ def read(env: Any, state: Any) -> Callable[[], None]:
         ValueError: the state is of another env, or damaged, or no state.
     """
     expected = "expected what state_dict() or save() returned of this env"
-    if not (isinstance(state, Mapping) and {"version", "held", "digest"} <= state.keys()):
-        raise ValueError(f"{expected}, got a {type(state).__name__} without a state of this form.")
+    if not (
+        isinstance(state, Mapping) and {"version", "held", "digest"} <= state.keys()
+    ):
+        raise ValueError(
+            f"{expected}, got a {type(state).__name__} without a state of this form."
+        )
     if state["version"] != VERSION:
-        raise ValueError(f"{expected} with version {VERSION} of the format, got version {state['version']!r:.80}.")
+        raise ValueError(
+            f"{expected} with version {VERSION} of the format, got version {state['version']!r:.80}."
+        )
     held = state["held"]
     if not isinstance(held, bytes) or state["digest"] != _digest(held):
         raise ValueError(f"{expected}, got one that is damaged.")
@@ -70,17 +87,28 @@ def read(env: Any, state: Any) -> Callable[[], None]:
         nodes, simulators = plain.decode(held)
         reader = Reader(graph, nodes)
         reader.read()
-        loads = [_SIMULATORS[kind].read(one, simulators.pop(path)) for path, (kind, one) in graph.simulators.items()]
+        loads = [
+            _SIMULATORS[kind].read(one, simulators.pop(path))
+            for path, (kind, one) in graph.simulators.items()
+        ]
     except Exception as error:  # whatever the bytes are
-        why = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        why = (
+            str(error)
+            if isinstance(error, ValueError)
+            else f"{type(error).__name__}: {error}"
+        )
         raise ValueError(f"{expected}, got {why:.400}.") from None
     if simulators or "" not in reader.changes:
-        raise ValueError(f"{expected}, got one of an env with a simulator at {[*simulators]!r:.80}, or of none.")
+        raise ValueError(
+            f"{expected}, got one of an env with a simulator at {[*simulators]!r:.80}, or of none."
+        )
 
     def put() -> None:
         for one, attributes in reader.changes.values():
             present = vars(one)
-            pictures = {name: value for name, value in present.items() if is_picture(value)}
+            pictures = {
+                name: value for name, value in present.items() if is_picture(value)
+            }
             present.clear()
             present.update({**attributes, **pictures})
         for load in loads:
@@ -114,7 +142,11 @@ def _first_unsaveable(graph: Graph) -> str | None:
                 writer.finish(with_owners=False)
                 plain.encode(writer.nodes)
             except Exception as error:  # of any object
-                why = str(error) if isinstance(error, Unsaveable) else f"{type(error).__name__}: {error}"
+                why = (
+                    str(error)
+                    if isinstance(error, Unsaveable)
+                    else f"{type(error).__name__}: {error}"
+                )
                 return f"its attribute {type(owner).__name__}.{name} is a {words_for(value)} ({why})"
     return None
 
@@ -136,8 +168,13 @@ def _save_mujoco(data: Any) -> list[Any]:
     kind = mujoco.mjtState.mjSTATE_INTEGRATION
     state = np.empty(mujoco.mj_stateSize(data.model, kind))
     mujoco.mj_getState(data.model, data, state, kind)
-    computed = {name: pack(array) for name, array in _arrays(data).items() if array.dtype.kind == "f"}
-    model = {name: pack(array) for name, array in _arrays(data.model).items()}  # tasks change targets and masses in it
+    computed = {
+        name: pack(array)
+        for name, array in _arrays(data).items()
+        if array.dtype.kind == "f"
+    }
+    # Tasks change targets and masses in it.
+    model = {name: pack(array) for name, array in _arrays(data.model).items()}
     return [pack(state), computed, model]
 
 
@@ -146,8 +183,14 @@ def _read_mujoco(data: Any, saved: Any) -> Callable[[], None]:
     kind = mujoco.mjtState.mjSTATE_INTEGRATION
     packed, computed, model = saved
     state = unpack(packed)
-    if state.shape != (mujoco.mj_stateSize(data.model, kind),) or state.dtype != float or not np.isfinite(state).all():
-        raise ValueError(f"a simulation of {state.dtype} {state.shape}, or one that is not finite")
+    if (
+        state.shape != (mujoco.mj_stateSize(data.model, kind),)
+        or state.dtype != float
+        or not np.isfinite(state).all()
+    ):
+        raise ValueError(
+            f"a simulation of {state.dtype} {state.shape}, or one that is not finite"
+        )
     before = {name: unpack(one) for name, one in computed.items()}
     structure = {name: unpack(one) for name, one in model.items()}
     for name, array in _arrays(data.model).items():
@@ -160,7 +203,8 @@ def _read_mujoco(data: Any, saved: Any) -> Callable[[], None]:
     def put() -> None:
         _copy(structure, data.model)
         mujoco.mj_setState(data.model, data, state, kind)
-        mujoco.mj_forward(data.model, data)  # contacts and constraints, in memory that is new afterwards
+        # Contacts and constraints, in memory that is new afterwards.
+        mujoco.mj_forward(data.model, data)
         _copy(before, data)
 
     return put
@@ -170,7 +214,10 @@ def _lent_by_mujoco(data: Any) -> dict[str, np.ndarray]:
     # MuJoCo 2 had no model there: its states cannot be saved
     return {
         **_arrays(data),
-        **{f"model.{name}": array for name, array in _arrays(getattr(data, "model", None)).items()},
+        **{
+            f"model.{name}": array
+            for name, array in _arrays(getattr(data, "model", None)).items()
+        },
     }
 
 
@@ -178,18 +225,37 @@ def _copy(saved: Mapping[str, np.ndarray], to: Any) -> None:
     """Copy arrays to those of a simulator, except for those whose size follows from its present state."""
     for name, array in _arrays(to).items():
         before = saved.get(name)
-        if before is not None and (before.shape, before.dtype) == (array.shape, array.dtype):
+        if before is not None and (before.shape, before.dtype) == (
+            array.shape,
+            array.dtype,
+        ):
             array[...] = before
 
 
 def _arrays(one: Any) -> dict[str, np.ndarray]:
     """Return the arrays of fixed size of an `MjData` or `MjModel` by name, without meshes and textures."""
-    left_out = ("_", "efc_", "contact", "iefc_", "island", "mesh_", "tex_", "skin_", "bvh_", "names")
-    values = ((name, getattr(one, name)) for name in dir(one) if not name.startswith(left_out))
+    left_out = (
+        "_",
+        "efc_",
+        "contact",
+        "iefc_",
+        "island",
+        "mesh_",
+        "tex_",
+        "skin_",
+        "bvh_",
+        "names",
+    )
+    values = (
+        (name, getattr(one, name)) for name in dir(one) if not name.startswith(left_out)
+    )
     return {
         name: value
         for name, value in values
-        if isinstance(value, np.ndarray) and value.flags.writeable and value.size and value.dtype.kind in "biuf"
+        if isinstance(value, np.ndarray)
+        and value.flags.writeable
+        and value.size
+        and value.dtype.kind in "biuf"
     }
 
 
@@ -204,7 +270,10 @@ def _save_ale(ale: Any) -> bytes:
 
 def _read_ale(ale: Any, saved: Any) -> Callable[[], None]:
     """Restore a state and then the present one: only the emulator can read a state."""
-    state, before = sys.modules["ale_py"].ALEState(saved), ale.cloneState(include_rng=True)
+    state, before = (
+        sys.modules["ale_py"].ALEState(saved),
+        ale.cloneState(include_rng=True),
+    )
     try:
         ale.restoreState(state)
     finally:
@@ -215,13 +284,19 @@ def _read_ale(ale: Any, saved: Any) -> Callable[[], None]:
 def _save_space(space: Any) -> list[Any]:
     """Return the state of the generator from which a space is sampled, and of those of its parts."""
     own = space._np_random  # noqa: SLF001  # `np_random` would make one
-    return [None if own is None else own.bit_generator.state, [_save_space(part) for part in _parts_of(space)]]
+    return [
+        None if own is None else own.bit_generator.state,
+        [_save_space(part) for part in _parts_of(space)],
+    ]
 
 
 def _read_space(space: Any, saved: Any) -> Callable[[], None]:
     own, parts = saved
     bits = None if own is None else seeding.bits_of(own)
-    loads = [_read_space(part, state) for part, state in zip(_parts_of(space), parts, strict=True)]
+    loads = [
+        _read_space(part, state)
+        for part, state in zip(_parts_of(space), parts, strict=True)
+    ]
 
     def put() -> None:
         if bits is None:
@@ -240,7 +315,9 @@ def _parts_of(space: Any) -> list[Any]:
     held = list(vars(space).values())
     parts = getattr(space, "spaces", ())
     held += parts.values() if isinstance(parts, Mapping) else parts
-    return [one for one in held if simulator_of(type(one)) == "gymnasium.spaces.space:Space"]
+    return [
+        one for one in held if simulator_of(type(one)) == "gymnasium.spaces.space:Space"
+    ]
 
 
 class _Simulator(NamedTuple):
