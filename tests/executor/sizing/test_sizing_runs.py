@@ -45,8 +45,8 @@ def test_a_setting_that_fails_is_struck_out_with_its_reason():
         for one in done.runs
         if one.refusal is not None
     }
-    assert 2 in failed
-    assert 1 not in failed
+    # Serial envs and workers of one helper may meet.
+    assert {2} <= set(failed) <= {0, 2}
     assert all("Address already in use" in refusal.text for refusal in failed.values())
 
 
@@ -64,7 +64,7 @@ def test_an_alarm_of_the_program_ends_the_search(monkeypatch):
     ("make_env", "expected_text"),
     [
         (sized_envs.CrowdedEnv, "exit code 7"),
-        # 5 s and ten times a call's usual time.
+        # 5 s and a call's usual time.
         (sized_envs.CrowdedHangingEnv, "hung: a call took longer than "),
     ],
 )
@@ -72,6 +72,8 @@ def test_a_worker_that_dies_or_hangs_strikes_out_its_setting_alone(
     make_env, expected_text, monkeypatch
 ):
     monkeypatch.setattr(confirming, "_PATIENCE_S", 5.0)
+    # A serial setting imports: with the usual factor its patience would be 100 s longer.
+    monkeypatch.setattr(confirming, "_PATIENCE_FACTOR", 1.0)
     monkeypatch.setattr(probe, "_SHORT_ENVS", 2)
     done = sized(make_env, budget_s=300.0, num_envs=4)
     failed = {
