@@ -60,7 +60,7 @@ def test_all_names_are_in_one_place():
         set(envherd.executor.__all__)
         <= set(envherd.__all__)
         <= envherd._HOMES.keys()
-        == set(dir(envherd)) - {"__version__"}
+        == set(dir(envherd)) - {"__version__", *envherd._FACADES}
     )
     assert envherd.ParallelEnv is envherd.executor.ParallelEnv
     assert envherd.__version__ == importlib.metadata.version("envherd")
@@ -265,6 +265,9 @@ def test_names_need_no_extra_and_a_facade_without_its_library_names_the_extra():
 
 @pytest.mark.parametrize("facade", envherd._FACADES)
 def test_a_facade_has_the_same_names_at_both_of_its_places(facade):
+    is_installed = all(map(importlib.util.find_spec, envherd._FACADES[facade]))
+    assert (facade in dir(envherd)) is is_installed
+
     def names(folder: str) -> set[str]:
         path = ROOT / folder / facade
         text = (

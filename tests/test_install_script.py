@@ -12,7 +12,7 @@ import pytest
 
 from tests.extras import needs
 
-SCRIPT = Path(__file__).parents[1] / ".ci" / "install_meltingpot.py"
+SCRIPT = Path(__file__).parents[1] / "envherd" / "install_meltingpot.py"
 
 
 @pytest.fixture(scope="module")

@@ -244,6 +244,16 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         ImportError,
         r"envherd\.gymnasium import AsyncVectorEnv\.",
     ),
+    "a function of Gymnasium": (
+        lambda _: exec("from envherd import make_vec"),
+        ImportError,
+        r"envherd\.gymnasium import make_vec\.",
+    ),
+    "a base class of TorchRL": (
+        lambda _: exec("from envherd import EnvBase"),
+        ImportError,
+        r"envherd\.torchrl import ParallelEnv\.",
+    ),
     "workers by another name": (
         lambda _: vector([make_cartpole], workers=2),
         TypeError,

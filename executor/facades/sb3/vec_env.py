@@ -322,6 +322,10 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
                 "t": elapsed,
             }
 
+    def __repr__(self) -> str:
+        """Name the executor, which describes envs and workers."""
+        return f"{type(self).__name__}({self.executor!r})"
+
     @property
     def waiting(self) -> bool:
         """Whether a step was begun and `step_wait` was not called yet."""
