@@ -95,8 +95,8 @@ class Rules:
         seed: root seed: episode i has the seed of the first episode of env i under this root seed.
         max_steps: truncate episodes after this number of steps; or None.
         success: called with the last info and the record of an episode; None reads the infos.
-        videos: folder of the films, or None.
-        filmed: numbers of the episodes of each task that are filmed.
+        videos: folder of the videos, or None.
+        filmed: numbers of the episodes of each task that are recorded.
         fps: steps per second of video.
         max_batch: largest number of seats for which one call of a policy acts; None for one seat.
         deadline_s: with `max_batch`, how long a seat waits for others.
@@ -319,7 +319,7 @@ class Play:
                         seat.todo.put(operation)
             finally:
                 self._end(seats)
-                for work in works.values():  # completes their films
+                for work in works.values():  # completes their videos
                     work.close()
 
     def _next_outcomes(
@@ -506,7 +506,7 @@ class _Session:
         return begun
 
     def _reset(self, begun: Mapping[int, _Episode]) -> _Work:
-        """Reset envs, and begin films."""
+        """Reset envs, and begin videos."""
         num_envs = self.env.num_envs
         mask = torch.zeros(num_envs, dtype=torch.bool, device="cpu")
         mask[list(begun)] = True
@@ -606,7 +606,7 @@ class _Session:
             raise error
 
     def _film(self, film: Video, td: TensorDictBase, at: int, env_id: int) -> None:
-        """Add the picture of an env, whose row of the batch is `at`, to a film."""
+        """Add the picture of an env, whose row of the batch is `at`, to a video."""
         is_seen = bool(self._camera.key)
         (frame,) = (
             self._camera.look(td[at : at + 1], [0])
