@@ -24,8 +24,8 @@ class VideoRecorder:
     complete after the first call in the env's next episode, or after `close`, which the end of a `with` block calls.
 
     The first video of an env begins with the first recorded step, later ones with the reset. If pictures are
-    observations (Melting Pot's world, an agent's view), a video ends with the last observation of the episode. Envs with
-    a `render` method (Gymnasium's `render_mode="rgb_array"`) are drawn after each step. Their videos lack the last
+    observations (Melting Pot's world, an agent's view), a video ends with the last observation of the episode. Envs
+    with a `render` method (Gymnasium's `render_mode="rgb_array"`) are drawn after each step. Their videos lack the last
     picture of an episode if the same step reset the env.
 
     Args:
