@@ -265,8 +265,9 @@ def test_names_need_no_extra_and_a_facade_without_its_library_names_the_extra():
 
 @pytest.mark.parametrize("facade", envherd._FACADES)
 def test_a_facade_has_the_same_names_at_both_of_its_places(facade):
-    is_installed = all(map(importlib.util.find_spec, envherd._FACADES[facade]))
-    assert (facade in dir(envherd)) is is_installed
+    assert (facade in dir(envherd)) is all(
+        map(importlib.util.find_spec, envherd._FACADES[facade])
+    )
 
     def names(folder: str) -> set[str]:
         path = ROOT / folder / facade

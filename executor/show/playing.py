@@ -332,9 +332,10 @@ class Play:
         if not waiting:
             return [outcomes.get()]
         first = next(iter(waiting.values()))
-        kind = first.kind
         seats = [
-            seat for seat, turn in waiting.items() if turn is first or turn.kind == kind
+            seat
+            for seat, turn in waiting.items()
+            if turn is first or turn.kind == first.kind
         ]
         limit, end = self.rules.max_batch or 1, first.began + self.rules.deadline_s
         if len(seats) < limit and len(waiting) < num_seats:
@@ -607,10 +608,9 @@ class _Session:
 
     def _film(self, film: Video, td: TensorDictBase, at: int, env_id: int) -> None:
         """Add the picture of an env, whose row of the batch is `at`, to a video."""
-        is_seen = bool(self._camera.key)
         (frame,) = (
             self._camera.look(td[at : at + 1], [0])
-            if is_seen
+            if self._camera.key
             else self._camera.look(td, [env_id])
         )
         if frame is not None:

@@ -347,6 +347,16 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         TypeError,
         WRAP_MODEL,
     ),
+    "what PufferLib's vector envs have": (
+        lambda env: env.driver_env,
+        AttributeError,
+        r"observation_spec and action_spec describe them\.$",
+    ),
+    "how PufferLib's loops begin": (
+        lambda env: env.async_reset(),
+        AttributeError,
+        r"Use reset\(\)",
+    ),
     "a misspelt attribute": (
         lambda env: env.num_env,
         AttributeError,

@@ -295,8 +295,7 @@ def test_a_scenario_is_played_with_policies_in_its_bots_places():
     assert found.returns.shape == (1, 2)
     assert mine.calls[0]["player"].tolist() == [0]
     assert other.calls[0]["player"].tolist() == [1]
-    config = MeltingPotFactory(name).scenario_config
-    assert found.roles == config.roles
+    assert found.roles == MeltingPotFactory(name).scenario_config.roles
 
 
 @needs("meltingpot")
