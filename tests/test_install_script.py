@@ -126,6 +126,7 @@ def test_what_is_installed_counts_only_in_the_pinned_version(
     "pins", [[], ["-c", str(SCRIPT.parents[1] / "constraints.txt")]]
 )
 def test_what_is_installed_is_not_built_again(pins):
-    command = [sys.executable, "-m", "envherd.install_meltingpot", *pins]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert re.match(r"dm-meltingpot [\d.]+: substrates", done.stdout)
+    printed = subprocess.check_output(
+        [sys.executable, "-m", "envherd.install_meltingpot", *pins], text=True
+    )
+    assert re.match(r"dm-meltingpot [\d.]+: substrates", printed)
