@@ -18,10 +18,10 @@ Assumes: a reset with a seed makes an env forget its earlier episodes.
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import threading
 import time
-import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -569,10 +569,12 @@ class _Session:
                 continue
             episode.length += 1
             if episode.length == _LONG and self._rules.max_steps is None:
-                warnings.warn(
-                    f"evaluate: episode {episode.number} of {self.name!r} has not ended in {_LONG} steps. If it may "
-                    f"never end, pass max_steps=.",
-                    stacklevel=2,
+                logging.getLogger("envherd").warning(
+                    "evaluate: episode %d of %r has not ended in %d steps. If it may never end, pass max_steps= "
+                    "(--max-steps).",
+                    episode.number,
+                    self.name,
+                    _LONG,
                 )
             episode.returns = episode.returns + rewards[at]
             if infos is not None:
