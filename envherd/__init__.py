@@ -292,11 +292,18 @@ if not TYPE_CHECKING:  # to a type checker, unknown names remain unknown
 moved.install()
 
 
-def __dir__() -> list[str]:
-    """Return all public names, and those of the facades whose libraries are installed."""
+def _is_installed(package: str) -> bool:
     from importlib.util import find_spec
 
+    try:
+        return find_spec(package) is not None
+    except ValueError:  # a program has put an object without a spec into sys.modules
+        return False
+
+
+def __dir__() -> list[str]:
+    """Return all public names, and those of the facades whose libraries are installed."""
     facades = [
-        facade for facade, needed in _FACADES.items() if all(map(find_spec, needed))
+        facade for facade, needed in _FACADES.items() if all(map(_is_installed, needed))
     ]
     return sorted((*_HOMES, *facades, "__version__"))
