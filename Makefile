@@ -53,10 +53,10 @@ help:
 venv: $(STAMP)
 
 # Because of the stamp, a second run does nothing until one of these files changes.
-$(STAMP): pyproject.toml setup.py $(wildcard */native/*.[ch]) constraints.txt .ci/install_meltingpot.py
+$(STAMP): pyproject.toml setup.py $(wildcard */native/*.[ch]) constraints.txt envherd/install_meltingpot.py
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found; install it, or: make venv PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python .ci/install_meltingpot.py -c constraints.txt
+	$(BIN)/python envherd/install_meltingpot.py -c constraints.txt
 	@echo "installing everything else, which takes some minutes"
 	$(PIP) install -qq --progress-bar off -c constraints.txt -e ".[all,dev]"
 	@$(BIN)/python -c "import sys; sys.version_info < (3, 13) or print('left out: dm-control, as labmaze has no wheel for it')"
@@ -183,7 +183,7 @@ format: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy -p envherd
-	$(BIN)/mypy tests examples benchmarks tools .ci/install_meltingpot.py
+	$(BIN)/mypy tests examples benchmarks tools
 
 examples: $(STAMP)
 	@for script in examples/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done

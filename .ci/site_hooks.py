@@ -40,7 +40,13 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Return a page's HTML: no line ends at the hyphen of an option or a range, and pictures open in full size."""
+    """Return a page's HTML: no line ends at the hyphen of an option or a range, and pictures open in full size.
+
+    What a function returns is shown as code by mkdocstrings, so the backquotes of the docstring go.
+    """
+    html = re.sub(
+        r"<code>[^<]*`[^<]*</code>", lambda found: found[0].replace("`", ""), html
+    )
     html = re.sub(
         r"(?<!</span>)(<code>|<td[^>]*>)([^<]+)(?=</code>|</td>)",
         _with_whole_words,

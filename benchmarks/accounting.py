@@ -1,4 +1,4 @@
-"""Measure a pool's cost from /proc, per process tree: processor time, time spent waiting for a processor, memory.
+"""Measure a pool's cost from /proc, per process tree: CPU time, time spent waiting for a processor, memory.
 
 Guarantees: times are the scheduler's (`schedstat`, nanoseconds), of every thread of every given process; a process that
 has ended counts as 0 and does not raise.

@@ -4,7 +4,7 @@ A pool of eight processes on two cores delays itself, so its own delays and pres
 exceed any limit even on a quiet machine. Three readings that only other load can raise are used:
 - the probe: one process pinned to each core does a fixed amount of work while all pools sleep, right before and right
   after a slot; its run delay divided by its run time;
-- others' share: the share of all processor time during the slot that processes outside the pool used;
+- others' share: the share of all CPU time during the slot that processes outside the pool used;
 - the pressure at rest: the share of some seconds without our own work in which some task waited.
 """
 

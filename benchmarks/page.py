@@ -59,20 +59,18 @@ _ON_FACADES = """\
 The next table compares the facades with the classes that they replace, for 8 CartPoles with episodes of about nine
 steps. They use one worker, as `envherd size` recommends for envs this cheap, unless the row names another number."""
 
-_HEAD = (
-    "Written by `make bench`; do not edit. "
-    "How to run and read them: [benchmarks/README.md](../../benchmarks/README.md)."
-)
 _MACHINE = (
+    "Written by `make bench`; do not edit. "
+    "How to run and read them: [benchmarks/README.md](../../benchmarks/README.md).\n\n"
     "**Machine.** {cpu}, {usable_cores} usable cores, Linux {kernel}, Python {python}; "
     "{packages}. Measured {dates}."
 )
 _METHOD = """\
-**How it was measured.** All pools of a table were alive at the same time, each under a separate process, and took
+**Method.** All pools of a table were alive at the same time, each under a separate process, and took
 turns in random order in slots of {slot} s; what is compared is always the ratio within a round (for
-work in lumps, such as resets, all rounds together). *By CPU* is processor time of all processes together
+work in lumps, such as resets, all rounds together). *By CPU* is CPU time of all processes together
 per env step, from the scheduler's own accounts: it hardly depends on other load, and is the figure to trust on a
-shared machine. *By the clock* is throughput, and counts only slots that passed the gate: a probe that runs around each
+shared machine. *By wall clock* is throughput, and counts only slots that passed the gate: a probe that runs around each
 slot was delayed for less than a tenth of its time, and others used less than a tenth of the machine. The *measured
 ideal* is as many processes as cores that step the same envs and do not wait. Work is a fixed number of
 instructions. If other programs run, the clock favours pools of many processes, because the scheduler shares
@@ -91,10 +89,8 @@ def render(results: Mapping[str, Any]) -> str:
     )
     parts = [
         "# Benchmarks",
-        _HEAD,
-        _MACHINE.format(**{**machine, "packages": packages, "dates": ", ".join(dates)}),
-        _METHOD.format(slot=_slots(results)).strip(),
-        _gate_text(results),
+        f"How many times as fast as other libraries envherd steps 8 envs on {machine['usable_cores']} cores:",
+        _summary(results),
         "## Compared with other libraries",
         _ON_OTHERS,
         to_markdown(sheet_of_others(results)),
@@ -103,9 +99,14 @@ def render(results: Mapping[str, Any]) -> str:
         "[What limits the speed](performance.md) shows where the rest of the time goes.",
         "## Workloads",
         *(
-            _section(sheet_of_workload(one), f"{name}: ")
+            f"### {name}: {sheet.title}\n\n{to_markdown(sheet)}"
             for name, one in results.get("workloads", {}).items()
+            for sheet in [sheet_of_workload(one)]
         ),
+        "## How it was measured",
+        _MACHINE.format(**{**machine, "packages": packages, "dates": ", ".join(dates)}),
+        _METHOD.format(slot=_slots(results)).strip(),
+        _gate_text(results),
     ]
     failed = results.get("failed", {})
     if failed:
@@ -116,8 +117,17 @@ def render(results: Mapping[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _section(sheet: Sheet, name: str = "") -> str:
-    return f"### {name}{sheet.title}\n\n{to_markdown(sheet)}"
+def _summary(results: Mapping[str, Any]) -> str:
+    """Return a line for each workload: how many times as fast envherd is, or how much less CPU time it takes."""
+    lines: dict[str, list[str]] = {}
+    for title, other, _, _, faster, less_cpu in sheet_of_others(results).rows:
+        by_cpu = less_cpu.replace("x ", "x by CPU time ")
+        lines.setdefault(title, []).append(
+            f"{other} {by_cpu if faster == '-' else faster}"
+        )
+    return "\n".join(
+        f"- **{title}**: {', '.join(ratios)}." for title, ratios in lines.items()
+    )
 
 
 def _slots(results: Mapping[str, Any]) -> str:
@@ -147,15 +157,19 @@ def _gate_text(results: Mapping[str, Any]) -> str:
         for one in results["workloads"].values()
         if one["pressure_at_rest"] is not None
     ]
-    text = f"**How quiet it was.** Of {slots} slots that were kept, {slots - noisy} passed the gate; "
-    text += f"{thrown} tries did not."
+    text = (
+        f"**How quiet it was.** Of {slots} slots that were kept, {slots - noisy} passed the gate; {thrown} tries "
+        f"did not."
+    )
     if rests:
         text += (
             f" While no workload ran, a process waited for a processor {min(rests):.0%} "
             f"to {max(rests):.0%} of the time."
         )
     if slots == noisy:
-        text += " **The gate never opened: only the figures by CPU are published.**"
+        return (
+            f"{text} **The gate never opened: only the figures by CPU are published.**"
+        )
     return text
 
 
@@ -181,15 +195,11 @@ def sheet_of_others(
         for name in others:
             theirs = table.get(name, {})
             if theirs.get("status") == mine.get("status") == "measured":
-                us = [f"{_batch_us(one):,.0f}" for one in (theirs, mine)]
+                # Of 8 env steps, to compare executors that step fewer at a time.
+                us = [f"{8e6 / one['steps_per_s']:,.0f}" for one in (theirs, mine)]
                 ratios = [spread(theirs.get(f"{by}_ratio")) for by in ("wall", "cpu")]
                 rows.append([_TITLES[workload], name, *us, *ratios])
     return Sheet("", columns, rows)
-
-
-def _batch_us(row: Mapping[str, Any]) -> float:
-    """Return the time of 8 env steps, to compare executors that step fewer at a time."""
-    return 8e6 / float(row["steps_per_s"])
 
 
 def sheet_of_facades(results: Mapping[str, Any]) -> Sheet:
@@ -225,8 +235,8 @@ def write(results: Mapping[str, Any], root: Path) -> list[Path]:
     pictures = draw_all(results, root / PICTURES)
     page = root / PAGE
     page.write_text(render(results))
-    short = sheet_of_others(results, _README_WORKLOADS, _OTHERS[:3])
-    write_part(root / README, "python -m benchmarks", to_markdown(short).split("\n"))
+    short = to_markdown(sheet_of_others(results, _README_WORKLOADS, _OTHERS[:3]))
+    write_part(root / README, "python -m benchmarks", short.split("\n"))
     return [page, root / README, *pictures]
 
 

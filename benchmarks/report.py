@@ -59,7 +59,7 @@ def sheet_of_workload(workload: Mapping[str, Any]) -> Sheet:
     """Return the table of one workload."""
     reference = workload["reference"]
     us = ("us/call", "p99 us/call", "CPU us/step", "caller's CPU us/step")
-    columns = ("", "processes", "env steps/s", *us, "by CPU", "by the clock")
+    columns = ("", "processes", "env steps/s", *us, "by CPU", "by wall clock")
     rows = [
         _contender_row(name, row, reference)
         for name, row in workload["contenders"].items()
@@ -71,7 +71,7 @@ def sheet_of_workload(workload: Mapping[str, Any]) -> Sheet:
     noisy = sum(row["noisy_slots"] for row in measured)
     thrown = sum(sum(row["discarded"].values()) for row in measured)
     note = (
-        f"By CPU, by the clock: the throughput of the reference ({reference}) divided by that of the row; median and "
+        f"By CPU, by wall clock: the throughput of the reference ({reference}) divided by that of the row; median and "
         "quartiles. "
         f"{kept} slots kept, {noisy} of them while other programs used the machine; {thrown} tries did not pass the "
         "gate. "
@@ -79,7 +79,7 @@ def sheet_of_workload(workload: Mapping[str, Any]) -> Sheet:
     if not workload["is_complete"]:
         note += "Stopped at its time limit, before all rounds were made. "
     if measured and all(row.get("wall_ratio") is None for row in measured):
-        note += "Too few slots passed: no figures by the clock. "
+        note += "Too few slots passed: no figures by wall-clock time. "
     if workload["has_ends"]:
         ends = {
             name: row["episodes"]

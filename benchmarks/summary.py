@@ -88,7 +88,7 @@ def _ratios(
     judged_by: str,
     pressure_at_rest: float | None,
 ) -> dict[str, Any]:
-    """Return the reference's throughput divided by a contender's, in processor time and in wall time."""
+    """Return the reference's throughput divided by a contender's, in CPU time and in wall-clock time."""
     pairs = list(zip(base, turns, strict=False))
     are_open = [one.is_open and other.is_open for one, other in pairs]
     cpu: Quartiles | None

@@ -145,8 +145,23 @@ _HOMES = {
     "worker": "envherd.workers.current",
 }
 
-#: Modules of facades, imported when they are first used. `dir` leaves them out: each needs an extra.
-_FACADES = ("cleanrl", "gymnasium", "pettingzoo", "rllib", "sb3", "torchrl")
+#: Modules of facades, imported when they are first used -> packages without which they cannot be imported.
+_FACADES = {
+    "cleanrl": ("gymnasium",),
+    "gymnasium": ("gymnasium",),
+    "pettingzoo": ("gymnasium",),
+    "rllib": (
+        "gymnasium",
+        "ray",
+        "fsspec",
+        "pandas",
+        "pyarrow",
+        "tensorboardX",
+        "tree",
+    ),
+    "sb3": ("gymnasium", "stable_baselines3"),
+    "torchrl": ("torchrl",),
+}
 
 #: A name that earlier versions had -> what to use instead.
 _GONE = {
@@ -162,6 +177,8 @@ _ELSEWHERE = {
     "AsyncVectorEnv": "gymnasium.AsyncVectorEnv",
     "SyncVectorEnv": "gymnasium.SyncVectorEnv",
     "VectorEnv": "gymnasium.AsyncVectorEnv",
+    "make_vec": "gymnasium.make_vec",
+    "EnvBase": "torchrl.ParallelEnv",
     "SubprocVecEnv": "sb3.SubprocVecEnv",
     "DummyVecEnv": "sb3.DummyVecEnv",
     "VecEnv": "sb3.SubprocVecEnv",
@@ -275,5 +292,18 @@ if not TYPE_CHECKING:  # to a type checker, unknown names remain unknown
 moved.install()
 
 
+def _is_installed(package: str) -> bool:
+    from importlib.util import find_spec
+
+    try:
+        return find_spec(package) is not None
+    except ValueError:  # a program has put an object without a spec into sys.modules
+        return False
+
+
 def __dir__() -> list[str]:
-    return sorted((*_HOMES, "__version__"))
+    """Return all public names, and those of the facades whose libraries are installed."""
+    facades = [
+        facade for facade, needed in _FACADES.items() if all(map(_is_installed, needed))
+    ]
+    return sorted((*_HOMES, *facades, "__version__"))

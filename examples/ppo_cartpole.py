@@ -146,6 +146,7 @@ def train(seed: int, max_steps: int) -> EpisodeLogger:
     logger, began = EpisodeLogger(window=NUM_COUNTED), time.monotonic()
     options = ExecutorOptions(episode_statistics=True)
     with ParallelEnv(NUM_ENVS, make_env, seed=seed, options=options) as env:
+        # The spec has them: env.observation_spec[0].shape, env.action_spec[0].domain.n.
         agent = Agent(num_inputs=4, num_actions=2)
         num_updates = max_steps // (NUM_ENVS * NUM_STEPS)
         optimizer = torch.optim.Adam(agent.parameters(), LEARNING_RATE, eps=1e-5)

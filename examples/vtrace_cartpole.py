@@ -33,6 +33,7 @@ class ActorCritic(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        # The spec has these numbers: env.observation_spec[0].shape, env.action_spec[0].domain.n.
         self.actor = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))
         self.critic = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 1))
 

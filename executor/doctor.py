@@ -79,8 +79,8 @@ _FIXES = {
     "dmlab2d": "install the wheel for this Python: 3.11",
     "meltingpot": "reinstall it",
     "scenarios": (
-        "pip install --force-reinstall --no-deps --no-cache-dir dm-meltingpot, where its archive can be downloaded or "
-        "meltingpot-assets-2.3.0.tar.gz is in the temporary directory"
+        "put meltingpot-assets-2.3.0.tar.gz into the temporary directory, or use a network that can download it; then "
+        "pip uninstall dm-meltingpot, and python -m envherd.install_meltingpot (docs/meltingpot.md)"
     ),
     "mujoco": "pip install --force-reinstall --no-deps mujoco mujoco-core mujoco-studio",
     "rendering": "export MUJOCO_GL=egl (a GPU or Mesa) or osmesa; `envherd rollout --gif` does so by itself",
@@ -254,7 +254,8 @@ def _meltingpot() -> Iterator[Finding]:
             "meltingpot",
             "ok",
             "not installed",
-            'pip install "envherd[meltingpot]", if you want it',
+            'pip install "envherd[meltingpot]", if you want it; where its download is blocked, before that '
+            "python -m envherd.install_meltingpot",
         )
         return
     substrates, scenarios = len(substrate_names()), len(scenario_names())

@@ -45,7 +45,7 @@ _ACTION_SPEC, _OBSERVATION_SPEC = (
     f"Use action_spec. {_SPACES}",
     f"Use observation_spec. {_SPACES}",
 )
-#: Attribute of envs of Gymnasium, SB3 and TorchRL -> what to use instead.
+#: Attribute of envs of Gymnasium, SB3, TorchRL and PufferLib -> what to use instead.
 _ATTRIBUTES_ELSEWHERE = {
     "action_space": _ACTION_SPEC,
     "single_action_space": _ACTION_SPEC,
@@ -61,6 +61,8 @@ _ATTRIBUTES_ELSEWHERE = {
     "unwrapped": 'Use get("unwrapped.NAME") or call("unwrapped.NAME", ...).',
     "step_async": "Use send(td).",
     "step_wait": "Use recv().",
+    "async_reset": "Use reset(): its batch is what the first send(td) acts on.",
+    "driver_env": "No env is built in this process: observation_spec and action_spec describe them.",
     "rand_step": "Use step(rand_action(td)).",
     "get_images": "Use render().",
     "n_envs": "Use num_envs.",

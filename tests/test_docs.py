@@ -362,8 +362,7 @@ def test_what_the_reference_shows_has_a_docstring():
 
 def test_the_reference_has_every_option():
     attributes = inspect.getdoc(envherd.ExecutorOptions).partition("Attributes:")[2]
-    documented = re.findall(r"^ {4}(\w+): ", attributes, re.MULTILINE)
-    assert documented == [
+    assert re.findall(r"^ {4}(\w+): ", attributes, re.MULTILINE) == [
         field.name for field in dataclasses.fields(envherd.ExecutorOptions)
     ]
 

@@ -60,7 +60,7 @@ def test_all_names_are_in_one_place():
         set(envherd.executor.__all__)
         <= set(envherd.__all__)
         <= envherd._HOMES.keys()
-        == set(dir(envherd)) - {"__version__"}
+        == set(dir(envherd)) - {"__version__", *envherd._FACADES}
     )
     assert envherd.ParallelEnv is envherd.executor.ParallelEnv
     assert envherd.__version__ == importlib.metadata.version("envherd")
@@ -170,8 +170,7 @@ def test_every_folder_of_code_is_packaged():
     assert packages == set(find_packages(str(ROOT), include=["envherd*"]))
     for package in packages:
         # Not imported: a facade needs an extra.
-        spec = importlib.util.find_spec(package)
-        assert getattr(spec, "origin", None), f"{package} has no __init__.py"
+        assert importlib.util.find_spec(package).origin, f"{package} has no __init__.py"
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -265,6 +264,10 @@ def test_names_need_no_extra_and_a_facade_without_its_library_names_the_extra():
 
 @pytest.mark.parametrize("facade", envherd._FACADES)
 def test_a_facade_has_the_same_names_at_both_of_its_places(facade):
+    assert (facade in dir(envherd)) is all(
+        map(importlib.util.find_spec, envherd._FACADES[facade])
+    )
+
     def names(folder: str) -> set[str]:
         path = ROOT / folder / facade
         text = (
@@ -309,9 +312,8 @@ def test_the_host_is_a_direct_base_of_its_classes(facade, package, extra):
 
 @needs("gymnasium")
 def test_a_facade_is_an_attribute_of_the_package_and_hides_no_library():
-    facade = envherd.gymnasium
     assert (
-        facade.AsyncVectorEnv
+        envherd.gymnasium.AsyncVectorEnv
         is importlib.import_module("envherd.executor.facades.gymnasium").AsyncVectorEnv
     )
     assert importlib.import_module("gymnasium").__name__ == "gymnasium"

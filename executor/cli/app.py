@@ -111,7 +111,7 @@ def record(ctx: typer.Context) -> None:
     """Print the options of `rollout` that replace this command."""
     line = shlex.join(["envherd", "rollout", *_RECORD, *ctx.args])
     typer.echo(
-        f"error: record failed: expected rollout, which makes films now, got record. Run\n  {line}",
+        f"error: record failed: expected rollout, which makes videos now, got record. Run\n  {line}",
         err=True,
     )
     raise typer.Exit(EXIT_USAGE)

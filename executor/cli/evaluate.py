@@ -181,13 +181,12 @@ def table_of_tasks(found: Evaluations) -> Table:
     for name, one in found.tasks.items():
         success = "" if one.success is None else str(one.success)
         measures = (success, str(one.focal_per_capita), str(one.length))
-        is_last = name == next(reversed(found.tasks))
         grid.add_row(
             name,
             str(one.num_episodes),
             str(one.num_failed),
             *measures,
-            end_section=is_last,
+            end_section=name == next(reversed(found.tasks)),
         )
     number = sum(one.num_episodes for one in found.tasks.values())
     success = "" if found.success is None else str(found.success)

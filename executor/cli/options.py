@@ -208,13 +208,13 @@ class Evaluate(Command):
     videos: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", callback=new_folder, help="Write films of episodes (MP4)."
+            metavar="DIR", callback=new_folder, help="Write videos of episodes (MP4)."
         ),
     ] = None
     filmed: Annotated[
         int,
         typer.Option(
-            min=1, help="With --videos: how many episodes of each ENV to film."
+            min=1, help="With --videos: how many episodes of each ENV to record."
         ),
     ] = 1
     json: Json = None

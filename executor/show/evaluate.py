@@ -142,8 +142,8 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
             A larger `episodes` and other tasks add to it.
         label: of the policies in `out`; None for their names and, of modules, the hash of their parameters. A file of
             another label is refused.
-        videos: folder of films, `TASK_episodeI.mp4`.
-        filmed: with `videos`, the number of the first episodes of each task that are filmed, or their numbers.
+        videos: folder of the videos, `TASK_episodeI.mp4`.
+        filmed: with `videos`, the number of the first episodes of each task that are recorded, or their numbers.
         fps: steps per second of video.
         max_batch: let one call of a policy act for the envs, at most this number, of all tasks that wait for it and
             have equal observations: for policies that take long for one env, such as large networks. A network's

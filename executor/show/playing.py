@@ -18,10 +18,10 @@ Assumes: a reset with a seed makes an env forget its earlier episodes.
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import threading
 import time
-import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -95,8 +95,8 @@ class Rules:
         seed: root seed: episode i has the seed of the first episode of env i under this root seed.
         max_steps: truncate episodes after this number of steps; or None.
         success: called with the last info and the record of an episode; None reads the infos.
-        videos: folder of the films, or None.
-        filmed: numbers of the episodes of each task that are filmed.
+        videos: folder of the videos, or None.
+        filmed: numbers of the episodes of each task that are recorded.
         fps: steps per second of video.
         max_batch: largest number of seats for which one call of a policy acts; None for one seat.
         deadline_s: with `max_batch`, how long a seat waits for others.
@@ -319,7 +319,7 @@ class Play:
                         seat.todo.put(operation)
             finally:
                 self._end(seats)
-                for work in works.values():  # completes their films
+                for work in works.values():  # completes their videos
                     work.close()
 
     def _next_outcomes(
@@ -332,9 +332,10 @@ class Play:
         if not waiting:
             return [outcomes.get()]
         first = next(iter(waiting.values()))
-        kind = first.kind
         seats = [
-            seat for seat, turn in waiting.items() if turn is first or turn.kind == kind
+            seat
+            for seat, turn in waiting.items()
+            if turn is first or turn.kind == first.kind
         ]
         limit, end = self.rules.max_batch or 1, first.began + self.rules.deadline_s
         if len(seats) < limit and len(waiting) < num_seats:
@@ -506,7 +507,7 @@ class _Session:
         return begun
 
     def _reset(self, begun: Mapping[int, _Episode]) -> _Work:
-        """Reset envs, and begin films."""
+        """Reset envs, and begin videos."""
         num_envs = self.env.num_envs
         mask = torch.zeros(num_envs, dtype=torch.bool, device="cpu")
         mask[list(begun)] = True
@@ -568,10 +569,12 @@ class _Session:
                 continue
             episode.length += 1
             if episode.length == _LONG and self._rules.max_steps is None:
-                warnings.warn(
-                    f"evaluate: episode {episode.number} of {self.name!r} has not ended in {_LONG} steps. If it may "
-                    f"never end, pass max_steps=.",
-                    stacklevel=2,
+                logging.getLogger("envherd").warning(
+                    "evaluate: episode %d of %r has not ended in %d steps. If it may never end, pass max_steps= "
+                    "(--max-steps).",
+                    episode.number,
+                    self.name,
+                    _LONG,
                 )
             episode.returns = episode.returns + rewards[at]
             if infos is not None:
@@ -606,11 +609,10 @@ class _Session:
             raise error
 
     def _film(self, film: Video, td: TensorDictBase, at: int, env_id: int) -> None:
-        """Add the picture of an env, whose row of the batch is `at`, to a film."""
-        is_seen = bool(self._camera.key)
+        """Add the picture of an env, whose row of the batch is `at`, to a video."""
         (frame,) = (
             self._camera.look(td[at : at + 1], [0])
-            if is_seen
+            if self._camera.key
             else self._camera.look(td, [env_id])
         )
         if frame is not None:

@@ -1,6 +1,6 @@
 """`VideoRecorder`: records videos of episodes while a rollout or a collector runs.
 
-Assumes: it is called after each step of all envs. A film lacks the steps after which it was not called.
+Assumes: it is called after each step of all envs. A video lacks the steps after which it was not called.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from envherd.executor.show.video import Video, require_imageio
 class VideoRecorder:
     """Writes episodes of some envs as `FOLDER/envI_episodeJ.mp4`; a `callback` for `rollout` and `Collector`.
 
-    In a loop of steps, call `recorder(env, td)` after each step. J is the executor's number of the episode. A film is
+    In a loop of steps, call `recorder(env, td)` after each step. J is the executor's number of the episode. A video is
     complete after the first call in the env's next episode, or after `close`, which the end of a `with` block calls.
 
-    The first film of an env begins with the first recorded step, later ones with the reset. If pictures are
-    observations (Melting Pot's world, an agent's view), a film ends with the last observation of the episode. Envs with
-    a `render` method (Gymnasium's `render_mode="rgb_array"`) are drawn after each step. Their films lack the last
+    The first video of an env begins with the first recorded step, later ones with the reset. If pictures are
+    observations (Melting Pot's world, an agent's view), a video ends with the last observation of the episode. Envs
+    with a `render` method (Gymnasium's `render_mode="rgb_array"`) are drawn after each step. Their videos lack the last
     picture of an episode if the same step reset the env.
 
     Args:
@@ -72,7 +72,7 @@ class VideoRecorder:
         self._folder, self._fps = Path(folder), fps
         self._folder.mkdir(parents=True, exist_ok=True)
         self._camera = Camera(env, agent)
-        # Env -> its episode and the film.
+        # Env -> its episode and its video.
         self._films: dict[int, tuple[int, Video]] = {}
 
     def __call__(self, env: BatchedEnv, td: TensorDictBase) -> None:
@@ -125,7 +125,7 @@ class VideoRecorder:
                     self._films[env_id][1].add(enlarged(frame))
 
     def close(self) -> None:
-        """Complete the films. Idempotent."""
+        """Complete the videos. Idempotent."""
         for env_id in list(self._films):
             self._films.pop(env_id)[1].close()
 

@@ -43,7 +43,7 @@ class EpisodeRecord:
         success: what the env reported in its last step, or what `success=` returned; None without either.
         success_once: whether the env reported success in any step; None if it reports none.
         error: of an episode that failed: what the env or its worker raised. None for an episode that has ended.
-        video: path of its film, or None.
+        video: path of its video, or None.
     """
 
     episode: int

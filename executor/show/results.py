@@ -323,7 +323,7 @@ class Evaluation:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Evaluations:
     """The results of several tasks.
 
@@ -332,6 +332,11 @@ class Evaluations:
     """
 
     tasks: dict[str, Evaluation]
+
+    def __repr__(self) -> str:
+        """Return a line for each task."""
+        lines = (f"  {name!r}: {one!r}," for name, one in self.tasks.items())
+        return "\n".join(["Evaluations(", *lines, ")"])
 
     def __getitem__(self, name: str) -> Evaluation:
         """Return the results of a task."""
@@ -345,7 +350,12 @@ class Evaluations:
     @property
     def success(self) -> Rate | None:
         """Share of the episodes of all tasks that report success, each episode counted once; see `Evaluation`."""
-        return self._rate([one.success for one in self.tasks.values()])
+        known = [
+            rate for one in self.tasks.values() if (rate := one.success) is not None
+        ]
+        num_successes = sum(rate.num_successes for rate in known)
+        num_episodes = sum(rate.num_episodes for rate in known)
+        return rate_of(num_successes, num_episodes) if known else None
 
     @property
     def success_of_all(self) -> Rate | None:
@@ -363,15 +373,6 @@ class Evaluations:
             if found is None
             else rate_of(found.num_successes, found.num_episodes + failed)
         )
-
-    @staticmethod
-    def _rate(rates: Sequence[Rate | None]) -> Rate | None:
-        known = [one for one in rates if one is not None]
-        found = (
-            sum(one.num_successes for one in known),
-            sum(one.num_episodes for one in known),
-        )
-        return rate_of(*found) if known else None
 
     @cached_property
     def mean_return(self) -> Interval:

@@ -108,7 +108,6 @@ def test_grandchildren_are_found():
         script = ["sh", "-c", "sleep 30 & echo $!; wait"]
         with subprocess.Popen(script, stdout=subprocess.PIPE, text=True) as parent:
             grandchild = int(parent.stdout.readline())
-            found = started_by(os.getpid())
-            assert {process.pid, parent.pid, grandchild} <= set(found)
+            assert {process.pid, parent.pid, grandchild} <= set(started_by(os.getpid()))
             os.kill(grandchild, 9)
         process.stdin.close()

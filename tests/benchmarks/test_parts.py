@@ -48,8 +48,7 @@ def test_the_summarys_tables_have_what_was_measured_and_nothing_else():
         "tiny": {"reference": ours.AUTO, "contenders": tiny},
         "cartpole": {"reference": ours.ONE, "contenders": cartpole},
     }
-    others = sheet_of_others({"workloads": workloads})
-    assert others.rows == [
+    assert sheet_of_others({"workloads": workloads}).rows == [
         [
             "no-op envs, 4 floats",
             peers.GYMNASIUM_ASYNC,

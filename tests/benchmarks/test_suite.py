@@ -163,9 +163,12 @@ def test_results_are_kept_strangers_refused_and_other_files_not_touched(tmp_path
 
 def benchmarks(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the suite's command."""
-    command = [sys.executable, "-m", "benchmarks", *arguments]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, "-m", "benchmarks", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
 
 

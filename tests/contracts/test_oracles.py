@@ -47,8 +47,7 @@ def test_every_rule_holds(env: str, batch: str) -> None:
 
 
 def test_as_a_function() -> None:
-    report = check_env_contract(CountingEnv, num_steps=20, seed=3)
-    assert report.num_steps == 20
+    assert check_env_contract(CountingEnv, num_steps=20, seed=3).num_steps == 20
 
 
 class TestAsAClass(PartialResetContract):

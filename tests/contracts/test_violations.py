@@ -310,5 +310,6 @@ def test_an_adapter_that_returns_too_few_values_is_named() -> None:
 
 
 def test_an_undetermined_env_is_held_to_the_other_rules() -> None:
-    report = check_env_contract(GlobalRandomEnv, num_steps=30, is_deterministic=False)
-    assert report.num_ends > 0
+    assert check_env_contract(
+        GlobalRandomEnv, num_steps=30, is_deterministic=False
+    ).num_ends

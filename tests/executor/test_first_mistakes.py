@@ -244,6 +244,16 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         ImportError,
         r"envherd\.gymnasium import AsyncVectorEnv\.",
     ),
+    "a function of Gymnasium": (
+        lambda _: exec("from envherd import make_vec"),
+        ImportError,
+        r"envherd\.gymnasium import make_vec\.",
+    ),
+    "a base class of TorchRL": (
+        lambda _: exec("from envherd import EnvBase"),
+        ImportError,
+        r"envherd\.torchrl import ParallelEnv\.",
+    ),
     "workers by another name": (
         lambda _: vector([make_cartpole], workers=2),
         TypeError,
@@ -336,6 +346,16 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         lambda _: envherd.evaluate(model(), make_cartpole),
         TypeError,
         WRAP_MODEL,
+    ),
+    "what PufferLib's vector envs have": (
+        lambda env: env.driver_env,
+        AttributeError,
+        r"observation_spec and action_spec describe them\.$",
+    ),
+    "how PufferLib's loops begin": (
+        lambda env: env.async_reset(),
+        AttributeError,
+        r"Use reset\(\)",
     ),
     "a misspelt attribute": (
         lambda env: env.num_env,

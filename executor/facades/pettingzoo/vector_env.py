@@ -136,6 +136,10 @@ class ParallelVectorEnv(OverAgentDicts):
 
     # ---- what it is --------------------------------------------------------------------------
 
+    def __repr__(self) -> str:
+        """Name the executor, which describes envs and workers."""
+        return f"{type(self).__name__}({self.executor!r})"
+
     @property
     def num_agents(self) -> int:
         """The number of possible agents of an env."""

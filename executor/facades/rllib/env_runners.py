@@ -47,12 +47,11 @@ class _Hosted:
         config = self.config.env_config
         if isinstance(config, EnvContext):
             return config
-        remote = self.config.remote_worker_envs
         return EnvContext(
             config,
             worker_index=self.worker_index,
             num_workers=self.num_workers,
-            remote=remote,
+            remote=self.config.remote_worker_envs,
         )
 
     def _env_fn(self, context: EnvContext) -> Callable[[], Any]:

@@ -117,9 +117,12 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
             executor.num_envs,
             executor.num_envs * self.num_agents,
         )
-        seen = observed_leaves(executor.spec)
         self._observations = Observations(
-            self._engine, observation_space, seen, num_rows, is_copy=True
+            self._engine,
+            observation_space,
+            observed_leaves(executor.spec),
+            num_rows,
+            is_copy=True,
         )
         self._rewards = Column(
             slab,
@@ -315,12 +318,15 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
         elapsed = round(time.time() - self._began, 6)
         for row in rows.tolist():
             env_id, agent = divmod(row, self.num_agents)
-            sum_of_rewards = round(float(returns[env_id, agent]), 6)
             infos[row]["episode"] = {
-                "r": sum_of_rewards,
+                "r": round(float(returns[env_id, agent]), 6),
                 "l": int(lengths[env_id]),
                 "t": elapsed,
             }
+
+    def __repr__(self) -> str:
+        """Name the executor, which describes envs and workers."""
+        return f"{type(self).__name__}({self.executor!r})"
 
     @property
     def waiting(self) -> bool:

@@ -35,9 +35,12 @@ class Sb3Adapter(NativeAdapter):
         observation = tree_below(
             env.observation_space, "observation", make_leaf=_cast_leaf
         )
-        action = tree_below(env.action_space, "action")
         self._describe(
-            env, observation, action, "float32", {"render_mode": env.render_mode}
+            env,
+            observation,
+            tree_below(env.action_space, "action"),
+            "float32",
+            {"render_mode": env.render_mode},
         )
 
 

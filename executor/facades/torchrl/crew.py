@@ -269,11 +269,10 @@ def _hosted_factory(
     backends = [
         name for name in brought_in if find_spec(name.partition(".")[0]) is not None
     ]
-    preload = (_LIGHT, *modules, *backends)
     return HostedFactory(
         pickle_factory(factory),
         describe(factory),
-        preload,
+        (_LIGHT, *modules, *backends),
         options.worker_threads,
         has_statistics=options.episode_statistics,
     )

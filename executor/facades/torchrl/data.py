@@ -289,10 +289,8 @@ class BatchedData(Batched):
         crew = self._open()
         ids = [self._env_ids[i] for i in selected]
         rows = [self._step_row(td[i]) for i in selected]
-        is_whole = not self._fixed_shapes
-        out = self._stacked(
-            crew.tell(ids, [("step", (row,), {"is_whole": is_whole}) for row in rows])
-        )
+        how = {"is_whole": not self._fixed_shapes}
+        out = self._stacked(crew.tell(ids, [("step", (row,), how) for row in rows]))
         preset = td.get("next", None)
         if preset is not None:
             unknown = [

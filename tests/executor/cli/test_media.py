@@ -196,8 +196,7 @@ def test_an_env_without_a_frame_for_a_while_keeps_its_last_one(tmp_path):
     frames[0][:] = 9  # they were copied
     with Image.open(path) as gif:
         gif.seek(1)
-        pixels = np.asarray(gif.convert("RGB"))
-        assert (pixels == (200, 0, 0)).all(axis=2).any()
+        assert (np.asarray(gif.convert("RGB")) == (200, 0, 0)).all(axis=2).any()
 
 
 def test_a_video_leaves_out_the_steps_without_a_picture(tmp_path, monkeypatch):

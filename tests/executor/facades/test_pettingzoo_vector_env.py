@@ -116,7 +116,8 @@ class TakesNoOptions(Village):
 def test_an_env_needs_no_options_unless_they_are_passed():
     with ParallelVectorEnv([TakesNoOptions] * 2, num_workers=1) as envs:
         observations, _ = envs.reset(seed=0)
-    assert list(observations) == list(AGENTS)
+    shown = "ParallelVectorEnv(ParallelEnv(2 x pettingzoo, num_workers=1, closed))"
+    assert (list(observations), repr(envs)) == (list(AGENTS), shown)
 
 
 def test_statistics_of_episodes_have_a_return_for_each_agent():

@@ -312,8 +312,7 @@ def test_a_config_without_an_env() -> None:
 def test_a_lost_worker_is_a_failed_step_for_rllib(tmp_path: Path) -> None:
     config = multi_agent(make_config(Together, {"trap": str(tmp_path / "sprung")}))
     config.fault_tolerance(restart_failed_sub_environments=True)
-    episodes = sampled(MultiAgentEnvRunner, config, 1)
-    assert sum(map(len, episodes)) >= 30
+    assert sum(map(len, sampled(MultiAgentEnvRunner, config, 1))) >= 30
     assert (tmp_path / "sprung").exists()
 
 

@@ -150,8 +150,7 @@ def test_melting_pot_has_one_row_per_agent(make):
         0, 255, (40, 40, 3), np.uint8
     )
     assert env.action_space == gymnasium.spaces.Discrete(8)
-    first = env.reset()
-    assert {key: values.shape for key, values in first.items()} == {
+    assert {key: values.shape for key, values in env.reset().items()} == {
         "RGB": (4, 40, 40, 3),
         "INVENTORY": (4, 2),
         "READY_TO_SHOOT": (4, 1),
@@ -165,8 +164,7 @@ def test_melting_pot_has_one_row_per_agent(make):
         assert dones.all() == (step == 6)
     assert differ
     assert all(info["TimeLimit.truncated"] for info in infos)
-    last = infos[2]["terminal_observation"]
-    assert last["RGB"].shape == (40, 40, 3)
+    assert infos[2]["terminal_observation"]["RGB"].shape == (40, 40, 3)
     # An agent may observe the same after its reset.
     lasts = [info["terminal_observation"]["RGB"] for info in infos]
     assert any(

@@ -55,7 +55,8 @@ def sampled(make):
 def test_in_a_block_sb3_has_these_classes():
     with installed():
         env = make_vec_env(make_cartpole, n_envs=2)
-        assert type(env) is DummyVecEnv
+        shown = "DummyVecEnv(SerialEnv(2 x gymnasium, num_workers=0, "
+        assert (type(env), repr(env)[: len(shown)]) == (DummyVecEnv, shown)
         env.close()
     env = make_vec_env(make_cartpole, n_envs=1)
     assert isinstance(env, VecEnv)

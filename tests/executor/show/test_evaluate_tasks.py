@@ -130,6 +130,8 @@ def test_failed_episodes_are_counted_separately():
         "those of a task without success do not count, those of a dead one do"
     )
     json.dumps(both.to_dict(), allow_nan=False)
+    lines = [f"  {name!r}: {one!r}," for name, one in both.tasks.items()]
+    assert repr(both).splitlines() == ["Evaluations(", *lines, ")"]
 
 
 # ---- which episodes ------------------------------------------------------------------------------
@@ -675,8 +677,7 @@ def test_the_command_films_and_plays_several_envs(tmp_path):
     assert list(found["tasks"]) == [team, given]
     assert found["tasks"][given]["success"]["num_episodes"] == 2
     assert found == json.loads(out.read_text())["results"]
-    again = CliRunner().invoke(app, command)
-    assert "2 tasks" in again.output
+    assert "2 tasks" in CliRunner().invoke(app, command).output
     films = [
         *command[:2],
         "--episodes",

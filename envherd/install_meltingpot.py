@@ -1,23 +1,23 @@
-"""Install dm-meltingpot into the environment of the python that runs this, with or without its bots' models.
+"""Install dm-meltingpot into the environment of the Python that runs this, with or without its bots' models.
 
-dm-meltingpot is published as source only, and building it downloads an archive with the models of its
-bots. Scenarios need those models; substrates do not. So this tries, in this order:
+dm-meltingpot is published as source only, and building it downloads an archive with the models of its bots. Scenarios
+need those models; substrates do not. So this tries, in this order:
 
 1. pip's own build (from pip's cache, if a good build is in there), which downloads the archive;
-2. a build with an archive that holds an empty directory where the models would be: every substrate
-   works, scenarios do not, and the last line printed says so.
+2. a build with an archive that holds an empty directory where the models would be: every substrate works, scenarios do
+   not, and the last line printed says so.
 
-Guarantees: never waits for a download that has stopped (60 s without a byte; 30 minutes in all); uses
-a private TMPDIR, so that half an archive, or an empty one, is never found by a later build of anyone's;
-never leaves a build without models in pip's cache. An archive in the usual temporary directory, put
-there by hand, is used.
+Guarantees: never waits for a download that has stopped (60 s without a byte; 30 minutes in all); uses a private TMPDIR,
+so that no later build finds half an archive, or an empty one; never leaves a build without models in pip's cache. An
+archive in the usual temporary directory, put there by hand, is used. Needs pip and the standard library alone, also
+without envherd: `python envherd/install_meltingpot.py`.
 
-TensorFlow stays a dependency although it is 570 MB to download, 1.9 GB on disk and 20 s to install, and
-no substrate needs it: `import meltingpot` imports it on its first lines, so that without it neither
-`from meltingpot import substrate` in a user's script nor TorchRL's MeltingpotEnv would work. Workers
-that run substrates never load it.
+TensorFlow stays a dependency although it is 570 MB to download, 1.9 GB on disk and 20 s to install, and no substrate
+needs it: `import meltingpot` imports it on its first lines, so that without it neither `from meltingpot import
+substrate` in a user's script nor TorchRL's MeltingpotEnv would work. Workers that run substrates never load it.
 
-    .venv/bin/python .ci/install_meltingpot.py -c constraints.txt
+python -m envherd.install_meltingpot     # -c constraints.txt in a checkout
+pip install "envherd[meltingpot]"        # what it requires
 """
 
 from __future__ import annotations
@@ -52,13 +52,15 @@ class BuildFailed(Exception):
 
 def main() -> int:
     """Build and install dm-meltingpot unless it is installed; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m envherd.install_meltingpot",
+        description=__doc__.partition("\n")[0],
+    )
     parser.add_argument(
         "-c",
         "--constraint",
         type=Path,
-        required=True,
-        help="pip constraints file with the pin",
+        help="pip constraints file with the pin; without it, the newest version",
     )
     constraint = parser.parse_args().constraint
     if is_installed(constraint):
@@ -77,7 +79,7 @@ def main() -> int:
     return 0
 
 
-def is_installed(constraint: Path) -> bool:
+def is_installed(constraint: Path | None) -> bool:
     """Tell whether the version that the constraints ask for (any, without a pin) is installed."""
     try:
         version = importlib.metadata.version(REQUIREMENT)
@@ -85,7 +87,7 @@ def is_installed(constraint: Path) -> bool:
         return False
     pins = [
         line.split("==")[1].strip()
-        for line in constraint.read_text().splitlines()
+        for line in (constraint.read_text().splitlines() if constraint else ())
         if line.startswith(f"{REQUIREMENT}==")
     ]
     return not pins or pins[0] == version
@@ -98,19 +100,19 @@ def installed_models() -> bool:
 
 
 def report(*, has_models: bool) -> None:
-    """Say on one line what this installation can do."""
+    """Print on one line what this installation can do."""
     version = importlib.metadata.version(REQUIREMENT)
     if has_models:
         print(f"{REQUIREMENT} {version}: substrates and scenarios")
         return
     print(
         f"{REQUIREMENT} {version}: substrates only. Scenarios are OFF, because their bots' models could not be "
-        f"downloaded here. To have them: put {ARCHIVE} into {tempfile.gettempdir()}, "
-        f"`{sys.executable} -m pip uninstall {REQUIREMENT}`, and run this again."
+        f"downloaded here. To have them: put {ARCHIVE}, whose address is in dm-meltingpot's setup.py, into "
+        f"{tempfile.gettempdir()}, `{sys.executable} -m pip uninstall {REQUIREMENT}`, and run this again."
     )
 
 
-def build_best(constraint: Path, tmpdir: Path) -> Path:
+def build_best(constraint: Path | None, tmpdir: Path) -> Path:
     """Return a wheel with the models if one can be had, else one without.
 
     Raises:
@@ -119,7 +121,7 @@ def build_best(constraint: Path, tmpdir: Path) -> Path:
     supplied = Path(tempfile.gettempdir(), ARCHIVE)
     if supplied.is_file():
         (tmpdir / ARCHIVE).symlink_to(supplied)
-    # A wheel without models in pip's cache (made by someone else) is worth a second try past the cache.
+    # A wheel without models in pip's cache (made by another program) is worth a second try past the cache.
     for cache, where in (([], ""), (["--no-cache-dir"], ", past pip's cache")):
         print(f"building {REQUIREMENT} with its bots' models{where}", flush=True)
         try:
@@ -150,7 +152,7 @@ def write_empty_archive(path: Path) -> None:
         archive.addfile(directory)
 
 
-def build(constraint: Path, tmpdir: Path, options: list[str]) -> Path:
+def build(constraint: Path | None, tmpdir: Path, options: list[str]) -> Path:
     """Run `pip wheel` under a watch and return the wheel.
 
     Raises:
@@ -167,7 +169,8 @@ def build(constraint: Path, tmpdir: Path, options: list[str]) -> Path:
         "--wheel-dir",
         str(out),
     ]
-    command += ["--constraint", str(constraint), *options, REQUIREMENT]
+    pins = ["--constraint", str(constraint)] if constraint else []
+    command += [*pins, *options, REQUIREMENT]
     environment = {
         **os.environ,
         "TMPDIR": str(tmpdir),
@@ -234,7 +237,7 @@ def reason_in(log: str) -> str:
 
 @contextlib.contextmanager
 def private_tmpdir() -> Iterator[Path]:
-    """Make a temporary directory that nobody else looks into, removed afterwards."""
+    """Make a temporary directory that no other program uses, removed afterwards."""
     path = Path(tempfile.mkdtemp(prefix="envherd-build-"))
     try:
         yield path
