@@ -1,0 +1,1 @@
+../envherd/install_meltingpot.py
