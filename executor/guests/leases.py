@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import pickle
 import threading
@@ -493,16 +494,16 @@ class LeasePool(
         pairs = [
             (self.lease(f"task {number}"), task) for number, task in enumerate(tasks)
         ]
-        with ThreadPoolExecutor(self.num_envs, "envherd-map") as threads:
-            try:
-                futures = [threads.submit(run, *pair) for pair in pairs]
-                yield from map(
-                    Future.result, futures if ordered else as_completed(futures)
-                )
-            finally:
-                threads.shutdown(wait=False, cancel_futures=True)
-                for lease, _ in pairs:
-                    lease.__exit__()
+        with (
+            ThreadPoolExecutor(self.num_envs, "envherd-map") as threads,
+            contextlib.ExitStack() as ends,
+        ):
+            for lease, _ in pairs:
+                ends.push(lease)
+            # It is called first: then no thread begins another task.
+            ends.callback(threads.shutdown, wait=False, cancel_futures=True)
+            futures = [threads.submit(run, *pair) for pair in pairs]
+            yield from map(Future.result, futures if ordered else as_completed(futures))
 
     def worker_output(self, slot_id: int) -> str:
         """Return the kept part of what the env of a slot has printed; errors quote its last lines."""
@@ -605,12 +606,13 @@ class Lease:
 
     async def _wait_async(self, call: Call) -> Any:
         """Make a call once it is awaited; a cancellation ends the lease, also if the slot has answered meanwhile."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
-        put = lambda answer: loop.call_soon_threadsafe(_complete, future, answer)  # noqa: E731
+        answers: asyncio.Queue[Any] = asyncio.Queue()
+        put = functools.partial(
+            asyncio.get_running_loop().call_soon_threadsafe, answers.put_nowait
+        )
         try:
             self._pool.desk.send(self._seat, call._replace(answer=put))
-            answer = await future
+            answer = await answers.get()
         except BaseException:
             self._seat.end("a call was cancelled")
             raise
@@ -642,12 +644,6 @@ class Lease:
     async def __aexit__(self, *_: object) -> None:
         """Give the env back. It never suspends, so a task that is dropped gives its env back as well."""
         self.__exit__()
-
-
-def _complete(future: asyncio.Future[Any], answer: Any) -> None:
-    """Complete the wait of a task, unless it was cancelled."""
-    if not future.done():
-        future.set_result(answer)
 
 
 def _packed(
