@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import os
 import pickle
 import threading
@@ -607,9 +606,8 @@ class Lease:
     async def _wait_async(self, call: Call) -> Any:
         """Make a call once it is awaited; a cancellation ends the lease, also if the slot has answered meanwhile."""
         answers: asyncio.Queue[Any] = asyncio.Queue()
-        put = functools.partial(
-            asyncio.get_running_loop().call_soon_threadsafe, answers.put_nowait
-        )
+        loop = asyncio.get_running_loop()
+        put = lambda answer: loop.call_soon_threadsafe(answers.put_nowait, answer)  # noqa: E731
         try:
             self._pool.desk.send(self._seat, call._replace(answer=put))
             answer = await answers.get()
