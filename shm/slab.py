@@ -1,6 +1,6 @@
 """The meaning of the shared bytes: control words, doorbells, and a ring of frames for each group of equal envs.
 
-    words      per env and per worker, int64 each, one writer per word at any time (see `WORDS`)
+    words      per env and per worker, int64 each, one writer per word at any time: `WORDS`
     bells      one `go` doorbell per worker, one `done` doorbell for the parent
     group      envs of equal spec share arrays `[num_rows, ...]`:
                inputs    what a step reads: action, state, reset mask         (parent writes)
@@ -183,7 +183,7 @@ def input_requests(
     return requests
 
 
-#: What the journal of an env has besides inputs: int64 each, see `workers.block.journal`.
+#: What the journal of an env has besides inputs, int64 each; `workers.block.journal` says what they mean.
 JOURNAL_FACTS = ("steps", "episode", "seed", "flags")
 
 
@@ -214,7 +214,7 @@ class GroupPlan:
         next_nbytes: bytes from a frame's start to the end of its `next` part.
         base: offset of frame 0 in the segment; frame k is `k * frame.nbytes` further.
         inputs: layout of the inputs, offsets from the segment's start.
-        journal: layout of the journals, likewise; None without them.
+        journal: layout of the journals, offsets from the segment's start; None without them.
     """
 
     env_ids: tuple[int, ...]
@@ -350,10 +350,17 @@ def plan_slab(
             start=align(offset, mmap.PAGESIZE),
         )
         offset = infos.nbytes
-    num_frames, sparse_nbytes = num_ring + num_lendable, offset - frames_end
-    where = words, words.nbytes, tuple(groups), offset
     return SlabPlan(
-        num_envs, num_workers, num_frames, *where, num_lendable, sparse_nbytes, infos
+        num_envs=num_envs,
+        num_workers=num_workers,
+        num_frames=num_ring + num_lendable,
+        words=words,
+        bells_offset=words.nbytes,
+        groups=tuple(groups),
+        nbytes=offset,
+        num_lendable=num_lendable,
+        sparse_nbytes=offset - frames_end,
+        infos=infos,
     )
 
 

@@ -103,7 +103,7 @@ def pickle_factory(factory: Factory) -> bytes:
 
 def _pickle_message(factory: Factory, error: Exception) -> str:
     way = find_culprit(factory)
-    # a function or a cache of the script is no cause: what it captures is
+    # A function or a cache of the script is no cause, but what it captures.
     links = [
         link
         for link in way
@@ -218,9 +218,9 @@ class Builder:
     """Builds the envs of one worker, and remembers the envs that it has built.
 
     Args:
-        info_keys: entries of the envs' infos that become leaves; see `block.info_leaves`.
-        env_type: what the envs take and return; see `registry.find_adapter`.
-        episode_statistics: whether statistics of the envs' episodes become leaves; see `block.episode_leaves`.
+        info_keys: entries of the envs' infos that become leaves, by `wrappers.info_leaves`.
+        env_type: what the envs take and return; `registry.find_adapter` reads it.
+        episode_statistics: whether statistics of the envs' episodes become leaves, by `wrappers.episode_leaves`.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class Builder:
             ) from error
 
     def adopt(self, factory: Factory, kwargs: Mapping[str, Any]) -> Adapter:
-        """Call a factory and return its env's adapter, or the adapter that it returned; see `build`."""
+        """Call a factory and return its env's adapter, or the adapter that it returned. `SystemExit` passes."""
         adapter = self._adopt(factory, kwargs)
         if self._has_statistics:
             adapter = EpisodeLeaves(adapter)
@@ -314,10 +314,10 @@ class Builder:
         self._refuse_shared(factory, env)
         if env is None or (inspect.isroutine(env) or isinstance(env, type)):
             raise FactoryError(
-                f"make_env failed: the factory {describe(factory)} returned {_describe_result(env)}, expected an env. "
+                f"make_env failed: the factory {describe(factory)} returned {f'{env!r}'[:80]}, expected an env. "
                 f"Call what it returns, or return the env that it builds."
             )
-        # every family's constructor takes the env
+        # The constructor of each family takes the env.
         adapter = (
             made
             if isinstance(made, Adapter)
@@ -363,10 +363,6 @@ def are_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
         ValueError
     ):  # arrays: not comparable as a whole; then they are taken to differ
         return False
-
-
-def _describe_result(env: Any) -> str:
-    return "None" if env is None else f"{env!r}"[:80]
 
 
 def _type_name(value: Any) -> str:

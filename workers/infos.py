@@ -6,6 +6,7 @@ large, or its own code raises) is left out and reported by name.
 
 from __future__ import annotations
 
+import functools
 import logging
 import pickle
 from collections.abc import Callable
@@ -31,7 +32,10 @@ _ANY = (Exception, SystemExit, GeneratorExit)
 
 def packer(policy: InfoPolicy) -> Pack | None:
     """Return the function that packs one info, or None where infos are dropped."""
-    return {"drop": None, "plain": _pack_plain, "pickle": _pack_pickle}[policy]
+    if policy == "drop":
+        return None
+    encode = {"plain": plain.encode, "pickle": _dumps}[policy]
+    return functools.partial(_pack, encode=encode)
 
 
 def unpack(data: bytes, policy: InfoPolicy) -> dict[str, Any]:
@@ -52,14 +56,6 @@ def unpack(data: bytes, policy: InfoPolicy) -> dict[str, Any]:
                 )
                 return {}
         raise  # the info can be loaded, so a signal handler of this program raised
-
-
-def _pack_plain(info: Any) -> Packed:
-    return _pack(info, plain.encode)
-
-
-def _pack_pickle(info: Any) -> Packed:
-    return _pack(info, _dumps)
 
 
 def _pack(info: Any, encode: Callable[[dict[Any, Any]], bytes]) -> Packed:

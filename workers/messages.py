@@ -37,7 +37,7 @@ _SEND_FLAGS = MSG_DONTWAIT | MSG_NOSIGNAL
 
 @dataclass(frozen=True, kw_only=True)
 class Register:
-    """Know the names of envs that the caller's program has registered; see `workers.sending.registries`."""
+    """Know the names of envs that the caller's program has registered: entries of `workers.sending.registries`."""
 
     entries: bytes
 
@@ -154,7 +154,7 @@ class Branch:
 
     Attributes:
         worker: of the copy, with the ids that its pool uses.
-        config: settings of the copy's process; see `executor.processes.worker_process.worker_config`.
+        config: settings of the copy's process, as `executor.processes.worker_process.worker_config` makes them.
         seed: of the copy's generators; None leaves them as they are.
         number: as that of `Ask`.
     """
@@ -320,7 +320,7 @@ class Channel:
                         first.sent.extend(map(send, *arguments))
                     except BlockingIOError:
                         return False
-                # Before it leaves the queue: see `num_queued`.
+                # Before it leaves the queue, because `num_queued` may be read in between.
                 self._last_sent = first.number
                 if first.descriptors is not None:
                     # An exception may keep this frame, and `first` in it.

@@ -218,12 +218,11 @@ def bits_of(state: Mapping[str, Any], seeds: Any = None) -> np.random.BitGenerat
     for name, place in {**state, **state["state"]}.items():
         if name in _MOST and not (type(place) is int and 0 <= place <= _MOST[name]):
             raise ValueError(f"{name}={place!r:.80}")
-    bits: Any = _BITS[state["bit_generator"]](
+    bits: np.random.BitGenerator = _BITS[state["bit_generator"]](
         np.random.SeedSequence(0) if seeds is None else seeds
     )
     bits.state = state
-    found: np.random.BitGenerator = bits
-    return found
+    return bits
 
 
 def legacy_of(state: Mapping[str, Any]) -> np.random.RandomState:

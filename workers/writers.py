@@ -126,7 +126,8 @@ def _single_float_writer(leaf: LeafSpec, array: np.ndarray) -> Writer:
         if value.__class__ is float:
             flat[column] = value
         elif np.shape(value) == () and value is not None:
-            flat[column] = coerce(_as_scalar(leaf), value)
+            scalar = LeafSpec(leaf.key, (), leaf.dtype, leaf.domain)
+            flat[column] = coerce(scalar, value)
         else:
             array[column] = coerce(leaf, value)
 
@@ -134,13 +135,7 @@ def _single_float_writer(leaf: LeafSpec, array: np.ndarray) -> Writer:
 
 
 def _scalar_writer(leaf: LeafSpec, array: np.ndarray) -> Writer:
-    kind = (
-        int
-        if np.dtype(leaf.dtype).kind in "iu"
-        else float
-        if np.dtype(leaf.dtype).kind == "f"
-        else bool
-    )
+    kind = {"i": int, "u": int, "f": float}.get(np.dtype(leaf.dtype).kind, bool)
 
     def write(column: int, value: Any) -> None:
         if value.__class__ is kind:
@@ -161,7 +156,3 @@ def _finite_writer(leaf: LeafSpec, array: np.ndarray) -> Writer:
             raise not_finite(leaf, array[column], is_finite)
 
     return write
-
-
-def _as_scalar(leaf: LeafSpec) -> LeafSpec:
-    return LeafSpec(leaf.key, (), leaf.dtype, leaf.domain)

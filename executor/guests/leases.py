@@ -312,10 +312,9 @@ class Desk:
             self._end(slot_id)
             # Their advice is for callers of a batch.
             if isinstance(error, EnvherdError):
-                text = error.message.replace(
+                error.message = error.message.replace(
                     "ExecutorOptions.build_timeout_s", "timeout_s of the pool or call"
-                )
-                error.message = text.replace(" Its episode goes on.", "")
+                ).replace(" Its episode goes on.", "")
                 return with_sentence(error, _OVER)
             return error  # such as a MemoryError
 

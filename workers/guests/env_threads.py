@@ -181,10 +181,10 @@ class ThreadedBlock(Block):
             "values": [value for reply in replies for value in reply["values"]],
         }
 
-    def _rebuild(self, slot: Slot) -> Adapter:
+    def _rebuild(self, slot: Slot) -> None:
         """Build a new instance of an env; as at the start, one env at a time."""
         with self._build_lock:
-            return super()._rebuild(slot)
+            super()._rebuild(slot)
 
     def _with_own_rng(self, slot: Slot, phase: str, call: Callable[[], Any]) -> Any:  # noqa: ARG002
         """Call an env; all envs share the generators."""

@@ -81,7 +81,7 @@ def run(
     Args:
         sock: to the owner.
         log_fd: of the worker's log.
-        config: see `executor.processes.worker_process.worker_config`.
+        config: the settings of `executor.processes.worker_process.worker_config`.
         lifeline_fd: of the lifeline; -1 without one.
         bells: `go` and `done`; None for those in the slab.
     """
@@ -124,9 +124,8 @@ def _arm_lifeline(fd: int) -> int:
 
 
 def _apply(config: dict[str, Any]) -> None:
-    affinity = config.get("affinity")
-    if affinity:
-        os.sched_setaffinity(0, affinity)
+    if config.get("affinity"):
+        os.sched_setaffinity(0, config["affinity"])
 
 
 class LoopLeft(BaseException):
@@ -145,7 +144,7 @@ class EnvCalls:
         call()
 
     def make_block(self, *arguments: Any) -> Block:
-        """Return the block of the envs; see `Block`."""
+        """Return the block of the envs, made with the arguments of `Block`."""
         return Block(*arguments)
 
     def loop_type(self, *, is_native: bool) -> type[Loop]:

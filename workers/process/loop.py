@@ -50,8 +50,10 @@ class Loop:
         self._is_leaving = False
         self._words = {name: array.data for name, array in slab.words.items()}
         self._counter = Counter(self._words, block.worker_id)
-        replies = self._words["reply_seq"]
-        self._latest = {env_id: replies[env_id] for env_id in block.slots}
+        # A successor carries out what its predecessor has left without a reply.
+        self._latest = {
+            env_id: self._words["reply_seq"][env_id] for env_id in block.slots
+        }
         self._mail_read = mail_read
         self._num_scans = 0
 

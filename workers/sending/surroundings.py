@@ -112,8 +112,9 @@ def _join_tracker(value: list[int] | None) -> None:
     """Use the owner's tracker: one of a worker's own would remove the owner's memory when the worker ends."""
     if value is not None and _TRACKER._fd is None:  # noqa: SLF001
         with ignoring_refusals():  # no /proc, or the tracker has ended
-            fd = os.open("/proc/{}/fd/{}".format(*value), os.O_WRONLY | os.O_CLOEXEC)
-            _TRACKER._fd = fd  # noqa: SLF001  # as `multiprocessing` does
+            _TRACKER._fd = os.open(  # noqa: SLF001  # as `multiprocessing` does
+                "/proc/{}/fd/{}".format(*value), os.O_WRONLY | os.O_CLOEXEC
+            )
 
 
 def _script() -> dict[str, Any]:

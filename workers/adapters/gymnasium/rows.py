@@ -66,11 +66,12 @@ def mosaic(frames: Any) -> Any:
     num_columns = math.ceil(math.sqrt(len(pictures)))
     num_lines = math.ceil(len(pictures) / num_columns)
     pictures += [np.zeros_like(pictures[0])] * (num_lines * num_columns - len(pictures))
-    lines = [
-        np.hstack(pictures[i * num_columns : (i + 1) * num_columns])
-        for i in range(num_lines)
-    ]
-    return np.vstack(lines)
+    return np.vstack(
+        [
+            np.hstack(pictures[i * num_columns : (i + 1) * num_columns])
+            for i in range(num_lines)
+        ]
+    )
 
 
 def _of_rows(row: Leaf, num_rows: int) -> Any:

@@ -173,9 +173,12 @@ def _save_mujoco(data: Any) -> list[Any]:
         for name, array in _arrays(data).items()
         if array.dtype.kind == "f"
     }
-    # Tasks change targets and masses in it.
-    model = {name: pack(array) for name, array in _arrays(data.model).items()}
-    return [pack(state), computed, model]
+    return [
+        pack(state),
+        computed,
+        # Tasks change targets and masses in it.
+        {name: pack(array) for name, array in _arrays(data.model).items()},
+    ]
 
 
 def _read_mujoco(data: Any, saved: Any) -> Callable[[], None]:
