@@ -49,11 +49,12 @@ class PrivateView:
 
     def has_copies(self, start: int, nbytes: int) -> bool:
         """Return whether somebody has written to some bytes of it; `start` is that of a page."""
-        first, count = (
-            (self._address + start) // mmap.PAGESIZE,
-            -(-nbytes // mmap.PAGESIZE),
+        first = (self._address + start) // mmap.PAGESIZE
+        entries = os.pread(
+            self._pagemap,
+            -(-nbytes // mmap.PAGESIZE) * _ENTRY_BYTES,
+            first * _ENTRY_BYTES,
         )
-        entries = os.pread(self._pagemap, count * _ENTRY_BYTES, first * _ENTRY_BYTES)
         return bool(
             entries[_ENTRY_BYTES - 1 :: _ENTRY_BYTES].translate(None, _FOLLOWING)
         )

@@ -157,6 +157,7 @@ class Segment:
             MemoryError: it would take more than `ADMISSION_MARGIN` of the available memory.
         """
         size = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
+        # Before it is created: touching pages that there are not ends in a kill, not in an exception.
         admit(size - num_sparse)
         if not HAS_MEMFD:
             return cls.create_with_name(nbytes)
@@ -293,6 +294,7 @@ def _unmap(dead: weakref.ref[Any]) -> None:
 
 def _create_memfd(label: str) -> int:
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    # First without the right to execute it, which a hardened system demands and an old kernel does not know.
     with ignoring_refusals():
         return os.memfd_create(label, flags | _MFD_NOEXEC_SEAL)
     return os.memfd_create(label, flags)

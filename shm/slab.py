@@ -122,6 +122,7 @@ NUM_BINS = 176
 
 def bin_of(nanoseconds: int) -> int:
     """Return the bin of a duration, `0 .. NUM_BINS - 1`."""
+    # Below 8, a doubling has no four different durations.
     if nanoseconds < 8:
         return nanoseconds
     octave = nanoseconds.bit_length()
@@ -195,10 +196,10 @@ def journal_requests(
     nbytes = sum(
         math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves
     )
+    # At least one step, whose input a crash leaves even if it is larger than the journal should be.
     lead = (num_rows, max(1, row_nbytes // max(nbytes, 1)))
-    facts = (("facts",), (num_rows, len(JOURNAL_FACTS)), "int64")
     return [
-        facts,
+        (("facts",), (num_rows, len(JOURNAL_FACTS)), "int64"),
         *((("input", *leaf.key), (*lead, *leaf.shape), leaf.dtype) for leaf in leaves),
     ]
 
@@ -327,6 +328,7 @@ def plan_slab(
             and len(env_ids) == num_envs
             and _LENT_FROM <= first_root <= _LARGEST_LENT
         ):
+            # Whether a caller has written to a lent frame is known by pages, so no two frames may share one.
             alignment = mmap.PAGESIZE
             frame = replace(frame, nbytes=align(frame.nbytes, alignment))
             num_lendable = max(
@@ -335,6 +337,7 @@ def plan_slab(
         base = align(inputs.nbytes, alignment)
         groups.append(GroupPlan(env_ids, spec, frame, first_root, base, inputs))
         offset = base + (num_ring + num_lendable) * frame.nbytes
+    # What follows is sparse, and is therefore last: `Segment.create` does not touch the end of its memory.
     frames_end = offset
     for index, group in enumerate(groups if journal_nbytes else ()):
         journal = lay_out(
@@ -365,6 +368,7 @@ def plan_slab(
 
 
 def _group_equal(specs: Sequence[EnvSpec]) -> list[tuple[EnvSpec, tuple[int, ...]]]:
+    # A list, because specs whose bounds are arrays have no hash.
     groups: list[tuple[EnvSpec, list[int]]] = []
     for env_id, spec in enumerate(specs):
         for known, env_ids in groups:

@@ -143,8 +143,7 @@ class Doorbell:
         Raises:
             OSError: this platform has no process-shared semaphores.
         """
-        address = ctypes.c_void_p(buffer.ctypes.data + offset)
-        if libc.sem_init(address, 1, 0) != 0:
+        if libc.sem_init(ctypes.c_void_p(buffer.ctypes.data + offset), 1, 0) != 0:
             raise OSError(ctypes.get_errno(), "sem_init failed")
         bell = cls(buffer, offset)
         bell.ring()
@@ -172,6 +171,7 @@ class Doorbell:
             is_taken = self._block(timeout_s)
         else:
             is_taken = self._wait_in_slices(timeout_s)
+        # The length of a wait tells that of the next one: a loop waits for the same envs each time.
         self._spin_s = (
             LONG_SPIN_S if time.perf_counter() - began < SHORT_WAIT_S else BRIEF_SPIN_S
         )
