@@ -479,7 +479,7 @@ def test_a_running_worker_has_no_torch_tensorflow_or_jax(factory):
 @needs("meltingpot")
 @pytest.mark.slow
 @pytest.mark.parametrize("start_method", ["zygote", "spawn"])
-def test_a_function_that_builds_a_substrate_itself_does_not_load_tensorflow_or_jax(
+def test_users_function_that_builds_a_substrate_loads_no_tensorflow_or_jax(
     start_method,
 ):
     assert_light(build_substrate, start_method=start_method)

@@ -114,7 +114,7 @@ def test_a_step_that_is_handed_out_twice_is_seen(life, oracle):
         oracle.follow(PLACE, one)
 
 
-def test_a_row_that_nobody_made_is_seen(life, oracle):
+def test_oracle_finds_an_invented_row(life, oracle):
     with pytest.raises(AssertionError, match="torn"):
         oracle.root(PLACE, begun(life, oracle)._replace(t=1), done=False)
 

@@ -164,7 +164,7 @@ def test_what_is_shared_has_no_name_and_is_the_owners():
 
 
 @pytest.mark.slow
-def test_there_is_nothing_to_connect_to():
+def test_no_port_is_open():
     with ParallelEnv(2, CountingEnv, num_workers=2) as env:
         env.reset()
         pids = [os.getpid(), *(worker.pid for worker in env.statistics().workers)]
@@ -210,7 +210,7 @@ def test_workers_import_no_modules_of_the_current_folder(
 # ---- pickles -----------------------------------------------------------------------------------
 
 
-def test_who_unpickles_at_all():
+def test_only_listed_modules_unpickle():
     found = set()
     for path in (
         path

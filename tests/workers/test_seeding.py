@@ -49,7 +49,7 @@ def test_the_caller_gets_its_generators_back():
     seeding.restore_caller(before)
 
 
-def test_who_drew_is_named():
+def test_drawn_generators_are_named():
     before = seeding.globals_state()
     assert seeding.drawn_between(before, seeding.globals_state()) == []
     random.random()

@@ -145,7 +145,7 @@ def test_a_state_restores_all_that_an_env_holds(where):
     assert room.kinds == {(Ball, Task): 1, (int, Ball): 2}
 
 
-def test_a_state_is_not_changed_by_the_env_that_it_was_taken_from_or_put_into():
+def test_saved_state_shares_no_memory_with_envs():
     env = make()
     state = snapshot.save(env)
     saved = of(env.unwrapped)

@@ -542,7 +542,7 @@ def test_envs_that_may_draw_from_torch_keep_their_own_generator() -> None:
 
 
 @needs("dm-control")
-def test_envs_of_dm_control_that_may_draw_from_torch_are_no_envs_of_its_suite() -> None:
+def test_dm_control_envs_that_may_draw_from_torch_use_torchrls_code() -> None:
     called = []
     for make in (lambda: DMControlEnv("cartpole", "balance"), terminating):
         adapter = adapter_of(HostedEnv(make()))

@@ -169,7 +169,7 @@ def test_a_bound_that_the_dtype_cannot_hold_is_not_rounded_for_torch():
     assert not is_legal(leaf, torch.from_numpy(above), "strict")
 
 
-def test_indices_of_a_wide_unsigned_dtype_are_drawn_each_below_its_own_bound():
+def test_uint64_indices_are_drawn_below_their_bounds():
     leaf = LeafSpec(("action",), (2, 2), "uint64", MultiDiscrete(((2, 100), (2, 100))))
     draw = drawer(leaf)
     assert draw is not None

@@ -141,7 +141,7 @@ def test_every_batch_begins_with_a_reset_if_asked(env):
         assert (collector.collect()["observation"][:, 0, 1] == 0).all()
 
 
-def test_it_closes_what_is_its_own():
+def test_collector_closes_its_executor():
     env = SerialEnv(2, CountingEnv)
     with Collector(env, frames_per_batch=2) as collector:
         collector.collect()
@@ -357,7 +357,9 @@ def test_state_begins_anew_with_every_episode_if_primed(env):
     "make", [SerialEnv, functools.partial(ParallelEnv, num_workers=2)]
 )
 @pytest.mark.parametrize("culprit", ["env", "policy", "action"])
-def test_after_an_error_it_is_that_of_where_the_envs_are(make, culprit, tmp_path):
+def test_recurrent_state_after_an_error_belongs_to_the_envs_episode(
+    make, culprit, tmp_path
+):
     """The state counts the steps of the episode, as the envs do."""
     primer = TensorDict({"hidden": torch.zeros(NUM_ENVS, 2)}, [NUM_ENVS])
     calls = []
@@ -397,7 +399,7 @@ def test_after_an_error_it_is_that_of_where_the_envs_are(make, culprit, tmp_path
     assert resumed[0] == (0 if culprit == "env" else 7)
 
 
-def test_steps_let_it_pass_too(env):
+def test_steps_pass_recurrent_state_on(env):
     td = env.reset()
     for step in range(1, 8):
         td, root = env.step_and_maybe_reset(recurrent(td))

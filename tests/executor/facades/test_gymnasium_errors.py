@@ -252,7 +252,7 @@ def kill(envs, env_id):
 
 @pytest.mark.broken_pool
 @pytest.mark.slow
-def test_a_step_that_one_worker_did_not_survive_has_been_made_by_the_others():
+def test_other_workers_complete_the_step_in_which_one_died():
     envs = AsyncVectorEnv([Failing] * 3, num_workers=3)
     envs.reset()
     kill(envs, 1)
@@ -268,7 +268,7 @@ def test_a_step_that_one_worker_did_not_survive_has_been_made_by_the_others():
 
 @pytest.mark.broken_pool
 @pytest.mark.slow
-def test_a_wait_for_others_than_a_lost_worker_runs_out_of_time_too():
+def test_wait_for_other_workers_than_the_lost_one_times_out():
     envs = AsyncVectorEnv(
         [Slow] * 3, num_workers=3, options=ExecutorOptions(on_worker_loss="restart")
     )

@@ -139,9 +139,7 @@ def test_no_env_is_built_here_and_threads_stay(tmp_path: Any) -> None:
     assert torch.get_num_threads() == num_threads
 
 
-def test_threads_that_are_asked_for_are_this_process_s_until_the_env_is_closed() -> (
-    None
-):
+def test_requested_threads_are_set_until_the_env_is_closed() -> None:
     num_threads = torch.get_num_threads()
     with started(
         2, own.CountingEnv, num_processes=1, num_threads=num_threads + 2
