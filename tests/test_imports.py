@@ -434,7 +434,7 @@ for line in sys.argv[2:]:
 
 
 @pytest.mark.slow
-def test_what_a_worker_imports_loads_only_its_family():
+def test_worker_imports_only_its_family():
     assert len(LIGHT) > 20
     lacking = set() if has_extra("dm-control") else {"dm_env"}
     tried = {

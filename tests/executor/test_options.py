@@ -60,7 +60,7 @@ FIELDS = {field.name: field for field in dataclasses.fields(ExecutorOptions)}
         ({"capsules": ""}, "the path of a directory, Capsules(...), or None, got ''"),
     ],
 )
-def test_what_cannot_work_is_refused_by_name(options, expected):
+def test_impossible_options_are_refused_by_name(options, expected):
     (name,) = options
     with pytest.raises(
         ValueError,
@@ -88,7 +88,7 @@ def test_every_option_is_checked():
 @pytest.mark.parametrize(
     "options", [{"preload": ("nump.linalg",)}, {"affinity": (0, 9999)}]
 )
-def test_what_does_not_fit_the_machine_is_refused_before_anything_starts(options):
+def test_options_beyond_the_machine_are_refused_before_a_start(options):
     with pytest.raises(
         ValueError, match=f"expected {next(iter(options))} to be .*, got "
     ):

@@ -69,7 +69,7 @@ def take(life, oracle, **changed):
     return one
 
 
-def test_what_was_really_done_is_accepted(life, oracle):
+def test_oracle_accepts_true_rows(life, oracle):
     for _ in range(2):
         begun(life, oracle)
         for _ in range(3):

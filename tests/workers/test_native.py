@@ -985,7 +985,7 @@ def test_a_step_holds_the_memory_that_it_writes_to():
 
 
 @pytest.mark.slow
-def test_nothing_leaks_whatever_envs_return():
+def test_no_leak_for_any_results_of_envs():
     make = adapters(OBSERVATIONS["dict"], ACTIONS["dict"], [()] * len(RESULTS))
     sides = [under_way(make, way=way) for way in ("step", "loop")]
     process = psutil.Process()

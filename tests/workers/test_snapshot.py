@@ -173,7 +173,7 @@ UNSAVEABLE = {
 
 
 @pytest.mark.parametrize("name", UNSAVEABLE)
-def test_what_cannot_be_saved_is_named(name):
+def test_unsaveable_objects_are_named(name):
     make_held, words = UNSAVEABLE[name]
     with pytest.raises(Unsaveable, match=words):
         snapshot.save(Held(make_held()))

@@ -515,7 +515,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_unusual_keeps_torchrls_own_code(case: str) -> None:
+def test_unusual_envs_keep_torchrls_code(case: str) -> None:
     make, reason = REFUSED[case]
     hosted = HostedEnv(make())
     way = adapter_of(hosted).spec.metadata["way"]

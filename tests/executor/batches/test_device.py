@@ -99,7 +99,7 @@ def test_a_batch_crosses_in_one_transfer(kind, moves, make_env):
                     assert ours[key].dtype == theirs[key].dtype
 
 
-def test_what_is_moved_are_the_right_bytes(kind):
+def test_moved_batches_have_the_right_bytes(kind):
     with kind(NUM_ENVS, AgentsEnv, seed=0) as env:
         td, batch = env.reset(), env._engine.batches.groups[0]
         td = env.step(env.rand_action(td))

@@ -149,7 +149,7 @@ def test_torch_decides_as_numpy_does_or_leaves_it_to_numpy(leaf, level, seed):
 
 @given(leaf=leaves(), seed=st.integers(0, 2**32))
 @settings(max_examples=500, deadline=None)
-def test_what_is_drawn_is_legal(leaf, seed):
+def test_drawn_actions_are_legal(leaf, seed):
     # Bounds of another dtype may lie between two values.
     assume(not isinstance(leaf.domain, Box) or leaf.domain.low.dtype == leaf.dtype)
     draw, check = drawer(leaf), check_for(leaf, "strict")

@@ -120,7 +120,7 @@ def fill(buffer: np.ndarray, number: int) -> None:
         max_size=40,
     )
 )
-def test_what_is_held_is_never_written_to(steps):
+def test_held_memory_is_never_written_to(steps):
     memory = ReusedMemory(NBYTES, split)
     held: list[tuple[str, Any, torch.Tensor]] = []
     for number, (kind, index, dropped) in enumerate(steps, 1):
@@ -167,7 +167,7 @@ def test_memory_is_reused_once_no_batch_holds_it():
 @pytest.mark.skipif(
     batch_memory._use_count is None, reason="this version of torch does not count"
 )
-def test_what_was_moved_to_shared_memory_is_not_reused():
+def test_memory_moved_to_shared_memory_is_not_reused():
     memory = ReusedMemory(NBYTES, split)
     moved = {
         memory.take()[1][index % 4].share_memory_().data_ptr() for index in range(6)

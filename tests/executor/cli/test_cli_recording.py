@@ -166,7 +166,7 @@ EVIL = """
         ),
     ],
 )
-def test_what_a_stored_rollout_names_is_not_run(
+def test_names_in_a_stored_rollout_are_not_called(
     tmp_path, monkeypatch, stored, facts, named
 ):
     (tmp_path / "evil.py").write_text(

@@ -100,7 +100,7 @@ def test_frames_are_reduced_to_what_fits_a_tile(shape, expected):
     "frame",
     [np.zeros((4, 4, 3)), np.zeros((4, 4, 2), np.uint8), np.zeros((0, 4, 3), np.uint8)],
 )
-def test_what_is_no_frame_is_refused(frame):
+def test_values_that_are_no_frame_are_refused(frame):
     with pytest.raises(MediaError, match=r"expected uint8 \[H, W, 3\]"):
         reduced(frame)
 

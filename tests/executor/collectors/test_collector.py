@@ -156,7 +156,7 @@ def test_it_goes_on_after_an_env_has_raised():
             list(collector)
 
 
-def test_what_is_no_tensordict_is_refused(env):
+def test_results_that_are_no_tensordict_are_refused(env):
     collector = Collector(
         env, lambda td: td["observation"], frames_per_batch=3, close_env=False
     )
@@ -178,7 +178,7 @@ def test_a_policy_is_called_itself(env, holding):
     assert holding.num_calls == 2
 
 
-def test_what_cannot_be_copied_stays_and_is_named(holding, caplog):
+def test_policy_that_cannot_be_copied_is_used_itself_and_named(holding, caplog):
     placed = Placed(holding, "meta")
     (message,) = caplog.messages
     assert re.search(
@@ -195,7 +195,7 @@ def test_a_policy_may_say_so_itself(caplog):
     assert "copyable = False" in caplog.text
 
 
-def test_what_was_compiled_in_place_is_not_copied_without_that(caplog):
+def test_module_compiled_in_place_is_not_copied(caplog):
     net = nn.Sequential(nn.Linear(2, 2))
     net[0].compile(backend="eager")
     assert Placed(net, "meta").policy is net
@@ -237,7 +237,7 @@ def test_the_data_goes_to_the_policy():
     assert seen == [torch.device("meta")]
 
 
-def test_what_a_policy_overwrites_comes_back_too():
+def test_leaves_that_a_policy_overwrites_are_in_the_batch():
     def policy(td):
         td["hidden"] = td["hidden"] + 1
         return td.set("action", torch.ones(2))
@@ -253,7 +253,7 @@ def test_what_a_policy_overwrites_comes_back_too():
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_what_a_policy_changes_in_place_comes_back_too(monkeypatch, mode):
+def test_policys_changes_in_place_are_in_the_batch(monkeypatch, mode):
     # As for another device.
     monkeypatch.setattr(TensorDict, "to", lambda td, *_, **__: td.clone())
 

@@ -48,7 +48,7 @@ def make(request):
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_what_an_env_raises_is_of_its_own_type_and_ours(make, name):
+def test_exception_of_an_env_has_its_type_and_ours(make, name):
     envs = make()
     envs.reset()
     envs.set_attr("fails", ["", name, ""])
@@ -96,7 +96,7 @@ def test_an_ended_env_is_not_stepped_in_disabled_mode(make):
             envs.step(ACTIONS)
 
 
-def test_what_envs_raise_is_reported_once_and_nothing_else():
+def test_exceptions_of_envs_are_reported_once():
     envs = AsyncVectorEnv([Failing] * 3, num_workers=2)
     envs.reset()
     envs.set_attr("fails", ["", "odd", "odd"])

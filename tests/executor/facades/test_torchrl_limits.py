@@ -397,7 +397,7 @@ env.close()
 
 @pytest.mark.full
 @pytest.mark.parametrize("flags", [["-"], ["-i"]])
-def test_what_is_typed_has_no_file_and_works(flags):
+def test_code_typed_at_a_prompt_works(flags):
     command = [sys.executable, "-W", "ignore", *flags]
     done = subprocess.run(
         command, input=CELLS, capture_output=True, text=True, timeout=150, check=False

@@ -322,7 +322,7 @@ def test_state_given_to_reset_is_honoured() -> None:
         assert env.reset(state, set_state=True)["th"].tolist() == [0.5, -0.5]
 
 
-def test_what_is_no_factory_is_refused_at_once() -> None:
+def test_values_that_are_no_factory_are_refused_at_once() -> None:
     with pytest.raises(FactoryError, match="lambda: CountingEnv"):
         ParallelEnv(2, own.CountingEnv())
     arguments: list[dict[str, Any]] = [

@@ -504,7 +504,7 @@ def test_seeds_and_options_of_the_reset_are_kept(tmp_path, make):
     assert again.exit_code == 0, again.output
 
 
-def test_what_a_capsule_lacks_is_listed(tmp_path):
+def test_missing_parts_of_a_capsule_are_listed(tmp_path):
     kwargs = {"fault": "value_error", "flag": None}
     make = functools.partial(FaultyEnv, **kwargs)
     assert reference_of(make) == {"env": FAULTY, "kwargs": kwargs}
@@ -637,7 +637,7 @@ class Evil:
         {"env": None},
     ],
 )
-def test_what_a_capsule_names_is_not_run(tmp_path, monkeypatch, stored, facts):
+def test_names_in_a_capsule_are_not_called(tmp_path, monkeypatch, stored, facts):
     (tmp_path / "evil.py").write_text(
         textwrap.dedent(EVIL.format(mark=str(tmp_path / "ran")))
     )
@@ -759,7 +759,7 @@ def data_of(members, **changes):
     return memory.getvalue()
 
 
-def test_what_an_archive_says_of_itself_is_refused_in_one_way(tmp_path, stored):
+def test_archives_with_wrong_headers_are_refused(tmp_path, stored):
     path = stored()
     with zipfile.ZipFile(path) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
@@ -778,7 +778,7 @@ def test_what_an_archive_says_of_itself_is_refused_in_one_way(tmp_path, stored):
         )
 
 
-def test_what_a_file_says_of_a_factory_never_names_another_env():
+def test_factory_in_a_file_never_names_another_env():
     kinds = [
         NamedFactory,
         *(family.factory for family in FAMILIES.values() if family.factory),

@@ -230,7 +230,7 @@ def test_worker_of_another_interpreter_ends_with_its_owner(
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
-def test_what_is_no_interpreter_or_target_is_refused(python, tmp_path):
+def test_wrong_interpreters_and_targets_are_refused(python, tmp_path):
     for arguments, match in (
         (
             ("/no/such/python", "a:b"),
@@ -297,7 +297,7 @@ def test_an_interpreter_that_cannot_run_workers_is_refused_with_the_remedy(
     ],
 )
 @pytest.mark.usefixtures("module")
-def test_what_an_interpreter_prints_itself_is_no_obstacle(python, code, monkeypatch):
+def test_output_of_an_interpreter_at_its_start_is_ignored(python, code, monkeypatch):
     (packages,) = Path(python).parents[1].glob("lib/python*/site-packages")
     site = packages / "sitecustomize.py"
     site.write_text(code)

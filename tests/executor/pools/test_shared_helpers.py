@@ -132,7 +132,7 @@ def test_an_executor_whose_helper_would_be_another_has_another(change):
         assert helper_of(options=ExecutorOptions(**change)) != helper
 
 
-def test_what_a_process_inherits_is_that_of_the_executor():
+def test_helper_is_shared_only_with_equal_surroundings():
     """Not that of the executor before it."""
 
     def body():

@@ -344,7 +344,7 @@ NO_IDS = r"expected env ids as integers, or as a bool mask of shape \(3,\)"
 
 
 @both
-def test_what_is_neither_ids_nor_a_mask_is_refused(make):
+def test_values_that_are_no_ids_or_mask_are_refused(make):
     no_ids = [[0.7], np.array([1.9]), torch.tensor([0.0]), [True, False], ["0"]]
     wrong = [*((ids, NO_IDS) for ids in (*no_ids, torch.ones(3, 1, dtype=torch.bool)))]
     wrong += [(ids, r"different env ids in 0\.\.2") for ids in ([3], [-1], [0, 0])]

@@ -208,7 +208,7 @@ def test_infos_of_envs_received_one_by_one(make):
             assert env.infos()[env_id] == {"count": 1}
 
 
-def test_what_is_not_plain_is_left_out_or_pickled(make):
+def test_info_entries_that_are_not_plain_are_left_out_or_pickled(make):
     with make("object", infos="plain") as env:
         env.reset()
         env.step(actions())
@@ -238,7 +238,7 @@ def test_too_large_info_is_logged_once_per_env(make, caplog):
     ]
 
 
-def test_what_cannot_be_pickled_is_left_out_and_named_once(make, caplog):
+def test_unpicklable_info_entries_are_left_out_and_named_once(make, caplog):
     with make("lock", infos="pickle") as env:
         env.reset()
         env.step(actions())
@@ -265,7 +265,7 @@ def test_seeds_are_the_callers_alone_if_asked(make):
         ]
 
 
-def test_what_a_signal_handler_raises_while_an_info_is_unpacked_is_raised():
+def test_handler_that_raises_during_unpacking_of_an_info_is_raised():
     class TooLateError(Exception):
         pass
 
@@ -534,7 +534,7 @@ def test_partial_reset_updates_info_leaves_of_its_envs():
         assert root["info", "lives"].tolist() == [3, 2, 3]
 
 
-def test_what_no_longer_fits_counts_as_not_given(caplog):
+def test_info_leaf_that_no_longer_fits_counts_as_missing(caplog):
     with made("changing", infos={"lives": int, "place": np.zeros(1)}) as env:
         data = env.rollout(3)["next", "info"]
     assert data["lives"][0].tolist() == [1, 0, 0]

@@ -245,7 +245,7 @@ def test_missing_attribute_leaves_all_envs_usable(make):
 
 
 @both
-def test_what_is_not_plain_does_not_cross(make):
+def test_values_that_are_not_plain_are_refused(make):
     from envherd.executor import EnvError
 
     with make(1, CountingEnv) as env, pytest.raises(EnvError, match='infos="pickle"'):

@@ -383,7 +383,7 @@ class TestEnvsThatAreBatches:
             assert (root["observation"][1, :, 0] != 0).all()  # their seeds
 
     @pytest.mark.parametrize("call", ["step", "idle"])
-    def test_are_reset_whole_whatever_the_mask_says(self, call):
+    def test_restarted_batch_envs_are_reset_as_a_whole_with_any_mask(self, call):
         with ParallelEnv(2, PairEnv, num_workers=2, options=RESTART) as env:
             env.reset()
             env.step(act(env))

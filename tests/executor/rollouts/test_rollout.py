@@ -119,7 +119,7 @@ def test_rollout_begins_with_a_reset_or_at_the_current_root(make):
 
 
 @both
-def test_what_else_the_policy_gives_is_kept(make):
+def test_other_outputs_of_the_policy_are_kept(make):
     def policy(td):
         ones(td)
         td["log_prob"] = td["observation"][:, 1].float() / 10
