@@ -6,6 +6,7 @@ large, or its own code raises) is left out and reported by name.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import pickle
@@ -67,12 +68,11 @@ def _pack(info: Any, encode: Callable[[dict[Any, Any]], bytes]) -> Packed:
             return None, {}
     except _ANY as error:
         return None, {_EVERYTHING: explain(error)}
-    try:
+    with contextlib.suppress(*_ANY):
         data = encode(entries)
         if len(data) <= _MAX_BYTES:
             return data, {}
-    except _ANY:
-        pass
+    # Something in it cannot be sent, and the rest should be.
     return _pack_each(entries, encode)
 
 
@@ -80,7 +80,9 @@ def _pack_each(
     entries: dict[Any, Any], encode: Callable[[dict[Any, Any]], bytes]
 ) -> Packed:
     """Pack the entries that can be packed."""
-    kept, left_out, size = {}, {}, 0
+    kept = {}
+    left_out = {}
+    size = 0
     for key, value in entries.items():
         try:
             num_bytes = len(encode({key: value}))

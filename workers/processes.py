@@ -60,7 +60,8 @@ def processor_ns(pid: int) -> tuple[int, int, int]:
     The last is the processor time of all other threads, and of its descendants. Without /proc/PID/schedstat, nothing is
     known of waiting and of other threads, and the first is in steps of 10 ms.
     """
-    own, delay, others = cpu_ns(pid), 0, 0
+    own = cpu_ns(pid)
+    delay = others = 0
     for one in descendants(pid):
         for task in _entries(f"/proc/{one}/task"):
             fields = _text(f"/proc/{one}/task/{task}/schedstat").split()

@@ -498,9 +498,10 @@ class Block:
         assert self._pack_info is not None
         slot.clear_infos(section)
         info = slot.adapter.info
-        if slot.info_writer is not None and slot.info_writer.write(section, info):
-            return
-        if info.__class__ is dict and not info:
+        # Most infos are rows or empty, and need no message.
+        if (slot.info_writer is not None and slot.info_writer.write(section, info)) or (
+            info.__class__ is dict and not info
+        ):
             return
         packed, left_out = self._pack_info(info)
         if packed is not None:

@@ -692,10 +692,9 @@ def _call_type(
         kind for kind in meta.__mro__ if issubclass(kind, type) and _is_importable(kind)
     ]
     for kind in kinds[:-1]:
-        try:
+        # It may want the keywords of the class statement.
+        with contextlib.suppress(Exception):
             return kind.__new__(meta, name, bases, namespace)
-        except Exception:  # it wants the keywords of the class statement
-            continue
     return type.__new__(meta, name, bases, namespace)
 
 

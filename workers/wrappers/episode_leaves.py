@@ -99,10 +99,8 @@ class EpisodeSums:
         for (total, value), given in zip(self._pairs, rewards, strict=False):
             try:
                 np.add(total, given, out=total)
-            except (
-                TypeError,
-                ValueError,
-            ):  # not a reward of this env: the block says so when it stores it
+            # It is no reward of this env, which the block reports when it stores it.
+            except (TypeError, ValueError):
                 continue
             value[...] = total
         self._length += 1

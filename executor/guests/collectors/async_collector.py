@@ -411,30 +411,29 @@ class AsyncCollector(BatchIterator):
     def _collect(self) -> TensorDictBase:
         """Collect the next batch; it stays the next one until its rows are dropped."""
         with self._lane.entered():
-            return self._collect_rows()
+            self._charge("learner")
+            self._begin_idle()
+            while len(self._rows.full) < self.num_rows:
+                if self._is_closing:
+                    raise Closed(
+                        "collect failed: the AsyncCollector was closed meanwhile. Make a new one."
+                    )
+                try:
+                    self._turn()
+                except EnvherdError:
+                    self._is_reported |= (
+                        self._is_owed & ~self.env.engine.states.under_way
+                    )
+                    raise
+            data = self._rows.first(self.num_rows)
+            if self._is_flat:
+                data = data[:, 0]
+            self._charge("other")
+            return data
 
     def _collect_and_drop(self) -> TensorDictBase:
         data = self._collect()
         self._rows.drop(self.num_rows)
-        return data
-
-    def _collect_rows(self) -> TensorDictBase:
-        self._charge("learner")
-        self._begin_idle()
-        while len(self._rows.full) < self.num_rows:
-            if self._is_closing:
-                raise Closed(
-                    "collect failed: the AsyncCollector was closed meanwhile. Make a new one."
-                )
-            try:
-                self._turn()
-            except EnvherdError:
-                self._is_reported |= self._is_owed & ~self.env.engine.states.under_way
-                raise
-        data = self._rows.first(self.num_rows)
-        if self._is_flat:
-            data = data[:, 0]
-        self._charge("other")
         return data
 
     def _begin_idle(self) -> None:
