@@ -247,6 +247,7 @@ class Builder:
         """
         try:
             with building():
+                # Equal factories of a worker are one object, as in the caller's process.
                 if pickled not in self._factories:
                     with _hinting():
                         self._factories[pickled] = pickle.loads(pickled)
@@ -269,6 +270,7 @@ class Builder:
 
     def forget(self, closed: Adapter) -> None:
         """Forget an env that is closed, so that another one can take its place."""
+        # The adapter that `_adopt` has recorded is inside those that `adopt` has put around it.
         own = closed
         while isinstance(own, Wrapping) and not any(
             own is built for built, _ in self._built
@@ -291,8 +293,10 @@ class Builder:
         for known, its_kwargs, fields in self._found:
             if known is factory and are_equal(its_kwargs, kwargs):
                 return fields
+        # The probe draws from the generators, and the env must be built as without it.
         state = seeding.caller_state()
         probe = self._adopt(factory, kwargs)
+        # It is closed below, so the env may be the only one.
         self._built.pop()
         self._alone = None
         try:
@@ -302,7 +306,7 @@ class Builder:
         finally:
             probe.close()
             seeding.restore_caller(state)
-        # As many as there are envs: tasks come and go (`rebuild`).
+        # Only as many as there are envs, because `rebuild` brings any number of tasks.
         self._found = [*self._found[-len(self._built) - 1 :], (factory, kwargs, fields)]
         return fields
 
@@ -359,9 +363,8 @@ def are_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Return whether the keyword arguments of two factory calls are known to be equal."""
     try:
         return bool(one == other)
-    except (
-        ValueError
-    ):  # arrays: not comparable as a whole; then they are taken to differ
+    # Arrays cannot be compared as a whole, and are taken to differ.
+    except ValueError:
         return False
 
 

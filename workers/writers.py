@@ -35,6 +35,7 @@ def coerce(leaf: LeafSpec, value: Any) -> Any:
         array = np.asarray(value)
     except ValueError as error:
         raise _mismatch(leaf, f"something ragged ({error})") from None
+    # Others would be converted by their code or their text, such as "1" to 1.
     if array.dtype.kind not in "biufc":
         raise _mismatch(leaf, f"{type(value).__name__} of dtype {array.dtype}")
     casts = np.can_cast(array.dtype, dtype, "same_kind")

@@ -42,10 +42,10 @@ def compile_native(
     """
     if why_not_stored(slot):
         return None
+    # Around another step than the adapter's own, there is something to do that C would leave out.
     call = slot.adapter.env_call() if step == slot.adapter.step else None
     return native.load().Step(
-        step_facts(slot, sink, words, step if call is None else call)
-        | {"notes_infos": notes_infos}
+        step_facts(slot, sink, words, call or step) | {"notes_infos": notes_infos}
     )
 
 

@@ -30,7 +30,8 @@ def answer(
             values.append(_cross(value, message, pickles=pickles))
         except passes:
             raise
-        except BaseException as error:  # an env's method may raise anything
+        # An env's method may raise anything, also what is no `Exception`.
+        except BaseException as error:
             phase = f"{message.what} {message.name}".strip()
             fault = Fault.from_exception(env_id, phase, error)
             return {**fault.to_plain(), "number": message.number}
@@ -119,7 +120,7 @@ def _layers(env: Any) -> list[list[str]]:
         layers.append(
             [f"{cls.__module__}.{cls.__qualname__}" for cls in type(env).__mro__]
         )
-        inner = vars(env).get("env") if hasattr(env, "__dict__") else None
+        inner = getattr(env, "__dict__", {}).get("env")
         if inner is None or inner is env:
             return layers
         env = inner
