@@ -604,12 +604,13 @@ class Lease:
 
     async def _wait_async(self, call: Call) -> Any:
         """Make a call once it is awaited; a cancellation ends the lease, also if the slot has answered meanwhile."""
-        answers: asyncio.Queue[Any] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        put = lambda answer: loop.call_soon_threadsafe(answers.put_nowait, answer)  # noqa: E731
+        # Not an `asyncio.Queue`, whose `get` raises in a task that is dropped after its loop was closed.
+        future: asyncio.Future[Any] = loop.create_future()
+        put = lambda answer: loop.call_soon_threadsafe(_complete, future, answer)  # noqa: E731
         try:
             self._pool.desk.send(self._seat, call._replace(answer=put))
-            answer = await answers.get()
+            answer = await future
         except BaseException:
             self._seat.end("a call was cancelled")
             raise
@@ -641,6 +642,12 @@ class Lease:
     async def __aexit__(self, *_: object) -> None:
         """Give the env back. It never suspends, so a task that is dropped gives its env back as well."""
         self.__exit__()
+
+
+def _complete(future: asyncio.Future[Any], answer: Any) -> None:
+    """Complete the wait of a task, unless it was cancelled."""
+    if not future.done():
+        future.set_result(answer)
 
 
 def _packed(

@@ -487,9 +487,10 @@ def _make_array(reader: Reader, cls: Any, content: Any) -> np.ndarray:
     """Return an array, or a view of another one or of a simulator's."""
     if len(content) == 2:
         lender, packed = content
-        lent = reader.graph.lent
         return view_of(
-            lent[lender] if isinstance(lender, str) else reader.value(lender),
+            reader.graph.lent[lender]
+            if isinstance(lender, str)
+            else reader.value(lender),
             packed,
             cls,
         )
