@@ -235,7 +235,7 @@ class Builder:
         self._has_statistics = episode_statistics
         self._alone: Any = None
         self._factories: dict[bytes, Factory] = {}
-        # With the env that the factory has returned.
+        # Each adapter with the env that the factory has returned.
         self._built: list[tuple[Adapter, Any]] = []
         self._found: list[tuple[Factory, Mapping[str, Any], list[InfoEntry]]] = []
 

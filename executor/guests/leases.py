@@ -148,7 +148,7 @@ class Desk:
         max_bytes: of a result.
     """
 
-    # Of the segment that `envherd top` reads.
+    # Closes the segment that `envherd top` reads; a start that fails before has none.
     _release: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(self, crew: Crew, on_return: str | Call, max_bytes: int) -> None:

@@ -86,7 +86,7 @@ class Slot:
         self.adapter: Any = adapter  # None while it is not built
         # False while a new instance was not built yet, or could not be.
         self.is_built = True
-        # Of its factory: what `Prepare.call` has brought; empty for that of the start.
+        # The call of its factory that `Prepare.call` has brought; empty for that of the start.
         self.call: tuple[Any, ...] = ()
         self.unchecked = adapter.unchecked
         self.takes_tensors = adapter.takes_tensors
@@ -101,21 +101,21 @@ class Slot:
         self.prepared: Prepare | None = None
         self.rename(env_id)
         self.rng_state: tuple[Any, ...] | None = None
-        # Of `seeding.EpisodeSeeds`; None if the env's own generators continue.
+        # `seeding.EpisodeSeeds.pool`, for C; None if the env's own generators continue.
         self.seed_pool: np.ndarray | None = None
         self._seeds: EpisodeSeeds | None = None
         self.unwatched = {"reset", "step"}
         # The steps in C read and write it, too; `slot_states` has the table of both.
         self.state = np.full(1, SlotState.NEEDS_RESET, np.int8)
         self._state = self.state.data
-        # Of an env that is a batch: its rows that have ended.
+        # Which rows have ended, if the env is a batch.
         self.last_done: Any = not self.spec.batch_shape
         # Terminated, truncated of the latest step in which any did.
         self.last_ends: tuple[Any, Any] = (False, False)
         self.has_news = False
         self.phase = "step"
         self.infos: dict[str, bytes] = {}
-        # Of the slab, if it has rows for infos.
+        # None if the slab has no rows for infos.
         self.info_writer: InfoWriter | None = None
         self.left_out: dict[str, str] = {}
         self.reported: set[str] = set()

@@ -256,7 +256,7 @@ class ThreadedLoop(Loop):
         """Count an answer, with the lock held; return whether to wake the parent."""
         words, worker_id = self._words, self._block.worker_id
         if was_reset:
-            # Of the time in which any env was in a call.
+            # Its part of the time, because the envs that were in calls meanwhile count the same time.
             words["reset_ns"][worker_id] += took // self._num_running
         else:
             words["step_bins"][worker_id * NUM_BINS + bin_of(took)] += 1

@@ -301,15 +301,16 @@ class Zygote:
             os.close(self._wake_read)
             os.close(self._wake_write)
             self._sock.close()
-            # SIGUSR2 writes there: from now on to its own log.
+            # The handler of SIGUSR2 writes to that descriptor, which becomes the worker's own log.
             os.dup2(fds[2], self._log_fd, inheritable=False)
             python = config.get("python")
             if self._must_exec or python:
                 surroundings.enter_before_exec(config["caller"])
-                # Until its handler is set: by default the signal kills.
+                # A program that has just been executed has no handler yet, and the signal would end it.
                 signal.signal(signal.SIGUSR2, signal.SIG_IGN)
                 file = in_file(json.dumps(config).encode())
-                if config.get("output") == "capture":  # of imports
+                # Before `entry` does so, because imports print as well.
+                if config.get("output") == "capture":
                     os.dup2(fds[2], 1)
                     os.dup2(fds[2], 2)
                 fds.append(file.fileno())
@@ -317,7 +318,7 @@ class Zygote:
                     os.set_inheritable(fd, True)
                 command = [sys.executable, *flags(), "-c", _EXEC]
                 if python:
-                    # Before a command forks: by the group, all its processes are ended.
+                    # Before a command in front of the interpreter forks: the owner ends all its processes by the group.
                     os.setpgid(0, 0)
                     command = [*python["command"], "-c", _EXEC_OTHER]
                 os.execv(command[0], [*command, *map(str, fds)])
@@ -343,7 +344,7 @@ class Zygote:
                 pid = ended.si_pid
                 if pid in self._alive:
                     with contextlib.suppress(OSError):
-                        # its envs' processes; before `waitpid`, which frees the id
+                        # The envs' processes, before `waitpid` frees the id of the group for others.
                         send_signal(pid, signal.SIGKILL, is_group=True)
                 _, status = os.waitpid(pid, 0)
                 if pid in self._alive:

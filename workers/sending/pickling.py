@@ -363,10 +363,10 @@ def _set_definition(
     used = getattr(obj, "__globals__", vars(module))
     if name is not None:
         vars(module).setdefault(name, obj)
-    # Else the function has another's name, by functools.wraps.
+    # Otherwise it is a function with the name and place of another one, by `functools.wraps`.
     if used.get("__name__") == place:
         for key, value in list(used.items()):
-            # With a file, it would look like an imported module.
+            # All but `__file__` and its kind, with which it would look like an imported module.
             if not key.startswith("__") or key == "__path__":
                 vars(module).setdefault(key, value)
     if (

@@ -149,7 +149,7 @@ TABLE = {
     "authkey": Row(_key, _set_key),
     "name": Row(lambda: process.current_process().name, _set_name),
     "start_method": Row(
-        # Else it could not be set later.
+        # Without the argument, the call itself would set the default, and a script could not set another one.
         lambda: multiprocessing.get_start_method(allow_none=True),
         lambda name: multiprocessing.set_start_method(name, force=True),
     ),

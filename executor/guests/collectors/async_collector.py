@@ -601,7 +601,7 @@ class _Waits:
     def note(self, env_ids: np.ndarray) -> None:
         """Record that the policy is called for some envs now."""
         answered_ns = self._answered_ns[env_ids]
-        # Not of lost workers.
+        # A lost worker has not answered since the last send.
         waits = (
             time.perf_counter_ns() - answered_ns[answered_ns > self.sent_ns[env_ids]]
         )
@@ -636,7 +636,7 @@ class _Background:
         self._collect, self._num_ahead = weakref.WeakMethod(collect), num_ahead
         weakref.finalize(collect.__self__, self.begin_close).atexit = False
         dependents.add(self)
-        # With their numbers.
+        # Number and batch, or the error in its place.
         self._batches: deque[tuple[int, TensorDictBase | BaseException]] = deque()
         self._taken = -1  # number of the batch that is being handed out
         # Tokens are hints to look at the batches again. (An interrupt inside `Event.set` would keep its lock.)

@@ -31,7 +31,7 @@ def observations_of(num_rows: int) -> MakeLeaf:
         row = observation_leaf(space, key)
         if row.spec.is_side:
             return Leaf(row.spec, take=_for_each(row.take))
-        # only a Box of shape () is stored differently
+        # Of all spaces, only a Box of shape () is stored differently.
         take: Convert | None = (
             None if row.take is None else lambda value: np.asarray(value)[:, np.newaxis]
         )

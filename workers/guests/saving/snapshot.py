@@ -214,7 +214,7 @@ def _read_mujoco(data: Any, saved: Any) -> Callable[[], None]:
 
 
 def _lent_by_mujoco(data: Any) -> dict[str, np.ndarray]:
-    # MuJoCo 2 had no model there: its states cannot be saved
+    # MuJoCo 2 had no model there, so its states cannot be saved.
     return {
         **_arrays(data),
         **{
