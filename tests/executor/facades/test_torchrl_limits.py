@@ -231,7 +231,7 @@ class OnlyOne(own.CountingEnv):
         )
 
 
-def test_workers_are_not_forked_from_the_caller(monkeypatch):
+def test_workers_are_not_forked_and_may_be_one_per_env(monkeypatch):
     """A CUDA context with its threads and locks is not forked, with any start method."""
     monkeypatch.setattr(torch, "a_mark_of_the_caller", True, raising=False)
     with started(2, OnlyOne, mp_start_method="fork", num_processes=2) as env:
