@@ -23,7 +23,7 @@ def test_neighbours_differ():
     assert len(seeds) == 5 * 20 * 20
 
 
-def test_building_draws_from_a_stream_of_its_own():
+def test_building_draws_from_a_separate_stream():
     assert seeding.build_seed(0, 1) not in {
         seeding.episode_seed(0, 1, episode) for episode in range(1000)
     }

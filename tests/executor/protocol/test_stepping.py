@@ -296,7 +296,7 @@ ILLEGAL = [
 
 
 @both
-def test_an_illegal_action_steps_nobody(make):
+def test_an_illegal_action_steps_no_env(make):
     with make(NUM_ENVS, long_env, seed=0) as env:
         root = env.reset()
         for action, message in ILLEGAL:
