@@ -56,13 +56,13 @@ def create_named(
 
     Args:
         nbytes: for the creator's own use.
-        label: see `Segment.create`.
+        label: names the segment in /proc, where `find` looks for it.
         content: JSON-serialisable.
-        num_sparse: see `Segment.create`.
+        num_sparse: bytes at the end that need not be available.
         create: makes the segment.
 
     Raises:
-        MemoryError: see `Segment.create`.
+        MemoryError: it would take too much of the available memory.
     """
     text = json.dumps(content).encode()
     segment = create(nbytes + len(text) + _TRAILER.size, label, num_sparse=num_sparse)

@@ -212,6 +212,7 @@ def detach(log_fd: int, *, is_captured: bool, is_leader: bool = True) -> None:
         signal.signal(number, signal.SIG_DFL)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
+    # It is 0 itself if that was closed.
     if null:
         os.close(null)
     if is_captured:
@@ -229,6 +230,7 @@ def catches(pid: int, number: int) -> bool:
         OSError: there is no such process.
     """
     status = Path(f"/proc/{pid}/status").read_text()
+    # A set of bits in hexadecimal, the lowest of which is for signal 1.
     caught = int(status.partition("SigCgt:")[2].split()[0], 16)
     return bool(caught >> (number - 1) & 1)
 
@@ -278,6 +280,7 @@ def kill_rest_of_group(pid: int) -> None:
     Raises:
         OSError: there is none, or the system refuses it.
     """
+    # Signal 0 reaches nobody, and only finds out whether the process exists.
     try:
         send_signal(pid, 0)
     except ProcessLookupError:
@@ -338,6 +341,7 @@ def arm_lifeline(fd: int, pid: int) -> None:
             errno.ESRCH,
             f"a lifeline failed: expected the id of this process, got {pid}",
         )
+    # The owner and the signal before O_ASYNC: what comes in between would send SIGIO, or a signal to nobody.
     fcntl.fcntl(fd, fcntl.F_SETOWN, pid)
     fcntl.fcntl(fd, F_SETSIG, SIGKILL)
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)

@@ -22,7 +22,7 @@ from envherd.shm.interrupts import ignoring_refusals
 from envherd.shm.platforms import libc
 
 _MADV_DONTNEED, _MADV_POPULATE_WRITE = 4, 23  # asm-generic/mman-common.h
-# Of pagemap, for each page: Documentation/admin-guide/mm/pagemap.rst in Linux's sources.
+# An entry of pagemap describes a page: Documentation/admin-guide/mm/pagemap.rst in Linux's sources.
 _ENTRY_BYTES = 8
 #: The highest byte of entries of pages that were not copied: not mapped (0), or of a file (bit 61) and present (63) or
 #: in swap (62), maybe mapped only once (56).
@@ -49,11 +49,12 @@ class PrivateView:
 
     def has_copies(self, start: int, nbytes: int) -> bool:
         """Return whether somebody has written to some bytes of it; `start` is that of a page."""
-        first, count = (
-            (self._address + start) // mmap.PAGESIZE,
-            -(-nbytes // mmap.PAGESIZE),
+        first = (self._address + start) // mmap.PAGESIZE
+        entries = os.pread(
+            self._pagemap,
+            -(-nbytes // mmap.PAGESIZE) * _ENTRY_BYTES,
+            first * _ENTRY_BYTES,
         )
-        entries = os.pread(self._pagemap, count * _ENTRY_BYTES, first * _ENTRY_BYTES)
         return bool(
             entries[_ENTRY_BYTES - 1 :: _ENTRY_BYTES].translate(None, _FOLLOWING)
         )

@@ -78,7 +78,7 @@ class _NamedMemory(shared_memory.SharedMemory):
             raise
 
     def bytes(self) -> Any:
-        """Return its bytes; where that is possible, by a mapping that keeps no descriptor (see `_map`)."""
+        """Return its bytes; where that is possible, by `_map`, whose mapping keeps no descriptor."""
         with contextlib.suppress(AttributeError, OSError):
             return _map(self._fd, self.size)  # type: ignore[attr-defined]
         return self.buf
@@ -157,6 +157,7 @@ class Segment:
             MemoryError: it would take more than `ADMISSION_MARGIN` of the available memory.
         """
         size = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
+        # Before it is created: touching pages that there are not ends in a kill, not in an exception.
         admit(size - num_sparse)
         if not HAS_MEMFD:
             return cls.create_with_name(nbytes)
@@ -164,8 +165,11 @@ class Segment:
             fd = _create_memfd(label)
             try:
                 os.ftruncate(fd, size)
-                seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+                fcntl.fcntl(
+                    fd,
+                    fcntl.F_ADD_SEALS,
+                    fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL,
+                )
                 segment = cls(size, _map(fd, size), fd=fd, is_owner=True)
             except BaseException:
                 os.close(fd)
@@ -180,7 +184,7 @@ class Segment:
 
     @classmethod
     def create_with_name(cls, nbytes: int, label: str = "", **_: Any) -> Segment:  # noqa: ARG003  # as `create`
-        """Create a segment of zeros that other processes attach by its name, on any platform; see `create`."""
+        """Create a segment of zeros that other processes attach by its name, on any platform, with pages reserved."""
         size = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
         admit(size)
         with uninterrupted():
@@ -251,10 +255,8 @@ def admit(nbytes: int) -> None:
 
 def available_bytes() -> int | None:
     """Return the bytes this process may still take: the smaller of MemAvailable and the room in its control groups."""
-    rooms = [
-        room for room in (_meminfo_available(), _cgroup_room()) if room is not None
-    ]
-    return min(rooms) if rooms else None
+    rooms = (_meminfo_available(), read_memory().room)
+    return min((room for room in rooms if room is not None), default=None)
 
 
 def _map(fd: int, nbytes: int, flags: int = MAP_SHARED, start: int = 0) -> Any:
@@ -292,6 +294,7 @@ def _unmap(dead: weakref.ref[Any]) -> None:
 
 def _create_memfd(label: str) -> int:
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    # First without the right to execute it, which a hardened system demands and an old kernel does not know.
     with ignoring_refusals():
         return os.memfd_create(label, flags | _MFD_NOEXEC_SEAL)
     return os.memfd_create(label, flags)
@@ -305,7 +308,3 @@ def _meminfo_available() -> int | None:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return None
-
-
-def _cgroup_room() -> int | None:
-    return read_memory().room

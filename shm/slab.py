@@ -1,6 +1,6 @@
 """The meaning of the shared bytes: control words, doorbells, and a ring of frames for each group of equal envs.
 
-    words      per env and per worker, int64 each, one writer per word at any time (see `WORDS`)
+    words      per env and per worker, int64 each, one writer per word at any time: `WORDS`
     bells      one `go` doorbell per worker, one `done` doorbell for the parent
     group      envs of equal spec share arrays `[num_rows, ...]`:
                inputs    what a step reads: action, state, reset mask         (parent writes)
@@ -122,6 +122,7 @@ NUM_BINS = 176
 
 def bin_of(nanoseconds: int) -> int:
     """Return the bin of a duration, `0 .. NUM_BINS - 1`."""
+    # Below 8, a doubling has no four different durations.
     if nanoseconds < 8:
         return nanoseconds
     octave = nanoseconds.bit_length()
@@ -183,7 +184,7 @@ def input_requests(
     return requests
 
 
-#: What the journal of an env has besides inputs: int64 each, see `workers.block.journal`.
+#: What the journal of an env has besides inputs, int64 each; `workers.block.journal` says what they mean.
 JOURNAL_FACTS = ("steps", "episode", "seed", "flags")
 
 
@@ -195,10 +196,10 @@ def journal_requests(
     nbytes = sum(
         math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves
     )
+    # At least one step, whose input a crash leaves even if it is larger than the journal should be.
     lead = (num_rows, max(1, row_nbytes // max(nbytes, 1)))
-    facts = (("facts",), (num_rows, len(JOURNAL_FACTS)), "int64")
     return [
-        facts,
+        (("facts",), (num_rows, len(JOURNAL_FACTS)), "int64"),
         *((("input", *leaf.key), (*lead, *leaf.shape), leaf.dtype) for leaf in leaves),
     ]
 
@@ -214,7 +215,7 @@ class GroupPlan:
         next_nbytes: bytes from a frame's start to the end of its `next` part.
         base: offset of frame 0 in the segment; frame k is `k * frame.nbytes` further.
         inputs: layout of the inputs, offsets from the segment's start.
-        journal: layout of the journals, likewise; None without them.
+        journal: layout of the journals, offsets from the segment's start; None without them.
     """
 
     env_ids: tuple[int, ...]
@@ -327,6 +328,7 @@ def plan_slab(
             and len(env_ids) == num_envs
             and _LENT_FROM <= first_root <= _LARGEST_LENT
         ):
+            # Whether a caller has written to a lent frame is known by pages, so no two frames may share one.
             alignment = mmap.PAGESIZE
             frame = replace(frame, nbytes=align(frame.nbytes, alignment))
             num_lendable = max(
@@ -335,6 +337,7 @@ def plan_slab(
         base = align(inputs.nbytes, alignment)
         groups.append(GroupPlan(env_ids, spec, frame, first_root, base, inputs))
         offset = base + (num_ring + num_lendable) * frame.nbytes
+    # What follows is sparse, and is therefore last: `Segment.create` does not touch the end of its memory.
     frames_end = offset
     for index, group in enumerate(groups if journal_nbytes else ()):
         journal = lay_out(
@@ -350,14 +353,22 @@ def plan_slab(
             start=align(offset, mmap.PAGESIZE),
         )
         offset = infos.nbytes
-    num_frames, sparse_nbytes = num_ring + num_lendable, offset - frames_end
-    where = words, words.nbytes, tuple(groups), offset
     return SlabPlan(
-        num_envs, num_workers, num_frames, *where, num_lendable, sparse_nbytes, infos
+        num_envs=num_envs,
+        num_workers=num_workers,
+        num_frames=num_ring + num_lendable,
+        words=words,
+        bells_offset=words.nbytes,
+        groups=tuple(groups),
+        nbytes=offset,
+        num_lendable=num_lendable,
+        sparse_nbytes=offset - frames_end,
+        infos=infos,
     )
 
 
 def _group_equal(specs: Sequence[EnvSpec]) -> list[tuple[EnvSpec, tuple[int, ...]]]:
+    # A list, because specs whose bounds are arrays have no hash.
     groups: list[tuple[EnvSpec, list[int]]] = []
     for env_id, spec in enumerate(specs):
         for known, env_ids in groups:

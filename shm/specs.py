@@ -223,8 +223,10 @@ class EnvSpec:
         """Return a name for each number of one env's rewards: that of its agent."""
         found = []
         for leaf in self.reward:
-            count = math.prod(leaf.shape[len(self.batch_shape) :])
-            found += self.agent_names(leaf.key[:-1] or leaf.key, count)
+            found += self.agent_names(
+                leaf.key[:-1] or leaf.key,
+                math.prod(leaf.shape[len(self.batch_shape) :]),
+            )
         return found
 
     def leaves(self) -> Iterator[LeafSpec]:

@@ -38,7 +38,7 @@ BRIEF_SPIN_S = 8e-6
 #: The same after a short wait. A wake-up through the kernel costs 15 us and leaves both sides with cold caches, more so
 #: on virtual machines, which hand an idle processor back to the host. One worker of 8 CartPoles took 559 us a batch
 #: with 100 us here and 285 us with 500, for no more processor time in all (2 cores, one run). Two workers took 442 and
-#: 392 us, for a fifth more. Now that a yield lets the workers run (see `process.zygote`), 100, 250 and 1,000 us give
+#: 392 us, for a fifth more. Now that a yield lets the workers run (by `process.zygote`), 100, 250 and 1,000 us give
 #: the same within the noise (docs/reports/performance.md).
 LONG_SPIN_S = 500e-6
 #: Seconds; a blocked wait below it counts as short.
@@ -70,7 +70,8 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("s", ctypes.c_long), ("ns", ctypes.c_long))
 
 
-#: Whether the processor keeps the order of loads, and of stores. (x86 lets a later load pass a store; see `shm.tally`.)
+#: Whether the processor keeps the order of loads, and of stores. (x86 lets a later load pass a store, so `shm.tally`
+#: needs a fence.)
 KEEPS_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
 
 
@@ -96,7 +97,7 @@ class Bell(Protocol):
 
     @property
     def memory(self) -> Any:
-        """See `Doorbell`."""
+        """The memory of a doorbell; None for one that is not in shared memory."""
 
     def try_wait(self) -> bool:
         """Take a token if there is one; never blocks."""
@@ -142,8 +143,7 @@ class Doorbell:
         Raises:
             OSError: this platform has no process-shared semaphores.
         """
-        address = ctypes.c_void_p(buffer.ctypes.data + offset)
-        if libc.sem_init(address, 1, 0) != 0:
+        if libc.sem_init(ctypes.c_void_p(buffer.ctypes.data + offset), 1, 0) != 0:
             raise OSError(ctypes.get_errno(), "sem_init failed")
         bell = cls(buffer, offset)
         bell.ring()
@@ -171,6 +171,7 @@ class Doorbell:
             is_taken = self._block(timeout_s)
         else:
             is_taken = self._wait_in_slices(timeout_s)
+        # The length of a wait tells that of the next one: a loop waits for the same envs each time.
         self._spin_s = (
             LONG_SPIN_S if time.perf_counter() - began < SHORT_WAIT_S else BRIEF_SPIN_S
         )

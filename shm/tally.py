@@ -25,7 +25,9 @@ class Tally:
     """
 
     def __init__(self, words: Mapping[str, np.ndarray]) -> None:
-        self._answered, self._ring_at = words["answered"], words["ring_at"]
+        self._answered = words["answered"]
+        self._ring_at = words["ring_at"]
+        # A lock that is taken and released is a full fence.
         self._fence = threading.Lock()
 
     def total(self) -> int:
@@ -35,6 +37,7 @@ class Tally:
 
     def expect(self, total: int) -> bool:
         """Ask for a ring once `total` answers have been counted; return False if they have been already."""
+        # Before the sum: a worker that counts after it compares with this number.
         self._ring_at.fill(total)
         with self._fence:
             return self.total() < total
@@ -49,13 +52,14 @@ class Counter:
     """
 
     def __init__(self, words: Mapping[str, memoryview], worker_id: int) -> None:
-        self._answered, self._ring_at = words["answered"], words["ring_at"]
+        self._answered = words["answered"]
+        self._ring_at = words["ring_at"]
         self._worker_id = worker_id
         self._fence = threading.Lock()
 
     def add(self) -> bool:
         """Count an answer; return whether the parent must be woken."""
-        answered, worker_id = self._answered, self._worker_id
-        answered[worker_id] += 1
+        self._answered[self._worker_id] += 1
+        # Between the store and the loads, as in `Tally.expect`: one side sees the other's store.
         with self._fence:
-            return sum(answered) >= self._ring_at[worker_id]
+            return sum(self._answered) >= self._ring_at[self._worker_id]

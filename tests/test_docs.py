@@ -350,7 +350,7 @@ def test_the_reference_has_every_public_name():
     assert len(DIRECTIVES) == len(set(DIRECTIVES))
 
 
-def test_what_the_reference_shows_has_a_docstring():
+def test_names_in_the_reference_have_docstrings():
     members = [
         one
         for path in DIRECTIVES

@@ -230,7 +230,7 @@ for facade, names, package, _ in Finder.facades:
 
 @needs("gymnasium")
 @needs("torchrl")
-def test_a_star_import_hides_no_name_of_gymnasium_and_no_spec_of_torchrl():
+def test_star_import_hides_no_name_of_gymnasium_or_torchrl():
     import gymnasium
     import torchrl.data
 
@@ -243,7 +243,7 @@ def test_a_star_import_hides_no_name_of_gymnasium_and_no_spec_of_torchrl():
 
 
 @pytest.mark.slow
-def test_names_need_no_extra_and_a_facade_without_its_library_names_the_extra():
+def test_facade_without_its_library_names_the_extra():
     hidden = sorted(
         {"yaml", *(package for packages in PACKAGES.values() for package in packages)}
     )
@@ -323,7 +323,7 @@ def test_a_facade_is_an_attribute_of_the_package_and_hides_no_library():
         _ = envherd.gymnasum
 
 
-def test_a_library_that_lacks_a_package_of_its_own_is_not_taken_for_missing():
+def test_missing_dependency_of_a_library_does_not_make_the_library_missing():
     with (
         pytest.raises(
             ModuleNotFoundError, match=r"^No module named 'no_such_package_x'$"

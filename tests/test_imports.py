@@ -434,7 +434,7 @@ for line in sys.argv[2:]:
 
 
 @pytest.mark.slow
-def test_what_a_worker_imports_loads_only_its_family():
+def test_worker_imports_only_its_family():
     assert len(LIGHT) > 20
     lacking = set() if has_extra("dm-control") else {"dm_env"}
     tried = {
@@ -479,7 +479,7 @@ def test_a_running_worker_has_no_torch_tensorflow_or_jax(factory):
 @needs("meltingpot")
 @pytest.mark.slow
 @pytest.mark.parametrize("start_method", ["zygote", "spawn"])
-def test_a_function_that_builds_a_substrate_itself_does_not_load_tensorflow_or_jax(
+def test_users_function_that_builds_a_substrate_loads_no_tensorflow_or_jax(
     start_method,
 ):
     assert_light(build_substrate, start_method=start_method)

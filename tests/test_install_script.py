@@ -113,9 +113,7 @@ def test_the_reason_is_the_last_line_of_the_builds_own_output(script):
     ],
     ids=["another version is pinned", "no pin"],
 )
-def test_what_is_installed_counts_only_in_the_pinned_version(
-    script, tmp_path, pins, expected
-):
+def test_only_the_pinned_version_counts_as_installed(script, tmp_path, pins, expected):
     constraint = tmp_path / "constraints.txt"
     constraint.write_text(pins)
     assert script.is_installed(constraint) is expected

@@ -58,7 +58,7 @@ def test_the_upper_bound_is_above_the_newest_minor_version_that_was_run(requirem
     ("parts", "extras"),
     [(("shm/*", "workers/*", "executor/*"), ()), (("executor/doctor.py",), ("cli",))],
 )
-def test_what_an_installation_without_other_extras_imports_is_required(parts, extras):
+def test_modules_imported_without_extras_are_required(parts, extras):
     """What another package requires may be missing with its next version."""
     imported = set().union(*(ALLOWED[part] for part in parts))
     required = {one.name for one in compat.requirements(extras)}

@@ -92,7 +92,7 @@ def test_only_a_tag_publishes_and_after_all_that_was_built():
     )
 
 
-def test_make_knows_its_targets_and_those_of_its_help_and_of_the_script_of_continuous_integration():
+def test_makefile_has_every_target_that_help_and_ci_name():
     phony = set(re.search(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)[1].split())
     assert phony <= TARGETS | {"help"}
     helped = {

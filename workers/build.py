@@ -103,7 +103,7 @@ def pickle_factory(factory: Factory) -> bytes:
 
 def _pickle_message(factory: Factory, error: Exception) -> str:
     way = find_culprit(factory)
-    # a function or a cache of the script is no cause: what it captures is
+    # A function or a cache of the script is no cause, but what it captures.
     links = [
         link
         for link in way
@@ -218,9 +218,9 @@ class Builder:
     """Builds the envs of one worker, and remembers the envs that it has built.
 
     Args:
-        info_keys: entries of the envs' infos that become leaves; see `block.info_leaves`.
-        env_type: what the envs take and return; see `registry.find_adapter`.
-        episode_statistics: whether statistics of the envs' episodes become leaves; see `block.episode_leaves`.
+        info_keys: entries of the envs' infos that become leaves, by `wrappers.info_leaves`.
+        env_type: what the envs take and return; `registry.find_adapter` reads it.
+        episode_statistics: whether statistics of the envs' episodes become leaves, by `wrappers.episode_leaves`.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class Builder:
         self._has_statistics = episode_statistics
         self._alone: Any = None
         self._factories: dict[bytes, Factory] = {}
-        # With the env that the factory has returned.
+        # Each adapter with the env that the factory has returned.
         self._built: list[tuple[Adapter, Any]] = []
         self._found: list[tuple[Factory, Mapping[str, Any], list[InfoEntry]]] = []
 
@@ -247,6 +247,7 @@ class Builder:
         """
         try:
             with building():
+                # Equal factories of a worker are one object, as in the caller's process.
                 if pickled not in self._factories:
                     with _hinting():
                         self._factories[pickled] = pickle.loads(pickled)
@@ -257,7 +258,7 @@ class Builder:
             ) from error
 
     def adopt(self, factory: Factory, kwargs: Mapping[str, Any]) -> Adapter:
-        """Call a factory and return its env's adapter, or the adapter that it returned; see `build`."""
+        """Call a factory and return its env's adapter, or the adapter that it returned. `SystemExit` passes."""
         adapter = self._adopt(factory, kwargs)
         if self._has_statistics:
             adapter = EpisodeLeaves(adapter)
@@ -269,6 +270,7 @@ class Builder:
 
     def forget(self, closed: Adapter) -> None:
         """Forget an env that is closed, so that another one can take its place."""
+        # The adapter that `_adopt` has recorded is inside those that `adopt` has put around it.
         own = closed
         while isinstance(own, Wrapping) and not any(
             own is built for built, _ in self._built
@@ -291,8 +293,10 @@ class Builder:
         for known, its_kwargs, fields in self._found:
             if known is factory and are_equal(its_kwargs, kwargs):
                 return fields
+        # The probe draws from the generators, and the env must be built as without it.
         state = seeding.caller_state()
         probe = self._adopt(factory, kwargs)
+        # It is closed below, so the env may be the only one.
         self._built.pop()
         self._alone = None
         try:
@@ -302,7 +306,7 @@ class Builder:
         finally:
             probe.close()
             seeding.restore_caller(state)
-        # As many as there are envs: tasks come and go (`rebuild`).
+        # Only as many as there are envs, because `rebuild` brings any number of tasks.
         self._found = [*self._found[-len(self._built) - 1 :], (factory, kwargs, fields)]
         return fields
 
@@ -314,10 +318,10 @@ class Builder:
         self._refuse_shared(factory, env)
         if env is None or (inspect.isroutine(env) or isinstance(env, type)):
             raise FactoryError(
-                f"make_env failed: the factory {describe(factory)} returned {_describe_result(env)}, expected an env. "
+                f"make_env failed: the factory {describe(factory)} returned {f'{env!r}'[:80]}, expected an env. "
                 f"Call what it returns, or return the env that it builds."
             )
-        # every family's constructor takes the env
+        # The constructor of each family takes the env.
         adapter = (
             made
             if isinstance(made, Adapter)
@@ -359,14 +363,9 @@ def are_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Return whether the keyword arguments of two factory calls are known to be equal."""
     try:
         return bool(one == other)
-    except (
-        ValueError
-    ):  # arrays: not comparable as a whole; then they are taken to differ
+    # Arrays cannot be compared as a whole, and are taken to differ.
+    except ValueError:
         return False
-
-
-def _describe_result(env: Any) -> str:
-    return "None" if env is None else f"{env!r}"[:80]
 
 
 def _type_name(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Names of info entries that become leaves, and what is declared of their values; see `wrappers.info_leaves`."""
+"""Names of info entries of which `wrappers.info_leaves` makes leaves, and what is declared of their values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ def check_keys(keys: Any) -> None:
             f" Write ({keys!r},)." if isinstance(keys, str) else ""
         )
     else:
-        bad = [name for name in keys if not _is_path(as_path(name))]
+        bad = [
+            name
+            for name in keys
+            if not as_path(name)
+            or not all(isinstance(part, str) and part for part in as_path(name))
+        ]
         problem = f"the name {bad[0]!r}." if bad else None
     if problem is not None:
         raise ValueError(
@@ -40,10 +45,6 @@ def check_keys(keys: Any) -> None:
                 example_of(name, like)
             except SpecError as error:
                 raise ValueError(f"ExecutorOptions failed: {error}") from None
-
-
-def _is_path(path: Path) -> bool:
-    return bool(path) and all(isinstance(part, str) and part for part in path)
 
 
 def example_of(name: str | Path, like: Any) -> np.ndarray:

@@ -204,7 +204,9 @@ class Schema:
     """
 
     def __init__(self, root: SchemaField, nbytes: int) -> None:
-        self.root, self.nbytes = root, nbytes
+        self.root = root
+        self.nbytes = nbytes
+        # From the content, so that the caller can compare ids of all workers.
         digest = hashlib.blake2b(
             json.dumps([root, nbytes]).encode(), digest_size=8
         ).digest()
@@ -307,7 +309,8 @@ class InfoWriter:
         self.schemas: list[Any] = []
         self.rows = slab.infos[env_id]
         self._ids = slab.words["info_ids"].reshape(-1, 2)[env_id]
-        self._env_id, self._report = env_id, report
+        self._env_id = env_id
+        self._report = report
         self._num_tried = 0
 
     def clear(self, section: str) -> None:
@@ -321,18 +324,13 @@ class InfoWriter:
             return type(info) is dict
         index = SECTIONS.index(section)
         try:
-            found = next(
-                filter(
-                    None,
-                    (schema.write(info, self.rows[index]) for schema in self.schemas),
-                ),
-                0,
-            )
+            # Most envs have one schema for all steps, so the first one fits.
+            written = (schema.write(info, self.rows[index]) for schema in self.schemas)
+            found = next(filter(None, written), 0)
             if not found and self._num_tried < MOST_SCHEMAS:
                 self._learn(info)
-        except (
-            Exception
-        ):  # it has no schema, or a thread of the env has changed it meanwhile
+        # It has no schema, or a thread of the env has changed it meanwhile.
+        except Exception:
             return False
         self._ids[index] = found
         return bool(found)

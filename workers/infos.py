@@ -6,6 +6,8 @@ large, or its own code raises) is left out and reported by name.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import pickle
 from collections.abc import Callable
@@ -31,7 +33,10 @@ _ANY = (Exception, SystemExit, GeneratorExit)
 
 def packer(policy: InfoPolicy) -> Pack | None:
     """Return the function that packs one info, or None where infos are dropped."""
-    return {"drop": None, "plain": _pack_plain, "pickle": _pack_pickle}[policy]
+    if policy == "drop":
+        return None
+    encode = {"plain": plain.encode, "pickle": _dumps}[policy]
+    return functools.partial(_pack, encode=encode)
 
 
 def unpack(data: bytes, policy: InfoPolicy) -> dict[str, Any]:
@@ -54,14 +59,6 @@ def unpack(data: bytes, policy: InfoPolicy) -> dict[str, Any]:
         raise  # the info can be loaded, so a signal handler of this program raised
 
 
-def _pack_plain(info: Any) -> Packed:
-    return _pack(info, plain.encode)
-
-
-def _pack_pickle(info: Any) -> Packed:
-    return _pack(info, _dumps)
-
-
 def _pack(info: Any, encode: Callable[[dict[Any, Any]], bytes]) -> Packed:
     if info is None:
         return None, {}
@@ -71,12 +68,11 @@ def _pack(info: Any, encode: Callable[[dict[Any, Any]], bytes]) -> Packed:
             return None, {}
     except _ANY as error:
         return None, {_EVERYTHING: explain(error)}
-    try:
+    with contextlib.suppress(*_ANY):
         data = encode(entries)
         if len(data) <= _MAX_BYTES:
             return data, {}
-    except _ANY:
-        pass
+    # Something in it cannot be sent, and the rest should be.
     return _pack_each(entries, encode)
 
 
@@ -84,7 +80,9 @@ def _pack_each(
     entries: dict[Any, Any], encode: Callable[[dict[Any, Any]], bytes]
 ) -> Packed:
     """Pack the entries that can be packed."""
-    kept, left_out, size = {}, {}, 0
+    kept = {}
+    left_out = {}
+    size = 0
     for key, value in entries.items():
         try:
             num_bytes = len(encode({key: value}))

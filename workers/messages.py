@@ -37,7 +37,7 @@ _SEND_FLAGS = MSG_DONTWAIT | MSG_NOSIGNAL
 
 @dataclass(frozen=True, kw_only=True)
 class Register:
-    """Know the names of envs that the caller's program has registered; see `workers.sending.registries`."""
+    """Know the names of envs that the caller's program has registered: entries of `workers.sending.registries`."""
 
     entries: bytes
 
@@ -154,7 +154,7 @@ class Branch:
 
     Attributes:
         worker: of the copy, with the ids that its pool uses.
-        config: settings of the copy's process; see `executor.processes.worker_process.worker_config`.
+        config: settings of the copy's process, as `executor.processes.worker_process.worker_config` makes them.
         seed: of the copy's generators; None leaves them as they are.
         number: as that of `Ask`.
     """
@@ -270,7 +270,8 @@ class Channel:
 
     def queue_message(self, message: Message, fds: Sequence[int] = ()) -> None:
         """Queue a message for `flush_nowait`, with copies of its descriptors."""
-        payload, number = dumps(message, shares=True), next(self._numbers)
+        payload = dumps(message, shares=True)
+        number = next(self._numbers)
         data = memoryview(_HEAD.pack(len(payload), number, len(fds)) + payload)
         self._unsent.append(
             _Outgoing(number, data, _Descriptors(fds) if fds else None, [])
@@ -320,7 +321,7 @@ class Channel:
                         first.sent.extend(map(send, *arguments))
                     except BlockingIOError:
                         return False
-                # Before it leaves the queue: see `num_queued`.
+                # Before it leaves the queue, because `num_queued` may be read in between.
                 self._last_sent = first.number
                 if first.descriptors is not None:
                     # An exception may keep this frame, and `first` in it.
@@ -332,8 +333,10 @@ class Channel:
         """Read what has arrived; return the untaken frames, oldest first. The caller deletes those that it takes."""
         with self._lock:
             incoming = self._incoming
+            # A worker that has ended is noticed by its pidfd; what it wrote before is read here.
             with contextlib.suppress(BlockingIOError, ConnectionError):
                 incoming.pieces.extend(iter(self._receive, b""))
+            # Joined only then, because each join copies what has come of a large frame.
             if (
                 incoming.pieces
                 and sum(map(len, incoming.pieces)) >= incoming.num_needed
@@ -348,6 +351,7 @@ class Channel:
                 num_needed = _HEAD.size + (
                     _HEAD.unpack_from(rest)[0] if len(rest) >= _HEAD.size else 0
                 )
+                # One assignment: an interrupt leaves all bytes as pieces, or each as a frame or rest.
                 self._incoming = _Incoming(frames, [rest] if rest else [], num_needed)
             return self._incoming.frames
 
@@ -408,7 +412,9 @@ class WorkerChannel:
     def move_to(self, sock: socket.socket) -> None:
         """Talk over another socket from now on, in a copy of the worker."""
         self.close()
-        self.sock, self.number = sock, 0
+        self.sock = sock
+        self.number = 0
+        # What was read ahead is for the worker that was forked.
         self._rest.clear()
         for fd in self._fds:
             os.close(fd)

@@ -60,10 +60,13 @@ def _lower(value: Any, buffers: list[bytes], where: str) -> Any:
     if isinstance(value, np.generic):
         # Before float and str, of which some are subclasses.
         return _lower_array(value, buffers, where)
+    # Before int, of which bool is a subclass.
     if value is None or isinstance(value, (bool, str)):
         return value
+    # A reader of JSON may round larger ones.
     if isinstance(value, int):
         return int(value) if abs(value) < 2**53 else {_TAG: "i", "v": str(int(value))}
+    # JSON has no infinities and no NaN.
     if isinstance(value, float):
         return (
             float(value)
@@ -112,7 +115,8 @@ def _lower_array(value: Any, buffers: list[bytes], where: str) -> Any:
         raise NotPlain(
             f"{where} is an array of dtype {value.dtype}, which is not plain data"
         )
-    array = np.asarray(value)  # an array of empty texts reserves one character each
+    # Of a scalar as well; an array of empty texts reserves one character each.
+    array = np.asarray(value)
     buffers.append(array.tobytes())
     tag = "g" if isinstance(value, np.generic) else "a"
     return {

@@ -24,6 +24,7 @@ _TICKS_PER_S = clock_ticks()
 def descendants(pid: int) -> list[int]:
     """Return a process and all its descendants, itself first."""
     found = [pid]
+    # The list grows meanwhile, by the children of those that are in it.
     for parent in found:
         for task in _entries(f"/proc/{parent}/task"):
             found.extend(
@@ -60,7 +61,8 @@ def processor_ns(pid: int) -> tuple[int, int, int]:
     The last is the processor time of all other threads, and of its descendants. Without /proc/PID/schedstat, nothing is
     known of waiting and of other threads, and the first is in steps of 10 ms.
     """
-    own, delay, others = cpu_ns(pid), 0, 0
+    own = cpu_ns(pid)
+    delay = others = 0
     for one in descendants(pid):
         for task in _entries(f"/proc/{one}/task"):
             fields = _text(f"/proc/{one}/task/{task}/schedstat").split()
@@ -73,29 +75,29 @@ def processor_ns(pid: int) -> tuple[int, int, int]:
 
 def cpu_ns(pid: int) -> int:
     """Return nanoseconds of processor time of a process, without its descendants, in steps of 10 ms."""
-    fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return (
-        int((int(fields[11]) + int(fields[12])) * 1e9 / _TICKS_PER_S)
-        if len(fields) > 12
-        else 0
-    )
+    return int(sum(_numbers(pid, 11, 12)) * 1e9 / _TICKS_PER_S)
 
 
 def cpu_of(pid: int) -> int | None:
     """Return the processor that a process runs on, or ran on last; None if it has gone."""
-    fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return int(fields[36]) if len(fields) > 36 else None
+    return next(iter(_numbers(pid, 36)), None)
 
 
 def parent_of(pid: int) -> int:
     """Return the process id of a process's parent; 0 if it has gone."""
-    fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return int(fields[1]) if len(fields) > 1 else 0
+    return sum(_numbers(pid, 1))
 
 
 def num_threads(pid: int) -> int:
     """Return how many threads a process and its descendants have."""
     return sum(len(_entries(f"/proc/{one}/task")) for one in descendants(pid))
+
+
+def _numbers(pid: int, *places: int) -> list[int]:
+    """Return numbers of `/proc/PID/stat` by their places after the program's name; none if the process has gone."""
+    # The last parenthesis, because a name may have spaces and parentheses.
+    fields = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return [int(fields[place]) for place in places if place < len(fields)]
 
 
 def _entries(path: str) -> list[str]:

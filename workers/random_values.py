@@ -90,8 +90,10 @@ def drawer(leaf: LeafSpec) -> Draw | None:
 def _box_drawer(domain: Box, dtype: np.dtype) -> Draw:
     if dtype.kind in "iu":
         return _integer_drawer(domain, dtype)
-    low, high = (np.asarray(bound, np.float64) for bound in (domain.low, domain.high))
-    has_low, has_high = np.isfinite(low), np.isfinite(high)
+    low = np.asarray(domain.low, np.float64)
+    high = np.asarray(domain.high, np.float64)
+    has_low = np.isfinite(low)
+    has_high = np.isfinite(high)
     safe_low: Any = np.where(
         has_low, low, np.where(has_high, high - _UNBOUNDED_WIDTH, -_UNBOUNDED_WIDTH / 2)
     )
@@ -121,10 +123,9 @@ def _integer_drawer(domain: Box, dtype: np.dtype) -> Draw:
             _integer_bounds(*ends, np.iinfo(dtype))
             for ends in zip(low.flat, high.flat, strict=True)
         ]
-        low, high = (
-            np.array([pair[side] for pair in pairs], wide).reshape(low.shape)
-            for side in (0, 1)
-        )
+        bounds = np.array(pairs, wide).reshape(-1, 2)
+        low = bounds[:, 0].reshape(low.shape)
+        high = bounds[:, 1].reshape(high.shape)
     lowest, highest = low.astype(wide), high.astype(wide)
     return lambda rng, shape: rng.integers(
         lowest, highest, shape, dtype=wide.type, endpoint=True
@@ -134,12 +135,7 @@ def _integer_drawer(domain: Box, dtype: np.dtype) -> Draw:
 def _integer_bounds(low: Any, high: Any, limits: Any) -> tuple[int, int]:
     """Return bounds as Python integers; an infinite one is put `_UNBOUNDED_WIDTH` from the other, or from 0."""
     width = int(_UNBOUNDED_WIDTH)
-    first = (
-        int(low)
-        if np.isfinite(low)
-        else int(high) - width
-        if np.isfinite(high)
-        else -width // 2
-    )
+    below = int(high) - width if np.isfinite(high) else -width // 2
+    first = int(low) if np.isfinite(low) else below
     last = int(high) if np.isfinite(high) else first + width
     return max(first, limits.min), min(last, limits.max)

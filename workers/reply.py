@@ -65,7 +65,7 @@ class SideValues(Reply):
 
 @dataclass(frozen=True)
 class InfosReply(Reply):
-    """An env's infos of a command's step and reset, packed (see `workers.infos`); None where there is none."""
+    """An env's infos of a command's step and reset, packed by `workers.infos`; None where there is none."""
 
     kind = "infos"
     env_id: int
@@ -75,7 +75,7 @@ class InfosReply(Reply):
 
 @dataclass(frozen=True)
 class Notice(Reply):
-    """An env drew from global generators; see `ExecutorOptions.isolate_rng`."""
+    """An env drew from global generators, which `ExecutorOptions.isolate_rng` would isolate."""
 
     kind = "notice"
     env_id: int

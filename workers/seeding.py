@@ -77,6 +77,7 @@ class EpisodeSeeds:
 
     def __getitem__(self, episode: int) -> int:
         """Return the seed of an episode, in `[0, 2**32)`."""
+        # `SeedSequence` takes a larger number for two words.
         if episode > _MASK:
             return episode_seed(*self._of, episode)
         multiplier = self._hash
@@ -117,6 +118,7 @@ def _mixed(words: list[int]) -> tuple[list[int], int]:
         result = MIX_L * one - MIX_R * other & _MASK
         return result ^ result >> SHIFT
 
+    # Each `hashed` changes the multiplier, so the order of the calls is that of numpy.
     pool = [hashed(word) for word in words[:POOL_SIZE]]
     for source in range(POOL_SIZE):
         for to in range(POOL_SIZE):
@@ -147,6 +149,7 @@ def seed_globals(seed: int) -> None:
     """Seed Python's, numpy's and, if torch is already loaded, torch's global generators."""
     random.seed(seed)
     np.random.seed(seed)
+    # Never imported here: workers of envs without torch do without it.
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.manual_seed(seed)
@@ -169,6 +172,7 @@ def reseed(env: Any, seed: int) -> None:
 
 
 def _generators(env: Any) -> list[Any]:
+    # By id, because envs may define equality; with the objects, so that no other one gets the id.
     found: dict[int, Any] = {}
     seen: dict[int, Any] = {}
     layers = [env]
@@ -218,12 +222,11 @@ def bits_of(state: Mapping[str, Any], seeds: Any = None) -> np.random.BitGenerat
     for name, place in {**state, **state["state"]}.items():
         if name in _MOST and not (type(place) is int and 0 <= place <= _MOST[name]):
             raise ValueError(f"{name}={place!r:.80}")
-    bits: Any = _BITS[state["bit_generator"]](
+    bits: np.random.BitGenerator = _BITS[state["bit_generator"]](
         np.random.SeedSequence(0) if seeds is None else seeds
     )
     bits.state = state
-    found: np.random.BitGenerator = bits
-    return found
+    return bits
 
 
 def legacy_of(state: Mapping[str, Any]) -> np.random.RandomState:

@@ -21,8 +21,12 @@ IMPOSSIBLE = -1
 
 def as_bytes(follows: Mapping[State, Mapping[Event, State]]) -> np.ndarray:
     """Return a table as int8 `[event, state]`, the state that follows; `IMPOSSIBLE` for pairs that it lacks."""
-    num_events = 1 + max(max(row) for row in follows.values())
-    table = np.full((num_events, len(follows)), IMPOSSIBLE, np.int8)
+    # Members of an `IntEnum` from 0 on, so the largest one tells their number.
+    table = np.full(
+        (1 + max(max(row) for row in follows.values()), len(follows)),
+        IMPOSSIBLE,
+        np.int8,
+    )
     for state, row in follows.items():
         for event, following in row.items():
             table[event, state] = following

@@ -88,7 +88,7 @@ def check_interpreter(python: str) -> None:
             f"InPython failed: expected a Python interpreter, got {python} ({why})."
         )
     answer: dict[str, Any] = json.loads(found.group(1))
-    # 0: the leader of the group is outside of its namespace, so the group is the caller's
+    # 0 if the leader of the group is outside of its namespace, so the group is the caller's.
     others = answer.get("group", 0) not in (0, getattr(os, "getpgrp", int)())
     if lost := [
         *answer.get("lost", ()),

@@ -148,7 +148,7 @@ class Desk:
         max_bytes: of a result.
     """
 
-    # Of the segment that `envherd top` reads.
+    # Closes the segment that `envherd top` reads; a start that fails before has none.
     _release: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(self, crew: Crew, on_return: str | Call, max_bytes: int) -> None:
@@ -312,10 +312,9 @@ class Desk:
             self._end(slot_id)
             # Their advice is for callers of a batch.
             if isinstance(error, EnvherdError):
-                text = error.message.replace(
+                error.message = error.message.replace(
                     "ExecutorOptions.build_timeout_s", "timeout_s of the pool or call"
-                )
-                error.message = text.replace(" Its episode goes on.", "")
+                ).replace(" Its episode goes on.", "")
                 return with_sentence(error, _OVER)
             return error  # such as a MemoryError
 
@@ -493,16 +492,16 @@ class LeasePool(
         pairs = [
             (self.lease(f"task {number}"), task) for number, task in enumerate(tasks)
         ]
-        with ThreadPoolExecutor(self.num_envs, "envherd-map") as threads:
-            try:
-                futures = [threads.submit(run, *pair) for pair in pairs]
-                yield from map(
-                    Future.result, futures if ordered else as_completed(futures)
-                )
-            finally:
-                threads.shutdown(wait=False, cancel_futures=True)
-                for lease, _ in pairs:
-                    lease.__exit__()
+        with (
+            ThreadPoolExecutor(self.num_envs, "envherd-map") as threads,
+            contextlib.ExitStack() as ends,
+        ):
+            for lease, _ in pairs:
+                ends.push(lease)
+            # It is called first: then no thread begins another task.
+            ends.callback(threads.shutdown, wait=False, cancel_futures=True)
+            futures = [threads.submit(run, *pair) for pair in pairs]
+            yield from map(Future.result, futures if ordered else as_completed(futures))
 
     def worker_output(self, slot_id: int) -> str:
         """Return the kept part of what the env of a slot has printed; errors quote its last lines."""
@@ -606,6 +605,7 @@ class Lease:
     async def _wait_async(self, call: Call) -> Any:
         """Make a call once it is awaited; a cancellation ends the lease, also if the slot has answered meanwhile."""
         loop = asyncio.get_running_loop()
+        # Not an `asyncio.Queue`, whose `get` raises in a task that is dropped after its loop was closed.
         future: asyncio.Future[Any] = loop.create_future()
         put = lambda answer: loop.call_soon_threadsafe(_complete, future, answer)  # noqa: E731
         try:

@@ -119,7 +119,9 @@ class Recycler:
         return True
 
     def _is_due(self, worker_id: int, num_begun: int) -> bool:
-        options, resets = self._options, self._resets(worker_id)
+        options = self._options
+        env_ids = list(self._pool.blueprint.blocks[worker_id])
+        resets = int(self._pool.slab.words["resets"][env_ids].max())
         num_ended = resets - self._pool.resets_before_start[worker_id] - num_begun
         if options.recycle_after is not None and num_ended >= options.recycle_after:
             return True
@@ -130,7 +132,3 @@ class Recycler:
             worker_id, self._pool.generation_of(worker_id), resets, num_bytes
         )
         return num_bytes > options.max_worker_memory
-
-    def _resets(self, worker_id: int) -> int:
-        ids = list(self._pool.blueprint.blocks[worker_id])
-        return int(self._pool.slab.words["resets"][ids].max())

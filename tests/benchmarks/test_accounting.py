@@ -58,7 +58,7 @@ def wait_until_idle(pid: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.quiet
-def test_what_a_process_burns_is_counted(burner):
+def test_processor_time_of_a_process_is_counted(burner):
     wait_until_idle(burner.pid)
     idle = usage_of([burner.pid])
     time.sleep(0.2)

@@ -9,7 +9,7 @@ from benchmarks.page import sheet_of_facades, sheet_of_others
 from benchmarks.parts import write_part
 
 
-def test_a_part_is_written_in_place_and_the_rest_of_the_page_stays(tmp_path):
+def test_part_is_replaced_and_the_rest_of_the_page_stays(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
         "before\n<!-- written by a.py -->\nold\n<!-- end of what a.py writes -->\nafter\n"

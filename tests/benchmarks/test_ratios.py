@@ -23,7 +23,7 @@ def test_a_ratio_is_taken_within_rounds():
     assert per_round(ours, theirs) == (2.0, 2.0, 2.0)
 
 
-def test_rounds_that_do_not_count_change_nothing():
+def test_invalid_rounds_are_left_out():
     assert per_round(
         [2.0, 900.0, 4.0], [1.0, 1.0, 1.0], valid=[True, False, True]
     ) == pytest.approx((2.5, 3.0, 3.5))

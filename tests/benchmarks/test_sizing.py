@@ -10,7 +10,7 @@ import pytest
 from benchmarks.sizing import shares_of_best
 
 
-def test_a_choice_that_is_slower_in_every_round_is_reported_with_the_ratio() -> None:
+def test_choice_that_is_slower_in_every_round_is_reported() -> None:
     speed_of_round = [100.0, 60.0, 140.0, 90.0]  # a machine whose speed changes
     rates = {
         "chosen": [0.9 * speed for speed in speed_of_round],

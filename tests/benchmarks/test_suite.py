@@ -310,7 +310,7 @@ def test_wrong_wishes_are_refused(arguments, message):
 
 @needs("bench")
 @pytest.mark.slow
-def test_what_was_measured_before_an_interrupt_is_printed(tmp_path, monkeypatch):
+def test_results_before_an_interrupt_are_printed(tmp_path, monkeypatch):
     def interrupted(suite, name):
         if name == "spikes":
             raise KeyboardInterrupt

@@ -76,7 +76,7 @@ def test_envs_lost_with_their_node_continue_as_those_lost_with_their_workers():
         assert caught.value.env_ids == (2, 3)
 
 
-def test_a_share_of_a_lost_node_is_started_on_another_one_in_the_middle_of_a_rollout(
+def test_lost_nodes_share_restarts_on_another_node_during_a_rollout(
     cluster,
 ):
     mine = {"CPU": 1, "mine": 1}

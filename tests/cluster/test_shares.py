@@ -60,7 +60,7 @@ def test_each_share_is_asked_for(num_envs, num_nodes, per_node, bundles):
 
 
 @pytest.mark.parametrize(("num_nodes", "per_node"), [(3, None), (None, {"TPU": 1})])
-def test_what_no_node_has_is_refused(num_nodes, per_node):
+def test_resources_that_no_node_has_are_refused(num_nodes, per_node):
     with pytest.raises(ClusterError, match="16 CPU, 2 GPU"):
         bundles_for(FREE, 99, num_nodes, per_node)
 

@@ -46,7 +46,7 @@ def test_every_rule_holds(env: str, batch: str) -> None:
     assert report.are_calls_counted
 
 
-def test_as_a_function() -> None:
+def test_check_env_contract_returns_a_report() -> None:
     assert check_env_contract(CountingEnv, num_steps=20, seed=3).num_steps == 20
 
 

@@ -231,7 +231,7 @@ def test_found(rule: int, env: Any, batch: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize("rule", Contract.RULES)
-def test_nothing_is_proved_without_an_end(rule: int) -> None:
+def test_contract_fails_without_an_episode_end(rule: int) -> None:
     contract = Contract(partial(CountingEnv, 1000), num_steps=10)
     with pytest.raises(
         ContractViolation,

@@ -60,7 +60,7 @@ FIELDS = {field.name: field for field in dataclasses.fields(ExecutorOptions)}
         ({"capsules": ""}, "the path of a directory, Capsules(...), or None, got ''"),
     ],
 )
-def test_what_cannot_work_is_refused_by_name(options, expected):
+def test_impossible_options_are_refused_by_name(options, expected):
     (name,) = options
     with pytest.raises(
         ValueError,
@@ -69,7 +69,7 @@ def test_what_cannot_work_is_refused_by_name(options, expected):
         ExecutorOptions(**options)
 
 
-def test_what_cannot_be_combined():
+def test_options_that_exclude_each_other():
     with pytest.raises(ValueError, match="expected isolate_rng=False with env_threads"):
         ExecutorOptions(env_threads=True, isolate_rng=True)
 
@@ -88,7 +88,7 @@ def test_every_option_is_checked():
 @pytest.mark.parametrize(
     "options", [{"preload": ("nump.linalg",)}, {"affinity": (0, 9999)}]
 )
-def test_what_does_not_fit_the_machine_is_refused_before_anything_starts(options):
+def test_options_beyond_the_machine_are_refused_before_a_start(options):
     with pytest.raises(
         ValueError, match=f"expected {next(iter(options))} to be .*, got "
     ):
@@ -124,7 +124,7 @@ def test_the_page_has_every_option_with_its_default():
     assert rows == {name: repr(field.default) for name, field in FIELDS.items()}
 
 
-def test_shares_of_a_batch_have_its_data_if_each_says_where_it_begins():
+def test_shares_with_first_env_id_have_the_data_of_the_whole_batch():
     def rolled(num_envs, first_env_id):
         options = ExecutorOptions(first_env_id=first_env_id)
         with SerialEnv(num_envs, CountingEnv, seed=3, options=options) as env:

@@ -70,7 +70,7 @@ def test_the_table_is_complete():
 
 
 class TestEnvStates:
-    def test_what_is_refused_changes_nothing(self):
+    def test_refused_calls_change_nothing(self):
         states = EnvStates(3)
         states.move(np.array([0, 1]), Event.RESET)
         states.move(np.array([0]), Event.ANSWERED)

@@ -35,7 +35,7 @@ def reset_and_step(env, env_id):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("at", ["reset", "step"])
-def test_whatever_an_env_raises_it_alone_is_named_and_the_workers_go_on(at):
+def test_exception_names_its_env_alone_and_workers_continue(at):
     faults = [*EXCEPTIONS, *BAD_OBSERVATIONS]
     make = [
         functools.partial(FaultyEnv, fault, at=at, episode=1, step=1)
@@ -118,7 +118,7 @@ def test_a_failed_reset_leaves_the_others_reset(make):
         assert env.statistics().env_errors == 1
 
 
-def test_envs_that_a_step_resets_take_up_its_column_though_another_env_fails():
+def test_auto_reset_envs_take_the_step_columns_though_another_fails():
     """Their next steps must not overwrite its rows."""
     with SerialEnv(
         3, [ENDLESS, functools.partial(FaultyEnv, "value_error"), ENDLESS]
@@ -268,7 +268,7 @@ def test_an_env_that_always_raises_is_an_error_at_last(make, at, caplog):
 
 
 @both
-def test_what_else_raises_is_raised(make):
+def test_exceptions_of_render_and_get_are_raised(make):
     with make(
         2, functools.partial(FaultyEnv, "value_error", at="render"), options=INTERRUPT
     ) as env:
@@ -294,7 +294,7 @@ def test_the_episode_is_written_to_a_capsule(make, tmp_path):
 
 
 @both
-def test_where_an_exception_ends_more_than_an_episode_is_refused(make):
+def test_interrupt_on_error_is_refused_for_batch_envs(make):
     with pytest.raises(
         ValueError,
         match=r"batches of rows \(\(2,\)\) failed: expected on_env_error='raise'",

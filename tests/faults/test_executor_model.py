@@ -65,7 +65,7 @@ MET_IN_C = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_nothing_goes_wrong(name, monkeypatch):
+def test_random_walks_keep_the_executor_model(name, monkeypatch):
     setting, num_walks = SETTINGS[name]
     trace = StateTrace(monkeypatch)
     explorer = Explorer(functools.partial(simulated, monkeypatch, **setting), seed=0)

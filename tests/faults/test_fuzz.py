@@ -69,7 +69,7 @@ def take(life, oracle, **changed):
     return one
 
 
-def test_what_was_really_done_is_accepted(life, oracle):
+def test_oracle_accepts_true_rows(life, oracle):
     for _ in range(2):
         begun(life, oracle)
         for _ in range(3):
@@ -114,7 +114,7 @@ def test_a_step_that_is_handed_out_twice_is_seen(life, oracle):
         oracle.follow(PLACE, one)
 
 
-def test_a_row_that_nobody_made_is_seen(life, oracle):
+def test_oracle_finds_an_invented_row(life, oracle):
     with pytest.raises(AssertionError, match="torn"):
         oracle.root(PLACE, begun(life, oracle)._replace(t=1), done=False)
 

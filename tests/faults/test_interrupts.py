@@ -221,7 +221,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], int]] = {
     [SerialEnv, functools.partial(ParallelEnv, num_workers=2)],
     ids=["serial", "parallel"],
 )
-def test_at_every_line(make, name):
+def test_interrupt_at_every_line(make, name):
     with make(
         NUM_ENVS,
         functools.partial(CountingEnv, 4),

@@ -28,7 +28,7 @@ def test_cell(cell, tmp_path, caplog):
     record(cell.name, seen=found.seen, seconds=found.seconds, others=found.others)
 
 
-def test_the_table_is_whole():
+def test_fault_table_has_every_state_and_fault():
     assert set(CELLS) >= QUICK
     assert {cell.state for cell in QUICK} == set(STATES)
     # These: test_env_raises.

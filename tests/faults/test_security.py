@@ -144,7 +144,7 @@ def test_another_user_finds_nothing_to_open():
 
 
 @pytest.mark.slow
-def test_what_is_shared_has_no_name_and_is_the_owners():
+def test_shared_memory_has_no_name_and_belongs_to_the_user():
     before = set(os.listdir("/proc/self/fd"))
     with ParallelEnv(2, CountingEnv, num_workers=2) as env:
         data = env.rollout(3)
@@ -164,7 +164,7 @@ def test_what_is_shared_has_no_name_and_is_the_owners():
 
 
 @pytest.mark.slow
-def test_there_is_nothing_to_connect_to():
+def test_no_port_is_open():
     with ParallelEnv(2, CountingEnv, num_workers=2) as env:
         env.reset()
         pids = [os.getpid(), *(worker.pid for worker in env.statistics().workers)]
@@ -210,7 +210,7 @@ def test_workers_import_no_modules_of_the_current_folder(
 # ---- pickles -----------------------------------------------------------------------------------
 
 
-def test_who_unpickles_at_all():
+def test_only_listed_modules_unpickle():
     found = set()
     for path in (
         path
@@ -231,7 +231,7 @@ def test_who_unpickles_at_all():
 
 
 @pytest.mark.slow
-def test_what_a_worker_sends_is_not_unpickled(tmp_path):
+def test_messages_of_workers_are_not_unpickled(tmp_path):
     with ParallelEnv(1, CountingEnv) as env:
         env.reset()
         # Downwards: our own code, for our own child.

@@ -80,7 +80,7 @@ def test_every_change_is_in_the_table(monkeypatch):
     }
 
 
-def test_a_change_that_nobody_reports_is_noticed(monkeypatch):
+def test_trace_finds_an_unreported_state_change(monkeypatch):
     StateTrace(monkeypatch)
     with SerialEnv(2, lambda: Scripted(0)) as env:
         env.reset()

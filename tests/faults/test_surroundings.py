@@ -305,7 +305,7 @@ def _reap_all(*_: object) -> None:
 @pytest.mark.parametrize(
     "handler", [signal.SIG_IGN, _reap_all], ids=["ignored", "reaped"]
 )
-def test_a_death_is_noticed_where_the_program_ignores_its_children_or_reaps_them(
+def test_death_is_noticed_where_the_program_ignores_or_reaps_children(
     handler, start_method
 ):
     def body() -> bool:
@@ -532,7 +532,7 @@ def test_an_env_that_meddles(name):
     )
 
 
-def test_the_stack_of_a_hung_worker_is_read_though_its_env_took_the_signal():
+def test_stack_of_hung_worker_is_read_although_env_handles_the_signal():
     options = ExecutorOptions(step_timeout_s=0.5)
     with make(1, DeafEnv, num_workers=1, options=options) as env:
         env.reset()
@@ -592,7 +592,7 @@ BAD_ACTIONS: dict[str, Callable[[], TensorDict]] = {
 }
 
 
-def test_bad_actions_step_nobody():
+def test_bad_actions_step_no_env():
     with make(2, ENDLESS) as env:
         env.reset()
         for name, bad in BAD_ACTIONS.items():

@@ -187,7 +187,7 @@ def test_a_semaphore_that_raises_is_missed(error, monkeypatch):
         platforms.missing.cache_clear()
 
 
-def test_what_this_system_has_is_found(monkeypatch):
+def test_features_of_this_system_are_found(monkeypatch):
     assert platforms.missing() == ()
     platforms.missing.cache_clear()
     monkeypatch.setitem(platforms._NEEDS, "pidfd_open", lambda: os.close(-1))

@@ -41,14 +41,14 @@ def test_views_outlive_the_segment():
 
 
 @pytest.mark.parametrize("size", [0, 1 << 20])
-def test_nobody_can_resize_it(size):
+def test_segment_cannot_be_resized(size):
     segment = Segment.create(8192)
     with pytest.raises(PermissionError):
         os.ftruncate(segment.fd, size)
     segment.close()
 
 
-def test_nothing_is_named():
+def test_segment_has_no_name():
     before = shm_names()
     segment = Segment.create(1 << 20)
     assert not gained_shm_names(before)

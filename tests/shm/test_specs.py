@@ -72,5 +72,5 @@ def test_done_leaves_are_root_first():
         (np.zeros(0), np.zeros(0), "[]"),
     ],
 )
-def test_a_box_says_its_bounds_whatever_their_dtype(low, high, text):
+def test_box_names_its_bounds_of_any_dtype(low, high, text):
     assert str(Box(low, high)) == text

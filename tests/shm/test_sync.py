@@ -128,7 +128,7 @@ for switch in ("0", "1"):
     sync._clockwait is None, reason="the C library has no sem_clockwait"
 )
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-def test_a_clock_that_is_set_back_delays_neither_a_time_limit_nor_the_notice_of_a_death(
+def test_clock_set_back_delays_no_time_limit_or_notice_of_death(
     tmp_path,
 ):
     source, library = tmp_path / "clock.c", tmp_path / "clock.so"

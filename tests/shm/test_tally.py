@@ -30,7 +30,7 @@ def test_the_last_of_those_expected_rings():
     assert tally.total() == 3
 
 
-def test_all_ring_while_nothing_is_expected():
+def test_every_answer_rings_while_none_is_expected():
     tally, (first, second) = sides(words_of(2), 2)
     assert first.add()
     assert tally.expect(tally.total() + 1)
@@ -38,7 +38,7 @@ def test_all_ring_while_nothing_is_expected():
     assert first.add()
 
 
-def test_what_has_come_already_is_not_waited_for():
+def test_expect_returns_false_for_answers_already_counted():
     tally, (first, second) = sides(words_of(2), 2)
     assert tally.expect(2)
     first.add(), second.add()

@@ -147,11 +147,11 @@ def _plus_one(words: tuple[int, ...], i: int) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("ring_at", [0, 3, 100])
 @pytest.mark.parametrize("wanted", [1, 2, 3, 4])
-def test_who_waits_for_some_is_always_woken(wanted, ring_at):
+def test_wait_for_some_is_always_woken(wanted, ring_at):
     assert explore_one(wanted, 2, ring_at, Protocol()) > 100
 
 
-def test_who_waits_for_some_of_three_workers_is_always_woken():
+def test_wait_for_some_of_three_workers_is_always_woken():
     assert explore_one(2, 3, 0, Protocol(answers=1)) > 1_000
 
 

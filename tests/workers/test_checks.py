@@ -54,12 +54,12 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("shape", "dtype", "value", "stored"), FITS)
-def test_what_fits_is_stored(shape, dtype, value, stored):
+def test_writer_stores_values_that_fit(shape, dtype, value, stored):
     assert written(LeafSpec(("x",), shape, dtype), value).tolist() == stored
 
 
 @pytest.mark.parametrize(("shape", "dtype", "value", "message"), REFUSED)
-def test_what_does_not_fit_is_refused(shape, dtype, value, message):
+def test_writer_refuses_values_that_do_not_fit(shape, dtype, value, message):
     leaf = LeafSpec(("obs", "x"), shape, dtype)
     with pytest.raises(SpecError, match=r"writing obs/x failed: .*" + message):
         written(leaf, value)

@@ -256,9 +256,7 @@ def test_spec_of_dmlab2d():
 
 
 @pytest.mark.parametrize(("frame_cap", "is_capped"), [(5, True), (3000, False)])
-def test_gives_what_dmlab2d_gives_and_terminates_whatever_ended_it(
-    frame_cap, is_capped
-):
+def test_values_are_dmlab2ds_and_any_end_terminates(frame_cap, is_capped):
     names = ("WORLD.RGB", "WORLD.STEPS", "WORLD.TEXT")
     raw = lab(names=names, seed=2, episodeLengthFrames=frame_cap)
     adapter = DmEnvAdapter(lab(names=names, episodeLengthFrames=frame_cap))

@@ -147,7 +147,7 @@ def test_several_rewards_of_a_reward_space():
     )
 
 
-def test_several_rewards_without_a_reward_space_are_refused_with_how_to_say_it():
+def test_several_rewards_need_a_reward_space():
     def make():  # like multi-agent envs with Gymnasium's methods (lbforaging, rware)
         return Scripted((np.zeros(2, np.float32), [0.5, 2], False, False, {}))
 

@@ -178,7 +178,7 @@ def test_episodes_that_end_where_they_start_can_be_declared():
 # ---- modes ---------------------------------------------------------------------------------------
 
 
-def test_an_env_that_does_not_say_its_mode_is_refused_until_it_does():
+def test_vector_env_without_autoreset_mode_is_refused():
     with pytest.raises(
         SpecError,
         match=r"autoreset_mode.*guessing loses observations.*GymnasiumVectorAdapter",

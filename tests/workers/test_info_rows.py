@@ -215,7 +215,7 @@ def test_a_worker_learns_some_schemas_and_reports_each_once() -> None:
 
 
 @pytest.mark.parametrize("known", [[], [Schema.of({"text": "a", "number": 1})]])
-def test_an_info_that_a_thread_of_the_env_changes_meanwhile_is_sent_as_a_message(
+def test_info_changed_by_a_thread_is_sent_as_a_message(
     known: list[Schema], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slab = Slab(

@@ -52,7 +52,7 @@ def test_a_worker_that_must_leave_begins_no_other_command(worker):
     assert worker.num_rings() == 0
 
 
-def test_it_leaves_at_once_when_that_comes_between_a_command_and_its_execution(worker):
+def test_close_between_a_command_and_its_execution_ends_the_loop_at_once(worker):
     class Late(dict[Any, Any]):
         """The parent writes a message while the worker looks for commands."""
 
@@ -67,7 +67,7 @@ def test_it_leaves_at_once_when_that_comes_between_a_command_and_its_execution(w
     assert worker.loop._is_leaving
 
 
-def test_what_came_by_mail_for_a_command_is_read_before_it(worker):
+def test_mail_for_a_command_is_read_before_the_command(worker):
     order: list[str] = []
 
     class Late(dict[Any, Any]):
@@ -89,13 +89,13 @@ def test_every_message_is_read_once_and_in_its_order(worker):
     assert seen == [0, 1, 2]
 
 
-def test_what_was_sent_one_by_one_is_answered_longest_waiting_first(worker):
+def test_commands_sent_one_by_one_are_answered_in_that_order(worker):
     worker.command(Op.RESET, [3, 1, 2], flags=Flag.EACH)
     worker.serve()
     assert worker.executed == [3, 1, 2]
 
 
-def test_a_command_to_all_rings_once_and_sends_ring_when_the_parent_wants_to_know(
+def test_command_to_all_rings_once_and_sends_ring_at_the_expected_count(
     worker,
 ):
     worker.command(Op.RESET, [1, 2, 3])
@@ -109,9 +109,7 @@ def test_a_command_to_all_rings_once_and_sends_ring_when_the_parent_wants_to_kno
         assert (worker.num_rings(), worker.words["answered"][1]) == (expected, 6)
 
 
-def test_words_say_what_a_worker_is_in_since_when_and_how_long_it_was_busy(
-    worker, monkeypatch
-):
+def test_worker_words_have_phase_start_and_busy_time(worker, monkeypatch):
     ticks = iter(range(100, 10**6, 100))
     monkeypatch.setattr(loop_module.time, "perf_counter_ns", lambda: next(ticks))
     seen: list[tuple[int, int]] = []
@@ -131,7 +129,7 @@ def test_words_say_what_a_worker_is_in_since_when_and_how_long_it_was_busy(
     assert worker.words["busy_ns"].tolist() == [0, 105]
 
 
-def test_one_env_of_a_scan_is_timed_for_all_and_each_in_its_turn(worker, monkeypatch):
+def test_scan_times_one_env_for_all_and_takes_turns(worker, monkeypatch):
     ticks = iter(range(0, 10**9, 1000))
     monkeypatch.setattr(loop_module.time, "perf_counter_ns", lambda: next(ticks))
     timed: list[int] = []
@@ -154,6 +152,6 @@ def test_one_env_of_a_scan_is_timed_for_all_and_each_in_its_turn(worker, monkeyp
     assert bins[1].sum() == bins[1].max() == 3
 
 
-def test_it_tidies_now_and_then(worker):
+def test_loop_tidies_every_64_wakes(worker):
     worker.serve(num_tokens=3 * loop_module.TIDY_EVERY)
     assert worker.num_tidied == 3

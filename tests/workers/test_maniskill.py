@@ -32,7 +32,7 @@ def test_rows_are_reset_by_their_ids(make):
         assert built[0].elapsed_steps.tolist() == [1, 0, 1, 0]
 
 
-def test_options_of_the_caller_are_kept_beside_the_ids():
+def test_callers_reset_options_are_kept_with_env_ids():
     make_env, built = recorded(make_maniskill)
     options = {"difficulty": 3}
     with SerialEnv(1, make_env, seed=0) as env:

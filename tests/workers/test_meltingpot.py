@@ -223,7 +223,7 @@ def test_a_seed_is_the_seed_of_that_very_episode(seed: int) -> None:
         )
 
 
-def test_no_build_is_wasted_on_a_seed_that_the_env_was_built_from() -> None:
+def test_first_reset_reuses_the_build_with_its_seed() -> None:
     env = _raw()
     adapter = MeltingPotAdapter(env)
     built = adapter._episodes.wrapper._env

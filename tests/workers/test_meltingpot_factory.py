@@ -185,7 +185,7 @@ def test_describing_an_env_imports_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-def test_it_travels() -> None:
+def test_factory_survives_pickling() -> None:
     factory = MeltingPotFactory("clean_up", keys=["RGB"], max_steps=3)  # type: ignore[arg-type]  # a list will do
     assert factory.keys == ("RGB",)
     assert (

@@ -120,7 +120,7 @@ assert scenario.ScenarioObservables(action=1, timestep=2, events=3, dmlab2d=4, b
 
 
 @pytest.mark.slow
-def test_what_was_imported_before_stays_as_it_is() -> None:
+def test_modules_imported_before_stay_unchanged() -> None:
     _run(
         """
 import sys

@@ -112,7 +112,7 @@ def test_one_byte_at_a_time(ends):
     assert frames == [{"a": [1, "two"]}]
 
 
-def test_nothing_there_is_no_frame(ends):
+def test_drain_of_an_empty_socket_returns_no_frame(ends):
     assert ends[0].drain_nowait() == []
 
 

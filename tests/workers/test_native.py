@@ -892,7 +892,7 @@ def test_an_exception_of_pythons_own_part_ends_the_loop():
 
 
 @pytest.mark.parametrize("column", [-1, NUM_COLUMNS, 2**80, -(2**80), 1.5, "0"])
-def test_a_column_that_is_not_there_is_refused_before_the_env_is_stepped(column):
+def test_missing_column_is_refused_before_the_env_is_stepped(column):
     side = under_way(adapters(), way="step")
     with pytest.raises((IndexError, TypeError)):
         step_of(side, TARGET).run(column)
@@ -985,7 +985,7 @@ def test_a_step_holds_the_memory_that_it_writes_to():
 
 
 @pytest.mark.slow
-def test_nothing_leaks_whatever_envs_return():
+def test_no_leak_for_any_results_of_envs():
     make = adapters(OBSERVATIONS["dict"], ACTIONS["dict"], [()] * len(RESULTS))
     sides = [under_way(make, way=way) for way in ("step", "loop")]
     process = psutil.Process()

@@ -73,7 +73,7 @@ def alarm():
 @pytest.mark.parametrize(
     ("delay", "spin_ns"), [(0.001, None), (0.2, None), (0.02, 10**8)]
 )
-def test_a_signal_handler_that_raises_ends_the_wait_and_the_loop_can_continue(
+def test_handler_that_raises_ends_the_wait_and_the_loop_continues(
     delay, spin_ns, alarm
 ):
     """During the spin, while it blocks, and while it yields in a long spin."""
@@ -160,7 +160,7 @@ def body_of(function: str) -> str:
     return found.group(1)
 
 
-def test_it_does_it_in_the_order_of_the_protocol():
+def test_c_loop_has_the_order_of_worker_steps():
     landmarks = {
         "command_seq": "number = LOAD_NUMBER(word(&loop->command_seq",
         "rows": "carry_out(loop, env, command)",

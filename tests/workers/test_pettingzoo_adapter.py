@@ -89,7 +89,7 @@ def test_masks_say_who_acts_and_only_they_are_given_actions():
     assert not any(values[name, "mask"].any() for name in ("wolf", "sheep", "dog"))
 
 
-def test_an_agent_that_is_gone_is_zeros_and_done_until_it_comes_back():
+def test_absent_agent_has_zeros_and_done_until_it_returns():
     driver = Driver(Village())
     number = driver.reset()["sheep", "observation"][0, 0]
     rows = [driver.step() for _ in range(4)]
@@ -177,7 +177,7 @@ def test_how_an_episode_ends(ends, root, keeps_agents):
 
 
 @pytest.mark.parametrize(("place", "end"), [(2, TRUNCATED), (3, TERMINATED)])
-def test_an_agent_with_one_of_the_two_flags_does_not_have_the_other(place, end):
+def test_agent_flags_terminated_and_truncated_are_independent(place, end):
     values = list(outcome({"a_0": BOTH, "a_1": BOTH}))
     values[place] = {}
     driver = Driver(Scripted(answers=[([], tuple(values))]))
@@ -262,7 +262,7 @@ def test_action_masks_of_observations_and_infos_have_one_place():
     assert values["sheep", "action_mask"].all()
 
 
-def test_infos_are_leaves_where_all_of_a_group_have_them_and_all_of_them_in_info():
+def test_infos_that_a_whole_group_has_become_leaves():
     driver = Driver(Village())
     driver.reset()
     values = driver.step()

@@ -71,7 +71,7 @@ def test_views_are_made_smaller_and_the_world_view_is_not():
         ),
     ],
 )
-def test_what_cannot_be_is_refused(how, error, message):
+def test_impossible_arguments_are_refused(how, error, message):
     with pytest.raises(error, match=message):
         SerialEnv(1, SmallPictures(TEAM, **how))
 

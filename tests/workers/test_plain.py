@@ -46,7 +46,7 @@ def typed(value):
 
 
 @given(VALUES)
-def test_what_goes_in_comes_out(value):
+def test_encoded_values_decode_to_equal_ones(value):
     assert typed(decode(encode(value))) == typed(value)
 
 

@@ -23,7 +23,7 @@ def test_neighbours_differ():
     assert len(seeds) == 5 * 20 * 20
 
 
-def test_building_draws_from_a_stream_of_its_own():
+def test_building_draws_from_a_separate_stream():
     assert seeding.build_seed(0, 1) not in {
         seeding.episode_seed(0, 1, episode) for episode in range(1000)
     }
@@ -49,7 +49,7 @@ def test_the_caller_gets_its_generators_back():
     seeding.restore_caller(before)
 
 
-def test_who_drew_is_named():
+def test_drawn_generators_are_named():
     before = seeding.globals_state()
     assert seeding.drawn_between(before, seeding.globals_state()) == []
     random.random()

@@ -68,7 +68,7 @@ ALL = [1, 2]
     native.load() is None, reason="the C extension was not built, or is switched off"
 )
 @pytest.mark.parametrize("is_free", [False, True])
-def test_an_env_that_needs_a_reset_is_stepped_only_if_it_is_free(is_free):
+def test_only_free_slots_step_without_a_reset(is_free):
     program = [
         (RESET, ALL),
         (STEP, ALL),

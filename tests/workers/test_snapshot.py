@@ -145,7 +145,7 @@ def test_a_state_restores_all_that_an_env_holds(where):
     assert room.kinds == {(Ball, Task): 1, (int, Ball): 2}
 
 
-def test_a_state_is_not_changed_by_the_env_that_it_was_taken_from_or_put_into():
+def test_saved_state_shares_no_memory_with_envs():
     env = make()
     state = snapshot.save(env)
     saved = of(env.unwrapped)
@@ -173,7 +173,7 @@ UNSAVEABLE = {
 
 
 @pytest.mark.parametrize("name", UNSAVEABLE)
-def test_what_cannot_be_saved_is_named(name):
+def test_unsaveable_objects_are_named(name):
     make_held, words = UNSAVEABLE[name]
     with pytest.raises(Unsaveable, match=words):
         snapshot.save(Held(make_held()))

@@ -110,7 +110,7 @@ class OwnScreen(Walk):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_what_envs_share_is_named_with_the_remedy(make_env, match):
+def test_state_shared_by_envs_is_named_with_the_remedy(make_env, match):
     with pytest.raises(ContractViolation, match=f"(?s)rule 10 is broken: .*{match}"):
         Contract(make_env, num_steps=20, together=2, is_deterministic=False).check(10)
 

@@ -515,7 +515,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_unusual_keeps_torchrls_own_code(case: str) -> None:
+def test_unusual_envs_keep_torchrls_code(case: str) -> None:
     make, reason = REFUSED[case]
     hosted = HostedEnv(make())
     way = adapter_of(hosted).spec.metadata["way"]
@@ -542,7 +542,7 @@ def test_envs_that_may_draw_from_torch_keep_their_own_generator() -> None:
 
 
 @needs("dm-control")
-def test_envs_of_dm_control_that_may_draw_from_torch_are_no_envs_of_its_suite() -> None:
+def test_dm_control_envs_that_may_draw_from_torch_use_torchrls_code() -> None:
     called = []
     for make in (lambda: DMControlEnv("cartpole", "balance"), terminating):
         adapter = adapter_of(HostedEnv(make()))

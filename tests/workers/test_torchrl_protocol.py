@@ -156,7 +156,7 @@ def test_a_gym_env_is_reset_once_with_the_seed_and_the_options():
 @pytest.mark.parametrize(
     "make", [torchrl_envs.Noisy, PendulumEnv, torchrl_own.StateLessCountingEnv]
 )
-def test_torch_s_global_generator_is_the_env_s_own_and_nobody_else_s(make):
+def test_torchs_global_generator_is_swapped_around_env_calls(make):
     adapter, other = TorchRLAdapter(make()), TorchRLAdapter(torchrl_envs.Noisy())
     action = [np.zeros(leaf.shape, leaf.dtype) for leaf in adapter.spec.action] + [
         None

@@ -100,9 +100,7 @@ def test_bounds_that_are_the_same_everywhere_are_stored_once():
         (Choice([NonTensor(())]), ""),
     ],
 )
-def test_what_is_no_tensor_or_has_no_fixed_shape_goes_beside_the_slab(
-    spec, tensor_dtype
-):
+def test_leaves_without_fixed_shape_become_side_values(spec, tensor_dtype):
     (placed,) = place_leaves(Composite(x=spec))
     assert (placed.spec.is_side, placed.spec.dtype, placed.tensor_dtype) == (
         True,

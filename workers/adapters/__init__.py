@@ -1,4 +1,4 @@
-"""Env families behind one protocol; see `base.Adapter` and `registry.register`."""
+"""Env families behind one protocol: `base.Adapter`. `registry.register` adds a family."""
 
 from envherd.workers.adapters.base import Adapter, StepValues
 from envherd.workers.adapters.named import PettingZooFactory

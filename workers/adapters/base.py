@@ -27,7 +27,7 @@ from envherd.shm.specs import EnvSpec, Key
 from envherd.workers.errors import Unsaveable
 from envherd.workers.guest import guest
 
-#: What `reset` takes besides a seed; see `Adapter.reset`.
+#: What `Adapter.reset` takes besides a seed.
 Options = Mapping[str, Any] | None
 Mask = np.ndarray | None
 #: (observation values, reward values, terminated, truncated)
@@ -95,7 +95,7 @@ class Adapter(ABC):
     gives_tensors: bool = False
     #: Where the env's tensors are, a `torch.device`; None for families without tensors.
     device: Any = None
-    #: Whether the state of the env consists of attributes and known simulators; see `guests/saving/snapshot.py`.
+    #: Whether the state of the env consists of attributes and of simulators that `guests/saving/snapshot.py` knows.
     is_its_attributes: ClassVar[bool] = False
     #: Whether `state_dict` determines what the next steps return; else the env must be reset after a load.
     has_whole_state: bool = True

@@ -112,7 +112,7 @@ class EnvPoolAdapter(Adapter):
     def reset(
         self, seed: int | None, options: Options = None, mask: Mask = None
     ) -> list[Any]:
-        """Start new episodes in some rows; see `Adapter.reset`.
+        """Start new episodes in some rows; the others keep theirs.
 
         Args:
             seed: used by the first reset of all rows after a seed was set; otherwise the rows' generators continue.
@@ -175,7 +175,7 @@ class EnvPoolAdapter(Adapter):
         self.info = {self._info_names[name]: state[name] for name in self._info_names}
 
     def step(self, action: list[Any]) -> StepValues:
-        """Make one transition in every row; see `Adapter.step`.
+        """Make one transition in every row.
 
         Raises:
             ResetNeeded: a row has ended, or was never reset.

@@ -38,12 +38,17 @@ from envherd.workers.reply import Fault, InfosReply, LeftOut, Notice, SideValues
 #: Commands whose fields are kept; a ring has a handful, a storage one or two per column.
 _MAX_REMEMBERED = 4096
 
-# As ints: comparing and storing enum members costs more than the step of a small env.
-_STEP_RESET, _RESET, _PREPARED = int(Op.STEP_RESET), int(Op.RESET), int(Flag.PREPARED)
-_OK, _FAILED, _SIDE = int(Status.OK), int(Status.FAILED), int(Status.SIDE)
-_STEP, _RUNS, _ENDS = int(SlotEvent.STEP), int(SlotEvent.RUNS), int(SlotEvent.ENDS)
+# Ints, because comparing and storing enum members costs more than the step of a small env.
+_STEP_RESET = int(Op.STEP_RESET)
+_RESET = int(Op.RESET)
+_PREPARED = int(Flag.PREPARED)
+_OK = int(Status.OK)
+_STEP = int(SlotEvent.STEP)
+_RUNS = int(SlotEvent.RUNS)
 
 Report = Callable[[dict[str, Any]], None]
+#: The extras of a command for which the parent has sent none.
+_NO_EXTRAS = Prepare(env_id=-1)
 
 
 class Block:
@@ -52,9 +57,9 @@ class Block:
     Args:
         worker_id: whose words to write.
         adapters: env id -> adapter, ascending by env id.
-        root_seed: see `workers.seeding`.
+        root_seed: from which the seeds of episodes are drawn.
         report: called with messages (dicts) for the parent (faults, side values, notices).
-        options: see `BlockOptions`.
+        options: of the executor that concern envs.
         passes: exceptions that reach the caller instead of counting as an env's: Ctrl-C, if the envs run in its
             process.
 
@@ -84,7 +89,8 @@ class Block:
             for i, adapter in adapters.items()
         }
         self._report = report
-        self._isolate_rng, self._info_keys = options.isolate_rng, options.info_keys
+        self._isolate_rng = options.isolate_rng
+        self._info_keys = options.info_keys
         for slot in self.slots.values():
             self._listen(slot)
         self._has_episode_seeds = options.episode_seeds
@@ -105,13 +111,14 @@ class Block:
         self._words = {name: array.data for name, array in slab.words.items()}
         self._phase = self._words["phase"]
         for slot in self.slots.values():
-            group_index, row = slot.place = slab.plan.place(slot.env_id)
+            slot.place = slab.plan.place(slot.env_id)
+            group_index, row = slot.place
             group = slab.groups[group_index]
             slot.sinks = {RING: Sink(slot, group.of_row(row), root_follows=False)}
             slot.bind_inputs(group.inputs, row)
-            slot.journal = (
-                Journal(group.journal, group.inputs, row) if group.journal else None
-            )
+            slot.journal = None
+            if group.journal:
+                slot.journal = Journal(group.journal, group.inputs, row)
             slot.info_writer = None
             if slab.infos is not None:
                 slot.info_writer = InfoWriter(
@@ -134,9 +141,10 @@ class Block:
                 self._compile(slot, sink)
 
     def _compile(self, slot: Slot, sink: Sink) -> None:
-        """Compile the step of an env to a sink; it handles the global generators only if it must."""
+        """Compile the step of an env to a sink."""
         adapter = slot.adapter
         step = adapter.step
+        # Only then, because reading the generators' states takes longer than the step of a small env.
         if slot.unwatched or self._isolate_rng:
 
             def step(action: list[Any]) -> StepValues:
@@ -148,12 +156,14 @@ class Block:
         native = compile_native(
             slot, sink, self._words, step, notes_infos=self._pack_info is not None
         )
-        sink.step = (
-            compile_step(slot, sink, self._words, step)
-            if native is None
-            else native.run
-        )
-        sink.native = None if slot.unwatched or self._why_python(slot) else native
+        sink.native = native
+        if native is None:
+            sink.step = compile_step(slot, sink, self._words, step)
+        else:
+            sink.step = native.run
+        # The loop in C calls the env itself, without what this block does around the call.
+        if slot.unwatched or self._why_python(slot):
+            sink.native = None
 
     def why_python(self) -> list[str]:
         """Return why the loop in Python steps the envs, in words for users; empty if the loop in C does."""
@@ -164,7 +174,7 @@ class Block:
         ]
 
     def _why_python(self, slot: Slot) -> list[str]:
-        """Return why a step of an env does more than to call it and to write the result; see `why_python`.
+        """Return why a step of one env does more than to call it and to write the result.
 
         Such a step reports at most an info; C leaves infos of unknown schemas to this block.
         """
@@ -195,8 +205,10 @@ class Block:
     def use_root_seed(self, root_seed: int) -> None:
         """Draw the seeds of episodes from a root seed."""
         self.root_seed = root_seed
-        for env_id, slot in self.slots.items() if self._has_episode_seeds else ():
-            slot.use_seeds(seeding.EpisodeSeeds(root_seed, self._first_env_id + env_id))
+        if self._has_episode_seeds:
+            for env_id, slot in self.slots.items():
+                number = self._first_env_id + env_id
+                slot.use_seeds(seeding.EpisodeSeeds(root_seed, number))
 
     def take_place(self, worker_id: int, env_id: int, seed: int | None) -> None:
         """In a copy of the process, become the block of another worker's only env; `attach` must follow.
@@ -208,7 +220,8 @@ class Block:
         """
         (slot,) = self.slots.values()
         slot.rename(env_id)
-        self.worker_id, self.slots = worker_id, {env_id: slot}
+        self.worker_id = worker_id
+        self.slots = {env_id: slot}
         self.use_root_seed(self.root_seed)
         if seed is not None:
             seeding.reseed(slot.adapter.env, seed)
@@ -236,12 +249,9 @@ class Block:
             if message.what in UNGUARDS:
                 slot.move(SlotEvent.IS_ALLOWED)
             elif message.what == "save" and reply["kind"] == "values":
-                generators = (
-                    None if slot.rng_state is None else seeding.as_plain(slot.rng_state)
-                )
                 reply["values"][position] |= {
                     "episode": int(self._words["episode"][env_id]),
-                    "generators": generators,
+                    "generators": slot.rng_state and seeding.as_plain(slot.rng_state),
                     "is_whole": slot.adapter.has_whole_state,
                 }
             elif message.what == "restore" and reply["kind"] == "values":
@@ -250,7 +260,10 @@ class Block:
 
     def _adapter_of(self, env_id: int) -> Adapter:
         slot = self.slots[env_id]
-        return slot.adapter if slot.is_built else self._rebuild(slot)
+        if not slot.is_built:
+            self._rebuild(slot)
+        adapter: Adapter = slot.adapter
+        return adapter
 
     def _note_restored(self, slot: Slot, saved: Mapping[str, Any]) -> None:
         slot.move(SlotEvent.RUNS)
@@ -272,7 +285,7 @@ class Block:
 
         Args:
             env_id: which env.
-            command: see `workers.protocol.pack`.
+            command: as `workers.protocol.pack` returns it.
             begun: if the loop in C has stepped the env: completes that step instead of making one.
             reset: if the loop in C has reset the env: returns the result of that reset.
 
@@ -281,23 +294,21 @@ class Block:
         """
         op, target, column, flags = self._unpacked.get(command) or self._unpack(command)
         slot = self.slots[env_id]
+        # Extras that an interrupted call has sent for another reset.
         if op == _RESET and not flags & _PREPARED:
             slot.prepared = None
         self._phase[self.worker_id] = slot.phase_words[op]
         try:
             self._carry_out(slot, slot.sinks[target], op, column, begun, reset)
-            return (
-                self._tell(slot)
-                if slot.has_news or slot.has_side or slot.infos
-                else _OK
-            )
+            if slot.has_news or slot.has_side or slot.infos:
+                return self._report_extras(slot)
+            return _OK
         except self._passes:
             slot.prepared = None
             slot.move(SlotEvent.IS_BROKEN_OFF)
             raise
-        except (
-            BaseException
-        ) as error:  # also SystemExit: it concerns this env, not the worker
+        # Also SystemExit: it concerns this env, not the worker.
+        except BaseException as error:
             slot.prepared = None
             slot.move(SlotEvent.IS_BROKEN_OFF)
             self._keep_step(slot, op)
@@ -306,9 +317,9 @@ class Block:
                     f"{error} Built by {slot.adapter.origin}."
                 ).with_traceback(error.__traceback__)
             self._report(Fault.from_exception(env_id, slot.phase, error).to_plain())
-            return _FAILED
+            return int(Status.FAILED)
 
-    def _carry_out(  # see `execute`
+    def _carry_out(
         self,
         slot: Slot,
         sink: Sink,
@@ -317,22 +328,26 @@ class Block:
         begun: Step | None,
         reset: Begun | None,
     ) -> None:
+        """Carry out a command, unpacked; what the env raises passes."""
         if self._pack_info is not None:
             self._forget_infos(slot, op)
         if op == _RESET:
-            # A new instance, as a whole.
+            # Without an episode to continue, no row can be left out.
             mask = None if slot.is_new else slot.reset_mask
             self._reset(slot, sink, column, mask, reset)
             return
         slot.phase = "step"
         if begun is None:
             slot.move(_STEP)
-        observation = sink.step(column) if begun is None else begun(column)
-        # C resets only after it has noted the step's info.
+            observation = sink.step(column)
+        else:
+            observation = begun(column)
+        # If C has also reset the env, it has noted the step's info before, and `adapter.info` is that of the reset.
         if self._pack_info is not None and reset is None:
             self._note_info(slot, "next")
         if op == _STEP_RESET and slot.has_ended:
-            if slot.has_side:  # the env may overwrite its values
+            # They wait for the reset, in which the env may change them.
+            if slot.has_side:
                 slot.side["next"][:] = copy.deepcopy(slot.side["next"])
             mask = slot.last_done if slot.spec.batch_shape else None
             self._reset(slot, sink, column + sink.root_follows, mask, reset)
@@ -350,14 +365,14 @@ class Block:
         """If only the reset after a step has raised, report the step's data besides its row; otherwise drop them."""
         if op != _STEP_RESET or slot.phase != "reset":
             slot.clear_infos("next", "root")
-            # Or the next reset would report the step before.
+            # Otherwise the report of the next reset would have the values of this step.
             slot.side["next"][:] = [None] * len(slot.side["next"])
             return
         slot.clear_infos("root")
         if slot.infos or slot.has_side:
-            self._tell(slot)
+            self._report_extras(slot)
 
-    def _tell(self, slot: Slot) -> int:
+    def _report_extras(self, slot: Slot) -> int:
         """Report an env's data for the parent besides its rows."""
         if slot.infos:
             self._report(
@@ -375,7 +390,7 @@ class Block:
             self._report(LeftOut(slot.env_id, slot.left_out).to_plain())
             slot.left_out = {}
         slot.has_news = False
-        return _SIDE
+        return int(Status.SIDE)
 
     def _unpack(self, command: int) -> tuple[int, int, int, int]:
         """Unpack a command, with a cache: the same few commands repeat."""
@@ -396,27 +411,34 @@ class Block:
         self._phase[self.worker_id] = slot.phase_words[_RESET]
         inner = None if mask is None or mask.all() else mask.copy()
         observation = self._next_episode(slot, inner) if begun is None else begun()
+        # After the env has returned: the loop tells by this word that a command included a reset.
         self._words["resets"][slot.env_id] += 1
         if self._pack_info is not None:
             self._note_info(slot, "root")
+        slot.move(_RUNS)
         if slot.spec.batch_shape:
-            slot.last_done = False if inner is None else slot.last_done & ~inner
-        slot.move(_ENDS if inner is not None and slot.last_done.any() else _RUNS)
+            slot.last_done = inner is not None and slot.last_done & ~inner
+            # Other rows have ended and still wait for their reset.
+            if np.any(slot.last_done):
+                slot.move(SlotEvent.ENDS)
         if column < sink.num_columns:
             self._write_root(slot, sink, column, observation)
 
     def _next_episode(self, slot: Slot, mask: np.ndarray | None) -> list[Any]:
         """Reset an env, or the rows of it that a mask names, for its next episode; return its observation."""
-        prepared, slot.prepared = slot.prepared, None
-        if not slot.is_built or (prepared is not None and prepared.rebuilds):
+        prepared = slot.prepared or _NO_EXTRAS
+        # Before anything that may raise: extras are for one reset.
+        slot.prepared = None
+        if prepared.rebuilds or not slot.is_built:
             self._rebuild(slot)
         episodes = self._words["episode"]
         episode = episodes[slot.env_id]
         seed = slot.seed_of(episode)
-        if prepared is not None and prepared.has_seed:
+        if prepared.has_seed:
             seed = prepared.seed
             slot.adapter.reseeded()
-        options = None if prepared is None else prepared.options
+        options = prepared.options
+        # Before the reset, as in C: one that raises has used up its number and its seed.
         episodes[slot.env_id] = episode + 1
         if slot.journal is not None and mask is not None:
             slot.journal.note(JournalFlag.IN_PARTS)
@@ -430,8 +452,8 @@ class Block:
         )
         return observation
 
-    def _rebuild(self, slot: Slot) -> Adapter:
-        """Close an env, and return a new instance in its place. If that fails, what needs the env next tries again."""
+    def _rebuild(self, slot: Slot) -> None:
+        """Close an env, and put a new instance in its place. If that fails, what needs the env next tries again."""
         self._close(slot)
         outer = seeding.caller_state()
         seeding.seed_globals(
@@ -448,18 +470,21 @@ class Block:
                 f"expected a new instance with the spec of the one before, got another: "
                 f"{slot.spec.difference(adapter.spec)}. Make the factory build equal envs at every call."
             )
-        slot.adapter, slot.rng_state = adapter, None
+        slot.adapter = adapter
+        slot.rng_state = None
         self._listen(slot)
         for sink in slot.sinks.values():
             self._compile(slot, sink)
         slot.is_built = True
-        return adapter
 
     def _close(self, slot: Slot) -> None:
-        """Close an env that another instance will replace, unless it is closed already; no reference to it remains."""
+        """Close an env that another instance will replace, unless it is closed already.
+
+        No reference to it remains: two instances at once may take more memory than there is.
+        """
         if slot.is_built:
+            # Before the env is closed, because C would otherwise step and reset an instance that is closed.
             for sink in slot.sinks.values():
-                # First: C would reset the instance that is closed.
                 sink.native = sink.step = None
             slot.is_built = False
             # Some envs end their program.
@@ -473,9 +498,10 @@ class Block:
         assert self._pack_info is not None
         slot.clear_infos(section)
         info = slot.adapter.info
-        if slot.info_writer is not None and slot.info_writer.write(section, info):
-            return
-        if info.__class__ is dict and not info:
+        # Most infos are rows or empty, and need no message.
+        if (slot.info_writer is not None and slot.info_writer.write(section, info)) or (
+            info.__class__ is dict and not info
+        ):
             return
         packed, left_out = self._pack_info(info)
         if packed is not None:

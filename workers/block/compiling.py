@@ -42,10 +42,10 @@ def compile_native(
     """
     if why_not_stored(slot):
         return None
+    # Around another step than the adapter's own, there is something to do that C would leave out.
     call = slot.adapter.env_call() if step == slot.adapter.step else None
     return native.load().Step(
-        step_facts(slot, sink, words, step if call is None else call)
-        | {"notes_infos": notes_infos}
+        step_facts(slot, sink, words, call or step) | {"notes_infos": notes_infos}
     )
 
 
@@ -63,19 +63,16 @@ def step_facts(
         words: of the slab.
         step: steps the env, given the values of its action; or how to call the env itself.
     """
-    spec, arrays, keep, journal = (
-        slot.spec,
-        sink.arrays,
-        compile_keep(slot, sink, words),
-        slot.journal,
-    )
+    spec = slot.spec
+    arrays = sink.arrays
+    keep = compile_keep(slot, sink, words)
     call = (
         step
         if isinstance(step, EnvCall)
         else EnvCall(lambda values: values, reads_number=False)
     )
     read = call.read
-    return {
+    facts = {
         "slot": slot,
         "env_id": slot.env_id,
         "words": words,
@@ -97,10 +94,10 @@ def step_facts(
         "readers": tuple(slot.action_readers),
         "index": _index(slot),
         "seed_pool": slot.seed_pool,
-        "journal": None if journal is None else journal.facts,
-        "journal_rows": 0 if journal is None else journal.num_rows,
-        "kept": [] if journal is None else journal.rows,
-        "sources": [] if journal is None else journal.sources,
+        "journal": None,
+        "journal_rows": 0,
+        "kept": [],
+        "sources": [],
         "state": slot.state,
         "if_stepped": NEXT[SlotEvent.STEP],
         "if_running": NEXT[SlotEvent.RUNS],
@@ -117,6 +114,9 @@ def step_facts(
         "integer_type": np.int64,
         "number_types": tuple(NUMBERS),
     }
+    if slot.journal is not None:
+        facts |= slot.journal.for_c()
+    return facts
 
 
 def why_not_stored(slot: Slot) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from enum import IntFlag
+from typing import Any
 
 import numpy as np
 
@@ -33,12 +34,12 @@ class Journal:
     """The journal of one env.
 
     Args:
-        arrays: of the env's group, see `GroupSlab.journal`.
+        arrays: `GroupSlab.journal` of the env's group.
         inputs: of the group.
         row: of the env.
 
     Attributes:
-        facts: int64 `[4]`, see `JOURNAL_FACTS` (VIEW).
+        facts: int64 `[4]`, one for each of `JOURNAL_FACTS` (VIEW).
         rows: the journaled inputs, one array `[num_rows, ...]` for each leaf (VIEWS).
         sources: where each is read, `[1, ...]` (VIEWS).
     """
@@ -60,20 +61,30 @@ class Journal:
             for kept, source in zip(self.rows, self.sources, strict=True)
         ]
 
+    def for_c(self) -> dict[str, Any]:
+        """Return the journal as arguments of `_native.Step`."""
+        return {
+            "journal": self.facts,
+            "journal_rows": self.num_rows,
+            "kept": self.rows,
+            "sources": self.sources,
+        }
+
     def begin(
         self, episode: int, seed: int | None, flags: Iterable[JournalFlag] = ()
     ) -> None:
         """Note that the env is reset as a whole."""
         words = self._words
-        words[STEPS], words[EPISODE] = 0, episode
-        # Others do not fit.
-        words[SEED] = 0 if seed is None else seed if 0 <= seed <= _LARGEST_SEED else -1
-        words[FLAGS] = sum(
-            flags,
-            JournalFlag.BEGUN
-            if seed is None
-            else JournalFlag.BEGUN | JournalFlag.SEEDED,
-        )
+        begun = sum(flags, JournalFlag.BEGUN)
+        words[STEPS] = 0
+        words[EPISODE] = episode
+        words[SEED] = 0
+        if seed is not None:
+            begun |= JournalFlag.SEEDED
+            # A negative one in the journal is one that the word cannot hold, and a capsule reports it.
+            words[SEED] = seed if 0 <= seed <= _LARGEST_SEED else -1
+        # Last, as in C: the flags of this episode are never with the seed of another one.
+        words[FLAGS] = begun
 
     def note(self, flag: JournalFlag) -> None:
         """Note what else has happened."""

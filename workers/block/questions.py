@@ -11,7 +11,7 @@ from envherd.workers.messages import Ask
 from envherd.workers.reply import Fault
 from envherd.workers.sending.pickling import dumps
 
-#: Exceptions that reach the caller; see `passes` of `Block`.
+#: Exceptions that reach the caller, as `passes` of `Block`.
 Passes = tuple[type[BaseException], ...]
 
 
@@ -23,13 +23,6 @@ def answer(
     passes: Passes = (),
 ) -> dict[str, Any]:
     """Return the answer: the number, and one value per env in the order of the request, or the first fault."""
-    reply = _answer(message, adapter_of, pickles=pickles, passes=passes)
-    return {**reply, "number": message.number}
-
-
-def _answer(
-    message: Ask, adapter_of: Callable[[int], Adapter], *, pickles: bool, passes: Passes
-) -> dict[str, Any]:
     values = []
     for position, env_id in enumerate(message.env_ids):
         try:
@@ -37,11 +30,12 @@ def _answer(
             values.append(_cross(value, message, pickles=pickles))
         except passes:
             raise
-        except BaseException as error:  # an env's method may raise anything
-            return Fault.from_exception(
-                env_id, f"{message.what} {message.name}".strip(), error
-            ).to_plain()
-    return {"kind": "values", "values": values}
+        # An env's method may raise anything, also what is no `Exception`.
+        except BaseException as error:
+            phase = f"{message.what} {message.name}".strip()
+            fault = Fault.from_exception(env_id, phase, error)
+            return {**fault.to_plain(), "number": message.number}
+    return {"kind": "values", "values": values, "number": message.number}
 
 
 def _answer_one(message: Ask, adapter: Adapter, position: int) -> Any:
@@ -126,7 +120,7 @@ def _layers(env: Any) -> list[list[str]]:
         layers.append(
             [f"{cls.__module__}.{cls.__qualname__}" for cls in type(env).__mro__]
         )
-        inner = vars(env).get("env") if hasattr(env, "__dict__") else None
+        inner = getattr(env, "__dict__", {}).get("env")
         if inner is None or inner is env:
             return layers
         env = inner

@@ -70,14 +70,8 @@ class Sink:
         self.root_nested = [
             slot.writer(leaf, arrays, "root", -1) for leaf in spec.done[3:]
         ]
-        self.step: Any = _not_compiled
+        self.step: Any = None  # until `Block` compiles it
         self.native: Any = None
-
-
-def _not_compiled(_column: int) -> list[Any]:
-    raise InternalError(
-        "step failed: expected a compiled step, got a sink without one."
-    )
 
 
 def _flags(spec: EnvSpec, array: np.ndarray) -> np.ndarray:
@@ -92,9 +86,10 @@ class Slot:
         self.adapter: Any = adapter  # None while it is not built
         # False while a new instance was not built yet, or could not be.
         self.is_built = True
-        # Of its factory: what `Prepare.call` has brought; empty for that of the start.
+        # The call of its factory that `Prepare.call` has brought; empty for that of the start.
         self.call: tuple[Any, ...] = ()
-        self.unchecked, self.takes_tensors = adapter.unchecked, adapter.takes_tensors
+        self.unchecked = adapter.unchecked
+        self.takes_tensors = adapter.takes_tensors
         self.spec = adapter.spec
         self.check_finite = check_finite
         self.place = (0, 0)
@@ -106,21 +101,21 @@ class Slot:
         self.prepared: Prepare | None = None
         self.rename(env_id)
         self.rng_state: tuple[Any, ...] | None = None
-        # Of `seeding.EpisodeSeeds`; None if the env's own generators continue.
+        # `seeding.EpisodeSeeds.pool`, for C; None if the env's own generators continue.
         self.seed_pool: np.ndarray | None = None
         self._seeds: EpisodeSeeds | None = None
         self.unwatched = {"reset", "step"}
-        # Shared with the steps in C; see `slot_states`.
+        # The steps in C read and write it, too; `slot_states` has the table of both.
         self.state = np.full(1, SlotState.NEEDS_RESET, np.int8)
         self._state = self.state.data
-        # Of an env that is a batch: its rows that have ended.
+        # Which rows have ended, if the env is a batch.
         self.last_done: Any = not self.spec.batch_shape
         # Terminated, truncated of the latest step in which any did.
         self.last_ends: tuple[Any, Any] = (False, False)
         self.has_news = False
         self.phase = "step"
         self.infos: dict[str, bytes] = {}
-        # Of the slab, if it has rows for infos.
+        # None if the slab has no rows for infos.
         self.info_writer: InfoWriter | None = None
         self.left_out: dict[str, str] = {}
         self.reported: set[str] = set()
@@ -163,7 +158,8 @@ class Slot:
         self._seeds = seeds
         if self.seed_pool is None:
             self.seed_pool = seeds.pool
-        self.seed_pool[:] = seeds.pool  # the same array: the reset in C reads it
+        # Into the same array, because the reset in C reads it.
+        self.seed_pool[:] = seeds.pool
 
     def seed_of(self, episode: int) -> int | None:
         """Return the seed of an episode, or None if the env's own generators continue."""
@@ -231,11 +227,14 @@ def _input_reader(leaf: LeafSpec, array: np.ndarray, row: int) -> Callable[[], A
     if isinstance(leaf.domain, Discrete) and leaf.shape == ():
         values = array.data
         return lambda: values[row]
-    source = array[row]
-    return source.copy if leaf.shape else lambda: array[row]
+    # A copy, because the env may keep its action, and the caller writes the next one to the same place.
+    if leaf.shape:
+        return array[row].copy
+    return lambda: array[row]
 
 
 def _view_reader(source: np.ndarray) -> Callable[[], Any]:
+    # Without a copy, which `Adapter.takes_tensors` allows.
     return lambda: source
 
 
@@ -245,7 +244,8 @@ def _side_reader(slot: Slot, index: int) -> Callable[[], Any]:
             raise SpecError(
                 "step failed: expected a value for a non-tensor action, got none."
             )
-        return copy.deepcopy(slot.prepared.side[index])  # the env may write to it
+        # A copy, because the env may write to it.
+        return copy.deepcopy(slot.prepared.side[index])
 
     return read
 
@@ -266,11 +266,14 @@ def compile_step(
         words: of the slab.
         step: steps the env, given the values of its action.
     """
-    readers, keep = slot.action_readers, compile_keep(slot, sink, words)
+    readers = slot.action_readers
+    keep = compile_keep(slot, sink, words)
+    # One leaf is the usual case, and a list display takes half the time of a comprehension.
     read_only = readers[0] if len(readers) == 1 else None
 
     def run(column: int) -> list[Any]:
         action = [read() for read in readers] if read_only is None else [read_only()]
+        # After the readers, which take side inputs from it, and before the env, which may raise.
         slot.prepared = None
         return keep(column, step(action))
 
@@ -279,6 +282,7 @@ def compile_step(
         return run
 
     def run_and_keep(column: int) -> list[Any]:
+        # Before the step: if that ends the process, the journal has the input that did so.
         journal.keep()
         return run(column)
 
@@ -287,8 +291,12 @@ def compile_step(
 
 def compile_keep(slot: Slot, sink: Sink, words: Mapping[str, memoryview]) -> Keep:
     """Return the function that writes the result of a step: the part of `compile_step` after the step."""
-    env_id, env_steps, ends = slot.env_id, words["env_steps"], words["ends"]
-    observe, give_reward = sink.next_observation, sink.reward
+    # Locals of the closure, because look-ups of attributes and words would cost more than a small env's step.
+    env_id = slot.env_id
+    env_steps = words["env_steps"]
+    ends = words["ends"]
+    observe = sink.next_observation
+    give_reward = sink.reward
     num_observations, num_rewards = len(observe), len(give_reward)
     done, terminated_flags, truncated_flags = _storable(slot, sink.next_done)
     observe_only = observe[0] if num_observations == 1 else None
@@ -298,16 +306,17 @@ def compile_keep(slot: Slot, sink: Sink, words: Mapping[str, memoryview]) -> Kee
         _ends_noter(slot, sink) if sink.next_nested or slot.spec.batch_shape else None
     )
     follow = _follower(slot, sink) if sink.root_follows else None
-    state, if_running, if_ended = (
-        slot.state.data,
-        AFTER[SlotEvent.RUNS],
-        AFTER[SlotEvent.ENDS],
-    )
+    state = slot.state.data
+    if_running = AFTER[SlotEvent.RUNS]
+    if_ended = AFTER[SlotEvent.ENDS]
 
     def keep(column: int, values: StepValues) -> list[Any]:
         observation, reward, terminated, truncated = values
         if len(observation) != num_observations or len(reward) != num_rewards:
-            raise wrong_count(slot.spec, observation, reward)
+            raise SpecError(
+                f"step failed: expected {num_observations} observation and {num_rewards} reward values from the "
+                f"adapter, got {len(observation)} and {len(reward)}."
+            )
         if observe_only is None:
             for write, value in zip(observe, observation):  # noqa: B905  # lengths were compared
                 write(column, value)
@@ -324,7 +333,9 @@ def compile_keep(slot: Slot, sink: Sink, words: Mapping[str, memoryview]) -> Kee
             done[column] = ended = terminated or truncated
         else:
             ended = note_ends(column, terminated, truncated)
+        # As `Slot.move`, without its call.
         state[0] = (if_ended if ended else if_running)[state[0]]
+        # After the row: `env_steps` counts rows that can be read.
         env_steps[env_id] += 1
         if ended:
             ends[env_id] += 1
@@ -340,17 +351,17 @@ def _ends_noter(slot: Slot, sink: Sink) -> Callable[[int, Any, Any], bool]:
 
     It takes a column and what the env returned as terminated and truncated, and returns whether (part of) it has ended.
     """
-    is_batch, nested, done_values = (
-        bool(slot.spec.batch_shape),
-        sink.next_nested,
-        slot.adapter.done_values,
-    )
+    is_batch = bool(slot.spec.batch_shape)
+    nested = sink.next_nested
+    done_values = slot.adapter.done_values
     done = _storable(slot, sink.next_done)[0]
 
     def note(column: int, terminated: Any, truncated: Any) -> bool:
         done[column] = ended = terminated | truncated
         if is_batch:
-            slot.last_done, ended = ended, bool(ended.any())
+            slot.last_done = ended
+            ended = bool(ended.any())
+        # Copies, because the env may change its arrays before a root needs them.
         if is_batch and ended:
             slot.last_ends = (np.array(terminated), np.array(truncated))
         if nested:
@@ -367,11 +378,9 @@ def _storable(slot: Slot, flags: list[np.ndarray]) -> list[Any]:
 
 def _follower(slot: Slot, sink: Sink) -> Callable[[int, list[Any]], None]:
     """Return the function that writes the root after a step in which no episode ended."""
-    observe, nested, num_columns = (
-        sink.root_observation,
-        sink.root_nested,
-        sink.num_columns,
-    )
+    observe = sink.root_observation
+    nested = sink.root_nested
+    num_columns = sink.num_columns
     done, terminated, truncated = _storable(slot, sink.root_done)
     observe_only = observe[0] if len(observe) == 1 else None
     done_values = slot.adapter.done_values
@@ -389,14 +398,6 @@ def _follower(slot: Slot, sink: Sink) -> Callable[[int, list[Any]], None]:
             store(nested, column, done_values(), "done")
 
     return follow
-
-
-def wrong_count(spec: EnvSpec, observation: list[Any], reward: list[Any]) -> SpecError:
-    """Return the error for an adapter that returned too few or too many values."""
-    return SpecError(
-        f"step failed: expected {len(spec.observation)} observation and {len(spec.reward)} reward values from the "
-        f"adapter, got {len(observation)} and {len(reward)}."
-    )
 
 
 def store(writers: list[Writer], column: int, values: list[Any], group: str) -> None:

@@ -29,7 +29,7 @@ from envherd.workers.block.slot import Slot
 from envherd.workers.messages import PER_ENV, Ask
 from envherd.workers.options import BlockOptions
 from envherd.workers.process.entry import EnvCalls
-from envherd.workers.process.loop import TIDY_EVERY, Loop
+from envherd.workers.process.loop import Loop
 from envherd.workers.protocol import Flag, describe_phase
 
 _EACH = Flag.EACH << 4
@@ -55,9 +55,8 @@ class EnvThreads(EnvCalls):
                 call = calls.get()
                 try:
                     call()
-                except (
-                    BaseException
-                ):  # not an env's exception: `Block.execute` and `run` catch those
+                # Not an env's exception, which `Block.execute` and `run` catch.
+                except BaseException:
                     traceback.print_exc()
                     os._exit(1)
 
@@ -181,10 +180,10 @@ class ThreadedBlock(Block):
             "values": [value for reply in replies for value in reply["values"]],
         }
 
-    def _rebuild(self, slot: Slot) -> Adapter:
+    def _rebuild(self, slot: Slot) -> None:
         """Build a new instance of an env; as at the start, one env at a time."""
         with self._build_lock:
-            return super()._rebuild(slot)
+            super()._rebuild(slot)
 
     def _with_own_rng(self, slot: Slot, phase: str, call: Callable[[], Any]) -> Any:  # noqa: ARG002
         """Call an env; all envs share the generators."""
@@ -197,34 +196,19 @@ class ThreadedLoop(Loop):
     _block: ThreadedBlock
 
     def server(self) -> Callable[[], bool]:
-        num_wakes = 0
         self._lock = threading.Lock()
         self._num_running = self._busy_since = 0
-
-        def serve() -> bool:
-            nonlocal num_wakes
-            num_wakes += 1
-            if num_wakes % TIDY_EVERY == 0:
-                self._tidy()
-            if self._check_mail():
-                self._scan()
-            return not self._is_leaving
-
-        return serve
+        return self._serve_token
 
     def _scan(self) -> None:
         """Pass new commands to their envs' threads."""
-        words, latest = self._words, self._latest
-        numbers, commands = words["command_seq"], words["command"]
+        latest = self._latest
+        numbers = self._words["command_seq"]
+        commands = self._words["command"]
         pending = [env_id for env_id in latest if numbers[env_id] != latest[env_id]]
         if len(pending) > 1 and commands[pending[0]] & _EACH:
             pending.sort(key=numbers.__getitem__)
-        if (
-            self._mail_read < words["mail_seq"][self._block.worker_id]
-            and not self._check_mail()
-        ):
-            return
-        if not pending:
+        if not self._check_mail() or not pending:
             return
         keep_order()  # before what the numbers announce
         with self._lock:
@@ -234,9 +218,10 @@ class ThreadedLoop(Loop):
         # Answers missing before the one ring.
         owed = [sum(not commands[env_id] & _EACH for env_id in pending)]
         for env_id in pending:
-            number, command = numbers[env_id], commands[env_id]
+            number = numbers[env_id]
             latest[env_id] = number
-            self._block.threads.post(env_id, self._task(env_id, number, command, owed))
+            task = self._task(env_id, number, commands[env_id], owed)
+            self._block.threads.post(env_id, task)
 
     def _task(
         self, env_id: int, number: int, command: int, owed: list[int]
@@ -271,7 +256,7 @@ class ThreadedLoop(Loop):
         """Count an answer, with the lock held; return whether to wake the parent."""
         words, worker_id = self._words, self._block.worker_id
         if was_reset:
-            # Of the time in which any env was in a call.
+            # Its part of the time, because the envs that were in calls meanwhile count the same time.
             words["reset_ns"][worker_id] += took // self._num_running
         else:
             words["step_bins"][worker_id * NUM_BINS + bin_of(took)] += 1

@@ -87,7 +87,7 @@ class InPython:
                 f"InPython failed: expected kwargs of plain data (numbers, texts, lists, dicts, numpy arrays), got "
                 f"{kwargs!r} ({error}). Build other objects in {target}."
             ) from None
-        # not resolved: a virtual environment's python is a link
+        # The path is not resolved, because the python of a virtual environment is a link.
         self.interpreter = shlex.join([os.path.abspath(found), *words])
         self.target = target
         # For messages.

@@ -43,6 +43,7 @@ from envherd.workers.block.block import Block
 from envherd.workers.build import Builder
 from envherd.workers.current import WorkerInfo
 from envherd.workers.guest import guest
+from envherd.workers.options import BlockOptions
 from envherd.workers.process.loop import Loop
 from envherd.workers.process.native_loop import loop_class
 from envherd.workers.reply import Fault
@@ -63,11 +64,8 @@ def main(
         is_leader=not config.get("python"),
     )
     lifeline_fd = _arm_lifeline(lifeline_fd)
-    sock, log_fd = (
-        socket.socket(fileno=_out_of_the_way(sock.detach())),
-        _out_of_the_way(log_fd),
-    )
-    run(sock, log_fd, config, lifeline_fd=lifeline_fd)
+    sock = socket.socket(fileno=_out_of_the_way(sock.detach()))
+    run(sock, _out_of_the_way(log_fd), config, lifeline_fd=lifeline_fd)
 
 
 def run(
@@ -83,7 +81,7 @@ def run(
     Args:
         sock: to the owner.
         log_fd: of the worker's log.
-        config: see `executor.processes.worker_process.worker_config`.
+        config: the settings of `executor.processes.worker_process.worker_config`.
         lifeline_fd: of the lifeline; -1 without one.
         bells: `go` and `done`; None for those in the slab.
     """
@@ -112,22 +110,22 @@ def _out_of_the_way(fd: int) -> int:
 
 def _arm_lifeline(fd: int) -> int:
     """Ask the kernel for SIGKILL when the owner's end closes; return the descriptor that replaces `fd`."""
-    # Own file: own F_SETOWN.
+    # F_SETOWN is of the open file, which the helper and all workers would share.
     own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     os.close(fd)
     own = _out_of_the_way(own)
     arm_lifeline(own, os.getpid())
     poller = select.poll()
     poller.register(own, select.POLLIN)
-    if poller.poll(0):  # the owner died before the line was armed
+    # An end that came before the line was armed sends no signal.
+    if poller.poll(0):
         os._exit(1)
     return own
 
 
 def _apply(config: dict[str, Any]) -> None:
-    affinity = config.get("affinity")
-    if affinity:
-        os.sched_setaffinity(0, affinity)
+    if config.get("affinity"):
+        os.sched_setaffinity(0, config["affinity"])
 
 
 class LoopLeft(BaseException):
@@ -146,7 +144,7 @@ class EnvCalls:
         call()
 
     def make_block(self, *arguments: Any) -> Block:
-        """Return the block of the envs; see `Block`."""
+        """Return the block of the envs, made with the arguments of `Block`."""
         return Block(*arguments)
 
     def loop_type(self, *, is_native: bool) -> type[Loop]:
@@ -157,6 +155,9 @@ class EnvCalls:
 class Worker:
     """One worker: a block of envs, its memory, and the socket to the parent."""
 
+    # The first message, but for those of `Register`.
+    _build: messages.Build
+
     def __init__(
         self,
         channel: messages.WorkerChannel,
@@ -164,17 +165,18 @@ class Worker:
         lifeline_fd: int,
         bells: tuple[Bell, Bell] | None,
     ) -> None:
-        self._channel, self._bells = channel, bells
-        self._log_fd, self._lifeline_fd = log_fd, lifeline_fd
+        self._channel = channel
+        self._bells = bells
+        self._log_fd = log_fd
+        self._lifeline_fd = lifeline_fd
         self._fds: list[int] = []
-        self._block: Block | None = None
-        self._build: messages.Build | None = None
         self._builder = Builder()
-        self._slab: Slab | None = None
+        # Without envs until they are built.
+        self._block = Block(0, {}, 0, channel.send_plain, BlockOptions())
         self._loop: Loop | None = None
         self._calls = EnvCalls()
         self._handlers: dict[type, Callable[[Any], None]] = {
-            messages.Register: self._on_register,
+            messages.Register: lambda message: registries.install(message.entries),
             messages.Build: self._on_build,
             messages.Attach: self._on_attach,
             messages.AttachStorage: self._on_attach_storage,
@@ -211,9 +213,6 @@ class Worker:
         self._trim_log()
         return number
 
-    def _on_register(self, message: messages.Register) -> None:
-        registries.install(message.entries)
-
     def _on_build(self, message: messages.Build) -> None:
         self._build = message
         self._builder = Builder(
@@ -222,39 +221,34 @@ class Worker:
             episode_statistics=message.block.episode_statistics,
         )
         adapters = {}
-        env_ids, first = message.worker.env_ids, message.block.first_env_id
         self._enter(message.worker)
-        self._calls = (
-            guest("env_threads").EnvThreads(env_ids)
-            if message.block.env_threads
-            else EnvCalls()
-        )
-        for env_id in env_ids:
+        if message.block.env_threads:
+            self._calls = guest("env_threads").EnvThreads(message.worker.env_ids)
+        for env_id in message.worker.env_ids:
+            # Before each one: a constructor draws from the global generators, and what it draws must not depend on
+            # the envs that were built before in the same process.
+            first = message.block.first_env_id
             seeding.seed_globals(seeding.build_seed(message.root_seed, first + env_id))
             try:
                 adapters[env_id] = self._calls.run(
                     env_id, functools.partial(self._build_env, env_id)
                 )
-            except (
-                BaseException
-            ) as error:  # a factory may raise anything; the parent decides
+            # A factory may raise anything, and the parent decides what follows.
+            except BaseException as error:
                 self._channel.send_plain(
                     Fault.from_exception(env_id, "build", error).to_plain()
                 )
                 return
-        parts = (
+        self._block = self._calls.make_block(
             message.worker.worker_id,
             adapters,
             message.root_seed,
             self._channel.send_plain,
             message.block,
         )
-        self._block = self._calls.make_block(*parts)
-        self._block.build_again, self._block.forget = (
-            self._build_env,
-            self._builder.forget,
-        )
-        # An imported package may have replaced the handler.
+        self._block.build_again = self._build_env
+        self._block.forget = self._builder.forget
+        # Again, because a package that the envs import may have replaced the handler.
         listen_for_stack_requests(self._log_fd)
         specs = {
             str(env_id): adapter.spec.to_plain() for env_id, adapter in adapters.items()
@@ -266,12 +260,11 @@ class Worker:
     def _build_env(self, env_id: int, *call: Any) -> Adapter:
         """Build an env by a factory call, or without one by that of the start."""
         message = self._build
-        assert message is not None
         env_ids = message.worker.env_ids
         # A copy of another env remains what that one is.
         index = env_ids.index(env_id) if env_id in env_ids else 0
-        # First: the factories of former tasks may hold much memory.
-        if call and self._block is not None:
+        # Before the env is built, because the factories of former tasks may hold as much memory as it does.
+        if call:
             self._builder.keep(
                 {
                     *message.factories,
@@ -285,7 +278,6 @@ class Worker:
 
     def _enter(self, worker: WorkerInfo) -> None:
         """Make this process that worker, with the ids of messages."""
-        assert self._build is not None
         first = self._build.block.first_env_id
         info = dataclasses.replace(
             worker,
@@ -295,12 +287,12 @@ class Worker:
         current.enter(info)
 
     def _on_attach(self, message: messages.Attach) -> None:
-        assert self._block is not None
         buffer = _map(message.nbytes, self._fds, message.name)
-        self._slab = Slab(message.plan, buffer)
-        self._block.attach(self._slab)
-        self._slab.words["pid"][self._block.worker_id] = os.getpid()
-        self._slab.words["starts"][self._block.worker_id] += 1
+        slab = Slab(message.plan, buffer)
+        self._block.attach(slab)
+        # For `envherd top`, which tells by them that another process has taken the place.
+        slab.words["pid"][self._block.worker_id] = os.getpid()
+        slab.words["starts"][self._block.worker_id] += 1
         kind = self._calls.loop_type(is_native=self._bells is None)
         bells = self._bells or (
             Doorbell.attach(buffer, message.plan.go_offset(self._block.worker_id)),
@@ -308,7 +300,7 @@ class Worker:
         )
         self._loop = kind(
             self._block,
-            self._slab,
+            slab,
             bells,
             self._read_mail,
             self._trim_log,
@@ -317,33 +309,30 @@ class Worker:
         self._channel.send_plain({"kind": "attached"})
 
     def _on_attach_storage(self, message: messages.AttachStorage) -> None:
-        assert self._block is not None
         self._await_envs()
-        # A name that its owner has removed: it is detached next.
+        # The owner has removed the name again, so the next message detaches the storage.
         with contextlib.suppress(FileNotFoundError):
             memory = _map(message.nbytes, self._fds, message.name)
             self._block.attach_storage(message.target, Storage(message.plan, memory))
 
     def _on_detach_storage(self, message: messages.DetachStorage) -> None:
-        assert self._block is not None
         self._await_envs()
         self._block.detach_storage(message.target)
 
     def _on_seed(self, message: messages.Seed) -> None:
-        assert self._block is not None
         self._await_envs()
         self._block.seed(message.root_seed, message.episodes)
 
     def _on_prepare(self, message: messages.Prepare) -> None:
-        assert self._block is not None
         self._calls.run(message.env_id, functools.partial(self._block.prepare, message))
 
     def _on_ask(self, message: messages.Ask) -> None:
-        assert self._block is not None
         self._channel.send_plain(self._block.ask(message))
 
     def _on_branch(self, message: messages.Branch) -> None:
-        fds, self._fds = self._fds, []
+        fds = self._fds
+        # `branch` closes them.
+        self._fds = []
         pid, why = guest("branching").branch(
             self._channel.sock,
             fds,
@@ -358,7 +347,6 @@ class Worker:
 
     def _become(self, message: messages.Branch, sock_fd: int) -> None:
         """In the copy, leave everything of the worker that was forked, and wait for the slab as another one."""
-        assert self._block is not None
         self._lifeline_fd = _arm_lifeline(self._lifeline_fd)
         self._channel.move_to(socket.socket(fileno=_out_of_the_way(sock_fd)))
         current.mark_copy()
@@ -367,7 +355,7 @@ class Worker:
         self._block.take_place(
             message.worker.worker_id, message.worker.env_ids[0], message.seed
         )
-        self._loop = self._slab = None
+        self._loop = None
 
     def _trim_log(self) -> None:
         """Truncate the log: an env may print for days."""
@@ -379,15 +367,12 @@ class Worker:
                 os.write(self._log_fd, tail)
 
     def _close(self) -> None:
-        if self._block is None:
-            return
         for env_id, slot in self._block.slots.items():
             try:
                 if slot.is_built:
                     self._calls.run(env_id, slot.adapter.close)
-            except (
-                BaseException
-            ) as error:  # an env that cannot close must not keep the others open
+            # An env that cannot close must not keep the others open.
+            except BaseException as error:
                 self._channel.send_plain(
                     Fault.from_exception(env_id, "close", error).to_plain()
                 )

@@ -18,7 +18,7 @@ from envherd.workers.block.block import Block
 from envherd.workers.protocol import LEAVE, Flag
 
 _EACH = Flag.EACH << 4
-# Wakes; checking the log costs a microsecond, and an env may print a megabyte per step.
+#: Wakes. Checking the log costs a microsecond, and an env may print a megabyte per step.
 TIDY_EVERY = 64
 
 
@@ -50,42 +50,47 @@ class Loop:
         self._is_leaving = False
         self._words = {name: array.data for name, array in slab.words.items()}
         self._counter = Counter(self._words, block.worker_id)
-        replies = self._words["reply_seq"]
-        self._latest = {env_id: replies[env_id] for env_id in block.slots}
+        # A successor carries out what its predecessor has left without a reply.
+        self._latest = {
+            env_id: self._words["reply_seq"][env_id] for env_id in block.slots
+        }
         self._mail_read = mail_read
-        self._num_scans = 0
+        self._num_wakes = self._num_scans = 0
 
     def run(self) -> None:
         """Serve until a message tells it to exit."""
-        wait, serve = self._go.wait, self.server()
-        goes_on = True
-        while goes_on:
-            wait()
-            goes_on = serve()
+        serve = self.server()
+        self._go.wait()
+        while serve():
+            self._go.wait()
 
     def server(self) -> Callable[[], bool]:
         """Return the function that serves one token; it returns False if a message says to exit."""
-        worker_id, num_wakes = self._block.worker_id, 0
-        since, phase, busy = (
-            self._words[name] for name in ("since_ns", "phase", "busy_ns")
-        )
+        worker_id = self._block.worker_id
+        since = self._words["since_ns"]
+        phase = self._words["phase"]
+        busy = self._words["busy_ns"]
 
         def serve() -> bool:
-            nonlocal num_wakes
-            num_wakes += 1
-            if num_wakes % TIDY_EVERY == 0:
-                self._tidy()
             began = time.perf_counter_ns()
             since[worker_id] = began
-            # Once per token is enough: a token follows every command and message.
-            if self._check_mail():
-                self._scan()
+            goes_on = self._serve_token()
             phase[worker_id] = 0
             since[worker_id] = ended = time.perf_counter_ns()
             busy[worker_id] += ended - began
-            return not self._is_leaving
+            return goes_on
 
         return serve
+
+    def _serve_token(self) -> bool:
+        """Do what has come since the last token; return False if a message says to exit."""
+        self._num_wakes += 1
+        if self._num_wakes % TIDY_EVERY == 0:
+            self._tidy()
+        # Once per token is enough: a token follows every command and message.
+        if self._check_mail():
+            self._scan()
+        return not self._is_leaving
 
     def _check_mail(self) -> bool:
         sent = self._words["mail_seq"]
@@ -100,39 +105,43 @@ class Loop:
 
     def _scan(self) -> None:
         """Carry out all new commands."""
-        words, latest = self._words, self._latest
-        numbers, commands, replies, status, answered_ns = (
-            words["command_seq"], words["command"], words["reply_seq"], words["status"], words["answered_ns"]
-        )  # fmt: skip
-        owes_ring, execute = False, self._block.execute
+        words = self._words
+        latest = self._latest
+        numbers = words["command_seq"]
+        commands = words["command"]
+        status = words["status"]
+        owes_ring = False
         pending = [env_id for env_id in latest if numbers[env_id] != latest[env_id]]
         if len(pending) > 1 and commands[pending[0]] & _EACH:
-            # Sent one by one: the longest waiting first.
+            # They were sent one by one: the longest waiting first.
             pending.sort(key=numbers.__getitem__)
-        sent, worker_id = words["mail_seq"], self._block.worker_id
-        # What came by mail for these commands was sent before their numbers were written.
-        if (
-            self._mail_read < sent[worker_id] and not self._check_mail()
-        ) or not pending:
+        # Again: what came by mail for these commands was sent before their numbers were written, but perhaps after
+        # the mail was read for this token.
+        if not self._check_mail() or not pending:
             return
-        keep_order()  # before what the numbers announce
+        # The numbers were read, and what they announce is read from here on.
+        keep_order()
         self._num_scans += 1
         # Time one command per scan: 0.2 us, for any number of envs.
         sampled = pending[self._num_scans % len(pending)]
         for env_id in pending:
-            if sent[worker_id] == LEAVE:
+            # The owner closes: without this look, it would wait for the steps of all envs.
+            if words["mail_seq"][self._block.worker_id] == LEAVE:
                 self._check_mail()
                 return
-            number, command = numbers[env_id], commands[env_id]
+            # Now, because the owner writes the next number as soon as it has the reply.
+            number = numbers[env_id]
+            command = commands[env_id]
             if env_id == sampled:
                 status[env_id] = self._execute_timed(env_id, command, len(pending))
             else:
-                status[env_id] = execute(env_id, command)
+                status[env_id] = self._block.execute(env_id, command)
             latest[env_id] = number
             if command & _EACH:
-                answered_ns[env_id] = time.perf_counter_ns()
+                words["answered_ns"][env_id] = time.perf_counter_ns()
+            # The rows and the status before the reply, which the owner may see at once.
             keep_order()
-            replies[env_id] = number
+            words["reply_seq"][env_id] = number
             if command & _EACH:
                 if self._counter.add():
                     self._done.ring()
@@ -143,12 +152,13 @@ class Loop:
 
     def _execute_timed(self, env_id: int, command: int, weight: int) -> int:
         """Carry out a command, and count its time for `weight` commands, of which it is the sample."""
-        words, worker_id = self._words, self._block.worker_id
-        resets = words["resets"]
-        before, began = resets[env_id], time.perf_counter_ns()
+        words = self._words
+        worker_id = self._block.worker_id
+        before = words["resets"][env_id]
+        began = time.perf_counter_ns()
         status = self._block.execute(env_id, command)
         took = time.perf_counter_ns() - began
-        if resets[env_id] == before:
+        if words["resets"][env_id] == before:
             words["step_bins"][worker_id * NUM_BINS + bin_of(took)] += 1
         else:
             words["reset_ns"][worker_id] += took * weight

@@ -1,8 +1,8 @@
 """The zygote: a small process that imports the envs' packages, forks workers and reaps them.
 
 The owner execs it (never forks it), so it holds none of the owner's memory, threads, locks or descriptors. Executors
-share it (see `executor.start.preloading`); without any, it may wait for the next one. It has one thread, imports the
-modules of its request, freezes the garbage collector (so that the pages of those modules stay shared) and forks a
+share it, as `executor.start.preloading` decides; without any, it may wait for the next one. It has one thread, imports
+the modules of its request, freezes the garbage collector (so that the pages of those modules stay shared) and forks a
 worker for every request. If an import has started threads, forking would be unsafe: then it executes a fresh
 interpreter for each worker, and reports this in its first answer. The background thread of jemalloc (pyarrow, which
 RLlib imports) does not count: jemalloc expects forks, and a child does without the thread.
@@ -65,22 +65,27 @@ def main(fd: int, log_fd: int) -> None:
     if start is None:
         return
     surroundings.enter(start["caller"])
-    began_ns, environ = time.time_ns(), dict(os.environ)
+    # Before the imports: a file that changes meanwhile makes this process too old for the next executor.
+    began_ns = time.time_ns()
+    environ = dict(os.environ)
     gc.disable()  # makes imports a fifth faster
     with _ended_with_owner(sock):
         failed = _preload(start["preload"])
     gc.enable()
     num_threads = _num_threads()
+    # Only before the first fork do all workers share the pages of what was imported.
     gc.collect()
     gc.freeze()
-    set_variables = {
-        name: value for name, value in os.environ.items() if environ.get(name) != value
-    }
     answer = {
         "failed": failed,
         "num_threads": num_threads,
         "cpu_s": time.process_time(),
-        "environ": set_variables,
+        # What imports have set: an executor that has set the same may use this process as well.
+        "environ": {
+            name: value
+            for name, value in os.environ.items()
+            if environ.get(name) != value
+        },
     }
     _send(sock, start, answer)
     Zygote(
@@ -134,17 +139,15 @@ def _ended_with_owner(sock: socket.socket) -> Iterator[None]:
 
 def _preload(names: list[str]) -> dict[str, str]:
     from envherd.workers.adapters.registry import install_import_hooks
-    from envherd.workers.process import entry
+    from envherd.workers.process import entry  # noqa: F401  # so that workers share it
 
-    assert entry is not None
     install_import_hooks()
     failed = {}
     for name in names:
         try:
             importlib.import_module(name)
-        except (
-            BaseException
-        ) as error:  # the factory will report a module that cannot be imported
+        # Anything: the factory that needs the module will report why it cannot be imported.
+        except BaseException as error:
             failed[name] = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
     return failed
 
@@ -245,9 +248,8 @@ class Zygote:
         if request["op"] == "fork":
             try:
                 _send(self._sock, request, {"pid": self._fork(request["config"], fds)})
-            except (
-                OSError
-            ) as error:  # a limit on processes or memory: only this worker fails
+            # A limit on processes or memory: only this worker fails.
+            except OSError as error:
                 _send(self._sock, request, {"error": f"fork: {error}"})
         elif request["op"] == "adopt":
             _send(
@@ -285,7 +287,7 @@ class Zygote:
         return pid
 
     def _adopt(self, pid: int, log: int) -> bool:
-        """Treat a worker's copy, which the kernel has made a child of this process, as a worker; see `branching`."""
+        """Treat a worker's copy, which the kernel has made a child of this process, as a worker."""
         if pid not in _children():
             return False
         self._alive.add(pid)
@@ -299,15 +301,16 @@ class Zygote:
             os.close(self._wake_read)
             os.close(self._wake_write)
             self._sock.close()
-            # SIGUSR2 writes there: from now on to its own log.
+            # The handler of SIGUSR2 writes to that descriptor, which becomes the worker's own log.
             os.dup2(fds[2], self._log_fd, inheritable=False)
             python = config.get("python")
             if self._must_exec or python:
                 surroundings.enter_before_exec(config["caller"])
-                # Until its handler is set: by default the signal kills.
+                # A program that has just been executed has no handler yet, and the signal would end it.
                 signal.signal(signal.SIGUSR2, signal.SIG_IGN)
                 file = in_file(json.dumps(config).encode())
-                if config.get("output") == "capture":  # of imports
+                # Before `entry` does so, because imports print as well.
+                if config.get("output") == "capture":
                     os.dup2(fds[2], 1)
                     os.dup2(fds[2], 2)
                 fds.append(file.fileno())
@@ -315,7 +318,7 @@ class Zygote:
                     os.set_inheritable(fd, True)
                 command = [sys.executable, *flags(), "-c", _EXEC]
                 if python:
-                    # Before a command forks: by the group, all its processes are ended.
+                    # Before a command in front of the interpreter forks: the owner ends all its processes by the group.
                     os.setpgid(0, 0)
                     command = [*python["command"], "-c", _EXEC_OTHER]
                 os.execv(command[0], [*command, *map(str, fds)])
@@ -341,7 +344,7 @@ class Zygote:
                 pid = ended.si_pid
                 if pid in self._alive:
                     with contextlib.suppress(OSError):
-                        # its envs' processes; before `waitpid`, which frees the id
+                        # The envs' processes, before `waitpid` frees the id of the group for others.
                         send_signal(pid, signal.SIGKILL, is_group=True)
                 _, status = os.waitpid(pid, 0)
                 if pid in self._alive:

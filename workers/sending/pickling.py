@@ -1,9 +1,9 @@
 """Pickle objects for workers: what a script defines goes by value.
 
 A worker never imports the user's script, so its functions and classes are pickled by value (cloudpickle), and so are
-those of other modules that no worker can import (see `importing.place_of`). In a worker, they are also attributes of
-the module in which they were defined. `Pickler` also handles definitions that cloudpickle pickles by their name in the
-script, or not at all:
+those of other modules that no worker can import, as `importing.place_of` decides. In a worker, they are also attributes
+of the module in which they were defined. `Pickler` also handles definitions that cloudpickle pickles by their name in
+the script, or not at all:
 - caches and dispatchers of `functools`: a worker's copy has the parameters and the implementations, and is empty;
 - locks, conditions, thread-local and weak containers in attributes of classes: a worker has its own, unlocked and
   empty, as a process that imports the script would have;
@@ -363,10 +363,10 @@ def _set_definition(
     used = getattr(obj, "__globals__", vars(module))
     if name is not None:
         vars(module).setdefault(name, obj)
-    # Else the function has another's name, by functools.wraps.
+    # Otherwise it is a function with the name and place of another one, by `functools.wraps`.
     if used.get("__name__") == place:
         for key, value in list(used.items()):
-            # With a file, it would look like an imported module.
+            # All but `__file__` and its kind, with which it would look like an imported module.
             if not key.startswith("__") or key == "__path__":
                 vars(module).setdefault(key, value)
     if (
@@ -656,7 +656,7 @@ def _make_class(
     Args:
         make: makes a class of a metaclass, a name, bases and more.
         arguments: of `make`.
-        has_hooks: see `_has_hooks`.
+        has_hooks: whether `_has_hooks` has found any.
     """
     if not has_hooks:
         # A hook of a library wants the keywords of the class statement.
@@ -692,10 +692,9 @@ def _call_type(
         kind for kind in meta.__mro__ if issubclass(kind, type) and _is_importable(kind)
     ]
     for kind in kinds[:-1]:
-        try:
+        # It may want the keywords of the class statement.
+        with contextlib.suppress(Exception):
             return kind.__new__(meta, name, bases, namespace)
-        except Exception:  # it wants the keywords of the class statement
-            continue
     return type.__new__(meta, name, bases, namespace)
 
 

@@ -201,8 +201,10 @@ def _read_specs(package: str) -> Iterator[tuple[str, Any]]:
 
 
 def _names_in_script(spec: Any) -> Iterator[str]:
-    wrappers = getattr(spec, "additional_wrappers", ())
-    points = [getattr(one, "entry_point", None) for one in (spec, *wrappers)]
+    points = [
+        getattr(one, "entry_point", None)
+        for one in (spec, *getattr(spec, "additional_wrappers", ()))
+    ]
     for point in (*points, getattr(spec, "vector_entry_point", None)):
         if isinstance(point, str) and point.startswith(_SCRIPT):
             yield point

@@ -112,8 +112,9 @@ def _join_tracker(value: list[int] | None) -> None:
     """Use the owner's tracker: one of a worker's own would remove the owner's memory when the worker ends."""
     if value is not None and _TRACKER._fd is None:  # noqa: SLF001
         with ignoring_refusals():  # no /proc, or the tracker has ended
-            fd = os.open("/proc/{}/fd/{}".format(*value), os.O_WRONLY | os.O_CLOEXEC)
-            _TRACKER._fd = fd  # noqa: SLF001  # as `multiprocessing` does
+            _TRACKER._fd = os.open(  # noqa: SLF001  # as `multiprocessing` does
+                "/proc/{}/fd/{}".format(*value), os.O_WRONLY | os.O_CLOEXEC
+            )
 
 
 def _script() -> dict[str, Any]:
@@ -148,7 +149,7 @@ TABLE = {
     "authkey": Row(_key, _set_key),
     "name": Row(lambda: process.current_process().name, _set_name),
     "start_method": Row(
-        # Else it could not be set later.
+        # Without the argument, the call itself would set the default, and a script could not set another one.
         lambda: multiprocessing.get_start_method(allow_none=True),
         lambda name: multiprocessing.set_start_method(name, force=True),
     ),

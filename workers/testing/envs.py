@@ -95,8 +95,7 @@ class PlainAdapter(Adapter):
 
     def load_state_dict(self, state: Any) -> None:
         """Put back what `state_dict` returned."""
-        load = getattr(self.env, "load_state_dict", super().load_state_dict)
-        load(state)
+        getattr(self.env, "load_state_dict", super().load_state_dict)(state)
 
 
 register(PlainEnv, PlainAdapter)

@@ -190,8 +190,11 @@ class FaultyEnv(CountingEnv):
     ) -> list[Any]:
         """Begin the next episode, or break."""
         observation = super().reset(seed, options)
-        is_due = self.episode >= self._fault_episode
-        return self._break("reset", observation) if is_due else observation
+        return (
+            self._break("reset", observation)
+            if self.episode >= self._fault_episode
+            else observation
+        )
 
     def step(self, action: list[Any]) -> StepValues:
         """Count one step, or break."""

@@ -51,9 +51,11 @@ class EpisodeSums:
             LeafSpec(return_key(leaf.key), leaf.shape, _sum_dtype(leaf.dtype))
             for leaf in rewards
         ]
-        length = LeafSpec((_ROOT, "length"), (*shape, 1), "int64")
-        seconds = LeafSpec((_ROOT, "time"), (*shape, 1), "float32")
-        self.leaves = (*returns, length, seconds)
+        self.leaves = (
+            *returns,
+            LeafSpec((_ROOT, "length"), (*shape, 1), "int64"),
+            LeafSpec((_ROOT, "time"), (*shape, 1), "float32"),
+        )
         self.roots = sorted({leaf.key[:-1] for leaf in self.leaves})
         self.values = [np.zeros(leaf.shape, leaf.dtype) for leaf in self.leaves]
         self._sums = [np.zeros(leaf.shape) for leaf in returns]
@@ -97,10 +99,8 @@ class EpisodeSums:
         for (total, value), given in zip(self._pairs, rewards, strict=False):
             try:
                 np.add(total, given, out=total)
-            except (
-                TypeError,
-                ValueError,
-            ):  # not a reward of this env: the block says so when it stores it
+            # It is no reward of this env, which the block reports when it stores it.
+            except (TypeError, ValueError):
                 continue
             value[...] = total
         self._length += 1
@@ -203,10 +203,4 @@ class EpisodeLeaves(Wrapping):
 
 
 def _sum_dtype(dtype: str) -> str:
-    return (
-        dtype
-        if np.dtype(dtype).kind == "f"
-        else "float64"
-        if np.dtype(dtype).kind == "c"
-        else "int64"
-    )
+    return {"f": dtype, "c": "float64"}.get(np.dtype(dtype).kind, "int64")

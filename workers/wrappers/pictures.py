@@ -57,7 +57,7 @@ class SmallPictures:
     def __call__(self, **kwargs: Any) -> Adapter:
         """Return the adapter of the env, with smaller pictures."""
         made = self.make_env(**kwargs)
-        # every family's constructor takes the env
+        # The constructor of each family takes the env.
         return PictureLeaves(
             made if isinstance(made, Adapter) else find_adapter(made)(made),  # type: ignore[call-arg]
             self.shrink,

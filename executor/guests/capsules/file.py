@@ -140,8 +140,7 @@ def _size_of(member: zipfile.ZipInfo) -> int:
 def _array(data: bytes, shape: Sequence[int], dtype: str) -> np.ndarray:
     if dtype not in _DTYPES or len(data) != math.prod(shape) * np.dtype(dtype).itemsize:
         raise ValueError(f"{len(data)} bytes for {dtype!r} {shape}")
-    kind = np.dtype(dtype)
-    return np.frombuffer(data, kind).reshape(shape).copy()
+    return np.frombuffer(data, dtype).reshape(shape).copy()
 
 
 def is_count(value: Any, least: int = 0, most: int = 2**63 - 1) -> bool:

@@ -105,9 +105,9 @@ class CapsuleWriter:
             env_id = None if env_id is None else env_id - first
         else:
             env_id, phase = fault["env_id"], fault["phase"]
-        if "capsule" in context and fault is None:  # it was declared before
-            return error
-        if env_id is None or phase not in ("step", "reset"):
+        # The journal is of steps and resets, and a loss that is declared again has its file already.
+        is_declared = fault is None and "capsule" in context
+        if is_declared or env_id is None or phase not in ("step", "reset"):
             return error
         failure = {
             "error": type(error).__name__,

@@ -411,30 +411,29 @@ class AsyncCollector(BatchIterator):
     def _collect(self) -> TensorDictBase:
         """Collect the next batch; it stays the next one until its rows are dropped."""
         with self._lane.entered():
-            return self._collect_rows()
+            self._charge("learner")
+            self._begin_idle()
+            while len(self._rows.full) < self.num_rows:
+                if self._is_closing:
+                    raise Closed(
+                        "collect failed: the AsyncCollector was closed meanwhile. Make a new one."
+                    )
+                try:
+                    self._turn()
+                except EnvherdError:
+                    self._is_reported |= (
+                        self._is_owed & ~self.env.engine.states.under_way
+                    )
+                    raise
+            data = self._rows.first(self.num_rows)
+            if self._is_flat:
+                data = data[:, 0]
+            self._charge("other")
+            return data
 
     def _collect_and_drop(self) -> TensorDictBase:
         data = self._collect()
         self._rows.drop(self.num_rows)
-        return data
-
-    def _collect_rows(self) -> TensorDictBase:
-        self._charge("learner")
-        self._begin_idle()
-        while len(self._rows.full) < self.num_rows:
-            if self._is_closing:
-                raise Closed(
-                    "collect failed: the AsyncCollector was closed meanwhile. Make a new one."
-                )
-            try:
-                self._turn()
-            except EnvherdError:
-                self._is_reported |= self._is_owed & ~self.env.engine.states.under_way
-                raise
-        data = self._rows.first(self.num_rows)
-        if self._is_flat:
-            data = data[:, 0]
-        self._charge("other")
         return data
 
     def _begin_idle(self) -> None:
@@ -602,7 +601,7 @@ class _Waits:
     def note(self, env_ids: np.ndarray) -> None:
         """Record that the policy is called for some envs now."""
         answered_ns = self._answered_ns[env_ids]
-        # Not of lost workers.
+        # A lost worker has not answered since the last send.
         waits = (
             time.perf_counter_ns() - answered_ns[answered_ns > self.sent_ns[env_ids]]
         )
@@ -637,7 +636,7 @@ class _Background:
         self._collect, self._num_ahead = weakref.WeakMethod(collect), num_ahead
         weakref.finalize(collect.__self__, self.begin_close).atexit = False
         dependents.add(self)
-        # With their numbers.
+        # Number and batch, or the error in its place.
         self._batches: deque[tuple[int, TensorDictBase | BaseException]] = deque()
         self._taken = -1  # number of the batch that is being handed out
         # Tokens are hints to look at the batches again. (An interrupt inside `Event.set` would keep its lock.)

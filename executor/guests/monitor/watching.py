@@ -113,8 +113,10 @@ class Watch:
         pairs = zip(
             self.workers, read_workers(self._words, self._blocks, now_ns), strict=True
         )
-        both = zip(pairs, self._gpus, strict=True)
-        self.workers = tuple(_between(*pair, self.span_s, gpu) for pair, gpu in both)
+        self.workers = tuple(
+            _between(*pair, self.span_s, gpu)
+            for pair, gpu in zip(pairs, self._gpus, strict=True)
+        )
         return self
 
     @property

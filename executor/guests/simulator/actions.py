@@ -92,7 +92,7 @@ def is_legal(leaf: LeafSpec, value: torch.Tensor, level: ActionCheck) -> bool:
         return False
     if isinstance(domain, Box) and level == "strict":
         bounds = (np.asarray(domain.low), np.asarray(domain.high))
-        # With a dimension: torch would round a bound without one to the dtype of the values.
+        # Torch rounds a bound without dimensions to the dtype of the values, so it gets one.
         low, high = (
             torch.as_tensor(bound, device=value.device).reshape(bound.shape or (1,))
             for bound in bounds

@@ -359,8 +359,9 @@ class SimulatorEngine(Calls):
         inputs, following = self.read_inputs(td), Leaves()
         kept = [value.clone() for value in inputs]
         root = self._rows.current(self.all_ids)
-        outcome = self.carry_out(op, inputs, self._taker(following))
-        self.sent = Sent(outcome, root, kept, following)
+        self.sent = Sent(
+            self.carry_out(op, inputs, self._taker(following)), root, kept, following
+        )
 
     def take_sent(self, *, with_root: bool) -> TensorDictBase:
         """Return the transition that was sent.

@@ -159,10 +159,10 @@ class Rows:
 
     def next_of(self, row: Row, rewards: Leaves, *, is_copy: bool) -> Leaves:
         """Return the leaves of a `next`, `[1, ...]` each: copies, or the simulator's own."""
-        leaves = [*row.observation, *rewards]
         # `stack` copies.
         handed = [
-            torch.stack((leaf,)) if is_copy else leaf.unsqueeze(0) for leaf in leaves
+            torch.stack((leaf,)) if is_copy else leaf.unsqueeze(0)
+            for leaf in (*row.observation, *rewards)
         ]
         return [*handed, *self._flag_leaves(row)]
 
@@ -177,8 +177,9 @@ class Rows:
 
     def root_over(self, leaves: Leaves) -> TensorDict:
         """Return the root batch that shares the leaves of a `next`."""
-        num_observations = len(self.present.observation)
-        return self._shells["root"].build([*leaves[:num_observations], *leaves[-3:]])
+        return self._shells["root"].build(
+            [*leaves[: len(self.present.observation)], *leaves[-3:]]
+        )
 
     def current(self, env_ids: np.ndarray) -> TensorDict:
         """Return the present root, batch `[k]` with k 0 or 1, in its own memory."""

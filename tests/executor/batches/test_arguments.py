@@ -572,7 +572,7 @@ def test_facades_refuse_options_of_another_type(path):
         )
 
 
-def test_nothing_to_receive(env):
+def test_recv_without_sent_envs_is_refused(env):
     env.reset()
     with pytest.raises(
         ValueError, match="recv failed: expected envs that were sent, got none"

@@ -28,9 +28,7 @@ def test_frames_of_more_than_2_gib():
 
 @pytest.mark.parametrize("few", [0, 8])
 @pytest.mark.parametrize("rows", [[0], [4], [0, 2, 3], [0, 1, 2, 3, 4]])
-def test_roots_after_resets_are_those_of_the_next_but_for_the_rows_that_were_reset(
-    monkeypatch, few, rows
-):
+def test_mended_roots_equal_next_except_for_reset_rows(monkeypatch, few, rows):
     monkeypatch.setattr(hand_out, "_FEW_ROWS", few)
     leaves = (
         LeafSpec(("a",), (2, 3), "int16"),

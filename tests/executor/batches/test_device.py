@@ -99,7 +99,7 @@ def test_a_batch_crosses_in_one_transfer(kind, moves, make_env):
                     assert ours[key].dtype == theirs[key].dtype
 
 
-def test_what_is_moved_are_the_right_bytes(kind):
+def test_moved_batches_have_the_right_bytes(kind):
     with kind(NUM_ENVS, AgentsEnv, seed=0) as env:
         td, batch = env.reset(), env._engine.batches.groups[0]
         td = env.step(env.rand_action(td))
@@ -191,9 +191,7 @@ def test_views_are_no_longer_views_on_a_device(kind):
 
 
 @on_devices
-def test_batches_that_were_made_in_inference_mode_can_be_used_outside_of_it(
-    kind, device
-):
+def test_batches_made_in_inference_mode_work_outside_of_it(kind, device):
     action = act_alone()
     with kind(NUM_ENVS, CountingEnv, seed=0, device=device) as env:
         with torch.inference_mode():
@@ -246,7 +244,7 @@ def collected(device, *, updates=True):
         return torch.cat(found, 0), collector.policy.streams
 
 
-def test_batches_that_do_not_cross_to_a_gpu_are_moved_as_torch_moves_them():
+def test_batches_that_need_no_staging_are_moved_by_torch():
     td = TensorDict({"a": torch.arange(3), "b": {"c": torch.ones(3, 2)}}, [3])
     assert to_device(td, "meta")["b", "c"].device == META
     assert (to_device(td, "cpu") == td).all()

@@ -81,7 +81,7 @@ def test_rows_that_are_too_large_for_records_are_those_of_index_arrays(
             np.testing.assert_array_equal(leaf, other)
 
 
-def test_what_was_gathered_is_memory_of_its_own(
+def test_gathered_rows_are_copies(
     drawn: tuple[np.ndarray, list[list[np.ndarray]]],
 ) -> None:
     buffer, sections = drawn

@@ -239,7 +239,7 @@ def test_a_number_that_its_dtype_cannot_hold_is_illegal(domain):
         )
 
 
-def test_a_missing_part_of_an_action_is_named_with_the_parts_that_are_there():
+def test_missing_action_leaf_is_named_with_those_present():
     leaves = [
         LeafSpec(("action", name), (), "int64", Discrete(2))
         for name in ("heat", "mode")
@@ -321,7 +321,7 @@ def test_a_mask_at_the_root_wins_and_nested_ones_count_together(given, expected)
     assert expected == (None if mask is None else mask.tolist())
 
 
-def test_a_mask_of_an_env_that_is_a_batch_has_a_bool_for_each_row():
+def test_reset_mask_of_a_batch_env_has_one_bool_per_row():
     mask = torch.tensor([[True, False], [False, False]])
     for given in (mask, mask[..., None]):
         found = reset_mask(TensorDict({"_reset": given}, [2]), (2, 2))

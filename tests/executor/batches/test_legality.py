@@ -149,7 +149,7 @@ def test_torch_decides_as_numpy_does_or_leaves_it_to_numpy(leaf, level, seed):
 
 @given(leaf=leaves(), seed=st.integers(0, 2**32))
 @settings(max_examples=500, deadline=None)
-def test_what_is_drawn_is_legal(leaf, seed):
+def test_drawn_actions_are_legal(leaf, seed):
     # Bounds of another dtype may lie between two values.
     assume(not isinstance(leaf.domain, Box) or leaf.domain.low.dtype == leaf.dtype)
     draw, check = drawer(leaf), check_for(leaf, "strict")
@@ -169,7 +169,7 @@ def test_a_bound_that_the_dtype_cannot_hold_is_not_rounded_for_torch():
     assert not is_legal(leaf, torch.from_numpy(above), "strict")
 
 
-def test_indices_of_a_wide_unsigned_dtype_are_drawn_each_below_its_own_bound():
+def test_uint64_indices_are_drawn_below_their_bounds():
     leaf = LeafSpec(("action",), (2, 2), "uint64", MultiDiscrete(((2, 100), (2, 100))))
     draw = drawer(leaf)
     assert draw is not None

@@ -181,7 +181,7 @@ WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-def test_what_a_caller_writes_to_a_batch_is_never_seen_again(env):
+def test_callers_writes_to_a_batch_are_in_no_later_batch(env):
     """A twin whose batches are not written to has the same data in every call."""
     rng = random.Random(0)
 
@@ -253,7 +253,7 @@ HOLDS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("hold", HOLDS)
 @pytest.mark.parametrize("key", ["picture", "depth", "place", "reward"])
-def test_a_frame_is_held_by_whatever_refers_to_its_memory(hold, key):
+def test_any_reference_to_its_memory_holds_a_frame(hold, key):
     with SerialEnv(NUM_ENVS, Pictures, seed=0) as env:
         root = env.reset()
         td, root = env.step_and_maybe_reset(act(env, root))
@@ -431,7 +431,7 @@ def assert_saved_as_held(leaves: Iterable[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("env_type", [Pictures, CountingEnv])
 @pytest.mark.parametrize("maker", ["2 workers", "serial", "general path"])
-def test_what_is_saved_is_what_is_held(maker, env_type):
+def test_saved_batch_has_only_its_own_bytes(maker, env_type):
     """Every batch can be saved, and a leaf of it takes the leaf's own bytes."""
     with MAKERS[maker](NUM_ENVS, env_type, seed=0) as env:
         root = env.reset()

@@ -120,7 +120,7 @@ def fill(buffer: np.ndarray, number: int) -> None:
         max_size=40,
     )
 )
-def test_what_is_held_is_never_written_to(steps):
+def test_held_memory_is_never_written_to(steps):
     memory = ReusedMemory(NBYTES, split)
     held: list[tuple[str, Any, torch.Tensor]] = []
     for number, (kind, index, dropped) in enumerate(steps, 1):
@@ -154,7 +154,7 @@ def test_what_is_held_is_never_written_to(steps):
 @pytest.mark.skipif(
     batch_memory._use_count is None, reason="this version of torch does not count"
 )
-def test_it_is_reused_once_nobody_holds_it():
+def test_memory_is_reused_once_no_batch_holds_it():
     memory = ReusedMemory(NBYTES, split)
     first = {memory.take()[1][0].data_ptr() for _ in range(20)}
     assert len(first) == batch_memory.ReusedMemory.NUM_BLOCKS
@@ -167,7 +167,7 @@ def test_it_is_reused_once_nobody_holds_it():
 @pytest.mark.skipif(
     batch_memory._use_count is None, reason="this version of torch does not count"
 )
-def test_what_was_moved_to_shared_memory_is_not_reused():
+def test_memory_moved_to_shared_memory_is_not_reused():
     memory = ReusedMemory(NBYTES, split)
     moved = {
         memory.take()[1][index % 4].share_memory_().data_ptr() for index in range(6)
@@ -192,7 +192,7 @@ def test_changes_of_a_tensor_end_with_it():
         leaves[3].data = torch.zeros(7)
 
 
-def test_without_the_count_it_is_always_new(monkeypatch):
+def test_memory_is_always_new_without_use_counts(monkeypatch):
     monkeypatch.setattr(batch_memory, "_use_count", None)
     memory = ReusedMemory(NBYTES, split)
     kept = [memory.take()[1] for _ in range(6)]
@@ -240,7 +240,7 @@ INFERENCE = [
 @pytest.mark.parametrize(
     ("make", "options"), [*INFERENCE, (SerialEnv, {"copy": False})]
 )
-def test_batches_that_were_made_in_inference_mode_can_be_used_outside_of_it(
+def test_batches_made_in_inference_mode_work_outside_of_it(
     make, options, is_made_inside
 ):
     with torch.inference_mode(is_made_inside):

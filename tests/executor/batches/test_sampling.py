@@ -93,7 +93,7 @@ def test_actions_of_some_envs_are_drawn_for_these(factories):
             root = env.current()
 
 
-def test_where_nothing_is_allowed_action_0_is_drawn():
+def test_action_0_is_drawn_if_the_mask_allows_none():
     with SerialEnv(1, lambda: Masked(allows_none=True), seed=0) as env:
         assert not env.rollout(5)["action"].any()
 
@@ -123,7 +123,7 @@ def test_the_same_seed_draws_the_same(seed):
 
 
 @pytest.mark.parametrize("env_ids", [[0, 2], [1], [2, 0, 1], None])
-def test_unlike_envs_get_their_actions_in_whatever_batch(env_ids):
+def test_unlike_envs_get_their_actions_in_any_batch(env_ids):
     with SerialEnv(3, [Masked, lambda: Masked(4), Masked], seed=0) as env:
         env.reset()
         td = env.rand_action(env.current(env_ids))

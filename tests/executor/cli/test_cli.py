@@ -400,7 +400,7 @@ OUTCOMES: list[Any] = [
 
 
 @pytest.mark.parametrize(("command", "code", "stream", "texts"), OUTCOMES)
-def test_a_command_has_an_exit_code_and_texts_and_leaves_no_file_if_it_fails(
+def test_failed_command_has_exit_code_and_message_and_leaves_no_file(
     folder, command, code, stream, texts
 ):
     result = CliRunner().invoke(app, shlex.split(command), env={"COLUMNS": "200"})

@@ -158,7 +158,7 @@ def test_table_says_when_no_episode_has_ended():
     assert "mean return" not in text
 
 
-def test_many_agents_are_cut_in_the_table_and_all_there_in_the_json():
+def test_table_cuts_many_agents_and_json_has_all():
     many = found(num_agents=20)
     text = printed(many)
     assert "player_15 15.00" in text

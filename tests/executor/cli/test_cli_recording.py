@@ -166,7 +166,7 @@ EVIL = """
         ),
     ],
 )
-def test_what_a_stored_rollout_names_is_not_run(
+def test_names_in_a_stored_rollout_are_not_called(
     tmp_path, monkeypatch, stored, facts, named
 ):
     (tmp_path / "evil.py").write_text(
@@ -330,7 +330,7 @@ def test_an_agents_view_can_be_filmed(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_film_shows_the_world_and_what_each_player_sees_with_the_returns(tmp_path):
+def test_film_shows_the_world_each_players_view_and_the_returns(tmp_path):
     import imageio_ffmpeg
     from PIL import Image
 
@@ -376,9 +376,7 @@ def test_a_film_shows_the_world_and_what_each_player_sees_with_the_returns(tmp_p
 
 @needs("gymnasium")
 @pytest.mark.slow
-def test_what_an_env_renders_at_the_end_of_an_episode_is_in_the_film(
-    tmp_path, monkeypatch
-):
+def test_film_has_the_last_picture_of_an_episode(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(
         media,

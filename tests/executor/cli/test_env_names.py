@@ -165,7 +165,7 @@ def test_names_are_listed():
 
 @needs("gymnasium", "cli")
 @pytest.mark.slow
-def test_a_family_that_is_not_installed_is_named_only_if_it_is_asked_for(monkeypatch):
+def test_missing_family_is_named_only_if_requested(monkeypatch):
     from typer.testing import CliRunner
 
     from envherd.executor.cli.app import app

@@ -100,7 +100,7 @@ def test_frames_are_reduced_to_what_fits_a_tile(shape, expected):
     "frame",
     [np.zeros((4, 4, 3)), np.zeros((4, 4, 2), np.uint8), np.zeros((0, 4, 3), np.uint8)],
 )
-def test_what_is_no_frame_is_refused(frame):
+def test_values_that_are_no_frame_are_refused(frame):
     with pytest.raises(MediaError, match=r"expected uint8 \[H, W, 3\]"):
         reduced(frame)
 
@@ -150,7 +150,7 @@ def test_small_frames_are_enlarged_by_a_whole_factor_without_smoothing():
 
 
 @pytest.mark.slow
-def test_a_contact_sheet_has_a_row_for_each_env_and_a_column_for_each_moment(tmp_path):
+def test_contact_sheet_has_envs_as_rows_and_moments_as_columns(tmp_path):
     path = tmp_path / "sheet.png"
     assert pictures_of(moving(num_envs=3, num_moments=9), png=path).write(
         "three envs"

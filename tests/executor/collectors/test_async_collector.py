@@ -189,7 +189,7 @@ def steps_of(batches: list[Any]) -> dict[int, list[tuple[int, int, int]]]:
 
 @pytest.mark.parametrize("layout", ["rows", "flat"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_an_interrupt_of_a_send_leaves_no_step_without_its_root_and_action(
+def test_interrupted_send_leaves_no_step_without_root_and_action(
     when, layout, monkeypatch
 ):
     with ParallelEnv(N, MakeEnv, num_workers=2, seed=3) as env:
@@ -378,7 +378,7 @@ class Versioned(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize("in_background", [0, 1])
 @pytest.mark.parametrize("layout", ["rows", "flat"])
-def test_the_steps_of_an_env_are_those_of_a_serial_executor_with_the_same_versions(
+def test_async_steps_equal_those_of_a_serial_executor_with_equal_versions(
     layout, in_background
 ):
     """Each env's data depend only on the seed and the versions that acted, whichever env was ready first."""
@@ -636,7 +636,7 @@ def test_an_env_that_hangs_is_given_up_while_others_answer(tmp_path, deadline_s)
 
 
 @pytest.mark.slow
-def test_what_has_ended_by_itself_is_not_cut_by_a_loss_after_it(tmp_path):
+def test_ended_episode_is_not_truncated_by_a_later_loss(tmp_path):
     flag = str(tmp_path / "raised")
     make = functools.partial(
         FaultyEnv, "value_error", step=1, episode=1, flag=flag, length=LENGTH
@@ -675,7 +675,7 @@ def test_an_executor_that_is_the_callers_is_left_without_a_command():
 
 
 @pytest.mark.slow
-def test_a_step_that_fails_while_it_is_closed_is_no_error_of_the_close():
+def test_close_does_not_raise_the_error_of_a_step_that_fails_meanwhile():
     with ParallelEnv(
         1, functools.partial(FaultyEnv, "value_error", step=4), num_workers=1
     ) as env:
@@ -727,7 +727,7 @@ def test_a_collector_that_is_dropped_frees_its_thread_and_its_env(
     assert gone() is None
 
 
-def test_who_waits_for_a_batch_hears_of_the_close():
+def test_close_ends_a_wait_for_a_batch():
     data = TensorDict()
     background = _Background(data.clone, 1, set())
     background.begin_close()

@@ -141,7 +141,7 @@ def test_every_batch_begins_with_a_reset_if_asked(env):
         assert (collector.collect()["observation"][:, 0, 1] == 0).all()
 
 
-def test_it_closes_what_is_its_own():
+def test_collector_closes_its_executor():
     env = SerialEnv(2, CountingEnv)
     with Collector(env, frames_per_batch=2) as collector:
         collector.collect()
@@ -156,7 +156,7 @@ def test_it_goes_on_after_an_env_has_raised():
             list(collector)
 
 
-def test_what_is_no_tensordict_is_refused(env):
+def test_results_that_are_no_tensordict_are_refused(env):
     collector = Collector(
         env, lambda td: td["observation"], frames_per_batch=3, close_env=False
     )
@@ -178,7 +178,7 @@ def test_a_policy_is_called_itself(env, holding):
     assert holding.num_calls == 2
 
 
-def test_what_cannot_be_copied_stays_and_is_named(holding, caplog):
+def test_policy_that_cannot_be_copied_is_used_itself_and_named(holding, caplog):
     placed = Placed(holding, "meta")
     (message,) = caplog.messages
     assert re.search(
@@ -195,7 +195,7 @@ def test_a_policy_may_say_so_itself(caplog):
     assert "copyable = False" in caplog.text
 
 
-def test_what_was_compiled_in_place_is_not_copied_without_that(caplog):
+def test_module_compiled_in_place_is_not_copied(caplog):
     net = nn.Sequential(nn.Linear(2, 2))
     net[0].compile(backend="eager")
     assert Placed(net, "meta").policy is net
@@ -237,7 +237,7 @@ def test_the_data_goes_to_the_policy():
     assert seen == [torch.device("meta")]
 
 
-def test_what_a_policy_overwrites_comes_back_too():
+def test_leaves_that_a_policy_overwrites_are_in_the_batch():
     def policy(td):
         td["hidden"] = td["hidden"] + 1
         return td.set("action", torch.ones(2))
@@ -253,7 +253,7 @@ def test_what_a_policy_overwrites_comes_back_too():
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_what_a_policy_changes_in_place_comes_back_too(monkeypatch, mode):
+def test_policys_changes_in_place_are_in_the_batch(monkeypatch, mode):
     # As for another device.
     monkeypatch.setattr(TensorDict, "to", lambda td, *_, **__: td.clone())
 
@@ -357,7 +357,9 @@ def test_state_begins_anew_with_every_episode_if_primed(env):
     "make", [SerialEnv, functools.partial(ParallelEnv, num_workers=2)]
 )
 @pytest.mark.parametrize("culprit", ["env", "policy", "action"])
-def test_after_an_error_it_is_that_of_where_the_envs_are(make, culprit, tmp_path):
+def test_recurrent_state_after_an_error_belongs_to_the_envs_episode(
+    make, culprit, tmp_path
+):
     """The state counts the steps of the episode, as the envs do."""
     primer = TensorDict({"hidden": torch.zeros(NUM_ENVS, 2)}, [NUM_ENVS])
     calls = []
@@ -397,7 +399,7 @@ def test_after_an_error_it_is_that_of_where_the_envs_are(make, culprit, tmp_path
     assert resumed[0] == (0 if culprit == "env" else 7)
 
 
-def test_steps_let_it_pass_too(env):
+def test_steps_pass_recurrent_state_on(env):
     td = env.reset()
     for step in range(1, 8):
         td, root = env.step_and_maybe_reset(recurrent(td))

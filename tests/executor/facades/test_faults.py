@@ -253,7 +253,7 @@ def assert_works(driver: Driver) -> None:
 
 
 @each
-def test_what_cannot_be_started_is_refused(kind: Any, tmp_path: Any) -> None:
+def test_failures_of_a_start_are_raised(kind: Any, tmp_path: Any) -> None:
     def start(*makes: Any) -> None:
         with contextlib.closing(kind([*makes])) as driver:
             driver.reset()

@@ -29,7 +29,7 @@ def assert_same(ours, theirs):
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("name", MAKES)
 @pytest.mark.parametrize("facade", FACADES)
-def test_of_steps_and_infos(facade, name, mode):
+def test_steps_and_infos_equal_gymnasiums(facade, name, mode):
     make_envs = [MAKES[name]] * NUM_ENVS
     ours = FACADES[facade](make_envs, autoreset_mode=mode)
     theirs = gymnasium.vector.SyncVectorEnv(make_envs, autoreset_mode=mode)
@@ -64,7 +64,7 @@ def test_of_steps_and_infos(facade, name, mode):
 
 
 @pytest.mark.parametrize("facade", FACADES)
-def test_a_last_observation_is_the_true_one_though_the_env_reuses_its_array(facade):
+def test_final_observation_is_copied_before_the_env_reuses_its_array(facade):
     envs = FACADES[facade]([Reusing] * 2, autoreset_mode="SameStep")
     envs.reset()
     for _ in range(2):
@@ -109,7 +109,7 @@ def test_an_env_may_be_stepped_before_any_reset(facade):
 
 
 @pytest.mark.parametrize("facade", FACADES)
-def test_copies_are_the_callers_own_and_views_last_as_long_as_the_ring(facade):
+def test_copies_stay_and_views_last_for_ring_frames_steps(facade):
     actions = np.zeros(2, np.int64)
     envs = FACADES[facade]([Horizon] * 2)
     first, _ = envs.reset()

@@ -48,7 +48,7 @@ def make(request):
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_what_an_env_raises_is_of_its_own_type_and_ours(make, name):
+def test_exception_of_an_env_has_its_type_and_ours(make, name):
     envs = make()
     envs.reset()
     envs.set_attr("fails", ["", name, ""])
@@ -96,7 +96,7 @@ def test_an_ended_env_is_not_stepped_in_disabled_mode(make):
             envs.step(ACTIONS)
 
 
-def test_what_envs_raise_is_reported_once_and_nothing_else():
+def test_exceptions_of_envs_are_reported_once():
     envs = AsyncVectorEnv([Failing] * 3, num_workers=2)
     envs.reset()
     envs.set_attr("fails", ["", "odd", "odd"])
@@ -252,7 +252,7 @@ def kill(envs, env_id):
 
 @pytest.mark.broken_pool
 @pytest.mark.slow
-def test_a_step_that_one_worker_did_not_survive_has_been_made_by_the_others():
+def test_other_workers_complete_the_step_in_which_one_died():
     envs = AsyncVectorEnv([Failing] * 3, num_workers=3)
     envs.reset()
     kill(envs, 1)
@@ -268,7 +268,7 @@ def test_a_step_that_one_worker_did_not_survive_has_been_made_by_the_others():
 
 @pytest.mark.broken_pool
 @pytest.mark.slow
-def test_a_wait_for_others_than_a_lost_worker_runs_out_of_time_too():
+def test_wait_for_other_workers_than_the_lost_one_times_out():
     envs = AsyncVectorEnv(
         [Slow] * 3, num_workers=3, options=ExecutorOptions(on_worker_loss="restart")
     )

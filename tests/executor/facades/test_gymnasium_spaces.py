@@ -300,7 +300,7 @@ def test_gymnasium_makes_lists_of_infos(facade):
     theirs.close()
 
 
-def test_what_is_defined_here_comes_home_as_itself(facade):
+def test_objects_defined_in_the_script_return_as_themselves(facade):
     class Local(Echo):
         def __init__(self):
             super().__init__(SPACES["small"])

@@ -123,7 +123,7 @@ def test_without_pictures_there_is_a_warning(make):
 
 
 @BOTH
-def test_what_is_handed_out_is_the_callers_own(sampled):
+def test_returned_arrays_are_copies(sampled):
     kept = [(sampled.reset(), None)]
     for _ in range(9):
         obs, rewards, dones, infos = sampled.step(ZEROS)
@@ -275,7 +275,7 @@ def test_errors_name_sb3s_calls(make):
 
 
 @BOTH
-def test_what_an_env_raises_in_a_reset_is_of_its_type(make):
+def test_exception_of_a_reset_keeps_its_type(make):
     env = make([Refusing] * 2)
     env.reset()
     env.set_options({"is_refused": True})

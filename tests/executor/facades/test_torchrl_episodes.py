@@ -189,7 +189,7 @@ def plain(td: TensorDictBase, *key: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_they_are_what_torchrls_transforms_count(family: str) -> None:
+def test_episode_statistics_equal_torchrls_transforms(family: str) -> None:
     counted = TransformedEnv(
         herd(2, FAMILIES[family], options=ON),
         Compose(RewardSum(), StepCounter(step_count_key="steps")),
@@ -212,7 +212,7 @@ def test_they_are_what_torchrls_transforms_count(family: str) -> None:
     assert dtypes == [torch.float32, torch.int64, torch.float32]
 
 
-def test_they_are_those_of_the_executor() -> None:
+def test_episode_statistics_equal_the_executors() -> None:
     with (
         NativeParallelEnv(
             2, [Walk, functools.partial(Walk, 4)], num_workers=1, options=ON, seed=0

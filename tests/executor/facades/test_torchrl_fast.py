@@ -115,7 +115,7 @@ def test_both_ways_return_the_same(make: Callable[[], EnvBase], device: Any) -> 
         assert {*made} == {Op.STEP, Op.STEP_RESET}
 
 
-def test_what_is_not_plain_takes_the_general_way() -> None:
+def test_steps_that_are_not_plain_use_the_general_flow() -> None:
     with started(cartpole, is_fast=True) as (env, made):
         root = env.rand_action(env.reset())
         made.clear()

@@ -162,7 +162,7 @@ class Misshapen(own.CountingEnv):
         return out
 
 
-def test_wrong_shapes_are_named_and_kill_nobody():
+def test_wrong_shapes_are_named_and_lose_no_worker():
     env = ParallelEnv(2, Misshapen, num_processes=2)
     try:
         td = env.step(env.reset().set("action", torch.ones(2, 1, dtype=torch.int8)))
@@ -231,7 +231,7 @@ class OnlyOne(own.CountingEnv):
         )
 
 
-def test_workers_are_no_forks_of_the_caller_and_may_be_one_to_an_env(monkeypatch):
+def test_workers_are_not_forked_and_may_be_one_per_env(monkeypatch):
     """A CUDA context with its threads and locks is not forked, with any start method."""
     monkeypatch.setattr(torch, "a_mark_of_the_caller", True, raising=False)
     with started(2, OnlyOne, mp_start_method="fork", num_processes=2) as env:
@@ -295,7 +295,7 @@ class Sleeper(own.CountingEnv):
 
 
 @pytest.mark.broken_pool
-def test_warnings_are_seen_and_whatever_is_asked_of_envs_has_a_deadline(capfd):
+def test_warnings_are_shown_and_calls_of_envs_have_a_deadline(capfd):
     calls = (
         lambda env: env.set_seed(7),
         lambda env: env.level,
@@ -319,7 +319,7 @@ def test_warnings_are_seen_and_whatever_is_asked_of_envs_has_a_deadline(capfd):
 # ---- what the machine has -------------------------------------------------------------------------
 
 
-def test_executors_side_by_side_do_not_meet_and_take_few_descriptors_and_no_files():
+def test_several_executors_share_nothing_and_use_few_descriptors():
     before = shm_names(), set(os.listdir("/proc/self/fd"))
     with (
         started(16, lambda: GymEnv("CartPole-v1"), num_processes=2) as first,
@@ -362,7 +362,7 @@ def test_options_without_a_place_in_torchrl_are_refused_before_anything_is_start
 
 
 @needs("meltingpot")
-def test_pictures_that_nobody_wants_stay_in_the_worker():
+def test_unrequested_pictures_stay_in_the_worker():
     def lean() -> EnvBase:
         return TransformedEnv(MeltingpotEnv(SUBSTRATE), ExcludeTransform("RGB"))
 
@@ -397,7 +397,7 @@ env.close()
 
 @pytest.mark.full
 @pytest.mark.parametrize("flags", [["-"], ["-i"]])
-def test_what_is_typed_has_no_file_and_works(flags):
+def test_code_typed_at_a_prompt_works(flags):
     command = [sys.executable, "-W", "ignore", *flags]
     done = subprocess.run(
         command, input=CELLS, capture_output=True, text=True, timeout=150, check=False

@@ -139,9 +139,7 @@ def test_no_env_is_built_here_and_threads_stay(tmp_path: Any) -> None:
     assert torch.get_num_threads() == num_threads
 
 
-def test_threads_that_are_asked_for_are_this_process_s_until_the_env_is_closed() -> (
-    None
-):
+def test_requested_threads_are_set_until_the_env_is_closed() -> None:
     num_threads = torch.get_num_threads()
     with started(
         2, own.CountingEnv, num_processes=1, num_threads=num_threads + 2
@@ -324,7 +322,7 @@ def test_state_given_to_reset_is_honoured() -> None:
         assert env.reset(state, set_state=True)["th"].tolist() == [0.5, -0.5]
 
 
-def test_what_is_no_factory_is_refused_at_once() -> None:
+def test_values_that_are_no_factory_are_refused_at_once() -> None:
     with pytest.raises(FactoryError, match="lambda: CountingEnv"):
         ParallelEnv(2, own.CountingEnv())
     arguments: list[dict[str, Any]] = [

@@ -158,7 +158,7 @@ def test_transforms_say_whether_they_may_live_in_a_worker() -> None:
 
 
 @pytest.mark.slow
-def test_what_programs_read_is_there() -> None:
+def test_attributes_of_torchrls_parallel_env_exist() -> None:
     env = ParallelEnv(2, own.CountingEnv, num_processes=1)
     try:
         assert (env._single_task, env._use_buffers, env._mp_start_method) == (

@@ -214,7 +214,7 @@ def test_only_a_lost_env_ends_its_lease_and_no_other(call, kind, text, is_lost):
 # ---- leases -------------------------------------------------------------------------------------
 
 
-def test_threads_and_loops_use_a_pool_at_once_and_are_served_in_order():
+def test_threads_and_loops_share_a_pool_first_come_first_served():
     async def in_task(one, number, order):
         async with one.lease() as env:
             order += (await env.echo(number))[0]
@@ -322,7 +322,7 @@ def lease_in_fork(pool, env):
     pool.close()
 
 
-def test_a_closed_pool_a_fork_and_a_lease_that_is_not_entered_answer(pool):
+def test_closed_pool_fork_and_unentered_lease_raise_closed(pool):
     lease = pool.lease()
     with pytest.raises(Closed, match="expected a lease that was entered"):
         lease.step()
@@ -342,7 +342,7 @@ def test_a_closed_pool_a_fork_and_a_lease_that_is_not_entered_answer(pool):
 @pytest.mark.parametrize(
     "on_return", ["keep", "rebuild", World.reset, World.hang, World.die, World.fail]
 )
-def test_what_is_done_between_leases(on_return, caplog):
+def test_on_return_between_leases(on_return, caplog):
     with (
         LeasePool(World, 1, 0.5, on_return=on_return) as pool,
         caplog.at_level("WARNING", "envherd"),

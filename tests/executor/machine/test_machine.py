@@ -139,7 +139,7 @@ def test_a_group_outside_of_the_namespace_is_read_at_the_mount(tmp_path):
     assert read_cgroup(tree(tmp_path, files)).cpu_quota == 0.5
 
 
-def test_v1_is_read_where_v2_is_mounted_beside_it(tmp_path):
+def test_cgroup_v1_is_read_where_v2_is_also_mounted(tmp_path):
     files = {**DOCKER, "sys/fs/cgroup/unified/cpu.max": "100 100000\n"}
     files["proc/self/mountinfo"] += (
         "40 23 0:26 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n"

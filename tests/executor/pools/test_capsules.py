@@ -127,7 +127,7 @@ def _options(folder, **options):
     return ExecutorOptions(capsules=folder / "crashes", **options)
 
 
-def test_nothing_is_planned_without_the_option():
+def test_slab_has_no_journal_without_capsules():
     with SerialEnv(2, CountingEnv) as env:
         assert env._pool.watcher is None
         assert env._pool.plan.sparse_nbytes == 0
@@ -384,7 +384,7 @@ def test_each_env_that_raises_has_a_capsule(tmp_path, make):
             env.rollout(5, act)
 
 
-def test_only_so_many_files_are_written(tmp_path):
+def test_at_most_max_files_capsules_are_written(tmp_path):
     options = ExecutorOptions(capsules=Capsules(tmp_path / "crashes", max_files=2))
     with SerialEnv(
         1, FaultyEnv, env_kwargs={"fault": "value_error"}, options=options
@@ -418,7 +418,7 @@ def test_a_file_is_never_replaced_and_a_failed_write_hides_nothing(tmp_path):
 @pytest.mark.parametrize(
     "make", [SerialEnv, pytest.param(TWO_WORKERS, marks=pytest.mark.slow)]
 )
-def test_of_a_long_episode_the_latest_actions_are_kept(tmp_path, make):
+def test_journal_keeps_the_latest_actions_of_a_long_episode(tmp_path, make):
     options = ExecutorOptions(
         capsules=Capsules(tmp_path / "crashes", journal_bytes=5 * 8)
     )
@@ -434,7 +434,7 @@ def test_of_a_long_episode_the_latest_actions_are_kept(tmp_path, make):
     assert "lacks its first actions" in again.stderr
 
 
-def test_an_env_whose_rows_were_reset_one_by_one_is_not_run_again(tmp_path):
+def test_episode_with_partial_resets_cannot_be_replayed(tmp_path):
     make = NamedFactory("gymnasium_vec", "CartPole-v1", num_rows=2)
     with SerialEnv(1, make, seed=1, options=_options(tmp_path)) as env:
         random_steps(env, 60)
@@ -504,7 +504,7 @@ def test_seeds_and_options_of_the_reset_are_kept(tmp_path, make):
     assert again.exit_code == 0, again.output
 
 
-def test_what_a_capsule_lacks_is_listed(tmp_path):
+def test_missing_parts_of_a_capsule_are_listed(tmp_path):
     kwargs = {"fault": "value_error", "flag": None}
     make = functools.partial(FaultyEnv, **kwargs)
     assert reference_of(make) == {"env": FAULTY, "kwargs": kwargs}
@@ -637,7 +637,7 @@ class Evil:
         {"env": None},
     ],
 )
-def test_what_a_capsule_names_is_not_run(tmp_path, monkeypatch, stored, facts):
+def test_names_in_a_capsule_are_not_called(tmp_path, monkeypatch, stored, facts):
     (tmp_path / "evil.py").write_text(
         textwrap.dedent(EVIL.format(mark=str(tmp_path / "ran")))
     )
@@ -650,7 +650,7 @@ def test_what_a_capsule_names_is_not_run(tmp_path, monkeypatch, stored, facts):
 
 
 @pytest.mark.slow
-def test_a_named_env_is_run_without_trust_and_without_modules_of_the_current_folder(
+def test_capsule_of_a_named_env_needs_no_trust_and_imports_nothing_local(
     tmp_path, stored
 ):
     path = stored(pickle.dumps(Evil(str(tmp_path / "ran"))))
@@ -759,7 +759,7 @@ def data_of(members, **changes):
     return memory.getvalue()
 
 
-def test_what_an_archive_says_of_itself_is_refused_in_one_way(tmp_path, stored):
+def test_archives_with_wrong_headers_are_refused(tmp_path, stored):
     path = stored()
     with zipfile.ZipFile(path) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
@@ -778,7 +778,7 @@ def test_what_an_archive_says_of_itself_is_refused_in_one_way(tmp_path, stored):
         )
 
 
-def test_what_a_file_says_of_a_factory_never_names_another_env():
+def test_factory_in_a_file_never_names_another_env():
     kinds = [
         NamedFactory,
         *(family.factory for family in FAMILIES.values() if family.factory),
@@ -867,7 +867,7 @@ def test_it_stops_in_the_debugger_and_films(tmp_path):
 
 @pytest.mark.slow
 @needs("media")
-def test_it_films_the_episode(tmp_path, stored):
+def test_replay_records_a_film(tmp_path, stored):
     filmed = replay(stored(), "--record", tmp_path / "film.mp4")
     assert filmed.exit_code == 3, filmed.output
     assert (tmp_path / "film.mp4").stat().st_size > 1000

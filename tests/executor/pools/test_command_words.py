@@ -43,7 +43,7 @@ def test_rows_are_read_after_the_numbers_of_answers(words):
     assert len(words.seen) == 2
 
 
-def test_an_interrupt_of_a_loss_never_leaves_an_answer_that_no_worker_gave(words):
+def test_interrupted_loss_leaves_no_invented_answer(words):
     """Workers have answered env 1 only. The loss is interrupted before each of its bytecodes, then not at all."""
     number, was_interrupted = 0, True
     while was_interrupted:

@@ -94,7 +94,7 @@ def test_a_step_that_hangs_behind_a_reset_without_a_limit_is_noticed():
             env.recv(1)
 
 
-def test_what_the_workers_did_is_counted():
+def test_steps_in_threads_are_counted():
     with ParallelEnv(N, CountingEnv, num_workers=1, options=OPTIONS) as env:
         data = env.rollout(20, act, break_when_any_done=False)
         env.send(act(env.reset()))

@@ -137,7 +137,7 @@ NO_FACTORIES = {
 
 @both
 @pytest.mark.parametrize("name", NO_FACTORIES)
-def test_what_is_no_factory_is_refused_by_name(make, name):
+def test_values_that_are_no_factory_are_refused_by_name(make, name):
     build, text = NO_FACTORIES[name]
     with pytest.raises(FactoryError, match=text):
         make(1 if name == "what captured an env" else 2, build())
@@ -198,7 +198,7 @@ def capturing(what):
 @pytest.mark.parametrize(
     "what", ["closure", "nested", "attribute", "partial", "keyword", "method"]
 )
-def test_what_cannot_be_pickled_is_named(what):
+def test_unpicklable_captures_are_named(what):
     factory, variable = capturing(what)
     message = message_of(ParallelEnv, factory)
     assert f"captured the variable `{variable}`" in message

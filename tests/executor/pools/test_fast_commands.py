@@ -226,7 +226,7 @@ def test_ids_that_are_not_plain_are_left_to_python(ids):
 
 
 @pytest.mark.parametrize("num_envs", [3, 64, 65, 200])
-def test_those_that_have_waited_longest_come_first(num_envs):
+def test_first_returns_envs_in_the_order_of_their_commands(num_envs):
     side, room = Side(num_envs, 1, in_c=True), np.zeros(num_envs, np.int64)
     numbers = np.arange(num_envs) * 37 % 101 // 7  # some are equal
     for number in range(1, 20):
@@ -331,7 +331,7 @@ def test_memory_that_does_not_fit_is_refused(name, wrong, error, monkeypatch):
         module.Caller({key: value for key, value in facts.items() if key != name})
 
 
-def test_it_keeps_its_memory_and_lets_go_of_it():
+def test_native_caller_references_its_arrays_until_freed():
     side = Side(2, 1, in_c=True)
     arrays = [
         *(getattr(side.words, name) for name in NAMES),

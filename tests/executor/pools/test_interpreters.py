@@ -149,7 +149,7 @@ def test_arguments_arrive_as_data(python):
 
 @pytest.mark.broken_pool
 @pytest.mark.usefixtures("module")
-def test_such_a_worker_is_replaced(python):
+def test_lost_worker_of_another_interpreter_is_replaced(python):
     options = ExecutorOptions(on_worker_loss="restart")
     with ParallelEnv(
         2, InPython(python, "drift_module:make"), num_workers=2, options=options
@@ -209,7 +209,9 @@ def test_faults_of_its_factories_are_reported(python, target, error, match):
         ParallelEnv(2, InPython(python, target), num_workers=1)
 
 
-def test_it_ends_with_its_owner(python, script_host, tmp_path):
+def test_worker_of_another_interpreter_ends_with_its_owner(
+    python, script_host, tmp_path
+):
     (tmp_path / "drift_module.py").write_text(MODULE)
     script = tmp_path / "script.py"
     script.write_text(
@@ -228,7 +230,7 @@ def test_it_ends_with_its_owner(python, script_host, tmp_path):
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
-def test_what_is_no_interpreter_or_target_is_refused(python, tmp_path):
+def test_wrong_interpreters_and_targets_are_refused(python, tmp_path):
     for arguments, match in (
         (
             ("/no/such/python", "a:b"),
@@ -295,7 +297,7 @@ def test_an_interpreter_that_cannot_run_workers_is_refused_with_the_remedy(
     ],
 )
 @pytest.mark.usefixtures("module")
-def test_what_an_interpreter_prints_itself_is_no_obstacle(python, code, monkeypatch):
+def test_output_of_an_interpreter_at_its_start_is_ignored(python, code, monkeypatch):
     (packages,) = Path(python).parents[1].glob("lib/python*/site-packages")
     site = packages / "sitecustomize.py"
     site.write_text(code)
@@ -308,7 +310,7 @@ def test_what_an_interpreter_prints_itself_is_no_obstacle(python, code, monkeypa
 
 
 @pytest.mark.usefixtures("module")
-def test_it_is_built_by_its_interpreter_alone(python):
+def test_factory_of_another_interpreter_is_refused_in_this_one(python):
     make = InPython(python, "drift_module:make")
     for build in (lambda: SerialEnv(1, make), lambda: ParallelEnv(1, lambda: make())):  # noqa: PLW0108
         with pytest.raises(

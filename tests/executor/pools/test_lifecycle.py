@@ -80,7 +80,7 @@ def test_an_import_that_hangs_in_the_helper_has_the_deadline_of_building(
 
 
 @pytest.mark.slow
-def test_an_alarm_of_the_program_while_the_helper_imports_is_not_its_deadline(hanging):
+def test_alarm_handler_during_imports_is_not_taken_for_the_deadline(hanging):
     kwargs, pid_file = hanging
     options = ExecutorOptions(build_timeout_s=30.0, **kwargs)
 
@@ -124,7 +124,7 @@ def test_a_helper_that_hangs_up_and_ends_late_is_a_lost_worker(monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_answer_of_the_helper_is_taken_although_this_process_was_stopped_until_its_deadline():
+def test_helpers_answer_counts_after_a_stop_beyond_its_deadline():
     zygote = Helper(ExecutorOptions(), [])
     zygote.wait_ready()
     try:
@@ -166,7 +166,7 @@ def test_ctrl_c_while_modules_are_imported_leaves_nothing(hanging):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start_method", ["zygote", "spawn"])
-def test_a_worker_that_is_asked_for_its_stack_before_it_can_answer_lives(start_method):
+def test_early_stack_request_does_not_kill_a_worker(start_method):
     options = ExecutorOptions(start_method=start_method)
     zygote = Helper(options, [])
     zygote.wait_ready()
@@ -291,9 +291,7 @@ while env.engine.pool.words.has_answered().all() and not env.statistics().env_st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step_s", [0, 0.01, 60])
-def test_a_program_that_ends_while_a_thread_is_in_a_call_reports_no_loss(
-    step_s, script_host, tmp_path
-):
+def test_exit_during_a_threads_call_reports_no_loss(step_s, script_host, tmp_path):
     """The thread gets `Closed`, and nothing is logged."""
     script = tmp_path / "ends.py"
     script.write_text(_ENDS_IN_A_CALL)

@@ -143,7 +143,7 @@ def test_a_worker_that_ends_by_itself_is_reported_with_its_output(fault):
 
 
 @pytest.mark.broken_pool
-def test_an_env_that_hangs_is_killed_with_its_stack_and_one_that_raises_is_not():
+def test_hanging_env_is_killed_with_its_stack_and_raising_env_is_not():
     faults = [
         {"fault": "value_error", "step": 2},
         {"fault": "sleep", "step": 1, "episode": 1},
@@ -207,7 +207,7 @@ def test_an_interrupt_does_not_lose_the_end_of_a_worker(monkeypatch):
         assert worker.exit_code() == -signal.SIGKILL
 
 
-def test_what_it_does_not_have_is_refused():
+def test_portable_pool_refuses_branch():
     with portable(2, CountingEnv) as env:
         root = env.reset()
         with pytest.raises(
@@ -236,7 +236,7 @@ def test_a_saved_state_continues_in_all_envs_and_another_executor():
 
 
 @pytest.mark.broken_pool
-def test_a_worker_obeys_signals_that_its_owner_ignores_and_is_killed_first_for_memory():
+def test_worker_obeys_signals_that_its_owner_ignores_and_has_higher_oom_score():
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         with portable(1, CountingEnv, num_workers=1) as env:
@@ -328,9 +328,7 @@ env.close()
 """
 
 
-def test_a_script_without_a_guard_that_starts_processes_itself_ends_with_one_clear_error(
-    script_host, tmp_path
-):
+def test_script_without_main_guard_ends_with_one_clear_error(script_host, tmp_path):
     """The spawned process runs the script again; it starts no workers, and the script continues."""
     script = tmp_path / "unguarded.py"
     script.write_text(_UNGUARDED)
@@ -372,7 +370,7 @@ PARTS = (
 )
 
 
-def test_a_program_works_without_what_another_system_lacks_and_where_parts_of_linux_are_missing():
+def test_program_works_where_parts_of_linux_are_missing():
     command = [
         sys.executable,
         "-m",

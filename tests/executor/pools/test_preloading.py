@@ -62,7 +62,7 @@ def test_closing_an_executor_ends_its_background_processes_and_no_others(is_fork
     assert not is_there(background)
 
 
-def test_it_lasts_as_long_as_who_uses_it():
+def test_helper_lives_until_its_last_user_closes():
     with preloaded("wave"):
         env = ParallelEnv(1, Seeing)
         helper = env.call("helper")[0]

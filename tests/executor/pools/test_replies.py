@@ -25,7 +25,7 @@ def about(outcome):
 
 
 @pytest.mark.parametrize("asked", [[], [2], [3, 0], [0, 1, 2, 3]])
-def test_reports_are_handed_out_for_the_envs_asked_for_and_losses_always(asked):
+def test_reports_are_returned_for_the_given_envs_and_losses_always(asked):
     outcome = reported()
     given = outcome.hand_out(np.array(asked, np.int64))
     assert about(given) == [sorted(asked)] * 3
@@ -33,7 +33,7 @@ def test_reports_are_handed_out_for_the_envs_asked_for_and_losses_always(asked):
     assert (list(given.losses), outcome.losses) == ([1], {})
 
 
-def test_what_is_reported_later_does_not_reach_what_was_handed_out():
+def test_later_reports_do_not_change_returned_ones():
     outcome = reported()
     given = outcome.hand_out(np.arange(4))
     outcome.take({"kind": "infos", "env_id": 0, "is_new": True})

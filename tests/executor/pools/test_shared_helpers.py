@@ -132,7 +132,7 @@ def test_an_executor_whose_helper_would_be_another_has_another(change):
         assert helper_of(options=ExecutorOptions(**change)) != helper
 
 
-def test_what_a_process_inherits_is_that_of_the_executor():
+def test_helper_is_shared_only_with_equal_surroundings():
     """Not that of the executor before it."""
 
     def body():
@@ -174,7 +174,7 @@ def test_at_most_one_helper_is_kept():
     assert is_running(second)
 
 
-def test_it_ends_by_itself_and_the_next_executor_has_another(monkeypatch):
+def test_idle_helper_ends_and_the_next_executor_starts_another(monkeypatch):
     monkeypatch.setattr(zygote, "IDLE_S", 0.3)
     helper = helper_of()
     wait_for(lambda: not is_running(helper))
@@ -214,7 +214,7 @@ def test_a_helper_that_was_killed_under_two_executors_leaves_both_at_work():
 
 
 @pytest.mark.broken_pool
-def test_a_lost_worker_is_replaced_from_a_helper_whose_other_executor_was_closed():
+def test_shared_helper_replaces_workers_after_another_executor_closed():
     with ParallelEnv(
         1, Seeing, options=ExecutorOptions(on_worker_loss="restart")
     ) as env:
@@ -238,7 +238,7 @@ def test_two_threads_that_start_at_once_share_a_helper():
     assert len(set(found)) == 1
 
 
-def test_ctrl_c_in_a_start_leaves_the_other_start_that_waits_for_the_same_imports(
+def test_interrupted_start_does_not_stop_another_that_shares_its_helper(
     tmp_path, monkeypatch
 ):
     (tmp_path / "module_that_waits.py").write_text(

@@ -153,7 +153,7 @@ def seen(tmp_path_factory):
         ("script", True),
     ],
 )
-def test_a_row_of_the_table(seen, what, expected):
+def test_worker_has_the_scripts_surroundings(seen, what, expected):
     values = [one[what] for one in seen["first"] + seen["replaced"]]
     assert values == [expected] * 4
 
@@ -558,7 +558,7 @@ PROGRAMS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_programs(tmp_path, name):
+def test_ways_to_start_a_script(tmp_path, name):
     files, command, expected = PROGRAMS[name]
     for file, text in {**files, "worlds.py": WORLDS}.items():
         (tmp_path / file).parent.mkdir(exist_ok=True)

@@ -199,7 +199,7 @@ def test_factories_and_envs_know_which_worker_they_are_in(env_threads):
         assert [one["env_id"] for one in env.call("ask")] == [None, None, 12]
 
 
-def test_a_serial_env_tells_its_envs_where_they_are_while_it_builds_them():
+def test_serial_env_has_worker_info_while_it_builds():
     with SerialEnv(2, Place) as env:
         assert [one["env_id"] for one in env.get("worker")] == [0, 1]
         assert env.get("worker")[0]["num_workers"] == 0
@@ -242,7 +242,7 @@ class OnePerProcess(CountingEnv):
             raise RuntimeError("this API is in use")
 
 
-def test_a_second_env_that_fails_in_a_process_is_advised_to_be_alone():
+def test_failure_of_second_env_in_a_process_advises_one_per_worker():
     with pytest.raises(
         envherd.FactoryError,
         match=r"built env 0 in this process: .*ExecutorOptions\(alone=True\)",

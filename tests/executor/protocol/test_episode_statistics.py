@@ -132,7 +132,7 @@ def test_a_state_that_is_loaded_goes_on_with_its_statistics():
 
 
 @pytest.mark.slow
-def test_infos_and_text_stay_beside_them():
+def test_infos_and_text_stay_next_to_episode_statistics():
     options = ExecutorOptions(episode_statistics=True, infos={"lives": int})
     with made("parallel", 2, functools.partial(TextEnv, 4), options=options) as env:
         data = env.rollout(6, act, break_when_any_done=False)

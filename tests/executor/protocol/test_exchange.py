@@ -54,7 +54,7 @@ def test_different_tasks_are_received_with_their_own_leaves(make):
         assert not any(key in td[0] for key in ("observation", "action"))
 
 
-def test_wake_ups_that_nobody_waited_for_do_not_pile_up():
+def test_unawaited_wake_ups_do_not_accumulate():
     with ParallelEnv(4, ENDLESS, num_workers=2) as env:
         env.reset()
         for _ in range(50):
@@ -187,7 +187,7 @@ def test_the_reset_after_a_step_does_not_overwrite_its_root(make, ring_frames):
 
 
 @both
-def test_where_received_envs_are_is_the_same_at_once_and_later_and_after_writes(make):
+def test_current_is_equal_right_after_recv_and_later_and_after_writes(make):
     """`current` right after `recv` shares the received leaves; later calls, and calls after a write, gather rows."""
     with make(4, functools.partial(CountingEnv, 5), seed=0) as env:
         root = env.reset()
@@ -233,7 +233,7 @@ def test_envs_are_where_a_state_that_was_loaded_has_them(make):
 @pytest.mark.parametrize(
     "as_written", [lambda ids: ids, lambda ids: ids.numpy(), np.from_dlpack]
 )
-def test_what_was_received_is_of_the_past_after_other_commands_and_after_writes_to_its_ids(
+def test_current_gathers_rows_anew_after_other_commands_and_writes_to_ids(
     make, as_written
 ):
     with make(3, functools.partial(CountingEnv, 100), seed=0) as env:
@@ -264,9 +264,7 @@ def test_what_was_received_is_of_the_past_after_other_commands_and_after_writes_
         ((2,), {"max_envs": 1}, "expected max_envs of at least 2"),
     ],
 )
-def test_a_receive_of_envs_that_were_not_sent_or_of_too_many_is_refused(
-    arguments, kwargs, message
-):
+def test_recv_refuses_envs_that_were_not_sent_and_too_many(arguments, kwargs, message):
     with SerialEnv(3, functools.partial(CountingEnv, 100), seed=0) as env:
         env.send(env.rand_action(env.reset())[:2], [0, 1])
         with pytest.raises(ValueError, match=message):
@@ -275,7 +273,7 @@ def test_a_receive_of_envs_that_were_not_sent_or_of_too_many_is_refused(
         assert env.recv(1, env_ids=[0])["env_ids"].tolist() == [0]
 
 
-def test_who_waits_for_some_envs_does_not_wait_for_others(tmp_path):
+def test_recv_of_some_envs_does_not_wait_for_others(tmp_path):
     gate = Gate(tmp_path)
     with ParallelEnv(
         2, [CountingEnv, functools.partial(HaltingEnv, gate, 1)], num_workers=2, seed=0
@@ -315,7 +313,7 @@ def test_the_caller_is_woken_once_for_all_that_it_waits_for(monkeypatch):
     assert sorted(counts)[len(counts) // 2] <= 1
 
 
-def test_who_waits_for_some_is_not_kept_by_what_others_answer():
+def test_recv_of_some_envs_ignores_answers_of_others():
     with ParallelEnv(4, SleepingEnv, num_workers=2, seed=0) as env:
         env.reset()
         for _ in range(3):
@@ -346,7 +344,7 @@ NO_IDS = r"expected env ids as integers, or as a bool mask of shape \(3,\)"
 
 
 @both
-def test_what_is_neither_ids_nor_a_mask_is_refused(make):
+def test_values_that_are_no_ids_or_mask_are_refused(make):
     no_ids = [[0.7], np.array([1.9]), torch.tensor([0.0]), [True, False], ["0"]]
     wrong = [*((ids, NO_IDS) for ids in (*no_ids, torch.ones(3, 1, dtype=torch.bool)))]
     wrong += [(ids, r"different env ids in 0\.\.2") for ids in ([3], [-1], [0, 0])]

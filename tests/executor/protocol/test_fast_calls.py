@@ -799,7 +799,7 @@ def test_answers_that_take_long_are_waited_for(env, slow):
 
 
 @pytest.mark.broken_pool
-def test_the_rows_of_a_worker_that_is_lost_after_it_answered_are_received(tmp_path):
+def test_recv_returns_rows_of_a_worker_lost_after_its_answer(tmp_path):
     with held_pair(Gate(tmp_path)) as env:
         env.reset()
         env.send(actions(0, 0))
@@ -833,7 +833,7 @@ def test_calls_during_a_call_are_refused(other, waiting, on_alarm, tmp_path):
     assert env.step(actions(0, 0))["next", "observation"][:, 1].tolist() == [2, 2]
 
 
-def test_a_handler_that_raises_in_a_step_leaves_envs_that_need_a_reset_and_in_a_receive_loses_nothing(
+def test_handler_that_raises_in_step_needs_reset_and_in_recv_loses_nothing(
     waiting, on_alarm, tmp_path
 ):
     env, name, call = waiting

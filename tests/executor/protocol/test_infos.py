@@ -115,7 +115,7 @@ class TellingOnce(Telling):
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_of_the_last_step_where_the_reset_after_it_raises(kind):
+def test_infos_of_a_step_whose_reset_raises(kind):
     with kind(NUM_ENVS, TellingOnce, options=ExecutorOptions(infos="plain")) as env:
         env.reset()
         for _ in range(2):
@@ -127,7 +127,7 @@ def test_of_the_last_step_where_the_reset_after_it_raises(kind):
 
 
 @pytest.mark.parametrize("is_sent", [False, True])
-def test_of_a_step_whose_reset_is_made_in_a_new_instance(is_sent):
+def test_infos_of_a_step_whose_reset_builds_a_new_instance(is_sent):
     """The first episode ends with the info of its last step, and the next one begins with that of its reset."""
     options = ExecutorOptions(infos="plain", on_env_error="interrupt")
     with ParallelEnv(NUM_ENVS, TellingOnce, num_workers=2, options=options) as env:
@@ -142,7 +142,7 @@ def test_of_a_step_whose_reset_is_made_in_a_new_instance(is_sent):
         assert env.infos("root") == [{"fresh": True, "options": None}] * NUM_ENVS
 
 
-def test_of_steps_and_resets(make):
+def test_infos_of_steps_and_resets(make):
     with make(infos="plain") as env:
         env.reset(options={"level": 2})
         assert (
@@ -159,7 +159,7 @@ def test_of_steps_and_resets(make):
         assert env.infos("root") == [{"fresh": True, "options": None}] * NUM_ENVS
 
 
-def test_of_a_rollout_they_are_those_of_its_latest_step(make):
+def test_infos_after_a_rollout_are_those_of_its_latest_step(make):
     seen = []
     with make(infos="plain") as env:
         env.reset()
@@ -188,7 +188,7 @@ def test_writes_to_them_change_no_later_ones(make):
         )
 
 
-def test_of_a_partial_reset(make):
+def test_infos_of_a_partial_reset(make):
     with make(infos="plain") as env:
         env.reset()
         env.step(actions())
@@ -199,7 +199,7 @@ def test_of_a_partial_reset(make):
         assert env.infos("root") == [{}, {"fresh": True, "options": None}, {}]
 
 
-def test_of_envs_received_one_by_one(make):
+def test_infos_of_envs_received_one_by_one(make):
     with make(infos="plain") as env:
         env.reset()
         env.send(actions())
@@ -208,7 +208,7 @@ def test_of_envs_received_one_by_one(make):
             assert env.infos()[env_id] == {"count": 1}
 
 
-def test_what_is_not_plain_is_left_out_or_pickled(make):
+def test_info_entries_that_are_not_plain_are_left_out_or_pickled(make):
     with make("object", infos="plain") as env:
         env.reset()
         env.step(actions())
@@ -222,9 +222,7 @@ def test_what_is_not_plain_is_left_out_or_pickled(make):
         )
 
 
-def test_an_info_that_is_too_large_for_its_row_is_logged_once_for_each_env(
-    make, caplog
-):
+def test_too_large_info_is_logged_once_per_env(make, caplog):
     with make("large", infos="plain") as env:
         env.reset()
         for _ in range(4):
@@ -240,7 +238,7 @@ def test_an_info_that_is_too_large_for_its_row_is_logged_once_for_each_env(
     ]
 
 
-def test_what_cannot_be_pickled_is_left_out_and_named_once(make, caplog):
+def test_unpicklable_info_entries_are_left_out_and_named_once(make, caplog):
     with make("lock", infos="pickle") as env:
         env.reset()
         env.step(actions())
@@ -267,7 +265,7 @@ def test_seeds_are_the_callers_alone_if_asked(make):
         ]
 
 
-def test_what_a_signal_handler_raises_while_an_info_is_unpacked_is_raised():
+def test_handler_that_raises_during_unpacking_of_an_info_is_raised():
     class TooLateError(Exception):
         pass
 
@@ -330,7 +328,7 @@ def various(env_id, num_resets, count):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("policy", ["plain", "pickle"])
-def test_they_are_the_envs_own_whatever_their_schema_and_the_call(kind, policy):  # noqa: C901  # a loop over calls
+def test_infos_equal_the_envs_for_random_schemas_and_calls(kind, policy):  # noqa: C901  # a loop over calls
     """Random calls; after each the infos are those of every env's latest command."""
     num_envs, rng = 4, np.random.default_rng(3)
     factories = [functools.partial(Various, env_id) for env_id in range(num_envs)]
@@ -526,7 +524,7 @@ def test_all_numbers():
         assert root["info", "level", "depth"].tolist() == [0.5] * NUM_ENVS
 
 
-def test_a_partial_reset_tells_of_its_own_rows():
+def test_partial_reset_updates_info_leaves_of_its_envs():
     with made(infos=("lives",)) as env:
         env.reset()
         env.step(actions())
@@ -536,7 +534,7 @@ def test_a_partial_reset_tells_of_its_own_rows():
         assert root["info", "lives"].tolist() == [3, 2, 3]
 
 
-def test_what_no_longer_fits_counts_as_not_given(caplog):
+def test_info_leaf_that_no_longer_fits_counts_as_missing(caplog):
     with made("changing", infos={"lives": int, "place": np.zeros(1)}) as env:
         data = env.rollout(3)["next", "info"]
     assert data["lives"][0].tolist() == [1, 0, 0]

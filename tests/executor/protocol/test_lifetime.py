@@ -86,7 +86,7 @@ def test_an_env_that_was_not_reset_is_not_stepped(make):
 
 
 @both
-def test_an_env_that_ended_is_not_stepped_and_nobody_is(make):
+def test_step_with_an_ended_env_steps_no_env(make):
     with make(
         2, [functools.partial(CountingEnv, 1), functools.partial(CountingEnv, 9)]
     ) as env:
@@ -230,7 +230,7 @@ def test_states_alone_can_be_loaded_and_refused_ones_load_nothing(make):
 
 
 @both
-def test_a_missing_attribute_harms_nobody(make):
+def test_missing_attribute_leaves_all_envs_usable(make):
     from envherd.executor import EnvError
 
     with make(2, CountingEnv) as env:
@@ -245,7 +245,7 @@ def test_a_missing_attribute_harms_nobody(make):
 
 
 @both
-def test_what_is_not_plain_does_not_cross(make):
+def test_values_that_are_not_plain_are_refused(make):
     from envherd.executor import EnvError
 
     with make(1, CountingEnv) as env, pytest.raises(EnvError, match='infos="pickle"'):
@@ -309,7 +309,7 @@ def test_the_caller_keeps_its_generators():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capture", ["capture", "inherit"])
-def test_what_workers_print(capture, capfd):
+def test_worker_output_is_captured_or_passed_on(capture, capfd):
     from tests.envs.counting_envs import ChattyEnv
 
     options = ExecutorOptions(worker_output=capture)

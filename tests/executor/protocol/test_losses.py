@@ -111,9 +111,7 @@ def test_an_env_that_the_last_step_ends_is_not_reset(way):
 
 
 class TestReplacing:
-    def test_a_send_that_is_broken_off_does_not_take_over_the_flags_of_an_earlier_loss(
-        self, monkeypatch
-    ):
+    def test_interrupted_send_does_not_keep_flags_of_an_earlier_loss(self, monkeypatch):
         with ParallelEnv(2, ENDLESS, num_workers=2, seed=0, options=RESTART) as env:
             env.reset()
             kill(env, 0)
@@ -137,7 +135,7 @@ class TestReplacing:
             assert flags(td, "interrupted") == [False, False]
             assert counters(td["next"]) == [1, 2]
 
-    def test_an_env_that_was_received_before_its_worker_was_lost_is_refused_and_shown_as_done(
+    def test_env_received_before_its_worker_was_lost_is_refused_and_done(
         self,
     ):
         with ParallelEnv(3, ENDLESS, num_workers=1, seed=0, options=RESTART) as env:
@@ -167,9 +165,7 @@ class TestReplacing:
                     serial.reset(seed=seeds)["observation"],
                 )
 
-    def test_a_worker_that_dies_in_a_reset_is_reset_with_the_same_arguments(
-        self, tmp_path
-    ):
+    def test_successor_repeats_the_reset_with_its_arguments(self, tmp_path):
         faulty = functools.partial(
             FaultyEnv, "kill", at="reset", episode=1, flag=str(tmp_path / "flag")
         )
@@ -277,7 +273,7 @@ class TestSuccessorsThatFail:
 
 
 class TestRefusals:
-    def test_what_a_refused_reset_was_given_is_not_used_later(self):
+    def test_refused_reset_forgets_seed_and_options(self):
         with (
             ParallelEnv(2, ENDLESS, num_workers=2, seed=0) as env,
             SerialEnv(2, ENDLESS, seed=0) as expected,
@@ -296,7 +292,7 @@ class TestRefusals:
             )
             assert not env.get("options", [0])[0]
 
-    def test_nor_what_a_reset_was_given_that_ctrl_c_broke_off(self, monkeypatch):
+    def test_interrupted_reset_forgets_seed_and_options(self, monkeypatch):
         with (
             ParallelEnv(2, ENDLESS, num_workers=2, seed=0) as env,
             SerialEnv(2, ENDLESS, seed=0) as expected,
@@ -387,7 +383,7 @@ class TestEnvsThatAreBatches:
             assert (root["observation"][1, :, 0] != 0).all()  # their seeds
 
     @pytest.mark.parametrize("call", ["step", "idle"])
-    def test_are_reset_whole_whatever_the_mask_says(self, call):
+    def test_restarted_batch_envs_are_reset_as_a_whole_with_any_mask(self, call):
         with ParallelEnv(2, PairEnv, num_workers=2, options=RESTART) as env:
             env.reset()
             env.step(act(env))
@@ -419,7 +415,7 @@ class TestEnvsThatAreBatches:
 
 class TestWhatTheCallerHears:
     @pytest.mark.parametrize("grace_s", [0.0, 0.4])
-    def test_a_loss_is_logged_at_once_and_raised_though_another_env_still_steps(
+    def test_loss_is_logged_at_once_and_raised_during_another_envs_step(
         self, tmp_path, caplog, grace_s
     ):
         gate = Gate(tmp_path)
@@ -449,7 +445,7 @@ class TestWhatTheCallerHears:
             env.send(act(env)[1:], [1])
             assert counters(env.recv()["next"]) == [1]
 
-    def test_of_a_loss_in_what_was_sent_the_others_stay_sent(self, tmp_path):
+    def test_envs_of_other_workers_stay_sent_after_a_loss(self, tmp_path):
         gate = Gate(tmp_path)
         with ParallelEnv(
             2, one_dies(gate), num_workers=2, options=ExecutorOptions(loss_grace_s=0.0)
@@ -554,7 +550,7 @@ class TestDeadlines:
             gate.open()
 
     @pytest.mark.parametrize("call", ["fused", "rollout", "sent"])
-    def test_a_reset_inside_a_step_has_its_own(self, tmp_path, call):
+    def test_reset_inside_a_step_has_reset_timeout(self, tmp_path, call):
         class Rests(CountingEnv):
             def reset(
                 self, seed: int | None, options: Mapping[str, Any] | None = None
@@ -678,7 +674,7 @@ def test_an_interrupted_row_has_the_last_true_text(tmp_path, way, when):
             assert row["next", "text"] == row["text"] is not None
 
 
-def test_the_root_of_an_env_whose_reset_was_answered_before_its_worker_died():
+def test_root_after_answered_reset_and_loss_is_that_of_the_earlier_reset():
     """Numbers and text are those of the earlier reset, which the caller has seen; the row is marked as ended."""
 
     class Dies(TextEnv):

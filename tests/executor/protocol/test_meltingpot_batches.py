@@ -79,7 +79,7 @@ def test_unlike_substrates_in_one_executor():
     assert [end.index(True) + 1 for end in ends] == [4, 3, 5]
 
 
-def test_a_scenario_whose_bots_are_not_there_is_refused_with_what_is_missing():
+def test_scenario_without_bots_names_what_is_missing():
     from meltingpot.configs import bots
 
     if Path(bots.MODELS_ROOT).exists():

@@ -155,7 +155,7 @@ def test_an_env_that_cannot_close_is_replaced(make: Any, fault: str) -> None:
         {"env_kwargs": {"size": threading.Lock()}},
     ],
 )
-def test_what_cannot_be_pickled_is_refused_before_anything_changes(call: Any) -> None:
+def test_unpicklable_factory_is_refused_before_anything_changes(call: Any) -> None:
     with TWO_WORKERS(4, env_kwargs=TASKS, **HOW) as env:
         env.reset()
         with pytest.raises(

@@ -239,7 +239,7 @@ class Unsaveable(CartPoleEnv):
         self.frames = (i for i in range(9))
 
 
-def test_an_env_that_cannot_be_saved_is_named_and_its_seeds_are_saved(caplog):
+def test_unsaveable_env_is_named_and_its_seeds_are_saved(caplog):
     with SerialEnv(2, Unsaveable, seed=0) as env:
         env.reset()
         for call in (env.save, functools.partial(env.state_dict, with_envs=True)):
@@ -483,7 +483,7 @@ def test_a_state_of_another_number_of_envs_is_refused_and_loads_nothing():
 
 @pytest.mark.slow
 @pytest.mark.broken_pool
-def test_a_worker_that_is_replaced_while_seeds_are_loaded_goes_on_with_them():
+def test_worker_replaced_during_load_uses_the_loaded_seeds():
     with SerialEnv(2, CountingEnv, seed=5) as env:
         env.rollout(10, act, break_when_any_done=False)
         state = env.state_dict(with_envs=False)

@@ -131,7 +131,7 @@ def test_a_missing_one_is_refused_before_any_env_is_stepped(sizes):
 
 
 @tasks
-def test_they_cannot_be_drawn(sizes):
+def test_side_actions_cannot_be_drawn(sizes):
     with SerialEnv(2, factories(sizes), seed=0) as env:
         td = env.reset()
         with pytest.raises(

@@ -181,7 +181,7 @@ def test_batches_of_different_shapes_are_refused(make, one, other):
 
 
 @both
-def test_a_mask_of_nothing_wakes_nobody(make):
+def test_empty_reset_mask_wakes_no_worker(make):
     with make(NUM_ENVS, long_env, seed=0) as env:
         env.step(act(env.reset()))
         numbers = env._pool.slab.words["command_seq"].copy()
@@ -226,7 +226,7 @@ REFUSED_RESETS: list[tuple[dict[str, Any], str]] = [
 
 
 @both
-def test_of_a_refused_reset_nothing_is_kept(make):
+def test_refused_reset_leaves_no_seed_behind(make):
     with (
         make(NUM_ENVS, long_env, seed=7) as env,
         make(NUM_ENVS, long_env, seed=7) as other,
@@ -244,7 +244,7 @@ def test_of_a_refused_reset_nothing_is_kept(make):
 
 
 @pytest.mark.slow
-def test_of_a_reset_with_an_argument_that_cannot_be_sent_nothing_is_kept():
+def test_reset_with_unpicklable_argument_leaves_no_seed_behind():
     with (
         ParallelEnv(2, long_env, num_workers=2, seed=7) as env,
         SerialEnv(2, long_env, seed=7) as other,
@@ -296,7 +296,7 @@ ILLEGAL = [
 
 
 @both
-def test_an_illegal_action_steps_nobody(make):
+def test_an_illegal_action_steps_no_env(make):
     with make(NUM_ENVS, long_env, seed=0) as env:
         root = env.reset()
         for action, message in ILLEGAL:
@@ -360,7 +360,7 @@ def test_random_actions_repeat_with_the_seed(make):
 
 @both
 @pytest.mark.parametrize("poison", [False, True])
-def test_views_are_valid_for_so_many_steps(make, poison):
+def test_views_are_valid_for_ring_frames_steps(make, poison):
     options = ExecutorOptions(ring_frames=3, poison=poison)
     with make(NUM_ENVS, long_env, seed=0, copy=False, options=options) as env:
         td, kept = env.reset(), []
@@ -376,7 +376,7 @@ def test_views_are_valid_for_so_many_steps(make, poison):
 
 @both
 @pytest.mark.parametrize("between", ["reset of all", "reset of one", "rollout"])
-def test_views_are_valid_for_so_many_steps_whatever_is_done_in_between(make, between):
+def test_views_are_valid_for_ring_frames_steps_and_other_commands(make, between):
     options = ExecutorOptions(ring_frames=2)
     with make(2, long_env, seed=0, copy=False, options=options) as env:
         env.reset()
@@ -396,7 +396,7 @@ def test_views_are_valid_for_so_many_steps_whatever_is_done_in_between(make, bet
             view, kept = shown, shown.clone()
 
 
-def test_those_sent_longest_ago_come_first():
+def test_recv_returns_envs_in_the_order_of_sends():
     with SerialEnv(NUM_ENVS, long_env, seed=0) as env:
         root = env.reset()
         for env_id in (2, 0, 1):

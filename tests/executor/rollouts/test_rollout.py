@@ -108,7 +108,7 @@ def test_it_goes_on_over_ends_and_never_mixes_episodes(make):
 
 
 @both
-def test_it_begins_with_a_reset_or_where_the_envs_are(make):
+def test_rollout_begins_with_a_reset_or_at_the_current_root(make):
     with make(2, long_env, seed=0) as env:
         assert env.rollout(3, ones)["observation"][:, 0, 1].tolist() == [0, 0]
         more = env.rollout(2, ones, auto_reset=False)
@@ -119,7 +119,7 @@ def test_it_begins_with_a_reset_or_where_the_envs_are(make):
 
 
 @both
-def test_what_else_the_policy_gives_is_kept(make):
+def test_other_outputs_of_the_policy_are_kept(make):
     def policy(td):
         ones(td)
         td["log_prob"] = td["observation"][:, 1].float() / 10
@@ -148,7 +148,7 @@ def test_ids_of_envs_are_no_data_of_the_policys(make):
 
 
 @both
-def test_a_policy_without_an_action_stops_nobody_for_long(make):
+def test_rollout_works_after_a_policy_without_action(make):
     with make(2, long_env, seed=0) as env:
         with pytest.raises(ActionError, match=r"expected a key \('action',\)"):
             env.rollout(3, lambda td: td)
@@ -253,7 +253,7 @@ def test_the_callback_is_given_next_and_what_the_policy_put_there(make):
 
 
 @both
-def test_nothing_is_sent_or_received_in_a_rollout(make):
+def test_send_and_recv_are_refused_in_a_rollout(make):
     with make(2, long_env, seed=0) as env:
         for forbidden in (
             lambda *_: env.recv(),
@@ -357,7 +357,7 @@ def test_later_rollouts_do_not_touch_earlier_data(make):
 
 
 @pytest.mark.slow
-def test_memory_that_nobody_holds_is_used_again():
+def test_unheld_rollout_memory_is_reused():
     with ParallelEnv(
         2, functools.partial(CountingEnv, 1_000, size=64), num_workers=2
     ) as env:
@@ -440,7 +440,7 @@ def test_workers_write_straight_into_an_out_that_an_earlier_rollout_returned():
 
 
 @both
-def test_a_part_of_a_rollout_is_filled_and_what_is_around_it_stays(make):
+def test_rollout_fills_only_its_slice_of_out(make):
     with make(3, long_env, seed=0) as env:
         whole = env.rollout(6, ones)
         kept = whole.clone()
@@ -602,7 +602,7 @@ def test_a_leaf_of_one_task_may_be_a_group_of_another(make, kinds):
 
 
 @both
-def test_text_comes_along(make):
+def test_rollout_has_text_observations(make):
     with make(2, TextEnv, seed=0) as env:
         data = env.rollout(4, break_when_any_done=False)
         key = next(leaf.key for leaf in env.observation_spec if leaf.is_side)

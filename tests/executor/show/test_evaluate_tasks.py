@@ -90,7 +90,7 @@ def test_no_episodes_have_no_rate():
     assert str(rate_of(0, 0)) == "undefined"
 
 
-def test_the_mean_over_tasks_is_that_of_their_means_however_many_episodes_they_have():
+def test_mean_over_tasks_weighs_tasks_equally():
     values = [np.array([1.0, 1.0, 1.0, 1.0]), np.array([4.0, 6.0])]
     found = interval_of(*values)
     assert (found.mean, found.num_episodes) == (3.0, 6)
@@ -287,7 +287,7 @@ def test_recurrent_state_begins_anew_with_each_episode():
         ] == expected
 
 
-def test_a_batch_of_envs_needs_the_first_state_of_a_policy_that_makes_its_own():
+def test_batch_env_refuses_policy_that_makes_its_first_state():
     def policy(td):
         td["next", "count"] = td.get("count", torch.zeros(len(td), 1)) + 1
         return press(td)
@@ -355,7 +355,7 @@ def test_an_error_of_the_policy_ends_the_run():
 
 @pytest.mark.slow
 @pytest.mark.broken_pool
-def test_an_error_of_the_policy_ends_a_run_in_which_an_env_hangs():
+def test_policy_error_ends_a_run_with_a_hanging_env():
     calls = []
 
     def policy(td):
@@ -482,7 +482,7 @@ def test_an_executor_goes_on_after_a_failure_that_interrupts_an_episode(
     assert found.num_episodes == 5
 
 
-def test_a_task_that_cannot_be_built_is_recorded_and_the_others_go_on():
+def test_task_that_cannot_be_built_is_recorded_and_others_continue():
     found = evaluate(press, {"broken": broken, **suite()}, 2, num_workers=2)
     assert [found[name].num_episodes for name in found.tasks] == [0, 2, 2, 2]
     assert all("no assets" in one.error for one in found["broken"].failures)

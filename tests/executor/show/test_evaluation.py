@@ -126,7 +126,7 @@ def test_one_policy_acts_for_several_groups_of_agents():
     assert found.lengths.tolist() == [3]
 
 
-def test_episode_i_is_the_first_one_of_env_i_with_any_number_of_workers():
+def test_evaluated_episodes_do_not_depend_on_the_number_of_workers():
     """Short episodes do not count more often, and the result does not depend on the workers."""
     found = [
         evaluate(None, DRAWN, 7, num_workers=workers, seed=4) for workers in (1, 2)

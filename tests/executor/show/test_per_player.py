@@ -79,7 +79,7 @@ def test_players_take_precedence_over_roles_and_roles_over_all_others(env):
     assert data["next", "agents", "reward"][0, 0].flatten().tolist() == [0.5, 2.0, 3.0]
 
 
-def test_a_policy_is_called_once_with_a_row_for_each_of_its_players(env):
+def test_policy_is_called_once_for_all_its_players(env):
     mine, other = Always(1), Always(2)
     env.rollout(3, PerPlayer({0: mine, 2: mine, "*": other}, env.spec))
     assert len(mine.calls) == len(other.calls) == 3
@@ -238,7 +238,7 @@ def test_names_without_a_spec():
         ({"*": None}, {}, "expected the spec of the envs or roles, got neither"),
     ],
 )
-def test_what_cannot_be_is_refused(policies, how, message):
+def test_impossible_arguments_are_refused(policies, how, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         PerPlayer(policies, **how)
 

@@ -93,7 +93,7 @@ def test_different_tasks_may_have_pictures_of_different_sizes(films, tmp_path):
 
 @needs("gymnasium")
 @pytest.mark.slow
-def test_what_gymnasium_draws_is_written_as_mp4(tmp_path):
+def test_gymnasiums_pictures_are_written_as_mp4(tmp_path):
     import gymnasium
     import imageio_ffmpeg
 
@@ -119,7 +119,7 @@ def test_what_gymnasium_draws_is_written_as_mp4(tmp_path):
     }
 
 
-def test_what_cannot_be_recorded_is_refused(tmp_path):
+def test_unrecordable_envs_are_refused(tmp_path):
     with SerialEnv(2, Team, seed=0) as env:
         for wrong, words in (
             ({"every": 0}, "every"),

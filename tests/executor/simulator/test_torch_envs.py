@@ -226,7 +226,7 @@ def write_everywhere(td: TensorDictBase) -> None:
 
 @pytest.mark.parametrize("writes", [False, True])
 @pytest.mark.parametrize("make_env", [simulators.Counter, simulators.SameStep])
-def test_rows_are_those_that_go_through_a_slab_whatever_the_caller_writes(
+def test_rows_equal_those_of_a_slab_after_any_writes_of_the_caller(
     make_env, writes, through_slab
 ):
     expected, kept = [], []

@@ -73,7 +73,7 @@ def test_a_probe_distinguishes_waiting_from_computing():
 
 @pytest.mark.slow
 @pytest.mark.broken_pool
-def test_a_probe_has_one_process_whatever_the_options_say():
+def test_probe_has_one_process_with_any_options():
     with pytest.raises(
         WorkerLost, match="step failed: worker 0 ended with exit code 7"
     ):
@@ -198,7 +198,7 @@ def test_an_affinity_is_kept(script_host, tmp_path):
     assert [one["num_workers"] for one in report["settings"]] == [0, 1]
 
 
-def test_what_cannot_be_sized_is_exit_code_2():
+def test_sizing_of_unusable_envs_has_exit_code_2():
     for arguments, expected_text in (
         (["gymnasium:CartPol-v1"], "Did you mean CartPole-v1"),
         (

@@ -112,7 +112,7 @@ def test_a_driver_goes_on_in_another_mode_from_where_the_envs_are():
 @pytest.mark.parametrize(
     "name", ["torchrl:torchrl.envs:PendulumEnv", "gymnasium_vec:CartPole-v1:3"]
 )
-def test_a_driver_steps_envs_that_take_their_state_and_envs_that_are_batches(name):
+def test_sizing_steps_envs_with_state_inputs_and_batch_envs(name):
     with ParallelEnv(2, name, num_workers=1, seed=0) as env:
         driver = Driver(env, 0.01)
         assert all(driver.turn(mode).steps >= 2 for mode in ("sync", "first-k"))

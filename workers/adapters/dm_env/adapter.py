@@ -1,6 +1,6 @@
 """dm_env: any `dm_env.Environment`, among them dm_control (suite, composer), raw dmlab2d and bsuite.
 
-Keys, shapes, dtypes: see `dm_env/specs.py`.
+Keys, shapes and dtypes are in `dm_env/specs.py`.
 
 Ends of episodes: LAST with a discount of 0 is `terminated`, LAST with a discount above
 0 is `truncated` (dm_control ends by its time limit with discount 1). Raw dmlab2d ends every episode with
@@ -77,7 +77,7 @@ class DmEnvAdapter(Adapter):
         options: Options = None,
         mask: Mask = None,  # noqa: ARG002
     ) -> list[Any]:
-        """Start a new episode; see `Adapter.reset`. The seed is for the generators that the env is known to keep.
+        """Start a new episode. The seed is for the generators that the env is known to keep.
 
         Raises:
             TypeError: any keyword: `dm_env.Environment.reset` takes none.
@@ -97,7 +97,7 @@ class DmEnvAdapter(Adapter):
         return self._flatten(timestep.observation)
 
     def step(self, action: list[Any]) -> StepValues:
-        """Make one transition; see `Adapter.step`.
+        """Make one transition.
 
         Raises:
             ResetNeeded: the env had ended or was never reset, and has begun a new episode by itself.

@@ -1,4 +1,4 @@
-"""Gymnasium: a single `gymnasium.Env`, with any space; see `adapters/gymnasium/spaces.py` for keys and values.
+"""Gymnasium: a single `gymnasium.Env`, with any space. `spaces.py` has its keys and values.
 
 Guarantees:
 - `step` is exactly one `env.step` and `reset` one `env.reset`; the adapter adds no wrapper, no passive checker and no
@@ -151,7 +151,7 @@ class GymnasiumAdapter(Adapter):
         return self._flatten(observation)
 
     def step(self, action: list[Any]) -> StepValues:
-        """Make one transition; see `Adapter.step`.
+        """Make one transition.
 
         Raises:
             SpecError: the env returned no five values, no number as reward, or no bool as a flag.
@@ -162,7 +162,7 @@ class GymnasiumAdapter(Adapter):
         )
 
     def env_call(self) -> EnvCall | None:
-        """Return what `step` does around `env.step`; see `Adapter.env_call`. None where `step` is another."""
+        """Return what `step` does around `env.step`; None where a subclass or the env's object has another `step`."""
         if (
             type(self).step is not GymnasiumAdapter.step
             or {"step", "_accept"} & vars(self).keys()
@@ -201,7 +201,7 @@ class GymnasiumAdapter(Adapter):
         return self.env.render() if self.env.render_mode == "rgb_array" else None
 
     def state_dict(self) -> Any:
-        """Return `env.state_dict()` of the env or of the outermost wrapper that has one; else see `Adapter`."""
+        """Return `env.state_dict()` of the env or of the outermost wrapper that has one; else the env's attributes."""
         save = _wrapper_attr(self.env, "state_dict")
         return save() if callable(save) else super().state_dict()
 

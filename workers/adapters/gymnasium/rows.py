@@ -31,7 +31,7 @@ def observations_of(num_rows: int) -> MakeLeaf:
         row = observation_leaf(space, key)
         if row.spec.is_side:
             return Leaf(row.spec, take=_for_each(row.take))
-        # only a Box of shape () is stored differently
+        # Of all spaces, only a Box of shape () is stored differently.
         take: Convert | None = (
             None if row.take is None else lambda value: np.asarray(value)[:, np.newaxis]
         )
@@ -66,11 +66,12 @@ def mosaic(frames: Any) -> Any:
     num_columns = math.ceil(math.sqrt(len(pictures)))
     num_lines = math.ceil(len(pictures) / num_columns)
     pictures += [np.zeros_like(pictures[0])] * (num_lines * num_columns - len(pictures))
-    lines = [
-        np.hstack(pictures[i * num_columns : (i + 1) * num_columns])
-        for i in range(num_lines)
-    ]
-    return np.vstack(lines)
+    return np.vstack(
+        [
+            np.hstack(pictures[i * num_columns : (i + 1) * num_columns])
+            for i in range(num_lines)
+        ]
+    )
 
 
 def _of_rows(row: Leaf, num_rows: int) -> Any:

@@ -17,7 +17,7 @@ Guarantees:
   the next step; a reset touches exactly its rows, and a vector env that touches others is refused.
 - `next` holds the last observation of an episode, never the first one of the next episode.
 - the env gets copies of the mask and of the caller's options.
-Gymnasium's `CartPoleVectorEnv` lacks partial resets; the adapter adds them (see `adapters/gymnasium/masks.py`).
+Gymnasium's `CartPoleVectorEnv` lacks partial resets; `masks.py` adds them.
 Refused, with the fix in the message: a vector env that does not declare its mode; one that is known to lose a reset or
 an observation (see `_refuse_unfit`).
 Does not check whether a third-party NEXT_STEP env cancels its own pending reset after a reset by mask.
@@ -147,7 +147,7 @@ class GymnasiumVectorAdapter(Adapter):
     def reset(
         self, seed: int | None, options: Options = None, mask: Mask = None
     ) -> list[Any]:
-        """Start new episodes in some rows; see `Adapter.reset`.
+        """Start new episodes in some rows; the others keep theirs.
 
         Args:
             seed: see the module.
@@ -220,7 +220,7 @@ class GymnasiumVectorAdapter(Adapter):
         return values
 
     def step(self, action: list[Any]) -> StepValues:
-        """Make one transition in every row; see `Adapter.step`.
+        """Make one transition in every row.
 
         Raises:
             ResetNeeded: a row has ended, or was never reset.

@@ -222,9 +222,6 @@ class MeltingPotAdapter(Adapter):
             (options.keys is None or name in options.keys) and name not in options.drop
         )
 
-    def _keeps_world(self, name: str) -> bool:
-        return self._options is None or self._options.world_rgb or name != _WORLD_RGB
-
     def _world_specs(self, observed: Mapping[str, Any]) -> dict[str, Any]:
         """Return the specs of the world views that are kept; a scenario hides its substrate's."""
         inner = self.env._substrate.observation_spec()[0] if self._is_scenario else {}  # noqa: SLF001  # no public way
@@ -236,7 +233,7 @@ class MeltingPotAdapter(Adapter):
         return {
             name: spec
             for name, spec in sorted(worlds.items())
-            if self._keeps_world(name)
+            if self._options is None or self._options.world_rgb or name != _WORLD_RGB
         }
 
 

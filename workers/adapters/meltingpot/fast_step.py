@@ -55,7 +55,7 @@ class Views:
         stacks: `players`, written again by each step and reset.
         players: what the players see: the stacks, and after a direct step for images the tuple of the players' arrays.
         worlds: name -> value (fresh memory).
-        reward: float64 `[P, 1]`, likewise written again.
+        reward: float64 `[P, 1]`, written again as the stacks are.
     """
 
     def __init__(

@@ -132,7 +132,7 @@ class _LazyPackage(ModuleType):
     """A package whose `__init__` has not run yet; `_LazyLoader` says what it will define."""
 
     def __getattr__(self, name: str) -> Any:
-        # Only reached for names that are not there yet.
+        # Python calls this only for names that are not there yet.
         spec = self.__spec__
         loader = None if spec is None else spec.loader
         if isinstance(loader, _LazyLoader) and not name.startswith("__"):

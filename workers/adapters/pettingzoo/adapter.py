@@ -1,4 +1,4 @@
-"""PettingZoo parallel envs behind the partial-reset protocol; see `pettingzoo/groups.py` for keys, shapes and dtypes.
+"""PettingZoo parallel envs behind the partial-reset protocol. `groups.py` has their keys, shapes and dtypes.
 
 Agents may leave and return. `mask` in a row marks the agents that act in the next step; the env gets only their
 actions. If the env returns nothing for an agent, its observation in the row is zeros and its reward 0.
@@ -100,7 +100,7 @@ class ParallelAdapter(Adapter):
         return self._row()
 
     def step(self, action: list[Any]) -> StepValues:
-        """Make one transition; see `Adapter.step`.
+        """Make one transition.
 
         Raises:
             ResetNeeded: no agent is left, or no episode has begun; the env was not touched.

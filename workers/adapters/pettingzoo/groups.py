@@ -319,13 +319,11 @@ def _check_partition(
     placed = [agent for names in groups.values() for agent in names]
     for agent in (*placed, *agents):
         if placed.count(agent) != 1 or agent not in agents:
-            got = (
-                "in none"
-                if agent not in placed
-                else "twice"
-                if agent in agents
-                else "which the env does not have"
-            )
+            got = "twice"
+            if agent not in placed:
+                got = "in none"
+            elif agent not in agents:
+                got = "which the env does not have"
             raise SpecError(
                 f"grouping the agents failed: expected each of {', '.join(map(str, agents))} in one group of the "
                 f"group_map, got {agent!r} {got}. Correct the group_map."

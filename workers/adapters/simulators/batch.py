@@ -71,7 +71,7 @@ class TorchBatchAdapter(Adapter):
     def reset(
         self, seed: int | None, options: Options = None, mask: Mask = None
     ) -> list[Any]:
-        """Start an episode in all rows, or in those in `mask` (the first reset is of all rows); see `Adapter.reset`.
+        """Start an episode in all rows, or in those in `mask` (the first reset is of all rows).
 
         Args:
             seed: seeds the simulator if all rows are reset, otherwise not used.
@@ -96,7 +96,7 @@ class TorchBatchAdapter(Adapter):
         return self._given(latest)
 
     def step(self, action: list[Any]) -> StepValues:
-        """Make one transition of all rows; see `Adapter.step`.
+        """Make one transition of all rows.
 
         Args:
             action: aligned with `spec.action`: the caller's tensors, or VIEWS of the slab.

@@ -125,7 +125,7 @@ class TorchRLAdapter(Adapter):
     def reset(
         self, seed: int | None, options: Options = None, mask: Mask = None
     ) -> list[Any]:
-        """Start an episode, or one for the rows in `mask` (the first reset is of all rows); see `Adapter.reset`.
+        """Start an episode, or one for the rows in `mask` (the first reset is of all rows).
 
         Returns:
             Values aligned with `spec.observation`: VIEWS of the env's tensors, floats for single floats.
@@ -154,7 +154,7 @@ class TorchRLAdapter(Adapter):
         return [read(root) for read in self._read_observation]
 
     def step(self, action: list[Any]) -> StepValues:
-        """Make one transition; see `Adapter.step`.
+        """Make one transition.
 
         Args:
             action: aligned with `spec.action` and `spec.state`; arrays become the env's. None for a state leaf means

@@ -105,7 +105,7 @@ class DirectWay:
         require(not checks_specs, "CHECK_SPEC_ENCODE is set")
 
     def step(self, action: list[Any]) -> StepValues:
-        """Make one transition; observation values are those of `observed`. See `Adapter.step`."""
+        """Make one transition; observation values are those of `observed`."""
         raise NotImplementedError
 
     def reset(self) -> list[Any]:
@@ -113,7 +113,7 @@ class DirectWay:
         raise NotImplementedError
 
     def env_call(self) -> EnvCall | None:
-        """Return how C steps the env itself; see `Adapter.env_call`."""
+        """Return how C steps the env itself; None if it must call `step`."""
         return None
 
     def follow(self, root: Any) -> None:

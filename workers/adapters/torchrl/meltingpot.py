@@ -1,4 +1,4 @@
-"""The direct way of `MeltingpotEnv` and `MeltingpotWrapper`; see `direct.py`.
+"""The direct way of `MeltingpotEnv` and `MeltingpotWrapper`. `direct.py` has its rules.
 
 Observations of the players are read as our own Melting Pot adapter reads them, at each step directly from dmlab2d if
 the substrate is as Melting Pot builds it (see `meltingpot/fast_step.py`). The count of steps for `max_steps` stays in

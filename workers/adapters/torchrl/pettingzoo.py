@@ -1,4 +1,4 @@
-"""The direct way of `PettingZooEnv` and `PettingZooWrapper` around parallel envs; see `direct.py`.
+"""The direct way of `PettingZooEnv` and `PettingZooWrapper` around parallel envs. `direct.py` has its rules.
 
 As in TorchRL, each step begins with zeros, which remain for agents that the env returned nothing for. The mask of an
 action spec, which `rand_action` of the TorchRL env reads, is written when its root is asked for.

@@ -1,4 +1,4 @@
-"""The direct way of a `TransformedEnv` around an env that has one; see `direct.py`.
+"""The direct way of a `TransformedEnv` around an env that has one. `direct.py` has its rules.
 
 The transforms run as TorchRL runs them, on fresh tensordicts; the env inside is stepped directly, and the root follows
 from `next` without TorchRL's reading of specs. Resets are TorchRL's own, and so are the steps that transforms make

@@ -172,8 +172,11 @@ class Graph:
             if module_name.partition(".")[0] in self.packages:
                 values = list(vars(module).values())
                 for value in values:  # grows: classes in classes
-                    is_new = isinstance(value, type) and value.__module__ == module_name
-                    if is_new and name_of(value) not in found:
+                    if (
+                        isinstance(value, type)
+                        and value.__module__ == module_name
+                        and name_of(value) not in found
+                    ):
                         found[name_of(value)] = value
                         values += vars(value).values()
         return found
@@ -260,9 +263,8 @@ def slots_of(cls: type) -> dict[str, Any]:
 
 def is_made_of_attributes(cls: type) -> bool:
     """Return whether the objects of a class consist of attributes and slots, so that C code holds nothing of them."""
-    pointer = np.dtype(np.intp).itemsize
-    # Also `__dict__` and weak references.
-    most = object.__basicsize__ + pointer * (2 + len(slots_of(cls)))
+    # Pointers: of the slots, of `__dict__` and of weak references.
+    most = object.__basicsize__ + (2 + len(slots_of(cls))) * np.dtype(np.intp).itemsize
     return (
         all(base.__flags__ & _HEAP_TYPE for base in cls.__mro__[:-1])
         and cls.__basicsize__ <= most

@@ -384,10 +384,6 @@ def _nothing(_: Reader, __: Any, ___: Any) -> None:
     """Fill an object that has attributes alone."""
 
 
-def _take_owner(writer: Writer, one: Any) -> Any:
-    return [writer.graph.paths[id(one)], name_of(type(one))]
-
-
 def _make_owner(reader: Reader, _: Any, content: Any) -> Any:
     """Return the object at a path, or a new one where the env holds none of this class now."""
     path, name = content
@@ -481,38 +477,24 @@ def _fill_deque(reader: Reader, one: Any, content: Any) -> None:
     collections.deque.__init__(one, map(reader.value, items), maxlen)
 
 
-def _take_deque(writer: Writer, one: Any) -> Any:
-    return [
-        one.maxlen,
-        [writer.value(item) for item in collections.deque.__iter__(one)],
-    ]
-
-
 def _fill_defaultdict(reader: Reader, one: Any, content: Any) -> None:
     factory, items = content
     collections.defaultdict.__init__(one, reader.value(factory))
     _KINDS["dict"].fill(reader, one, items)  # type: ignore[misc]
 
 
-def _take_defaultdict(writer: Writer, one: Any) -> Any:
-    return [writer.value(one.default_factory), _KINDS["dict"].take(writer, one)]
-
-
 def _make_array(reader: Reader, cls: Any, content: Any) -> np.ndarray:
     """Return an array, or a view of another one or of a simulator's."""
     if len(content) == 2:
         lender, packed = content
-        lent = reader.graph.lent
         return view_of(
-            lent[lender] if isinstance(lender, str) else reader.value(lender),
+            reader.graph.lent[lender]
+            if isinstance(lender, str)
+            else reader.value(lender),
             packed,
             cls,
         )
     return unpack(content, cls)
-
-
-def _take_objects(writer: Writer, one: Any) -> Any:
-    return [list(one.shape), [writer.value(item) for item in one.reshape(-1)]]
 
 
 def _make_objects(_: Reader, __: Any, content: Any) -> Any:
@@ -632,7 +614,11 @@ def _make_generator(reader: Reader, _: Any, content: Any) -> Any:
 
 #: Kind -> how it is written and made.
 _KINDS: dict[str, _Kind] = {
-    "owner": _Kind(take=_take_owner, make=_make_owner, fill=_nothing),
+    "owner": _Kind(
+        take=lambda writer, one: [writer.graph.paths[id(one)], name_of(type(one))],
+        make=_make_owner,
+        fill=_nothing,
+    ),
     "at": _Kind(
         take=lambda writer, one: [writer.graph.paths[id(one)], is_picture(one)],
         make=_make_at,
@@ -648,7 +634,14 @@ _KINDS: dict[str, _Kind] = {
         make=lambda _, __, content: unpack(content)[()],
         has=lambda cls: issubclass(cls, np.generic) and cls.__module__ == "numpy",
     ),
-    "objects": _Kind(take=_take_objects, make=_make_objects, fill=_fill_objects),
+    "objects": _Kind(
+        take=lambda writer, one: [
+            list(one.shape),
+            [writer.value(item) for item in one.reshape(-1)],
+        ],
+        make=_make_objects,
+        fill=_fill_objects,
+    ),
     "array": _Kind(
         take=lambda _, one: pack(one),
         make=_make_array,
@@ -687,7 +680,11 @@ _KINDS: dict[str, _Kind] = {
     ),
     "OrderedDict": _mapping(collections.OrderedDict),
     "defaultdict": _mapping(collections.defaultdict)._replace(
-        take=_take_defaultdict, fill=_fill_defaultdict
+        take=lambda writer, one: [
+            writer.value(one.default_factory),
+            _KINDS["dict"].take(writer, one),
+        ],
+        fill=_fill_defaultdict,
     ),
     "dict": _mapping(dict),
     "list": _container(
@@ -696,7 +693,12 @@ _KINDS: dict[str, _Kind] = {
     "set": _container(
         set, lambda reader, one, content: set.update(one, map(reader.key, content))
     ),
-    "deque": _container(collections.deque, _fill_deque)._replace(take=_take_deque),
+    "deque": _container(collections.deque, _fill_deque)._replace(
+        take=lambda writer, one: [
+            one.maxlen,
+            [writer.value(item) for item in collections.deque.__iter__(one)],
+        ]
+    ),
     "tuple": _fixed_items(tuple, Reader.value),
     "frozenset": _fixed_items(frozenset, Reader.key),
     "int": _number(int, int.__int__),

@@ -173,9 +173,12 @@ def _save_mujoco(data: Any) -> list[Any]:
         for name, array in _arrays(data).items()
         if array.dtype.kind == "f"
     }
-    # Tasks change targets and masses in it.
-    model = {name: pack(array) for name, array in _arrays(data.model).items()}
-    return [pack(state), computed, model]
+    return [
+        pack(state),
+        computed,
+        # Tasks change targets and masses in it.
+        {name: pack(array) for name, array in _arrays(data.model).items()},
+    ]
 
 
 def _read_mujoco(data: Any, saved: Any) -> Callable[[], None]:
@@ -211,7 +214,7 @@ def _read_mujoco(data: Any, saved: Any) -> Callable[[], None]:
 
 
 def _lent_by_mujoco(data: Any) -> dict[str, np.ndarray]:
-    # MuJoCo 2 had no model there: its states cannot be saved
+    # MuJoCo 2 had no model there, so its states cannot be saved.
     return {
         **_arrays(data),
         **{
