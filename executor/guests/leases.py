@@ -226,7 +226,7 @@ class Desk:
         while not (self.crew.is_closing or seat.is_over()):
             if self.crew.workers[slot_id].has_exited():
                 seat.over = with_sentence(
-                    worker_lost(self.crew.workers[slot_id], (slot_id,), "lease"), _OVER
+                    worker_lost(self.crew.workers[slot_id], "lease"), _OVER
                 )
             with contextlib.suppress(Empty):
                 self._answer(slot_id, seat, seat.calls.get(timeout=_LOOK_S))
@@ -341,7 +341,7 @@ class Desk:
                     f"{phase} failed: its lease has ended, or the pool was closed."
                 )
             if left_s <= 0:
-                raise worker_late(worker, (slot_id,), phase, timeout_s or 0.0)
+                raise worker_late(worker, phase, timeout_s or 0.0)
             worker.wait_for_any([worker], min(left_s, _LOOK_S))
 
 

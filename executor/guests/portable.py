@@ -42,6 +42,7 @@ from envherd.shm import platforms
 from envherd.shm.interrupts import ignoring_refusals, uninterrupted
 from envherd.shm.segment import Segment
 from envherd.shm.sync import Bell
+from envherd.workers.current import WorkerInfo
 from envherd.workers.guests.portable.entry import main
 from envherd.workers.guests.portable.socket_bells import SocketBell
 from envherd.workers.sending import surroundings
@@ -137,8 +138,7 @@ class PortableProcess(WorkerProcess):
     """A spawned worker process, seen from its owner; see `WorkerProcess`.
 
     Args:
-        worker_id: see `WorkerProcess`.
-        generation: see `WorkerProcess`.
+        info: see `WorkerProcess`.
 
     Attributes:
         sentinel: for `multiprocessing.connection.wait`: ready when the process has ended.
@@ -149,11 +149,11 @@ class PortableProcess(WorkerProcess):
     _log_path: str | None = None
     sentinel = -1
 
-    def __init__(self, worker_id: int, generation: int) -> None:
+    def __init__(self, info: WorkerInfo) -> None:
         with _start_lock:
             self._watched, self._watch = _CONTEXT.Pipe(duplex=False)
             _processes.add(self)
-        super().__init__(worker_id, generation)
+        super().__init__(info)
 
     def let_go(self) -> None:
         """Close the end of the pipe whose close ends the worker. Idempotent."""
@@ -299,8 +299,8 @@ class PortableCrew(Crew):
         """Refuse to start workers while the program is imported again."""
         refuse_at_import()
 
-    def _make_process(self, worker_id: int, generation: int) -> WorkerProcess:
-        return PortableProcess(worker_id, generation)
+    def _make_process(self, info: WorkerInfo) -> WorkerProcess:
+        return PortableProcess(info)
 
     def _start_process(self, worker: WorkerProcess, config: dict[str, Any]) -> None:
         assert isinstance(worker, PortableProcess)

@@ -127,8 +127,16 @@ class Crew:
                 "a preloaded module started threads: workers are exec'd instead of forked"
             )
 
-    def _make_process(self, worker_id: int, generation: int) -> WorkerProcess:
-        return WorkerProcess(worker_id, generation, self._zygote)
+    def _make_process(self, info: WorkerInfo) -> WorkerProcess:
+        return WorkerProcess(info, self._zygote)
+
+    def _info(self, worker_id: int, generation: int) -> WorkerInfo:
+        return WorkerInfo(
+            worker_id=worker_id,
+            generation=generation,
+            num_workers=len(self._variables),
+            env_ids=self.blueprint.blocks[worker_id],
+        )
 
     def _start_process(self, worker: WorkerProcess, config: dict[str, Any]) -> None:
         zygote = self._zygote
@@ -144,7 +152,7 @@ class Crew:
             WorkerLost: the system or the helper refuses a process or what it needs.
         """
         platforms.open_standard_descriptors()
-        process = self._make_process(worker_id, generation)
+        process = self._make_process(self._info(worker_id, generation))
         try:
             self._begin(process)
             return process
@@ -153,9 +161,7 @@ class Crew:
             process.release()
             # Not one that a signal handler has raised.
             if isinstance(error, OSError) and error.errno is not None:
-                raise not_started(
-                    process, self.blueprint.blocks[worker_id], error
-                ) from error.with_traceback(None)
+                raise not_started(process, error) from error.with_traceback(None)
             raise
 
     def _begin(self, process: WorkerProcess) -> None:
@@ -175,12 +181,7 @@ class Crew:
         self._start_process(process, config)
         process.gpu = self._gpus[index]
         build = messages.Build(
-            worker=WorkerInfo(
-                worker_id=worker_id,
-                generation=process.generation,
-                num_workers=len(self._variables),
-                env_ids=env_ids,
-            ),
+            worker=process.info,
             first_worker_id=numbering.first_worker_id,
             factories=tuple(self.blueprint.factories[i] for i in env_ids),
             env_kwargs=tuple(self.blueprint.env_kwargs[i] for i in env_ids),
@@ -297,21 +298,14 @@ class Crew:
         """
         source, zygote = self.workers[source_id], self._zygote
         assert zygote is not None
+        info = self._info(worker_id, self.workers[worker_id].generation + 1)
         with uninterrupted():
-            copy = WorkerProcess(
-                worker_id, self.workers[worker_id].generation + 1, zygote
-            )
+            copy = self._make_process(info)
             copies.append(copy)
         copy.gpu, copy.root_seed = source.gpu, self.root_seed
         self._num_forks += 1
         # No request has a negative number.
-        env_ids, number = self.blueprint.blocks[worker_id], -self._num_forks
-        info = WorkerInfo(
-            worker_id=worker_id,
-            generation=copy.generation,
-            num_workers=len(self._variables),
-            env_ids=env_ids,
-        )
+        number = -self._num_forks
         config = worker_config(self.options, worker_id)
         message = messages.Branch(worker=info, config=config, seed=seed, number=number)
 
@@ -321,7 +315,7 @@ class Crew:
                 source_id, "branch", self.options.build_timeout_s, number
             )
             if frame["why"]:
-                raise not_forked(source, self.blueprint.blocks[source_id], frame["why"])
+                raise not_forked(source, frame["why"])
             return zygote.adopt(frame["pid"], copy.log_fd)
 
         copy.start(fork)
@@ -388,14 +382,12 @@ class Crew:
             if not worker.wait_for_any(
                 [worker], None if end is None else end - time.monotonic()
             ):
-                raise worker_late(
-                    worker, self.blueprint.blocks[worker_id], phase, timeout_s or 0.0
-                )
+                raise worker_late(worker, phase, timeout_s or 0.0)
             # Asked first: what it wrote before its end is there to be read.
             has_exited = worker.has_exited()
             self.drain(worker_id)
             if has_exited and not self._inbox[worker_id]:
-                raise worker_lost(worker, self.blueprint.blocks[worker_id], phase)
+                raise worker_lost(worker, phase)
         return self._inbox[worker_id].pop(0)
 
     def has_answered(self, worker_id: int) -> bool:

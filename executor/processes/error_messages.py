@@ -66,16 +66,12 @@ def another_spec(env_id: int, difference: str) -> SpecError:
 
 
 def worker_lost(
-    worker: WorkerProcess,
-    env_ids: Sequence[int],
-    phase: str,
-    env_id: int | None = None,
+    worker: WorkerProcess, phase: str, env_id: int | None = None
 ) -> WorkerLost:
     """Return the error for a worker that has ended.
 
     Args:
         worker: has exited; its log is still open.
-        env_ids: of its envs.
         phase: of the worker.
         env_id: of the env that it worked on, if known.
     """
@@ -84,23 +80,21 @@ def worker_lost(
     lines = worker.last_lines()
     return WorkerLost(
         f"{_operation(phase)} failed: worker {_called(worker)} ended with {how} {_in_words(phase, env_id)} "
-        f"({_where(worker, env_ids)}).{hint}"
+        f"({_where(worker)}).{hint}"
         + (f"\nIts last output:\n{lines}" if lines else ""),
         remote_traceback=lines or None,
         exit_code=worker.exit_code(),
-        **_context(worker, env_ids, phase, env_id),
+        **_context(worker, phase, env_id),
     )
 
 
-def not_started(
-    worker: WorkerProcess, env_ids: Sequence[int], error: OSError
-) -> WorkerLost:
+def not_started(worker: WorkerProcess, error: OSError) -> WorkerLost:
     """Return the error for a worker that the system does not let start."""
     return WorkerLost(
         f"starting a worker failed: expected another process and its descriptors for worker {_called(worker)}, got "
-        f"{error} ({_where(worker, env_ids)}, phase start). "
+        f"{error} ({_where(worker)}, phase start). "
         "Use fewer workers, or raise the limit (ulimit -n, ulimit -u).",
-        **_context(worker, env_ids, "start", None),
+        **_context(worker, "start", None),
     )
 
 
@@ -127,11 +121,7 @@ def with_sentence(error: EnvherdError, sentence: str, **context: Any) -> Envherd
 
 
 def worker_late(
-    worker: WorkerProcess,
-    env_ids: Sequence[int],
-    phase: str,
-    timeout_s: float,
-    env_id: int | None = None,
+    worker: WorkerProcess, phase: str, timeout_s: float, env_id: int | None = None
 ) -> WorkerTimeout:
     """Read the stack of a worker that is out of time, kill it, and return the error."""
     stack = without_own_frames(worker.stack())
@@ -140,21 +130,19 @@ def worker_late(
     option = phase if phase in ("step", "reset") else "build"
     return WorkerTimeout(
         f"{_operation(phase)} failed: worker {_called(worker)} gave no answer within {timeout_s:g} s "
-        f"{_in_words(phase, env_id)} and was killed ({_where(worker, env_ids)}). "
+        f"{_in_words(phase, env_id)} and was killed ({_where(worker)}). "
         f"Raise ExecutorOptions.{option}_timeout_s if it may take longer.\n"
         f"It was stuck in:\n{stack}",
         remote_traceback=stack,
-        **_context(worker, env_ids, phase, env_id),
+        **_context(worker, phase, env_id),
     )
 
 
-def not_forked(
-    worker: WorkerProcess, env_ids: Sequence[int], why: Sequence[str]
-) -> ValueError:
+def not_forked(worker: WorkerProcess, why: Sequence[str]) -> ValueError:
     """Return the error for a worker that cannot be forked, for these reasons."""
     return ValueError(
         f"branch failed: expected a worker that can be forked, got {', '.join(why)} (worker {_called(worker)}, "
-        f"{_where(worker, env_ids)}). A fork would break these: leave them out of the env, or copy its state with "
+        f"{_where(worker)}). A fork would break these: leave them out of the env, or copy its state with "
         f"save() and restore()."
     )
 
@@ -188,7 +176,10 @@ def factory_error(
         remote_traceback=without_own_frames(fault["traceback"]),
         type_name=fault["type_name"],
         type_module=fault["type_module"],
-        **_context(worker, (env_id,), "build", env_id),
+        **{
+            **_context(worker, "build", env_id),
+            "env_ids": (numbering.first_env_id + env_id,),
+        },
     )
 
 
@@ -372,12 +363,10 @@ def _in_words(phase: str, env_id: int | None) -> str:
     )
 
 
-def _where(worker: WorkerProcess, env_ids: Sequence[int]) -> str:
-    first = numbering.first_env_id
+def _where(worker: WorkerProcess) -> str:
+    env_ids = [numbering.first_env_id + i for i in worker.info.env_ids]
     span = (
-        f"envs {first + env_ids[0]}-{first + env_ids[-1]}"
-        if len(env_ids) > 1
-        else f"env {first + env_ids[0]}"
+        f"envs {env_ids[0]}-{env_ids[-1]}" if len(env_ids) > 1 else f"env {env_ids[0]}"
     )
     pid = f", pid {worker.pid}" if worker.pid else ""
     return f"{span}{pid}, generation {worker.generation}{_gpu(worker.gpu)}{_place()}"
@@ -387,11 +376,9 @@ def _gpu(gpu: str | None) -> str:
     return "" if gpu is None else f", gpu {gpu}"
 
 
-def _context(
-    worker: WorkerProcess, env_ids: Sequence[int], phase: str, env_id: int | None
-) -> dict[str, Any]:
+def _context(worker: WorkerProcess, phase: str, env_id: int | None) -> dict[str, Any]:
     return {
-        "env_ids": tuple(numbering.first_env_id + i for i in env_ids),
+        "env_ids": tuple(numbering.first_env_id + i for i in worker.info.env_ids),
         "env_id": None if env_id is None else numbering.first_env_id + env_id,
         "worker_id": _called(worker),
         "pid": worker.pid,

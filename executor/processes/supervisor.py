@@ -197,9 +197,9 @@ class Supervisor:
 
     def death(self, worker_id: int) -> EnvherdError:
         """Return the error that describes the loss of a worker that has ended."""
-        phase, env_id = self._pool.phase_of(worker_id)
-        env_ids = self._crew.blueprint.blocks[worker_id]
-        return worker_lost(self._crew.workers[worker_id], env_ids, phase, env_id)
+        return worker_lost(
+            self._crew.workers[worker_id], *self._pool.phase_of(worker_id)
+        )
 
     def give_up_late(self, owing: Iterable[int], timeout_s: float) -> None:
         """Kill workers that have not answered in time.
@@ -217,10 +217,8 @@ class Supervisor:
                 and self._serves_since.get(worker_id, latest) <= latest
             ):
                 phase, env_id = self._pool.phase_of(worker_id)
-                env_ids = self._crew.blueprint.blocks[worker_id]
-                error = worker_late(
-                    self._crew.workers[worker_id], env_ids, phase, timeout_s, env_id
-                )
+                worker = self._crew.workers[worker_id]
+                error = worker_late(worker, phase, timeout_s, env_id)
                 self.declare_lost(worker_id, error)
 
     # ---- successors --------------------------------------------------------------------------

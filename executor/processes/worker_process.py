@@ -26,6 +26,7 @@ from envherd.executor.start.process_log import (
 from envherd.executor.start.zygote import Helper
 from envherd.shm import platforms
 from envherd.shm.interrupts import ignoring_refusals, uninterrupted
+from envherd.workers.current import WorkerInfo
 from envherd.workers.errors import WorkerLost
 from envherd.workers.messages import Channel
 
@@ -37,7 +38,12 @@ _AFTER_A_SIGNAL = 128
 class WorkerProcess:
     """One worker process, seen from its owner.
 
+    Args:
+        info: its ids, as its pool counts them.
+        zygote: its parent; None if this process is.
+
     Attributes:
+        info: see Args.
         worker_id: stays the same when the worker is replaced.
         generation: 0 for the first process of that id, then 1, ...
         pid: its process id and process group; 0 before its start.
@@ -52,11 +58,10 @@ class WorkerProcess:
     is_attached = False
     pid, pidfd, log_fd = 0, -1, -1
 
-    def __init__(
-        self, worker_id: int, generation: int, zygote: Helper | None = None
-    ) -> None:
-        self.worker_id = worker_id
-        self.generation = generation
+    def __init__(self, info: WorkerInfo, zygote: Helper | None = None) -> None:
+        self.info = info
+        self.worker_id = info.worker_id
+        self.generation = info.generation
         self._zygote = zygote
         self._exit_code: int | None = None
         self._oom_kills = count_oom_kills()

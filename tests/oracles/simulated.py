@@ -133,12 +133,11 @@ class SimulatedWorker:
         blueprint: Blueprint,
         options: ExecutorOptions,
     ) -> None:
-        self.worker_id, self.generation, self.channel, self.is_alive = (
-            worker_id,
-            generation,
-            _Channel(),
-            True,
-        )
+        self.worker_id = worker_id
+        self.generation = generation
+        self.info = SimpleNamespace(env_ids=blueprint.blocks[worker_id])
+        self.channel = _Channel()
+        self.is_alive = True
         self._factories = {
             i: blueprint.factories[i] for i in blueprint.blocks[worker_id]
         }
@@ -289,7 +288,7 @@ class SimulatedCrew:
     ) -> dict[str, Any]:
         worker: Any = self.workers[worker_id]
         if number not in worker.answers:
-            raise worker_lost(worker, self.blueprint.blocks[worker_id], phase)
+            raise worker_lost(worker, phase)
         return worker.answers[number]
 
     def _mail(self, worker: SimulatedWorker, deed: Callable[[Block], None]) -> None:
