@@ -72,13 +72,10 @@ class CommandWords:
     def _order_of(self, env_ids: np.ndarray) -> np.ndarray:
         """Return the numbers of the caller's latest commands to some envs, int64 `[k]`."""
         numbers = self.command_seq[env_ids]
-        return (
-            np.where(
-                numbers == self._completing[env_ids], self._completed[env_ids], numbers
-            )
-            if self.has_completed
-            else numbers
-        )
+        if not self.has_completed:
+            return numbers
+        is_completing = numbers == self._completing[env_ids]
+        return np.where(is_completing, self._completed[env_ids], numbers)
 
     def has_answered(self) -> np.ndarray:
         """Return which envs owe no answer, bool `[N]`."""

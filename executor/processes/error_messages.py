@@ -43,6 +43,8 @@ class Numbering:
 numbering = Numbering()
 
 
+#: The types whose messages are written by this package.
+_OURS = ("FactoryError", "SpecError")
 _REMEDY = (
     "Use fewer envs or workers (`envherd size` says how many fit), or raise the limit."
 )
@@ -121,7 +123,7 @@ def with_sentence(error: EnvherdError, sentence: str, **context: Any) -> Envherd
 
 
 def worker_late(
-    worker: WorkerProcess, phase: str, timeout_s: float, env_id: int | None = None
+    worker: WorkerProcess, timeout_s: float, phase: str, env_id: int | None = None
 ) -> WorkerTimeout:
     """Read the stack of a worker that is out of time, kill it, and return the error."""
     stack = without_own_frames(worker.stack())
@@ -157,19 +159,19 @@ def factory_error(
         worker: that was to build the env.
         built: an env that the same call had built in this worker before.
     """
-    is_ours = fault["type_name"] in ("FactoryError", "SpecError")
+    env_id = fault["env_id"]
     message = fault["message"]
-    if not is_ours:
+    advice = lacks_arguments(fault["type_name"], message)
+    # Else the message is ours, of the builder or of a spec.
+    if fault["type_name"] not in _OURS:
         message = (
             f"make_env failed: the factory raised {raised(fault['type_name'], message)}"
         )
-    env_id = fault["env_id"]
-    advice = lacks_arguments(fault["type_name"], fault["message"])
-    if built is not None and not is_ours:
-        advice += (
-            f" The same call had built env {numbering.first_env_id + built} in this process: if a process can have "
-            f"only one such env, set ExecutorOptions(alone=True)."
-        )
+        if built is not None:
+            advice += (
+                f" The same call had built env {numbering.first_env_id + built} in this process: if a process can have "
+                f"only one such env, set ExecutorOptions(alone=True)."
+            )
     return FactoryError(
         f"{message} (env {numbering.first_env_id + env_id}, worker {_called(worker)}, pid {worker.pid}"
         f"{_gpu(worker.gpu)}{_place()}, phase build).{advice}",
@@ -218,42 +220,33 @@ def env_error(
     """
     fault = first_fault(faults)
     env_id = numbering.first_env_id + fault["env_id"]
+    worker_id += numbering.first_worker_id
+    phase = fault["phase"]
+    type_name = fault["type_name"]
+    what = f"the env raised {raised(type_name, fault['message'])}"
+    also = ""
+    again = "reset this one to use it again"
     others = sorted(
         numbering.first_env_id + one["env_id"] for one in faults if one is not fault
     )
-    worker_id += numbering.first_worker_id
-    also = f" Envs {others} raised too." if others else ""
-    phase, type_name = fault["phase"], fault["type_name"]
-    kind = (
-        EnvError
-        if phase != "rebuild"
-        else SpecError
-        if type_name == "SpecError"
-        else FactoryError
-    )
-    what = f"the {'env' if kind is EnvError else 'factory'} raised {raised(type_name, fault['message'])}"
-    is_without_state = (
-        phase in ("save", "restore") and type_name == "NotImplementedError"
-    )
-    if is_without_state or (
-        kind is not EnvError and type_name in ("FactoryError", "SpecError")
-    ):
-        what = fault["message"]  # of the adapter, the builder or the block
-    is_over = phase in ("step", "reset") or (
-        phase == "restore" and not is_without_state
-    )
-    again = (
-        "reset these to use them again" if others else "reset this one to use it again"
-    )
-    advice = f"The other envs go on; {again}." if is_over else "Its episode goes on."
-    advice = (
-        "All envs go on: the rows count as interrupted." if is_interrupted else advice
-    )
-    advice = (
-        "The envs of this call keep their tasks, and need a reset."
-        if phase == "rebuild"
-        else advice
-    )
+    if others:
+        also = f" Envs {others} raised too."
+        again = "reset these to use them again"
+    kind: type[EnvherdError] = EnvError
+    advice = "Its episode goes on."
+    if phase == "rebuild":
+        kind = {"SpecError": SpecError}.get(type_name, FactoryError)
+        what = f"the factory raised {raised(type_name, fault['message'])}"
+        advice = "The envs of this call keep their tasks, and need a reset."
+    elif is_interrupted:
+        advice = "All envs go on: the rows count as interrupted."
+    if phase == "rebuild" and type_name in _OURS:
+        what = fault["message"]
+    elif phase in ("save", "restore") and type_name == "NotImplementedError":
+        # Of the adapter: the env has no state, and was not touched.
+        what = fault["message"]
+    elif phase in ("step", "reset", "restore") and not is_interrupted:
+        advice = f"The other envs go on; {again}."
     return kind(
         f"{phase} failed: {what} (env {env_id}, worker {worker_id}, pid {pid}{_gpu(gpu)}{_place()}).{also} {advice}",
         remote_traceback=without_own_frames(fault["traceback"]),
@@ -322,21 +315,23 @@ def log_notice(frame: Frame) -> None:
                 name,
                 why,
             )
-        return
-    log.warning(
-        "env %d drew from the global generators (%s) during %s: its data depend on which envs share its worker. "
-        "ExecutorOptions(isolate_rng=True) makes them reproducible.",
-        env_id,
-        ", ".join(frame["generators"]),
-        frame["phase"],
-    )
+    else:
+        log.warning(
+            "env %d drew from the global generators (%s) during %s: its data depend on which envs share its worker. "
+            "ExecutorOptions(isolate_rng=True) makes them reproducible.",
+            env_id,
+            ", ".join(frame["generators"]),
+            frame["phase"],
+        )
 
 
 def log_close_fault(frame: Frame) -> None:
     """Log the exception of an env's `close`."""
-    env_id = numbering.first_env_id + frame["env_id"]
     log.warning(
-        "closing env %s raised %s: %s", env_id, frame["type_name"], frame["message"]
+        "closing env %s raised %s: %s",
+        numbering.first_env_id + frame["env_id"],
+        frame["type_name"],
+        frame["message"],
     )
 
 
@@ -356,11 +351,9 @@ def _in_words(phase: str, env_id: int | None) -> str:
     """Return a phase in words: "in step of env 0", "in build", "while idle"."""
     if phase == IDLE:
         return "while idle"
-    return (
-        f"in {phase}"
-        if env_id is None
-        else f"in {phase} of env {numbering.first_env_id + env_id}"
-    )
+    if env_id is None:
+        return f"in {phase}"
+    return f"in {phase} of env {numbering.first_env_id + env_id}"
 
 
 def _where(worker: WorkerProcess) -> str:

@@ -40,6 +40,7 @@ class WorkerProcess:
 
     Args:
         info: its ids, as its pool counts them.
+        on_row_frame: see Attributes.
         zygote: its parent; None if this process is.
 
     Attributes:
@@ -51,15 +52,25 @@ class WorkerProcess:
         gpu: that it was given, as `CUDA_VISIBLE_DEVICES` names it; None if it was given none.
         root_seed: with which it was built.
         is_attached: whether it has the slab, and reads mail.
+        wake: makes it look for mail; does nothing until it has the slab.
+        on_row_frame: called with each of its messages that belong to rows.
     """
 
     gpu: str | None = None
     root_seed: int | None = None
     is_attached = False
-    pid, pidfd, log_fd = 0, -1, -1
+    wake: Callable[[], None] = staticmethod(lambda: None)
+    pid = 0
+    pidfd = log_fd = -1
 
-    def __init__(self, info: WorkerInfo, zygote: Helper | None = None) -> None:
+    def __init__(
+        self,
+        info: WorkerInfo,
+        on_row_frame: Callable[[dict[str, Any]], None],
+        zygote: Helper | None = None,
+    ) -> None:
         self.info = info
+        self.on_row_frame = on_row_frame
         self.worker_id = info.worker_id
         self.generation = info.generation
         self._zygote = zygote
@@ -102,11 +113,7 @@ class WorkerProcess:
 
     def has_exited(self) -> bool:
         """Return whether the process has ended; never blocks."""
-        if self.pidfd < 0:
-            return True
-        poller = select.poll()
-        poller.register(self.pidfd, select.POLLIN)
-        return bool(poller.poll(0))
+        return self.wait_exit(0.0)
 
     def exit_code(self) -> int | None:
         """Return the exit code, negative for a signal; None if the process lives or its exit code is unknown."""
@@ -125,11 +132,12 @@ class WorkerProcess:
             "group": a process of this one's control group, for that group's limit. "machine": some process.
         """
         own, everywhere = count_oom_kills()
-        if own > self._oom_kills[0]:
+        own_before, before = self._oom_kills
+        if own > own_before:
             return "group"
-        if everywhere is None or self._oom_kills[1] is None:
+        if everywhere is None or before is None:
             return "unknown"
-        return "machine" if everywhere > self._oom_kills[1] else "nobody"
+        return "machine" if everywhere > before else "nobody"
 
     def last_lines(self, count: int = _LAST_LINES) -> str:
         """Return the last lines of the worker's output, without frames of this package."""
@@ -159,9 +167,9 @@ class WorkerProcess:
     def kill(self) -> None:
         """Kill the worker and its envs' processes; safe if it is dead."""
         with ignoring_refusals():
-            platforms.send_signal(
-                self.pid, signal.SIGKILL, is_group=True
-            ) if not self.has_exited() else None
+            # Its id may be another's once it was reaped.
+            if not self.has_exited():
+                platforms.send_signal(self.pid, signal.SIGKILL, is_group=True)
 
     @staticmethod
     def wait_for_any(

@@ -66,10 +66,8 @@ class StepwiseRun:
         root = engine.batches.current(engine.all_ids)
         for step in counted(max_steps, "rollout"):
             self._carried.hand_over(root, fresh)
-            is_last = step == max_steps - 1
-            root = self._step(
-                root, Op.STEP if is_last or self._breaks else Op.STEP_RESET, cut
-            )
+            is_last = self._breaks or step == max_steps - 1
+            root = self._step(root, Op.STEP if is_last else Op.STEP_RESET, cut)
             fresh = engine.positions.in_root.copy()
             if self._breaks and (engine.states.needs_reset.any() or cut is not None):
                 break

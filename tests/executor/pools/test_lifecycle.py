@@ -172,7 +172,7 @@ def test_a_worker_that_is_asked_for_its_stack_before_it_can_answer_lives(start_m
     zygote = Helper(options, [])
     zygote.wait_ready()
     info = WorkerInfo(worker_id=0, generation=0, num_workers=1, env_ids=(0,))
-    worker = WorkerProcess(info, zygote)
+    worker = WorkerProcess(info, Mock(), zygote)
     worker.start(
         lambda sock, log: zygote.fork(
             worker_config(options, 0), [sock, zygote.lifeline_read, log]
