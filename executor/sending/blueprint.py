@@ -99,10 +99,10 @@ class Blueprint:
 
     def equal_call_before(self, env_id: int, worker_id: int) -> int | None:
         """Return an env of a worker that an equal call built before this one, or None."""
-        earlier = (other for other in self.blocks[worker_id] if other < env_id)
-        return next(
-            (other for other in earlier if self.is_equal_call(env_id, other)), None
-        )
+        for other in self.blocks[worker_id]:
+            if other < env_id and self.is_equal_call(env_id, other):
+                return other
+        return None
 
 
 def counted(num_envs: Any, make_env: MakeEnv | None) -> tuple[Any, MakeEnv]:
@@ -117,8 +117,11 @@ def counted(num_envs: Any, make_env: MakeEnv | None) -> tuple[Any, MakeEnv]:
                 "make_env failed: expected at least one factory, got an empty list."
             )
         return len(num_envs), num_envs
-    is_name = isinstance(num_envs, str) and make_env is None
-    if callable(num_envs) or isinstance(num_envs, (list, tuple)) or is_name:
+    if (
+        callable(num_envs)
+        or isinstance(num_envs, (list, tuple))
+        or (isinstance(num_envs, str) and make_env is None)
+    ):
         raise FactoryError(
             f"num_envs failed: expected the number of envs first, got {num_envs!r}. Write (4, make_env), or give a "
             f"list of factories alone."
@@ -151,6 +154,7 @@ def as_factories(num_envs: int, make_env: MakeEnv) -> list[Factory]:
         factories = list(make_env)
     else:
         factories = [make_env] * num_envs
+    # Each once: a check may take long, and equal objects are pickled once.
     made = {id(factory): as_factory(factory) for factory in factories}
     return [made[id(factory)] for factory in factories]
 
@@ -164,8 +168,7 @@ def as_factory(make_env: Any) -> Factory:
     if isinstance(make_env, str):
         return _factory_named(make_env)
     check_factory(make_env)
-    made: Factory = make_env
-    return made
+    return make_env
 
 
 _factory_named = functools.cache(factory_for)
@@ -263,12 +266,16 @@ def draw(
         FactoryError: a factory or its keyword arguments cannot be pickled.
         ValueError, OSError: the machine has no room for the workers; see `require_room`.
     """
-    num_workers = len(factories) if options.alone and num_workers else num_workers
+    if options.alone and num_workers:
+        num_workers = len(factories)
     require_room(num_workers=num_workers)
     kwargs = as_kwargs(len(factories), env_kwargs)
     _check_kwargs(kwargs)
-    different = {id(factory): factory for factory in factories}
-    pickled = {key: pickle_factory(factory) for key, factory in different.items()}
+    # Each once.
+    pickled = {
+        key: pickle_factory(factory)
+        for key, factory in {id(factory): factory for factory in factories}.items()
+    }
     preload = options.preload
     if preload is None and options.differ_by_worker:
         # A module may read the variables when it is imported, as MuJoCo's renderers do.
@@ -281,11 +288,12 @@ def draw(
             for m in modules_of(f)
             if not m.startswith("envherd.executor")
         )
-        preload = tuple(
-            dict.fromkeys(
-                [*named, *(_BROUGHT_IN[m] for m in named if _is_brought_in(m))]
-            )
-        )
+        brought_in = [
+            _BROUGHT_IN[name]
+            for name in named
+            if name in _BROUGHT_IN and importlib.util.find_spec(_BROUGHT_IN[name])
+        ]
+        preload = tuple(dict.fromkeys([*named, *brought_in]))
     return Blueprint(
         factories=tuple(pickled[id(factory)] for factory in factories),
         env_kwargs=kwargs,
@@ -306,13 +314,12 @@ def serial_blueprint(
 ) -> Blueprint:
     """Return the blueprint of a serial pool: nothing is pickled."""
     kwargs = tuple(copy.copy(one) for one in as_kwargs(len(factories), env_kwargs))
-    references = tuple(map(reference_of, factories))
     return Blueprint(
         factories=tuple(factories),
         env_kwargs=kwargs,
         blocks=spread(len(factories), 1),
         root_seed=as_root_seed(seed),
-        references=references,
+        references=tuple(map(reference_of, factories)),
         callables=tuple(factories),
         draw=lambda others, others_kwargs: serial_blueprint(others, others_kwargs, 0),
     )
@@ -364,11 +371,3 @@ def _check_kwargs(kwargs: tuple[dict[str, Any], ...]) -> None:
             *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EAGAIN),
         ):  # else no argument is to blame; the start reports it
             raise kwargs_error(kwargs, error) from error
-
-
-def _is_brought_in(module: str) -> bool:
-    other = _BROUGHT_IN.get(module)
-    return (
-        other is not None
-        and importlib.util.find_spec(other.partition(".")[0]) is not None
-    )

@@ -31,7 +31,8 @@ class Clock:
     MOST_S = 1.0
 
     def __init__(self) -> None:
-        self._read_at, self._counted_s = time.monotonic(), 0.0
+        self._read_at = time.monotonic()
+        self._counted_s = 0.0
 
     def now(self) -> float:
         """Return the seconds that have counted so far."""
@@ -131,16 +132,14 @@ class Overdue:
         worker_of: np.ndarray,
     ) -> None:
         self._clock = clock
-        self._step_s, self._reset_s = (
-            step_s,
-            None if reset_s is None else reset_s + (step_s or 0.0),
-        )
-        self._phase_of, self._command_seq, self._worker_of = (
-            phase_of,
-            command_seq,
-            worker_of,
-        )
-        self._seen: dict[int, tuple[tuple[str, int | None, int], float]] = {}
+        self._step_s = step_s
+        # A reset follows a step in the same command.
+        self._reset_s = None if reset_s is None else reset_s + (step_s or 0.0)
+        self._phase_of = phase_of
+        self._command_seq = command_seq
+        self._worker_of = worker_of
+        #: (worker, phase, env, number of its command) -> when it was seen first.
+        self._seen: dict[tuple[int, str, int | None, int], float] = {}
 
     def look(self, owing: Iterable[int]) -> list[tuple[int, float]]:
         """Return the overdue workers, each with its limit in seconds.
@@ -148,18 +147,16 @@ class Overdue:
         Args:
             owing: workers that have a command to carry out; the others are forgotten.
         """
-        now, seen, late = self._clock.now(), self._seen, []
-        self._seen = {}
+        now = self._clock.now()
+        seen: dict[tuple[int, str, int | None, int], float] = {}
+        late = []
         for worker_id in owing:
             phase, env_id = self._phase_of(worker_id)
-            numbers = self._command_seq[
-                self._worker_of == worker_id if env_id is None else env_id
-            ]
-            state = phase, env_id, int(numbers.max())
-            before, since = seen.get(worker_id, (None, now))
-            since = since if before == state else now
-            self._seen[worker_id] = state, since
+            of = self._worker_of == worker_id if env_id is None else env_id
+            state = (worker_id, phase, env_id, int(self._command_seq[of].max()))
+            seen[state] = self._seen.get(state, now)
             limit_s = self._reset_s if phase == "reset" else self._step_s
-            if limit_s is not None and now - since > limit_s:
+            if limit_s is not None and now - seen[state] > limit_s:
                 late.append((worker_id, limit_s))
+        self._seen = seen
         return late

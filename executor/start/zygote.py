@@ -174,7 +174,8 @@ class Helper:
         must_import: bool = False,
         user: object = None,
     ) -> None:
-        self.key, self._must_import = key, must_import
+        self.key = key
+        self._must_import = must_import
         self._users = weakref.WeakSet([user or self])
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
@@ -211,18 +212,19 @@ class Helper:
         except BaseException as error:
             self._release()
             if isinstance(error, BlockingIOError):  # fork's error at a limit
-                message = f"starting a worker failed: its helper process cannot be started ({error}). {_LIMITS}"
-                raise WorkerLost(message, phase="start") from error
+                raise WorkerLost(
+                    f"starting a worker failed: its helper process cannot be started ({error}). {_LIMITS}",
+                    phase="start",
+                ) from error
             raise
         self._theirs.close()
-        # Imports see what those of the script see; the environment variables are there from the start.
-        caller = {
-            name: value
-            for name, value in surroundings.read().items()
-            if name not in ("environ", "name")
-        }
         self._start = {
-            "caller": caller,
+            # Imports see what those of the script see; the environment variables are there from the start.
+            "caller": {
+                name: value
+                for name, value in surroundings.read().items()
+                if name not in ("environ", "name")
+            },
             "preload": preload,
             "must_exec": options.start_method == "spawn",
         }
@@ -270,7 +272,8 @@ class Helper:
             WorkerTimeout: it is still importing after `options.build_timeout_s`, and was killed.
             ImportError: a module cannot be imported, and the helper was made with `must_import`.
         """
-        with self._lock:  # other users wait for the same
+        # Other users wait for the same answer.
+        with self._lock:
             if not self._is_ready:
                 self._receive_start()
         if self._must_import and self.failed_preloads:
@@ -390,10 +393,13 @@ class Helper:
             with _fork_lock:
                 self._users.discard(user or self)
                 is_used = len(self._users) > 0
-                is_kept = not (
-                    is_used or self.key is None or _is_exiting or self.has_ended()
+                is_kept = self._is_costly and not (
+                    is_used
+                    or self.key is None
+                    or _is_exiting
+                    or self.has_ended()
+                    or self._sock.fileno() < 0
                 )
-                is_kept = is_kept and self._is_costly and self._sock.fileno() >= 0
                 is_left = is_kept or is_used
                 replaced = [one for one in _idle if is_kept and one is not self]
                 if is_kept:
@@ -415,7 +421,7 @@ class Helper:
     def end(self) -> None:
         """End it and all its workers."""
         self._sock.close()
-        self._close_lifeline()
+        self._close("lifeline_read", "_lifeline_write")
         with ignoring_refusals():  # EMFILE: then do not wait for its cleanup
             if self._process.returncode is None:
                 _wait_exit(self.pid, _FAREWELL_S)
@@ -427,9 +433,7 @@ class Helper:
         for name in ("_sock", "_theirs"):
             if name in vars(self):
                 getattr(self, name).close()
-        self._close_lifeline()
-        if "_log_fd" in vars(self):
-            os.close(vars(self).pop("_log_fd"))  # one line: see `_close_lifeline`
+        self._close("lifeline_read", "_lifeline_write", "_log_fd")
         with _fork_lock:
             _zygotes.discard(self)
 
@@ -444,8 +448,8 @@ class Helper:
             # Not this process's child, so Popen must neither wait nor warn.
             self._process.returncode = 0
 
-    def _close_lifeline(self) -> None:
-        for name in ("lifeline_read", "_lifeline_write"):
+    def _close(self, *names: str) -> None:
+        for name in names:
             if name in vars(self):
                 # One line: an interrupt must not have it closed twice or never.
                 os.close(vars(self).pop(name))
@@ -468,10 +472,14 @@ class Helper:
     def _post(self, request: dict[str, Any], fds: list[int]) -> int:
         """Send a request; return its number, for `_answer`."""
         with self._lock:
+            if self._sock.fileno() < 0:
+                raise InternalError("the zygote was used after it was closed")
             number = next(self._numbers)
             self._awaited.add(number)
             try:
-                self._send({"number": number, **request}, fds)
+                # `_receive` explains the end of the helper.
+                with contextlib.suppress(ConnectionError):
+                    send_request(self._sock, {"number": number, **request}, fds)
             except BaseException:
                 self._awaited.discard(number)
                 raise
@@ -491,12 +499,6 @@ class Helper:
                 return self._answers.pop(number)
             finally:
                 self._awaited.discard(number)
-
-    def _send(self, request: dict[str, Any], fds: list[int]) -> None:
-        if self._sock.fileno() < 0:
-            raise InternalError("the zygote was used after it was closed")
-        with contextlib.suppress(ConnectionError):  # `_receive` explains it
-            send_request(self._sock, request, fds)
 
     def _receive(self) -> bool:
         """Take an answer, if one comes soon; return whether one came.
