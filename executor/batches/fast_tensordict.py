@@ -30,13 +30,11 @@ def _is_as_expected() -> bool:
         example = _new_unsafe(
             {"a": torch.zeros(1)}, batch_size=torch.Size([1]), device=None
         )
-        has_functions = hasattr(TensorDict, "_get_str") and hasattr(
-            TensorDict, "_set_str"
-        )
         return (
             set(vars(example)) == _INNER
             and vars(example)["_tensordict"].__class__ is dict
-            and has_functions
+            and hasattr(TensorDict, "_get_str")
+            and hasattr(TensorDict, "_set_str")
         )
     except Exception:  # another version may raise anything
         return False

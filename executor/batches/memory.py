@@ -34,7 +34,8 @@ Split = Callable[[np.ndarray], Sequence[np.ndarray]]
 
 #: The number of users of a storage; None if torch has no such function.
 _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)  # noqa: SLF001
-_data_ptr, _detach = torch.Tensor.data_ptr, torch.Tensor.detach
+_data_ptr = torch.Tensor.data_ptr
+_detach = torch.Tensor.detach
 #: Bytes of a record that numpy can describe.
 LARGEST_RECORD = 2**31 - 1
 #: Largest batch in bytes whose memory is kept.
@@ -54,12 +55,14 @@ def splitter(
             for field in fields
         ]
     names = [str(index) for index in range(len(fields))]
-    formats, offsets = (
-        [(field.dtype, field.shape) for field in fields],
-        [field.offset for field in fields],
-    )
+    # One record of all fields: numpy then makes their arrays faster than one by one.
     record = np.dtype(
-        {"names": names, "formats": formats, "offsets": offsets, "itemsize": nbytes}
+        {
+            "names": names,
+            "formats": [(field.dtype, field.shape) for field in fields],
+            "offsets": [field.offset for field in fields],
+            "itemsize": nbytes,
+        }
     )
 
     def split(buffer: np.ndarray) -> list[np.ndarray]:
@@ -164,7 +167,8 @@ def _masters_of(
     buffer: np.ndarray, arrays: Sequence[np.ndarray]
 ) -> tuple[Leaves, Leaves]:
     """Return tensors over arrays of a buffer, and the first one of each storage."""
-    masters, firsts = [], []
+    masters: Leaves = []
+    firsts: Leaves = []
     for run in _runs(arrays):
         start = _address(run[0])
         size = _address(run[-1]) + run[-1].nbytes - start
@@ -181,21 +185,20 @@ def _runs(arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
     """Return arrays of a buffer in groups that share a storage; see `_LARGEST_SHARED`."""
     runs: list[list[np.ndarray]] = []
     for array in arrays:
-        run = runs[-1] if runs else []
         if (
-            run
-            and array.dtype == run[0].dtype
-            and _address(array) + array.nbytes - _address(run[0]) <= _LARGEST_SHARED
+            runs
+            and array.dtype == runs[-1][0].dtype
+            and _address(array) + array.nbytes - _address(runs[-1][0])
+            <= _LARGEST_SHARED
         ):
-            run.append(array)
+            runs[-1].append(array)
         else:
             runs.append([array])
     return runs
 
 
 def _address(array: np.ndarray) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
+    return int(array.__array_interface__["data"][0])
 
 
 class _Frame:
@@ -288,8 +291,12 @@ class Loans:
         Args:
             present: the column of the envs' latest rows, which is left out.
         """
-        found, self._found = self._found, None
-        return self._find(present) if found is None or found == present else found
+        found = self._found
+        # It holds once: then the caller gets this frame.
+        self._found = None
+        if found is None or found == present:
+            return self._find(present)
+        return found
 
     def look_ahead(self, present: int) -> None:
         """Find the frame for the next `pick`, while the caller waits for workers: nobody can begin to hold it.

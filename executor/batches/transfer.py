@@ -101,9 +101,11 @@ def packed(batch: TensorDictBase, device: torch.device) -> TensorDictBase:
     leaves: list[torch.Tensor] = []
     batch.apply(leaves.append, filter_empty=True)
     sizes = [-(-leaf.nbytes // _ALIGNMENT) * _ALIGNMENT for leaf in leaves]
-    is_pinned = device.type == "cuda" and sum(sizes) > _AT_ONCE
     buffer = torch.empty(
-        sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=is_pinned
+        sum(sizes),
+        dtype=torch.uint8,
+        device="cpu",
+        pin_memory=device.type == "cuda" and sum(sizes) > _AT_ONCE,
     )
     parts = zip(leaves, buffer.split_with_sizes(sizes), strict=True)
     targets = [
@@ -148,9 +150,9 @@ class Lane:
     """
 
     def __init__(self, device: torch.device | None) -> None:
-        is_cuda = device is not None and device.type == "cuda"
-        self._stream: Any = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
-        if self._stream is not None:
+        self._stream: Any = None
+        if device is not None and device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             # For weights that are still being computed.
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
@@ -215,9 +217,11 @@ class Mover:
 
     def await_frame(self, column: int) -> None:
         """Wait until no transfer reads a frame of the ring."""
-        event, self._events[column] = self._events[column], None
+        event = self._events[column]
         if event is not None:
             event.synchronize()
+            # Last: an interrupt must not lose it before the wait has ended.
+            self._events[column] = None
 
     def close(self) -> None:
         """Release the slab, after the transfers that are under way. Idempotent."""
