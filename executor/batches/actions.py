@@ -55,7 +55,8 @@ def to_numpy(value: Any) -> np.ndarray:
             value = value.cpu()
         try:
             return value.numpy()
-        except TypeError:  # numpy has no bfloat16, which policies under autocast return
+        except TypeError:
+            # Numpy has no bfloat16, which policies under autocast return.
             return value.float().numpy()
     return np.asarray(value)
 
@@ -71,6 +72,7 @@ def _unsigned_below(limit: int | np.ndarray, dtype: np.dtype) -> Check:
 
     def check(values: np.ndarray) -> np.ndarray | None:
         read = values.view(unsigned)
+        # The most common case needs no array of flags.
         if isinstance(limit, int) and read.max(initial=0) < limit:
             return None
         illegal: np.ndarray = read >= limit
@@ -81,7 +83,8 @@ def _unsigned_below(limit: int | np.ndarray, dtype: np.dtype) -> Check:
 
 def _within(domain: Box) -> Check:
     def check(values: np.ndarray) -> np.ndarray | None:
-        legal = (values >= domain.low) & (values <= domain.high)  # False for NaN
+        # NaN is in no range.
+        legal = (values >= domain.low) & (values <= domain.high)
         return None if legal.all() else ~legal
 
     return check
@@ -123,7 +126,7 @@ class GroupIntake:
 
     Args:
         slab: the group's arrays.
-        level: see `ExecutorOptions.check_actions`.
+        level: of `ExecutorOptions.check_actions`.
         present: returns state leaves that a batch lacks; None refuses such a batch.
 
     Attributes:
@@ -179,7 +182,7 @@ class GroupIntake:
             rows: as of `take`.
 
         Raises:
-            ActionError: see `read`.
+            ActionError: what `read` refuses.
         """
         if not self.take(td, rows):
             self.write(self.read(td, rows), rows)
@@ -208,6 +211,7 @@ class GroupIntake:
         if not self.side_leaves:
             return []
         columns = [_side_values(self._get(td, leaf, rows)) for leaf in self.side_leaves]
+        # Copies, because they are sent later, and the caller may change them meanwhile.
         return [copy.deepcopy(list(values)) for values in zip(*columns, strict=True)]
 
     def _read_leaf(self, index: int, given: Any, rows: np.ndarray | None) -> np.ndarray:
@@ -224,10 +228,11 @@ class GroupIntake:
                 f"shape {value.shape}",
                 advice=_reshaping(leaf, value.shape, num_rows),
             )
+        # Identity first: types of one array library are mostly the same objects, and comparing takes longer.
         if value.dtype is not dtype and value.dtype != dtype:
             uncast = value
             value = self._cast(leaf, uncast)
-            # Too large: it wrapped around.
+            # A number that is too large for the type has wrapped around.
             if dtype.kind in "iu" and (changed := value != uncast).any():
                 raise self._refuse_first(leaf, uncast, changed, rows)
         if check is not None and (illegal := check(value)) is not None:
@@ -339,6 +344,7 @@ def reset_mask(
         return None
     found = np.zeros(batch_shape, bool)
     for mask in map(to_numpy, masks):
+        # No cast: a mask of numbers is mostly one of ids.
         if mask.dtype != bool or mask.shape[: len(batch_shape)] != batch_shape:
             raise ValueError(
                 f"reset failed: expected a bool mask of shape {batch_shape} or {(*batch_shape, 1)}, "

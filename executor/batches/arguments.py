@@ -36,6 +36,7 @@ def as_count(
     if value is None and or_none:
         return None
     try:
+        # True is an int, but a caller who passes it means something else.
         found = least - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         found = least - 1

@@ -150,6 +150,7 @@ class GroupBatch:
                 self._views[0],
             )
         buffer, leaves = self.memory.take(column)
+        # None of a frame that is lent.
         if buffer is not None:
             buffer[:] = self.next_bytes[column]
         return leaves
@@ -165,6 +166,7 @@ class GroupBatch:
         arrays = self.gather_next(columns, rows)
         leaves = self.to_tensors(arrays)
         done = arrays[self._done_in_next]
+        # Envs with rows of their own have more flags: such an env has ended once one of its rows has.
         ended: np.ndarray = (
             done[:, 0]
             if done.ndim == 2
@@ -180,6 +182,7 @@ class GroupBatch:
         self, columns: np.ndarray, in_root: np.ndarray, rows: np.ndarray
     ) -> list[np.ndarray]:
         """Return the current root leaves of some rows, fresh `[k, ...]`: from a reset's root or a step's `next`."""
+        # Most steps have no reset, and then the places need no second section.
         was_reset = in_root if 1 in in_root.tobytes() else None
         return self._roots.gather(self._roots.places(columns, rows, was_reset))
 
@@ -244,7 +247,7 @@ class GroupBatch:
 
     def to_tensors(self, arrays: Sequence[np.ndarray]) -> Leaves:
         """Return arrays as tensors on the device (cpu: no copy)."""
-        # Torch's own function takes half the time of `as_tensor`, which that mode needs.
+        # Torch's own function is faster than `as_tensor`, which only that mode needs.
         make = as_tensor if torch.is_inference_mode_enabled() else torch.from_numpy
         tensors = [*map(make, arrays)]
         if self.is_on_cpu:
@@ -285,7 +288,7 @@ class Gatherer:
             table = np.concatenate(
                 [_addresses(array, array.ctypes.data - least) for array in arrays]
             )
-            # Leaves of one size often have the same table.
+            # One object for equal tables, by which `gather` sees that it has the addresses already.
             table = tables.setdefault(table.tobytes(), table)
             offset = least - start
             records = None
@@ -356,6 +359,7 @@ def add_side(
 ) -> None:
     """Put copies of side-channel leaves into a batch, as non-tensor data: `values[row][leaf index]`."""
     for index, key in keys:
+        # Deep copies, because the executor hands the same values out again.
         copies = [NonTensorData(copy.deepcopy(row[index])) for row in values]
         td.set(key, NonTensorStack(*copies))
 

@@ -86,12 +86,12 @@ class BatchMemory:
     def __init__(self, buffer: np.ndarray, split: Split) -> None:
         assert _use_count is not None
         self.buffer = buffer
-        # Never handed out; one for each storage.
+        # The masters are never handed out; there is one first for each storage.
         self._masters, self._firsts = _masters_of(buffer, split(buffer))
         self._storages = [master.untyped_storage() for master in self._firsts]
         self._addresses = [storage._cdata for storage in self._storages]  # noqa: SLF001
         self._pointers = [*map(_data_ptr, self._firsts)]
-        # And references, while no caller holds them.
+        # The users and references of each storage while no caller holds it.
         self._users = [*map(_use_count, self._addresses)]
         self._references = [*map(sys.getrefcount, self._storages)]
 
@@ -182,7 +182,7 @@ def _masters_of(
 
 
 def _runs(arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
-    """Return arrays of a buffer in groups that share a storage; see `_LARGEST_SHARED`."""
+    """Return arrays of a buffer in groups that share a storage of at most `_LARGEST_SHARED` bytes."""
     runs: list[list[np.ndarray]] = []
     for array in arrays:
         if (
@@ -227,7 +227,7 @@ class _Frame:
 
     def keep(self, is_written: Callable[[], bool], copy: Callable[[], None]) -> None:
         """Copy it if somebody holds it and it is complete."""
-        # First: a frame that is held is not picked by another thread.
+        # Held before it is looked at: another thread does not pick a frame that is held.
         hold = self._block.hold()
         is_free = (
             self._block.is_free_but_for_hold
@@ -239,6 +239,7 @@ class _Frame:
 
     def leaves(self) -> Leaves:
         """Return its leaves, which hold it."""
+        # A holder has moved a leaf elsewhere by `share_memory_`.
         if not self._block.is_in_place:
             self._block = BatchMemory(self._memory, self._split)
         return self._block.leaves()
@@ -250,7 +251,7 @@ class _Frame:
                 (field, self._memory[field.offset : field.offset + field.nbytes].data)
                 for field in self._fields
             ]
-            # Each is the base of its views.
+            # Each is the base of its views, which numpy counts as its references.
             self._arrays = [np.frombuffer(part, field.dtype) for field, part in bounds]
             self._references = [*map(sys.getrefcount, self._arrays)]
         return self._arrays
@@ -317,6 +318,7 @@ class Loans:
                 self._frames[index] = _Frame(memory, self._split, self._fields)
             elif not frame.is_free():
                 continue
+            # Its last holder has written to it: show what the workers write again.
             elif self._view.has_copies(start, self._nbytes):
                 self._view.follow(start, self._nbytes)
             return column
@@ -379,6 +381,7 @@ class StepMemory:
         The caller fills the memory from the frame with one memcpy. It is None if the frame itself is lent.
         """
         if (loans := self._loans) is not None:
+            # Here, because the workers step meanwhile: the search costs the caller no time.
             loans.look_ahead(column)
             if column >= loans.first:
                 return None, loans.leaves(column)

@@ -103,6 +103,7 @@ class ActionSampler:
     def _draw(self, td: TensorDictBase, kind: int, lead: tuple[int, ...]) -> None:
         """Set the action leaves of rows of one kind, `[*lead]`."""
         for leaf, draw, masking in self._draws[kind]:
+            # Without a mask in the batch, as before the first reset, every action is allowed.
             mask = masking and td.get(masking, None)
             if mask is None:
                 drawn = draw(self._rng, (*lead, *leaf.shape))

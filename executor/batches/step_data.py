@@ -45,7 +45,7 @@ class PlainIntake(NamedTuple):
     """The functions that check and write one leaf of a group's actions, or return False.
 
     Attributes:
-        find: finds the leaf among the entries of a batch; see `finder`.
+        find: finds the leaf among the entries of a batch.
         dtype: of its tensors.
         target: the slab's array, `[num_rows, ...]`.
         legal: the complete check as C code makes it; None if C cannot.
@@ -82,6 +82,7 @@ def compile_intake(
             value.__class__ is torch.Tensor
             and value.dtype is dtype
             and value.shape == shape
+            # Numpy refuses a tensor that requires grad.
             and not value.requires_grad
             and value.is_cpu
         )
@@ -146,6 +147,7 @@ def _take_numbers(
         return limit is None or not values or (min(values) >= 0 and max(values) < limit)
 
     are_legal: Callable[[list[int]], bool] = are_in_range
+    # One call of C for all numbers; True and 1.0 cannot be among them, because the dtype is int64.
     if limit is not None and limit <= _FEW_LEGAL:
         are_legal = frozenset(range(limit)).issuperset
 
@@ -207,7 +209,7 @@ class StepBatches:
         }
 
     def _drafter(self, *, has_root: bool) -> Callable[[int], Draft]:
-        """Return the function that drafts the batches of a step to a column; see `draft`."""
+        """Return the function that drafts the batches of a step to a column, for `draft`."""
         # Names of the closure, because attributes take longer.
         build_next = self._build_next
         build_root = self._build_over_next

@@ -97,7 +97,7 @@ def to_device(batch: TensorDictBase, device: torch.device | str) -> TensorDictBa
 
 
 def packed(batch: TensorDictBase, device: torch.device) -> TensorDictBase:
-    """Return a copy of a batch on the CPU whose leaves are on a device, by one transfer; see `to_device`."""
+    """Return a copy of a batch on the CPU whose leaves are on a device, by one transfer."""
     leaves: list[torch.Tensor] = []
     batch.apply(leaves.append, filter_empty=True)
     sizes = [-(-leaf.nbytes // _ALIGNMENT) * _ALIGNMENT for leaf in leaves]
@@ -113,6 +113,7 @@ def packed(batch: TensorDictBase, device: torch.device) -> TensorDictBase:
     ]
     for leaf, target in zip(leaves, targets, strict=True):
         np.copyto(as_array(target), as_array(leaf))
+    # The buffer may be dropped at once: torch reuses page-locked memory only after its transfer.
     moved = iter(apart(buffer.to(device, non_blocking=True), sizes, targets))
     return batch.apply(lambda _leaf: next(moved), device=device)
 
@@ -196,7 +197,8 @@ class Mover:
         self.device = device
         self._buffer = buffer
         self._events: list[Any] = [None] * num_frames
-        self._unpin: Any = None  # of a slab that the device reads directly
+        # Undoes the page-lock; None if the device cannot read the slab directly.
+        self._unpin: Any = None
         if device.type == "cuda":
             self._unpin = _pin(buffer, device)
 
@@ -220,7 +222,7 @@ class Mover:
         event = self._events[column]
         if event is not None:
             event.synchronize()
-            # Last: an interrupt must not lose it before the wait has ended.
+            # After the wait: an interrupt in it must not lose the event.
             self._events[column] = None
 
     def close(self) -> None:
@@ -247,5 +249,6 @@ def _pin(buffer: np.ndarray, device: torch.device) -> Any:
         ):
             return None
     undo = weakref.finalize(buffer, runtime.cudaHostUnregister, address)
+    # At the exit, the driver may be gone already, and the system releases it anyway.
     undo.atexit = False
     return undo

@@ -20,7 +20,7 @@ from envherd.executor.pools.replies import Outcome
 from envherd.executor.processes.error_messages import Frame
 from envherd.executor.sending.blueprint import Blueprint
 from envherd.shm.private_view import PrivateView
-from envherd.shm.slab import Slab, SlabPlan, StoragePlan
+from envherd.shm.slab import Slab, SlabPlan, StoragePlan, plan_slab
 from envherd.shm.specs import EnvSpec, Key
 from envherd.workers import messages, native
 from envherd.workers.errors import EnvherdError
@@ -37,7 +37,7 @@ class WorkerFigures(NamedTuple):
         pss_bytes: the same plus its part of shared memory.
         cpu_s: processor seconds, user and system.
         cpu: the processor that it runs on, or ran on last; None if unknown.
-        gpu: that it was given; see `ExecutorOptions.gpus`.
+        gpu: that `ExecutorOptions.gpus` has given it.
     """
 
     uss_bytes: int
@@ -148,6 +148,17 @@ class Pool(ABC):
         """The schemas of infos in rows, by id; workers report further ones."""
         return self.outcome.schemas
 
+    def _plan_slab(self, num_workers: int, *, lends: bool) -> SlabPlan:
+        rules = self.options.capsule_rules
+        return plan_slab(
+            self.specs,
+            num_workers,
+            self.options.num_frames,
+            lends=lends,
+            journal_nbytes=0 if rules is None else rules.journal_bytes,
+            has_infos=self.options.info_policy != "drop",
+        )
+
     # ---- commands ----------------------------------------------------------------------------
 
     def compile(self, facts: Mapping[str, Any]) -> Any:
@@ -178,7 +189,7 @@ class Pool(ABC):
             op: for all of them, or int `[k]`.
             target: RING, or the number of a rollout storage.
             columns: of the target: int64 `[k]`, or an int for all of them.
-            flags: see `workers.protocol.Flag`.
+            flags: of `workers.protocol.Flag`.
 
         Raises:
             WorkerLost, WorkerTimeout: a worker is lost and not replaced; no env was given the command.
@@ -256,7 +267,7 @@ class Pool(ABC):
     # ---- questions ---------------------------------------------------------------------------
 
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
-        """Send envs a request other than a step; see `messages.Ask`.
+        """Send envs a request of the kinds of `messages.Ask`, and wait for the answers.
 
         `args` of the request has one item per env for "set", "each" and "restore".
 

@@ -54,11 +54,11 @@ def native_caller(
 
 
 def exchange_natively(caller: Any, facts: Mapping[str, Any]) -> Any:
-    """Return the `Exchange` of the C extension: steps of all envs or of some; see `protocol.fast_exchange`.
+    """Return the `Exchange` of the C extension: steps of all envs or of some.
 
     Args:
         caller: result of `native_caller`.
-        facts: of the engine; see `protocol.engine.Engine.facts`.
+        facts: what `Engine.facts` returns.
     """
     module = native.load()
     return module.Exchange({"caller": caller, "caller_type": module.Caller, **facts})

@@ -24,7 +24,7 @@ from envherd.executor.processes.error_messages import (
 )
 from envherd.executor.sending.blueprint import Blueprint
 from envherd.shm.segment import HAS_MEMFD, Segment
-from envherd.shm.slab import Slab, Storage, StoragePlan, plan_slab
+from envherd.shm.slab import Slab, Storage, StoragePlan
 from envherd.shm.sync import Bell, Doorbell, LocalBell
 from envherd.workers import messages, plain, seeding
 from envherd.workers.adapters import Adapter
@@ -82,16 +82,7 @@ class SerialPool(Pool):
             raise
         finally:
             seeding.restore_caller(before)
-        rules = self.options.capsule_rules
-        journal_nbytes = 0 if rules is None else rules.journal_bytes
-        self.plan = plan_slab(
-            self.specs,
-            1,
-            self.options.num_frames,
-            lends=HAS_MEMFD,
-            journal_nbytes=journal_nbytes,
-            has_infos=self.options.info_policy != "drop",
-        )
+        self.plan = self._plan_slab(1, lends=HAS_MEMFD)
         self.slab = Slab(self.plan, self._make_memory())
         self._block = Block(
             0,
@@ -203,7 +194,8 @@ class SerialPool(Pool):
 
     def serve(self) -> None:
         """Carry out the commands that were written."""
-        self._serve()  # looked up each time: `wake_workers` replaces it
+        # Looked up each time, because `wake_workers` replaces it.
+        self._serve()
 
     def submit(
         self,
@@ -220,7 +212,7 @@ class SerialPool(Pool):
         self._serve()
 
     def _take(self, frame: dict[str, Any]) -> None:
-        # Refuses what a worker could not send.
+        # Encoded as for a socket, which refuses what a worker could not send.
         self.outcome.take(plain.decode(plain.encode(frame)))
 
     def wake_workers(self) -> None:
@@ -276,7 +268,7 @@ class SerialPool(Pool):
 
     def figures(self) -> list[WorkerFigures]:
         """Return the figures of this process."""
-        # Descendants are left out, as some are not the envs'.
+        # Descendants are left out, because some are not the envs'.
         return [WorkerFigures.of(os.getpid(), is_alone=True)]
 
     def close(self, timeout_s: float | None = None) -> None:

@@ -43,7 +43,7 @@ from envherd.executor.sending.blueprint import Blueprint
 from envherd.executor.start.waiting import Clock, Deadline, Overdue
 from envherd.shm.nameplate import create_named
 from envherd.shm.segment import Segment
-from envherd.shm.slab import Slab, SlabPlan, StoragePlan, plan_slab
+from envherd.shm.slab import Slab, StoragePlan
 from envherd.shm.specs import EnvSpec
 from envherd.shm.sync import Bell, Doorbell
 from envherd.shm.tally import Tally
@@ -54,7 +54,7 @@ from envherd.workers.protocol import LEAVE, OP_BITS, Flag, Op, describe_phase, p
 
 _LOOK_NS = int(LOOK_S * 1e9)
 _EACH = Flag.EACH << OP_BITS
-#: Seconds between checks of the workers' pidfds if answers arrive without a wait; see `LOOK_S`.
+#: Seconds between checks of the workers' pidfds if answers arrive without a wait of `LOOK_S`.
 _LOOK_ANYWAY_S = 0.03
 #: The same while a worker writes a large message, which this process must read for it to continue.
 _LOOK_WHILE_READING_S = 0.0002
@@ -63,12 +63,13 @@ _FAREWELL_S = 1.0
 
 
 class WorkerPool(Pool):
-    """Worker processes over one slab; `start` brings it up, `close` takes it down. See `Pool`."""
+    """Worker processes over one slab; `start` brings it up, `close` takes it down."""
 
     _create_segment = staticmethod(Segment.create)
     _lends = True
     _in_c = True
-    can_fork = True  # whether `branch` can work
+    #: Whether `branch` can work.
+    can_fork = True
     # The engine knows when the envs of a worker are between episodes.
     is_recyclable = True
 
@@ -104,7 +105,7 @@ class WorkerPool(Pool):
             self.envs_in_python = self.crew.envs_in_python
             self._make_slab()
         except FactoryError:
-            # The other workers close their envs.
+            # Time for the other workers to close their envs.
             self.close(min(_FAREWELL_S, self.options.close_timeout_s))
             raise
         except BaseException:
@@ -112,15 +113,7 @@ class WorkerPool(Pool):
             raise
 
     def _make_slab(self) -> None:
-        rules = self.options.capsule_rules
-        self.plan: SlabPlan = plan_slab(
-            self.specs,
-            self.num_workers,
-            self.options.num_frames,
-            lends=self._lends,
-            journal_nbytes=0 if rules is None else rules.journal_bytes,
-            has_infos=self.options.info_policy != "drop",
-        )
+        self.plan = self._plan_slab(self.num_workers, lends=self._lends)
         plate = describe(
             self.plan,
             self.blueprint.blocks,
@@ -252,7 +245,7 @@ class WorkerPool(Pool):
             env_ids, pack_each(op, target, columns, flags, self.plan.num_frames)
         )
         for worker_id in filter(self.is_serving, self.worker_ids):
-            # After an interrupt, the successor may serve already.
+            # A worker that was lost in this call does not serve. After an interrupt, its successor may.
             self._rings[worker_id]()
 
     def must_look(self) -> bool:
@@ -269,8 +262,8 @@ class WorkerPool(Pool):
         kill_late: bool = True,
         through_losses: bool = False,
     ) -> np.ndarray:
-        """Wait until at least `count` of some envs have answered, and return those that have; see `Pool.wait_some`."""
-        # Else only `_wait_slowly` waits.
+        """Wait until at least `count` of some envs have answered, and return those that have."""
+        # A shorter wait is left to `_wait_slowly`, which ends when its deadline does.
         waits = timeout_s is None or timeout_s >= LOOK_S
         is_of_all = count == self.num_envs and not self.words.command[0] & _EACH
         if is_of_all and waits and self._caller is None and self._has_all():
@@ -326,7 +319,7 @@ class WorkerPool(Pool):
         while True:
             while self._done.try_wait():  # 3
                 pass
-            # First: an answer that came in between would count twice, and one that never comes would be awaited.
+            # The total before the numbers: an answer in between would be awaited again, and nobody rings for it.
             total = self._tally.total()
             missing = count - len(self.words.ready(env_ids))
             if missing <= 0:
@@ -344,7 +337,7 @@ class WorkerPool(Pool):
             if deadline.has_passed() and not (
                 deadline.kills and self._give_up_late(deadline, num_resets)
             ):
-                # Killed workers' envs count as answered; without kills, fewer envs have answered.
+                # The envs of killed workers count as answered. Without kills, the caller gets fewer envs.
                 return
             if (waited_s := deadline.stalled_s()) is not None:
                 self._log_stalls(waited_s)
@@ -416,7 +409,7 @@ class WorkerPool(Pool):
 
     def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:
         self.supervisor.refuse_lost(self.worker_ids)
-        # The workers set it, too; one that has died unnoticed would not.
+        # Workers set it as well, but one that has died unnoticed would not.
         self.slab.words["episode"][:] = 0 if episodes is None else episodes
         self.crew.equipment.set_seed(root_seed, episodes)
 
@@ -503,8 +496,7 @@ class WorkerPool(Pool):
 
     def root_seed_of(self, worker_id: int) -> int:
         """Return the root seed with which a worker has built its envs."""
-        seed = self.crew.workers[worker_id].root_seed
-        return self.blueprint.root_seed if seed is None else seed
+        return self.crew.workers[worker_id].root_seed
 
     def pickled(self, env_id: int) -> bytes:
         """Return the pickled factory of an env."""
@@ -542,7 +534,7 @@ class WorkerPool(Pool):
         seeds: Sequence[int | None],
         give_up: Callable[[], None],
     ) -> None:
-        """Put copies of the worker of an env into the places of the workers of others; see `Supervisor.branch`.
+        """Put copies of the worker of an env into the places of the workers of others.
 
         Args:
             source: env id.
@@ -573,7 +565,8 @@ class WorkerPool(Pool):
         ].max()
         words["mail_seq"][worker_id] = words["phase"][worker_id] = 0
         while self._go[worker_id].try_wait():
-            pass  # tokens that its predecessor did not take
+            # Its predecessor did not take these.
+            pass
 
     def phase_of(self, worker_id: int) -> tuple[str, int | None]:
         """Return the phase of a worker, and its env if known."""

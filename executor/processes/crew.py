@@ -66,7 +66,7 @@ class Crew:
         self.blueprint = blueprint
         self.options = options
         self._registered = registries.collect()
-        # Also of workers that replace others.
+        # Read once: a successor starts as the first workers did.
         self._surroundings = surroundings_of(options)
         # An env's two workers have the same.
         self._gpus = gpus_of(options, len(dict.fromkeys(blueprint.blocks)))
@@ -153,7 +153,7 @@ class Crew:
         except BaseException as error:
             process.kill()
             process.release()
-            # Not one that a signal handler has raised.
+            # Without a number, a signal handler has raised it.
             if isinstance(error, OSError) and error.errno is not None:
                 raise not_started(process, error) from error.with_traceback(None)
             raise
@@ -251,7 +251,7 @@ class Crew:
         Args:
             source_id: of the worker.
             worker_id: whose place the copy is for.
-            seed: see `messages.Branch`.
+            seed: of the generators of the copy; None leaves them as they are.
             copies: the copy is appended before it exists, so that it can be released after an interrupt.
 
         Raises:
@@ -267,7 +267,7 @@ class Crew:
         copy.gpu = source.gpu
         copy.root_seed = self.equipment.seed.root_seed
         self._num_forks += 1
-        # No request has a negative number.
+        # Negative, because questions have positive ones.
         number = -self._num_forks
         message = messages.Branch(
             worker=copy.info,
@@ -334,7 +334,7 @@ class Crew:
             # Their messages are read meanwhile, as a full socket would block their exit.
             left[0].wait_for_any(left, remaining_s)
             for worker in list(left):
-                # Asked first: what it wrote before its end is there to be read.
+                # Before its messages are read: what it wrote before its end is there by then.
                 has_exited = worker.has_exited()
                 with uninterrupted(), contextlib.suppress(Exception):
                     drain(worker)

@@ -49,7 +49,7 @@ class Equipment:
             segment: its memory; closed with the crew.
             wake_worker: counts a message and rings the worker's doorbell.
         """
-        # First: from here on, `close` closes it.
+        # Before anything can fail: from here on, `close` closes it.
         self._segment = segment
         self._wake_worker = wake_worker
         self._attach = messages.Attach(
@@ -79,7 +79,7 @@ class Equipment:
         message = messages.AttachStorage(
             target=target, plan=plan, nbytes=segment.nbytes, name=segment.name
         )
-        # First: a worker that is attached meanwhile gets it, too.
+        # Before the mail: after an interrupt, workers that are attached later get it as well.
         self._storages[target] = (message, segment)
         for worker in self._attached():
             mail(worker, message, _fds(segment))
@@ -88,12 +88,12 @@ class Equipment:
         """Make every worker forget a rollout storage. May be repeated, as after an interrupt."""
         for worker in self._attached():
             mail(worker, messages.DetachStorage(target=target))
-        # Last: after an interrupt, successors that were attached meanwhile forget it too.
+        # After the mail: when this is repeated, successors that were attached meanwhile forget it as well.
         if target in self._storages:
             self._storages.pop(target)[1].close()
 
     def set_seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:
-        """Give every worker a new root seed: now, or when it gets the slab; see `Pool.seed`."""
+        """Give every worker a new root seed, and the episodes of the next resets: now, or when it gets the slab."""
         self.seed = messages.Seed(
             root_seed=root_seed, episodes=None if episodes is None else tuple(episodes)
         )

@@ -174,7 +174,7 @@ def factory_error(
             )
     return FactoryError(
         f"{message} (env {numbering.first_env_id + env_id}, worker {_called(worker)}, pid {worker.pid}"
-        f"{_gpu(worker.gpu)}{_place()}, phase build).{advice}",
+        f"{_place(worker.gpu)}, phase build).{advice}",
         remote_traceback=without_own_frames(fault["traceback"]),
         type_name=fault["type_name"],
         type_module=fault["type_module"],
@@ -248,7 +248,7 @@ def env_error(
     elif phase in ("step", "reset", "restore") and not is_interrupted:
         advice = f"The other envs go on; {again}."
     return kind(
-        f"{phase} failed: {what} (env {env_id}, worker {worker_id}, pid {pid}{_gpu(gpu)}{_place()}).{also} {advice}",
+        f"{phase} failed: {what} (env {env_id}, worker {worker_id}, pid {pid}{_place(gpu)}).{also} {advice}",
         remote_traceback=without_own_frames(fault["traceback"]),
         env_ids=(env_id, *others),
         worker_id=worker_id,
@@ -339,12 +339,13 @@ def _called(worker: WorkerProcess) -> int:
     return numbering.first_worker_id + worker.worker_id
 
 
-def _place() -> str:
-    return f", {numbering.place}" if numbering.place else ""
+def _place(gpu: str | None) -> str:
+    """Return where a worker is, to go on after a comma: its GPU, and its share of a larger batch; "" for neither."""
+    return "".join(f", {one}" for one in (gpu and f"gpu {gpu}", numbering.place) if one)
 
 
 def _operation(phase: str) -> str:
-    return "the call" if phase == IDLE else phase
+    return {IDLE: "the call"}.get(phase, phase)
 
 
 def _in_words(phase: str, env_id: int | None) -> str:
@@ -361,12 +362,9 @@ def _where(worker: WorkerProcess) -> str:
     span = (
         f"envs {env_ids[0]}-{env_ids[-1]}" if len(env_ids) > 1 else f"env {env_ids[0]}"
     )
+    # It has none before its start.
     pid = f", pid {worker.pid}" if worker.pid else ""
-    return f"{span}{pid}, generation {worker.generation}{_gpu(worker.gpu)}{_place()}"
-
-
-def _gpu(gpu: str | None) -> str:
-    return "" if gpu is None else f", gpu {gpu}"
+    return f"{span}{pid}, generation {worker.generation}{_place(worker.gpu)}"
 
 
 def _context(worker: WorkerProcess, phase: str, env_id: int | None) -> dict[str, Any]:

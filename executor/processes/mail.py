@@ -98,7 +98,7 @@ def drain(worker: WorkerProcess) -> list[Frame]:
             frame["kind"] == "fault" and frame["phase"] in ("reset", "step")
         ):
             worker.on_row_frame(frame)
-            # Last: after an interrupt the frame is handed on again, which has no effect.
+            # Afterwards: an interrupt makes the next call hand the frame on again, which has no effect.
             del frames[num_answers]
         else:
             num_answers += 1

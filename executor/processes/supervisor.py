@@ -161,7 +161,7 @@ class Supervisor:
             lost = self.lost
             for worker_id in worker_ids:
                 if worker_id in lost:
-                    # It would keep the frames of each call.
+                    # With its traceback, it would keep the frames of each call that raised it.
                     raise lost[worker_id].with_traceback(None)
 
     def notice_deaths(self, owing: Iterable[int]) -> bool:
@@ -180,7 +180,7 @@ class Supervisor:
             if worker_id in self.absent:
                 continue
             worker = self._crew.workers[worker_id]
-            # First: what it wrote before its end is there to be read.
+            # Before its messages are read: what it wrote before its end is there by then.
             has_exited = worker.has_exited()
             drain(worker)
             is_reading |= worker.channel.is_in_frame
@@ -249,7 +249,7 @@ class Supervisor:
         Args:
             source_id: of the worker.
             worker_ids: of the others.
-            seeds: see `Crew.fork`.
+            seeds: of the generators of each copy; None leaves them as they are.
             give_up: called before the first of the others is killed.
 
         Raises:
@@ -336,7 +336,7 @@ class Supervisor:
                     if waited_s >= 0:
                         self._to_building(worker_id)
                 elif absence.condition is Condition.BUILDING and (
-                    # 6: an interrupt came right after that.
+                    # 6: an interrupt came between the slab and the condition.
                     self._crew.workers[worker_id].is_attached
                     or has_answered(self._crew.workers[worker_id])
                     or (limit is not None and waited_s > limit)

@@ -1,6 +1,6 @@
 """Worker processes: how they start, how they are watched, how they end.
 
-Guarantee: a worker and its envs' processes end with this process, however it ends (see `workers.process.entry`).
+Guarantee: a worker and its envs' processes end with this process, however it ends (`workers.process.entry` has how).
 Assumes: Linux (pidfd, memfd, /proc).
 """
 
@@ -40,24 +40,24 @@ class WorkerProcess:
 
     Args:
         info: its ids, as its pool counts them.
-        on_row_frame: see Attributes.
+        on_row_frame: called with each of its messages that belong to rows.
         zygote: its parent; None if this process is.
 
     Attributes:
-        info: see Args.
+        info: as given.
         worker_id: stays the same when the worker is replaced.
         generation: 0 for the first process of that id, then 1, ...
         pid: its process id and process group; 0 before its start.
         channel: the parent's end of its socket.
         gpu: that it was given, as `CUDA_VISIBLE_DEVICES` names it; None if it was given none.
-        root_seed: with which it was built.
+        root_seed: with which it builds its envs; -1 before its start, which is no seed.
         is_attached: whether it has the slab, and reads mail.
         wake: makes it look for mail; does nothing until it has the slab.
-        on_row_frame: called with each of its messages that belong to rows.
+        on_row_frame: as given.
     """
 
     gpu: str | None = None
-    root_seed: int | None = None
+    root_seed = -1
     is_attached = False
     wake: Callable[[], None] = staticmethod(lambda: None)
     pid = 0
@@ -104,7 +104,8 @@ class WorkerProcess:
             pid = fork(self._theirs.fileno(), log.fileno())
             try:
                 self.pidfd = os.pidfd_open(pid)
-            except ProcessLookupError:  # the helper has reaped it
+            # It has ended, and the helper has reaped it.
+            except ProcessLookupError:
                 message = f"starting worker {self.worker_id} failed: its process (pid {pid}) ended at once."
                 raise WorkerLost(
                     message, remote_traceback=self.log() or None, pid=pid

@@ -94,7 +94,7 @@ class ContiguousRows:
         self._at[env_ids] += 1
         over = (self._at == self._num_steps).nonzero()[0]
         if len(over):
-            # First: `repair` finds by it the envs that need another row.
+            # Before their envs get other rows: after an interrupt, `repair` finds by it which envs need them.
             self.full += self._slots[over].tolist()
             self._begin_rows(over)
 
@@ -138,10 +138,10 @@ class ContiguousRows:
         for key in self._flags:
             truncated = self._leaves.get(("next", *key[:-1], "truncated"))
             done = self._leaves.get(("next", *key[:-1], "done"))
-            # An interrupt may have come before they were created.
+            # Neither exists if an interrupt came before the first step was written.
             if key[-1] == "done" and done is not None:
                 if truncated is not None:
-                    # Not for episodes that had ended by themselves.
+                    # An episode that had ended by itself is not truncated.
                     truncated[slot, at] |= ~done[slot, at]
                 done[slot, at] = True
 

@@ -149,7 +149,7 @@ def short(key: Key) -> str | Key:
 
 def leaf_keys(td: TensorDictBase) -> list[Key]:
     """Return the keys of a batch's leaves, each as a tuple; of different tasks, those that all rows have."""
-    # Whose own keys fail if a row has a leaf where another has a group.
+    # The keys of a stack itself fail if a row has a leaf where another has a group.
     if isinstance(td, LazyStackedTensorDict):
         rows = list(map(leaf_keys, td.tensordicts))
         return [key for key in rows[0] if all(key in keys for keys in rows)]

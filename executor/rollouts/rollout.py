@@ -101,7 +101,7 @@ class RolloutRunner:
         out: TensorDictBase | None = None,
         primer: TensorDictBase | None = None,
     ) -> TensorDictBase:
-        """Collect up to `max_steps` steps of all envs; `env` is given to the callback. See `BatchedEnv.rollout`."""
+        """Collect up to `max_steps` steps of all envs, as `BatchedEnv.rollout`; `env` is given to the callback."""
         engine = self._engine
         _check(
             max_steps,
@@ -159,7 +159,7 @@ class RolloutRunner:
             run.start(lease, auto_reset=auto_reset)
             return run.result(run.go(max_steps))
         finally:
-            # First: nothing may read the storage once it can be lent to another rollout.
+            # In this order: nothing may read the storage once it can be lent to another rollout.
             self._engine.positions.move_back()
             self._shelf.end_rollout(lease)
 
@@ -331,13 +331,14 @@ class _Run:
         root = self._root(step)
         self._carried.hand_over(root, self._fresh)
         acted = run_policy(self._policy, root)
-        # First: it refuses illegal actions, and then the rollout has changed nothing.
+        # Before anything is kept: illegal actions are refused here.
         self._engine.write_inputs(acted)
         if self._engine.side_inputs:
             self._side_inputs.append(dict(self._engine.side_inputs))
         self._carried.keep(acted)
         for kept, given in self._kept_inputs:
             kept[:, step] = given
+        # Found in the first step: the steps of a rollout are stacked, so all must have the same.
         if self._extra_keys is None:
             self._extra_keys = [key for key in leaf_keys(acted) if self._is_extra(key)]
         if self._extra_keys:
@@ -426,6 +427,7 @@ class _Run:
 def _mark_truncated(data: TensorDictBase, specs: Sequence[EnvSpec]) -> None:
     """Mark the last step of every env, and of its agents, as truncated, only in the data: the envs keep running."""
     rows = data.tensordicts if isinstance(data, LazyStackedTensorDict) else [data]
+    # Envs of a whole batch are equal, so its first spec is that of all.
     for row, spec in zip(rows, specs, strict=False):
         for leaf in spec.done:
             if leaf.key[-1] != "terminated":
@@ -436,7 +438,7 @@ def _mark_truncated(data: TensorDictBase, specs: Sequence[EnvSpec]) -> None:
 def _fill(out: TensorDictBase, data: TensorDictBase) -> TensorDictBase:
     """Copy a rollout's data to the caller's batch; return the part that was filled."""
     part = out
-    # Else `out` itself is returned.
+    # A rollout of all steps returns `out` itself.
     if data.batch_size[1] < out.batch_size[1]:
         part = out[:, : data.batch_size[1]]
     if isinstance(data, LazyStackedTensorDict):
@@ -458,9 +460,8 @@ def _copy(out: TensorDictBase, data: TensorDictBase) -> None:
             raise ValueError(
                 f"rollout failed: expected out to hold {key} of shape {tuple(value.shape)}, got {tuple(place.shape)}."
             )
-        elif (
-            place.data_ptr() != value.data_ptr()
-        ):  # the workers have not written it there
+        elif place.data_ptr() != value.data_ptr():
+            # The workers have not written it there.
             place.copy_(value)
 
 

@@ -51,7 +51,7 @@ class StepwiseRun:
         self._callback = callback
         self._breaks = break_when_any_done
         self._steps: list[TensorDictBase] = []
-        # The policy's, of each kind of row; in the first step as in all.
+        # The policy's keys of each kind of row, found in the first step: all steps must have the same to be stacked.
         self._keys: list[list[Key]] | None = None
         self._root_keys = {
             leaf.key
@@ -88,7 +88,8 @@ class StepwiseRun:
         try:
             next_td, after = engine.step_all(acted, op, cut)
         except EnvherdError as error:
-            if error.partial is not None:  # the other envs were stepped
+            # With a partial batch, the other envs were stepped, and the policy's state follows them.
+            if error.partial is not None:
                 self._carried.keep(acted)
                 self._carried.renew(engine.positions.in_root)
             raise

@@ -170,7 +170,8 @@ class StorageShelf:
 
     def end_rollout(self, lease: Lease) -> None:
         """End a rollout: from now on only the caller's tensors keep the storage."""
-        if self._pool.holds_storages:  # until it closes
+        # Such a pool would keep the memory until it closes.
+        if self._pool.holds_storages:
             self._drop(lease)
         lease.shut()
 
@@ -181,17 +182,19 @@ class StorageShelf:
         lease = Lease(
             next(self._targets), num_columns, plan_storage(self._pool.plan, num_columns)
         )
-        lease.is_leaving = True  # unless all workers map it
+        # Until all workers map it: after an interrupt, `lend` drops it.
+        lease.is_leaving = True
         self._leases.append(lease)
         lease.memory = self._pool.attach_storage(lease.target, lease.plan)
         lease.lent_at = _num_forks
-        # Last: from here on the shelf may lend it.
+        # Now that all workers map it, it may be lent.
         lease.is_leaving = False
         return lease
 
     def _drop(self, lease: Lease) -> None:
         """Make workers forget a storage."""
-        lease.is_leaving = True  # first: see `lend`
+        # Before workers are told: after an interrupt, `lend` drops it again.
+        lease.is_leaving = True
         self._pool.detach_storage(lease.target)
         if lease in self._leases:
             self._leases.remove(lease)

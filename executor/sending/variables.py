@@ -28,7 +28,7 @@ def variables_of(
 
     Args:
         options: of the executor.
-        gpus: of each worker; see `gpus_of`.
+        gpus: of each worker, what `gpus_of` returns.
 
     Raises:
         ValueError: a list of another length, or a function that returned something else.
@@ -51,6 +51,7 @@ def variables_of(
         each = list(given)
     else:
         each = [dict(given)] * num_workers
+    # The user's own variables win over those that select a GPU.
     return [{**select(gpu), **dict(own)} for own, gpu in zip(each, gpus, strict=True)]
 
 
@@ -82,7 +83,7 @@ def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
     for name in (_CUDA, _ROCM):
         if name in environment:
             names = [one.strip() for one in environment[name].split(",")]
-            # As the drivers read it.
+            # As the drivers read it: what follows the first name that is none does not count.
             end = next(
                 (i for i, one in enumerate(names) if one in ("", "-1")), len(names)
             )

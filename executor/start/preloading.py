@@ -1,6 +1,6 @@
 """Helpers that executors share, so that modules are imported once for all of them.
 
-A helper process imports what envs need and forks the workers (see `workers.process.zygote`). Where imports are slow
+A helper process (`workers.process.zygote`) imports what envs need and forks the workers. Where imports are slow
 (torch, torchrl, dm_control), they take most of a start. Executors of one program share a helper if a new one would be
 equal: same modules, arguments, import path and environment variables, and everything else that a process inherits. So
 its imports have seen what those of a new one would see, and each worker gets the folder that its executor was made in.

@@ -1,4 +1,4 @@
-"""The owner's handle of the helper that forks workers; see `workers.process.zygote`.
+"""The owner's handle of the helper that forks workers, which runs `workers.process.zygote`.
 
 Guarantees:
 - The user's process is never forked; its signal handlers, threads and `__main__` are untouched.
@@ -126,8 +126,8 @@ def shared(
     Args:
         user: of the helper, from now on.
         key: everything that executors must have in common to share a helper.
-        options: see `Helper`.
-        preload: see `Helper`.
+        options: of a new one.
+        preload: modules that a new one imports.
     """
     end_idle(must_have_ended=True)
     while True:
@@ -144,7 +144,8 @@ def shared(
                 return Helper(options, preload, key, user=user)
         if found.resume():
             return found
-        found.key = None  # first: no other executor joins, and it is not kept
+        # Before it is closed: then no other executor joins, and it is not kept.
+        found.key = None
         found.close(user)
 
 
@@ -158,7 +159,7 @@ class Helper:
     Args:
         options: for its environment variables, output, start method and deadline.
         preload: modules to import.
-        key: see `shared`; None if it ends with its last user.
+        key: by which `shared` finds it; None if it ends with its last user.
         must_import: a module that cannot be imported is an error.
         user: the first one; None for the helper itself.
     """
@@ -207,7 +208,8 @@ class Helper:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    process_group=0,  # not another session: see `process.zygote`
+                    # Another group in the same session: the kernel may schedule another session apart from this.
+                    process_group=0,
                 )
         except BaseException as error:
             self._release()
@@ -285,7 +287,8 @@ class Helper:
     def _receive_start(self) -> None:
         self.begin()
         assert self._start_number is not None
-        try:  # takes seconds; after a Ctrl-C, the waiting executor closes this
+        # It takes seconds. After a Ctrl-C, the executor that waits closes this.
+        try:
             answer = self._answer(self._start_number, self._options.build_timeout_s)
         except DeadlinePassed:
             raise self._late() from None
@@ -488,11 +491,11 @@ class Helper:
     def _answer(self, number: int, timeout_s: float | None) -> dict[str, Any]:
         end = None if timeout_s is None else time.monotonic() + timeout_s
         with self._lock:
-            # Again: another user's wait for it may have been interrupted.
+            # Once more: an interrupted wait has withdrawn it.
             self._awaited.add(number)
             try:
                 while number not in self._answers:
-                    # First: this process may have been stopped.
+                    # Before the time is read: this process may have been stopped while the answer came.
                     has_come = self._receive() or number in self._answers
                     if not has_come and end is not None and time.monotonic() > end:
                         raise DeadlinePassed
@@ -539,7 +542,7 @@ def _wait_exit(pid: int, timeout_s: float) -> None:
 
 
 def surroundings_of(options: ExecutorOptions) -> dict[str, Any]:
-    """Return what a worker gets at its start; see `workers.sending.surroundings`."""
+    """Return what a worker gets at its start: what `workers.sending.surroundings` reads, with its variables."""
     return {**surroundings.read(), "environ": environment_of(options)}
 
 
