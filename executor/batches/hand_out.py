@@ -273,7 +273,6 @@ class Gatherer:
     ) -> None:
         self._num_rows = sections[0][0].shape[1]
         self._section = sections[0][0].shape[0] * self._num_rows
-        start = buffer.ctypes.data
         tables: dict[bytes, np.ndarray] = {}
         #: (row shape, dtype, records of one row at every byte from its first row on, place -> record) of each leaf.
         self._leaves: list[
@@ -290,7 +289,7 @@ class Gatherer:
             )
             # One object for equal tables, by which `gather` sees that it has the addresses already.
             table = tables.setdefault(table.tobytes(), table)
-            offset = least - start
+            offset = least - buffer.ctypes.data
             records = None
             if 0 < nbytes <= LARGEST_RECORD:
                 shape = (len(buffer) - offset - nbytes + 1,)

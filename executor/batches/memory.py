@@ -229,11 +229,10 @@ class _Frame:
         """Copy it if somebody holds it and it is complete."""
         # Held before it is looked at: another thread does not pick a frame that is held.
         hold = self._block.hold()
-        is_free = (
-            self._block.is_free_but_for_hold
-            and [*map(sys.getrefcount, self._arrays)] == self._references
-        )
-        if not is_free and not is_written():
+        if (
+            not self._block.is_free_but_for_hold
+            or [*map(sys.getrefcount, self._arrays)] != self._references
+        ) and not is_written():
             copy()
         del hold
 

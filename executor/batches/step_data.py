@@ -94,8 +94,9 @@ def compile_intake(
         and len(target) <= _FEW
     ):
         most = None if check is None else leaf.domain.n
-        takers = _take_numbers(is_plain, target, most)
-        return PlainIntake(find, dtype, target, legal, limit, *takers)
+        return PlainIntake(
+            find, dtype, target, legal, limit, *_take_numbers(is_plain, target, most)
+        )
 
     def take(value: Any, rows: Any, shape: tuple[int, ...]) -> bool:
         if not is_plain(value, shape):

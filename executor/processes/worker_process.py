@@ -180,10 +180,9 @@ class WorkerProcess:
         poller = select.poll()
         for worker in workers:
             poller.register(worker.pidfd, select.POLLIN)
-            poller.register(
-                worker.channel.sock,
-                select.POLLIN | (select.POLLOUT if worker.channel.has_unsent else 0),
-            )
+            poller.register(worker.channel.sock, select.POLLIN)
+            if worker.channel.has_unsent:
+                poller.modify(worker.channel.sock, select.POLLIN | select.POLLOUT)
         return bool(
             poller.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000 + 1)
         )

@@ -349,6 +349,7 @@ class Helper:
             WorkerLost: the helper has ended, or the system allows no further process.
         """
         self.wait_ready()
+        # Crews give the caller as it was when they were made.
         config = {"caller": surroundings_of(self._options), **config}
         answer = self._request({"op": "fork", "config": config}, fds)
         if "error" in answer:
