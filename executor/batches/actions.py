@@ -344,7 +344,7 @@ def reset_mask(
         return None
     found = np.zeros(batch_shape, bool)
     for mask in map(to_numpy, masks):
-        # No cast: a mask of numbers is mostly one of ids.
+        # Numbers are refused: they may be ids of envs.
         if mask.dtype != bool or mask.shape[: len(batch_shape)] != batch_shape:
             raise ValueError(
                 f"reset failed: expected a bool mask of shape {batch_shape} or {(*batch_shape, 1)}, "
