@@ -86,7 +86,7 @@ def drain(worker: WorkerProcess) -> list[Frame]:
     """Read what a worker has written, and send what an interrupt has left unsent, without blocking.
 
     Returns:
-        The answers that nobody has taken; whoever takes one deletes it there. What belongs to rows is handed on.
+        The answers that nobody has taken; a caller that takes one deletes it there. What belongs to rows is handed on.
     """
     with contextlib.suppress(ConnectionError):
         worker.channel.flush_nowait()

@@ -151,7 +151,7 @@ class StorageShelf:
         return lease
 
     def find(self, out: TensorDictBase | None, num_columns: int) -> Lease | None:
-        """Return the storage of `out`; None unless it is a whole rollout of this executor, of so many columns."""
+        """Return the storage of `out`; None unless it is a whole rollout of this executor with `num_columns`."""
         done = None
         if out is not None and out.batch_size[1] == num_columns:
             done = out.get(("next", "done"), None)
@@ -190,7 +190,7 @@ class StorageShelf:
 
     def _drop(self, lease: Lease) -> None:
         """Make workers forget a storage."""
-        # Before workers are told: after an interrupt, `lend` drops it again.
+        # Before workers forget it: after an interrupt, `lend` drops it again.
         lease.is_leaving = True
         self._pool.detach_storage(lease.target)
         if lease in self._leases:
