@@ -315,12 +315,12 @@ def _helper_of(
             }
             stack.enter_context(preloaded(*_PRELOADED, *modules, *sorted(marked)))
             # Modules put it back for themselves.
-            made[modules] = preloading._innermost.pop()
+            made[modules] = preloading._open.popitem()
         return made[modules]
 
     with contextlib.ExitStack() as stack:
         yield helper_of
-        preloading._innermost.extend(made.values())
+        preloading._open.update(made.values())
 
 
 def _preloads(node: pytest.Item | pytest.Collector | None) -> tuple[str, ...] | None:
@@ -345,11 +345,10 @@ def _shared_helper(request: pytest.FixtureRequest) -> Iterator[None]:
     else:
         from envherd.executor.start import preloading
 
-        preloading._innermost.append(
-            request.getfixturevalue("_helper_of")(modules or ())
-        )
+        helper_of = request.getfixturevalue("_helper_of")
+        preloading._open.update([helper_of(modules or ())])
         yield
-        preloading._innermost.pop()
+        preloading._open.popitem()
 
 
 @pytest.fixture(scope="session")
@@ -405,7 +404,7 @@ def own_helper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the executors of the test start their helper, as in users' programs."""
     from envherd.executor.start import preloading
 
-    monkeypatch.setattr(preloading, "_innermost", [])
+    monkeypatch.setattr(preloading, "_open", {})
 
 
 @pytest.fixture(autouse=True)

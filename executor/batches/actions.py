@@ -55,7 +55,8 @@ def to_numpy(value: Any) -> np.ndarray:
             value = value.cpu()
         try:
             return value.numpy()
-        except TypeError:  # numpy has no bfloat16, which policies under autocast return
+        except TypeError:
+            # Numpy has no bfloat16, which policies under autocast return.
             return value.float().numpy()
     return np.asarray(value)
 
@@ -71,6 +72,7 @@ def _unsigned_below(limit: int | np.ndarray, dtype: np.dtype) -> Check:
 
     def check(values: np.ndarray) -> np.ndarray | None:
         read = values.view(unsigned)
+        # The most common case needs no array of flags.
         if isinstance(limit, int) and read.max(initial=0) < limit:
             return None
         illegal: np.ndarray = read >= limit
@@ -81,7 +83,8 @@ def _unsigned_below(limit: int | np.ndarray, dtype: np.dtype) -> Check:
 
 def _within(domain: Box) -> Check:
     def check(values: np.ndarray) -> np.ndarray | None:
-        legal = (values >= domain.low) & (values <= domain.high)  # False for NaN
+        # NaN is in no range.
+        legal = (values >= domain.low) & (values <= domain.high)
         return None if legal.all() else ~legal
 
     return check
@@ -123,7 +126,7 @@ class GroupIntake:
 
     Args:
         slab: the group's arrays.
-        level: see `ExecutorOptions.check_actions`.
+        level: of `ExecutorOptions.check_actions`.
         present: returns state leaves that a batch lacks; None refuses such a batch.
 
     Attributes:
@@ -147,8 +150,13 @@ class GroupIntake:
             check_for(leaf, level) if leaf in spec.action else None
             for leaf in self.leaves
         ]
-        self.plain = self._compile()
         self._present = present
+        self.plain: PlainIntake | None = None
+        # Side values do not go through the slab: the caller sends them.
+        if len(self.leaves) == 1 and not self.side_leaves:
+            self.plain = compile_intake(
+                self.leaves[0], self.targets[0], self._checks[0]
+            )
 
     def take(self, td: TensorDictBase, rows: np.ndarray | None = None) -> bool:
         """Check and write a batch if it is plain: one legal tensor on the CPU.
@@ -174,15 +182,10 @@ class GroupIntake:
             rows: as of `take`.
 
         Raises:
-            ActionError: see `read`.
+            ActionError: what `read` refuses.
         """
         if not self.take(td, rows):
             self.write(self.read(td, rows), rows)
-
-    def _compile(self) -> PlainIntake | None:
-        if len(self.leaves) != 1 or self.side_leaves:
-            return None  # side values do not go through the slab: the caller sends them
-        return compile_intake(self.leaves[0], self.targets[0], self._checks[0])
 
     def read(self, td: TensorDictBase, rows: np.ndarray | None) -> list[np.ndarray]:
         """Return the checked inputs, one array `[k, ...]` per leaf.
@@ -208,34 +211,30 @@ class GroupIntake:
         if not self.side_leaves:
             return []
         columns = [_side_values(self._get(td, leaf, rows)) for leaf in self.side_leaves]
+        # Copies, because they are sent later, and the caller may change them meanwhile.
         return [copy.deepcopy(list(values)) for values in zip(*columns, strict=True)]
 
     def _read_leaf(self, index: int, given: Any, rows: np.ndarray | None) -> np.ndarray:
         """Return one leaf's values, checked."""
-        leaf, dtype, check = (
-            self.leaves[index],
-            self._dtypes[index],
-            self._checks[index],
-        )
+        leaf = self.leaves[index]
+        dtype = self._dtypes[index]
+        check = self._checks[index]
         num_rows = len(self._env_ids) if rows is None else len(rows)
         value = to_numpy(given)
         if value.shape != (num_rows, *leaf.shape):
-            advice = (
-                _reshaping(leaf, value.shape[1:])
-                if value.shape[:1] == (num_rows,)
-                else ""
-            )
             raise self._refuse(
                 leaf,
                 f"shape {(num_rows, *leaf.shape)}",
                 f"shape {value.shape}",
-                advice=advice,
+                advice=_reshaping(leaf, value.shape, num_rows),
             )
+        # Identity first: types of one array library are mostly the same objects, and comparing takes longer.
         if value.dtype is not dtype and value.dtype != dtype:
-            given, value = value, self._cast(leaf, value)
-            # Too large: it wrapped around.
-            if dtype.kind in "iu" and (changed := value != given).any():
-                raise self._refuse_first(leaf, given, changed, rows)
+            uncast = value
+            value = self._cast(leaf, uncast)
+            # A number that is too large for the type has wrapped around.
+            if dtype.kind in "iu" and (changed := value != uncast).any():
+                raise self._refuse_first(leaf, uncast, changed, rows)
         if check is not None and (illegal := check(value)) is not None:
             raise self._refuse_first(leaf, value, illegal, rows, _WHAT_IS_CHECKED)
         return value
@@ -249,14 +248,16 @@ class GroupIntake:
                 target[rows] = value
 
     def _get(self, td: TensorDictBase, leaf: LeafSpec, rows: np.ndarray | None) -> Any:
-        value = td.get(leaf.key if len(leaf.key) > 1 else leaf.key[0], None)
+        value = td.get(leaf.key, None)
         if value is None and self._present is not None:
             value = self._present(leaf.key, rows)
         if value is None:
             names = _names_next_to(leaf.key, td)
-            got = f"none among {names}" if names else "none"
             raise self._refuse(
-                leaf, f"a key {leaf.key}", got, advice=" The policy must set it."
+                leaf,
+                f"a key {leaf.key}",
+                f"none among {names}" if names else "none",
+                advice=" The policy must set it.",
             )
         return value
 
@@ -279,37 +280,37 @@ class GroupIntake:
         advice: str = "",
     ) -> ActionError:
         first = tuple(np.argwhere(illegal)[0].tolist())
-        env_id = self._env_ids[first[0] if rows is None else int(rows[first[0]])]
-        return self._refuse(
-            leaf, str(leaf.domain), f"{value[first]} at {first}", env_id, advice
-        )
+        row = first[0] if rows is None else int(rows[first[0]])
+        got = f"{value[first]} at {first}"
+        return self._refuse(leaf, str(leaf.domain), got, [self._env_ids[row]], advice)
 
     def _refuse(
         self,
         leaf: LeafSpec,
         expected: str,
         got: str,
-        env_id: int | None = None,
+        env_ids: Sequence[int] = (),
         advice: str = "",
     ) -> ActionError:
-        first, last = (
-            (self._env_ids[0], self._env_ids[-1])
-            if env_id is None
-            else (env_id, env_id)
-        )
-        where = f"env {first}" if first == last else f"envs {first}-{last}"
+        """Return the error; `env_ids` is one env, or empty for the whole batch."""
+        ids = env_ids or self._env_ids
+        where = f"env {ids[0]}" if len(ids) == 1 else f"envs {ids[0]}-{ids[-1]}"
         return ActionError(
             f"step failed: {'/'.join(leaf.key)} expected {expected}, got {got} ({where}). No env was stepped.{advice}",
-            env_ids=() if env_id is None else (env_id,),
+            env_ids=tuple(env_ids),
             key=leaf.key,
         )
 
 
-def _reshaping(leaf: LeafSpec, shape: tuple[int, ...]) -> str:
-    """Return advice for a row of an action of another shape than its leaf's; "" if none is known."""
-    if shape == (*leaf.shape, 1):
+def _reshaping(leaf: LeafSpec, shape: tuple[int, ...], num_rows: int) -> str:
+    """Return advice for a batch of actions of another shape than its leaf's; "" if none is known."""
+    if shape == (num_rows, *leaf.shape, 1):
         return " Pass action.squeeze(-1)."
-    if isinstance(leaf.domain, Discrete) and shape == (*leaf.shape, leaf.domain.n):
+    if isinstance(leaf.domain, Discrete) and shape == (
+        num_rows,
+        *leaf.shape,
+        leaf.domain.n,
+    ):
         return " It takes the index of a one-hot action: action.argmax(-1)."
     return ""
 
@@ -343,6 +344,7 @@ def reset_mask(
         return None
     found = np.zeros(batch_shape, bool)
     for mask in map(to_numpy, masks):
+        # Numbers are refused: they may be ids of envs.
         if mask.dtype != bool or mask.shape[: len(batch_shape)] != batch_shape:
             raise ValueError(
                 f"reset failed: expected a bool mask of shape {batch_shape} or {(*batch_shape, 1)}, "
@@ -353,10 +355,9 @@ def reset_mask(
 
 
 def _nested_masks(td: TensorDictBase) -> list[Any]:
-    keys = td.keys(include_nested=True)
     return [
         td.get(key)
-        for key in keys
+        for key in td.keys(include_nested=True)
         if isinstance(key, tuple) and key[-1] == RESET_KEY and key[0] != "next"
     ]
 

@@ -7,15 +7,19 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-_STEPS = ("step", "step_and_maybe_reset", "send")
-_ADVICE = (
-    " Put actions into one: env.current().set('action', torch.as_tensor(actions)). For plain arrays use AsyncVectorEnv "
-    "of envherd.gymnasium."
-)
 MASK_ADVICE = (
     "A mask of the envs to reset goes into one: "
     "TensorDict({'_reset': mask}, [num_envs]), a bool for each env."
 )
+#: Call -> advice for one that got no TensorDict.
+_ADVICE = {
+    "reset": f" {MASK_ADVICE}",
+    **dict.fromkeys(
+        ("step", "step_and_maybe_reset", "send"),
+        " Put actions into one: env.current().set('action', torch.as_tensor(actions)). For plain arrays use "
+        "AsyncVectorEnv of envherd.gymnasium.",
+    ),
+}
 WRAP = (
     "Wrap it: TensorDictModule(policy, in_keys=['observation'], out_keys=['action'])."
 )
@@ -36,6 +40,7 @@ def as_count(
     if value is None and or_none:
         return None
     try:
+        # True is an int, but a caller who passes it means something else.
         found = least - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         found = least - 1
@@ -79,11 +84,8 @@ def need_callables(call: str, **functions: Any) -> None:
 def need_batch(call: str, td: Any, name: str = "a batch") -> None:
     """Refuse anything but a TensorDict."""
     if not isinstance(td, TensorDictBase):
-        advice = (
-            _ADVICE if call in _STEPS else f" {MASK_ADVICE}" if call == "reset" else ""
-        )
         raise TypeError(
-            f"{call} failed: expected {name} as a TensorDict, got {_named(td)}.{advice}"
+            f"{call} failed: expected {name} as a TensorDict, got {_named(td)}.{_ADVICE.get(call, '')}"
         )
 
 

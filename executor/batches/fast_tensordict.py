@@ -30,15 +30,14 @@ def _is_as_expected() -> bool:
         example = _new_unsafe(
             {"a": torch.zeros(1)}, batch_size=torch.Size([1]), device=None
         )
-        has_functions = hasattr(TensorDict, "_get_str") and hasattr(
-            TensorDict, "_set_str"
-        )
         return (
             set(vars(example)) == _INNER
             and vars(example)["_tensordict"].__class__ is dict
-            and has_functions
+            and hasattr(TensorDict, "_get_str")
+            and hasattr(TensorDict, "_set_str")
         )
-    except Exception:  # another version may raise anything
+    except Exception:
+        # Another version may raise anything.
         return False
 
 
@@ -153,7 +152,8 @@ def set_leaf(td: TensorDictBase, key: Key, leaf: torch.Tensor) -> None:
     ):
         td._set_str(key[0], leaf, inplace=False, validated=True)  # noqa: SLF001
     else:
-        _set(td, key, leaf)  # moves it to the batch's device
+        # The public function moves it to the batch's device.
+        _set(td, key, leaf)
 
 
 def set_next(td: TensorDictBase, next_td: TensorDictBase) -> None:
@@ -179,7 +179,8 @@ def num_writes(leaves: Iterable[torch.Tensor]) -> float:
     try:
         return sum(map(_version, leaves))
     except RuntimeError:
-        return float("nan")  # another object each time, for `in`
+        # A new object each time: `in` finds the same object although it equals nothing.
+        return float("nan")
 
 
 def as_tensor(array: np.ndarray, dtype: torch.dtype | None = None) -> torch.Tensor:

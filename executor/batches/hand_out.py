@@ -111,39 +111,31 @@ class GroupBatch:
             [[self.next_arrays[i] for i in self.root_in_next], self.root_arrays],
         )
         self._shells: dict[tuple[str, tuple[int, ...]], Shell] = {}
+        #: Section -> which leaf has which key.
+        self._members = {
+            "next": list(enumerate(self.next_keys)),
+            "root": list(enumerate(self.root_keys)),
+            "root over next": list(zip(self.root_in_next, self.root_keys, strict=True)),
+        }
+        if has_interrupted:
+            self._members["next"].append((len(self.next_keys), ("interrupted",)))
 
     def shell(self, section: str, lead: tuple[int, ...]) -> Shell:
         """Return the nesting of a section ("next" or "root") for leading dimensions `lead`."""
         cached = self._shells.get((section, lead))
         if cached is None:
-            keys = self.next_keys if section == "next" else self.root_keys
-            if section == "next" and self.has_interrupted:
-                keys = [*keys, ("interrupted",)]
-            members = list(enumerate(keys))
-            cached = Shell(
-                members,
+            cached = self._shells[section, lead] = Shell(
+                self._members[section],
                 dict(self.spec.groups),
                 lead,
                 self.spec.batch_shape,
                 self.device,
             )
-            self._shells[section, lead] = cached
         return cached
 
     def root_shell_over_next(self, lead: tuple[int, ...]) -> Shell:
         """Return the nesting of a root over the leaves of a `next`, for rows that were not reset."""
-        cached = self._shells.get(("root over next", lead))
-        if cached is None:
-            members = list(zip(self.root_in_next, self.root_keys, strict=True))
-            cached = Shell(
-                members,
-                dict(self.spec.groups),
-                lead,
-                self.spec.batch_shape,
-                self.device,
-            )
-            self._shells["root over next", lead] = cached
-        return cached
+        return self.shell("root over next", lead)
 
     def next_views(self, column: int) -> Leaves:
         """Return the `next` leaves of a frame (VIEW)."""
@@ -158,6 +150,7 @@ class GroupBatch:
                 self._views[0],
             )
         buffer, leaves = self.memory.take(column)
+        # None of a frame that is lent.
         if buffer is not None:
             buffer[:] = self.next_bytes[column]
         return leaves
@@ -173,6 +166,7 @@ class GroupBatch:
         arrays = self.gather_next(columns, rows)
         leaves = self.to_tensors(arrays)
         done = arrays[self._done_in_next]
+        # Envs with rows of their own have more flags: such an env has ended once one of its rows has.
         ended: np.ndarray = (
             done[:, 0]
             if done.ndim == 2
@@ -188,6 +182,7 @@ class GroupBatch:
         self, columns: np.ndarray, in_root: np.ndarray, rows: np.ndarray
     ) -> list[np.ndarray]:
         """Return the current root leaves of some rows, fresh `[k, ...]`: from a reset's root or a step's `next`."""
+        # Most steps have no reset, and then the places need no second section.
         was_reset = in_root if 1 in in_root.tobytes() else None
         return self._roots.gather(self._roots.places(columns, rows, was_reset))
 
@@ -217,11 +212,12 @@ class GroupBatch:
         buffer, leaves = self._root_memory.take()
         buffer[:] = self.next_bytes[column]
         if len(reset_rows) <= _FEW_ROWS:
-            to, source = buffer.data, self._bytes
+            to = buffer.data
             for row in reset_rows.tolist():
                 for own, start, stride, nbytes in self._root_places:
-                    at, of = own + row * nbytes, start + column * stride + row * nbytes
-                    to[at : at + nbytes] = source[of : of + nbytes]
+                    at = own + row * nbytes
+                    of = start + column * stride + row * nbytes
+                    to[at : at + nbytes] = self._bytes[of : of + nbytes]
         else:
             arrays = self._split(buffer)
             for index, array in zip(self.root_in_next, self.root_arrays, strict=True):
@@ -234,15 +230,9 @@ class GroupBatch:
         start = self.slab.buffer.__array_interface__["data"][0]
         places = []
         for index, array in zip(self.root_in_next, self.root_arrays, strict=True):
+            own = self._fields[index].offset
             offset = array.__array_interface__["data"][0] - start
-            places.append(
-                (
-                    self._fields[index].offset,
-                    offset,
-                    array.strides[0],
-                    array[0, :1].nbytes,
-                )
-            )
+            places.append((own, offset, array.strides[0], array[0, :1].nbytes))
         return places
 
     @outside_inference_mode
@@ -257,17 +247,12 @@ class GroupBatch:
 
     def to_tensors(self, arrays: Sequence[np.ndarray]) -> Leaves:
         """Return arrays as tensors on the device (cpu: no copy)."""
-        tensors = [
-            *map(
-                as_tensor if torch.is_inference_mode_enabled() else torch.from_numpy,
-                arrays,
-            )
-        ]
-        return (
-            tensors
-            if self.is_on_cpu
-            else [_move(tensor, self.device) for tensor in tensors]
-        )
+        # Torch's own function is faster than `as_tensor`, which only that mode needs.
+        make = as_tensor if torch.is_inference_mode_enabled() else torch.from_numpy
+        tensors = [*map(make, arrays)]
+        if self.is_on_cpu:
+            return tensors
+        return [_move(tensor, self.device) for tensor in tensors]
 
 
 class Gatherer:
@@ -286,9 +271,8 @@ class Gatherer:
     def __init__(
         self, buffer: np.ndarray, sections: Sequence[Sequence[np.ndarray]]
     ) -> None:
-        num_frames, self._num_rows = sections[0][0].shape[:2]
-        self._section = num_frames * self._num_rows
-        start = buffer.ctypes.data
+        self._num_rows = sections[0][0].shape[1]
+        self._section = sections[0][0].shape[0] * self._num_rows
         tables: dict[bytes, np.ndarray] = {}
         #: (row shape, dtype, records of one row at every byte from its first row on, place -> record) of each leaf.
         self._leaves: list[
@@ -303,14 +287,14 @@ class Gatherer:
             table = np.concatenate(
                 [_addresses(array, array.ctypes.data - least) for array in arrays]
             )
-            # Leaves of one size often have the same table.
+            # One object for equal tables, by which `gather` sees that it has the addresses already.
             table = tables.setdefault(table.tobytes(), table)
-            offset = least - start
-            length = len(buffer) - offset - nbytes + 1
+            offset = least - buffer.ctypes.data
             records = None
             if 0 < nbytes <= LARGEST_RECORD:
-                records = np.ndarray((length,), f"V{nbytes}", buffer, offset, (1,))
-            elif nbytes:
+                shape = (len(buffer) - offset - nbytes + 1,)
+                records = np.ndarray(shape, f"V{nbytes}", buffer, offset, (1,))
+            else:
                 self._larger[len(self._leaves)] = arrays
             self._leaves.append((first.shape[2:], first.dtype, records, table))
 
@@ -335,7 +319,7 @@ class Gatherer:
         count = len(places)
         if not count:
             return [np.empty((0, *shape), dtype) for shape, dtype, _, _ in self._leaves]
-        new, addresses, table = np.ndarray, None, None
+        table = addresses = None
         gathered: list[np.ndarray] = []
         for shape, dtype, records, own_table in self._leaves:
             if records is None:
@@ -348,15 +332,15 @@ class Gatherer:
             if own_table is not table:
                 table = own_table
                 addresses = table[places]
-            gathered.append(new((count, *shape), dtype, records[addresses]))
+            gathered.append(np.ndarray((count, *shape), dtype, records[addresses]))
         return gathered
 
     def _gather_larger(
         self, index: int, places: np.ndarray, rows: np.ndarray
     ) -> np.ndarray:
         """Return the rows of a leaf without records, whose rows are empty or too large for a record."""
-        arrays = self._larger.get(index, ())
-        for position, place in enumerate(places.tolist() if arrays else ()):
+        arrays = self._larger[index]
+        for position, place in enumerate(places.tolist()):
             section, rest = divmod(place, self._section)
             rows[position] = arrays[section][divmod(rest, self._num_rows)]
         return rows
@@ -364,10 +348,8 @@ class Gatherer:
 
 def _addresses(array: np.ndarray, start: int) -> np.ndarray:
     """Return the address of every row of an array `[frame, row, ...]` that begins at `start`, int64 `[frame * row]`."""
-    frames, rows = (
-        np.arange(n) * stride
-        for n, stride in zip(array.shape[:2], array.strides[:2], strict=True)
-    )
+    frames = np.arange(array.shape[0]) * array.strides[0]
+    rows = np.arange(array.shape[1]) * array.strides[1]
     return (start + frames[:, None] + rows).ravel()
 
 
@@ -376,10 +358,9 @@ def add_side(
 ) -> None:
     """Put copies of side-channel leaves into a batch, as non-tensor data: `values[row][leaf index]`."""
     for index, key in keys:
-        stack = NonTensorStack(
-            *(NonTensorData(copy.deepcopy(row[index])) for row in values)
-        )
-        td.set(key, stack)
+        # Deep copies, because the executor hands the same values out again.
+        copies = [NonTensorData(copy.deepcopy(row[index])) for row in values]
+        td.set(key, NonTensorStack(*copies))
 
 
 def stack_groups(
@@ -388,5 +369,6 @@ def stack_groups(
     """Return one batch in env order from one batch per group: itself if there is one group, else a lazy stack."""
     if len(tds) == 1 and [row for _, row in places] == list(range(len(places))):
         return tds[0]
-    rows = [tds[group][row] for group, row in places]
-    return LazyStackedTensorDict(*rows, stack_dim=0)
+    return LazyStackedTensorDict(
+        *(tds[group][row] for group, row in places), stack_dim=0
+    )

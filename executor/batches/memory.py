@@ -34,7 +34,8 @@ Split = Callable[[np.ndarray], Sequence[np.ndarray]]
 
 #: The number of users of a storage; None if torch has no such function.
 _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)  # noqa: SLF001
-_data_ptr, _detach = torch.Tensor.data_ptr, torch.Tensor.detach
+_data_ptr = torch.Tensor.data_ptr
+_detach = torch.Tensor.detach
 #: Bytes of a record that numpy can describe.
 LARGEST_RECORD = 2**31 - 1
 #: Largest batch in bytes whose memory is kept.
@@ -54,12 +55,14 @@ def splitter(
             for field in fields
         ]
     names = [str(index) for index in range(len(fields))]
-    formats, offsets = (
-        [(field.dtype, field.shape) for field in fields],
-        [field.offset for field in fields],
-    )
+    # One record of all fields: numpy then makes their arrays faster than one by one.
     record = np.dtype(
-        {"names": names, "formats": formats, "offsets": offsets, "itemsize": nbytes}
+        {
+            "names": names,
+            "formats": [(field.dtype, field.shape) for field in fields],
+            "offsets": [field.offset for field in fields],
+            "itemsize": nbytes,
+        }
     )
 
     def split(buffer: np.ndarray) -> list[np.ndarray]:
@@ -83,12 +86,12 @@ class BatchMemory:
     def __init__(self, buffer: np.ndarray, split: Split) -> None:
         assert _use_count is not None
         self.buffer = buffer
-        # Never handed out; one for each storage.
+        # The masters are never handed out; there is one first for each storage.
         self._masters, self._firsts = _masters_of(buffer, split(buffer))
         self._storages = [master.untyped_storage() for master in self._firsts]
         self._addresses = [storage._cdata for storage in self._storages]  # noqa: SLF001
         self._pointers = [*map(_data_ptr, self._firsts)]
-        # And references, while no caller holds them.
+        # The users and references of each storage while no caller holds it.
         self._users = [*map(_use_count, self._addresses)]
         self._references = [*map(sys.getrefcount, self._storages)]
 
@@ -164,7 +167,8 @@ def _masters_of(
     buffer: np.ndarray, arrays: Sequence[np.ndarray]
 ) -> tuple[Leaves, Leaves]:
     """Return tensors over arrays of a buffer, and the first one of each storage."""
-    masters, firsts = [], []
+    masters: Leaves = []
+    firsts: Leaves = []
     for run in _runs(arrays):
         start = _address(run[0])
         size = _address(run[-1]) + run[-1].nbytes - start
@@ -178,24 +182,23 @@ def _masters_of(
 
 
 def _runs(arrays: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
-    """Return arrays of a buffer in groups that share a storage; see `_LARGEST_SHARED`."""
+    """Return arrays of a buffer in groups that share a storage of at most `_LARGEST_SHARED` bytes."""
     runs: list[list[np.ndarray]] = []
     for array in arrays:
-        run = runs[-1] if runs else []
         if (
-            run
-            and array.dtype == run[0].dtype
-            and _address(array) + array.nbytes - _address(run[0]) <= _LARGEST_SHARED
+            runs
+            and array.dtype == runs[-1][0].dtype
+            and _address(array) + array.nbytes - _address(runs[-1][0])
+            <= _LARGEST_SHARED
         ):
-            run.append(array)
+            runs[-1].append(array)
         else:
             runs.append([array])
     return runs
 
 
 def _address(array: np.ndarray) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
+    return int(array.__array_interface__["data"][0])
 
 
 class _Frame:
@@ -224,18 +227,18 @@ class _Frame:
 
     def keep(self, is_written: Callable[[], bool], copy: Callable[[], None]) -> None:
         """Copy it if somebody holds it and it is complete."""
-        # First: a frame that is held is not picked by another thread.
+        # Held before it is looked at: another thread does not pick a frame that is held.
         hold = self._block.hold()
-        is_free = (
-            self._block.is_free_but_for_hold
-            and [*map(sys.getrefcount, self._arrays)] == self._references
-        )
-        if not is_free and not is_written():
+        if (
+            not self._block.is_free_but_for_hold
+            or [*map(sys.getrefcount, self._arrays)] != self._references
+        ) and not is_written():
             copy()
         del hold
 
     def leaves(self) -> Leaves:
         """Return its leaves, which hold it."""
+        # A holder has moved a leaf elsewhere by `share_memory_`.
         if not self._block.is_in_place:
             self._block = BatchMemory(self._memory, self._split)
         return self._block.leaves()
@@ -247,7 +250,7 @@ class _Frame:
                 (field, self._memory[field.offset : field.offset + field.nbytes].data)
                 for field in self._fields
             ]
-            # Each is the base of its views.
+            # Each is the base of its views, which numpy counts as its references.
             self._arrays = [np.frombuffer(part, field.dtype) for field, part in bounds]
             self._references = [*map(sys.getrefcount, self._arrays)]
         return self._arrays
@@ -288,8 +291,12 @@ class Loans:
         Args:
             present: the column of the envs' latest rows, which is left out.
         """
-        found, self._found = self._found, None
-        return self._find(present) if found is None or found == present else found
+        found = self._found
+        # It holds once: then the caller gets this frame.
+        self._found = None
+        if found is None or found == present:
+            return self._find(present)
+        return found
 
     def look_ahead(self, present: int) -> None:
         """Find the frame for the next `pick`, while the caller waits for workers: nobody can begin to hold it.
@@ -310,6 +317,7 @@ class Loans:
                 self._frames[index] = _Frame(memory, self._split, self._fields)
             elif not frame.is_free():
                 continue
+            # Its last holder has written to it: show what the workers write again.
             elif self._view.has_copies(start, self._nbytes):
                 self._view.follow(start, self._nbytes)
             return column
@@ -372,6 +380,7 @@ class StepMemory:
         The caller fills the memory from the frame with one memcpy. It is None if the frame itself is lent.
         """
         if (loans := self._loans) is not None:
+            # Here, because the workers step meanwhile: the search costs the caller no time.
             loans.look_ahead(column)
             if column >= loans.first:
                 return None, loans.leaves(column)

@@ -78,17 +78,16 @@ class ActionSampler:
         Returns:
             `td` itself; or a lazy stack of its rows, if the envs are different tasks and `td` is no lazy stack.
         """
-        kinds = (
-            self._kinds
-            if env_ids is None
-            else [self._kinds[env_id] for env_id in env_ids]
-        )
+        kinds = self._kinds
+        if env_ids is not None:
+            kinds = [self._kinds[env_id] for env_id in env_ids]
         is_stack = isinstance(td, LazyStackedTensorDict)
         if self._is_uniform or (
             td is not None and not is_stack and len(set(kinds)) == 1
         ):
-            td = TensorDict({}, batch_size, device=device) if td is None else td
-            self._draw(td, kinds[0] if kinds else 0, (len(kinds),))
+            if td is None:
+                td = TensorDict({}, batch_size, device=device)
+            self._draw(td, next(iter(kinds), 0), (len(kinds),))
             return td
         rows = [
             TensorDict({}, self._specs[kind].batch_shape) if td is None else td[i]
@@ -96,21 +95,20 @@ class ActionSampler:
         ]
         for row, kind in zip(rows, kinds, strict=True):
             self._draw(row, kind, ())
-        return (
-            td
-            if is_stack and td is not None
-            else LazyStackedTensorDict(*rows, stack_dim=0)
-        )
+        # The rows of a stack were set in place. Those of a batch are new TensorDicts over its other leaves.
+        if td is not None and is_stack:
+            return td
+        return LazyStackedTensorDict(*rows, stack_dim=0)
 
     def _draw(self, td: TensorDictBase, kind: int, lead: tuple[int, ...]) -> None:
         """Set the action leaves of rows of one kind, `[*lead]`."""
         for leaf, draw, masking in self._draws[kind]:
-            mask = None if masking is None else td.get(masking, None)
-            drawn = (
-                draw(self._rng, (*lead, *leaf.shape))
-                if mask is None
-                else draw_masked(self._rng, to_numpy(mask), leaf)
-            )
+            # Without a mask in the batch, as before the first reset, every action is allowed.
+            mask = masking and td.get(masking, None)
+            if mask is None:
+                drawn = draw(self._rng, (*lead, *leaf.shape))
+            else:
+                drawn = draw_masked(self._rng, to_numpy(mask), leaf)
             td.set(leaf.key, torch.from_numpy(np.asarray(drawn)))
 
 

@@ -45,7 +45,7 @@ class PlainIntake(NamedTuple):
     """The functions that check and write one leaf of a group's actions, or return False.
 
     Attributes:
-        find: finds the leaf among the entries of a batch; see `finder`.
+        find: finds the leaf among the entries of a batch.
         dtype: of its tensors.
         target: the slab's array, `[num_rows, ...]`.
         legal: the complete check as C code makes it; None if C cannot.
@@ -73,11 +73,8 @@ def compile_intake(
         target: the slab's array, `[num_rows, ...]`.
         check: of its values; None for none.
     """
-    find, dtype, own_shape = (
-        finder(leaf.key),
-        torch.from_numpy(target).dtype,
-        target.shape[1:],
-    )
+    find = finder(leaf.key)
+    dtype = torch.from_numpy(target).dtype
     legal, limit = _legal(leaf, check)
 
     def is_plain(value: Any, shape: tuple[int, ...]) -> bool:
@@ -85,6 +82,7 @@ def compile_intake(
             value.__class__ is torch.Tensor
             and value.dtype is dtype
             and value.shape == shape
+            # Numpy refuses a tensor that requires grad.
             and not value.requires_grad
             and value.is_cpu
         )
@@ -95,10 +93,10 @@ def compile_intake(
         and leaf.dtype == "int64"
         and len(target) <= _FEW
     ):
-        takers = _take_numbers(
-            is_plain, target, None if check is None else leaf.domain.n
+        most = None if check is None else leaf.domain.n
+        return PlainIntake(
+            find, dtype, target, legal, limit, *_take_numbers(is_plain, target, most)
         )
-        return PlainIntake(find, dtype, target, legal, limit, *takers)
 
     def take(value: Any, rows: Any, shape: tuple[int, ...]) -> bool:
         if not is_plain(value, shape):
@@ -116,7 +114,7 @@ def compile_intake(
         legal,
         limit,
         lambda value: take(value, ..., target.shape),
-        lambda value, rows: take(value, rows, (len(rows), *own_shape)),
+        lambda value, rows: take(value, rows, (len(rows), *target.shape[1:])),
     )
 
 
@@ -131,11 +129,9 @@ def _legal(leaf: LeafSpec, check: Check | None) -> tuple[Legal | None, int]:
         return Legal.ANY, 0
     if isinstance(leaf.domain, Discrete) and leaf.dtype == "int64":
         return Legal.INDEX, leaf.domain.n
-    return (
-        Legal.FINITE
-        if check is finite and leaf.dtype in ("float32", "float64")
-        else None
-    ), 0
+    # C reads these two types of floats only.
+    is_finite = check is finite and leaf.dtype in ("float32", "float64")
+    return Legal.FINITE if is_finite else None, 0
 
 
 def _take_numbers(
@@ -144,13 +140,15 @@ def _take_numbers(
     limit: int | None,
 ) -> tuple[Callable[[Any], bool], Callable[[Any, np.ndarray], bool]]:
     """Return `take_all` and `take_some` of a few int64 in `0 .. limit - 1` (None: any), as python's own numbers."""
-    memory, shape = target.data, torch.Size(target.shape)
+    memory = target.data
+    shape = torch.Size(target.shape)
     pack = struct.Struct(f"{len(target)}q").pack_into
 
     def are_in_range(values: list[int]) -> bool:
         return limit is None or not values or (min(values) >= 0 and max(values) < limit)
 
     are_legal: Callable[[list[int]], bool] = are_in_range
+    # One call of C for all numbers; True and 1.0 cannot be among them, because the dtype is int64.
     if limit is not None and limit <= _FEW_LEGAL:
         are_legal = frozenset(range(limit)).issuperset
 
@@ -201,7 +199,8 @@ class StepBatches:
         interrupted: np.ndarray | None = None,
     ) -> None:
         self._batch = batch
-        self._build_next, self._build_over_next = next_shell.build, root_over_next.build
+        self._build_next = next_shell.build
+        self._build_over_next = root_over_next.build
         self._build_root = root_shell.build
         self._is_copy = is_copy
         self._interrupted = interrupted
@@ -211,13 +210,12 @@ class StepBatches:
         }
 
     def _drafter(self, *, has_root: bool) -> Callable[[int], Draft]:
-        """Return the function that drafts the batches of a step to a column; see `draft`."""
-        build_next, build_root = self._build_next, self._build_over_next
-        take, views, to_tensors = (
-            self._batch.memory.take,
-            self._batch.next_views,
-            self._batch.to_tensors,
-        )
+        """Return the function that drafts the batches of a step to a column, for `draft`."""
+        # Names of the closure, because attributes take longer.
+        build_next = self._build_next
+        build_root = self._build_over_next
+        take = self._batch.memory.take
+        views = self._batch.next_views
         is_copy = self._is_copy
         interrupted = self._interrupted
 
@@ -226,13 +224,9 @@ class StepBatches:
             flags = None
             if interrupted is not None:
                 flags = np.empty_like(interrupted)
-                leaves = [*leaves, *to_tensors([flags])]
-            return (
-                buffer,
-                flags,
-                build_next(leaves),
-                build_root(leaves) if has_root else None,
-            )
+                leaves = [*leaves, *self._batch.to_tensors([flags])]
+            next_td = build_next(leaves)
+            return buffer, flags, next_td, build_root(leaves) if has_root else None
 
         return draft
 

@@ -97,13 +97,15 @@ def to_device(batch: TensorDictBase, device: torch.device | str) -> TensorDictBa
 
 
 def packed(batch: TensorDictBase, device: torch.device) -> TensorDictBase:
-    """Return a copy of a batch on the CPU whose leaves are on a device, by one transfer; see `to_device`."""
+    """Return a copy of a batch on the CPU whose leaves are on a device, by one transfer."""
     leaves: list[torch.Tensor] = []
     batch.apply(leaves.append, filter_empty=True)
     sizes = [-(-leaf.nbytes // _ALIGNMENT) * _ALIGNMENT for leaf in leaves]
-    is_pinned = device.type == "cuda" and sum(sizes) > _AT_ONCE
     buffer = torch.empty(
-        sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=is_pinned
+        sum(sizes),
+        dtype=torch.uint8,
+        device="cpu",
+        pin_memory=device.type == "cuda" and sum(sizes) > _AT_ONCE,
     )
     parts = zip(leaves, buffer.split_with_sizes(sizes), strict=True)
     targets = [
@@ -111,6 +113,7 @@ def packed(batch: TensorDictBase, device: torch.device) -> TensorDictBase:
     ]
     for leaf, target in zip(leaves, targets, strict=True):
         np.copyto(as_array(target), as_array(leaf))
+    # The buffer may be dropped at once: torch reuses page-locked memory only after its transfer.
     moved = iter(apart(buffer.to(device, non_blocking=True), sizes, targets))
     return batch.apply(lambda _leaf: next(moved), device=device)
 
@@ -148,9 +151,9 @@ class Lane:
     """
 
     def __init__(self, device: torch.device | None) -> None:
-        is_cuda = device is not None and device.type == "cuda"
-        self._stream: Any = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
-        if self._stream is not None:
+        self._stream: Any = None
+        if device is not None and device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             # For weights that are still being computed.
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
@@ -194,7 +197,8 @@ class Mover:
         self.device = device
         self._buffer = buffer
         self._events: list[Any] = [None] * num_frames
-        self._unpin: Any = None  # of a slab that the device reads directly
+        # Undoes the page-lock; None if the device cannot read the slab directly.
+        self._unpin: Any = None
         if device.type == "cuda":
             self._unpin = _pin(buffer, device)
 
@@ -215,9 +219,11 @@ class Mover:
 
     def await_frame(self, column: int) -> None:
         """Wait until no transfer reads a frame of the ring."""
-        event, self._events[column] = self._events[column], None
+        event = self._events[column]
         if event is not None:
             event.synchronize()
+            # After the wait: an interrupt in it must not lose the event.
+            self._events[column] = None
 
     def close(self) -> None:
         """Release the slab, after the transfers that are under way. Idempotent."""
@@ -243,5 +249,6 @@ def _pin(buffer: np.ndarray, device: torch.device) -> Any:
         ):
             return None
     undo = weakref.finalize(buffer, runtime.cudaHostUnregister, address)
+    # At the exit, the driver may be gone already, and the system releases it anyway.
     undo.atexit = False
     return undo

@@ -53,6 +53,7 @@ from envherd.executor.processes.error_messages import (
     worker_late,
     worker_lost,
 )
+from envherd.executor.processes.mail import await_frame, has_answered
 from envherd.executor.sending.blueprint import (
     EnvKwargs,
     MakeEnv,
@@ -226,7 +227,7 @@ class Desk:
         while not (self.crew.is_closing or seat.is_over()):
             if self.crew.workers[slot_id].has_exited():
                 seat.over = with_sentence(
-                    worker_lost(self.crew.workers[slot_id], (slot_id,), "lease"), _OVER
+                    worker_lost(self.crew.workers[slot_id], "lease"), _OVER
                 )
             with contextlib.suppress(Empty):
                 self._answer(slot_id, seat, seat.calls.get(timeout=_LOOK_S))
@@ -289,7 +290,7 @@ class Desk:
                     answer,
                 )
         if not is_kept or (limit is not None and memory_of(worker.pid)["uss"] > limit):
-            self.crew.dismiss(slot_id, self.crew.options.close_timeout_s)
+            self.crew.dismiss([worker], self.crew.options.close_timeout_s)
             self._end(slot_id)
 
     def _make(self, slot_id: int, call: Call, is_over: Callable[[], bool]) -> Any:
@@ -302,7 +303,7 @@ class Desk:
                 Ask(what="call", env_ids=(slot_id,), name="run", args=args)
             )
             self._wait(slot_id, phase, call.timeout_s, is_over)
-            frame = self.crew.await_frame(slot_id, phase, None, 0)
+            frame = await_frame(worker, phase, None, 0)
             if frame["kind"] == "values":
                 return frame["values"][0]["plain"]
             raise env_error(  # noqa: TRY301  # as the crew's
@@ -333,14 +334,14 @@ class Desk:
         """
         worker = self.crew.workers[slot_id]
         end_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        while not self.crew.has_answered(slot_id):
+        while not has_answered(worker):
             left_s = end_s - time.monotonic()
             if self.crew.is_closing or is_over():
                 raise Closed(
                     f"{phase} failed: its lease has ended, or the pool was closed."
                 )
             if left_s <= 0:
-                raise worker_late(worker, (slot_id,), phase, timeout_s or 0.0)
+                raise worker_late(worker, timeout_s or 0.0, phase)
             worker.wait_for_any([worker], min(left_s, _LOOK_S))
 
 

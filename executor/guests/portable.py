@@ -137,8 +137,7 @@ class PortableProcess(WorkerProcess):
     """A spawned worker process, seen from its owner; see `WorkerProcess`.
 
     Args:
-        worker_id: see `WorkerProcess`.
-        generation: see `WorkerProcess`.
+        *given: as of a `WorkerProcess`.
 
     Attributes:
         sentinel: for `multiprocessing.connection.wait`: ready when the process has ended.
@@ -149,11 +148,11 @@ class PortableProcess(WorkerProcess):
     _log_path: str | None = None
     sentinel = -1
 
-    def __init__(self, worker_id: int, generation: int) -> None:
+    def __init__(self, *given: Any) -> None:
         with _start_lock:
             self._watched, self._watch = _CONTEXT.Pipe(duplex=False)
             _processes.add(self)
-        super().__init__(worker_id, generation)
+        super().__init__(*given)
 
     def let_go(self) -> None:
         """Close the end of the pipe whose close ends the worker. Idempotent."""
@@ -281,6 +280,8 @@ class PortableCrew(Crew):
         bells: doorbells of the workers, and the caller's.
     """
 
+    _process_type = PortableProcess
+
     def __init__(
         self,
         blueprint: Blueprint,
@@ -298,9 +299,6 @@ class PortableCrew(Crew):
     def _get_helper(self) -> None:
         """Refuse to start workers while the program is imported again."""
         refuse_at_import()
-
-    def _make_process(self, worker_id: int, generation: int) -> WorkerProcess:
-        return PortableProcess(worker_id, generation)
 
     def _start_process(self, worker: WorkerProcess, config: dict[str, Any]) -> None:
         assert isinstance(worker, PortableProcess)
@@ -322,7 +320,7 @@ class PortablePool(WorkerPool):
     """
 
     _create_segment = staticmethod(Segment.create_with_name)
-    _lends = can_fork = False
+    _lends = _in_c = can_fork = False
 
     crew: PortableCrew
 
@@ -338,7 +336,3 @@ class PortablePool(WorkerPool):
 
     def _make_bells(self, buffer: np.ndarray) -> tuple[Sequence[Bell], Bell]:  # noqa: ARG002  # they are not in it
         return self.crew.bells
-
-    def _make_caller(self) -> Any:
-        """Return None: commands are given in Python."""
-        return

@@ -7,7 +7,8 @@ and the env is counted as answered. Env ids are int64 `[k]` without duplicates, 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence, Sized
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -19,9 +20,9 @@ from envherd.executor.pools.replies import Outcome
 from envherd.executor.processes.error_messages import Frame
 from envherd.executor.sending.blueprint import Blueprint
 from envherd.shm.private_view import PrivateView
-from envherd.shm.slab import Slab, SlabPlan, StoragePlan
+from envherd.shm.slab import Slab, SlabPlan, StoragePlan, plan_slab
 from envherd.shm.specs import EnvSpec, Key
-from envherd.workers import messages
+from envherd.workers import messages, native
 from envherd.workers.errors import EnvherdError
 from envherd.workers.info_rows import Schema
 from envherd.workers.processes import cpu_ns, cpu_of, memory_of
@@ -36,7 +37,7 @@ class WorkerFigures(NamedTuple):
         pss_bytes: the same plus its part of shared memory.
         cpu_s: processor seconds, user and system.
         cpu: the processor that it runs on, or ran on last; None if unknown.
-        gpu: that it was given; see `ExecutorOptions.gpus`.
+        gpu: that `ExecutorOptions.gpus` has given it.
     """
 
     uss_bytes: int
@@ -87,14 +88,7 @@ class PoolWatcher(Protocol):
         """
 
 
-class StorageMemory(Protocol):
-    """Memory of a rollout storage."""
-
-    def array(self) -> np.ndarray:
-        """Return the bytes as uint8 `[nbytes]`, a VIEW."""
-
-
-class Pool:
+class Pool(ABC):
     """Gives commands to envs and waits for their answers; one caller at a time.
 
     What is defined here is that of a pool which carries out every command at once, in this process.
@@ -107,10 +101,11 @@ class Pool:
         specs: one per env.
         plan: of the slab.
         slab: inputs, rows and words of all envs.
+        options: of the executor.
         words: commands and answers of all envs; the engine writes to `answers_lost`.
         outcome: reports besides the rows, until they are handed out.
         why_python: why commands cannot be given to it in C, in words for users; empty if they can.
-        envs_in_python: why its envs are called by the loop in Python, likewise.
+        envs_in_python: why its envs are called by the loop in Python, in words for users; empty if none is.
         absent: workers that do not serve; C may give commands only while it is empty.
         lost: worker id -> the error that describes its loss, for workers that are out of service.
         serve: carries out commands that were written; None if workers do so.
@@ -123,20 +118,16 @@ class Pool:
             started, int64 `[workers]`.
     """
 
-    blueprint: Blueprint
-    num_envs: int
     num_workers: int
     worker_of: np.ndarray
     specs: list[EnvSpec]
     plan: SlabPlan
     slab: Slab
     words: CommandWords
-    outcome: Outcome
     lost: Mapping[int, EnvherdError]
     resets_before_start: np.ndarray
-    why_python: Sequence[str] = ()
     envs_in_python: Sequence[str] = ()
-    absent: Sized = ()
+    absent: Collection[int] = ()
     serve: Callable[[], None] | None = None
     is_recyclable = False
     num_losses = num_recycled = 0
@@ -145,10 +136,28 @@ class Pool:
     watcher: PoolWatcher | None = None
     _caller: Any = None  # gives commands and waits in C; None if Python must do it
 
+    def __init__(self, blueprint: Blueprint, options: ExecutorOptions) -> None:
+        self.blueprint = blueprint
+        self.options = options
+        self.num_envs = len(blueprint.factories)
+        self.why_python: Sequence[str] = native.why_not()
+        self.outcome = Outcome()
+
     @property
     def schemas(self) -> Mapping[int, Schema]:
         """The schemas of infos in rows, by id; workers report further ones."""
         return self.outcome.schemas
+
+    def _plan_slab(self, num_workers: int, *, lends: bool) -> SlabPlan:
+        rules = self.options.capsule_rules
+        return plan_slab(
+            self.specs,
+            num_workers,
+            self.options.num_frames,
+            lends=lends,
+            journal_nbytes=0 if rules is None else rules.journal_bytes,
+            has_infos=self.options.info_policy != "drop",
+        )
 
     # ---- commands ----------------------------------------------------------------------------
 
@@ -164,6 +173,7 @@ class Pool:
         """Return whether a check of the workers is due, which `wait_some` makes."""
         return False
 
+    @abstractmethod
     def submit(
         self,
         env_ids: np.ndarray,
@@ -179,13 +189,12 @@ class Pool:
             op: for all of them, or int `[k]`.
             target: RING, or the number of a rollout storage.
             columns: of the target: int64 `[k]`, or an int for all of them.
-            flags: see `workers.protocol.Flag`.
+            flags: of `workers.protocol.Flag`.
 
         Raises:
             WorkerLost, WorkerTimeout: a worker is lost and not replaced; no env was given the command.
         Blocks: until workers that are being replaced serve.
         """
-        raise NotImplementedError
 
     def submit_later(
         self,
@@ -202,30 +211,30 @@ class Pool:
         self.words.complete(env_ids)
         self.submit(env_ids, op, target, columns, flags)
 
+    @abstractmethod
     def prepare(self, message: messages.Prepare) -> None:
         """Send the extras of an env's next command (side inputs, or a seed and options) ahead of it, or a factory call.
 
         Raises:
             WorkerLost, WorkerTimeout: its worker is lost and not replaced.
         """
-        raise NotImplementedError
 
-    def await_workers(self, env_ids: np.ndarray) -> None:
+    def await_workers(self, env_ids: np.ndarray) -> None:  # noqa: B027  # envs in this process are always there
         """Make sure that some envs can be given commands, before anything is sent or changed for a call.
 
         Raises:
             WorkerLost, WorkerTimeout: one of their workers is lost and not replaced.
         """
 
+    @abstractmethod
     def wake_workers(self) -> None:
         """After a call was broken off anywhere: announce commands that were written but not announced."""
-        raise NotImplementedError
 
     def was_given(self, env_ids: np.ndarray, since: int) -> np.ndarray:
         """Return which envs were given a command after the one of number `since`, bool `[k]`."""
         return np.asarray(self.words.command_seq[env_ids] > since)
 
-    def show_path(self, path: str) -> None:
+    def show_path(self, path: str) -> None:  # noqa: B027  # nobody watches this process
         """Tell `envherd top` which calls are made in C: the text of `protocol.plain.Plain`."""
 
     # ---- answers -----------------------------------------------------------------------------
@@ -258,7 +267,7 @@ class Pool:
     # ---- questions ---------------------------------------------------------------------------
 
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
-        """Send envs a request other than a step; see `messages.Ask`.
+        """Send envs a request of the kinds of `messages.Ask`, and wait for the answers.
 
         `args` of the request has one item per env for "set", "each" and "restore".
 
@@ -285,6 +294,7 @@ class Pool:
         """Wait for the answers to the latest request; returns and raises as `ask`."""
         return asked
 
+    @abstractmethod
     def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:
         """Use a new root seed.
 
@@ -295,21 +305,25 @@ class Pool:
         Raises:
             WorkerLost, WorkerTimeout: a worker is lost and stays so.
         """
-        raise NotImplementedError
 
     # ---- memory ------------------------------------------------------------------------------
 
-    def attach_storage(self, target: int, plan: StoragePlan) -> StorageMemory:
-        """Create memory for a rollout storage, which commands can name as `target` from now on; return it.
+    @abstractmethod
+    def attach_storage(
+        self, target: int, plan: StoragePlan
+    ) -> Callable[[], np.ndarray]:
+        """Create memory for a rollout storage, which commands can name as `target` from now on.
+
+        Returns:
+            A function that returns the bytes as uint8 `[nbytes]`, a new VIEW each time.
 
         Raises:
             WorkerLost, WorkerTimeout: a worker is lost and stays so.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def detach_storage(self, target: int) -> None:
         """Forget a rollout storage; arrays over it keep its memory. May be repeated, as after an interrupt."""
-        raise NotImplementedError
 
     # ---- workers -----------------------------------------------------------------------------
 
@@ -341,19 +355,19 @@ class Pool:
         """Return how often a worker was replaced."""
         return 0
 
+    @abstractmethod
     def figures(self) -> list[WorkerFigures]:
         """Return the figures of each worker, by worker id."""
-        raise NotImplementedError
 
+    @abstractmethod
     def close(self, timeout_s: float | None = None) -> None:
         """Close the envs and end the workers within `timeout_s` (default: the option's). Idempotent, never raises."""
-        raise NotImplementedError
 
     # ---- workers that the engine replaces between episodes: of a recyclable pool -------------
 
-    def is_serving(self, worker_id: int) -> bool:  # noqa: ARG002
+    def is_serving(self, worker_id: int) -> bool:
         """Return whether a worker is neither lost nor being replaced."""
-        return True
+        return worker_id not in self.absent
 
     def memory_of(self, worker_id: int) -> int:
         """Return the bytes of private memory of a worker and its descendants."""

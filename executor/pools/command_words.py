@@ -30,7 +30,7 @@ class CommandWords:
         number: of the latest command, int64 `[1]`; it only increases. C writes it as well.
         answers_lost: bool `[N]`, whether a loss has taken the answer to the latest command of an env.
         has_completed: whether `complete` was called.
-        command, command_seq, reply_seq, status: see `workers.protocol`.
+        command, command_seq, reply_seq, status: of the slab, one of each env (VIEWS).
     """
 
     def __init__(self, slab: Slab) -> None:
@@ -38,11 +38,11 @@ class CommandWords:
         self.command, self.command_seq = words["command"], words["command_seq"]
         self.reply_seq, self.status = words["reply_seq"], words["status"]
         self.has_completed = False
-        # The number of the latest such command.
+        # Of each env, the number of its latest command that completes another one.
         self._completing = np.zeros(len(self.command_seq), np.int64)
-        # The number of the caller's command before it.
+        # Of each env, the number of the caller's command that this one completes: by it, envs keep their order.
         self._completed = np.zeros(len(self.command_seq), np.int64)
-        # Reading an array takes three times as long.
+        # A memoryview, because reading an item of an array takes three times as long.
         self.number = np.zeros(1, np.int64).data
         self.answers_lost = np.zeros(len(self.command_seq), bool)
         self._no_status = bytes(self.status.nbytes)
@@ -72,13 +72,10 @@ class CommandWords:
     def _order_of(self, env_ids: np.ndarray) -> np.ndarray:
         """Return the numbers of the caller's latest commands to some envs, int64 `[k]`."""
         numbers = self.command_seq[env_ids]
-        return (
-            np.where(
-                numbers == self._completing[env_ids], self._completed[env_ids], numbers
-            )
-            if self.has_completed
-            else numbers
-        )
+        if not self.has_completed:
+            return numbers
+        is_completing = numbers == self._completing[env_ids]
+        return np.where(is_completing, self._completed[env_ids], numbers)
 
     def has_answered(self) -> np.ndarray:
         """Return which envs owe no answer, bool `[N]`."""

@@ -39,11 +39,16 @@ def native_caller(
     module = native.load()
     if module is None:
         return None
-    own = ("number", "command", "command_seq", "reply_seq", "status", "answers_lost")
     return module.Caller(
         {
-            **{name: getattr(words, name) for name in own},
-            **{name: tally[name] for name in ("answered", "ring_at")},
+            "number": words.number,
+            "command": words.command,
+            "command_seq": words.command_seq,
+            "reply_seq": words.reply_seq,
+            "status": words.status,
+            "answers_lost": words.answers_lost,
+            "answered": tally["answered"],
+            "ring_at": tally["ring_at"],
             "worker_of": worker_of,
             "go": [bell.memory for bell in bells],
             "done": done.memory,
@@ -54,11 +59,11 @@ def native_caller(
 
 
 def exchange_natively(caller: Any, facts: Mapping[str, Any]) -> Any:
-    """Return the `Exchange` of the C extension: steps of all envs or of some; see `protocol.fast_exchange`.
+    """Return the `Exchange` of the C extension: steps of all envs or of some.
 
     Args:
         caller: result of `native_caller`.
-        facts: of the engine; see `protocol.engine.Engine.facts`.
+        facts: what `Engine.facts` returns.
     """
     module = native.load()
     return module.Exchange({"caller": caller, "caller_type": module.Caller, **facts})

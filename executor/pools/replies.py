@@ -63,23 +63,20 @@ class Outcome:
 
     def forget_rows(self, env_ids: np.ndarray) -> None:
         """Drop the side values and infos of rows that were never completed."""
-        for kept in (self.side, self.infos):
-            for env_id in env_ids.tolist() if kept else ():
-                kept.pop(env_id, None)
+        for env_id in env_ids.tolist():
+            self.side.pop(env_id, None)
+            self.infos.pop(env_id, None)
 
     def take(self, frame: Frame) -> None:
         """Keep a message that came with rows."""
-        if frame.get("env_id") in self.completing:  # keep what its step has reported
-            of_step = {"side": self.side, "infos": self.infos}.get(
-                frame["kind"], {}
-            ).get(frame["env_id"])
-            frame = frame if of_step is None else {**frame, "next": of_step["next"]}
-        if frame["kind"] == "fault":
-            self.faults[frame["env_id"]] = frame
-        elif frame["kind"] == "side":
-            self.side[frame["env_id"]] = frame
-        elif frame["kind"] == "infos":
-            self.infos[frame["env_id"]] = frame
+        kinds = {"fault": self.faults, "side": self.side, "infos": self.infos}
+        if frame["kind"] in kinds:
+            reported = kinds[frame["kind"]]
+            env_id = frame["env_id"]
+            # Of a step that a reset completes, only the root is new.
+            if env_id in self.completing and "next" in reported.get(env_id, ()):
+                frame = {**frame, "next": reported[env_id]["next"]}
+            reported[env_id] = frame
         elif frame["kind"] == "schema":
             schema = Schema(SchemaField.from_plain(frame["root"]), frame["nbytes"])
             self.schemas[schema.id] = schema

@@ -16,7 +16,6 @@ from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool, WorkerFigures, refuse_batches
 from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.fast_commands import native_caller
-from envherd.executor.pools.replies import Outcome
 from envherd.executor.processes.error_messages import (
     env_error,
     lacks_arguments,
@@ -25,9 +24,9 @@ from envherd.executor.processes.error_messages import (
 )
 from envherd.executor.sending.blueprint import Blueprint
 from envherd.shm.segment import HAS_MEMFD, Segment
-from envherd.shm.slab import Slab, Storage, StoragePlan, plan_slab
+from envherd.shm.slab import Slab, Storage, StoragePlan
 from envherd.shm.sync import Bell, Doorbell, LocalBell
-from envherd.workers import messages, native, plain, seeding
+from envherd.workers import messages, plain, seeding
 from envherd.workers.adapters import Adapter
 from envherd.workers.block.block import Block
 from envherd.workers.build import Builder, pickle_factory
@@ -39,17 +38,6 @@ from envherd.workers.protocol import Op, pack_each
 from envherd.workers.reply import Fault
 
 
-class PrivateMemory:
-    """Private memory for a rollout, in place of the `Segment` of a pool of processes."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._array = np.empty(nbytes, np.uint8)
-
-    def array(self) -> np.ndarray:
-        """Return the bytes as uint8 `[nbytes]`, a VIEW."""
-        return self._array[:]
-
-
 class SerialPool(Pool):
     """One block in this process; a worker's loop carries out commands as they are submitted.
 
@@ -58,14 +46,10 @@ class SerialPool(Pool):
     """
 
     def __init__(self, blueprint: Blueprint, options: ExecutorOptions) -> None:
-        self.blueprint = blueprint
-        self.options = options
-        self.num_envs = len(blueprint.factories)
+        super().__init__(blueprint, options)
         self.num_workers = 0
         self.holds_storages = True  # in the block
         self.worker_of = np.zeros(self.num_envs, np.int64)
-        self.why_python = native.why_not()
-        self.outcome = Outcome()
         self.lost: dict[int, EnvherdError] = {}
         self._segment: Segment | None = None  # only with lendable frames
         self.adapters: dict[int, Adapter] = {}
@@ -79,9 +63,11 @@ class SerialPool(Pool):
             episode_statistics=self.options.episode_statistics,
         )
         first = self.options.first_env_id
-        env_ids = tuple(range(first, first + self.num_envs))
         self._info = WorkerInfo(
-            worker_id=0, generation=0, num_workers=0, env_ids=env_ids
+            worker_id=0,
+            generation=0,
+            num_workers=0,
+            env_ids=tuple(range(first, first + self.num_envs)),
         )
         try:
             for env_id in range(self.num_envs):
@@ -96,16 +82,7 @@ class SerialPool(Pool):
             raise
         finally:
             seeding.restore_caller(before)
-        rules = self.options.capsule_rules
-        journal_nbytes = 0 if rules is None else rules.journal_bytes
-        self.plan = plan_slab(
-            self.specs,
-            1,
-            self.options.num_frames,
-            lends=HAS_MEMFD,
-            journal_nbytes=journal_nbytes,
-            has_infos=self.options.info_policy != "drop",
-        )
+        self.plan = self._plan_slab(1, lends=HAS_MEMFD)
         self.slab = Slab(self.plan, self._make_memory())
         self._block = Block(
             0,
@@ -133,29 +110,28 @@ class SerialPool(Pool):
 
     def _make_memory(self) -> np.ndarray:
         """Return memory for the slab: with lendable frames it must be mapped twice."""
-        nbytes, ring_nbytes = self.plan.nbytes, self.plan.ring_nbytes
-        if not self.plan.num_lendable:
-            return np.zeros(nbytes, np.uint8)
-        self._segment = segment = Segment.create(
-            nbytes, num_sparse=nbytes - ring_nbytes
+        plan = self.plan
+        if not plan.num_lendable:
+            return np.zeros(plan.nbytes, np.uint8)
+        self._segment = Segment.create(
+            plan.nbytes, num_sparse=plan.nbytes - plan.ring_nbytes
         )
-        self.lendable = segment.private_view(ring_nbytes)
-        return segment.array()
+        self.lendable = self._segment.private_view(plan.ring_nbytes)
+        return self._segment.array()
 
     def _make_server(self) -> Callable[[], None]:
         """Return a function that carries out the written commands by a worker's loop."""
         mail = self.slab.words["mail_seq"]
-        kind, bells = self._make_bells()
-        self._bells = bells
-        loop = kind(
+        kind, self._bells = self._make_bells()
+        serve_token = kind(
             self._block,
             self.slab,
-            bells,
+            self._bells,
             lambda: int(mail[0]),
             lambda: None,
             int(mail[0]),
-        )
-        serve_token, take_token = loop.server(), bells[1].try_wait
+        ).server()
+        take_token = self._bells[1].try_wait
 
         def serve() -> None:
             serve_token()
@@ -167,9 +143,10 @@ class SerialPool(Pool):
 
     def _make_bells(self) -> tuple[type[Loop], tuple[Bell, Bell]]:
         """Return the class of the loop and its doorbells; without semaphores in shared memory, the one in Python."""
-        offsets = self.plan.go_offset(0), self.plan.bells_offset
+        buffer = self.slab.buffer
         try:
-            go, done = (Doorbell.create(self.slab.buffer, offset) for offset in offsets)
+            go = Doorbell.create(buffer, self.plan.go_offset(0))
+            done = Doorbell.create(buffer, self.plan.bells_offset)
         except (AttributeError, OSError):
             return Loop, (LocalBell(), LocalBell())
         return loop_class(), (go, done)
@@ -217,7 +194,8 @@ class SerialPool(Pool):
 
     def serve(self) -> None:
         """Carry out the commands that were written."""
-        self._serve()  # looked up each time: `wake_workers` replaces it
+        # Looked up each time, because `wake_workers` replaces it.
+        self._serve()
 
     def submit(
         self,
@@ -234,7 +212,7 @@ class SerialPool(Pool):
         self._serve()
 
     def _take(self, frame: dict[str, Any]) -> None:
-        # Refuses what a worker could not send.
+        # Encoded as for a socket, which refuses what a worker could not send.
         self.outcome.take(plain.decode(plain.encode(frame)))
 
     def wake_workers(self) -> None:
@@ -244,8 +222,7 @@ class SerialPool(Pool):
 
     def was_given(self, env_ids: np.ndarray, since: int) -> np.ndarray:
         """Return which envs have carried out a command since that of number `since`, bool `[k]`."""
-        given: np.ndarray = self.words.reply_seq[env_ids] > since
-        return given
+        return np.asarray(self.words.reply_seq[env_ids] > since)
 
     def prepare(self, message: messages.Prepare) -> None:
         """Keep the extras of an env's next command."""
@@ -260,18 +237,21 @@ class SerialPool(Pool):
 
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
         self._note_change()
-        message = messages.Ask(what=what, env_ids=tuple(env_ids), **question)
-        reply = self._block.ask(message)
+        reply = self._block.ask(
+            messages.Ask(what=what, env_ids=tuple(env_ids), **question)
+        )
         if reply["kind"] == "fault":
             raise env_error([reply], 0, os.getpid())
         return dict(zip(env_ids, reply["values"], strict=True))
 
-    def attach_storage(self, target: int, plan: StoragePlan) -> PrivateMemory:
+    def attach_storage(
+        self, target: int, plan: StoragePlan
+    ) -> Callable[[], np.ndarray]:
         """Write to a new rollout storage as `target`."""
-        memory = PrivateMemory(plan.nbytes)
-        self._block.attach_storage(target, Storage(plan, memory.array()))
+        memory = np.empty(plan.nbytes, np.uint8)
+        self._block.attach_storage(target, Storage(plan, memory.view()))
         self._note_change()
-        return memory
+        return memory.view
 
     def detach_storage(self, target: int) -> None:
         """Forget a rollout storage."""
@@ -288,15 +268,16 @@ class SerialPool(Pool):
 
     def figures(self) -> list[WorkerFigures]:
         """Return the figures of this process."""
-        # Descendants are left out, as some are not the envs'.
+        # Descendants are left out, because some are not the envs'.
         return [WorkerFigures.of(os.getpid(), is_alone=True)]
 
-    # A call of an env cannot be ended.
     def close(self, timeout_s: float | None = None) -> None:
-        """Close the envs; log their exceptions."""
+        """Close the envs; log their exceptions. Without a limit, because a call of an env cannot be ended."""
         if self._segment is not None:
             self._segment.close()
-        adapters, self.adapters = self.adapters, {}
+        adapters = self.adapters
+        # First: a repeated call closes no env twice.
+        self.adapters = {}
         for env_id, adapter in adapters.items():
             try:
                 adapter.close()

@@ -21,7 +21,7 @@ lines; those of the words are in `command_words`, and C has the same in `native/
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,6 @@ from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool, WorkerFigures, refuse_batches
 from envherd.executor.pools.command_words import CommandWords
 from envherd.executor.pools.fast_commands import LOOK_S, native_caller
-from envherd.executor.pools.replies import Outcome
 from envherd.executor.pools.slab_plate import LABEL, describe, show_path
 from envherd.executor.processes.crew import Crew
 from envherd.executor.processes.error_messages import (
@@ -38,23 +37,24 @@ from envherd.executor.processes.error_messages import (
     log_stall,
     merge_answers,
 )
+from envherd.executor.processes.mail import await_frame, drain, has_answered, mail
 from envherd.executor.processes.supervisor import Supervisor
 from envherd.executor.sending.blueprint import Blueprint
 from envherd.executor.start.waiting import Clock, Deadline, Overdue
 from envherd.shm.nameplate import create_named
 from envherd.shm.segment import Segment
-from envherd.shm.slab import Slab, SlabPlan, StoragePlan, plan_slab
+from envherd.shm.slab import Slab, StoragePlan
 from envherd.shm.specs import EnvSpec
 from envherd.shm.sync import Bell, Doorbell
 from envherd.shm.tally import Tally
-from envherd.workers import messages, native
+from envherd.workers import messages
 from envherd.workers.errors import EnvherdError, FactoryError
 from envherd.workers.processes import memory_of
 from envherd.workers.protocol import LEAVE, OP_BITS, Flag, Op, describe_phase, pack_each
 
 _LOOK_NS = int(LOOK_S * 1e9)
 _EACH = Flag.EACH << OP_BITS
-#: Seconds between checks of the workers' pidfds if answers arrive without a wait; see `LOOK_S`.
+#: Seconds between checks of the workers' pidfds if answers arrive without a wait of `LOOK_S`.
 _LOOK_ANYWAY_S = 0.03
 #: The same while a worker writes a large message, which this process must read for it to continue.
 _LOOK_WHILE_READING_S = 0.0002
@@ -63,24 +63,23 @@ _FAREWELL_S = 1.0
 
 
 class WorkerPool(Pool):
-    """Worker processes over one slab; `start` brings it up, `close` takes it down. See `Pool`."""
+    """Worker processes over one slab; `start` brings it up, `close` takes it down."""
 
     _create_segment = staticmethod(Segment.create)
     _lends = True
-    can_fork = True  # whether `branch` can work
+    _in_c = True
+    #: Whether `branch` can work.
+    can_fork = True
     # The engine knows when the envs of a worker are between episodes.
     is_recyclable = True
 
     def __init__(self, blueprint: Blueprint, options: ExecutorOptions) -> None:
-        self.blueprint, self.options = blueprint, options
-        self.num_envs = len(blueprint.factories)
+        super().__init__(blueprint, options)
         self.worker_ids = range(len(blueprint.blocks))
         self.num_workers = len(self.worker_ids)
         self.worker_of = np.repeat(
             np.arange(self.num_workers), [len(b) for b in blueprint.blocks]
         )
-        self.why_python = native.why_not()
-        self.outcome = Outcome()
         self.specs: list[EnvSpec] = []
         self.crew = self._make_crew()
         self._all_ids = np.arange(self.num_envs)
@@ -106,7 +105,7 @@ class WorkerPool(Pool):
             self.envs_in_python = self.crew.envs_in_python
             self._make_slab()
         except FactoryError:
-            # The other workers close their envs.
+            # Time for the other workers to close their envs.
             self.close(min(_FAREWELL_S, self.options.close_timeout_s))
             raise
         except BaseException:
@@ -114,15 +113,7 @@ class WorkerPool(Pool):
             raise
 
     def _make_slab(self) -> None:
-        rules = self.options.capsule_rules
-        self.plan: SlabPlan = plan_slab(
-            self.specs,
-            self.num_workers,
-            self.options.num_frames,
-            lends=self._lends,
-            journal_nbytes=0 if rules is None else rules.journal_bytes,
-            has_infos=self.options.info_policy != "drop",
-        )
+        self.plan = self._plan_slab(self.num_workers, lends=self._lends)
         plate = describe(
             self.plan,
             self.blueprint.blocks,
@@ -130,46 +121,46 @@ class WorkerPool(Pool):
             [worker.gpu for worker in self.crew.workers],
         )
         ring_nbytes = self.plan.ring_nbytes
-        num_sparse = self.plan.nbytes - ring_nbytes
         segment = create_named(
             self.plan.nbytes,
             LABEL,
             plate,
-            num_sparse=num_sparse,
+            num_sparse=self.plan.nbytes - ring_nbytes,
             create=self._create_segment,
         )
         buffer = segment.array()
-        self.lendable = (
-            segment.private_view(ring_nbytes) if self.plan.num_lendable else None
-        )
+        if self.plan.num_lendable:
+            self.lendable = segment.private_view(ring_nbytes)
         self.slab = Slab(self.plan, buffer)
         self._tally = Tally(self.slab.words)
         self._go, self._done = self._make_bells(buffer)
         self._rings = [bell.ring for bell in self._go]
         self.words = CommandWords(self.slab)
         self._found = np.empty(self.num_envs, np.int64)  # output of `Caller.first`
-        self._caller = self._make_caller()
+        if self._in_c:
+            self._caller = native_caller(
+                self.words, self._go, self._done, self.slab.words, self.worker_of
+            )
         self.supervisor = Supervisor(self, self.crew, self.options)
-        self._overdue = self._make_overdue()
-        self.crew.hand_over(self.plan, segment, self.wake_worker)
+        self.absent = self.supervisor.absent
+        self._overdue: Overdue | None = None
+        limits = (self.options.step_timeout_s, self.options.reset_timeout_s)
+        if limits != (None, None):
+            self._overdue = Overdue(
+                self._clock,
+                *limits,
+                self.phase_of,
+                self.words.command_seq,
+                self.worker_of,
+            )
+        # Last: from here on workers serve.
+        self.crew.equipment.hand_over(self.plan, segment, self.wake_worker)
 
     def _make_bells(self, buffer: np.ndarray) -> tuple[Sequence[Bell], Bell]:
         """Return the doorbells of the workers, and the caller's."""
-        go = [Doorbell.create(buffer, self.plan.go_offset(w)) for w in self.worker_ids]
-        return go, Doorbell.create(buffer, self.plan.bells_offset)
-
-    def _make_caller(self) -> Any:
-        """Return the object that gives commands and waits in C; None if Python must do it."""
-        return native_caller(
-            self.words, self._go, self._done, self.slab.words, self.worker_of
-        )
-
-    def _make_overdue(self) -> Overdue | None:
-        limits = self.options.step_timeout_s, self.options.reset_timeout_s
-        if limits == (None, None):
-            return None
-        return Overdue(
-            self._clock, *limits, self.phase_of, self.words.command_seq, self.worker_of
+        return (
+            [Doorbell.create(buffer, self.plan.go_offset(w)) for w in self.worker_ids],
+            Doorbell.create(buffer, self.plan.bells_offset),
         )
 
     def wake_worker(self, worker_id: int) -> None:
@@ -183,24 +174,9 @@ class WorkerPool(Pool):
         self._rings[worker_id]()
 
     @property
-    def absent(self) -> Sized:  # type: ignore[override]
-        """Workers that do not serve."""
-        return self.supervisor.absent
-
-    @property
     def lost(self) -> dict[int, EnvherdError]:  # type: ignore[override]  # the supervisor's
         """Worker id -> the error that describes its loss."""
         return self.supervisor.lost
-
-    @property
-    def num_losses(self) -> int:  # type: ignore[override]
-        """Workers that were lost, ever."""
-        return self.supervisor.num_losses
-
-    @property
-    def num_recycled(self) -> int:  # type: ignore[override]
-        """Workers that were replaced between episodes, ever."""
-        return self.supervisor.num_recycled
 
     def show_path(self, path: str) -> None:
         show_path(self.slab.buffer, path)
@@ -216,19 +192,15 @@ class WorkerPool(Pool):
         flags: int = 0,
     ) -> None:
         commands = pack_each(op, target, columns, flags, self.plan.num_frames)
-        in_c = self._caller is not None and not self.supervisor.absent
-        # As C needs it.
-        each = (
-            np.full(len(env_ids), commands)
-            if in_c and commands.__class__ is int
-            else commands
-        )
-        if in_c and self._caller.give_some(env_ids, each):
-            return
-        is_for_all = len(env_ids) == self.num_envs or self.num_workers == 1
-        worker_ids = (
-            self.worker_ids if is_for_all else set(self.worker_of[env_ids].tolist())
-        )
+        if self._caller is not None and not self.supervisor.absent:
+            each = commands
+            if each.__class__ is int:  # C needs an array
+                each = np.full(len(env_ids), commands)
+            if self._caller.give_some(env_ids, each):
+                return
+        worker_ids: Collection[int] = self.worker_ids
+        if len(env_ids) < self.num_envs and self.num_workers > 1:
+            worker_ids = set(self.worker_of[env_ids].tolist())
         if self.supervisor.absent:
             self.supervisor.await_serving(worker_ids)
         self.words.write(env_ids, commands)  # 1
@@ -248,7 +220,7 @@ class WorkerPool(Pool):
         replaced, and its successor's envs would lack its steps.
         """
         for worker_id in self.worker_ids:
-            if self.supervisor.is_serving(worker_id):
+            if self.is_serving(worker_id):
                 self.wake_worker(worker_id)
 
     def lose_answers_of(self, worker_id: int) -> bool:
@@ -272,8 +244,8 @@ class WorkerPool(Pool):
         self.words.write(
             env_ids, pack_each(op, target, columns, flags, self.plan.num_frames)
         )
-        for worker_id in filter(self.supervisor.is_serving, self.worker_ids):
-            # After an interrupt, the successor may serve already.
+        for worker_id in filter(self.is_serving, self.worker_ids):
+            # A worker that was lost in this call does not serve. After an interrupt, its successor may.
             self._rings[worker_id]()
 
     def must_look(self) -> bool:
@@ -290,8 +262,8 @@ class WorkerPool(Pool):
         kill_late: bool = True,
         through_losses: bool = False,
     ) -> np.ndarray:
-        """Wait until at least `count` of some envs have answered, and return those that have; see `Pool.wait_some`."""
-        # Else only `_wait_slowly` waits.
+        """Wait until at least `count` of some envs have answered, and return those that have."""
+        # A shorter wait is left to `_wait_slowly`, which ends when its deadline does.
         waits = timeout_s is None or timeout_s >= LOOK_S
         is_of_all = count == self.num_envs and not self.words.command[0] & _EACH
         if is_of_all and waits and self._caller is None and self._has_all():
@@ -347,7 +319,9 @@ class WorkerPool(Pool):
         while True:
             while self._done.try_wait():  # 3
                 pass
-            total, missing = self._tally.total(), count - len(self.words.ready(env_ids))
+            # The total before the numbers: an answer in between would be awaited again, and nobody rings for it.
+            total = self._tally.total()
+            missing = count - len(self.words.ready(env_ids))
             if missing <= 0:
                 return
             left_s = deadline.left_s(
@@ -363,7 +337,7 @@ class WorkerPool(Pool):
             if deadline.has_passed() and not (
                 deadline.kills and self._give_up_late(deadline, num_resets)
             ):
-                # Killed workers' envs count as answered; without kills, fewer envs have answered.
+                # The envs of killed workers count as answered. Without kills, the caller gets fewer envs.
                 return
             if (waited_s := deadline.stalled_s()) is not None:
                 self._log_stalls(waited_s)
@@ -390,9 +364,8 @@ class WorkerPool(Pool):
 
     def _that_reset(self, num_resets: np.ndarray) -> set[int]:
         """Return the workers that are in a reset, or have made one since the counts `num_resets` (int `[N]`)."""
-        words = self.slab.words
-        have_reset = set(self.worker_of[words["resets"] != num_resets].tolist())
-        return have_reset | {
+        have_reset = self.worker_of[self.slab.words["resets"] != num_resets]
+        return set(have_reset.tolist()) | {
             w for w in self.worker_ids if self.phase_of(w)[0] == "reset"
         }
 
@@ -421,7 +394,7 @@ class WorkerPool(Pool):
         announced = answered[words.status[answered] != 0]
         for worker_id in set(self.worker_of[announced].tolist()):
             if not self.supervisor.is_being_replaced(worker_id):
-                self.crew.drain(worker_id)
+                drain(self.crew.workers[worker_id])
         words.status[announced] = 0
 
     # ---- mail --------------------------------------------------------------------------------
@@ -432,13 +405,13 @@ class WorkerPool(Pool):
         self.supervisor.await_serving([worker_id])
         if self.watcher is not None:
             self.watcher.note(message)
-        self.crew.mail(worker_id, message, waits=message.call is None)
+        mail(self.crew.workers[worker_id], message, waits=message.call is None)
 
     def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:
         self.supervisor.refuse_lost(self.worker_ids)
-        # The workers set it, too; one that has died unnoticed would not.
+        # Workers set it as well, but one that has died unnoticed would not.
         self.slab.words["episode"][:] = 0 if episodes is None else episodes
-        self.crew.seed(root_seed, episodes)
+        self.crew.equipment.set_seed(root_seed, episodes)
 
     def question(
         self, what: str, env_ids: list[int], **question: Any
@@ -462,18 +435,20 @@ class WorkerPool(Pool):
                 if what in messages.PER_ENV
                 else args
             )
-            ask = messages.Ask(
-                what=what,
-                env_ids=tuple(ids),
-                args=own,
-                number=self._num_questions,
-                **question,
+            mail(
+                self.crew.workers[worker_id],
+                messages.Ask(
+                    what=what,
+                    env_ids=tuple(ids),
+                    args=own,
+                    number=self._num_questions,
+                    **question,
+                ),
             )
-            self.crew.mail(worker_id, ask)
         return by_worker
 
     def has_answered(self, by_worker: dict[int, list[int]]) -> bool:
-        return all(map(self.crew.has_answered, by_worker))
+        return all(has_answered(self.crew.workers[w]) for w in by_worker)
 
     def answers(self, by_worker: dict[int, list[int]], what: str) -> dict[int, Any]:
         """Wait for the answers to the latest question."""
@@ -484,37 +459,35 @@ class WorkerPool(Pool):
 
     def _answer(self, worker_id: int, env_ids: list[int], what: str) -> dict[int, Any]:
         """Return a worker's answers. Those to earlier questions are dropped; a worker that dies or is late is lost."""
+        timeout_s = self.options.reset_timeout_s
+        if what == "rebuild":
+            timeout_s = self.options.build_timeout_s
+        worker = self.crew.workers[worker_id]
         try:
-            frame = self.crew.await_frame(
-                worker_id,
-                what,
-                self.options.build_timeout_s
-                if what == "rebuild"
-                else self.options.reset_timeout_s,
-                self._num_questions,
-            )
+            frame = await_frame(worker, what, timeout_s, self._num_questions)
         except EnvherdError as error:
             self.supervisor.declare_lost(worker_id, error)
             raise
         if frame["kind"] == "fault":
-            worker = self.crew.workers[worker_id]
             raise env_error([frame], worker_id, worker.pid, worker.gpu)
         return dict(zip(env_ids, frame["values"], strict=True))
 
     # ---- rollout storages --------------------------------------------------------------------
 
-    def attach_storage(self, target: int, plan: StoragePlan) -> Segment:
+    def attach_storage(
+        self, target: int, plan: StoragePlan
+    ) -> Callable[[], np.ndarray]:
         """Make every worker map a new rollout storage as `target`; the workers touch its pages when they write."""
         self.supervisor.refuse_lost(self.worker_ids)
         segment = self._create_segment(
             plan.nbytes, "envherd-rollout", is_prefaulted=False
         )
-        self.crew.attach_storage(target, plan, segment)
-        return segment
+        self.crew.equipment.attach_storage(target, plan, segment)
+        return segment.array
 
     def detach_storage(self, target: int) -> None:
         """Make every worker forget a rollout storage."""
-        self.crew.detach_storage(target)
+        self.crew.equipment.detach_storage(target)
 
     # ---- facts about workers -----------------------------------------------------------------
 
@@ -523,8 +496,7 @@ class WorkerPool(Pool):
 
     def root_seed_of(self, worker_id: int) -> int:
         """Return the root seed with which a worker has built its envs."""
-        seed = self.crew.workers[worker_id].root_seed
-        return self.blueprint.root_seed if seed is None else seed
+        return self.crew.workers[worker_id].root_seed
 
     def pickled(self, env_id: int) -> bytes:
         """Return the pickled factory of an env."""
@@ -562,7 +534,7 @@ class WorkerPool(Pool):
         seeds: Sequence[int | None],
         give_up: Callable[[], None],
     ) -> None:
-        """Put copies of the worker of an env into the places of the workers of others; see `Supervisor.branch`.
+        """Put copies of the worker of an env into the places of the workers of others.
 
         Args:
             source: env id.
@@ -570,11 +542,12 @@ class WorkerPool(Pool):
             seeds: of the copies' generators; None leaves them as they are.
             give_up: called before the first of the workers of `targets` is killed.
         """
-        worker_ids = self.worker_of[targets].tolist()
-        self.supervisor.branch(int(self.worker_of[source]), worker_ids, seeds, give_up)
-
-    def is_serving(self, worker_id: int) -> bool:
-        return self.supervisor.is_serving(worker_id)
+        self.supervisor.branch(
+            int(self.worker_of[source]),
+            self.worker_of[targets].tolist(),
+            seeds,
+            give_up,
+        )
 
     def memory_of(self, worker_id: int) -> int:
         return memory_of(self.pid_of(worker_id))["uss"]
@@ -592,7 +565,8 @@ class WorkerPool(Pool):
         ].max()
         words["mail_seq"][worker_id] = words["phase"][worker_id] = 0
         while self._go[worker_id].try_wait():
-            pass  # tokens that its predecessor did not take
+            # Its predecessor did not take these.
+            pass
 
     def phase_of(self, worker_id: int) -> tuple[str, int | None]:
         """Return the phase of a worker, and its env if known."""

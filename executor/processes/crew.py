@@ -1,10 +1,9 @@
-"""The crew: the worker processes and their messages, outside the hot path.
+"""The crew: how worker processes start and build their envs, how one is replaced or copied, and how all end.
 
-It starts the workers, makes them build their envs, gives them memory, sends messages and receives answers, replaces a
-worker, and ends them all. It knows nothing of commands and rows.
+`mail` has their messages and answers, `equipment` what they are given once all envs are built. The crew knows nothing
+of commands and rows.
 
-Guarantees: a wait for a worker that dies or is late raises, and never hangs; an answer is read completely or not at
-all; `close` is bounded by one deadline and never raises.
+Guarantee: `close` is bounded by one deadline and never raises.
 """
 
 from __future__ import annotations
@@ -12,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from envherd.executor.options import ExecutorOptions
+from envherd.executor.processes.equipment import Equipment
 from envherd.executor.processes.error_messages import (
     Frame,
     factory_error,
@@ -24,9 +24,8 @@ from envherd.executor.processes.error_messages import (
     not_forked,
     not_started,
     numbering,
-    worker_late,
-    worker_lost,
 )
+from envherd.executor.processes.mail import await_frame, drain, mail
 from envherd.executor.processes.worker_process import WorkerProcess, worker_config
 from envherd.executor.progress import showing
 from envherd.executor.sending.blueprint import Blueprint
@@ -35,15 +34,10 @@ from envherd.executor.start.preloading import helper_for
 from envherd.executor.start.zygote import Helper, surroundings_of
 from envherd.shm import platforms
 from envherd.shm.interrupts import ignoring_refusals, uninterrupted
-from envherd.shm.segment import Segment
-from envherd.shm.slab import SlabPlan, StoragePlan
 from envherd.shm.specs import EnvSpec
 from envherd.workers import messages
 from envherd.workers.current import WorkerInfo
 from envherd.workers.sending import registries
-
-#: Kinds of frames that belong to the rows of a command, not to a call that waits for an answer.
-_ROW_KINDS = ("side", "infos", "schema", "notice", "left_out")
 
 
 class Crew:
@@ -56,9 +50,12 @@ class Crew:
 
     Attributes:
         workers: by worker id.
-        root_seed: of a replaced worker's start.
+        equipment: what each of them has in service.
+        envs_in_python: why envs are called by the loop in Python, in words for users.
         is_closing: `close` was called: workers end.
     """
+
+    _process_type: type[WorkerProcess] = WorkerProcess
 
     def __init__(
         self,
@@ -68,27 +65,20 @@ class Crew:
     ) -> None:
         self.blueprint = blueprint
         self.options = options
-        self.root_seed = blueprint.root_seed
         self._registered = registries.collect()
-        # Also of workers that replace others.
+        # Read once: a successor starts as the first workers did.
         self._surroundings = surroundings_of(options)
         # An env's two workers have the same.
-        num_workers = len(dict.fromkeys(blueprint.blocks))
-        self._gpus = gpus_of(options, num_workers)
+        self._gpus = gpus_of(options, len(dict.fromkeys(blueprint.blocks)))
         self._variables = variables_of(options, self._gpus)
-        self._episodes: tuple[int, ...] | None = None  # with which it was set
         self.workers: list[WorkerProcess] = []
+        self.equipment = Equipment(self.workers, blueprint.root_seed, options)
         self.envs_in_python: list[str] = []
         self._on_row_frame = on_row_frame
-        self._inbox: list[list[Frame]] = [[] for _ in blueprint.blocks]
         self._zygote: Helper | None = None
         self._num_forks = 0
         self.is_closing = self._has_ended = False
         self._owner = os.getpid()
-        self._plan: SlabPlan | None = None
-        self._segment: Segment | None = None
-        self._wake_worker: Callable[[int], None] = lambda _: None
-        self._storages: dict[int, tuple[StoragePlan, Segment]] = {}
 
     # ---- start -------------------------------------------------------------------------------
 
@@ -103,7 +93,8 @@ class Crew:
         self._log_ready(0)
         self._get_helper()
         for worker_id in range(len(self.blueprint.blocks)):
-            with uninterrupted():  # or no one would end it
+            # An interrupt would leave a worker that nobody ends.
+            with uninterrupted():
                 self.workers.append(self._launch(worker_id, generation=0))
         specs = []
         with showing("workers ready", len(self.workers)) as shown:
@@ -115,7 +106,8 @@ class Crew:
 
     def _get_helper(self) -> None:
         """Wait for the helper that forks workers."""
-        with uninterrupted():  # or it would have a user that never closes it
+        # An interrupt would leave it a user that never closes it.
+        with uninterrupted():
             self._zygote = helper_for(self, self.options, self.blueprint.preload)
         self._zygote.wait_ready()
         for name, why in self._zygote.failed_preloads.items():
@@ -128,7 +120,17 @@ class Crew:
             )
 
     def _make_process(self, worker_id: int, generation: int) -> WorkerProcess:
-        return WorkerProcess(worker_id, generation, self._zygote)
+        """Return a process for a worker, which is not started yet."""
+        return self._process_type(
+            WorkerInfo(
+                worker_id=worker_id,
+                generation=generation,
+                num_workers=len(self._variables),
+                env_ids=self.blueprint.blocks[worker_id],
+            ),
+            self._on_row_frame,
+            self._zygote,
+        )
 
     def _start_process(self, worker: WorkerProcess, config: dict[str, Any]) -> None:
         zygote = self._zygote
@@ -151,23 +153,20 @@ class Crew:
         except BaseException as error:
             process.kill()
             process.release()
-            # Not one that a signal handler has raised.
+            # Without a number, a signal handler has raised it.
             if isinstance(error, OSError) and error.errno is not None:
-                raise not_started(
-                    process, self.blueprint.blocks[worker_id], error
-                ) from error.with_traceback(None)
+                raise not_started(process, error) from error.with_traceback(None)
             raise
 
     def _begin(self, process: WorkerProcess) -> None:
         worker_id = process.worker_id
         index = worker_id % len(self._variables)
-        environ = {**self._surroundings["environ"], **self._variables[index]}
         env_ids = self.blueprint.blocks[worker_id]
         start = self.blueprint.starts[env_ids[0]] if self.blueprint.starts else None
         config = worker_config(self.options, worker_id)
         config["caller"] = {
             **self._surroundings,
-            "environ": environ,
+            "environ": {**self._surroundings["environ"], **self._variables[index]},
             "name": f"envherd-worker-{worker_id}",
         }
         if start is not None:
@@ -175,19 +174,14 @@ class Crew:
         self._start_process(process, config)
         process.gpu = self._gpus[index]
         build = messages.Build(
-            worker=WorkerInfo(
-                worker_id=worker_id,
-                generation=process.generation,
-                num_workers=len(self._variables),
-                env_ids=env_ids,
-            ),
+            worker=process.info,
             first_worker_id=numbering.first_worker_id,
             factories=tuple(self.blueprint.factories[i] for i in env_ids),
             env_kwargs=tuple(self.blueprint.env_kwargs[i] for i in env_ids),
-            root_seed=self.root_seed,
+            root_seed=self.equipment.seed.root_seed,
             block=self.options.for_block(),
         )
-        process.root_seed = self.root_seed
+        process.root_seed = build.root_seed
         # Another interpreter has other versions of the packages that know the names.
         if start is None:
             process.channel.queue_message(messages.Register(entries=self._registered))
@@ -208,10 +202,14 @@ class Crew:
 
     def collect_specs(self, worker_id: int) -> list[EnvSpec]:
         """Wait until a worker has built its envs; return their specs."""
-        frame = self.await_frame(worker_id, "build", self.options.build_timeout_s)
+        worker = self.workers[worker_id]
+        frame = await_frame(worker, "build", self.options.build_timeout_s)
         if frame["kind"] == "fault":
-            built = self.blueprint.equal_call_before(frame["env_id"], worker_id)
-            raise factory_error(frame, self.workers[worker_id], built)
+            raise factory_error(
+                frame,
+                worker,
+                self.blueprint.equal_call_before(frame["env_id"], worker_id),
+            )
         self.envs_in_python += [
             why for why in frame["why_python"] if why not in self.envs_in_python
         ]
@@ -219,41 +217,6 @@ class Crew:
             EnvSpec.from_plain(frame["specs"][str(env_id)])
             for env_id in self.blueprint.blocks[worker_id]
         ]
-
-    def hand_over(
-        self, plan: SlabPlan, segment: Segment, wake_worker: Callable[[int], None]
-    ) -> None:
-        """Give every worker the slab; from then on `wake_worker(worker_id)` announces mail.
-
-        Args:
-            plan: of the slab.
-            segment: its memory; closed with the crew.
-            wake_worker: counts a message and rings the worker's doorbell.
-        """
-        self._plan, self._segment, self._wake_worker = plan, segment, wake_worker
-        for worker in self.workers:
-            self.attach(worker.worker_id)
-
-    def attach(self, worker_id: int) -> None:
-        """Give one worker the slab, the rollout storages in use, and the root seed if it has changed meanwhile."""
-        assert self._plan is not None
-        assert self._segment is not None
-        worker = self.workers[worker_id]
-        message = messages.Attach(
-            plan=self._plan, nbytes=self._segment.nbytes, name=self._segment.name
-        )
-        worker.channel.queue_message(message, _fds(self._segment))
-        self.await_frame(worker_id, "attach", self.options.build_timeout_s)
-        # Mail makes it look for commands, so it serves from here on.
-        with uninterrupted():
-            for target, (plan, segment) in self._storages.items():
-                self._send_storage(worker_id, target, plan, segment)
-            if worker.root_seed != self.root_seed:
-                self.mail(
-                    worker_id,
-                    messages.Seed(root_seed=self.root_seed, episodes=self._episodes),
-                )
-            worker.is_attached = True
 
     def replace(self, worker_id: int, copy: WorkerProcess | None = None) -> None:
         """Start a successor of a worker that has ended; it builds its envs while the other workers continue.
@@ -268,11 +231,11 @@ class Crew:
             old.kill()
             old.wait_exit(1.0)
             old.release()
-            self._inbox[worker_id].clear()
             self.workers[worker_id] = copy or self._launch(
                 worker_id, old.generation + 1
             )
-            if self.is_closing:  # by another thread, which may have missed this worker
+            # By another thread, which may have ended the old worker instead.
+            if self.is_closing:
                 self.workers[worker_id].kill()
                 self.workers[worker_id].release()
 
@@ -288,179 +251,39 @@ class Crew:
         Args:
             source_id: of the worker.
             worker_id: whose place the copy is for.
-            seed: see `messages.Branch`.
+            seed: of the generators of the copy; None leaves them as they are.
             copies: the copy is appended before it exists, so that it can be released after an interrupt.
 
         Raises:
             ValueError: the worker cannot be forked.
             WorkerLost, WorkerTimeout: the worker or the copy died, or the worker was late and was killed.
         """
-        source, zygote = self.workers[source_id], self._zygote
+        source = self.workers[source_id]
+        zygote = self._zygote
         assert zygote is not None
         with uninterrupted():
-            copy = WorkerProcess(
-                worker_id, self.workers[worker_id].generation + 1, zygote
-            )
+            copy = self._make_process(worker_id, self.workers[worker_id].generation + 1)
             copies.append(copy)
-        copy.gpu, copy.root_seed = source.gpu, self.root_seed
+        copy.gpu = source.gpu
+        copy.root_seed = self.equipment.seed.root_seed
         self._num_forks += 1
-        # No request has a negative number.
-        env_ids, number = self.blueprint.blocks[worker_id], -self._num_forks
-        info = WorkerInfo(
-            worker_id=worker_id,
-            generation=copy.generation,
-            num_workers=len(self._variables),
-            env_ids=env_ids,
+        # Negative, because questions have positive ones.
+        number = -self._num_forks
+        message = messages.Branch(
+            worker=copy.info,
+            config=worker_config(self.options, worker_id),
+            seed=seed,
+            number=number,
         )
-        config = worker_config(self.options, worker_id)
-        message = messages.Branch(worker=info, config=config, seed=seed, number=number)
 
         def fork(sock: int, log: int) -> int:
-            self.mail(source_id, message, [sock, log])
-            frame = self.await_frame(
-                source_id, "branch", self.options.build_timeout_s, number
-            )
+            mail(source, message, [sock, log])
+            frame = await_frame(source, "branch", self.options.build_timeout_s, number)
             if frame["why"]:
-                raise not_forked(source, self.blueprint.blocks[source_id], frame["why"])
+                raise not_forked(source, frame["why"])
             return zygote.adopt(frame["pid"], copy.log_fd)
 
         copy.start(fork)
-
-    # ---- messages ----------------------------------------------------------------------------
-
-    def mail(
-        self,
-        worker_id: int,
-        message: messages.Message,
-        fds: Sequence[int] = (),
-        *,
-        waits: bool = True,
-    ) -> None:
-        """Send a message to a worker that serves commands; it reads the message before any later command.
-
-        Args:
-            worker_id: of the worker.
-            message: any.
-            fds: descriptors for it.
-            waits: False if what its socket has no room for may be sent while the caller waits for answers.
-        """
-        worker = self.workers[worker_id]
-        worker.channel.queue_message(message, fds)
-        # Before everything is sent, because the worker reads only announced messages.
-        self._wake_worker(worker_id)
-        with contextlib.suppress(ConnectionError):  # waits for answers notice the death
-            while (
-                not worker.channel.flush_nowait() and waits and not worker.has_exited()
-            ):
-                worker.wait_for_any([worker])
-                # The worker may be blocked in a write until this process reads.
-                self.drain(worker_id)
-
-    def await_frame(
-        self,
-        worker_id: int,
-        phase: str,
-        timeout_s: float | None,
-        number: int | None = None,
-    ) -> Frame:
-        """Wait for a worker's next answer.
-
-        Args:
-            worker_id: of the worker.
-            phase: of the worker, for messages.
-            timeout_s: seconds; None waits without a limit.
-            number: of the request; answers to earlier, interrupted requests are dropped.
-
-        Raises:
-            WorkerLost: it died instead.
-            WorkerTimeout: it was late, and was killed.
-        """
-        worker = self.workers[worker_id]
-        end = None if timeout_s is None else time.monotonic() + timeout_s
-        self.drain(worker_id)
-        while (
-            not self._inbox[worker_id]
-            or self._inbox[worker_id][0].get("number") != number
-        ):
-            if self._inbox[worker_id]:
-                self._inbox[worker_id].pop(0)
-                continue
-            if not worker.wait_for_any(
-                [worker], None if end is None else end - time.monotonic()
-            ):
-                raise worker_late(
-                    worker, self.blueprint.blocks[worker_id], phase, timeout_s or 0.0
-                )
-            # Asked first: what it wrote before its end is there to be read.
-            has_exited = worker.has_exited()
-            self.drain(worker_id)
-            if has_exited and not self._inbox[worker_id]:
-                raise worker_lost(worker, self.blueprint.blocks[worker_id], phase)
-        return self._inbox[worker_id].pop(0)
-
-    def has_answered(self, worker_id: int) -> bool:
-        """Return whether `await_frame` would not block: an answer is there, or the worker has ended."""
-        self.drain(worker_id)
-        return bool(self._inbox[worker_id]) or self.workers[worker_id].has_exited()
-
-    def drain(self, worker_id: int) -> None:
-        """Read what a worker has written, and send what an interrupt has left unsent, without blocking."""
-        channel = self.workers[worker_id].channel
-        with contextlib.suppress(ConnectionError):
-            channel.flush_nowait()
-        frames = channel.drain_nowait()
-        while frames:
-            self._deliver(worker_id, frames[0])
-            # Last: after an interrupt the frame is delivered again, which has no effect.
-            del frames[0]
-
-    def _deliver(self, worker_id: int, frame: Frame) -> None:
-        inbox = self._inbox[worker_id]
-        is_fault = frame["kind"] == "fault" and frame["phase"] in ("reset", "step")
-        if is_fault or frame["kind"] in _ROW_KINDS:
-            self._on_row_frame(frame)
-        elif not inbox or inbox[-1] is not frame:
-            inbox.append(frame)
-
-    # ---- rollout storages --------------------------------------------------------------------
-
-    def attach_storage(self, target: int, plan: StoragePlan, segment: Segment) -> None:
-        """Make every worker map a rollout storage as `target`: now, or when it gets the slab."""
-        self._storages[target] = (plan, segment)
-        for worker in self._attached():
-            self._send_storage(worker.worker_id, target, plan, segment)
-
-    def _send_storage(
-        self, worker_id: int, target: int, plan: StoragePlan, segment: Segment
-    ) -> None:
-        message = messages.AttachStorage(
-            target=target, plan=plan, nbytes=segment.nbytes, name=segment.name
-        )
-        self.mail(worker_id, message, _fds(segment))
-
-    def detach_storage(self, target: int) -> None:
-        """Make every worker forget a rollout storage. May be repeated, as after an interrupt."""
-        for worker in self._attached():
-            self.mail(worker.worker_id, messages.DetachStorage(target=target))
-        # Last: after an interrupt, successors that were attached meanwhile forget it too.
-        if target in self._storages:
-            self._storages.pop(target)[1].close()
-
-    # ---- seeds -------------------------------------------------------------------------------
-
-    def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:
-        """Give every worker a new root seed: now, or when it gets the slab; see `Pool.seed`."""
-        self.root_seed = root_seed
-        self._episodes = None if episodes is None else tuple(episodes)
-        for worker in self._attached():
-            self.mail(
-                worker.worker_id,
-                messages.Seed(root_seed=root_seed, episodes=self._episodes),
-            )
-
-    def _attached(self) -> list[WorkerProcess]:
-        """Return the workers that read mail; `attach` sends everything to the others, which are still building."""
-        return [worker for worker in self.workers if worker.is_attached]
 
     # ---- the end -----------------------------------------------------------------------------
 
@@ -475,17 +298,19 @@ class Crew:
         self.is_closing = True
         try:
             if timeout_s > 0:
-                self._ask_to_close(time.monotonic() + timeout_s, self.workers)
+                self.dismiss(self.workers, timeout_s)
         finally:
             with uninterrupted():
                 try:
                     self._end()
                 except BaseException:
-                    self._end()  # what is left: each part may be repeated
+                    # What is left: each part may be repeated.
+                    self._end()
                     raise
 
     def _end(self) -> None:
         """Kill the workers, and release all that the crew holds."""
+        # All before the first wait, so that their ends take one time together.
         for worker in self.workers:
             worker.kill()
         for worker in self.workers:
@@ -493,40 +318,30 @@ class Crew:
             worker.release()
         if self._zygote is not None:
             self._zygote.close(self)
-        for _, segment in self._storages.values():
-            segment.close()
-        if self._segment is not None:
-            self._segment.close()
+        self.equipment.close()
         self._has_ended = True
 
-    def dismiss(self, worker_id: int, timeout_s: float) -> None:
-        """Close the envs of one worker and end it within `timeout_s`, before `replace`."""
-        self._ask_to_close(time.monotonic() + timeout_s, [self.workers[worker_id]])
-
-    def _ask_to_close(self, end: float, workers: list[WorkerProcess]) -> None:
-        """Make workers close their envs and exit; read their output, as a full socket would block their exit."""
+    def dismiss(self, workers: list[WorkerProcess], timeout_s: float) -> None:
+        """Make workers close their envs and exit within `timeout_s`; those that take longer are left running."""
+        end = time.monotonic() + timeout_s
         for worker in workers:
             with ignoring_refusals():
                 worker.channel.queue_message(messages.Close())
-                self._wake_worker(worker.worker_id)
+                worker.wake()
                 worker.channel.flush_nowait()
         left = [worker for worker in workers if not worker.has_exited()]
         while left and (remaining_s := end - time.monotonic()) > 0:
+            # Their messages are read meanwhile, as a full socket would block their exit.
             left[0].wait_for_any(left, remaining_s)
             for worker in list(left):
-                # Asked first: what it wrote before its end is there to be read.
+                # Before its messages are read: what it wrote before its end is there by then.
                 has_exited = worker.has_exited()
                 with uninterrupted(), contextlib.suppress(Exception):
-                    self.drain(worker.worker_id)
+                    drain(worker)
                 if has_exited:
                     left.remove(worker)
         for worker in workers:
             with uninterrupted(), contextlib.suppress(Exception):
-                self.drain(worker.worker_id)
-            for frame in self._inbox[worker.worker_id]:
-                if frame["kind"] == "fault" and frame["phase"] == "close":
-                    log_close_fault(frame)
-
-
-def _fds(segment: Segment) -> list[int]:
-    return [segment.fd] if segment.fd >= 0 else []
+                for frame in drain(worker):
+                    if frame["kind"] == "fault" and frame["phase"] == "close":
+                        log_close_fault(frame)

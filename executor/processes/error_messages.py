@@ -43,6 +43,8 @@ class Numbering:
 numbering = Numbering()
 
 
+#: The types whose messages are written by this package.
+_OURS = ("FactoryError", "SpecError")
 _REMEDY = (
     "Use fewer envs or workers (`envherd size` says how many fit), or raise the limit."
 )
@@ -66,16 +68,12 @@ def another_spec(env_id: int, difference: str) -> SpecError:
 
 
 def worker_lost(
-    worker: WorkerProcess,
-    env_ids: Sequence[int],
-    phase: str,
-    env_id: int | None = None,
+    worker: WorkerProcess, phase: str, env_id: int | None = None
 ) -> WorkerLost:
     """Return the error for a worker that has ended.
 
     Args:
         worker: has exited; its log is still open.
-        env_ids: of its envs.
         phase: of the worker.
         env_id: of the env that it worked on, if known.
     """
@@ -84,23 +82,21 @@ def worker_lost(
     lines = worker.last_lines()
     return WorkerLost(
         f"{_operation(phase)} failed: worker {_called(worker)} ended with {how} {_in_words(phase, env_id)} "
-        f"({_where(worker, env_ids)}).{hint}"
+        f"({_where(worker)}).{hint}"
         + (f"\nIts last output:\n{lines}" if lines else ""),
         remote_traceback=lines or None,
         exit_code=worker.exit_code(),
-        **_context(worker, env_ids, phase, env_id),
+        **_context(worker, phase, env_id),
     )
 
 
-def not_started(
-    worker: WorkerProcess, env_ids: Sequence[int], error: OSError
-) -> WorkerLost:
+def not_started(worker: WorkerProcess, error: OSError) -> WorkerLost:
     """Return the error for a worker that the system does not let start."""
     return WorkerLost(
         f"starting a worker failed: expected another process and its descriptors for worker {_called(worker)}, got "
-        f"{error} ({_where(worker, env_ids)}, phase start). "
+        f"{error} ({_where(worker)}, phase start). "
         "Use fewer workers, or raise the limit (ulimit -n, ulimit -u).",
-        **_context(worker, env_ids, "start", None),
+        **_context(worker, "start", None),
     )
 
 
@@ -127,11 +123,7 @@ def with_sentence(error: EnvherdError, sentence: str, **context: Any) -> Envherd
 
 
 def worker_late(
-    worker: WorkerProcess,
-    env_ids: Sequence[int],
-    phase: str,
-    timeout_s: float,
-    env_id: int | None = None,
+    worker: WorkerProcess, timeout_s: float, phase: str, env_id: int | None = None
 ) -> WorkerTimeout:
     """Read the stack of a worker that is out of time, kill it, and return the error."""
     stack = without_own_frames(worker.stack())
@@ -140,21 +132,19 @@ def worker_late(
     option = phase if phase in ("step", "reset") else "build"
     return WorkerTimeout(
         f"{_operation(phase)} failed: worker {_called(worker)} gave no answer within {timeout_s:g} s "
-        f"{_in_words(phase, env_id)} and was killed ({_where(worker, env_ids)}). "
+        f"{_in_words(phase, env_id)} and was killed ({_where(worker)}). "
         f"Raise ExecutorOptions.{option}_timeout_s if it may take longer.\n"
         f"It was stuck in:\n{stack}",
         remote_traceback=stack,
-        **_context(worker, env_ids, phase, env_id),
+        **_context(worker, phase, env_id),
     )
 
 
-def not_forked(
-    worker: WorkerProcess, env_ids: Sequence[int], why: Sequence[str]
-) -> ValueError:
+def not_forked(worker: WorkerProcess, why: Sequence[str]) -> ValueError:
     """Return the error for a worker that cannot be forked, for these reasons."""
     return ValueError(
         f"branch failed: expected a worker that can be forked, got {', '.join(why)} (worker {_called(worker)}, "
-        f"{_where(worker, env_ids)}). A fork would break these: leave them out of the env, or copy its state with "
+        f"{_where(worker)}). A fork would break these: leave them out of the env, or copy its state with "
         f"save() and restore()."
     )
 
@@ -169,26 +159,29 @@ def factory_error(
         worker: that was to build the env.
         built: an env that the same call had built in this worker before.
     """
-    is_ours = fault["type_name"] in ("FactoryError", "SpecError")
+    env_id = fault["env_id"]
     message = fault["message"]
-    if not is_ours:
+    advice = lacks_arguments(fault["type_name"], message)
+    # Else the message is ours, of the builder or of a spec.
+    if fault["type_name"] not in _OURS:
         message = (
             f"make_env failed: the factory raised {raised(fault['type_name'], message)}"
         )
-    env_id = fault["env_id"]
-    advice = lacks_arguments(fault["type_name"], fault["message"])
-    if built is not None and not is_ours:
-        advice += (
-            f" The same call had built env {numbering.first_env_id + built} in this process: if a process can have "
-            f"only one such env, set ExecutorOptions(alone=True)."
-        )
+        if built is not None:
+            advice += (
+                f" The same call had built env {numbering.first_env_id + built} in this process: if a process can have "
+                f"only one such env, set ExecutorOptions(alone=True)."
+            )
     return FactoryError(
         f"{message} (env {numbering.first_env_id + env_id}, worker {_called(worker)}, pid {worker.pid}"
-        f"{_gpu(worker.gpu)}{_place()}, phase build).{advice}",
+        f"{_place(worker.gpu)}, phase build).{advice}",
         remote_traceback=without_own_frames(fault["traceback"]),
         type_name=fault["type_name"],
         type_module=fault["type_module"],
-        **_context(worker, (env_id,), "build", env_id),
+        **{
+            **_context(worker, "build", env_id),
+            "env_ids": (numbering.first_env_id + env_id,),
+        },
     )
 
 
@@ -227,44 +220,35 @@ def env_error(
     """
     fault = first_fault(faults)
     env_id = numbering.first_env_id + fault["env_id"]
+    worker_id += numbering.first_worker_id
+    phase = fault["phase"]
+    type_name = fault["type_name"]
+    what = f"the env raised {raised(type_name, fault['message'])}"
+    also = ""
+    again = "reset this one to use it again"
     others = sorted(
         numbering.first_env_id + one["env_id"] for one in faults if one is not fault
     )
-    worker_id += numbering.first_worker_id
-    also = f" Envs {others} raised too." if others else ""
-    phase, type_name = fault["phase"], fault["type_name"]
-    kind = (
-        EnvError
-        if phase != "rebuild"
-        else SpecError
-        if type_name == "SpecError"
-        else FactoryError
-    )
-    what = f"the {'env' if kind is EnvError else 'factory'} raised {raised(type_name, fault['message'])}"
-    is_without_state = (
-        phase in ("save", "restore") and type_name == "NotImplementedError"
-    )
-    if is_without_state or (
-        kind is not EnvError and type_name in ("FactoryError", "SpecError")
-    ):
-        what = fault["message"]  # of the adapter, the builder or the block
-    is_over = phase in ("step", "reset") or (
-        phase == "restore" and not is_without_state
-    )
-    again = (
-        "reset these to use them again" if others else "reset this one to use it again"
-    )
-    advice = f"The other envs go on; {again}." if is_over else "Its episode goes on."
-    advice = (
-        "All envs go on: the rows count as interrupted." if is_interrupted else advice
-    )
-    advice = (
-        "The envs of this call keep their tasks, and need a reset."
-        if phase == "rebuild"
-        else advice
-    )
+    if others:
+        also = f" Envs {others} raised too."
+        again = "reset these to use them again"
+    kind: type[EnvherdError] = EnvError
+    advice = "Its episode goes on."
+    if phase == "rebuild":
+        kind = {"SpecError": SpecError}.get(type_name, FactoryError)
+        what = f"the factory raised {raised(type_name, fault['message'])}"
+        advice = "The envs of this call keep their tasks, and need a reset."
+    elif is_interrupted:
+        advice = "All envs go on: the rows count as interrupted."
+    if phase == "rebuild" and type_name in _OURS:
+        what = fault["message"]
+    elif phase in ("save", "restore") and type_name == "NotImplementedError":
+        # Of the adapter: the env has no state, and was not touched.
+        what = fault["message"]
+    elif phase in ("step", "reset", "restore") and not is_interrupted:
+        advice = f"The other envs go on; {again}."
     return kind(
-        f"{phase} failed: {what} (env {env_id}, worker {worker_id}, pid {pid}{_gpu(gpu)}{_place()}).{also} {advice}",
+        f"{phase} failed: {what} (env {env_id}, worker {worker_id}, pid {pid}{_place(gpu)}).{also} {advice}",
         remote_traceback=without_own_frames(fault["traceback"]),
         env_ids=(env_id, *others),
         worker_id=worker_id,
@@ -331,21 +315,23 @@ def log_notice(frame: Frame) -> None:
                 name,
                 why,
             )
-        return
-    log.warning(
-        "env %d drew from the global generators (%s) during %s: its data depend on which envs share its worker. "
-        "ExecutorOptions(isolate_rng=True) makes them reproducible.",
-        env_id,
-        ", ".join(frame["generators"]),
-        frame["phase"],
-    )
+    else:
+        log.warning(
+            "env %d drew from the global generators (%s) during %s: its data depend on which envs share its worker. "
+            "ExecutorOptions(isolate_rng=True) makes them reproducible.",
+            env_id,
+            ", ".join(frame["generators"]),
+            frame["phase"],
+        )
 
 
 def log_close_fault(frame: Frame) -> None:
     """Log the exception of an env's `close`."""
-    env_id = numbering.first_env_id + frame["env_id"]
     log.warning(
-        "closing env %s raised %s: %s", env_id, frame["type_name"], frame["message"]
+        "closing env %s raised %s: %s",
+        numbering.first_env_id + frame["env_id"],
+        frame["type_name"],
+        frame["message"],
     )
 
 
@@ -353,45 +339,37 @@ def _called(worker: WorkerProcess) -> int:
     return numbering.first_worker_id + worker.worker_id
 
 
-def _place() -> str:
-    return f", {numbering.place}" if numbering.place else ""
+def _place(gpu: str | None) -> str:
+    """Return where a worker is, to go on after a comma: its GPU, and its share of a larger batch; "" for neither."""
+    return "".join(f", {one}" for one in (gpu and f"gpu {gpu}", numbering.place) if one)
 
 
 def _operation(phase: str) -> str:
-    return "the call" if phase == IDLE else phase
+    return {IDLE: "the call"}.get(phase, phase)
 
 
 def _in_words(phase: str, env_id: int | None) -> str:
     """Return a phase in words: "in step of env 0", "in build", "while idle"."""
     if phase == IDLE:
         return "while idle"
-    return (
-        f"in {phase}"
-        if env_id is None
-        else f"in {phase} of env {numbering.first_env_id + env_id}"
-    )
+    if env_id is None:
+        return f"in {phase}"
+    return f"in {phase} of env {numbering.first_env_id + env_id}"
 
 
-def _where(worker: WorkerProcess, env_ids: Sequence[int]) -> str:
-    first = numbering.first_env_id
+def _where(worker: WorkerProcess) -> str:
+    env_ids = [numbering.first_env_id + i for i in worker.info.env_ids]
     span = (
-        f"envs {first + env_ids[0]}-{first + env_ids[-1]}"
-        if len(env_ids) > 1
-        else f"env {first + env_ids[0]}"
+        f"envs {env_ids[0]}-{env_ids[-1]}" if len(env_ids) > 1 else f"env {env_ids[0]}"
     )
+    # It has none before its start.
     pid = f", pid {worker.pid}" if worker.pid else ""
-    return f"{span}{pid}, generation {worker.generation}{_gpu(worker.gpu)}{_place()}"
+    return f"{span}{pid}, generation {worker.generation}{_place(worker.gpu)}"
 
 
-def _gpu(gpu: str | None) -> str:
-    return "" if gpu is None else f", gpu {gpu}"
-
-
-def _context(
-    worker: WorkerProcess, env_ids: Sequence[int], phase: str, env_id: int | None
-) -> dict[str, Any]:
+def _context(worker: WorkerProcess, phase: str, env_id: int | None) -> dict[str, Any]:
     return {
-        "env_ids": tuple(numbering.first_env_id + i for i in env_ids),
+        "env_ids": tuple(numbering.first_env_id + i for i in worker.info.env_ids),
         "env_id": None if env_id is None else numbering.first_env_id + env_id,
         "worker_id": _called(worker),
         "pid": worker.pid,

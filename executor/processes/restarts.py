@@ -7,7 +7,8 @@ import time
 from envherd.executor.options import ExecutorOptions
 
 #: Seconds before the second replacement within the window, and the longest delay.
-_BACK_OFF_S, _LONGEST_BACK_OFF_S = 0.1, 10.0
+_BACK_OFF_S = 0.1
+_LONGEST_BACK_OFF_S = 10.0
 
 
 class Restarts:
@@ -32,8 +33,6 @@ class Restarts:
         if len(recent) >= self._options.max_restarts:
             return None
         self._times[worker_id] = [*recent, now]
-        return (
-            min(_BACK_OFF_S * 2 ** (len(recent) - 1), _LONGEST_BACK_OFF_S)
-            if recent
-            else 0.0
-        )
+        if not recent:
+            return 0.0
+        return min(_BACK_OFF_S * 2 ** (len(recent) - 1), _LONGEST_BACK_OFF_S)

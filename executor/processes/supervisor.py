@@ -47,6 +47,7 @@ from envherd.executor.processes.error_messages import (
     worker_late,
     worker_lost,
 )
+from envherd.executor.processes.mail import drain, has_answered
 from envherd.executor.processes.restarts import Restarts
 from envherd.executor.processes.worker_process import WorkerProcess
 from envherd.shm.specs import EnvSpec
@@ -84,15 +85,14 @@ class Supervisor:
         options: of the executor.
 
     Attributes:
-        absent: worker id -> its absence, for workers that do not serve.
-        num_losses: workers that were lost, ever.
-        num_recycled: workers that were replaced between episodes, ever.
+        absent: worker id -> its absence, for workers that do not serve; the pool has the same dict.
     """
 
     def __init__(self, pool: Any, crew: Crew, options: ExecutorOptions) -> None:
-        self._pool, self._crew, self._options = pool, crew, options
+        self._pool = pool
+        self._crew = crew
+        self._options = options
         self.absent: dict[int, Absence] = {}
-        self.num_losses = self.num_recycled = 0
         self._restarts = Restarts(options)
         self._lost_at = 0.0
         self._serves_since: dict[int, float] = {}  # of successors
@@ -108,29 +108,23 @@ class Supervisor:
             if absence.error is not None
         }
 
-    def is_serving(self, worker_id: int) -> bool:
-        """Return whether a worker is neither lost nor being replaced."""
-        return worker_id not in self.absent
-
     def is_being_replaced(self, worker_id: int) -> bool:
         """Return whether a worker will have a successor."""
-        return self._is(worker_id, Condition.LEAVING, Condition.BUILDING)
-
-    def _is(self, worker_id: int, *conditions: Condition) -> bool:
         absence = self.absent.get(worker_id)
-        return absence is not None and absence.condition in conditions
+        return absence is not None and absence.condition is not Condition.LOST
 
     # ---- losses ------------------------------------------------------------------------------
 
     def declare_lost(self, worker_id: int, error: EnvherdError) -> None:
         """Take a worker out of service; the parent now owns its words."""
         is_raised = self._options.on_worker_loss == "raise"
-        error = with_sentence(error, RESTART) if is_raised else error
+        if is_raised:
+            error = with_sentence(error, RESTART)
         if self._pool.watcher is not None:
             error = self._pool.watcher.add_to(error, worker_id)
-        self.num_losses += 1
-        self._lost_at = now = time.monotonic()
-        self.absent[worker_id] = Absence(Condition.LOST, now, error)  # 1
+        self._pool.num_losses += 1
+        self._lost_at = time.monotonic()
+        self.absent[worker_id] = Absence(Condition.LOST, self._lost_at, error)  # 1
         self._pool.outcome.losses[worker_id] = error  # 2
         self._crew.workers[worker_id].kill()
         self._pool.lose_answers_of(worker_id)
@@ -154,11 +148,9 @@ class Supervisor:
             now: monotonic seconds.
         """
         options = self._options
-        is_raised = (
-            bool(self._pool.outcome.losses) and options.on_worker_loss == "raise"
-        )
         return (
-            is_raised
+            options.on_worker_loss == "raise"
+            and bool(self._pool.outcome.losses)
             and options.loss_grace_s is not None
             and now >= self._lost_at + options.loss_grace_s
         )
@@ -169,7 +161,7 @@ class Supervisor:
             lost = self.lost
             for worker_id in worker_ids:
                 if worker_id in lost:
-                    # It would keep the frames of each call.
+                    # With its traceback, it would keep the frames of each call that raised it.
                     raise lost[worker_id].with_traceback(None)
 
     def notice_deaths(self, owing: Iterable[int]) -> bool:
@@ -188,18 +180,15 @@ class Supervisor:
             if worker_id in self.absent:
                 continue
             worker = self._crew.workers[worker_id]
+            # Before its messages are read: what it wrote before its end is there by then.
             has_exited = worker.has_exited()
-            self._crew.drain(worker_id)
+            drain(worker)
             is_reading |= worker.channel.is_in_frame
             if has_exited:
-                self.declare_lost(worker_id, self.death(worker_id))
+                self.declare_lost(
+                    worker_id, worker_lost(worker, *self._pool.phase_of(worker_id))
+                )
         return is_reading
-
-    def death(self, worker_id: int) -> EnvherdError:
-        """Return the error that describes the loss of a worker that has ended."""
-        phase, env_id = self._pool.phase_of(worker_id)
-        env_ids = self._crew.blueprint.blocks[worker_id]
-        return worker_lost(self._crew.workers[worker_id], env_ids, phase, env_id)
 
     def give_up_late(self, owing: Iterable[int], timeout_s: float) -> None:
         """Kill workers that have not answered in time.
@@ -216,11 +205,8 @@ class Supervisor:
                 not self.is_being_replaced(worker_id)
                 and self._serves_since.get(worker_id, latest) <= latest
             ):
-                phase, env_id = self._pool.phase_of(worker_id)
-                env_ids = self._crew.blueprint.blocks[worker_id]
-                error = worker_late(
-                    self._crew.workers[worker_id], env_ids, phase, timeout_s, env_id
-                )
+                worker = self._crew.workers[worker_id]
+                error = worker_late(worker, timeout_s, *self._pool.phase_of(worker_id))
                 self.declare_lost(worker_id, error)
 
     # ---- successors --------------------------------------------------------------------------
@@ -242,9 +228,11 @@ class Supervisor:
 
     def recycle(self, worker_id: int) -> None:
         """Close the envs of an idle worker, and begin to replace it."""
-        self.num_recycled += 1
+        self._pool.num_recycled += 1
         self._to_leaving(worker_id)  # 4
-        self._crew.dismiss(worker_id, self._options.close_timeout_s)
+        self._crew.dismiss(
+            [self._crew.workers[worker_id]], self._options.close_timeout_s
+        )
         self._to_building(worker_id)
 
     def branch(
@@ -261,7 +249,7 @@ class Supervisor:
         Args:
             source_id: of the worker.
             worker_ids: of the others.
-            seeds: see `Crew.fork`.
+            seeds: of the generators of each copy; None leaves them as they are.
             give_up: called before the first of the others is killed.
 
         Raises:
@@ -309,7 +297,7 @@ class Supervisor:
         self._crew.replace(worker_id, copy)
         self._pool.clear_words(worker_id)  # 5
         try:
-            self._crew.attach(worker_id)
+            self._crew.equipment.attach(copy)
         except EnvherdError as error:
             self.declare_lost(worker_id, error)
             return error
@@ -331,26 +319,27 @@ class Supervisor:
         self.refuse_lost(worker_ids)
         for worker_id in worker_ids:
             while self.is_being_replaced(worker_id):
-                if self._is(worker_id, Condition.LEAVING):
-                    time.sleep(
-                        max(0.0, self.absent[worker_id].since - time.monotonic())
-                    )
+                absence = self.absent[worker_id]
+                if absence.condition is Condition.LEAVING:
+                    time.sleep(max(0.0, absence.since - time.monotonic()))
                     self._to_building(worker_id)
                 self._to_serving(worker_id)
 
     def continue_replacing(self) -> None:
         """Start successors that are due, and put those that have built their envs into service."""
-        now, limit = time.monotonic(), self._options.build_timeout_s
-        for worker_id, (condition, since, _) in list(self.absent.items()):
+        limit = self._options.build_timeout_s
+        # A copy: conditions change on the way.
+        for worker_id, absence in list(self.absent.items()):
+            waited_s = time.monotonic() - absence.since
             try:
-                if condition is Condition.LEAVING:
-                    if now >= since:
+                if absence.condition is Condition.LEAVING:
+                    if waited_s >= 0:
                         self._to_building(worker_id)
-                elif condition is Condition.BUILDING and (
-                    # 6: an interrupt came right after that.
+                elif absence.condition is Condition.BUILDING and (
+                    # 6: an interrupt came between the slab and the condition.
                     self._crew.workers[worker_id].is_attached
-                    or self._crew.has_answered(worker_id)
-                    or (limit is not None and now - since > limit)
+                    or has_answered(self._crew.workers[worker_id])
+                    or (limit is not None and waited_s > limit)
                 ):
                     self._to_serving(worker_id)
             except EnvherdError as error:
@@ -380,16 +369,18 @@ class Supervisor:
         Raises:
             WorkerLost, WorkerTimeout, ...: it did not start, and no further successor is allowed.
         """
-        if not self._crew.workers[worker_id].is_attached:
+        worker = self._crew.workers[worker_id]
+        if not worker.is_attached:
             try:
                 self._check_specs(worker_id, self._crew.collect_specs(worker_id))
-                self._crew.attach(worker_id)
+                self._crew.equipment.attach(worker)
             except EnvherdError as error:
                 self._to_leaving_or_lost(worker_id, error)
                 return
-            except BaseException:  # an interrupt: begin again when the worker is needed
-                # Else it may have carried out commands (6).
-                if not self._crew.workers[worker_id].is_attached:
+            except BaseException:
+                # After an interrupt, begin again when the worker is needed. Once it is attached, it may have carried
+                # out commands (6).
+                if not worker.is_attached:
                     self._to_leaving(worker_id)
                 raise
         self._serves_since[worker_id] = time.monotonic()  # 6
@@ -398,7 +389,7 @@ class Supervisor:
 
     def _to_leaving_or_lost(self, worker_id: int, error: EnvherdError) -> None:
         """Begin to replace a successor that did not start. Its envs still owe their answers."""
-        self.num_losses += 1
+        self._pool.num_losses += 1
         self._crew.workers[worker_id].kill()
         delay_s = self._restarts.next_delay_s(worker_id)
         if delay_s is None:

@@ -1,6 +1,6 @@
 """Worker processes: how they start, how they are watched, how they end.
 
-Guarantee: a worker and its envs' processes end with this process, however it ends (see `workers.process.entry`).
+Guarantee: a worker and its envs' processes end with this process, however it ends (`workers.process.entry` has how).
 Assumes: Linux (pidfd, memfd, /proc).
 """
 
@@ -26,6 +26,7 @@ from envherd.executor.start.process_log import (
 from envherd.executor.start.zygote import Helper
 from envherd.shm import platforms
 from envherd.shm.interrupts import ignoring_refusals, uninterrupted
+from envherd.workers.current import WorkerInfo
 from envherd.workers.errors import WorkerLost
 from envherd.workers.messages import Channel
 
@@ -37,26 +38,41 @@ _AFTER_A_SIGNAL = 128
 class WorkerProcess:
     """One worker process, seen from its owner.
 
+    Args:
+        info: its ids, as its pool counts them.
+        on_row_frame: called with each of its messages that belong to rows.
+        zygote: its parent; None if this process is.
+
     Attributes:
+        info: as given.
         worker_id: stays the same when the worker is replaced.
         generation: 0 for the first process of that id, then 1, ...
         pid: its process id and process group; 0 before its start.
         channel: the parent's end of its socket.
         gpu: that it was given, as `CUDA_VISIBLE_DEVICES` names it; None if it was given none.
-        root_seed: with which it was built.
+        root_seed: with which it builds its envs; -1 before its start, which is no seed.
         is_attached: whether it has the slab, and reads mail.
+        wake: makes it look for mail; does nothing until it has the slab.
+        on_row_frame: as given.
     """
 
     gpu: str | None = None
-    root_seed: int | None = None
+    root_seed = -1
     is_attached = False
-    pid, pidfd, log_fd = 0, -1, -1
+    wake: Callable[[], None] = staticmethod(lambda: None)
+    pid = 0
+    pidfd = log_fd = -1
 
     def __init__(
-        self, worker_id: int, generation: int, zygote: Helper | None = None
+        self,
+        info: WorkerInfo,
+        on_row_frame: Callable[[dict[str, Any]], None],
+        zygote: Helper | None = None,
     ) -> None:
-        self.worker_id = worker_id
-        self.generation = generation
+        self.info = info
+        self.on_row_frame = on_row_frame
+        self.worker_id = info.worker_id
+        self.generation = info.generation
         self._zygote = zygote
         self._exit_code: int | None = None
         self._oom_kills = count_oom_kills()
@@ -88,7 +104,8 @@ class WorkerProcess:
             pid = fork(self._theirs.fileno(), log.fileno())
             try:
                 self.pidfd = os.pidfd_open(pid)
-            except ProcessLookupError:  # the helper has reaped it
+            # It has ended, and the helper has reaped it.
+            except ProcessLookupError:
                 message = f"starting worker {self.worker_id} failed: its process (pid {pid}) ended at once."
                 raise WorkerLost(
                     message, remote_traceback=self.log() or None, pid=pid
@@ -97,11 +114,7 @@ class WorkerProcess:
 
     def has_exited(self) -> bool:
         """Return whether the process has ended; never blocks."""
-        if self.pidfd < 0:
-            return True
-        poller = select.poll()
-        poller.register(self.pidfd, select.POLLIN)
-        return bool(poller.poll(0))
+        return self.wait_exit(0.0)
 
     def exit_code(self) -> int | None:
         """Return the exit code, negative for a signal; None if the process lives or its exit code is unknown."""
@@ -120,11 +133,12 @@ class WorkerProcess:
             "group": a process of this one's control group, for that group's limit. "machine": some process.
         """
         own, everywhere = count_oom_kills()
-        if own > self._oom_kills[0]:
+        own_before, before = self._oom_kills
+        if own > own_before:
             return "group"
-        if everywhere is None or self._oom_kills[1] is None:
+        if everywhere is None or before is None:
             return "unknown"
-        return "machine" if everywhere > self._oom_kills[1] else "nobody"
+        return "machine" if everywhere > before else "nobody"
 
     def last_lines(self, count: int = _LAST_LINES) -> str:
         """Return the last lines of the worker's output, without frames of this package."""
@@ -154,9 +168,9 @@ class WorkerProcess:
     def kill(self) -> None:
         """Kill the worker and its envs' processes; safe if it is dead."""
         with ignoring_refusals():
-            platforms.send_signal(
-                self.pid, signal.SIGKILL, is_group=True
-            ) if not self.has_exited() else None
+            # Its id may be another's once it was reaped.
+            if not self.has_exited():
+                platforms.send_signal(self.pid, signal.SIGKILL, is_group=True)
 
     @staticmethod
     def wait_for_any(
@@ -166,10 +180,9 @@ class WorkerProcess:
         poller = select.poll()
         for worker in workers:
             poller.register(worker.pidfd, select.POLLIN)
-            poller.register(
-                worker.channel.sock,
-                select.POLLIN | (select.POLLOUT if worker.channel.has_unsent else 0),
-            )
+            poller.register(worker.channel.sock, select.POLLIN)
+            if worker.channel.has_unsent:
+                poller.modify(worker.channel.sock, select.POLLIN | select.POLLOUT)
         return bool(
             poller.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000 + 1)
         )

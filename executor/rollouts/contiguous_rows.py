@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 
 from envherd.executor.batches.fast_tensordict import as_tensor, get_leaf
 from envherd.executor.batches.transfer import as_array
-from envherd.executor.rollouts.policy_state import leaf_keys
+from envherd.executor.rollouts.policy_state import leaf_keys, short
 from envherd.shm.specs import Key
 
 
@@ -60,7 +60,7 @@ class ContiguousRows:
             value: torch.Tensor = (
                 get_leaf(td, key) if key.__class__ is str else td.get(key)
             )
-            array = as_array(value if value.is_cpu else value.cpu())
+            array = as_array(value.cpu())
             # Numpy would cast and broadcast.
             if value.dtype is not dtype or array.shape[1:] != flat.shape[1:]:
                 raise ValueError(
@@ -79,23 +79,22 @@ class ContiguousRows:
         self, td: TensorDictBase, key: Key, *, is_next: bool
     ) -> tuple[Any, np.ndarray, torch.dtype]:
         """Return a leaf's key in `td`, the array that it is written to: `[slots * T, ...]` (VIEW), and its dtype."""
-        name, value = ("next", *key) if is_next else key, td.get(key)
+        value = td.get(key)
+        name = ("next", *key) if is_next else key
         if name not in self._leaves:
             shape = (self._num_slots, self._num_steps, *value.shape[1:])
+            # Numpy's zeros take no memory until they are written.
             blank = np.zeros(shape, as_array(value[:0].cpu()).dtype)
             self._leaves[name] = as_tensor(blank, value.dtype)
         leaf = self._leaves[name]
-        return (
-            key[0] if len(key) == 1 else key,
-            as_array(leaf.flatten(0, 1)),
-            leaf.dtype,
-        )
+        return short(key), as_array(leaf.flatten(0, 1)), leaf.dtype
 
     def advance(self, env_ids: np.ndarray) -> None:
         """Advance some envs to their next step; full rows are put aside."""
         self._at[env_ids] += 1
         over = (self._at == self._num_steps).nonzero()[0]
         if len(over):
+            # Before their envs get other rows: after an interrupt, `repair` finds by it which envs need them.
             self.full += self._slots[over].tolist()
             self._begin_rows(over)
 
@@ -121,25 +120,15 @@ class ContiguousRows:
         Returns:
             Those of the envs whose latest step was taken before and has not ended its episode, int64 `[k]`.
         """
-        kept = self.full[:]
-        kept += [
-            slot
-            for slot, at in zip(self._slots.tolist(), self._at.tolist(), strict=True)
-            if at
-        ]
+        # Rows under way last: they are later than full ones of the same env.
+        kept = [*self.full, *self._slots[self._at > 0].tolist()]
         latest = {int(self._owners[slot]): slot for slot in kept}
         for env_id in env_ids.tolist():
             if env_id in latest:
-                slot = latest[env_id]
-                self._truncate(
-                    slot,
-                    (
-                        int(self._at[env_id])
-                        if slot == self._slots[env_id]
-                        else self._num_steps
-                    )
-                    - 1,
-                )
+                at = self._num_steps
+                if latest[env_id] == self._slots[env_id]:
+                    at = int(self._at[env_id])
+                self._truncate(latest[env_id], at - 1)
         return np.array(
             [i for i in env_ids.tolist() if i not in latest and self._is_open[i]],
             np.int64,
@@ -147,14 +136,12 @@ class ContiguousRows:
 
     def _truncate(self, slot: int, at: int) -> None:
         for key in self._flags:
-            truncated, done = (
-                self._leaves.get(("next", *key[:-1], name))
-                for name in ("truncated", "done")
-            )
-            # An interrupt may have come before they were created.
+            truncated = self._leaves.get(("next", *key[:-1], "truncated"))
+            done = self._leaves.get(("next", *key[:-1], "done"))
+            # Neither exists if an interrupt came before the first step was written.
             if key[-1] == "done" and done is not None:
                 if truncated is not None:
-                    # Not for episodes that had ended by themselves.
+                    # An episode that had ended by itself is not truncated.
                     truncated[slot, at] |= ~done[slot, at]
                 done[slot, at] = True
 
@@ -163,22 +150,20 @@ class ContiguousRows:
 
         Their `next` repeats the observation, with reward 0, and is truncated. Entries by name get numbers.
         """
-        slots, at = (
+        place = (
             torch.from_numpy(self._slots[env_ids]),
             torch.from_numpy(self._at[env_ids]),
         )
         for key, leaf in self._leaves.items():
             if key[0] == "next":
-                root = self._leaves.get(key[1:])
-                leaf[slots, at] = (
-                    torch.zeros_like(leaf[slots, at])
-                    if root is None
-                    else root[slots, at]
-                )
+                # What only `next` has, such as the reward.
+                leaf[place] = 0
+                if key[1:] in self._leaves:
+                    leaf[place] = self._leaves[key[1:]][place]
                 if key[1:] in self._flags or key == ("next", "interrupted"):
-                    leaf[slots, at] = key[-1] != "terminated"
+                    leaf[place] = key[-1] != "terminated"
         for name, number in numbers.items():
-            self._leaves[(name,)][slots, at] = number
+            self._leaves[(name,)][place] = number
 
     def _add_rows(self) -> None:
         # The cached targets are views of the old leaves.
@@ -193,19 +178,21 @@ class ContiguousRows:
         self._free += range(self._num_slots // 2, self._num_slots)
 
     def drop(self, num_rows: int) -> None:
-        """Remove the rows that were full first; without a call, in which a signal handler could run."""
+        """Remove the rows that were full first."""
+        # One line: a handler that runs in between would find the rows in both lists, or in none.
         self.full, self._free = self.full[num_rows:], self._free + self.full[:num_rows]
 
     def first(self, num_rows: int) -> TensorDictBase:
         """Return the rows that were full first, batch `[num_rows, T]`, a copy; they stay until they are dropped."""
         taken = self.full[:num_rows]
-        template = (
+        data = (
             self._nested[False]
             .copy()
             .set("next", self._nested[True].copy())
             .unsqueeze(1)
+            .expand(num_rows, self._num_steps)
+            .clone(recurse=False)
         )
-        data = template.expand(num_rows, self._num_steps).clone(recurse=False)
         for key, leaf in self._leaves.items():
             data.set(key, as_tensor(as_array(leaf)[taken], leaf.dtype))
         done = as_array(self._leaves["next", "done"])[taken, -1].reshape(num_rows, -1)

@@ -36,6 +36,9 @@ class Carried:
         known: the envs' keys.
         start: a root batch `[N]`; its other keys are the state before the first step. Or None.
         primer: batch `[N]`, the state at the beginning of an episode; or None.
+
+    Attributes:
+        state: that belongs to the envs' present roots, by root key; None if there is none.
     """
 
     def __init__(
@@ -46,17 +49,12 @@ class Carried:
     ) -> None:
         self._known = known
         self._primer = primer
-        self._state = None if start is None else own_leaves(start, known)
-
-    @property
-    def state(self) -> TensorDictBase | None:
-        """The state that belongs to the envs' present roots, by root key."""
-        return self._state
+        self.state = own_leaves(start, known)
 
     @property
     def is_in_use(self) -> bool:
         """Whether there is any state."""
-        return self._state is not None or self._primer is not None
+        return self.state is not None or self._primer is not None
 
     def hand_over(self, root: TensorDictBase, fresh: np.ndarray) -> None:
         """Write the state into the policy's next root.
@@ -66,28 +64,32 @@ class Carried:
             fresh: bool `[N]`, envs that were reset since the last step.
         """
         self.renew(fresh)
-        if self._state is not None:
-            root.update(self._state)
+        if self.state is not None:
+            root.update(self.state)
 
     def renew(self, fresh: np.ndarray) -> None:
         """Set the primer's values for envs that were reset since the last step, bool `[N]`."""
         if self._primer is None:
             return
-        if self._state is None or fresh.all():
-            self._state = self._primer
+        if self.state is None or fresh.all():
+            self.state = self._primer
         elif fresh.any():
-            self._state = _where(fresh, self._primer, self._state)
+            self.state = _where(fresh, self._primer, self.state)
 
     def keep(self, acted: TensorDictBase) -> None:
         """Copy the state from the policy's result, after its actions were accepted."""
-        written = get_leaf(acted, "next")
-        own = None if written is None else own_leaves(written, self._known)
+        state = own_leaves(get_leaf(acted, "next"), self._known)
         # The policy may reuse its memory, as CUDA graphs do.
-        self._state = None if own is None else own.clone()
+        if state is not None:
+            state = state.clone()
+        # One store: an interrupt leaves the old state or the new one.
+        self.state = state
 
 
-def own_leaves(td: TensorDictBase, known: set[Key]) -> TensorDictBase | None:
+def own_leaves(td: TensorDictBase | None, known: set[Key]) -> TensorDictBase | None:
     """Return a batch's entries that are the policy's and not the envs' (VIEW); None if there are none."""
+    if td is None:
+        return None
     keys = [
         key for key in leaf_keys(td) if key not in known and key[0] not in _NOT_STATE
     ]
@@ -106,9 +108,9 @@ def run_policy(
     try:
         acted = policy(root)
     except (TypeError, AttributeError, AssertionError, RuntimeError) as error:
-        is_of_batch = any(sign in str(error) for sign in _SIGNS)
-        if (is_of_batch or _is_of_call(error)) and _NOTE not in getattr(
-            error, "__notes__", ()
+        # Once, for one that another rollout has raised before.
+        if _NOTE not in getattr(error, "__notes__", ()) and (
+            any(sign in str(error) for sign in _SIGNS) or _is_of_call(error)
         ):
             error.add_note(_NOTE)
         raise
@@ -137,15 +139,20 @@ def _is_of_call(error: Exception) -> bool:
 
 def _names(td: TensorDictBase) -> list[str | Key]:
     """Return the keys of a batch's leaves as a policy would write them."""
-    return [key[0] if len(key) == 1 else key for key in leaf_keys(td)]
+    return list(map(short, leaf_keys(td)))
+
+
+def short(key: Key) -> str | Key:
+    """Return a key as a policy would write it: a name alone at the root."""
+    return key[0] if len(key) == 1 else key
 
 
 def leaf_keys(td: TensorDictBase) -> list[Key]:
     """Return the keys of a batch's leaves, each as a tuple; of different tasks, those that all rows have."""
-    # Whose own keys fail if a row has a leaf where another has a group.
+    # The keys of a stack itself fail if a row has a leaf where another has a group.
     if isinstance(td, LazyStackedTensorDict):
-        first, *others = map(leaf_keys, td.tensordicts)
-        return [key for key in first if all(key in keys for keys in others)]
+        rows = list(map(leaf_keys, td.tensordicts))
+        return [key for key in rows[0] if all(key in keys for keys in rows)]
     keys: Any = td.keys(include_nested=True, leaves_only=True)
     return [key if isinstance(key, tuple) else (key,) for key in keys]
 
@@ -157,7 +164,8 @@ def _where(
     mask = torch.from_numpy(rows)
     result = other.clone(recurse=False)
     for key in leaf_keys(chosen):
-        old, new = other.get(key, None), chosen.get(key)
+        new = chosen.get(key)
+        old = other.get(key, None)
         if old is not None:
             on_device = mask.to(old.device).reshape(-1, *(1 for _ in old.shape[1:]))
             new = torch.where(on_device, new.to(old.device), old)

@@ -101,20 +101,20 @@ class RolloutRunner:
         out: TensorDictBase | None = None,
         primer: TensorDictBase | None = None,
     ) -> TensorDictBase:
-        """Collect up to `max_steps` steps of all envs; `env` is given to the callback. See `BatchedEnv.rollout`."""
+        """Collect up to `max_steps` steps of all envs, as `BatchedEnv.rollout`; `env` is given to the callback."""
         engine = self._engine
         _check(
             max_steps,
             policy,
             callback,
-            (auto_reset, break_when_any_done, set_truncated),
+            auto_reset=auto_reset,
+            break_when_any_done=break_when_any_done,
+            set_truncated=set_truncated,
         )
         need_state("rollout", "primer", primer, engine.num_envs)
         need_state("rollout", "tensordict", tensordict, engine.num_envs)
-        is_asked, break_when_any_done = (
-            break_when_any_done is not None,
-            break_when_any_done in (None, True),
-        )
+        # None stops as True does, and says so in the log.
+        breaks = break_when_any_done is not False
         max_steps = as_count("rollout", "max_steps", max_steps)
         refuse_unused_root(tensordict, auto_reset=auto_reset)
         if out is not None:
@@ -125,53 +125,43 @@ class RolloutRunner:
             raise ValueError(
                 f"rollout failed: expected primer without the envs' own keys, got {own[0]}. Leave it out."
             )
-
-        def finish(data: TensorDictBase) -> TensorDictBase:
-            if not is_asked and data.batch_size[1] < max_steps:
-                _log.warning(_CUT, data.batch_size[1], max_steps)
-            if set_truncated:
-                _mark_truncated(data, engine.specs)
-            return data if out is None else _fill(out, data)
-
         with engine.guard:
             engine.guard.refuse_rolling()
             engine.refuse_under_way(engine.all_ids)
             act = self._checked(policy or env.rand_action)
-            watch = (
-                None
-                if callback is None
-                else self._checked(functools.partial(callback, env))
-            )
+            watch = None
+            if callback is not None:
+                watch = self._checked(functools.partial(callback, env))
             carried = Carried(engine.known, tensordict, primer)
-            if self._run_type is not None:
-                stepwise = self._run_type(
-                    engine, act, carried, watch, break_when_any_done=break_when_any_done
-                )
-                with self._leaving(carried):
-                    return finish(stepwise.collect(max_steps, auto_reset=auto_reset))
-            reused = (
-                self._shelf.find(out)
-                if out is not None and out.batch_size[1] == max_steps
-                else None
-            )
-            lease = reused or self._shelf.lend(max_steps)
-            run = _Run(
-                engine,
-                lease,
-                act,
-                watch,
-                carried=carried,
-                break_when_any_done=break_when_any_done,
-            )
-            try:
-                with self._leaving(carried):
-                    run.start(auto_reset=auto_reset)
-                    num_steps = run.go(max_steps)
-                    data = run.result(num_steps)
-            finally:
-                engine.positions.move_back()
-                self._shelf.end_rollout(lease)
-        return finish(data)
+            with self._leaving(carried):
+                if self._run_type is None:
+                    run = _Run(engine, act, carried, watch, break_when_any_done=breaks)
+                    data = self._in_storage(run, max_steps, out, auto_reset=auto_reset)
+                else:
+                    stepwise = self._run_type(
+                        engine, act, carried, watch, break_when_any_done=breaks
+                    )
+                    data = stepwise.collect(max_steps, auto_reset=auto_reset)
+        if break_when_any_done is None and data.batch_size[1] < max_steps:
+            _log.warning(_CUT, data.batch_size[1], max_steps)
+        if set_truncated:
+            _mark_truncated(data, engine.specs)
+        if out is None:
+            return data
+        return _fill(out, data)
+
+    def _in_storage(
+        self, run: _Run, max_steps: int, out: TensorDictBase | None, *, auto_reset: bool
+    ) -> TensorDictBase:
+        """Make a rollout in a storage: that of `out`, if workers still map it, so that nothing is copied."""
+        lease = self._shelf.find(out, max_steps) or self._shelf.lend(max_steps)
+        try:
+            run.start(lease, auto_reset=auto_reset)
+            return run.result(run.go(max_steps))
+        finally:
+            # In this order: nothing may read the storage once it can be lent to another rollout.
+            self._engine.positions.move_back()
+            self._shelf.end_rollout(lease)
 
     @contextlib.contextmanager
     def _leaving(self, carried: Carried) -> Iterator[None]:
@@ -180,7 +170,9 @@ class RolloutRunner:
         try:
             yield
         except BaseException:
-            self.state_left = None if carried.state is None else carried.state.clone()
+            # A clone: the policy may reuse its memory.
+            if carried.state is not None:
+                self.state_left = carried.state.clone()
             raise
 
     def _check_out(self, out: TensorDictBase, max_steps: int) -> None:
@@ -188,9 +180,9 @@ class RolloutRunner:
         need_batch("rollout", out, "out")
         shape, own = tuple(out.batch_size), tuple(self._engine.batch_size)
         if len(shape) < 2 or (shape[0], *shape[2:]) != own or not shape[1]:
-            expected = ", ".join(map(str, (own[0], "T", *own[1:])))
             raise ValueError(
-                f"rollout failed: expected out of batch size [{expected}], T at least 1, got {[*shape]}."
+                f"rollout failed: expected out of batch size [{', '.join(map(str, (own[0], 'T', *own[1:])))}], T at "
+                f"least 1, got {[*shape]}."
             )
         if shape[1] < max_steps:
             raise ValueError(
@@ -217,7 +209,13 @@ class RolloutRunner:
 
 
 def _check(
-    max_steps: Any, policy: Any, callback: Any, switches: tuple[Any, Any, Any]
+    max_steps: Any,
+    policy: Any,
+    callback: Any,
+    *,
+    auto_reset: Any,
+    break_when_any_done: Any,
+    set_truncated: Any,
 ) -> None:
     """Refuse arguments of wrong types."""
     if callable(max_steps):
@@ -225,32 +223,26 @@ def _check(
             "rollout failed: expected the number of steps first, got a callable. Write (200, policy)."
         )
     need_callables("rollout", policy=policy, callback=callback)
-    auto_reset, breaks, set_truncated = switches
     need_bools("rollout", auto_reset=auto_reset, set_truncated=set_truncated)
-    if breaks is not None:
-        need_bools("rollout", break_when_any_done=breaks)
+    if break_when_any_done is not None:
+        need_bools("rollout", break_when_any_done=break_when_any_done)
 
 
 class _Run:
-    """One rollout in progress."""
+    """One rollout in progress. Its arguments are those of a `StepwiseRun`."""
 
     def __init__(
         self,
         engine: Engine,
-        lease: Lease,
         policy: RolloutPolicy,
+        carried: Carried,
         callback: Callable[..., Any] | None,
         *,
-        carried: Carried,
         break_when_any_done: bool,
     ) -> None:
         self._engine = engine
-        self._positions, self._side, self._batches = (
-            engine.positions,
-            engine.side,
-            engine.batches,
-        )
-        self._lease = lease
+        self._positions = engine.positions
+        self._batches = engine.batches
         self._policy = policy
         self._callback = callback
         self._breaks = break_when_any_done
@@ -260,11 +252,13 @@ class _Run:
         self._side_inputs: list[dict[int, Any]] = []
         self._side_roots: list[dict[int, Any]] = []
         self._side_nexts: list[dict[int, Any]] = []
+        self._carried = carried
+
+    def start(self, lease: Lease, *, auto_reset: bool) -> None:
+        """Reset envs as requested, and fill column 0 of the root in a storage."""
+        self._lease = lease
         self._next_done = [group["next", "done"] for group in lease.storage.columns]
-        self.carried = carried
-        self._fresh = np.ones(engine.num_envs, bool)
-        self._cut: np.ndarray | None = None  # see `Flight`
-        #: The tensors that keep the inputs of a step, and the keys that they are read from.
+        #: The arrays that keep the inputs of each step, with those that have the inputs of the present one.
         self._kept_inputs = [
             (columns["input", *leaf.key], group.inputs["input", *leaf.key])
             for group, columns in zip(
@@ -272,11 +266,8 @@ class _Run:
             )
             for leaf in input_leaves(group.spec)
         ]
-
-    def start(self, *, auto_reset: bool) -> None:
-        """Reset envs as requested, and fill column 0 of the root."""
         self._fresh, self._cut = self._engine.reset_for_rollout(auto_reset=auto_reset)
-        lease = self._lease
+        # Not before the reset, whose rows belong to the slab's own columns.
         self._positions.move_to(
             storage_columns(lease.target, lease.storage, self._positions.places)
         )
@@ -286,25 +277,29 @@ class _Run:
 
     def go(self, num_steps: int) -> int:
         """Step until the end; return how many steps were made."""
-        positions, side, flights = self._positions, self._side, self._engine.flights
+        positions = self._positions
+        side = self._engine.side
         for step in counted(num_steps, "rollout"):
-            is_last = step == num_steps - 1
             if side.has_values:
                 self._side_roots.append(side.latest(positions.in_root))
             with self._engine.rolling():
                 acted = self._act(step)
-            op = Op.STEP if is_last or self._breaks else Op.STEP_RESET
-            cut, self._cut = self._cut, None
+            # An env that ends in the last step stays ended: the next call decides what follows.
+            is_last = self._breaks or step == num_steps - 1
+            op = Op.STEP if is_last else Op.STEP_RESET
+            cut = self._cut
+            self._cut = None
             flight = (
                 self._commands[op](step)
                 if cut is None
-                else flights.begin(op, at=step, cut=cut)
+                else self._engine.flights.begin(op, at=step, cut=cut)
             )
             try:
                 if not flight.has_landed:
-                    flights.land(flight)
+                    self._engine.flights.land(flight)
             except EnvherdError:
-                self.carried.renew(flight.fresh)
+                # The flight was made good before it raised: its envs may be in new episodes.
+                self._carried.renew(flight.fresh)
                 raise
             if positions.has_interrupted:
                 self._interrupted.append(positions.interrupted.copy())
@@ -313,7 +308,7 @@ class _Run:
             if self._callback is not None:
                 with self._engine.rolling():
                     self._callback(self._with_next(acted, step))
-            if self.carried.is_in_use:
+            if self._carried.is_in_use:
                 self._fresh = flight.fresh
             if self._breaks and any(done[:, step].any() for done in self._next_done):
                 return step + 1
@@ -328,20 +323,22 @@ class _Run:
             )
         ]
         next_td = self._batches.next_td(leaves)
-        if self.carried.state is not None:
-            next_td.update(self.carried.state)
+        if self._carried.state is not None:
+            next_td.update(self._carried.state)
         return acted.copy().set("next", next_td)
 
     def _act(self, step: int) -> TensorDictBase:
         root = self._root(step)
-        self.carried.hand_over(root, self._fresh)
+        self._carried.hand_over(root, self._fresh)
         acted = run_policy(self._policy, root)
+        # Before anything is kept: illegal actions are refused here.
         self._engine.write_inputs(acted)
         if self._engine.side_inputs:
             self._side_inputs.append(dict(self._engine.side_inputs))
-        self.carried.keep(acted)
+        self._carried.keep(acted)
         for kept, given in self._kept_inputs:
             kept[:, step] = given
+        # Found in the first step: the steps of a rollout are stacked, so all must have the same.
         if self._extra_keys is None:
             self._extra_keys = [key for key in leaf_keys(acted) if self._is_extra(key)]
         if self._extra_keys:
@@ -369,13 +366,14 @@ class _Run:
         for tensors, batch in zip(
             self._lease.tensors, self._batches.groups, strict=True
         ):
-            cut = {
-                n: t
-                if num_steps == self._lease.num_columns
-                else as_tensor(as_array(t)[:, :num_steps].copy())
-                for n, t in tensors.items()
-            }
-            tds.append(self._group_result(batch, cut, num_steps))
+            made = tensors
+            # A copy, so that the storage is free: its last columns hold an earlier rollout.
+            if num_steps < self._lease.num_columns:
+                made = {
+                    name: as_tensor(as_array(tensor)[:, :num_steps].copy())
+                    for name, tensor in tensors.items()
+                }
+            tds.append(self._group_result(batch, made, num_steps))
         data = stack_groups(tds, self._positions.places.pairs)
         if self._extras:
             data.update(torch.stack(self._extras, 1))
@@ -391,12 +389,11 @@ class _Run:
         if self._positions.has_interrupted:
             per_env = np.stack([one[ids] for one in self._interrupted], 1)
             shape = batch.spec.batch_shape
-            flags = as_tensor(
-                np.broadcast_to(
-                    per_env.reshape(*lead, *(1 for _ in shape), 1), (*lead, *shape, 1)
-                ).copy()
+            # One flag of an env counts for all its rows.
+            flags = np.broadcast_to(
+                per_env.reshape(*lead, *(1 for _ in shape), 1), (*lead, *shape, 1)
             )
-            next_leaves.append(flags)
+            next_leaves.append(as_tensor(flags.copy()))
         td = batch.shell("root", lead).build(
             [tensors["root", *key] for key in batch.root_keys]
         )
@@ -430,17 +427,20 @@ class _Run:
 def _mark_truncated(data: TensorDictBase, specs: Sequence[EnvSpec]) -> None:
     """Mark the last step of every env, and of its agents, as truncated, only in the data: the envs keep running."""
     rows = data.tensordicts if isinstance(data, LazyStackedTensorDict) else [data]
+    # Envs of a whole batch are equal, so its first spec is that of all.
     for row, spec in zip(rows, specs, strict=False):
-        last = -1 if row is not data else (slice(None), -1)
         for leaf in spec.done:
             if leaf.key[-1] != "terminated":
-                row["next", *leaf.key][last] = True
+                # Steps are the first dimension of a row of the stack, and the second of a whole batch.
+                row["next", *leaf.key].select(int(row is data), -1).fill_(1)
 
 
 def _fill(out: TensorDictBase, data: TensorDictBase) -> TensorDictBase:
     """Copy a rollout's data to the caller's batch; return the part that was filled."""
-    num_steps = data.batch_size[1]
-    part = out if num_steps == out.batch_size[1] else out[:, :num_steps]
+    part = out
+    # A rollout of all steps returns `out` itself.
+    if data.batch_size[1] < out.batch_size[1]:
+        part = out[:, : data.batch_size[1]]
     if isinstance(data, LazyStackedTensorDict):
         for place, row in zip(part.unbind(0), data.unbind(0), strict=True):
             _copy(place, row)
@@ -460,9 +460,8 @@ def _copy(out: TensorDictBase, data: TensorDictBase) -> None:
             raise ValueError(
                 f"rollout failed: expected out to hold {key} of shape {tuple(value.shape)}, got {tuple(place.shape)}."
             )
-        elif (
-            place.data_ptr() != value.data_ptr()
-        ):  # the workers have not written it there
+        elif place.data_ptr() != value.data_ptr():
+            # The workers have not written it there.
             place.copy_(value)
 
 

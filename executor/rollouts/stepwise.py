@@ -51,7 +51,7 @@ class StepwiseRun:
         self._callback = callback
         self._breaks = break_when_any_done
         self._steps: list[TensorDictBase] = []
-        # The policy's, of each kind of row; in the first step as in all.
+        # The policy's keys of each kind of row, found in the first step: all steps must have the same to be stacked.
         self._keys: list[list[Key]] | None = None
         self._root_keys = {
             leaf.key
@@ -66,10 +66,8 @@ class StepwiseRun:
         root = engine.batches.current(engine.all_ids)
         for step in counted(max_steps, "rollout"):
             self._carried.hand_over(root, fresh)
-            is_last = step == max_steps - 1
-            root = self._step(
-                root, Op.STEP if is_last or self._breaks else Op.STEP_RESET, cut
-            )
+            is_last = self._breaks or step == max_steps - 1
+            root = self._step(root, Op.STEP if is_last else Op.STEP_RESET, cut)
             fresh = engine.positions.in_root.copy()
             if self._breaks and (engine.states.needs_reset.any() or cut is not None):
                 break
@@ -90,7 +88,8 @@ class StepwiseRun:
         try:
             next_td, after = engine.step_all(acted, op, cut)
         except EnvherdError as error:
-            if error.partial is not None:  # the other envs were stepped
+            # With a partial batch, the other envs were stepped, and the policy's state follows them.
+            if error.partial is not None:
                 self._carried.keep(acted)
                 self._carried.renew(engine.positions.in_root)
             raise

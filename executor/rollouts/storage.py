@@ -27,7 +27,7 @@ from envherd.shm.platforms import register_at_fork
 from envherd.shm.slab import Storage, StoragePlan, plan_storage
 
 if TYPE_CHECKING:
-    from envherd.executor.pools.base import Pool, StorageMemory
+    from envherd.executor.pools.base import Pool
 
 _MAX_ATTACHED = 4
 
@@ -51,6 +51,7 @@ class Lease:
         number: of its latest use; numbers increase.
         lent_at: `_num_forks` at that time.
         address: of its `next/done` of group 0, by which an `out` is recognised.
+        memory: returns the bytes of its memory, a new VIEW each time; None until workers map it.
         is_leaving: it must not be used again, because workers may have forgotten it.
         storage: its arrays.
         tensors: per group, name -> tensor `[n, T, ...]` over the same memory.
@@ -66,17 +67,18 @@ class Lease:
         self.target = target
         self.num_columns = num_columns
         self.plan = plan
-        self.memory: StorageMemory | None = None
+        self.memory: Callable[[], np.ndarray] | None = None
 
     def lend(self, number: int) -> None:
         """Open it for a new use, which ends when the last of the tensors is freed."""
         self._in_use = weakref.ref(self.open())
-        self.number, self.lent_at = number, _num_forks
+        self.number = number
+        self.lent_at = _num_forks
 
     def open(self) -> np.ndarray:
         """Create the arrays; return the buffer, which is freed once they are unused."""
         assert self.memory is not None
-        buffer: np.ndarray = self.memory.array()
+        buffer = self.memory()
         self.storage = Storage(self.plan, buffer)
         self.tensors = [
             {n: as_tensor(a) for n, a in group.items()}
@@ -102,14 +104,14 @@ class Lease:
     def holds(self, out: TensorDictBase) -> bool:
         """Return whether the leaves of a batch are exactly these tensors, all of them. The lease must be open."""
         for name, tensor in self.tensors[0].items():
+            # A batch has the root's leaves and the inputs without their section.
             held = out.get(name if name[0] == "next" else name[1:], None)
             if (
                 not isinstance(held, torch.Tensor)
                 or held.shape != tensor.shape
                 or held.stride() != tensor.stride()
+                or held.data_ptr() != tensor.data_ptr()
             ):
-                return False
-            if held.data_ptr() != tensor.data_ptr():
                 return False
         return len(self.tensors) == 1
 
@@ -139,24 +141,24 @@ class StorageShelf:
         for lease in list(self._leases):
             if lease.is_leaving or (lease.is_free and lease.lent_at != _num_forks):
                 self._drop(lease)
-        found = next(
-            (
-                one
-                for one in self._leases
-                if one.is_free and one.num_columns == num_columns
-            ),
-            None,
-        )
-        lease = found or self._make(num_columns)
+        fits = [
+            one
+            for one in self._leases
+            if one.is_free and one.num_columns == num_columns
+        ]
+        lease = next(iter(fits), None) or self._make(num_columns)
         lease.lend(next(self._numbers))
         return lease
 
-    def find(self, out: TensorDictBase) -> Lease | None:
-        """Return the storage of `out`; None unless it is a whole rollout of this executor."""
-        done = out.get(("next", "done"), None)
-        address = done.data_ptr() if isinstance(done, torch.Tensor) else 0
+    def find(self, out: TensorDictBase | None, num_columns: int) -> Lease | None:
+        """Return the storage of `out`; None unless it is a whole rollout of this executor with `num_columns`."""
+        done = None
+        if out is not None and out.batch_size[1] == num_columns:
+            done = out.get(("next", "done"), None)
         for lease in self._leases:
-            if lease.address == address and not (lease.is_free or lease.is_leaving):
+            if lease.is_free or lease.is_leaving or not isinstance(done, torch.Tensor):
+                continue
+            if lease.address == done.data_ptr():
                 lease.open()
                 if lease.holds(out):
                     return lease
@@ -165,7 +167,8 @@ class StorageShelf:
 
     def end_rollout(self, lease: Lease) -> None:
         """End a rollout: from now on only the caller's tensors keep the storage."""
-        if self._pool.holds_storages:  # until it closes
+        # Such a pool would keep the memory until it closes.
+        if self._pool.holds_storages:
             self._drop(lease)
         lease.shut()
 
@@ -176,15 +179,19 @@ class StorageShelf:
         lease = Lease(
             next(self._targets), num_columns, plan_storage(self._pool.plan, num_columns)
         )
-        lease.is_leaving = True  # unless all workers map it
+        # Until all workers map it: after an interrupt, `lend` drops it.
+        lease.is_leaving = True
         self._leases.append(lease)
         lease.memory = self._pool.attach_storage(lease.target, lease.plan)
-        lease.lent_at, lease.is_leaving = _num_forks, False
+        lease.lent_at = _num_forks
+        # Now that all workers map it, it may be lent.
+        lease.is_leaving = False
         return lease
 
     def _drop(self, lease: Lease) -> None:
         """Make workers forget a storage."""
-        lease.is_leaving = True  # first: see `lend`
+        # Before workers forget it: after an interrupt, `lend` drops it again.
+        lease.is_leaving = True
         self._pool.detach_storage(lease.target)
         if lease in self._leases:
             self._leases.remove(lease)

@@ -38,7 +38,7 @@ from envherd.workers.messages import Prepare
 from envherd.workers.seeding import as_root_seed
 from envherd.workers.sending.pickling import dumps
 
-#: A factory or a name of an env (see `env_names`), or a list of them.
+#: A factory, a name that `env_names` knows, or a list of them.
 MakeEnv = Factory | str | Sequence[Factory | str]
 EnvKwargs = dict[str, Any] | Sequence[dict[str, Any]] | None
 
@@ -55,12 +55,12 @@ class Blueprint:
         factories: one per env, pickled; in a serial pool, itself.
         env_kwargs: keyword arguments of each call.
         blocks: env ids of each worker: contiguous, ascending, none empty.
-        root_seed: see `workers.seeding`.
+        root_seed: of which `workers.seeding` makes the seeds of all episodes.
         preload: modules for the zygote to import.
         interpreters: of each env, None for this one.
         starts: of each env, what changes the settings of its worker, or None; empty if nothing does. Those of a worker
             do the same.
-        references: what names the factory of each env, see `named.reference_of`.
+        references: what `named.reference_of` finds to name the factory of each env.
         callables: the factory of each env itself.
         draw: `(factories, env_kwargs)`: returns the blueprint of such a pool for others.
     """
@@ -83,6 +83,7 @@ class Blueprint:
     def take_calls(self, env_ids: Sequence[int], other: Blueprint) -> None:
         """Replace the factory calls of some envs by all those of another blueprint, in that order."""
         for name in ("factories", "env_kwargs", "references", "callables"):
+            # `references` may be empty.
             new = dict(zip(env_ids, getattr(other, name), strict=False))
             setattr(
                 self,
@@ -99,10 +100,10 @@ class Blueprint:
 
     def equal_call_before(self, env_id: int, worker_id: int) -> int | None:
         """Return an env of a worker that an equal call built before this one, or None."""
-        earlier = (other for other in self.blocks[worker_id] if other < env_id)
-        return next(
-            (other for other in earlier if self.is_equal_call(env_id, other)), None
-        )
+        for other in self.blocks[worker_id]:
+            if other < env_id and self.is_equal_call(env_id, other):
+                return other
+        return None
 
 
 def counted(num_envs: Any, make_env: MakeEnv | None) -> tuple[Any, MakeEnv]:
@@ -117,8 +118,11 @@ def counted(num_envs: Any, make_env: MakeEnv | None) -> tuple[Any, MakeEnv]:
                 "make_env failed: expected at least one factory, got an empty list."
             )
         return len(num_envs), num_envs
-    is_name = isinstance(num_envs, str) and make_env is None
-    if callable(num_envs) or isinstance(num_envs, (list, tuple)) or is_name:
+    if (
+        callable(num_envs)
+        or isinstance(num_envs, (list, tuple))
+        or (isinstance(num_envs, str) and make_env is None)
+    ):
         raise FactoryError(
             f"num_envs failed: expected the number of envs first, got {num_envs!r}. Write (4, make_env), or give a "
             f"list of factories alone."
@@ -151,6 +155,7 @@ def as_factories(num_envs: int, make_env: MakeEnv) -> list[Factory]:
         factories = list(make_env)
     else:
         factories = [make_env] * num_envs
+    # Each object once: all envs of a name then share one factory, which is pickled once.
     made = {id(factory): as_factory(factory) for factory in factories}
     return [made[id(factory)] for factory in factories]
 
@@ -164,10 +169,10 @@ def as_factory(make_env: Any) -> Factory:
     if isinstance(make_env, str):
         return _factory_named(make_env)
     check_factory(make_env)
-    made: Factory = make_env
-    return made
+    return make_env
 
 
+# The same object for the same name: by identity, envs count as built by one factory.
 _factory_named = functools.cache(factory_for)
 
 
@@ -261,14 +266,18 @@ def draw(
 
     Raises:
         FactoryError: a factory or its keyword arguments cannot be pickled.
-        ValueError, OSError: the machine has no room for the workers; see `require_room`.
+        ValueError, OSError: the machine has no room for the workers.
     """
-    num_workers = len(factories) if options.alone and num_workers else num_workers
+    if options.alone and num_workers:
+        num_workers = len(factories)
     require_room(num_workers=num_workers)
     kwargs = as_kwargs(len(factories), env_kwargs)
     _check_kwargs(kwargs)
-    different = {id(factory): factory for factory in factories}
-    pickled = {key: pickle_factory(factory) for key, factory in different.items()}
+    # Each object once: a worker unpickles equal bytes once.
+    pickled = {
+        key: pickle_factory(factory)
+        for key, factory in {id(factory): factory for factory in factories}.items()
+    }
     preload = options.preload
     if preload is None and options.differ_by_worker:
         # A module may read the variables when it is imported, as MuJoCo's renderers do.
@@ -281,11 +290,12 @@ def draw(
             for m in modules_of(f)
             if not m.startswith("envherd.executor")
         )
-        preload = tuple(
-            dict.fromkeys(
-                [*named, *(_BROUGHT_IN[m] for m in named if _is_brought_in(m))]
-            )
-        )
+        brought_in = [
+            _BROUGHT_IN[name]
+            for name in named
+            if name in _BROUGHT_IN and importlib.util.find_spec(_BROUGHT_IN[name])
+        ]
+        preload = tuple(dict.fromkeys([*named, *brought_in]))
     return Blueprint(
         factories=tuple(pickled[id(factory)] for factory in factories),
         env_kwargs=kwargs,
@@ -305,14 +315,14 @@ def serial_blueprint(
     factories: list[Factory], env_kwargs: EnvKwargs, seed: int | None
 ) -> Blueprint:
     """Return the blueprint of a serial pool: nothing is pickled."""
+    # Copies, because the calls are made later, and a rebuild repeats them.
     kwargs = tuple(copy.copy(one) for one in as_kwargs(len(factories), env_kwargs))
-    references = tuple(map(reference_of, factories))
     return Blueprint(
         factories=tuple(factories),
         env_kwargs=kwargs,
         blocks=spread(len(factories), 1),
         root_seed=as_root_seed(seed),
-        references=references,
+        references=tuple(map(reference_of, factories)),
         callables=tuple(factories),
         draw=lambda others, others_kwargs: serial_blueprint(others, others_kwargs, 0),
     )
@@ -333,6 +343,7 @@ def check_agreement(
     """
     first: dict[int, int] = {}
     for env_id, (spec, factory) in enumerate(zip(specs, factories, strict=True)):
+        # By identity: a factory need not be hashable.
         other = first.setdefault(id(factory), env_id)
         if spec != specs[other] and are_equal(kwargs[env_id], kwargs[other]):
             raise SpecError(
@@ -360,15 +371,7 @@ def _check_kwargs(kwargs: tuple[dict[str, Any], ...]) -> None:
         dumps([Prepare(env_id=0, call=(b"", one)) for one in kwargs], shares=True)
     except Exception as error:
         if not isinstance(error, MemoryError) and getattr(error, "errno", None) not in (
-            # Limits of the machine.
             *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EAGAIN),
-        ):  # else no argument is to blame; the start reports it
+        ):
+            # Without room on the machine no argument is to blame, and the start reports it.
             raise kwargs_error(kwargs, error) from error
-
-
-def _is_brought_in(module: str) -> bool:
-    other = _BROUGHT_IN.get(module)
-    return (
-        other is not None
-        and importlib.util.find_spec(other.partition(".")[0]) is not None
-    )

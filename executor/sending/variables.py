@@ -10,7 +10,8 @@ from typing import Any
 from envherd.executor.options import ExecutorOptions, are_texts
 
 #: Variables that restrict a process to one GPU, where the GPUs of `CUDA_VISIBLE_DEVICES` are NVIDIA's, and AMD's.
-_CUDA, _ROCM = "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
+_CUDA = "CUDA_VISIBLE_DEVICES"
+_ROCM = "HIP_VISIBLE_DEVICES"
 #: Variables that select the GPU of a renderer by number: MuJoCo, dm_control and robosuite read the first.
 _EGL = ("MUJOCO_EGL_DEVICE_ID", "EGL_VISIBLE_DEVICES")
 
@@ -27,7 +28,7 @@ def variables_of(
 
     Args:
         options: of the executor.
-        gpus: of each worker; see `gpus_of`.
+        gpus: of each worker, what `gpus_of` returns.
 
     Raises:
         ValueError: a list of another length, or a function that returned something else.
@@ -50,6 +51,7 @@ def variables_of(
         each = list(given)
     else:
         each = [dict(given)] * num_workers
+    # The user's own variables win over those that select a GPU.
     return [{**select(gpu), **dict(own)} for own, gpu in zip(each, gpus, strict=True)]
 
 
@@ -81,23 +83,25 @@ def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
     for name in (_CUDA, _ROCM):
         if name in environment:
             names = [one.strip() for one in environment[name].split(",")]
-            # As the drivers read it.
+            # As the drivers read it: what follows the first name that is none does not count.
             end = next(
                 (i for i, one in enumerate(names) if one in ("", "-1")), len(names)
             )
             return tuple(names[:end])
-    count = len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) or len(
-        list(Path("/dev").glob("nvidia[0-9]*"))
+    # A container may have the devices without the driver's folder.
+    count = (
+        len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+        or len(list(Path("/dev").glob("nvidia[0-9]*")))
+        or _count_rocm()
     )
-    return tuple(map(str, range(count or _count_rocm())))
+    return tuple(map(str, range(count)))
 
 
 def _count_rocm() -> int:
     """Return the number of AMD's GPUs: nodes of the driver's topology that have SIMD units."""
-    nodes = Path("/sys/class/kfd/kfd/topology/nodes").glob("*/properties")
     return sum(
         int(dict(map(str.split, node.read_text().splitlines()))["simd_count"]) > 0
-        for node in nodes
+        for node in Path("/sys/class/kfd/kfd/topology/nodes").glob("*/properties")
     )
 
 
@@ -108,8 +112,9 @@ def select(gpu: str | None) -> dict[str, str]:
     """
     if gpu is None:
         return {}
-    compute = {
-        _CUDA: gpu,
-        **({_ROCM: gpu} if _ROCM in os.environ or Path("/dev/kfd").exists() else {}),
-    }
-    return {**compute, **(dict.fromkeys(_EGL, gpu) if gpu.isdigit() else {})}
+    variables = {_CUDA: gpu}
+    if _ROCM in os.environ or Path("/dev/kfd").exists():
+        variables[_ROCM] = gpu
+    if gpu.isdigit():
+        variables |= dict.fromkeys(_EGL, gpu)
+    return variables

@@ -1,6 +1,6 @@
 """Helpers that executors share, so that modules are imported once for all of them.
 
-A helper process imports what envs need and forks the workers (see `workers.process.zygote`). Where imports are slow
+A helper process (`workers.process.zygote`) imports what envs need and forks the workers. Where imports are slow
 (torch, torchrl, dm_control), they take most of a start. Executors of one program share a helper if a new one would be
 equal: same modules, arguments, import path and environment variables, and everything else that a process inherits. So
 its imports have seen what those of a new one would see, and each worker gets the folder that its executor was made in.
@@ -13,7 +13,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from envherd.executor.options import ExecutorOptions
@@ -38,15 +37,8 @@ _INHERITED = (
     "Mems",
 )
 
-_innermost: list[_Warm] = []
-
-
-@dataclass(frozen=True)
-class _Warm:
-    """A helper that executors share, and the settings that its workers inherit."""
-
-    zygote: Helper
-    surroundings: tuple[object, ...]
+#: The helpers of open blocks, the innermost last, each with the settings that its workers inherit.
+_open: dict[Helper, tuple[object, ...]] = {}
 
 
 @contextlib.contextmanager
@@ -98,12 +90,11 @@ def preloading(
     zygote = Helper(options, list(modules), must_import=must_import)
     try:
         zygote.begin()
-        warm = _Warm(zygote, surroundings)
-        _innermost.append(warm)
+        _open[zygote] = surroundings
         try:
             yield zygote
         finally:
-            _innermost.remove(warm)
+            del _open[zygote]
     finally:
         zygote.close()
 
@@ -111,32 +102,26 @@ def preloading(
 def helper_for(
     user: object, options: ExecutorOptions, modules: Sequence[str]
 ) -> Helper:
-    """Return a helper for an executor, its `user`: one that is there, or a new one."""
-    helper = find_helper(user, options)
-    if helper is not None:
-        return helper
+    """Return a helper for an executor, its `user`: that of the innermost block which fits, a kept one, or a new one."""
+    if options.start_method == "zygote":
+        wanted = _surroundings(options)
+        # A copy: another thread may open or leave a block meanwhile.
+        for zygote, surroundings in reversed(list(_open.items())):
+            if surroundings == wanted and zygote.join(user):
+                return zygote
     if options.start_method != "zygote" or options.worker_output != "capture":
         return Helper(options, list(modules), user=user)
-    settings = (
+    key = (
         *_surroundings(options),
         options.build_timeout_s,
         tuple(modules),
         sys.executable,
         tuple(import_path()),
+        tuple(flags()),
+        tuple(TABLE["argv"].read()),
+        *_inherited(),
     )
-    key = (*settings, *map(tuple, (flags(), TABLE["argv"].read())), *_inherited())
     return shared(user, key, options, list(modules))
-
-
-def find_helper(user: object, options: ExecutorOptions) -> Helper | None:
-    """Return the helper of the innermost `preloaded` block that an executor, its `user`, can use."""
-    if not _innermost or options.start_method != "zygote":
-        return None
-    surroundings = _surroundings(options)
-    for warm in reversed(_innermost):
-        if warm.surroundings == surroundings and warm.zygote.join(user):
-            return warm.zygote
-    return None
 
 
 def _surroundings(options: ExecutorOptions) -> tuple[object, ...]:
@@ -151,9 +136,8 @@ def _surroundings(options: ExecutorOptions) -> tuple[object, ...]:
 
 def _inherited() -> tuple[object, ...]:
     """Return what a new process would inherit, except for variables and folder."""
-    fields = _read("status").splitlines()
     return (
-        *(line for line in fields if line.startswith(_INHERITED)),
+        *(one for one in _read("status").splitlines() if one.startswith(_INHERITED)),
         *(_read(name) for name in ("limits", "cgroup", "oom_score_adj")),
         os.getpriority(os.PRIO_PROCESS, 0),
         os.getsid(0),

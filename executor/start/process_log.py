@@ -20,7 +20,8 @@ _OWN = re.compile(
 )
 #: Seconds for a stuck process to have written its stack, and without a further line after which that is complete. It
 #: writes line by line, in well under a millisecond in all, but a busy machine may stop it in between.
-_STACK_WAIT_S, _STACK_PAUSE_S = 2.0, 0.1
+_STACK_WAIT_S = 2.0
+_STACK_PAUSE_S = 0.1
 
 
 def read_log(log_fd: int) -> str:
@@ -48,12 +49,9 @@ def request_stacks(log_fd: int, request: Callable[[], Any]) -> str:
     end = now + _STACK_WAIT_S
     while now < end and (size == before or now < changed_at + _STACK_PAUSE_S):
         time.sleep(0.01)
-        last, size, now = size, os.fstat(log_fd).st_size, time.monotonic()
-        if size != last:
+        now = time.monotonic()
+        if size != os.fstat(log_fd).st_size:
+            size = os.fstat(log_fd).st_size
             changed_at = now
-    text = (
-        pread(log_fd, size - before, before).decode(errors="replace")
-        if size > before
-        else ""
-    )
+    text = pread(log_fd, max(size - before, 0), before).decode(errors="replace")
     return text or "(the process did not answer)"

@@ -6,6 +6,7 @@ earlier and starts again, so a hanging env would never be noticed: `Overdue` fin
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 
@@ -31,7 +32,8 @@ class Clock:
     MOST_S = 1.0
 
     def __init__(self) -> None:
-        self._read_at, self._counted_s = time.monotonic(), 0.0
+        self._read_at = time.monotonic()
+        self._counted_s = 0.0
 
     def now(self) -> float:
         """Return the seconds that have counted so far."""
@@ -39,6 +41,10 @@ class Clock:
         self._counted_s += min(now - self._read_at, self.MOST_S)
         self._read_at = now
         return self._counted_s
+
+
+def _seconds(limit_s: float | None) -> float:
+    return math.inf if limit_s is None else limit_s
 
 
 class Deadline:
@@ -52,7 +58,7 @@ class Deadline:
         stall_log_s: interval in seconds at which a wait without a limit is logged.
 
     Attributes:
-        kills: see Args.
+        kills: as given.
     """
 
     def __init__(
@@ -67,25 +73,23 @@ class Deadline:
         self._now = clock.now
         self._began = clock.now()
         self.kills = kills
-        self._end = None if timeout_s is None else self._began + timeout_s
-        self._more_s = more_for_resets_s
+        self._end = self._began + _seconds(timeout_s)
+        self._more_s = _seconds(more_for_resets_s)
         self._stall_log_s = stall_log_s
         self._stall_at = self._began + stall_log_s
 
     def left_s(self, at_most_s: float) -> float:
         """Return the seconds that are left, but at most `at_most_s`."""
-        return (
-            at_most_s if self._end is None else min(at_most_s, self._end - self._now())
-        )
+        return min(at_most_s, self._end - self._now())
 
     def has_passed(self) -> bool:
         """Return whether the wait is over."""
-        return self._end is not None and self._now() >= self._end
+        return self._now() >= self._end
 
     @property
     def limit_s(self) -> float:
-        """Seconds that the wait may last, including those for resets once they are granted; 0.0 if it has no limit."""
-        return 0.0 if self._end is None else self._end - self._began
+        """Seconds that the wait may last, including those for resets once they are granted."""
+        return self._end - self._began
 
     @property
     def excuses_resets(self) -> bool:
@@ -94,13 +98,13 @@ class Deadline:
 
     def extend_for_resets(self) -> None:
         """Grant the additional time for workers that reset; once."""
-        assert self._end is not None
-        self._end = None if self._more_s is None else self._end + self._more_s
+        self._end += self._more_s
         self._more_s = 0.0
 
     def stalled_s(self) -> float | None:
         """Return the seconds waited so far, if it is time to log them; else None."""
-        if self._end is not None or (now := self._now()) < self._stall_at:
+        # A wait with a limit ends by itself, and its error has the stack.
+        if self._end < math.inf or (now := self._now()) < self._stall_at:
             return None
         self._stall_at = now + self._stall_log_s
         return now - self._began
@@ -131,16 +135,14 @@ class Overdue:
         worker_of: np.ndarray,
     ) -> None:
         self._clock = clock
-        self._step_s, self._reset_s = (
-            step_s,
-            None if reset_s is None else reset_s + (step_s or 0.0),
-        )
-        self._phase_of, self._command_seq, self._worker_of = (
-            phase_of,
-            command_seq,
-            worker_of,
-        )
-        self._seen: dict[int, tuple[tuple[str, int | None, int], float]] = {}
+        self._step_s = _seconds(step_s)
+        # A reset may follow a step in the same command.
+        self._reset_s = _seconds(reset_s) + (step_s or 0.0)
+        self._phase_of = phase_of
+        self._command_seq = command_seq
+        self._worker_of = worker_of
+        #: (worker, phase, env, number of its command) -> when it was seen first.
+        self._seen: dict[tuple[int, str, int | None, int], float] = {}
 
     def look(self, owing: Iterable[int]) -> list[tuple[int, float]]:
         """Return the overdue workers, each with its limit in seconds.
@@ -148,18 +150,16 @@ class Overdue:
         Args:
             owing: workers that have a command to carry out; the others are forgotten.
         """
-        now, seen, late = self._clock.now(), self._seen, []
-        self._seen = {}
+        now = self._clock.now()
+        seen: dict[tuple[int, str, int | None, int], float] = {}
+        late = []
         for worker_id in owing:
             phase, env_id = self._phase_of(worker_id)
-            numbers = self._command_seq[
-                self._worker_of == worker_id if env_id is None else env_id
-            ]
-            state = phase, env_id, int(numbers.max())
-            before, since = seen.get(worker_id, (None, now))
-            since = since if before == state else now
-            self._seen[worker_id] = state, since
+            of = self._worker_of == worker_id if env_id is None else env_id
+            state = (worker_id, phase, env_id, int(self._command_seq[of].max()))
+            seen[state] = self._seen.get(state, now)
             limit_s = self._reset_s if phase == "reset" else self._step_s
-            if limit_s is not None and now - since > limit_s:
+            if now - seen[state] > limit_s:
                 late.append((worker_id, limit_s))
+        self._seen = seen
         return late

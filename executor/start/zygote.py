@@ -1,4 +1,4 @@
-"""The owner's handle of the helper that forks workers; see `workers.process.zygote`.
+"""The owner's handle of the helper that forks workers, which runs `workers.process.zygote`.
 
 Guarantees:
 - The user's process is never forked; its signal handlers, threads and `__main__` are untouched.
@@ -126,8 +126,8 @@ def shared(
     Args:
         user: of the helper, from now on.
         key: everything that executors must have in common to share a helper.
-        options: see `Helper`.
-        preload: see `Helper`.
+        options: of a new one.
+        preload: modules that a new one imports.
     """
     end_idle(must_have_ended=True)
     while True:
@@ -144,7 +144,8 @@ def shared(
                 return Helper(options, preload, key, user=user)
         if found.resume():
             return found
-        found.key = None  # first: no other executor joins, and it is not kept
+        # Before it is closed: then no other executor joins, and it is not kept.
+        found.key = None
         found.close(user)
 
 
@@ -158,7 +159,7 @@ class Helper:
     Args:
         options: for its environment variables, output, start method and deadline.
         preload: modules to import.
-        key: see `shared`; None if it ends with its last user.
+        key: by which `shared` finds it; None if it ends with its last user.
         must_import: a module that cannot be imported is an error.
         user: the first one; None for the helper itself.
     """
@@ -174,7 +175,8 @@ class Helper:
         must_import: bool = False,
         user: object = None,
     ) -> None:
-        self.key, self._must_import = key, must_import
+        self.key = key
+        self._must_import = must_import
         self._users = weakref.WeakSet([user or self])
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
@@ -206,23 +208,25 @@ class Helper:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    process_group=0,  # not another session: see `process.zygote`
+                    # Another group in the same session: the kernel may schedule another session apart from this.
+                    process_group=0,
                 )
         except BaseException as error:
             self._release()
             if isinstance(error, BlockingIOError):  # fork's error at a limit
-                message = f"starting a worker failed: its helper process cannot be started ({error}). {_LIMITS}"
-                raise WorkerLost(message, phase="start") from error
+                raise WorkerLost(
+                    f"starting a worker failed: its helper process cannot be started ({error}). {_LIMITS}",
+                    phase="start",
+                ) from error
             raise
         self._theirs.close()
-        # Imports see what those of the script see; the environment variables are there from the start.
-        caller = {
-            name: value
-            for name, value in surroundings.read().items()
-            if name not in ("environ", "name")
-        }
         self._start = {
-            "caller": caller,
+            # Imports see what those of the script see; the environment variables are there from the start.
+            "caller": {
+                name: value
+                for name, value in surroundings.read().items()
+                if name not in ("environ", "name")
+            },
             "preload": preload,
             "must_exec": options.start_method == "spawn",
         }
@@ -270,7 +274,8 @@ class Helper:
             WorkerTimeout: it is still importing after `options.build_timeout_s`, and was killed.
             ImportError: a module cannot be imported, and the helper was made with `must_import`.
         """
-        with self._lock:  # other users wait for the same
+        # Other users wait for the same answer.
+        with self._lock:
             if not self._is_ready:
                 self._receive_start()
         if self._must_import and self.failed_preloads:
@@ -282,7 +287,8 @@ class Helper:
     def _receive_start(self) -> None:
         self.begin()
         assert self._start_number is not None
-        try:  # takes seconds; after a Ctrl-C, the waiting executor closes this
+        # It takes seconds. After a Ctrl-C, the executor that waits closes this.
+        try:
             answer = self._answer(self._start_number, self._options.build_timeout_s)
         except DeadlinePassed:
             raise self._late() from None
@@ -343,6 +349,7 @@ class Helper:
             WorkerLost: the helper has ended, or the system allows no further process.
         """
         self.wait_ready()
+        # Crews give the caller as it was when they were made.
         config = {"caller": surroundings_of(self._options), **config}
         answer = self._request({"op": "fork", "config": config}, fds)
         if "error" in answer:
@@ -390,10 +397,13 @@ class Helper:
             with _fork_lock:
                 self._users.discard(user or self)
                 is_used = len(self._users) > 0
-                is_kept = not (
-                    is_used or self.key is None or _is_exiting or self.has_ended()
+                is_kept = self._is_costly and not (
+                    is_used
+                    or self.key is None
+                    or _is_exiting
+                    or self.has_ended()
+                    or self._sock.fileno() < 0
                 )
-                is_kept = is_kept and self._is_costly and self._sock.fileno() >= 0
                 is_left = is_kept or is_used
                 replaced = [one for one in _idle if is_kept and one is not self]
                 if is_kept:
@@ -415,7 +425,7 @@ class Helper:
     def end(self) -> None:
         """End it and all its workers."""
         self._sock.close()
-        self._close_lifeline()
+        self._close("lifeline_read", "_lifeline_write")
         with ignoring_refusals():  # EMFILE: then do not wait for its cleanup
             if self._process.returncode is None:
                 _wait_exit(self.pid, _FAREWELL_S)
@@ -427,9 +437,7 @@ class Helper:
         for name in ("_sock", "_theirs"):
             if name in vars(self):
                 getattr(self, name).close()
-        self._close_lifeline()
-        if "_log_fd" in vars(self):
-            os.close(vars(self).pop("_log_fd"))  # one line: see `_close_lifeline`
+        self._close("lifeline_read", "_lifeline_write", "_log_fd")
         with _fork_lock:
             _zygotes.discard(self)
 
@@ -444,8 +452,8 @@ class Helper:
             # Not this process's child, so Popen must neither wait nor warn.
             self._process.returncode = 0
 
-    def _close_lifeline(self) -> None:
-        for name in ("lifeline_read", "_lifeline_write"):
+    def _close(self, *names: str) -> None:
+        for name in names:
             if name in vars(self):
                 # One line: an interrupt must not have it closed twice or never.
                 os.close(vars(self).pop(name))
@@ -468,10 +476,14 @@ class Helper:
     def _post(self, request: dict[str, Any], fds: list[int]) -> int:
         """Send a request; return its number, for `_answer`."""
         with self._lock:
+            if self._sock.fileno() < 0:
+                raise InternalError("the zygote was used after it was closed")
             number = next(self._numbers)
             self._awaited.add(number)
             try:
-                self._send({"number": number, **request}, fds)
+                # `_receive` explains the end of the helper.
+                with contextlib.suppress(ConnectionError):
+                    send_request(self._sock, {"number": number, **request}, fds)
             except BaseException:
                 self._awaited.discard(number)
                 raise
@@ -480,23 +492,17 @@ class Helper:
     def _answer(self, number: int, timeout_s: float | None) -> dict[str, Any]:
         end = None if timeout_s is None else time.monotonic() + timeout_s
         with self._lock:
-            # Again: another user's wait for it may have been interrupted.
+            # Once more: an interrupted wait has withdrawn it.
             self._awaited.add(number)
             try:
                 while number not in self._answers:
-                    # First: this process may have been stopped.
+                    # Before the time is read: this process may have been stopped while the answer came.
                     has_come = self._receive() or number in self._answers
                     if not has_come and end is not None and time.monotonic() > end:
                         raise DeadlinePassed
                 return self._answers.pop(number)
             finally:
                 self._awaited.discard(number)
-
-    def _send(self, request: dict[str, Any], fds: list[int]) -> None:
-        if self._sock.fileno() < 0:
-            raise InternalError("the zygote was used after it was closed")
-        with contextlib.suppress(ConnectionError):  # `_receive` explains it
-            send_request(self._sock, request, fds)
 
     def _receive(self) -> bool:
         """Take an answer, if one comes soon; return whether one came.
@@ -537,7 +543,7 @@ def _wait_exit(pid: int, timeout_s: float) -> None:
 
 
 def surroundings_of(options: ExecutorOptions) -> dict[str, Any]:
-    """Return what a worker gets at its start; see `workers.sending.surroundings`."""
+    """Return what a worker gets at its start: what `workers.sending.surroundings` reads, with its variables."""
     return {**surroundings.read(), "environ": environment_of(options)}
 
 

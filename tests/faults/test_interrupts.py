@@ -360,7 +360,7 @@ def test_an_interrupt_while_a_successor_is_put_into_service():
 @pytest.mark.parametrize("num_forks", [0, 1])
 def test_an_interrupt_while_the_memory_of_rollouts_is_lent_or_dropped(num_forks):
     """No memory is lent twice, and workers map no more of it than before."""
-    places = {"attach_storage", "detach_storage", "mail", "_send_storage"}
+    places = {"attach_storage", "detach_storage", "mail"}
     file, stride = storage.__file__, scaled(19, full=1)
     with ParallelEnv(
         NUM_ENVS, functools.partial(CountingEnv, 99), num_workers=2, seed=0
@@ -391,7 +391,7 @@ def test_an_interrupt_while_the_memory_of_rollouts_is_lent_or_dropped(num_forks)
                 assert maps.count("envherd-rollout") <= storage._MAX_ATTACHED, (
                     interrupt.where
                 )
-            assert len(env._pool.crew._storages) <= storage._MAX_ATTACHED
+            assert len(env._pool.crew.equipment._storages) <= storage._MAX_ATTACHED
 
 
 def _ended(env: Any) -> list[int]:

@@ -19,10 +19,10 @@ from envherd.executor.batched import BatchedEnv
 from envherd.executor.guests.portable import PortablePool
 from envherd.executor.pools import fast_commands, worker_pool
 from envherd.executor.pools.worker_pool import WorkerPool
-from envherd.executor.processes.error_messages import worker_lost
+from envherd.executor.processes.equipment import Equipment
+from envherd.executor.processes.mail import await_frame
 from envherd.executor.sending.blueprint import Blueprint, serial_blueprint
-from envherd.shm.segment import Segment
-from envherd.shm.slab import Slab, SlabPlan, Storage, StoragePlan
+from envherd.shm.slab import Slab, SlabPlan, Storage
 from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
 from envherd.shm.sync import Bell, Doorbell
 from envherd.workers import messages
@@ -107,49 +107,37 @@ class Scripted(PlainEnv):
         self.is_in_episode = False
 
 
-class _Channel:
-    is_in_frame = has_unsent = False
-    num_queued = 0
-
-
 class SimulatedWorker:
-    """In place of a `WorkerProcess`, and the process.
+    """In place of a `WorkerProcess`, its channel, and the process.
 
     Attributes:
         envs: env id -> env.
         is_alive: whether it has not died.
-        answers: number of a question -> the answer.
+        frames: what it has written; first that it has built its envs.
     """
 
-    root_seed: int | None = None
-    is_attached = False
-    pid = 0
+    root_seed = pid = num_queued = 0
+    is_attached = is_in_frame = False
     gpu: str | None = None
+    wake: Callable[[], None]
 
-    def __init__(
-        self,
-        worker_id: int,
-        generation: int,
-        blueprint: Blueprint,
-        options: ExecutorOptions,
-    ) -> None:
-        self.worker_id, self.generation, self.channel, self.is_alive = (
-            worker_id,
-            generation,
-            _Channel(),
-            True,
-        )
-        self._factories = {
-            i: blueprint.factories[i] for i in blueprint.blocks[worker_id]
-        }
+    def __init__(self, worker_id: int, generation: int, crew: "SimulatedCrew") -> None:
+        block = crew.blueprint.blocks[worker_id]
+        self.worker_id = worker_id
+        self.generation = generation
+        self.info = SimpleNamespace(env_ids=block)
+        self.channel = self
+        self.on_row_frame = crew.on_row_frame
+        self._crew = crew
+        self.is_alive = True
+        self._factories = {i: crew.blueprint.factories[i] for i in block}
         self.envs = {env_id: factory() for env_id, factory in self._factories.items()}
-        self.frames: deque[dict[str, Any]] = deque()
-        self.answers: dict[int, dict[str, Any]] = {}
-        self.inbox: deque[Callable[[Block], None]] = deque()
+        self.frames: list[dict[str, Any]] = [{"kind": "specs"}]
+        self._inbox: deque[tuple[Any, Any]] = deque()
         self._num_read = 0
         adapters = {env_id: PlainAdapter(env) for env_id, env in self.envs.items()}
         self._block = Block(
-            worker_id, adapters, 0, self.frames.append, options.for_block()
+            worker_id, adapters, 0, self.frames.append, crew.options.for_block()
         )
         self._block.build_again, self._block.forget = self._build_again, lambda _: None
 
@@ -163,11 +151,22 @@ class SimulatedWorker:
         self.envs[env_id] = rebuilt
         return PlainAdapter(rebuilt)
 
-    def attach(
-        self, slab: Slab, plan: SlabPlan, bells: tuple[list[Bell], Bell] | None
-    ) -> None:
-        """Begin to serve; `bells` are those that are not in the slab."""
+    def queue_message(self, message: Any, _: Any = ()) -> None:
+        """Keep a message for the loop, with the memory that it names: a process keeps what it has mapped."""
+        memory = None
+        if isinstance(message, messages.AttachStorage):
+            memory = self._crew.equipment._storages[message.target][1].array()
+        self._inbox.append((message, memory))
+        self.num_queued += 1
+        if isinstance(message, messages.Attach):
+            self._attach(message.plan)
+
+    def _attach(self, plan: SlabPlan) -> None:
+        """Map the slab, and make the loop that serves from then on."""
+        segment: Any = self._crew.equipment._segment
+        slab = Slab(plan, segment.array())
         self._block.attach(slab)
+        bells = self._crew.bells
         self._go: Bell = (
             bells[0][self.worker_id]
             if bells
@@ -180,10 +179,18 @@ class SimulatedWorker:
         self._serve = kind(
             self._block, slab, (self._go, done), self._read, lambda: None, 0
         ).server()
-        self.is_attached = True
+        self.frames.append({"kind": "attached"})
 
     def _read(self) -> int:
-        self.inbox.popleft()(self._block)
+        message, memory = self._inbox.popleft()
+        if isinstance(message, messages.Prepare):
+            self._block.prepare(message)
+        elif isinstance(message, messages.Ask):
+            self.frames.append(self._block.ask(message))
+        elif isinstance(message, messages.AttachStorage):
+            self._block.attach_storage(message.target, Storage(message.plan, memory))
+        elif isinstance(message, messages.DetachStorage):
+            self._block.detach_storage(message.target)
         self._num_read += 1
         return self._num_read
 
@@ -191,6 +198,12 @@ class SimulatedWorker:
         """Carry out what its doorbell has announced."""
         while self.is_alive and self.is_attached and self._go.try_wait():
             self._serve()
+
+    def flush_nowait(self) -> bool:
+        return True
+
+    def drain_nowait(self) -> list[dict[str, Any]]:
+        return self.frames
 
     def kill(self) -> None:
         self.is_alive = False
@@ -207,9 +220,11 @@ class SimulatedWorker:
     def last_lines(self) -> str:
         return ""
 
-    def stack(self) -> str:
+    def wait_for_any(self, *_: Any) -> None:
         """Raise: the caller waits for an answer that nobody will give."""
         raise AssertionError(f"worker {self.worker_id} does not answer")
+
+    stack = wait_for_any
 
     def release(self) -> None:
         """Do nothing: it has no descriptors."""
@@ -219,7 +234,6 @@ class SimulatedCrew:
     """In place of a `Crew`."""
 
     is_closing = False
-    root_seed = 0
     bells: Any = None  # of the portable pool: those of the workers, and the caller's
 
     def __init__(
@@ -228,108 +242,33 @@ class SimulatedCrew:
         options: ExecutorOptions,
         on_row_frame: Callable[[Any], None],
     ) -> None:
-        self.blueprint, self._options, self._on_row_frame = (
+        self.blueprint, self.options, self.on_row_frame = (
             blueprint,
             options,
             on_row_frame,
         )
-        self.workers = [
-            self._launch(worker_id, 0) for worker_id in range(len(blueprint.blocks))
-        ]
+        self.workers: list[Any] = []
+        self.equipment = Equipment(self.workers, 0, options)
+        for worker_id in range(len(blueprint.blocks)):
+            self.workers.append(SimulatedWorker(worker_id, 0, self))
         self.envs_in_python: list[str] = []
 
-    def _launch(self, worker_id: int, generation: int) -> SimulatedWorker:
-        return SimulatedWorker(worker_id, generation, self.blueprint, self._options)
-
     def start(self) -> list[EnvSpec]:
-        return [Scripted.spec for block in self.blueprint.blocks for _ in block]
-
-    def hand_over(
-        self, plan: SlabPlan, segment: Segment, wake_worker: Callable[[int], None]
-    ) -> None:
-        self._wake_worker = wake_worker
-        self._segment, self._plan = segment, plan
-        self._storages: dict[int, tuple[StoragePlan, Segment]] = {}
-        self._slab = Slab(plan, segment.array())
-        for worker in self.workers:
-            worker.attach(self._slab, plan, self.bells)
+        ids = range(len(self.workers))
+        return [spec for worker_id in ids for spec in self.collect_specs(worker_id)]
 
     def collect_specs(self, worker_id: int) -> list[EnvSpec]:
+        await_frame(self.workers[worker_id], "build", None)
         return [Scripted.spec for _ in self.blueprint.blocks[worker_id]]
 
-    def attach(self, worker_id: int) -> None:
-        worker = self.workers[worker_id]
-        for target, (plan, segment) in self._storages.items():
-            self._mail(worker, _attaching(target, plan, segment))
-        # Last: a `Crew` is not interrupted between mail and this.
-        worker.attach(self._slab, self._plan, self.bells)
-
-    def has_answered(self, _: int) -> bool:
-        return True
-
     def replace(self, worker_id: int) -> None:
-        self.workers[worker_id] = self._launch(
-            worker_id, self.workers[worker_id].generation + 1
-        )
-
-    def mail(self, worker_id: int, message: Any, **_: Any) -> None:
-        worker = self.workers[worker_id]
-        if isinstance(message, messages.Prepare):
-            self._mail(worker, lambda block: block.prepare(message))
-        else:
-            self._mail(
-                worker,
-                lambda block: worker.answers.update(
-                    {message.number: block.ask(message)}
-                ),
-            )
-
-    def await_frame(
-        self, worker_id: int, phase: str, _: float | None, number: int
-    ) -> dict[str, Any]:
-        worker: Any = self.workers[worker_id]
-        if number not in worker.answers:
-            raise worker_lost(worker, self.blueprint.blocks[worker_id], phase)
-        return worker.answers[number]
-
-    def _mail(self, worker: SimulatedWorker, deed: Callable[[Block], None]) -> None:
-        worker.inbox.append(deed)
-        worker.channel.num_queued += 1
-        self._wake_worker(worker.worker_id)
-
-    def attach_storage(self, target: int, plan: StoragePlan, segment: Segment) -> None:
-        self._storages[target] = plan, segment
-        for worker in self.workers:
-            self._mail(worker, _attaching(target, plan, segment))
-
-    def detach_storage(self, target: int) -> None:
-        for worker in self.workers:
-            self._mail(worker, lambda block: block.detach_storage(target))
-        if target in self._storages:
-            self._storages.pop(target)[1].close()
-
-    def drain(self, worker_id: int) -> None:
-        frames = self.workers[worker_id].frames
-        while frames:
-            self._on_row_frame(frames[0])
-            frames.popleft()
-
-    def seed(self, root_seed: int, episodes: Any = None) -> None:
-        self.root_seed = root_seed
+        generation = self.workers[worker_id].generation + 1
+        self.workers[worker_id] = SimulatedWorker(worker_id, generation, self)
 
     def close(self, timeout_s: float) -> None:
-        for _, segment in self._storages.values():
-            segment.close()
-        self._segment.close()
+        self.equipment.close()
         for bell in () if self.bells is None else (*self.bells[0], self.bells[1]):
             bell.close()
-
-
-def _attaching(
-    target: int, plan: StoragePlan, segment: Segment
-) -> Callable[[Block], None]:
-    array = segment.array()  # now: as a process keeps what it has mapped
-    return lambda block: block.attach_storage(target, Storage(plan, array))
 
 
 class SimulatedPool(WorkerPool):

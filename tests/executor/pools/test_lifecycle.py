@@ -25,6 +25,7 @@ from envherd.executor.start import zygote as helper
 from envherd.executor.start.waiting import DeadlinePassed
 from envherd.executor.start.zygote import Helper
 from envherd.workers import messages
+from envherd.workers.current import WorkerInfo
 from envherd.workers.process import zygote as worker_zygote
 from envherd.workers.testing import CountingEnv
 from tests.faults.children import in_child
@@ -170,7 +171,8 @@ def test_early_stack_request_does_not_kill_a_worker(start_method):
     options = ExecutorOptions(start_method=start_method)
     zygote = Helper(options, [])
     zygote.wait_ready()
-    worker = WorkerProcess(0, 0, zygote)
+    info = WorkerInfo(worker_id=0, generation=0, num_workers=1, env_ids=(0,))
+    worker = WorkerProcess(info, Mock(), zygote)
     worker.start(
         lambda sock, log: zygote.fork(
             worker_config(options, 0), [sock, zygote.lifeline_read, log]

@@ -471,15 +471,15 @@ class TestLosses:
     def test_a_copy_that_dies_before_it_serves(self, monkeypatch):
         with walks(3, on_worker_loss="restart") as env:
             crew: Any = env._pool.crew
-            attach = crew.attach
+            attach = crew.equipment.attach
 
-            def kill_first(worker_id: int) -> None:
-                if worker_id == 1:
-                    crew.workers[1].kill()
-                attach(worker_id)
+            def kill_first(worker: Any) -> None:
+                if worker.worker_id == 1:
+                    worker.kill()
+                attach(worker)
 
             with monkeypatch.context() as patched:
-                patched.setattr(crew, "attach", kill_first)
+                patched.setattr(crew.equipment, "attach", kill_first)
                 with pytest.raises(
                     WorkerLost, match=r"attach failed: worker 1 ended with SIGKILL"
                 ):

@@ -1,0 +1,105 @@
+"""Messages to a worker, and its answers.
+
+Guarantees: a wait for a worker that dies or is late raises, and never hangs; an answer is read completely or not at
+all. Answers that nobody has taken yet are in the worker's channel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+
+from envherd.executor.processes.error_messages import Frame, worker_late, worker_lost
+from envherd.executor.processes.worker_process import WorkerProcess
+from envherd.workers import messages
+
+#: Kinds of frames that belong to the rows of a command, not to a call that waits for an answer.
+_ROW_KINDS = ("side", "infos", "schema", "notice", "left_out")
+
+
+def mail(
+    worker: WorkerProcess,
+    message: messages.Message,
+    fds: Sequence[int] = (),
+    *,
+    waits: bool = True,
+) -> None:
+    """Send a message to a worker that serves commands; it reads the message before any later command.
+
+    Args:
+        worker: serves.
+        message: any.
+        fds: descriptors for it.
+        waits: False if what its socket has no room for may be sent while the caller waits for answers.
+    """
+    worker.channel.queue_message(message, fds)
+    # Before everything is sent, because the worker reads only announced messages.
+    worker.wake()
+    with contextlib.suppress(ConnectionError):  # waits for answers notice the death
+        while not worker.channel.flush_nowait() and waits and not worker.has_exited():
+            worker.wait_for_any([worker])
+            # The worker may be blocked in a write until this process reads.
+            drain(worker)
+
+
+def await_frame(
+    worker: WorkerProcess,
+    phase: str,
+    timeout_s: float | None,
+    number: int | None = None,
+) -> Frame:
+    """Wait for a worker's next answer.
+
+    Args:
+        worker: was sent a request.
+        phase: of the worker, for messages.
+        timeout_s: seconds; None waits without a limit.
+        number: of the request; answers to earlier, interrupted requests are dropped.
+
+    Raises:
+        WorkerLost: it died instead.
+        WorkerTimeout: it was late, and was killed.
+    """
+    end = None if timeout_s is None else time.monotonic() + timeout_s
+    while True:
+        # Before its answers are read: what it wrote before its end is there by then.
+        has_exited = worker.has_exited()
+        answers = drain(worker)
+        while answers:
+            answer = answers.pop(0)
+            if answer.get("number") == number:
+                return answer
+        if has_exited:
+            raise worker_lost(worker, phase)
+        left_s = None if end is None else end - time.monotonic()
+        if not worker.wait_for_any([worker], left_s):
+            raise worker_late(worker, timeout_s or 0.0, phase)
+
+
+def has_answered(worker: WorkerProcess) -> bool:
+    """Return whether `await_frame` would not block: an answer is there, or the worker has ended."""
+    return bool(drain(worker)) or worker.has_exited()
+
+
+def drain(worker: WorkerProcess) -> list[Frame]:
+    """Read what a worker has written, and send what an interrupt has left unsent, without blocking.
+
+    Returns:
+        The answers that nobody has taken; a caller that takes one deletes it there. What belongs to rows is handed on.
+    """
+    with contextlib.suppress(ConnectionError):
+        worker.channel.flush_nowait()
+    frames = worker.channel.drain_nowait()
+    num_answers = 0
+    while num_answers < len(frames):
+        frame = frames[num_answers]
+        if frame["kind"] in _ROW_KINDS or (
+            frame["kind"] == "fault" and frame["phase"] in ("reset", "step")
+        ):
+            worker.on_row_frame(frame)
+            # Afterwards: an interrupt makes the next call hand the frame on again, which has no effect.
+            del frames[num_answers]
+        else:
+            num_answers += 1
+    return frames
