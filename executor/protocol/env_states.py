@@ -160,7 +160,8 @@ class EnvStates:
         self.columns = np.zeros(num_envs, np.int64)
         self.running = bytes([_RUNNING]) * num_envs
         self._memory = self.values.data.cast("B")
-        self._alike = frozenset(bytes([state]) * num_envs for state in State)
+        # By the byte of a state: those of as many envs, all in it.
+        self._alike = {bytes([state]): bytes([state]) * num_envs for state in State}
 
     def are_running(self) -> bool:
         """Return whether all envs are RUNNING."""
@@ -215,7 +216,8 @@ class EnvStates:
         following = self.values[env_ids].tobytes().translate(_NEXT[event])
         if _IMPOSSIBLE_BYTE in following:
             self.check(event, env_ids)
-        if following in self._alike:  # of all envs: a tenth of the time
+        # Of all envs: a tenth of the time.
+        if following == self._alike.get(following[:1]):
             self._memory[:] = following
         else:
             self.values[env_ids] = np.frombuffer(following, np.int8)

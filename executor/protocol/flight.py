@@ -406,33 +406,30 @@ class Flights:
             )
 
     def _wait(self, flight: Flight, timeout_s: float | None) -> None:
-        ids, pool = flight.ids, self.pool
-        step_s, reset_s = self._options.step_timeout_s, self._options.reset_timeout_s
-        limits = (reset_s, 0.0) if flight.op == Op.RESET else (step_s, reset_s)
-        # No reset can be the reason for more time.
-        if flight.op == Op.STEP and flight.resets is None:
-            limits = step_s, 0.0
+        ids, pool, options = flight.ids, self.pool, self._options
+        limits = options.step_timeout_s, options.reset_timeout_s
+        if timeout_s is not None:
+            limits = timeout_s, 0.0
+        elif flight.op == RESET:
+            limits = options.reset_timeout_s, 0.0
+        elif flight.op == STEP and flight.resets is None:
+            # No reset can be the reason for more time.
+            limits = options.step_timeout_s, 0.0
         try:
-            if timeout_s is None:
-                has_all = len(pool.wait_some(ids, len(ids), *limits)) == len(ids)
-            else:
-                has_all = len(
-                    pool.wait_some(ids, len(ids), timeout_s, kill_late=False)
-                ) == len(ids)
+            answered = pool.wait_some(
+                ids, len(ids), *limits, kill_late=timeout_s is None
+            )
         except EnvherdError:
             self._close(flight, Event.IS_BROKEN_OFF)
             raise
-        if (
-            not has_all
-            and pool.outcome.losses
-            and self._options.on_worker_loss != "restart"
-        ):
+        if len(answered) == len(ids):
+            return
+        if pool.outcome.losses and options.on_worker_loss != "restart":
             # The flight stays open: the next call waits for the others.
             raise next(iter(pool.outcome.losses.values()))
-        if not has_all:
-            raise DeadlinePassed(
-                f"{call_name()} failed: expected {len(ids)} envs within {timeout_s:g} s. Reset them."
-            )
+        raise DeadlinePassed(
+            f"{call_name()} failed: expected {len(ids)} envs within {timeout_s:g} s. Reset them."
+        )
 
     def _close(self, flight: Flight, event: Event | None = None) -> None:
         """End a flight; move its envs' states by an event, unless they have been set."""
@@ -500,14 +497,15 @@ class Flights:
             positions.is_mixed = False  # 4
             return self.ended[:num_ended].copy() if num_ended else None
         ended = over = positions.where.ended_at(column)
-        positions.stepped(flight.ids, column)  # 4
+        positions.all_stepped(column)  # 4
         positions.is_mixed = False
         if ended is not None and flight.op == STEP_RESET:
             over = ended[
                 positions.were_reset(ended, column + positions.where.root_ahead)
             ]
         answered = flight.ids
-        if over is not None:
+        # A reset whose root is done is rare.
+        if over is not None and len(over):
             self.states.move(over, Event.ENDS)
             answered = self.states.under_way.nonzero()[0]
         self.states.move(answered, Event.ANSWERED)

@@ -108,16 +108,20 @@ class Columns:
         """Return whether the `next` of some envs, at one column or each at its own, is done: bool `[k]`, fresh."""
         return self._done_of(self._next_done, env_ids, columns)
 
-    def root_done_of(self, env_ids: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        """Return whether the roots of some envs, each at its own column, are done: bool `[k]`, fresh."""
+    def root_done_of(
+        self, env_ids: np.ndarray, columns: np.ndarray | int
+    ) -> np.ndarray:
+        """Return whether the roots of some envs, at one column or each at its own, are done: bool `[k]`, fresh."""
         return self._done_of(self._root_done, env_ids, columns)
 
     def _done_of(
         self, arrays: list[np.ndarray], env_ids: np.ndarray, columns: np.ndarray | int
     ) -> np.ndarray:
+        if self._places.is_flat and columns.__class__ is int:
+            # A seventh of the time of an index with the column.
+            return np.asarray(arrays[0][columns, :, 0][env_ids])
         if self._places.is_flat:
-            done: np.ndarray = arrays[0][columns, env_ids, 0]
-            return done
+            return np.asarray(arrays[0][columns, env_ids, 0])
         group_of, row_of = self._places.group_of, self._places.row_of
         places = zip(env_ids, np.broadcast_to(columns, env_ids.shape), strict=True)
         return np.array(
@@ -409,10 +413,15 @@ class Positions:
         """Note that some envs were stepped, to one column or each to its own."""
         self._put(env_ids, columns, in_root=False)
 
+    def all_stepped(self, column: int) -> None:
+        """Note that all envs were stepped to one column. Takes the place of an update that is not complete."""
+        # Left to `_catch_up`: loops of steps never read the positions in between.
+        self._latest = self.places.all_ids, column, False
+
     def were_reset(self, env_ids: np.ndarray, columns: np.ndarray | int) -> np.ndarray:
         """Note that some envs were reset, at one column or each at its own; return which roots are done."""
         self._put(env_ids, columns, in_root=True)
-        return self.where.root_done_of(env_ids, self._columns[env_ids])
+        return self.where.root_done_of(env_ids, columns)
 
     # ---- rows --------------------------------------------------------------------------------
 
