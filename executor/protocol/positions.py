@@ -495,7 +495,7 @@ class Positions:
     def mark_lost(self, env_ids: np.ndarray) -> None:
         """Note that envs have lost their episodes: set truncated in their present rows.
 
-        A step's `next` that was handed out as a view is not changed.
+        A row that has ended its episode keeps its flags. A step's `next` that was handed out as a view is not changed.
         """
         self._set_flags(env_ids, is_cut_off=True)
 
@@ -506,6 +506,9 @@ class Positions:
     def _set_flags(self, env_ids: np.ndarray, *, is_cut_off: bool) -> None:
         last = len(self.where.groups[0]["root", "done"]) - 1
         for env_id in env_ids.tolist():
+            # A refused reset takes nothing from an episode that was terminated.
+            if is_cut_off and self.latest_root(env_id)["done",].all():
+                continue
             column = int(self.columns[env_id])
             # Of a rollout, the root of the step itself is already data.
             if not self.in_root[env_id]:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import gymnasium
 import numpy as np
@@ -313,6 +314,24 @@ class TestRefusals:
             assert torch.equal(
                 env.reset()["observation"], expected.reset()["observation"]
             )
+
+    @pytest.mark.parametrize("error", [KeyboardInterrupt, WorkerLost])
+    def test_an_episode_that_was_terminated_stays_so_after_a_refused_reset(
+        self, error, monkeypatch
+    ):
+        one_step = functools.partial(CountingEnv, 1)
+        with ParallelEnv(2, one_step, num_workers=2) as env:
+            env.reset(seed=[2, 3])
+            env.step(env.current().update(act(env)))
+            if error is WorkerLost:
+                kill(env, 0)
+            else:
+                monkeypatch.setattr(env.engine.pool, "submit", Mock(side_effect=error))
+            with pytest.raises(error):
+                env.reset()
+            monkeypatch.undo()
+            root = env.current()[0]
+            assert (bool(root["terminated"]), bool(root["truncated"])) == (True, False)
 
     def test_no_worker_steps_an_env_that_was_never_reset(self):
         for make in (functools.partial(ParallelEnv, num_workers=1), SerialEnv):
