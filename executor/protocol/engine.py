@@ -279,7 +279,7 @@ class Engine(Calls):
             env_ids: int64 `[k]`.
             extras: see `extras_of`.
         """
-        self.flights.begin(Op.RESET, env_ids, extras=extras).land()
+        self.flights.begin_resets(env_ids, extras=extras).land()
 
     def rebuild(self, env_ids: np.ndarray, blueprint: Blueprint) -> None:
         """Replace envs, int64 `[k]`, by those of a blueprint of as many; see `BatchedEnv.rebuild`.

@@ -36,12 +36,9 @@ from envherd.executor.protocol.call_guard import call_name
 from envherd.executor.protocol.calls import Received
 from envherd.executor.protocol.engine import Engine
 from envherd.executor.start.waiting import DeadlinePassed
-from envherd.workers.protocol import Flag, Op
+from envherd.workers.protocol import Op
 
 ENV_IDS = "env_ids"
-
-
-_EACH = int(Flag.EACH)
 
 
 class Exchange:
@@ -126,9 +123,7 @@ class Exchange:
             if positions.has_interrupted:
                 positions.interrupted[env_ids] = False  # of an earlier step of all
 
-        engine.flights.begin(
-            op, env_ids, write_inputs=write_inputs, is_parked=True, flags=_EACH
-        )
+        engine.flights.send(op, env_ids, write_inputs)
 
     def recv(
         self,

@@ -198,94 +198,114 @@ class Flights:
 
     # ---- begin -------------------------------------------------------------------------------
 
-    def begin(  # noqa: PLR0913  # the parts of a command
+    def begin(
         self,
         op: Op,
-        ids: np.ndarray | None = None,
         *,
-        at: Any = None,
+        at: int | None = None,
         resets: np.ndarray | None = None,
         cut: np.ndarray | None = None,
-        extras: Mapping[int, Prepare] = _NOTHING,
         write_inputs: Callable[[], None] | None = None,
         is_parked: bool = False,
-        flags: int = 0,
     ) -> Flight:
-        """Give envs a command. Reset masks must have been written.
+        """Give all envs a step.
 
         Args:
-            op: the command.
-            ids: int64 `[k]`, all different; None for all.
-            at: the column of the rows, int (of all envs) or int64 `[k]`; None for the next one of the ring.
-            resets: int64 `[j]`, for a step of all envs: envs that are reset instead. Their `next` has reward 0 and no
-                flag.
-            cut: int64 `[j]`, for a step of all envs: see `Flight`. A STEP_RESET resets them, a STEP leaves them out.
-            extras: see `Flight`.
-            write_inputs: checks and writes the inputs of a step; called after all other checks. None if there are no
-                inputs, or if they have been written.
+            op: STEP or STEP_RESET.
+            at: the column of the rows; None for the next one of the ring.
+            resets: int64 `[j]`, envs that are reset instead. Their `next` has reward 0 and no flag.
+            cut: int64 `[j]`, see `Flight`; None for those that are CUT. A STEP_RESET resets them, a STEP leaves them
+                out.
+            write_inputs: checks and writes the inputs; called after all other checks. None if they have been written.
             is_parked: the call may end before the flight lands.
-            flags: of the command.
 
         Raises:
             Busy, ResetNeeded, ActionError, WorkerLost, WorkerTimeout: refused; nothing was sent or changed.
         """
-        concerned = self.all_ids if ids is None else ids
-        is_whole = ids is None and op != RESET and cut is None
-        if not (is_whole and resets is None and self.states.are_running()):
-            cut = (
-                _some(np.flatnonzero(self.states.values == State.CUT))
-                if is_whole
-                else cut
-            )
-            self._check(op, concerned, resets, cut)
-        if op == RESET and self.renewal is not None:
-            self.renewal.before_resets(concerned, self.losses.lose)
-        self.pool.await_workers(concerned)
+        if resets is not None or cut is not None or not self.states.are_running():
+            if cut is None:
+                cut = _some(np.flatnonzero(self.states.values == State.CUT))
+            for others in (resets, cut):
+                if others is not None:
+                    self.states.check(Op.RESET, others)
+            self.states.check(op, self._all_but(resets, cut))
+        self.pool.await_workers(self.all_ids)
         if write_inputs is not None:
             write_inputs()
-        if at is None:
-            at = self._next_column(op, ids)
-        flight = Flight(self, op, ids, at)
-        if extras:
-            flight.extras = extras
+        flight = Flight(
+            self, op, None, self.positions.next_column() if at is None else at
+        )
+        flight.resets = resets
+        flight.cut = cut
         flight.is_parked = is_parked
+        return self._give(flight)
+
+    def begin_resets(
+        self,
+        ids: np.ndarray,
+        *,
+        at: np.ndarray | None = None,
+        extras: Mapping[int, Prepare] = _NOTHING,
+        is_parked: bool = False,
+    ) -> Flight:
+        """Give some envs a RESET. Reset masks must have been written.
+
+        Args:
+            ids: int64 `[k]`, all different.
+            at: the columns of the roots, int64 `[k]`; None for `Positions.reset_columns`.
+            extras: see `Flight`.
+            is_parked: the call may end before the flight lands.
+
+        Raises:
+            Busy, WorkerLost, WorkerTimeout: refused; nothing was sent or changed.
+        """
+        self.states.check(Op.RESET, ids)
+        if self.renewal is not None:
+            self.renewal.before_resets(ids, self.losses.lose)
+        self.pool.await_workers(ids)
+        flight = Flight(
+            self, Op.RESET, ids, self.positions.reset_columns(ids) if at is None else at
+        )
+        flight.extras = extras
+        flight.is_parked = is_parked
+        return self._give(flight)
+
+    def send(self, op: Op, ids: np.ndarray, write_inputs: Callable[[], None]) -> None:
+        """Give some envs, int64 `[k]`, a step each, which `wait_for` and `deliver` land one by one; see `begin`."""
+        self.states.check(op, ids)
+        self.pool.await_workers(ids)
+        write_inputs()
+        flight = Flight(self, op, ids, self.positions.next_columns(ids))
+        flight.is_parked = True
+        self._give(flight, Flag.EACH)
+
+    def _give(self, flight: Flight, flags: int = 0) -> Flight:
+        """Give the envs of a flight their commands, with these flags; return the flight."""
         self.current = flight  # 1
         try:
             if (
-                is_whole
-                and cut is None
+                flight.is_all
+                and flight.cut is None
                 and self.native is not None
-                and not (self.pool.absent or flags)
+                and not self.pool.absent
             ):
-                flight.resets = resets
                 self.native.give(
-                    op, resets, self.positions.where.in_c, at, self.pool.serve
+                    flight.op,
+                    flight.resets,
+                    self.positions.where.in_c,
+                    flight.at,
+                    self.pool.serve,
                 )
             else:
-                self._depart(flight, resets, cut)  # 2
+                self._depart(flight)  # 2
                 self._submit(flight, flags)
         except EnvherdError:
             is_given = self.pool.words.number[0] > flight.number
             self._close(flight, Event.IS_BROKEN_OFF if is_given else Event.IS_WITHDRAWN)
             raise
-        if is_parked:  # 3
+        if flight.is_parked:  # 3
             self.current = flight.outer
         return flight
-
-    def _check(
-        self,
-        op: Op,
-        env_ids: np.ndarray,
-        resets: np.ndarray | None,
-        cut: np.ndarray | None,
-    ) -> None:
-        for others in (resets, cut):
-            if others is not None:
-                self.states.check(Op.RESET, others)
-        self.states.check(
-            op,
-            env_ids if resets is None and cut is None else self._all_but(resets, cut),
-        )
 
     def _all_but(self, *left_out: np.ndarray | None) -> np.ndarray:
         """Return all envs but some, int64 `[k]`, ascending (1 us; numpy's `setdiff1d` takes 20)."""
@@ -295,24 +315,13 @@ class Flights:
                 is_in[env_ids] = False
         return self.all_ids[is_in]
 
-    def _next_column(self, op: Op, ids: np.ndarray | None) -> Any:
-        if op == RESET:
-            return self.positions.reset_columns(self.all_ids if ids is None else ids)
-        return (
-            self.positions.next_column()
-            if ids is None
-            else self.positions.next_columns(ids)
-        )
-
-    def _depart(
-        self, flight: Flight, resets: np.ndarray | None, cut: np.ndarray | None
-    ) -> None:
+    def _depart(self, flight: Flight) -> None:
         """Record the command of every env of a flight as under way."""
-        op, at, positions, states = flight.op, flight.at, self.positions, self.states
+        op, at, resets, cut = flight.op, flight.at, flight.resets, flight.cut
+        positions, states = self.positions, self.states
         if resets is None and cut is None:
             states.start(flight.ids, op, at)
             return
-        flight.resets, flight.cut = resets, cut
         if resets is not None:
             positions.blank_steps(at, resets)
         for env_id in () if cut is None else cut.tolist():
@@ -329,27 +338,17 @@ class Flights:
             states.move(cut, Event.IS_LOST)
 
     def _submit(self, flight: Flight, flags: int) -> None:
-        pool, op, target, ids, cut = (
-            self.pool,
-            flight.op,
-            self.positions.where.target,
-            flight.ids,
-            flight.cut,
-        )
+        ids, ops, columns = flight.ids, flight.op, flight.at
         if flight.extras:
             for env_id in ids.tolist():
                 if env_id in flight.extras:
-                    pool.prepare(flight.extras[env_id])
+                    self.pool.prepare(flight.extras[env_id])
             flags |= Flag.PREPARED
-        if cut is not None and op != STEP_RESET:
-            ids = np.setdiff1d(ids, cut)
-        is_mixed = cut is not None or flight.resets is not None
-        ops, columns = (
-            (self.states.ops[ids], self.states.columns[ids])
-            if is_mixed
-            else (op, flight.at)
-        )
-        pool.submit(ids, ops, target, columns, flags)
+        if flight.cut is not None and flight.op != STEP_RESET:
+            ids = np.setdiff1d(ids, flight.cut)
+        if flight.cut is not None or flight.resets is not None:
+            ops, columns = self.states.ops[ids], self.states.columns[ids]
+        self.pool.submit(ids, ops, self.positions.where.target, columns, flags)
 
     def adopt(self, op: Op, at: int, resets: np.ndarray | None) -> Flight:
         """Return the flight of a STEP or STEP_RESET of all envs that `fast_step` has given but cannot land."""
@@ -601,7 +600,7 @@ class Flights:
             ops != RESET
         )
         try:
-            self.begin(Op.RESET, failed[is_due], at=at[is_due], extras=extras).land()
+            self.begin_resets(failed[is_due], at=at[is_due], extras=extras).land()
         except EnvherdError as error:
             return error
         self.side.infos.put("next", of_steps, due)
@@ -624,9 +623,7 @@ class Flights:
         """Reset envs, which steps at `columns` have reset, again in new instances, which `replace` begins to build."""
         self.states.move(env_ids, Event.IS_LOST)  # 9
         replace()
-        self.begin(
-            Op.RESET, env_ids, at=columns + self.positions.where.root_ahead
-        ).land()
+        self.begin_resets(env_ids, at=columns + self.positions.where.root_ahead).land()
 
     # ---- envs that were sent -----------------------------------------------------------------
 

@@ -123,14 +123,14 @@ class TestReplacing:
                 False,
             ]
             flights = env.engine.flights
-            begin = flights.begin
+            send = flights.send
 
-            def begin_and_stop(*arguments, **named):
-                begin(*arguments, **named)
+            def send_and_stop(*arguments):
+                send(*arguments)
                 raise KeyboardInterrupt
 
             td = act(env)
-            monkeypatch.setattr(flights, "begin", begin_and_stop)
+            monkeypatch.setattr(flights, "send", send_and_stop)
             with pytest.raises(KeyboardInterrupt):
                 env.send(td)
             monkeypatch.undo()
