@@ -36,7 +36,7 @@ from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
 from envherd.executor.pools.replies import crossed
 from envherd.executor.protocol.engine import Engine
-from envherd.executor.protocol.exchange import ENV_IDS, Exchange, set_ids
+from envherd.executor.protocol.exchange import ENV_IDS, Exchange
 from envherd.executor.protocol.fast_exchange import compile_exchange
 from envherd.executor.protocol.fast_step import compile_step
 from envherd.executor.rollouts.policy_state import own_leaves
@@ -114,7 +114,7 @@ class BatchedEnv:
         self._fast_step, self._fast_step_reset = (
             compile_step(self._engine, op) for op in (Op.STEP, Op.STEP_RESET)
         )
-        self._fast_exchange = compile_exchange(self._engine)
+        self._fast_exchange = compile_exchange(self._engine, self._exchange)
 
     # ---- what it is --------------------------------------------------------------------------
 
@@ -517,19 +517,8 @@ class BatchedEnv:
         The policy and the callback of a rollout may also call it. Own memory, which it may share with the `next` of the
         batch that was received last (as `step_mdp` does). It may show writes to that `next` by numpy, but not by torch.
         """
-        fast = self._fast_exchange
-        if fast is not None and (root := fast.current(env_ids)) is not None:
-            return root
         with self._guard:
-            if (
-                env_ids is not None
-                and (td := self._exchange.recall(env_ids)) is not None
-            ):
-                return td
-            ids = self._exchange.as_ids(env_ids)
-            self._engine.refuse_under_way(ids)
-            td = self._engine.batches.current(ids)
-            return td if env_ids is None else set_ids(td, ids)
+            return self._exchange.current(env_ids)
 
     # ---- everything else ---------------------------------------------------------------------
 

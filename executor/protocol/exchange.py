@@ -15,6 +15,7 @@ Order of a receive, because a handler may raise between any two lines. The numbe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -42,10 +43,15 @@ ENV_IDS = "env_ids"
 
 
 class Exchange:
-    """Sends and receives for one engine; its callers hold the engine's call guard."""
+    """Sends and receives for one engine; its callers hold the engine's call guard.
+
+    Attributes:
+        roots_of: returns the present roots of the envs received last, int64 `[k]`; C's way replaces it.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self.roots_of: Callable[[np.ndarray], TensorDictBase] = engine.batches.current
 
     def ids_of(self, td: TensorDictBase, env_ids: Any) -> np.ndarray:
         """Return the ids of a batch's envs: the argument, else its own `env_ids`, else all.
@@ -97,19 +103,32 @@ class Exchange:
             )
         return ids
 
-    def recall(self, env_ids: Any) -> TensorDictBase | None:
-        """Return the roots of the envs received last, sharing their `next`; None for other envs, or if outdated."""
-        received, pool = self._engine.received, self._engine.pool
-        if received is None or received.leaves is None or not received.is_of(env_ids):
-            return None
-        if (pool.words.number[0], pool.num_losses) != received.stamp:
-            return None
-        # The caller has changed its `next`.
-        if num_writes(received.leaves) != received.num_writes:
-            return None
-        td = self._engine.batches.groups[0].root_over(
-            received.leaves, len(received.env_ids)
-        )
+    def current(self, env_ids: Any) -> TensorDictBase:
+        """Return the envs' present roots; of those received last, they may share the leaves of their `next`.
+
+        Raises:
+            Busy: an env has a command whose answer was not taken yet.
+        """
+        engine, received = self._engine, self._engine.received
+        stamp = engine.pool.words.number[0], engine.pool.num_losses
+        if (
+            received is None
+            or not received.is_of(env_ids)
+            or received.stamp != stamp
+            # A rollout that has given no command yet has moved the roots.
+            or engine.positions.where is not engine.positions.ring
+        ):
+            ids = self.as_ids(env_ids)
+            engine.refuse_under_way(ids)
+            td = engine.batches.current(ids)
+            return td if env_ids is None else set_ids(td, ids)
+        # Else the caller has changed its `next`.
+        if received.leaves and num_writes(received.leaves) == received.num_writes:
+            td = engine.batches.groups[0].root_over(
+                received.leaves, len(received.env_ids)
+            )
+        else:
+            td = self.roots_of(received.env_ids)
         set_leaf(td, (ENV_IDS,), received.ids)
         return td
 

@@ -21,7 +21,7 @@ from envherd.executor.batches.hand_out import GroupBatch
 from envherd.executor.batches.memory import ReusedMemory, splitter
 from envherd.executor.protocol.calls import Received
 from envherd.executor.protocol.engine import Engine
-from envherd.executor.protocol.exchange import ENV_IDS
+from envherd.executor.protocol.exchange import ENV_IDS, Exchange
 from envherd.shm.layout import Layout, Name, lay_out
 from envherd.shm.slab import input_leaves, next_leaves, root_leaves
 from envherd.shm.specs import LeafSpec
@@ -40,7 +40,6 @@ class _Size(NamedTuple):
         next: makes the `next` of a batch.
         before: makes a batch of the leaves of a root and the inputs.
         root: makes a root.
-        root_over_next: makes a root of the leaves of a `next`.
         next_layout: of the leaves of a `next`, and the ids.
         before_layout: of the leaves of a root, and the inputs.
         root_layout: of the leaves of a root.
@@ -50,7 +49,6 @@ class _Size(NamedTuple):
     next: Shell
     before: Shell
     root: Shell
-    root_over_next: Shell
     next_layout: Layout
     before_layout: Layout
     root_layout: Layout
@@ -87,7 +85,6 @@ class _Sizes:
                 batch.device,
             ),
             root=batch.shell("root", lead),
-            root_over_next=batch.root_shell_over_next(lead),
             next_layout=lay_out([*next_requests, ((ENV_IDS,), lead, "int64")]),
             before_layout=lay_out(
                 [*root_requests, *_requests("input", input_leaves(spec), count)]
@@ -112,9 +109,13 @@ def _requests(
     return [((section, *leaf.key), (count, *leaf.shape), leaf.dtype) for leaf in leaves]
 
 
-def compile_exchange(engine: Engine) -> FastExchange | None:
+def compile_exchange(engine: Engine, exchange: Exchange) -> FastExchange | None:
     """Return sends and receives in C; None if `engine.plain` has reasons against them."""
-    return None if engine.plain.recv else FastExchange(engine)
+    if engine.plain.recv:
+        return None
+    fast = FastExchange(engine)
+    exchange.roots_of = fast.roots_of
+    return fast
 
 
 class FastExchange:
@@ -123,7 +124,6 @@ class FastExchange:
     Attributes:
         send: as `BatchedEnv.send`; returns True, or None if it has done nothing.
         recv: as `BatchedEnv.recv`; returns a batch, or None if it has taken nothing.
-        current: as `BatchedEnv.current`, for the envs that were received last; None for others.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -147,11 +147,8 @@ class FastExchange:
         self._intake = None if engine.plain.send else engine.plain_intake
         self._stale_roots, self._infos = engine.stale_roots, engine.side.infos
         held = engine.guard.held
-        self.send, self.recv, self.current = (
-            held(self._send),
-            held(self._recv),
-            held(self._current),
-        )
+        self.send = held(self._send)
+        self.recv = held(self._recv)
 
     def _is_plain(self) -> bool:
         return not (self._guard.is_closed or self._absent or self._has_reports())
@@ -265,23 +262,8 @@ class FastExchange:
 
     # ---- current -----------------------------------------------------------------------------
 
-    def _current(self, env_ids: Any) -> TensorDict | None:
-        received = self._engine.received
-        if received is None or not (received.is_of(env_ids) and self._is_plain()):
-            return None
-        return self._root_of(received)
-
-    def _root_of(self, received: Received) -> TensorDict | None:
-        pool, sizes = self._pool, self._sizes
-        if (pool.words.number[0], pool.num_losses) != received.stamp:
-            return None
-        count, leaves = len(received.env_ids), received.leaves
-        if leaves is not None and num_writes(leaves) == received.num_writes:
-            td = sizes.of(count).root_over_next.build(leaves)
-        else:
-            memory, leaves = sizes.root_memory(count).take()
-            if not self._gather_roots(received.env_ids, memory):
-                return None
-            td = sizes.of(count).root.build(leaves)
-        td._tensordict[ENV_IDS] = received.ids  # noqa: SLF001
-        return td
+    def roots_of(self, env_ids: np.ndarray) -> TensorDict:
+        """Return the present roots of envs, int64 `[k]`, which are rows of the ring; see `Exchange.current`."""
+        memory, leaves = self._sizes.root_memory(len(env_ids)).take()
+        self._gather_roots(env_ids, memory)
+        return self._sizes.of(len(env_ids)).root.build(leaves)

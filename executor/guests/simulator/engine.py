@@ -418,9 +418,6 @@ class SimulatorExchange(Exchange):
 
     _engine: SimulatorEngine  # type: ignore[assignment]  # with the same methods, as far as they are used
 
-    def recall(self, env_ids: Any) -> None:
-        """Return None: roots are always copies."""
-
     def send(self, td: TensorDictBase, env_ids: np.ndarray, op: Op) -> None:
         """Check a batch of actions and make the step."""
         self._engine.guard.refuse_rolling()
