@@ -30,7 +30,7 @@ from envherd.executor.protocol.env_states import NEXT, Event, State
 from envherd.executor.protocol.flight import Flight, Flights
 from envherd.executor.protocol.info_reader import InfoReader
 from envherd.executor.protocol.plain import what_is_plain
-from envherd.executor.protocol.positions import Positions
+from envherd.executor.protocol.positions import Positions, some_or_none
 from envherd.executor.protocol.side_data import SideData
 from envherd.executor.protocol.stale_roots import StaleRoots
 from envherd.executor.sending.blueprint import Blueprint
@@ -366,7 +366,7 @@ class Engine(Calls):
         for env_id in cut.tolist():
             for key, flag in flags[env_id].items():
                 positions.latest_root(env_id)[key][...] = flag
-        return fresh, cut if len(cut) else None
+        return fresh, some_or_none(cut)
 
     def write_reset_masks(self, mask: np.ndarray | None) -> None:
         """Write the reset masks of envs that are batches themselves: bool `[N, *B]`, None for all."""

@@ -47,7 +47,7 @@ from envherd.executor.processes.error_messages import Frame, env_error, first_fa
 from envherd.executor.protocol.call_guard import call_name
 from envherd.executor.protocol.env_states import EnvStates, Event, State
 from envherd.executor.protocol.losses import Losses
-from envherd.executor.protocol.positions import Positions
+from envherd.executor.protocol.positions import Positions, some_or_none
 from envherd.executor.protocol.side_data import SideData
 from envherd.executor.start.waiting import DeadlinePassed
 from envherd.workers.errors import EnvherdError, InternalError, ResetNeeded
@@ -224,7 +224,7 @@ class Flights:
         """
         if resets is not None or cut is not None or not self.states.are_running():
             if cut is None:
-                cut = _some(np.flatnonzero(self.states.values == State.CUT))
+                cut = some_or_none(np.flatnonzero(self.states.values == State.CUT))
             for others in (resets, cut):
                 if others is not None:
                     self.states.check(Op.RESET, others)
@@ -473,9 +473,9 @@ class Flights:
                 self.states.move(ids, Event.ANSWERED)
                 return
         is_reset, is_alive = ops == RESET, ~np.isin(ids, flight.dead)
-        flight.ended = _some(ids[is_over])
+        flight.ended = some_or_none(ids[is_over])
         is_fresh = (is_reset | is_over & (ops == STEP_RESET)) & is_alive
-        flight.was_reset = _some(ids[is_fresh])
+        flight.was_reset = some_or_none(ids[is_fresh])
         if flight.was_reset is not None:
             is_over[is_fresh] = positions.were_reset(
                 flight.was_reset, (at + ahead * ~is_reset)[is_fresh]
@@ -844,8 +844,3 @@ class Flights:
         self.states.move(
             not_given, Event.IS_BROKEN_OFF if is_in_doubt else Event.IS_WITHDRAWN
         )
-
-
-def _some(env_ids: np.ndarray) -> np.ndarray | None:
-    """Return ids, or None if there are none."""
-    return env_ids if len(env_ids) else None

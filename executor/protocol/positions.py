@@ -530,3 +530,8 @@ def poison(slab: GroupSlab, column: int) -> None:
             if kind in "iu"
             else True
         )
+
+
+def some_or_none(env_ids: np.ndarray) -> np.ndarray | None:
+    """Return ids, or None if there are none."""
+    return env_ids if len(env_ids) else None
