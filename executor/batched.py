@@ -114,7 +114,7 @@ class BatchedEnv:
         self._fast_step, self._fast_step_reset = (
             compile_step(self._engine, op) for op in (Op.STEP, Op.STEP_RESET)
         )
-        self._fast_exchange = compile_exchange(self._engine, self._exchange)
+        self._exchange.fast = compile_exchange(self._engine)
 
     # ---- what it is --------------------------------------------------------------------------
 
@@ -448,20 +448,12 @@ class BatchedEnv:
         Raises:
             ActionError, ResetNeeded, Busy: refused, nothing was sent.
         """
-        fast = self._fast_exchange
         if maybe_reset not in (True, False):
             need_bools("send", maybe_reset=maybe_reset)
-        if (
-            fast is not None
-            and fast.send(td, env_ids, maybe_reset=maybe_reset) is not None
-        ):
-            return
         need_batch("send", td)
         with self._guard:
-            ids = self._exchange.ids_of(td, env_ids)
-            self._exchange.send(td, ids, Op.STEP_RESET if maybe_reset else Op.STEP)
-            if get_leaf(td, "next") is not None:
-                self._engine.stale_roots.look(td, ids)
+            self._guard.refuse_rolling()
+            self._exchange.send(td, env_ids, Op.STEP_RESET if maybe_reset else Op.STEP)
 
     def recv(
         self,
@@ -495,20 +487,12 @@ class BatchedEnv:
             TimeoutError: fewer were ready in time. Nothing is lost: receive again.
             EnvError, WorkerLost, WorkerTimeout: the envs concerned are no longer under way; the others still are.
         """
-        fast = self._fast_exchange
         if with_root not in (True, False):
             need_bools("recv", with_root=with_root)
-        if fast is not None:
-            received = fast.recv(
-                min_envs, timeout_s, max_envs, env_ids, with_root=with_root
-            )
-            if received is not None:
-                return received
         with self._guard:
             self._guard.refuse_rolling()
-            ids = None if env_ids is None else self._exchange.as_ids(env_ids)
             return self._exchange.recv(
-                min_envs, max_envs, timeout_s, ids, with_root=with_root
+                min_envs, max_envs, timeout_s, env_ids, with_root=with_root
             )
 
     def current(self, env_ids: Any = None) -> TensorDictBase:

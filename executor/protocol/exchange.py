@@ -15,7 +15,6 @@ Order of a receive, because a handler may raise between any two lines. The numbe
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -46,12 +45,13 @@ class Exchange:
     """Sends and receives for one engine; its callers hold the engine's call guard.
 
     Attributes:
-        roots_of: returns the present roots of the envs received last, int64 `[k]`; C's way replaces it.
+        fast: makes plain calls in C, see `fast_exchange`; None if no call is plain.
     """
+
+    fast: Any = None
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.roots_of: Callable[[np.ndarray], TensorDictBase] = engine.batches.current
 
     def ids_of(self, td: TensorDictBase, env_ids: Any) -> np.ndarray:
         """Return the ids of a batch's envs: the argument, else its own `env_ids`, else all.
@@ -127,40 +127,51 @@ class Exchange:
             td = engine.batches.groups[0].root_over(
                 received.leaves, len(received.env_ids)
             )
+        elif self.fast is not None:
+            td = self.fast.roots_of(received.env_ids)
         else:
-            td = self.roots_of(received.env_ids)
+            td = engine.batches.current(received.env_ids)
         set_leaf(td, (ENV_IDS,), received.ids)
         return td
 
-    def send(self, td: TensorDictBase, env_ids: np.ndarray, op: Op) -> None:
+    def send(self, td: TensorDictBase, env_ids: Any, op: Op) -> None:
         """Check a batch of actions and start the steps."""
+        if self.fast is not None and self.fast.send(td, env_ids, op):
+            return
         engine, positions = self._engine, self._engine.positions
-        engine.guard.refuse_rolling()
+        ids = self.ids_of(td, env_ids)
 
         def write_inputs() -> None:
-            engine.write_inputs(td, env_ids)
+            engine.write_inputs(td, ids)
             if positions.has_interrupted:
-                positions.interrupted[env_ids] = False  # of an earlier step of all
+                positions.interrupted[ids] = False  # of an earlier step of all
 
-        engine.flights.send(op, env_ids, write_inputs)
+        engine.flights.send(op, ids, write_inputs)
+        engine.stale_roots.look(td, ids)
 
     def recv(
         self,
         min_envs: int | None,
         max_envs: int | None,
         timeout_s: float | None,
-        env_ids: np.ndarray | None,
+        env_ids: Any,
         *,
         with_root: bool,
     ) -> TensorDictBase:
-        """Wait for some of the envs that were sent; see `BatchedEnv.recv`."""
+        """Wait for some of the envs that were sent, and return their batch. Arguments as of `BatchedEnv.recv`."""
+        if self.fast is not None and timeout_s is None:
+            received = self.fast.recv(min_envs, max_envs, env_ids, with_root=with_root)
+            if received is not None:
+                return received
         is_sent = self._engine.states.under_way
-        sent = is_sent.nonzero()[0] if env_ids is None else env_ids
-        if env_ids is not None and not is_sent[env_ids].all():
-            idle = env_ids[~is_sent[env_ids]].tolist()
-            raise ValueError(
-                f"recv failed: expected envs that were sent, got envs {idle} that were not."
-            )
+        sent = is_sent.nonzero()[0]
+        if env_ids is not None:
+            sent = self.as_ids(env_ids)
+            idle = sent[~is_sent[sent]].tolist()
+            if idle:
+                raise ValueError(
+                    f"recv failed: expected envs that were sent, got envs {idle} that were not."
+                )
         least = (
             len(sent)
             if min_envs is None

@@ -21,11 +21,11 @@ from envherd.executor.batches.hand_out import GroupBatch
 from envherd.executor.batches.memory import ReusedMemory, splitter
 from envherd.executor.protocol.calls import Received
 from envherd.executor.protocol.engine import Engine
-from envherd.executor.protocol.exchange import ENV_IDS, Exchange
+from envherd.executor.protocol.exchange import ENV_IDS
 from envherd.shm.layout import Layout, Name, lay_out
 from envherd.shm.slab import input_leaves, next_leaves, root_leaves
 from envherd.shm.specs import LeafSpec
-from envherd.workers.protocol import STEP, STEP_RESET
+from envherd.workers.protocol import Op
 
 #: Bytes of memory that is kept for batches of each layout; memory for at least `_LEAST_KEPT` batch sizes is kept. Batch
 #: sizes vary from one to all envs where a receive takes the envs that are ready.
@@ -109,49 +109,26 @@ def _requests(
     return [((section, *leaf.key), (count, *leaf.shape), leaf.dtype) for leaf in leaves]
 
 
-def compile_exchange(engine: Engine, exchange: Exchange) -> FastExchange | None:
+def compile_exchange(engine: Engine) -> FastExchange | None:
     """Return sends and receives in C; None if `engine.plain` has reasons against them."""
-    if engine.plain.recv:
-        return None
-    fast = FastExchange(engine)
-    exchange.roots_of = fast.roots_of
-    return fast
+    return None if engine.plain.recv else FastExchange(engine)
 
 
 class FastExchange:
-    """`BatchedEnv` tries these calls before those of `Exchange`. They hold the call guard.
-
-    Attributes:
-        send: as `BatchedEnv.send`; returns True, or None if it has done nothing.
-        recv: as `BatchedEnv.recv`; returns a batch, or None if it has taken nothing.
-    """
+    """`Exchange` tries these calls first. Its callers hold the call guard."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._pool, self._guard = engine, engine.pool, engine.guard
-        native, self._absent, self._must_look = (
-            engine.flights.native,
-            engine.pool.absent,
-            engine.pool.must_look,
-        )
-        self._give, self._wait, self._take, self._gather_roots = (
-            native.send,
-            native.wait,
-            native.take,
-            native.roots,
-        )
-        self._has_reports, self._begin_mixed = (
-            engine.flights.has_reports,
-            engine.positions.begin_mixed,
-        )
+        self._engine = engine
+        self._native = engine.flights.native
         self._sizes = _Sizes(engine.batches.groups[0], len(engine.all_ids))
         self._intake = None if engine.plain.send else engine.plain_intake
-        self._stale_roots, self._infos = engine.stale_roots, engine.side.infos
-        held = engine.guard.held
-        self.send = held(self._send)
-        self.recv = held(self._recv)
 
     def _is_plain(self) -> bool:
-        return not (self._guard.is_closed or self._absent or self._has_reports())
+        engine = self._engine
+        # Closed by another thread, or in a signal's handler, during the wait.
+        return not (
+            engine.guard.is_closed or engine.pool.absent or engine.flights.has_reports()
+        )
 
     def _as_ids(self, env_ids: Any) -> np.ndarray | None:
         """Return ids as int64 `[k]`, without a check of their values; None for other objects."""
@@ -173,10 +150,11 @@ class FastExchange:
 
     # ---- send --------------------------------------------------------------------------------
 
-    def _send(self, td: Any, env_ids: Any, *, maybe_reset: bool) -> bool | None:
+    def send(self, td: Any, env_ids: Any, op: Op) -> bool:
+        """Give envs a step as `Exchange.send` does; return False if that was not done, and nothing has changed."""
         plain = self._intake
         if td.__class__ is not TensorDict or plain is None or not self._is_plain():
-            return None
+            return False
         source: dict[str, Any] = td._tensordict  # noqa: SLF001  # as `fast_tensordict.IS_AS_EXPECTED` says
         if env_ids is None:
             env_ids = source.get(ENV_IDS)
@@ -189,33 +167,26 @@ class FastExchange:
             or value.requires_grad
             or not value.is_cpu
             or td._batch_size != (len(ids),)  # noqa: SLF001
-            or ("next" in source and self._stale_roots.looks_left)
+            or ("next" in source and self._engine.stale_roots.looks_left)
         ):
-            return None
-        self._begin_mixed()
-        return (
-            self._give(STEP_RESET if maybe_reset else STEP, ids, value.numpy()) or None
-        )
+            return False
+        # Before C reads the columns of the envs' latest steps.
+        self._engine.positions.begin_mixed()
+        return bool(self._native.send(op, ids, value.numpy()))
 
     # ---- recv --------------------------------------------------------------------------------
 
-    def _recv(
-        self,
-        min_envs: Any,
-        timeout_s: float | None,
-        max_envs: Any,
-        env_ids: Any,
-        *,
-        with_root: bool,
+    def recv(
+        self, min_envs: Any, max_envs: Any, env_ids: Any, *, with_root: bool
     ) -> TensorDict | None:
-        if timeout_s is not None or not self._is_plain() or self._must_look():
+        """Return a batch as `Exchange.recv` does; None if nothing was taken."""
+        if not self._is_plain() or self._engine.pool.must_look():
             return None
         count = self._wait_for(min_envs, max_envs, env_ids)
-        return (
-            self._hand_out(count, with_root=with_root)
-            if count and self._is_plain()
-            else None
-        )
+        # A loss may have come during the wait.
+        if not count or not self._is_plain():
+            return None
+        return self._hand_out(count, with_root=with_root)
 
     def _wait_for(self, min_envs: Any, max_envs: Any, env_ids: Any) -> int:
         """Wait; return how many envs to take, or 0 if the request or its outcome is not plain."""
@@ -223,41 +194,47 @@ class FastExchange:
         if env_ids is not None and ids is None:
             return 0
         if min_envs is None and max_envs is None:
-            return self._wait(ids, -1)
+            return self._native.wait(ids, -1)
         if min_envs.__class__ is not int or min_envs < 1:
             return 0
         if max_envs is None:
-            return min(self._wait(ids, min_envs), min_envs)
+            return min(self._native.wait(ids, min_envs), min_envs)
         return (
-            min(self._wait(ids, min_envs), max_envs)
+            min(self._native.wait(ids, min_envs), max_envs)
             if max_envs.__class__ is int and max_envs >= min_envs
             else 0
         )
 
     def _hand_out(self, count: int, *, with_root: bool) -> TensorDict | None:
-        sizes, pool = self._sizes, self._pool
-        size = sizes.of(count)
-        memory, leaves = sizes.next_memory(count).take()
-        before, before_leaves = (
-            sizes.before_memory(count).take() if with_root else (None, [])
-        )
+        engine = self._engine
+        size = self._sizes.of(count)
+        memory, leaves = self._sizes.next_memory(count).take()
+        before = None
+        if with_root:
+            before, before_leaves = self._sizes.before_memory(count).take()
         env_ids = np.empty(count, np.int64)
-        num_reset = self._take(count, memory, before, env_ids)
+        num_reset = self._native.take(count, memory, before, env_ids)
         if num_reset < 0:
             return None
-        if self._infos.has_rows:
-            self._infos.take({}, env_ids)
+        if engine.side.infos.has_rows:
+            engine.side.infos.take({}, env_ids)
         ids = leaves.pop()
         next_td = size.next.build(leaves)
         if with_root:
             td = size.before.build(before_leaves)
             source = td._tensordict  # noqa: SLF001
-            source["next"], source[ENV_IDS] = next_td, ids
+            source["next"] = next_td
+            source[ENV_IDS] = ids
         else:
             td = size.make({"next": next_td, ENV_IDS: ids})
-        stamp = pool.words.number[0], pool.num_losses
-        says_where, writes = None if num_reset else leaves, num_writes(leaves)
-        self._engine.received = Received(ids, env_ids, says_where, writes, stamp)
+        engine.received = Received(
+            ids,
+            env_ids,
+            # After a reset, roots are elsewhere.
+            None if num_reset else leaves,
+            num_writes(leaves),
+            (engine.pool.words.number[0], engine.pool.num_losses),
+        )
         return td
 
     # ---- current -----------------------------------------------------------------------------
@@ -265,5 +242,5 @@ class FastExchange:
     def roots_of(self, env_ids: np.ndarray) -> TensorDict:
         """Return the present roots of envs, int64 `[k]`, which are rows of the ring; see `Exchange.current`."""
         memory, leaves = self._sizes.root_memory(len(env_ids)).take()
-        self._gather_roots(env_ids, memory)
+        self._native.roots(env_ids, memory)
         return self._sizes.of(len(env_ids)).root.build(leaves)
