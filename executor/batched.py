@@ -37,7 +37,7 @@ from envherd.executor.pools.base import Pool
 from envherd.executor.pools.replies import crossed
 from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.exchange import ENV_IDS, Exchange
-from envherd.executor.protocol.fast_exchange import compile_exchange
+from envherd.executor.protocol.fast_exchange import FastExchange
 from envherd.executor.protocol.fast_step import compile_step
 from envherd.executor.rollouts.policy_state import own_leaves
 from envherd.executor.rollouts.rollout import RolloutPolicy, RolloutRunner
@@ -114,7 +114,9 @@ class BatchedEnv:
         self._fast_step, self._fast_step_reset = (
             compile_step(self._engine, op) for op in (Op.STEP, Op.STEP_RESET)
         )
-        self._exchange.fast = compile_exchange(self._engine)
+        self._exchange.fast = None
+        if not self._engine.plain.recv:
+            self._exchange.fast = FastExchange(self._engine)
 
     # ---- what it is --------------------------------------------------------------------------
 
@@ -722,14 +724,9 @@ class BatchedEnv:
             One answer per env, in the order asked.
         """
         with self._guard:
-            return self._ask(what, env_ids, **question)
-
-    def _ask(
-        self, what: str, env_ids: Iterable[int] | None, **question: Any
-    ) -> list[Any]:
-        ids = self._exchange.as_ids(env_ids).tolist()
-        answers = self._engine.ask(what, ids, **question)
-        return [crossed(answers[i]) for i in ids]
+            ids = self._exchange.as_ids(env_ids).tolist()
+            answers = self._engine.ask(what, ids, **question)
+            return [crossed(answers[i]) for i in ids]
 
 
 def _close_pool(pool: Pool, owner: int) -> None:

@@ -27,7 +27,7 @@ from envherd.executor.protocol.call_guard import CallGuard
 from envherd.executor.protocol.calls import Calls
 from envherd.executor.protocol.env_batches import EnvBatches
 from envherd.executor.protocol.env_states import NEXT, Event, State
-from envherd.executor.protocol.flight import Flight, Flights
+from envherd.executor.protocol.flight import NO_EXTRAS, Flight, Flights
 from envherd.executor.protocol.info_reader import InfoReader
 from envherd.executor.protocol.plain import what_is_plain
 from envherd.executor.protocol.positions import Positions, some_or_none
@@ -38,8 +38,6 @@ from envherd.shm.interrupts import uninterrupted
 from envherd.workers import messages
 from envherd.workers.errors import EnvherdError
 from envherd.workers.protocol import Op
-
-_NO_EXTRAS: Mapping[int, messages.Prepare] = {}
 
 
 class Engine(Calls):
@@ -75,8 +73,9 @@ class Engine(Calls):
             mover = Mover(pool.slab.buffer, device, pool.plan.num_frames)
         infos = InfoReader(options.info_policy, pool.slab, pool.schemas)
         self.side = SideData(self.specs, infos)
-        lends = copy and mover is None and not options.poison
-        loans = make_loans(pool.slab, pool.lendable) if lends else None
+        loans = None
+        if copy and mover is None and not options.poison:
+            loans = make_loans(pool.slab, pool.lendable)
         self.positions = Positions(
             pool.slab, self.side, options, mover=mover, loans=loans
         )
@@ -110,12 +109,11 @@ class Engine(Calls):
 
     def facts(self) -> dict[str, Any]:
         """Return the arguments for C; see `executor/native/exchange.c`."""
-        batch, positions, states = self.batches.groups[0], self.positions, self.states
-        plain = None if self.plain.send else self.plain_intake
-        return {
-            "states": states.values,
-            "ops": states.ops,
-            "at": states.columns,
+        batch, positions = self.batches.groups[0], self.positions
+        facts = {
+            "states": self.states.values,
+            "ops": self.states.ops,
+            "at": self.states.columns,
             "columns": positions.columns,
             "step_columns": positions.step_columns,
             "in_root": positions.in_root,
@@ -131,20 +129,28 @@ class Engine(Calls):
             "blank": len(batch.next_arrays)
             - len(batch.spec.reward)
             - len(batch.spec.done),
-            "action": None if plain is None else plain.target,
-            "check": 0 if plain is None or plain.legal is None else int(plain.legal),
-            "limit": 0 if plain is None else plain.limit,
+            "action": None,
+            "check": 0,
+            "limit": 0,
             "follows": NEXT,
             "answered": int(Event.ANSWERED),
             "ends": int(Event.ENDS),
         }
+        plain = self.plain_intake
+        if plain is not None and plain.legal is not None and not self.plain.send:
+            facts |= {
+                "action": plain.target,
+                "check": int(plain.legal),
+                "limit": plain.limit,
+            }
+        return facts
 
     def _make_intake(self, index: int) -> GroupIntake:
-        group, level = self.pool.slab.groups[index], self.options.check_actions
+        group = self.pool.slab.groups[index]
         present = (
             functools.partial(self.batches.present, index) if group.spec.state else None
         )
-        return GroupIntake(group, level, present)
+        return GroupIntake(group, self.options.check_actions, present)
 
     @property
     def is_in_flight(self) -> bool:
@@ -157,7 +163,9 @@ class Engine(Calls):
         self, td: TensorDictBase, env_ids: np.ndarray | None = None
     ) -> None:
         """As `write_inputs`, for envs of several kinds, or with inputs that do not go through the slab."""
-        env_ids = self.all_ids if env_ids is None else env_ids
+        if env_ids is None:
+            env_ids = self.all_ids
+        # All are checked before the first is written: a refused batch changes nothing.
         checked = []
         for group in dict.fromkeys(self.positions.places.group_of[env_ids].tolist()):
             intake = self.intakes[group]
@@ -170,13 +178,10 @@ class Engine(Calls):
             )
         for intake, ids, rows, values, side in checked:
             intake.write(values, rows)
-            if side:
-                self._send_side_inputs(ids, side)
-
-    def _send_side_inputs(self, env_ids: Iterable[int], side: list[list[Any]]) -> None:
-        for env_id, values in zip(map(int, env_ids), side, strict=True):
-            self.side_inputs[env_id] = values
-            self.pool.prepare(messages.Prepare(env_id=env_id, side=values))
+            # Empty without such inputs.
+            for env_id, own_side in zip(ids.tolist(), side, strict=bool(side)):
+                self.side_inputs[env_id] = own_side
+                self.pool.prepare(messages.Prepare(env_id=env_id, side=own_side))
 
     # ---- step --------------------------------------------------------------------------------
 
@@ -190,8 +195,7 @@ class Engine(Calls):
             op: STEP or STEP_RESET.
             cut: see `flight.Flight`.
         """
-        batch_size = td.batch_size
-        if not batch_size or batch_size[0] != self.num_envs:
+        if td.batch_size[:1] != (self.num_envs,):
             raise wrong_rows("step", self.num_envs, td)
         self.guard.refuse_rolling()
         flight = self.flights.begin(
@@ -271,7 +275,7 @@ class Engine(Calls):
     # ---- reset -------------------------------------------------------------------------------
 
     def reset_envs(
-        self, env_ids: np.ndarray, extras: Mapping[int, messages.Prepare] = _NO_EXTRAS
+        self, env_ids: np.ndarray, extras: Mapping[int, messages.Prepare] = NO_EXTRAS
     ) -> None:
         """Reset some envs and wait for them.
 
@@ -290,7 +294,9 @@ class Engine(Calls):
         self.guard.refuse_rolling()
         self.pool.await_workers(env_ids)
         self.flights.end_episodes(env_ids)
-        self.received, self._being_rebuilt = None, env_ids
+        self.received = None
+        # Before the first message: from here an interrupt makes `recover` send the old calls.
+        self._being_rebuilt = env_ids
         self.is_dirty = True
         self._send_calls(
             env_ids, zip(blueprint.factories, blueprint.env_kwargs, strict=True)

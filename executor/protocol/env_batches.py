@@ -59,8 +59,15 @@ class EnvBatches:
         self._places = positions.places
         self._has_interrupted = positions.has_interrupted
         self.groups = [
-            self._make_group(index, device)
-            for index in range(len(positions.slab.groups))
+            GroupBatch(
+                group,
+                positions.num_frames,
+                device,
+                has_interrupted=self._has_interrupted,
+                mover=mover,
+                loans=positions.loans,
+            )
+            for group in positions.slab.groups
         ]
         first = self.groups[0]
         lead = (first.num_rows,)
@@ -75,17 +82,6 @@ class EnvBatches:
             self.root_shell,
             is_copy=is_copy,
             interrupted=interrupted,
-        )
-
-    def _make_group(self, index: int, device: torch.device | None) -> GroupBatch:
-        positions = self._positions
-        return GroupBatch(
-            positions.slab.groups[index],
-            positions.num_frames,
-            device,
-            has_interrupted=self._has_interrupted,
-            mover=self.mover,
-            loans=positions.loans,
         )
 
     # ---- steps of all envs -------------------------------------------------------------------

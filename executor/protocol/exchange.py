@@ -110,11 +110,10 @@ class Exchange:
             Busy: an env has a command whose answer was not taken yet.
         """
         engine, received = self._engine, self._engine.received
-        stamp = engine.pool.words.number[0], engine.pool.num_losses
         if (
             received is None
             or not received.is_of(env_ids)
-            or received.stamp != stamp
+            or received.stamp != (engine.pool.words.number[0], engine.pool.num_losses)
             # A rollout that has given no command yet has moved the roots.
             or engine.positions.where is not engine.positions.ring
         ):
@@ -215,40 +214,39 @@ class Exchange:
 
     def _take(self, ready: np.ndarray, *, with_root: bool) -> TensorDictBase:
         """Build the batch of envs that have answered, and mark them as received."""
-        engine, batches, flights = (
-            self._engine,
-            self._engine.batches,
-            self._engine.flights,
-        )
+        engine = self._engine
         columns = engine.states.columns[ready]
-        td = batches.current(ready) if with_root else None  # 1
-        flights.open_delivery(ready)  # 2
+        td = engine.batches.current(ready) if with_root else None  # 1
+        engine.flights.open_delivery(ready)  # 2
         leaves = is_over = None
         next_td: TensorDictBase
         # 3
         if not (engine.plain.rows or engine.positions.has_interrupted):
-            next_td, leaves, is_over = batches.groups[0].next_at(columns, ready)
+            next_td, leaves, is_over = engine.batches.groups[0].next_at(columns, ready)
         else:
-            next_td = batches.next_of(ready, columns)
+            next_td = engine.batches.next_of(ready, columns)
         if td is None:
             td = maker(next_td.batch_size, next_td.device)({})
         else:
             self._add_inputs(td, ready)
         set_next(td, next_td)
-        if flights.deliver(ready, is_over) is not None:
+        if engine.flights.deliver(ready, is_over) is not None:
             leaves = None
         set_ids(td, ready)
         if td.ndim == 1:
-            ids: Any = get_leaf(td, ENV_IDS)
-            stamp = engine.pool.words.number[0], engine.pool.num_losses
-            writes = 0 if leaves is None else num_writes(leaves)
-            engine.received = Received(ids, ready, leaves, writes, stamp)  # 4
+            engine.received = Received(  # 4
+                get_leaf(td, ENV_IDS),
+                ready,
+                leaves,
+                num_writes(leaves or []),
+                (engine.pool.words.number[0], engine.pool.num_losses),
+            )
         return td
 
     def _add_inputs(self, td: TensorDictBase, env_ids: np.ndarray) -> None:
         """Add the inputs of the envs' latest steps to a batch."""
         engine, places = self._engine, self._engine.positions.places
-        groups = {0} if places.is_one_group else {*places.group_of[env_ids].tolist()}
+        groups = {*places.group_of[env_ids].tolist()}
         if len(groups) == 1:
             intake, rows = engine.intakes[groups.pop()], places.rows_of(env_ids)
             for leaf, target in zip(intake.leaves, intake.targets, strict=True):

@@ -72,7 +72,6 @@ class _Sizes:
     def _make(self, count: int) -> _Size:
         batch, spec, lead = self._batch, self._batch.spec, (count,)
         inputs = [leaf.key for leaf in input_leaves(spec)]
-        next_requests = _requests("next", next_leaves(spec), count)
         root_requests = _requests("root", root_leaves(spec), count)
         return _Size(
             make=maker(torch.Size(lead), batch.device),
@@ -85,7 +84,12 @@ class _Sizes:
                 batch.device,
             ),
             root=batch.shell("root", lead),
-            next_layout=lay_out([*next_requests, ((ENV_IDS,), lead, "int64")]),
+            next_layout=lay_out(
+                [
+                    *_requests("next", next_leaves(spec), count),
+                    ((ENV_IDS,), lead, "int64"),
+                ]
+            ),
             before_layout=lay_out(
                 [*root_requests, *_requests("input", input_leaves(spec), count)]
             ),
@@ -109,13 +113,8 @@ def _requests(
     return [((section, *leaf.key), (count, *leaf.shape), leaf.dtype) for leaf in leaves]
 
 
-def compile_exchange(engine: Engine) -> FastExchange | None:
-    """Return sends and receives in C; None if `engine.plain` has reasons against them."""
-    return None if engine.plain.recv else FastExchange(engine)
-
-
 class FastExchange:
-    """`Exchange` tries these calls first. Its callers hold the call guard."""
+    """Sends and receives in C, only if `Plain.recv` has no reason against them. Its callers hold the call guard."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -198,12 +197,10 @@ class FastExchange:
         if min_envs.__class__ is not int or min_envs < 1:
             return 0
         if max_envs is None:
-            return min(self._native.wait(ids, min_envs), min_envs)
-        return (
-            min(self._native.wait(ids, min_envs), max_envs)
-            if max_envs.__class__ is int and max_envs >= min_envs
-            else 0
-        )
+            max_envs = min_envs
+        if max_envs.__class__ is not int or max_envs < min_envs:
+            return 0
+        return min(self._native.wait(ids, min_envs), max_envs)
 
     def _hand_out(self, count: int, *, with_root: bool) -> TensorDict | None:
         engine = self._engine

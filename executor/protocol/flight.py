@@ -46,7 +46,7 @@ from envherd.executor.pools.replies import Outcome
 from envherd.executor.processes.error_messages import Frame, env_error, first_fault
 from envherd.executor.protocol.call_guard import call_name
 from envherd.executor.protocol.env_states import EnvStates, Event, State
-from envherd.executor.protocol.losses import Losses
+from envherd.executor.protocol.losses import NOBODY, Losses
 from envherd.executor.protocol.positions import Positions, some_or_none
 from envherd.executor.protocol.side_data import SideData
 from envherd.executor.start.waiting import DeadlinePassed
@@ -57,8 +57,7 @@ from envherd.workers.protocol import OP_BITS, RESET, STEP, STEP_RESET, Flag, Op
 #: `(env_ids [k], columns [k] of their steps, replace)`: calls `replace` and resets the envs.
 Renew = Callable[[np.ndarray, np.ndarray, Callable[[], None]], None]
 
-_NOBODY = np.zeros(0, np.int64)
-_NOTHING: Mapping[int, Prepare] = {}
+NO_EXTRAS: Mapping[int, Prepare] = {}
 
 
 class Flight:
@@ -86,11 +85,11 @@ class Flight:
 
     resets: np.ndarray | None = None
     cut: np.ndarray | None = None
-    extras: Mapping[int, Prepare] = _NOTHING
+    extras: Mapping[int, Prepare] = NO_EXTRAS
     is_parked = has_landed = False
     ended: np.ndarray | None = None
     was_reset: np.ndarray | None = None
-    dead = _NOBODY
+    dead = NOBODY
 
     def __init__(
         self, flights: Flights, op: Op, ids: np.ndarray | None, at: Any
@@ -113,10 +112,10 @@ class Flight:
 
     def note_resets(self, resets: np.ndarray | None) -> None:
         """Set `was_reset` of a flight all of whose envs have answered, by its `ended` and its `resets`."""
-        self.was_reset = self.ended if self.op == STEP_RESET else None
-        if resets is not None:
+        self.was_reset = resets
+        if self.op == STEP_RESET and self.ended is not None:
             self.was_reset = (
-                resets if self.was_reset is None else np.union1d(resets, self.was_reset)
+                self.ended if resets is None else np.union1d(resets, self.ended)
             )
 
     def land(self, timeout_s: float | None = None) -> Flight:
@@ -181,12 +180,10 @@ class Flights:
     def __init__(
         self, pool: Pool, positions: Positions, side: SideData, options: ExecutorOptions
     ) -> None:
-        self.pool, self.positions, self.side, self._options = (
-            pool,
-            positions,
-            side,
-            options,
-        )
+        self.pool = pool
+        self.positions = positions
+        self.side = side
+        self._options = options
         self.all_ids = np.arange(pool.num_envs)
         self.states = EnvStates(pool.num_envs)
         self.current: Flight | None = None
@@ -245,7 +242,7 @@ class Flights:
         ids: np.ndarray,
         *,
         at: np.ndarray | None = None,
-        extras: Mapping[int, Prepare] = _NOTHING,
+        extras: Mapping[int, Prepare] = NO_EXTRAS,
         is_parked: bool = False,
     ) -> Flight:
         """Give some envs a RESET. Reset masks must have been written.
@@ -334,7 +331,8 @@ class Flights:
             states.start(cut, Op.RESET, at + positions.where.root_ahead)
         elif cut is not None:
             # No worker gets it, and its row is complete.
-            states.ops[cut], states.columns[cut] = int(op), at
+            states.ops[cut] = int(op)
+            states.columns[cut] = at
             states.move(cut, Event.IS_LOST)
 
     def _submit(self, flight: Flight, flags: int) -> None:
@@ -363,16 +361,18 @@ class Flights:
     def land(self, flight: Flight, timeout_s: float | None = None) -> None:
         """Wait for a flight and handle the outcome; see `Flight.land`."""
         if flight.is_parked:
-            given = (
-                flight.ids
-                if flight.cut is None or flight.op != STEP
-                else np.setdiff1d(flight.ids, flight.cut)
-            )
+            given = flight.ids
+            if flight.cut is not None and flight.op == STEP:
+                given = np.setdiff1d(given, flight.cut)
+            # An interrupt of another call may have broken it off.
             if not self.states.under_way[given].all():
                 raise ResetNeeded(
                     f"{call_name()} failed: its step or reset was interrupted. Reset the envs."
                 )
-            flight.is_parked, flight.outer, self.current = False, self.current, flight
+            flight.outer = self.current
+            # Parked until it has an owner: an interrupt in between leaves it to the next `land`.
+            self.current = flight
+            flight.is_parked = False
         self._wait(flight, timeout_s)
         if self.pool.outcome or self.renewal is not None:
             self._land_unusual(flight)
@@ -399,13 +399,13 @@ class Flights:
             self.positions.hold()
             self.side.note_values(outcome.side)
             self.side.infos.take(outcome.infos, env_ids)
+        elif self.side.infos.has_rows and env_ids is self.all_ids:
+            self.side.infos.take_all()
         elif self.side.infos.has_rows:
-            self.side.infos.take_all() if env_ids is self.all_ids else self.side.infos.take(
-                {}, env_ids
-            )
+            self.side.infos.take({}, env_ids)
 
     def _wait(self, flight: Flight, timeout_s: float | None) -> None:
-        ids, pool, options = flight.ids, self.pool, self._options
+        ids, options = flight.ids, self._options
         limits = options.step_timeout_s, options.reset_timeout_s
         if timeout_s is not None:
             limits = timeout_s, 0.0
@@ -415,7 +415,7 @@ class Flights:
             # No reset can be the reason for more time.
             limits = options.step_timeout_s, 0.0
         try:
-            answered = pool.wait_some(
+            answered = self.pool.wait_some(
                 ids, len(ids), *limits, kill_late=timeout_s is None
             )
         except EnvherdError:
@@ -423,9 +423,9 @@ class Flights:
             raise
         if len(answered) == len(ids):
             return
-        if pool.outcome.losses and options.on_worker_loss != "restart":
+        if self.pool.outcome.losses and options.on_worker_loss != "restart":
             # The flight stays open: the next call waits for the others.
-            raise next(iter(pool.outcome.losses.values()))
+            raise next(iter(self.pool.outcome.losses.values()))
         raise DeadlinePassed(
             f"{call_name()} failed: expected {len(ids)} envs within {timeout_s:g} s. Reset them."
         )
@@ -447,32 +447,32 @@ class Flights:
             flight: its envs have answered.
             is_over: bool `[k]`, whether their steps have ended their episodes, if all are steps and that is known.
         """
-        positions, ids, ahead = (
-            self.positions,
-            flight.ids,
-            self.positions.where.root_ahead,
-        )
+        positions = self.positions
+        ids = flight.ids
         has_all = flight.op != RESET and flight.cut is None and not len(flight.dead)
         is_whole = has_all and flight.resets is None
         if flight.is_all and (is_whole or (has_all and self.native is not None)):
             flight.ended = self._land_all(flight)
             flight.note_resets(flight.resets)
             return
-        ops, at = self.states.ops[ids], self.states.columns[ids]
+        ahead = positions.where.root_ahead
+        ops = self.states.ops[ids]
+        at = self.states.columns[ids]
         if flight.op == RESET:
             is_over = np.zeros(len(ids), bool)
         else:
             # Envs that are reset instead have a `next` as well.
             steps = at if is_whole else at - ahead * (ops == RESET)
-            is_over = (
-                positions.where.next_done_of(ids, steps) if is_over is None else is_over
-            )
+            if is_over is None:
+                is_over = positions.where.done_of("next", ids, steps)
             positions.stepped(ids, steps)  # 4
             positions.is_mixed = positions.is_mixed and not flight.is_all
+            # No env has ended: what follows would take 10 us to find that out.
             if is_whole and 1 not in is_over.tobytes():
                 self.states.move(ids, Event.ANSWERED)
                 return
-        is_reset, is_alive = ops == RESET, ~np.isin(ids, flight.dead)
+        is_reset = ops == RESET
+        is_alive = ~np.isin(ids, flight.dead)
         flight.ended = some_or_none(ids[is_over])
         is_fresh = (is_reset | is_over & (ops == STEP_RESET)) & is_alive
         flight.was_reset = some_or_none(ids[is_fresh])
@@ -480,6 +480,7 @@ class Flights:
             is_over[is_fresh] = positions.were_reset(
                 flight.was_reset, (at + ahead * ~is_reset)[is_fresh]
             )
+        # Envs that a STEP has left out are not under way.
         has_answered = is_alive & self.states.under_way[ids]
         self.states.move(ids[has_answered & is_over], Event.ENDS)
         self.states.move(ids[has_answered & ~is_over], Event.ANSWERED)
@@ -494,7 +495,8 @@ class Flights:
         if self.native is not None:
             num_ended = self.native.land(positions.where.in_c)
             positions.is_mixed = False  # 4
-            return self.ended[:num_ended].copy() if num_ended else None
+            # A copy: the next step overwrites it, and callers keep the flight.
+            return some_or_none(self.ended[:num_ended].copy())
         ended = over = positions.where.ended_at(column)
         positions.all_stepped(column)  # 4
         positions.is_mixed = False
@@ -606,7 +608,7 @@ class Flights:
         self.side.infos.put("next", of_steps, due)
         flight.was_reset = np.union1d(
             failed[is_due],
-            flight.was_reset if flight.was_reset is not None else _NOBODY,
+            flight.was_reset if flight.was_reset is not None else NOBODY,
         )
         return None
 
@@ -702,7 +704,7 @@ class Flights:
             pool.words.answers_lost[faulty] = True  # 7: from here on, `left` has them
         self._num_settled = -1  # 7
         reported = pool.outcome.hand_out(faulty)
-        losses, broken = reported.losses, set[int]()
+        broken = set[int]()
         if raised is None:
             broken = {i for i, fault in faults.items() if fault["phase"] == "reset"}
             pool.outcome.keep(reported, broken)
@@ -710,7 +712,7 @@ class Flights:
         answers_lost = self.states.under_way & pool.words.must_complete()
         workers = {int(w) for w in pool.worker_of[answers_lost]} & set(pool.lost)
         error = self.losses.replace(
-            {**{w: pool.lost[w] for w in workers}, **losses}, _NOBODY
+            {**{w: pool.lost[w] for w in workers}, **reported.losses}, NOBODY
         )
         left = np.flatnonzero(self.states.under_way & pool.words.must_complete())
         if error is not None:  # the others' answers are not lost by that
@@ -724,13 +726,15 @@ class Flights:
 
     def is_written(self, column: int) -> bool:
         """Return whether workers may be writing to a column of the ring for a step of all envs."""
-        positions, states, flight = self.positions, self.states, self.current
+        positions, flight = self.positions, self.current
         if column != positions.column or positions.where is not positions.ring:
             return False
         while flight is not None and not (flight.is_all and not flight.has_landed):
             flight = flight.outer
         # Parked.
-        return flight is not None or column in states.columns[states.under_way]
+        return (
+            flight is not None or column in (self.states.columns[self.states.under_way])
+        )
 
     def has_reports(self) -> bool:
         """Return whether the pool reports more than rows, or a loss that was not handled for sent envs."""
@@ -779,31 +783,28 @@ class Flights:
         if not faults:
             return None
         is_interrupted = self.losses.may_interrupt(faults)
-        error = self.fault_error(faults, is_interrupted=is_interrupted)
-        if not is_interrupted:
-            return error
-        self.losses.log(error, len(faults))
-        return None
-
-    def fault_error(
-        self, faults: Mapping[int, Frame], *, is_interrupted: bool
-    ) -> EnvherdError:
-        """Return the error for envs' exceptions, whose episodes it writes to capsules."""
         frames = list(faults.values())
-        worker_id = int(self.pool.worker_of[first_fault(frames)["env_id"]])
         if all(frame["type_name"] == InternalError.__name__ for frame in frames):
             return InternalError(frames[0]["message"], env_ids=tuple(sorted(faults)))
-        pid, gpu = self.pool.pid_of(worker_id), self.pool.gpu_of(worker_id)
+        worker_id = int(self.pool.worker_of[first_fault(frames)["env_id"]])
         error: EnvherdError = env_error(
-            frames, worker_id, pid, gpu, is_interrupted=is_interrupted
+            frames,
+            worker_id,
+            self.pool.pid_of(worker_id),
+            self.pool.gpu_of(worker_id),
+            is_interrupted=is_interrupted,
         )
+        # Also of those that only interrupt: their episodes are written to capsules.
         watcher = self.pool.watcher
         if watcher is not None:
             for frame in frames:
                 error = watcher.add_to(
                     error, int(self.pool.worker_of[frame["env_id"]]), frame
                 )
-        return error
+        if not is_interrupted:
+            return error
+        self.losses.log(error, len(faults))
+        return None
 
     # ---- after an interrupt ------------------------------------------------------------------
 
@@ -813,13 +814,14 @@ class Flights:
         while flight is not None:
             self._break_off(flight)
             flight = flight.outer
-        pool, options = self.pool, self._options
+        pool = self.pool
         # The call may have been broken off between a command and its announcement.
         pool.wake_workers()
+        # Those that were broken off, whose commands are still carried out. Envs that were sent stay so.
         idle = np.flatnonzero(~self.states.under_way)
         limits = [
             s
-            for s in (options.step_timeout_s, options.reset_timeout_s)
+            for s in (self._options.step_timeout_s, self._options.reset_timeout_s)
             if s is not None
         ]
         pool.wait_some(idle, len(idle), max(limits, default=None), through_losses=True)

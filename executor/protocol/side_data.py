@@ -47,8 +47,7 @@ class SideData:
         Args:
             in_root: bool `[N]`, see `Positions`.
         """
-        root, following = self.root, self.next
         return {
-            i: root[i] if is_root else following[i]
+            i: self.root[i] if is_root else self.next[i]
             for i, is_root in enumerate(in_root.tolist())
         }
