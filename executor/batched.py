@@ -114,7 +114,6 @@ class BatchedEnv:
         self._fast_step, self._fast_step_reset = (
             compile_step(self._engine, op) for op in (Op.STEP, Op.STEP_RESET)
         )
-        self._exchange.fast = None
         if not self._engine.plain.recv:
             self._exchange.fast = FastExchange(self._engine)
 

@@ -108,7 +108,7 @@ class Engine(Calls):
             self.flights.native = pool.compile(self.facts())
 
     def facts(self) -> dict[str, Any]:
-        """Return the arguments for C; see `executor/native/exchange.c`."""
+        """Return the arguments for C, as `executor/native/exchange.c` names them."""
         batch, positions = self.batches.groups[0], self.positions
         facts = {
             "states": self.states.values,
@@ -193,7 +193,7 @@ class Engine(Calls):
         Args:
             td: batch `[N]` with the inputs.
             op: STEP or STEP_RESET.
-            cut: see `flight.Flight`.
+            cut: int64 `[j]`, as of `flight.Flight`.
         """
         if td.batch_size[:1] != (self.num_envs,):
             raise wrong_rows("step", self.num_envs, td)
@@ -201,6 +201,7 @@ class Engine(Calls):
         flight = self.flights.begin(
             op, cut=cut, write_inputs=partial(self.write_inputs, td)
         )
+        # Batches are made while the workers step; only the rows are missing then.
         draft = None if self.plain.rows else self.batches.steps.draft[op](flight.at)
         return self.land_step(flight, draft)
 
@@ -218,6 +219,7 @@ class Engine(Calls):
         try:
             self.flights.land(flight)
         except EnvherdError as error:
+            # Else the rows of the other envs are not complete.
             if flight.has_landed:
                 error.partial = batches.next_td(batches.next_leaves(flight.at))
             raise
@@ -236,6 +238,7 @@ class Engine(Calls):
         """After a call was broken off anywhere: wait for pending commands, and drop their answers."""
         self.is_rolling = False
         self.received = None
+        # Before the flights, which mark roots where the positions are: not in a storage that a rollout gives back.
         self.positions.move_back()
         old = self.pool.blueprint
         self._send_calls(
@@ -259,7 +262,7 @@ class Engine(Calls):
             self.recover()
 
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
-        """Send envs a request other than a step; see `Pool.ask`. They answer after the steps that were sent before.
+        """Send envs a request other than a step (`Pool.ask`). They answer after the steps that were sent before.
 
         A worker reads requests before commands, so this waits for those steps; `recv` still returns them.
         """
@@ -281,12 +284,12 @@ class Engine(Calls):
 
         Args:
             env_ids: int64 `[k]`.
-            extras: see `extras_of`.
+            extras: from `extras_of`.
         """
         self.flights.begin_resets(env_ids, extras=extras).land()
 
     def rebuild(self, env_ids: np.ndarray, blueprint: Blueprint) -> None:
-        """Replace envs, int64 `[k]`, by those of a blueprint of as many; see `BatchedEnv.rebuild`.
+        """Replace envs, int64 `[k]`, by those of a blueprint of as many, for `BatchedEnv.rebuild`.
 
         Until the pool's own blueprint has the new calls, the old ones count: after an error or an interrupt, the next
         call gives them to the workers again (`recover`).
@@ -302,6 +305,7 @@ class Engine(Calls):
             env_ids, zip(blueprint.factories, blueprint.env_kwargs, strict=True)
         )
         self.ask("rebuild", env_ids.tolist())
+        # Envs and calls change at once: in between, a successor would build the wrong env.
         with uninterrupted():
             self.pool.blueprint.take_calls(env_ids.tolist(), blueprint)
             self.pool.slab.words["episode"][env_ids] = 0
@@ -340,7 +344,7 @@ class Engine(Calls):
 
         Returns:
             `(fresh, cut)`: bool `[N]`, envs that were reset; int64 `[k]`, envs that were running until a loss during
-            this call or elsewhere (see `Flight`, `take_over`), or None for none.
+            this call or elsewhere (`cut` of a flight, `take_over`), or None for none.
         """
         was_lost = self.states.values == State.CUT
         if auto_reset:
@@ -352,6 +356,7 @@ class Engine(Calls):
             return needs_reset, None
         fresh = needs_reset & ~was_lost
         positions = self.positions
+        # Only these can lose an episode in the resets below.
         running = (
             np.flatnonzero(~fresh).tolist()
             if positions.has_interrupted or was_lost.any()

@@ -9,8 +9,8 @@ RUNNING         in an episode
 ENDED           its latest row ended its episode
 CUT             its episode was ended from outside: the next step of all envs has a truncated row in its place
 STEPPING        it has a STEP; its answer is not taken yet
-STEP_RESETTING  it has a STEP_RESET, likewise
-RESETTING       it has a RESET, likewise
+STEP_RESETTING  it has a STEP_RESET; its answer is not taken yet
+RESETTING       it has a RESET; its answer is not taken yet
 
 `print(table())` prints the transitions.
 """
@@ -185,6 +185,7 @@ class EnvStates:
             ResetNeeded: a step of an env that must be reset.
         """
         values = self.values[env_ids]
+        # The usual case: one comparison of bytes.
         if event != Event.RESET and values.tobytes() == self.running[: len(values)]:
             return
         following = values.tobytes().translate(_NEXT[event])
@@ -211,7 +212,7 @@ class EnvStates:
         """Note that something has happened to some envs.
 
         Raises:
-            Busy, ResetNeeded: the event is a command that is refused; see `check`. No env has moved.
+            Busy, ResetNeeded: the event is a command that `check` refuses. No env has moved.
         """
         following = self.values[env_ids].tobytes().translate(_NEXT[event])
         if _IMPOSSIBLE_BYTE in following:

@@ -81,6 +81,7 @@ class Exchange:
         received = self._engine.received
         if received is not None and received.is_of(env_ids):
             return received.env_ids
+        # A mask or list from outside may be of any kind; numpy decides what it is.
         is_array = isinstance(env_ids, (torch.Tensor, np.ndarray, int, np.integer))
         ids = np.atleast_1d(to_numpy(env_ids if is_array else list(env_ids)))
         if ids.dtype == bool and ids.shape == (num_envs,):
@@ -196,6 +197,7 @@ class Exchange:
                 f"recv failed: expected max_envs of at least {least} (min_envs), got {most}."
             )
         most = min(most, len(sent))
+        # With a deadline, as many as may come by then; the least is checked afterwards.
         ready = self._wait_for(sent, least if timeout_s is None else most, timeout_s)
         if len(ready) < least:
             raise DeadlinePassed(
@@ -218,6 +220,7 @@ class Exchange:
         columns = engine.states.columns[ready]
         td = engine.batches.current(ready) if with_root else None  # 1
         engine.flights.open_delivery(ready)  # 2
+        # Unless all rows are known: then the flags that were copied also say which envs have ended.
         leaves = is_over = None
         next_td: TensorDictBase
         # 3
@@ -230,6 +233,7 @@ class Exchange:
         else:
             self._add_inputs(td, ready)
         set_next(td, next_td)
+        # After a reset, `next` is no longer the env's root.
         if engine.flights.deliver(ready, is_over) is not None:
             leaves = None
         set_ids(td, ready)

@@ -33,7 +33,7 @@ _KEPT_BYTES, _LEAST_KEPT = 1 << 24, 4
 
 
 class _Size(NamedTuple):
-    """The functions that create batches of one number of envs; see `_Sizes`.
+    """The functions that create batches of one number of envs.
 
     Attributes:
         make: makes a batch of a dict.
@@ -103,6 +103,7 @@ class _Sizes:
             layout = layout_of(self.of(count))
             return ReusedMemory(layout.nbytes, splitter(layout.fields, layout.nbytes))
 
+        # At least a few sizes of large batches, and all sizes of small ones.
         largest = ReusedMemory.NUM_BLOCKS * layout_of(self.of(self._num_envs)).nbytes
         return functools.lru_cache(max(_LEAST_KEPT, 2 * _KEPT_BYTES // largest))(make)
 
@@ -123,15 +124,17 @@ class FastExchange:
         self._intake = None if engine.plain.send else engine.plain_intake
 
     def _is_plain(self) -> bool:
-        engine = self._engine
         # Closed by another thread, or in a signal's handler, during the wait.
         return not (
-            engine.guard.is_closed or engine.pool.absent or engine.flights.has_reports()
+            self._engine.guard.is_closed
+            or self._engine.pool.absent
+            or self._engine.flights.has_reports()
         )
 
     def _as_ids(self, env_ids: Any) -> np.ndarray | None:
         """Return ids as int64 `[k]`, without a check of their values; None for other objects."""
         received = self._engine.received
+        # The usual case: the ids are compared, not copied.
         if received is not None and received.is_of(env_ids):
             return received.env_ids
         if (
@@ -211,10 +214,12 @@ class FastExchange:
             before, before_leaves = self._sizes.before_memory(count).take()
         env_ids = np.empty(count, np.int64)
         num_reset = self._native.take(count, memory, before, env_ids)
+        # The caller looks again, in Python: nothing was taken.
         if num_reset < 0:
             return None
         if engine.side.infos.has_rows:
             engine.side.infos.take({}, env_ids)
+        # C has written the ids behind the last leaf of `next`.
         ids = leaves.pop()
         next_td = size.next.build(leaves)
         if with_root:

@@ -83,22 +83,33 @@ class Flight:
         dead: int64 `[j]`, envs that raised or were lost.
     """
 
-    resets: np.ndarray | None = None
-    cut: np.ndarray | None = None
-    extras: Mapping[int, Prepare] = NO_EXTRAS
-    is_parked = has_landed = False
+    has_landed = False
     ended: np.ndarray | None = None
     was_reset: np.ndarray | None = None
     dead = NOBODY
 
-    def __init__(
-        self, flights: Flights, op: Op, ids: np.ndarray | None, at: Any
+    def __init__(  # noqa: PLR0913  # the parts of a command
+        self,
+        flights: Flights,
+        op: Op,
+        ids: np.ndarray | None,
+        at: Any,
+        *,
+        resets: np.ndarray | None = None,
+        cut: np.ndarray | None = None,
+        extras: Mapping[int, Prepare] = NO_EXTRAS,
+        is_parked: bool = False,
     ) -> None:
         self._flights = flights
         self.op = op
         self.is_all = ids is None
         self.ids: np.ndarray = flights.all_ids if ids is None else ids
         self.at = at
+        self.resets = resets
+        self.cut = cut
+        # Kept: a successor's reset must have the same seeds and options.
+        self.extras = extras
+        self.is_parked = is_parked
         self.number = flights.pool.words.number[0]
         self.outer = flights.current
 
@@ -211,7 +222,7 @@ class Flights:
             op: STEP or STEP_RESET.
             at: the column of the rows; None for the next one of the ring.
             resets: int64 `[j]`, envs that are reset instead. Their `next` has reward 0 and no flag.
-            cut: int64 `[j]`, see `Flight`; None for those that are CUT. A STEP_RESET resets them, a STEP leaves them
+            cut: int64 `[j]`, as of `Flight`; None for those that are CUT. A STEP_RESET resets them, a STEP leaves them
                 out.
             write_inputs: checks and writes the inputs; called after all other checks. None if they have been written.
             is_parked: the call may end before the flight lands.
@@ -219,6 +230,7 @@ class Flights:
         Raises:
             Busy, ResetNeeded, ActionError, WorkerLost, WorkerTimeout: refused; nothing was sent or changed.
         """
+        # A loop of plain steps pays one comparison of bytes for all of these checks.
         if resets is not None or cut is not None or not self.states.are_running():
             if cut is None:
                 cut = some_or_none(np.flatnonzero(self.states.values == State.CUT))
@@ -229,13 +241,11 @@ class Flights:
         self.pool.await_workers(self.all_ids)
         if write_inputs is not None:
             write_inputs()
-        flight = Flight(
-            self, op, None, self.positions.next_column() if at is None else at
+        if at is None:
+            at = self.positions.next_column()
+        return self._give(
+            Flight(self, op, None, at, resets=resets, cut=cut, is_parked=is_parked)
         )
-        flight.resets = resets
-        flight.cut = cut
-        flight.is_parked = is_parked
-        return self._give(flight)
 
     def begin_resets(
         self,
@@ -250,31 +260,30 @@ class Flights:
         Args:
             ids: int64 `[k]`, all different.
             at: the columns of the roots, int64 `[k]`; None for `Positions.reset_columns`.
-            extras: see `Flight`.
+            extras: env id -> message to send ahead of its RESET.
             is_parked: the call may end before the flight lands.
 
         Raises:
             Busy, WorkerLost, WorkerTimeout: refused; nothing was sent or changed.
         """
         self.states.check(Op.RESET, ids)
+        # Before the workers are waited for: it may replace some of them.
         if self.renewal is not None:
             self.renewal.before_resets(ids, self.losses.lose)
         self.pool.await_workers(ids)
-        flight = Flight(
-            self, Op.RESET, ids, self.positions.reset_columns(ids) if at is None else at
+        if at is None:
+            at = self.positions.reset_columns(ids)
+        return self._give(
+            Flight(self, Op.RESET, ids, at, extras=extras, is_parked=is_parked)
         )
-        flight.extras = extras
-        flight.is_parked = is_parked
-        return self._give(flight)
 
     def send(self, op: Op, ids: np.ndarray, write_inputs: Callable[[], None]) -> None:
-        """Give some envs, int64 `[k]`, a step each, which `wait_for` and `deliver` land one by one; see `begin`."""
+        """Give some envs, int64 `[k]`, a step each, which `wait_for` and `deliver` land one by one."""
         self.states.check(op, ids)
         self.pool.await_workers(ids)
         write_inputs()
-        flight = Flight(self, op, ids, self.positions.next_columns(ids))
-        flight.is_parked = True
-        self._give(flight, Flag.EACH)
+        columns = self.positions.next_columns(ids)
+        self._give(Flight(self, op, ids, columns, is_parked=True), Flag.EACH)
 
     def _give(self, flight: Flight, flags: int = 0) -> Flight:
         """Give the envs of a flight their commands, with these flags; return the flight."""
@@ -297,6 +306,7 @@ class Flights:
                 self._depart(flight)  # 2
                 self._submit(flight, flags)
         except EnvherdError:
+            # Refused after the command was written: some workers may carry it out.
             is_given = self.pool.words.number[0] > flight.number
             self._close(flight, Event.IS_BROKEN_OFF if is_given else Event.IS_WITHDRAWN)
             raise
@@ -350,8 +360,7 @@ class Flights:
 
     def adopt(self, op: Op, at: int, resets: np.ndarray | None) -> Flight:
         """Return the flight of a STEP or STEP_RESET of all envs that `fast_step` has given but cannot land."""
-        flight = Flight(self, op, None, at)
-        flight.resets = resets
+        flight = Flight(self, op, None, at, resets=resets)
         flight.outer = None
         self.current = flight
         return flight
@@ -359,7 +368,7 @@ class Flights:
     # ---- land --------------------------------------------------------------------------------
 
     def land(self, flight: Flight, timeout_s: float | None = None) -> None:
-        """Wait for a flight and handle the outcome; see `Flight.land`."""
+        """Wait for a flight and handle the outcome, for `Flight.land`."""
         if flight.is_parked:
             given = flight.ids
             if flight.cut is not None and flight.op == STEP:
@@ -441,7 +450,7 @@ class Flights:
     def _note_rows(self, flight: Flight, is_over: np.ndarray | None = None) -> None:
         """Update the positions and the states of the envs of a flight.
 
-        Some of them may be dead, or left out (see `Flight.cut`).
+        Some of them may be dead, or left out (`Flight.cut`).
 
         Args:
             flight: its envs have answered.
@@ -467,7 +476,7 @@ class Flights:
                 is_over = positions.where.done_of("next", ids, steps)
             positions.stepped(ids, steps)  # 4
             positions.is_mixed = positions.is_mixed and not flight.is_all
-            # No env has ended: what follows would take 10 us to find that out.
+            # No env has ended, as in most steps.
             if is_whole and 1 not in is_over.tobytes():
                 self.states.move(ids, Event.ANSWERED)
                 return
@@ -496,7 +505,7 @@ class Flights:
             num_ended = self.native.land(positions.where.in_c)
             positions.is_mixed = False  # 4
             # A copy: the next step overwrites it, and callers keep the flight.
-            return some_or_none(self.ended[:num_ended].copy())
+            return self.ended[:num_ended].copy() if num_ended else None
         ended = over = positions.where.ended_at(column)
         positions.all_stepped(column)  # 4
         positions.is_mixed = False
@@ -592,11 +601,13 @@ class Flights:
             return None
         due = failed[is_due].tolist()
         extras = flight.extras
+        # An env whose reset has raised may be in any state, so it is built again.
         if broken:
             extras = {
                 i: replace(extras.get(i, Prepare(env_id=i)), rebuilds=i in broken)
                 for i in due
             }
+        # The resets below replace all infos of these envs, but their steps' are still to be read.
         of_steps = self.side.infos.read("next")
         at = self.states.columns[failed] + self.positions.where.root_ahead * (
             ops != RESET
@@ -755,7 +766,7 @@ class Flights:
     def deliver(
         self, env_ids: np.ndarray, is_over: np.ndarray | None
     ) -> np.ndarray | None:
-        """Update the positions of sent envs that are handed out now; see `open_delivery`.
+        """Update the positions of sent envs that are handed out now, after `open_delivery`.
 
         Args:
             env_ids: int64 `[k]`.

@@ -80,6 +80,7 @@ class Losses:
         env_ids = np.array([*faults], np.int64)
         steps = self._pool.slab.words["env_steps"][env_ids]
         self.num_errors[env_ids] += 1
+        # An env that has stepped since its last exception begins to count again.
         self._num_in_a_row[env_ids] *= steps == self._num_steps[env_ids]
         self._num_in_a_row[env_ids] += 1
         self._num_steps[env_ids] = steps

@@ -58,7 +58,7 @@ class Columns:
     Attributes:
         target: its number in commands.
         root_ahead: column offset from a step's `next` to the root after it: 0 in the ring, 1 in a storage.
-        in_c: the argument for C, of envs of one kind; see `executor/native/exchange.c`.
+        in_c: `target` of the calls in `executor/native/exchange.c`, for envs of one kind.
         groups: per group, `("next" | "root", *key)` -> array `[column, row, ...]` (VIEW).
     """
 
@@ -400,6 +400,7 @@ class Positions:
         """Make the present root of an env also that of others, int64 `[k]` (with its side values)."""
         latest = {key: array.copy() for key, array in self.latest_root(source).items()}
         side = self._side.latest(self.in_root)[source]
+        # As a reset would: no frame is used up, and no view changes.
         columns = self.reset_columns(targets)
         for env_id, column in zip(targets.tolist(), columns.tolist(), strict=True):
             self._write_root(env_id, column, latest)
@@ -483,6 +484,7 @@ class Positions:
             dest["next", *leaf.key][...] = 0
         for leaf in spec.done:
             dest["next", *leaf.key][...] = leaf.key[-1] != "terminated"
+        # Side values have no column: those of the root are the last true ones.
         if self.in_root[env_id]:
             self._side.next[env_id] = self._side.root[env_id]
 

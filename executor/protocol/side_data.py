@@ -45,7 +45,7 @@ class SideData:
         """Return the values of each env's present root; a fresh dict.
 
         Args:
-            in_root: bool `[N]`, see `Positions`.
+            in_root: bool `[N]`, of `Positions`.
         """
         return {
             i: self.root[i] if is_root else self.next[i]
