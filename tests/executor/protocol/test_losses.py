@@ -122,13 +122,10 @@ class TestReplacing:
                 True,
                 False,
             ]
-            send = env.engine.flights.send
-
-            def send_and_stop(*arguments):
-                send(*arguments)
-                raise KeyboardInterrupt
-
-            monkeypatch.setattr(env.engine.flights, "send", send_and_stop)
+            # The last thing that a send does.
+            monkeypatch.setattr(
+                env.engine.stale_roots, "look", Mock(side_effect=KeyboardInterrupt)
+            )
             with pytest.raises(KeyboardInterrupt):
                 env.send(act(env))
             monkeypatch.undo()
