@@ -195,7 +195,8 @@ class Engine(Calls):
             op: STEP or STEP_RESET.
             cut: int64 `[j]`, as of `flight.Flight`.
         """
-        if td.batch_size[:1] != (self.num_envs,):
+        batch_size = td.batch_size
+        if not batch_size or batch_size[0] != self.num_envs:
             raise wrong_rows("step", self.num_envs, td)
         self.guard.refuse_rolling()
         flight = self.flights.begin(

@@ -83,22 +83,20 @@ class Flight:
         dead: int64 `[j]`, envs that raised or were lost.
     """
 
-    has_landed = False
+    is_parked = has_landed = False
     ended: np.ndarray | None = None
     was_reset: np.ndarray | None = None
     dead = NOBODY
 
-    def __init__(  # noqa: PLR0913  # the parts of a command
+    def __init__(  # noqa: PLR0913, PLR0917  # the parts of a command
         self,
         flights: Flights,
         op: Op,
         ids: np.ndarray | None,
         at: Any,
-        *,
         resets: np.ndarray | None = None,
         cut: np.ndarray | None = None,
         extras: Mapping[int, Prepare] = NO_EXTRAS,
-        is_parked: bool = False,
     ) -> None:
         self._flights = flights
         self.op = op
@@ -109,7 +107,6 @@ class Flight:
         self.cut = cut
         # Kept: a successor's reset must have the same seeds and options.
         self.extras = extras
-        self.is_parked = is_parked
         self.number = flights.pool.words.number[0]
         self.outer = flights.current
 
@@ -243,9 +240,8 @@ class Flights:
             write_inputs()
         if at is None:
             at = self.positions.next_column()
-        return self._give(
-            Flight(self, op, None, at, resets=resets, cut=cut, is_parked=is_parked)
-        )
+        # By position: keywords would double the time of a constructor.
+        return self._give(Flight(self, op, None, at, resets, cut), is_parked=is_parked)
 
     def begin_resets(
         self,
@@ -274,7 +270,7 @@ class Flights:
         if at is None:
             at = self.positions.reset_columns(ids)
         return self._give(
-            Flight(self, Op.RESET, ids, at, extras=extras, is_parked=is_parked)
+            Flight(self, Op.RESET, ids, at, extras=extras), is_parked=is_parked
         )
 
     def send(self, op: Op, ids: np.ndarray, write_inputs: Callable[[], None]) -> None:
@@ -283,16 +279,17 @@ class Flights:
         self.pool.await_workers(ids)
         write_inputs()
         columns = self.positions.next_columns(ids)
-        self._give(Flight(self, op, ids, columns, is_parked=True), Flag.EACH)
+        self._give(Flight(self, op, ids, columns), is_parked=True, flags=Flag.EACH)
 
-    def _give(self, flight: Flight, flags: int = 0) -> Flight:
+    def _give(self, flight: Flight, *, is_parked: bool, flags: int = 0) -> Flight:
         """Give the envs of a flight their commands, with these flags; return the flight."""
+        flight.is_parked = is_parked
         self.current = flight  # 1
         try:
             if (
-                flight.is_all
+                self.native is not None
+                and flight.is_all
                 and flight.cut is None
-                and self.native is not None
                 and not self.pool.absent
             ):
                 self.native.give(
@@ -310,7 +307,7 @@ class Flights:
             is_given = self.pool.words.number[0] > flight.number
             self._close(flight, Event.IS_BROKEN_OFF if is_given else Event.IS_WITHDRAWN)
             raise
-        if flight.is_parked:  # 3
+        if is_parked:  # 3
             self.current = flight.outer
         return flight
 
@@ -360,7 +357,7 @@ class Flights:
 
     def adopt(self, op: Op, at: int, resets: np.ndarray | None) -> Flight:
         """Return the flight of a STEP or STEP_RESET of all envs that `fast_step` has given but cannot land."""
-        flight = Flight(self, op, None, at, resets=resets)
+        flight = Flight(self, op, None, at, resets)
         flight.outer = None
         self.current = flight
         return flight
