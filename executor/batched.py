@@ -36,8 +36,8 @@ from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
 from envherd.executor.pools.replies import crossed
 from envherd.executor.protocol.engine import Engine
-from envherd.executor.protocol.exchange import ENV_IDS, Exchange, set_ids
-from envherd.executor.protocol.fast_exchange import compile_exchange
+from envherd.executor.protocol.exchange import ENV_IDS, Exchange
+from envherd.executor.protocol.fast_exchange import FastExchange
 from envherd.executor.protocol.fast_step import compile_step
 from envherd.executor.rollouts.policy_state import own_leaves
 from envherd.executor.rollouts.rollout import RolloutPolicy, RolloutRunner
@@ -114,7 +114,8 @@ class BatchedEnv:
         self._fast_step, self._fast_step_reset = (
             compile_step(self._engine, op) for op in (Op.STEP, Op.STEP_RESET)
         )
-        self._fast_exchange = compile_exchange(self._engine)
+        if not self._engine.plain.recv:
+            self._exchange.fast = FastExchange(self._engine)
 
     # ---- what it is --------------------------------------------------------------------------
 
@@ -448,20 +449,12 @@ class BatchedEnv:
         Raises:
             ActionError, ResetNeeded, Busy: refused, nothing was sent.
         """
-        fast = self._fast_exchange
         if maybe_reset not in (True, False):
             need_bools("send", maybe_reset=maybe_reset)
-        if (
-            fast is not None
-            and fast.send(td, env_ids, maybe_reset=maybe_reset) is not None
-        ):
-            return
         need_batch("send", td)
         with self._guard:
-            ids = self._exchange.ids_of(td, env_ids)
-            self._exchange.send(td, ids, Op.STEP_RESET if maybe_reset else Op.STEP)
-            if get_leaf(td, "next") is not None:
-                self._engine.stale_roots.look(td, ids)
+            self._guard.refuse_rolling()
+            self._exchange.send(td, env_ids, Op.STEP_RESET if maybe_reset else Op.STEP)
 
     def recv(
         self,
@@ -495,20 +488,12 @@ class BatchedEnv:
             TimeoutError: fewer were ready in time. Nothing is lost: receive again.
             EnvError, WorkerLost, WorkerTimeout: the envs concerned are no longer under way; the others still are.
         """
-        fast = self._fast_exchange
         if with_root not in (True, False):
             need_bools("recv", with_root=with_root)
-        if fast is not None:
-            received = fast.recv(
-                min_envs, timeout_s, max_envs, env_ids, with_root=with_root
-            )
-            if received is not None:
-                return received
         with self._guard:
             self._guard.refuse_rolling()
-            ids = None if env_ids is None else self._exchange.as_ids(env_ids)
             return self._exchange.recv(
-                min_envs, max_envs, timeout_s, ids, with_root=with_root
+                min_envs, max_envs, timeout_s, env_ids, with_root=with_root
             )
 
     def current(self, env_ids: Any = None) -> TensorDictBase:
@@ -517,19 +502,8 @@ class BatchedEnv:
         The policy and the callback of a rollout may also call it. Own memory, which it may share with the `next` of the
         batch that was received last (as `step_mdp` does). It may show writes to that `next` by numpy, but not by torch.
         """
-        fast = self._fast_exchange
-        if fast is not None and (root := fast.current(env_ids)) is not None:
-            return root
         with self._guard:
-            if (
-                env_ids is not None
-                and (td := self._exchange.recall(env_ids)) is not None
-            ):
-                return td
-            ids = self._exchange.as_ids(env_ids)
-            self._engine.refuse_under_way(ids)
-            td = self._engine.batches.current(ids)
-            return td if env_ids is None else set_ids(td, ids)
+            return self._exchange.current(env_ids)
 
     # ---- everything else ---------------------------------------------------------------------
 
@@ -749,14 +723,9 @@ class BatchedEnv:
             One answer per env, in the order asked.
         """
         with self._guard:
-            return self._ask(what, env_ids, **question)
-
-    def _ask(
-        self, what: str, env_ids: Iterable[int] | None, **question: Any
-    ) -> list[Any]:
-        ids = self._exchange.as_ids(env_ids).tolist()
-        answers = self._engine.ask(what, ids, **question)
-        return [crossed(answers[i]) for i in ids]
+            ids = self._exchange.as_ids(env_ids).tolist()
+            answers = self._engine.ask(what, ids, **question)
+            return [crossed(answers[i]) for i in ids]
 
 
 def _close_pool(pool: Pool, owner: int) -> None:

@@ -37,7 +37,7 @@ TOUCHED = {
     "plain step": (8, 23),
     "plain step with a lent frame": (9, 30),
     "step": (16, 48),
-    "plain recv": (9, 32),
+    "plain recv": (10, 37),
     "recv": (11, 61),
 }
 LENGTH = 3

@@ -124,6 +124,7 @@ class Calls:
         """
         if seeds is None and per_env is None and not common:
             return {}
+        # Before any message is made: a refused reset sends none.
         for given, name in ((seeds, "seed"), (per_env, "list_of_kwargs")):
             if given is not None and len(given) != self.num_envs:
                 raise ValueError(
@@ -137,6 +138,7 @@ class Calls:
                     f"reset failed: expected a dict in list_of_kwargs, got {own!r} (env {env_id})."
                 )
             seed = None if seeds is None else _as_seed(seeds[env_id], env_id)
+            # An env's own argument takes the place of a common one.
             options = {**common, **own} or None
             extras[env_id] = messages.Prepare(
                 env_id=env_id, seed=seed, has_seed=seeds is not None, options=options
@@ -150,7 +152,7 @@ class Calls:
         self.sampler = ActionSampler(self.specs, self.seed, self.options.first_env_id)
 
     def set_seed(self, seed: int | None, episodes: Sequence[int] | None = None) -> None:
-        """Use a new root seed everywhere; see `Pool.seed`."""
+        """Use a new root seed everywhere; the next resets begin these episodes, or episode 0 of all envs."""
         self.refuse_under_way(self.all_ids)
         self.use_seed(seed)
         self.pool.seed(self.seed, episodes)
@@ -177,6 +179,7 @@ class Calls:
         """
         with uninterrupted():
             if roots is None or ended is None:
+                # The observations from before stay: only the flags are known.
                 self.positions.mark_running()
                 self.states.move(env_ids, Event.IS_ALLOWED)
             else:

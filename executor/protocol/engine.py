@@ -27,10 +27,10 @@ from envherd.executor.protocol.call_guard import CallGuard
 from envherd.executor.protocol.calls import Calls
 from envherd.executor.protocol.env_batches import EnvBatches
 from envherd.executor.protocol.env_states import NEXT, Event, State
-from envherd.executor.protocol.flight import Flight, Flights
+from envherd.executor.protocol.flight import NO_EXTRAS, Flight, Flights
 from envherd.executor.protocol.info_reader import InfoReader
 from envherd.executor.protocol.plain import what_is_plain
-from envherd.executor.protocol.positions import Positions
+from envherd.executor.protocol.positions import Positions, some_or_none
 from envherd.executor.protocol.side_data import SideData
 from envherd.executor.protocol.stale_roots import StaleRoots
 from envherd.executor.sending.blueprint import Blueprint
@@ -38,8 +38,6 @@ from envherd.shm.interrupts import uninterrupted
 from envherd.workers import messages
 from envherd.workers.errors import EnvherdError
 from envherd.workers.protocol import Op
-
-_NO_EXTRAS: Mapping[int, messages.Prepare] = {}
 
 
 class Engine(Calls):
@@ -75,8 +73,9 @@ class Engine(Calls):
             mover = Mover(pool.slab.buffer, device, pool.plan.num_frames)
         infos = InfoReader(options.info_policy, pool.slab, pool.schemas)
         self.side = SideData(self.specs, infos)
-        lends = copy and mover is None and not options.poison
-        loans = make_loans(pool.slab, pool.lendable) if lends else None
+        loans = None
+        if copy and mover is None and not options.poison:
+            loans = make_loans(pool.slab, pool.lendable)
         self.positions = Positions(
             pool.slab, self.side, options, mover=mover, loans=loans
         )
@@ -109,13 +108,12 @@ class Engine(Calls):
             self.flights.native = pool.compile(self.facts())
 
     def facts(self) -> dict[str, Any]:
-        """Return the arguments for C; see `executor/native/exchange.c`."""
-        batch, positions, states = self.batches.groups[0], self.positions, self.states
-        plain = None if self.plain.send else self.plain_intake
-        return {
-            "states": states.values,
-            "ops": states.ops,
-            "at": states.columns,
+        """Return the arguments for C, as `executor/native/exchange.c` names them."""
+        batch, positions = self.batches.groups[0], self.positions
+        facts = {
+            "states": self.states.values,
+            "ops": self.states.ops,
+            "at": self.states.columns,
             "columns": positions.columns,
             "step_columns": positions.step_columns,
             "in_root": positions.in_root,
@@ -131,20 +129,28 @@ class Engine(Calls):
             "blank": len(batch.next_arrays)
             - len(batch.spec.reward)
             - len(batch.spec.done),
-            "action": None if plain is None else plain.target,
-            "check": 0 if plain is None or plain.legal is None else int(plain.legal),
-            "limit": 0 if plain is None else plain.limit,
+            "action": None,
+            "check": 0,
+            "limit": 0,
             "follows": NEXT,
             "answered": int(Event.ANSWERED),
             "ends": int(Event.ENDS),
         }
+        plain = self.plain_intake
+        if plain is not None and plain.legal is not None and not self.plain.send:
+            facts |= {
+                "action": plain.target,
+                "check": int(plain.legal),
+                "limit": plain.limit,
+            }
+        return facts
 
     def _make_intake(self, index: int) -> GroupIntake:
-        group, level = self.pool.slab.groups[index], self.options.check_actions
+        group = self.pool.slab.groups[index]
         present = (
             functools.partial(self.batches.present, index) if group.spec.state else None
         )
-        return GroupIntake(group, level, present)
+        return GroupIntake(group, self.options.check_actions, present)
 
     @property
     def is_in_flight(self) -> bool:
@@ -157,7 +163,9 @@ class Engine(Calls):
         self, td: TensorDictBase, env_ids: np.ndarray | None = None
     ) -> None:
         """As `write_inputs`, for envs of several kinds, or with inputs that do not go through the slab."""
-        env_ids = self.all_ids if env_ids is None else env_ids
+        if env_ids is None:
+            env_ids = self.all_ids
+        # All are checked before the first is written: a refused batch changes nothing.
         checked = []
         for group in dict.fromkeys(self.positions.places.group_of[env_ids].tolist()):
             intake = self.intakes[group]
@@ -170,13 +178,10 @@ class Engine(Calls):
             )
         for intake, ids, rows, values, side in checked:
             intake.write(values, rows)
-            if side:
-                self._send_side_inputs(ids, side)
-
-    def _send_side_inputs(self, env_ids: Iterable[int], side: list[list[Any]]) -> None:
-        for env_id, values in zip(map(int, env_ids), side, strict=True):
-            self.side_inputs[env_id] = values
-            self.pool.prepare(messages.Prepare(env_id=env_id, side=values))
+            # Empty without such inputs.
+            for env_id, own_side in zip(ids.tolist(), side, strict=bool(side)):
+                self.side_inputs[env_id] = own_side
+                self.pool.prepare(messages.Prepare(env_id=env_id, side=own_side))
 
     # ---- step --------------------------------------------------------------------------------
 
@@ -188,7 +193,7 @@ class Engine(Calls):
         Args:
             td: batch `[N]` with the inputs.
             op: STEP or STEP_RESET.
-            cut: see `flight.Flight`.
+            cut: int64 `[j]`, as of `flight.Flight`.
         """
         batch_size = td.batch_size
         if not batch_size or batch_size[0] != self.num_envs:
@@ -197,6 +202,7 @@ class Engine(Calls):
         flight = self.flights.begin(
             op, cut=cut, write_inputs=partial(self.write_inputs, td)
         )
+        # Batches are made while the workers step; only the rows are missing then.
         draft = None if self.plain.rows else self.batches.steps.draft[op](flight.at)
         return self.land_step(flight, draft)
 
@@ -214,6 +220,7 @@ class Engine(Calls):
         try:
             self.flights.land(flight)
         except EnvherdError as error:
+            # Else the rows of the other envs are not complete.
             if flight.has_landed:
                 error.partial = batches.next_td(batches.next_leaves(flight.at))
             raise
@@ -232,6 +239,7 @@ class Engine(Calls):
         """After a call was broken off anywhere: wait for pending commands, and drop their answers."""
         self.is_rolling = False
         self.received = None
+        # Before the flights, which mark roots where the positions are: not in a storage that a rollout gives back.
         self.positions.move_back()
         old = self.pool.blueprint
         self._send_calls(
@@ -255,7 +263,7 @@ class Engine(Calls):
             self.recover()
 
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
-        """Send envs a request other than a step; see `Pool.ask`. They answer after the steps that were sent before.
+        """Send envs a request other than a step (`Pool.ask`). They answer after the steps that were sent before.
 
         A worker reads requests before commands, so this waits for those steps; `recv` still returns them.
         """
@@ -271,18 +279,18 @@ class Engine(Calls):
     # ---- reset -------------------------------------------------------------------------------
 
     def reset_envs(
-        self, env_ids: np.ndarray, extras: Mapping[int, messages.Prepare] = _NO_EXTRAS
+        self, env_ids: np.ndarray, extras: Mapping[int, messages.Prepare] = NO_EXTRAS
     ) -> None:
         """Reset some envs and wait for them.
 
         Args:
             env_ids: int64 `[k]`.
-            extras: see `extras_of`.
+            extras: from `extras_of`.
         """
-        self.flights.begin(Op.RESET, env_ids, extras=extras).land()
+        self.flights.begin_resets(env_ids, extras=extras).land()
 
     def rebuild(self, env_ids: np.ndarray, blueprint: Blueprint) -> None:
-        """Replace envs, int64 `[k]`, by those of a blueprint of as many; see `BatchedEnv.rebuild`.
+        """Replace envs, int64 `[k]`, by those of a blueprint of as many, for `BatchedEnv.rebuild`.
 
         Until the pool's own blueprint has the new calls, the old ones count: after an error or an interrupt, the next
         call gives them to the workers again (`recover`).
@@ -290,12 +298,15 @@ class Engine(Calls):
         self.guard.refuse_rolling()
         self.pool.await_workers(env_ids)
         self.flights.end_episodes(env_ids)
-        self.received, self._being_rebuilt = None, env_ids
+        self.received = None
+        # Before the first message: from here an interrupt makes `recover` send the old calls.
+        self._being_rebuilt = env_ids
         self.is_dirty = True
         self._send_calls(
             env_ids, zip(blueprint.factories, blueprint.env_kwargs, strict=True)
         )
         self.ask("rebuild", env_ids.tolist())
+        # Envs and calls change at once: in between, a successor would build the wrong env.
         with uninterrupted():
             self.pool.blueprint.take_calls(env_ids.tolist(), blueprint)
             self.pool.slab.words["episode"][env_ids] = 0
@@ -334,7 +345,7 @@ class Engine(Calls):
 
         Returns:
             `(fresh, cut)`: bool `[N]`, envs that were reset; int64 `[k]`, envs that were running until a loss during
-            this call or elsewhere (see `Flight`, `take_over`), or None for none.
+            this call or elsewhere (`cut` of a flight, `take_over`), or None for none.
         """
         was_lost = self.states.values == State.CUT
         if auto_reset:
@@ -346,6 +357,7 @@ class Engine(Calls):
             return needs_reset, None
         fresh = needs_reset & ~was_lost
         positions = self.positions
+        # Only these can lose an episode in the resets below.
         running = (
             np.flatnonzero(~fresh).tolist()
             if positions.has_interrupted or was_lost.any()
@@ -366,7 +378,7 @@ class Engine(Calls):
         for env_id in cut.tolist():
             for key, flag in flags[env_id].items():
                 positions.latest_root(env_id)[key][...] = flag
-        return fresh, cut if len(cut) else None
+        return fresh, some_or_none(cut)
 
     def write_reset_masks(self, mask: np.ndarray | None) -> None:
         """Write the reset masks of envs that are batches themselves: bool `[N, *B]`, None for all."""

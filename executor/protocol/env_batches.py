@@ -20,7 +20,7 @@ from envherd.executor.batches.hand_out import (
 from envherd.executor.batches.memory import Leaves
 from envherd.executor.batches.step_data import StepBatches
 from envherd.executor.batches.transfer import Mover
-from envherd.executor.protocol.positions import Positions
+from envherd.executor.protocol.positions import Positions, some_or_none
 from envherd.executor.protocol.side_data import SideData
 from envherd.shm.layout import Name
 from envherd.shm.specs import EnvSpec, LeafSpec
@@ -52,41 +52,36 @@ class EnvBatches:
         mover: Mover | None,
         is_copy: bool,
     ) -> None:
-        self._positions, self._side = positions, side
+        self._positions = positions
+        self._side = side
         self.mover = mover
         self._is_copy = is_copy
         self._places = positions.places
         self._has_interrupted = positions.has_interrupted
         self.groups = [
-            self._make_group(index, device)
-            for index in range(len(positions.slab.groups))
+            GroupBatch(
+                group,
+                positions.num_frames,
+                device,
+                has_interrupted=self._has_interrupted,
+                mover=mover,
+                loans=positions.loans,
+            )
+            for group in positions.slab.groups
         ]
         first = self.groups[0]
-        self.root_shell = first.shell("root", (first.num_rows,))
         lead = (first.num_rows,)
-        shells = (
+        self.root_shell = first.shell("root", lead)
+        interrupted = None
+        if self._has_interrupted:
+            interrupted = self._interrupted(first, slice(None))
+        self.steps = StepBatches(
+            first,
             first.shell("next", lead),
             first.root_shell_over_next(lead),
             self.root_shell,
-        )
-        interrupted = (
-            self._interrupted(first, slice(None)) if self._has_interrupted else None
-        )
-        self.steps = StepBatches(
-            first, *shells, is_copy=is_copy, interrupted=interrupted
-        )
-
-    def _make_group(self, index: int, device: torch.device | None) -> GroupBatch:
-        positions, has_interrupted = self._positions, self._has_interrupted
-        group, num_frames = positions.slab.groups[index], positions.num_frames
-        loans = positions.loans
-        return GroupBatch(
-            group,
-            num_frames,
-            device,
-            has_interrupted=has_interrupted,
-            mover=self.mover,
-            loans=loans,
+            is_copy=is_copy,
+            interrupted=interrupted,
         )
 
     # ---- steps of all envs -------------------------------------------------------------------
@@ -96,9 +91,10 @@ class EnvBatches:
     ) -> tuple[TensorDictBase, TensorDictBase | None]:
         """The same as `StepBatches.finish` without a draft, for all rows; with a root only if `has_root`."""
         leaves = self.next_leaves(column)
-        return self.next_td(leaves), self._root_after(
-            leaves, column, reset_ids
-        ) if has_root else None
+        root = None
+        if has_root:
+            root = self._root_after(leaves, column, reset_ids)
+        return self.next_td(leaves), root
 
     def next_leaves(self, column: int) -> list[Leaves]:
         """Return the `next` leaves of each group at a column: copies, or views if the executor hands out views."""
@@ -135,8 +131,9 @@ class EnvBatches:
         self, batch: GroupBatch, env_ids: np.ndarray | slice
     ) -> np.ndarray:
         """Return which rows of some envs of a group are interrupted, bool `[k, *B, 1]` (VIEW, not to be written)."""
-        flags, own_shape = self._positions.interrupted[env_ids], batch.spec.batch_shape
-        flags = flags.reshape(len(flags), *(1 for _ in own_shape), 1)
+        own_shape = batch.spec.batch_shape
+        flags = self._positions.interrupted[env_ids]
+        flags = flags.reshape(-1, *(1 for _ in own_shape), 1)
         return np.broadcast_to(flags, (len(flags), *own_shape, 1))
 
     def _root_after(
@@ -148,8 +145,8 @@ class EnvBatches:
         for index, (batch, own) in enumerate(zip(self.groups, leaves, strict=True)):
             rows = None
             if reset_ids is not None:
-                rows = places.row_of[reset_ids[places.group_of[reset_ids] == index]]
-                rows = rows if len(rows) else None
+                own_ids = reset_ids[places.group_of[reset_ids] == index]
+                rows = some_or_none(places.row_of[own_ids])
             td = batch.shell("root", (batch.num_rows,)).build(
                 batch.roots_after(own, column, rows)
             )
@@ -188,24 +185,21 @@ class EnvBatches:
         self, group: int, key: Name, rows: np.ndarray | None
     ) -> np.ndarray | None:
         """Return a leaf of the present roots of some rows of a group, fresh; None if roots have no such leaf."""
-        batch, env_ids = self.groups[group], self._places.env_ids[group]
-        if key not in batch.root_keys:
+        keys = self.groups[group].root_keys
+        if key not in keys:
             return None
-        return self._roots_of(group, env_ids if rows is None else env_ids[rows])[
-            batch.root_keys.index(key)
-        ]
+        env_ids = self._places.env_ids[group]
+        if rows is not None:
+            env_ids = env_ids[rows]
+        return self._roots_of(group, env_ids)[keys.index(key)]
 
     def add_root_side(
         self, td: TensorDict, batch: GroupBatch, env_ids: Iterable[int]
     ) -> None:
         """Add the side-channel leaves of some envs' present roots."""
         if batch.side_keys:
-            in_root, side = self._positions.in_root, self._side
-            add_side(
-                td,
-                batch.side_keys,
-                [side.root[i] if in_root[i] else side.next[i] for i in env_ids],
-            )
+            latest = self._side.latest(self._positions.in_root)
+            add_side(td, batch.side_keys, [latest[i] for i in env_ids])
 
     def _roots_of(self, group: int, env_ids: np.ndarray) -> list[np.ndarray]:
         """Return present root leaves of envs of one group, as fresh arrays `[k, ...]` or tensors on their device."""
@@ -261,12 +255,15 @@ class EnvBatches:
         for env_id, root, column in zip(
             env_ids.tolist(), roots, columns.tolist(), strict=True
         ):
-            place, spec = positions.row_at(env_id, column), positions.specs[env_id]
-            side = [
-                entry(root, leaf.key) if leaf.is_side else None
-                for leaf in spec.observation
-            ]
-            self._side.root[env_id] = copy.deepcopy(side)
+            place = positions.row_at(env_id, column)
+            spec = positions.specs[env_id]
+            # A state may be restored in several envs, which must not share an object.
+            self._side.root[env_id] = copy.deepcopy(
+                [
+                    entry(root, leaf.key) if leaf.is_side else None
+                    for leaf in spec.observation
+                ]
+            )
             for leaf in (*spec.observation, *spec.done):
                 if not leaf.is_side:
                     place["root", *leaf.key][...] = to_numpy(entry(root, leaf.key))
@@ -280,8 +277,7 @@ def check_root(root: Any, spec: EnvSpec, env_id: int, call: str) -> None:
         ValueError: with the first leaf that is missing or of another shape.
     """
     for leaf in (*spec.observation, *spec.done):
-        value = entry(root, leaf.key)
-        got = "none" if value is None else "" if leaf.is_side else _why_not(leaf, value)
+        got = _why_not(leaf, entry(root, leaf.key))
         if got:
             raise ValueError(
                 f"{call} failed: expected {leaf}, got {got} (root of env {env_id}). Nothing was restored."
@@ -290,20 +286,24 @@ def check_root(root: Any, spec: EnvSpec, env_id: int, call: str) -> None:
 
 def _why_not(leaf: LeafSpec, value: Any) -> str:
     """Return what a value is, if it is none of a leaf; otherwise an empty text."""
+    if value is None:
+        return "none"
+    if leaf.is_side:
+        return ""
     try:
         array = to_numpy(value)
     except Exception as error:  # a tensor without memory, or no array
         return f"a {type(value).__name__} ({type(error).__name__}: {error})"
-    return (
-        ""
-        if (array.shape, str(array.dtype)) == (leaf.shape, leaf.dtype)
-        else f"{array.dtype} {array.shape}"
-    )
+    if (array.shape, str(array.dtype)) == (leaf.shape, leaf.dtype):
+        return ""
+    return f"{array.dtype} {array.shape}"
 
 
 def entry(root: Mapping[str, Any], key: Name) -> Any:
     """Return an entry of nested dicts, or None."""
     found: Any = root
     for name in key:
-        found = found.get(name) if isinstance(found, Mapping) else None
+        if not isinstance(found, Mapping):
+            return None
+        found = found.get(name)
     return found

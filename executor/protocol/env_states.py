@@ -9,8 +9,8 @@ RUNNING         in an episode
 ENDED           its latest row ended its episode
 CUT             its episode was ended from outside: the next step of all envs has a truncated row in its place
 STEPPING        it has a STEP; its answer is not taken yet
-STEP_RESETTING  it has a STEP_RESET, likewise
-RESETTING       it has a RESET, likewise
+STEP_RESETTING  it has a STEP_RESET; its answer is not taken yet
+RESETTING       it has a RESET; its answer is not taken yet
 
 `print(table())` prints the transitions.
 """
@@ -160,7 +160,8 @@ class EnvStates:
         self.columns = np.zeros(num_envs, np.int64)
         self.running = bytes([_RUNNING]) * num_envs
         self._memory = self.values.data.cast("B")
-        self._alike = frozenset(bytes([state]) * num_envs for state in State)
+        # By the byte of a state: those of as many envs, all in it.
+        self._alike = {bytes([state]): bytes([state]) * num_envs for state in State}
 
     def are_running(self) -> bool:
         """Return whether all envs are RUNNING."""
@@ -184,6 +185,7 @@ class EnvStates:
             ResetNeeded: a step of an env that must be reset.
         """
         values = self.values[env_ids]
+        # The usual case: one comparison of bytes.
         if event != Event.RESET and values.tobytes() == self.running[: len(values)]:
             return
         following = values.tobytes().translate(_NEXT[event])
@@ -210,12 +212,13 @@ class EnvStates:
         """Note that something has happened to some envs.
 
         Raises:
-            Busy, ResetNeeded: the event is a command that is refused; see `check`. No env has moved.
+            Busy, ResetNeeded: the event is a command that `check` refuses. No env has moved.
         """
         following = self.values[env_ids].tobytes().translate(_NEXT[event])
         if _IMPOSSIBLE_BYTE in following:
             self.check(event, env_ids)
-        if following in self._alike:  # of all envs: a tenth of the time
+        # Of all envs: a tenth of the time.
+        if following == self._alike.get(following[:1]):
             self._memory[:] = following
         else:
             self.values[env_ids] = np.frombuffer(following, np.int8)

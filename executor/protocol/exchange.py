@@ -36,16 +36,19 @@ from envherd.executor.protocol.call_guard import call_name
 from envherd.executor.protocol.calls import Received
 from envherd.executor.protocol.engine import Engine
 from envherd.executor.start.waiting import DeadlinePassed
-from envherd.workers.protocol import Flag, Op
+from envherd.workers.protocol import Op
 
 ENV_IDS = "env_ids"
 
 
-_EACH = int(Flag.EACH)
-
-
 class Exchange:
-    """Sends and receives for one engine; its callers hold the engine's call guard."""
+    """Sends and receives for one engine; its callers hold the engine's call guard.
+
+    Attributes:
+        fast: makes plain calls in C, see `fast_exchange`; None if no call is plain.
+    """
+
+    fast: Any = None
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -78,6 +81,7 @@ class Exchange:
         received = self._engine.received
         if received is not None and received.is_of(env_ids):
             return received.env_ids
+        # A mask or list from outside may be of any kind; numpy decides what it is.
         is_array = isinstance(env_ids, (torch.Tensor, np.ndarray, int, np.integer))
         ids = np.atleast_1d(to_numpy(env_ids if is_array else list(env_ids)))
         if ids.dtype == bool and ids.shape == (num_envs,):
@@ -100,53 +104,74 @@ class Exchange:
             )
         return ids
 
-    def recall(self, env_ids: Any) -> TensorDictBase | None:
-        """Return the roots of the envs received last, sharing their `next`; None for other envs, or if outdated."""
-        received, pool = self._engine.received, self._engine.pool
-        if received is None or received.leaves is None or not received.is_of(env_ids):
-            return None
-        if (pool.words.number[0], pool.num_losses) != received.stamp:
-            return None
-        # The caller has changed its `next`.
-        if num_writes(received.leaves) != received.num_writes:
-            return None
-        td = self._engine.batches.groups[0].root_over(
-            received.leaves, len(received.env_ids)
-        )
+    def current(self, env_ids: Any) -> TensorDictBase:
+        """Return the envs' present roots; of those received last, they may share the leaves of their `next`.
+
+        Raises:
+            Busy: an env has a command whose answer was not taken yet.
+        """
+        engine, received = self._engine, self._engine.received
+        if (
+            received is None
+            or not received.is_of(env_ids)
+            or received.stamp != (engine.pool.words.number[0], engine.pool.num_losses)
+            # A rollout that has given no command yet has moved the roots.
+            or engine.positions.where is not engine.positions.ring
+        ):
+            ids = self.as_ids(env_ids)
+            engine.refuse_under_way(ids)
+            td = engine.batches.current(ids)
+            return td if env_ids is None else set_ids(td, ids)
+        # Else the caller has changed its `next`.
+        if received.leaves and num_writes(received.leaves) == received.num_writes:
+            td = engine.batches.groups[0].root_over(
+                received.leaves, len(received.env_ids)
+            )
+        elif self.fast is not None:
+            td = self.fast.roots_of(received.env_ids)
+        else:
+            td = engine.batches.current(received.env_ids)
         set_leaf(td, (ENV_IDS,), received.ids)
         return td
 
-    def send(self, td: TensorDictBase, env_ids: np.ndarray, op: Op) -> None:
+    def send(self, td: TensorDictBase, env_ids: Any, op: Op) -> None:
         """Check a batch of actions and start the steps."""
+        if self.fast is not None and self.fast.send(td, env_ids, op):
+            return
         engine, positions = self._engine, self._engine.positions
-        engine.guard.refuse_rolling()
+        ids = self.ids_of(td, env_ids)
 
         def write_inputs() -> None:
-            engine.write_inputs(td, env_ids)
+            engine.write_inputs(td, ids)
             if positions.has_interrupted:
-                positions.interrupted[env_ids] = False  # of an earlier step of all
+                positions.interrupted[ids] = False  # of an earlier step of all
 
-        engine.flights.begin(
-            op, env_ids, write_inputs=write_inputs, is_parked=True, flags=_EACH
-        )
+        engine.flights.send(op, ids, write_inputs)
+        engine.stale_roots.look(td, ids)
 
     def recv(
         self,
         min_envs: int | None,
         max_envs: int | None,
         timeout_s: float | None,
-        env_ids: np.ndarray | None,
+        env_ids: Any,
         *,
         with_root: bool,
     ) -> TensorDictBase:
-        """Wait for some of the envs that were sent; see `BatchedEnv.recv`."""
+        """Wait for some of the envs that were sent, and return their batch. Arguments as of `BatchedEnv.recv`."""
+        if self.fast is not None and timeout_s is None:
+            received = self.fast.recv(min_envs, max_envs, env_ids, with_root=with_root)
+            if received is not None:
+                return received
         is_sent = self._engine.states.under_way
-        sent = is_sent.nonzero()[0] if env_ids is None else env_ids
-        if env_ids is not None and not is_sent[env_ids].all():
-            idle = env_ids[~is_sent[env_ids]].tolist()
-            raise ValueError(
-                f"recv failed: expected envs that were sent, got envs {idle} that were not."
-            )
+        sent = is_sent.nonzero()[0]
+        if env_ids is not None:
+            sent = self.as_ids(env_ids)
+            idle = sent[~is_sent[sent]].tolist()
+            if idle:
+                raise ValueError(
+                    f"recv failed: expected envs that were sent, got envs {idle} that were not."
+                )
         least = (
             len(sent)
             if min_envs is None
@@ -172,6 +197,7 @@ class Exchange:
                 f"recv failed: expected max_envs of at least {least} (min_envs), got {most}."
             )
         most = min(most, len(sent))
+        # With a deadline, as many as may come by then; the least is checked afterwards.
         ready = self._wait_for(sent, least if timeout_s is None else most, timeout_s)
         if len(ready) < least:
             raise DeadlinePassed(
@@ -190,40 +216,41 @@ class Exchange:
 
     def _take(self, ready: np.ndarray, *, with_root: bool) -> TensorDictBase:
         """Build the batch of envs that have answered, and mark them as received."""
-        engine, batches, flights = (
-            self._engine,
-            self._engine.batches,
-            self._engine.flights,
-        )
+        engine = self._engine
         columns = engine.states.columns[ready]
-        td = batches.current(ready) if with_root else None  # 1
-        flights.open_delivery(ready)  # 2
+        td = engine.batches.current(ready) if with_root else None  # 1
+        engine.flights.open_delivery(ready)  # 2
+        # Unless all rows are known: then the flags that were copied also say which envs have ended.
         leaves = is_over = None
         next_td: TensorDictBase
         # 3
         if not (engine.plain.rows or engine.positions.has_interrupted):
-            next_td, leaves, is_over = batches.groups[0].next_at(columns, ready)
+            next_td, leaves, is_over = engine.batches.groups[0].next_at(columns, ready)
         else:
-            next_td = batches.next_of(ready, columns)
+            next_td = engine.batches.next_of(ready, columns)
         if td is None:
             td = maker(next_td.batch_size, next_td.device)({})
         else:
             self._add_inputs(td, ready)
         set_next(td, next_td)
-        if flights.deliver(ready, is_over) is not None:
+        # After a reset, `next` is no longer the env's root.
+        if engine.flights.deliver(ready, is_over) is not None:
             leaves = None
         set_ids(td, ready)
         if td.ndim == 1:
-            ids: Any = get_leaf(td, ENV_IDS)
-            stamp = engine.pool.words.number[0], engine.pool.num_losses
-            writes = 0 if leaves is None else num_writes(leaves)
-            engine.received = Received(ids, ready, leaves, writes, stamp)  # 4
+            engine.received = Received(  # 4
+                get_leaf(td, ENV_IDS),
+                ready,
+                leaves,
+                num_writes(leaves or []),
+                (engine.pool.words.number[0], engine.pool.num_losses),
+            )
         return td
 
     def _add_inputs(self, td: TensorDictBase, env_ids: np.ndarray) -> None:
         """Add the inputs of the envs' latest steps to a batch."""
         engine, places = self._engine, self._engine.positions.places
-        groups = {0} if places.is_one_group else {*places.group_of[env_ids].tolist()}
+        groups = {*places.group_of[env_ids].tolist()}
         if len(groups) == 1:
             intake, rows = engine.intakes[groups.pop()], places.rows_of(env_ids)
             for leaf, target in zip(intake.leaves, intake.targets, strict=True):

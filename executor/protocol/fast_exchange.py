@@ -25,7 +25,7 @@ from envherd.executor.protocol.exchange import ENV_IDS
 from envherd.shm.layout import Layout, Name, lay_out
 from envherd.shm.slab import input_leaves, next_leaves, root_leaves
 from envherd.shm.specs import LeafSpec
-from envherd.workers.protocol import STEP, STEP_RESET
+from envherd.workers.protocol import Op
 
 #: Bytes of memory that is kept for batches of each layout; memory for at least `_LEAST_KEPT` batch sizes is kept. Batch
 #: sizes vary from one to all envs where a receive takes the envs that are ready.
@@ -33,14 +33,13 @@ _KEPT_BYTES, _LEAST_KEPT = 1 << 24, 4
 
 
 class _Size(NamedTuple):
-    """The functions that create batches of one number of envs; see `_Sizes`.
+    """The functions that create batches of one number of envs.
 
     Attributes:
         make: makes a batch of a dict.
         next: makes the `next` of a batch.
         before: makes a batch of the leaves of a root and the inputs.
         root: makes a root.
-        root_over_next: makes a root of the leaves of a `next`.
         next_layout: of the leaves of a `next`, and the ids.
         before_layout: of the leaves of a root, and the inputs.
         root_layout: of the leaves of a root.
@@ -50,7 +49,6 @@ class _Size(NamedTuple):
     next: Shell
     before: Shell
     root: Shell
-    root_over_next: Shell
     next_layout: Layout
     before_layout: Layout
     root_layout: Layout
@@ -74,7 +72,6 @@ class _Sizes:
     def _make(self, count: int) -> _Size:
         batch, spec, lead = self._batch, self._batch.spec, (count,)
         inputs = [leaf.key for leaf in input_leaves(spec)]
-        next_requests = _requests("next", next_leaves(spec), count)
         root_requests = _requests("root", root_leaves(spec), count)
         return _Size(
             make=maker(torch.Size(lead), batch.device),
@@ -87,8 +84,12 @@ class _Sizes:
                 batch.device,
             ),
             root=batch.shell("root", lead),
-            root_over_next=batch.root_shell_over_next(lead),
-            next_layout=lay_out([*next_requests, ((ENV_IDS,), lead, "int64")]),
+            next_layout=lay_out(
+                [
+                    *_requests("next", next_leaves(spec), count),
+                    ((ENV_IDS,), lead, "int64"),
+                ]
+            ),
             before_layout=lay_out(
                 [*root_requests, *_requests("input", input_leaves(spec), count)]
             ),
@@ -102,6 +103,7 @@ class _Sizes:
             layout = layout_of(self.of(count))
             return ReusedMemory(layout.nbytes, splitter(layout.fields, layout.nbytes))
 
+        # At least a few sizes of large batches, and all sizes of small ones.
         largest = ReusedMemory.NUM_BLOCKS * layout_of(self.of(self._num_envs)).nbytes
         return functools.lru_cache(max(_LEAST_KEPT, 2 * _KEPT_BYTES // largest))(make)
 
@@ -112,53 +114,27 @@ def _requests(
     return [((section, *leaf.key), (count, *leaf.shape), leaf.dtype) for leaf in leaves]
 
 
-def compile_exchange(engine: Engine) -> FastExchange | None:
-    """Return sends and receives in C; None if `engine.plain` has reasons against them."""
-    return None if engine.plain.recv else FastExchange(engine)
-
-
 class FastExchange:
-    """`BatchedEnv` tries these calls before those of `Exchange`. They hold the call guard.
-
-    Attributes:
-        send: as `BatchedEnv.send`; returns True, or None if it has done nothing.
-        recv: as `BatchedEnv.recv`; returns a batch, or None if it has taken nothing.
-        current: as `BatchedEnv.current`, for the envs that were received last; None for others.
-    """
+    """Sends and receives in C, only if `Plain.recv` has no reason against them. Its callers hold the call guard."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._pool, self._guard = engine, engine.pool, engine.guard
-        native, self._absent, self._must_look = (
-            engine.flights.native,
-            engine.pool.absent,
-            engine.pool.must_look,
-        )
-        self._give, self._wait, self._take, self._gather_roots = (
-            native.send,
-            native.wait,
-            native.take,
-            native.roots,
-        )
-        self._has_reports, self._begin_mixed = (
-            engine.flights.has_reports,
-            engine.positions.begin_mixed,
-        )
+        self._engine = engine
+        self._native = engine.flights.native
         self._sizes = _Sizes(engine.batches.groups[0], len(engine.all_ids))
         self._intake = None if engine.plain.send else engine.plain_intake
-        self._stale_roots, self._infos = engine.stale_roots, engine.side.infos
-        held = engine.guard.held
-        self.send, self.recv, self.current = (
-            held(self._send),
-            held(self._recv),
-            held(self._current),
-        )
 
     def _is_plain(self) -> bool:
-        return not (self._guard.is_closed or self._absent or self._has_reports())
+        # Closed by another thread, or in a signal's handler, during the wait.
+        return not (
+            self._engine.guard.is_closed
+            or self._engine.pool.absent
+            or self._engine.flights.has_reports()
+        )
 
     def _as_ids(self, env_ids: Any) -> np.ndarray | None:
         """Return ids as int64 `[k]`, without a check of their values; None for other objects."""
         received = self._engine.received
+        # The usual case: the ids are compared, not copied.
         if received is not None and received.is_of(env_ids):
             return received.env_ids
         if (
@@ -176,10 +152,11 @@ class FastExchange:
 
     # ---- send --------------------------------------------------------------------------------
 
-    def _send(self, td: Any, env_ids: Any, *, maybe_reset: bool) -> bool | None:
+    def send(self, td: Any, env_ids: Any, op: Op) -> bool:
+        """Give envs a step as `Exchange.send` does; return False if that was not done, and nothing has changed."""
         plain = self._intake
         if td.__class__ is not TensorDict or plain is None or not self._is_plain():
-            return None
+            return False
         source: dict[str, Any] = td._tensordict  # noqa: SLF001  # as `fast_tensordict.IS_AS_EXPECTED` says
         if env_ids is None:
             env_ids = source.get(ENV_IDS)
@@ -192,33 +169,26 @@ class FastExchange:
             or value.requires_grad
             or not value.is_cpu
             or td._batch_size != (len(ids),)  # noqa: SLF001
-            or ("next" in source and self._stale_roots.looks_left)
+            or ("next" in source and self._engine.stale_roots.looks_left)
         ):
-            return None
-        self._begin_mixed()
-        return (
-            self._give(STEP_RESET if maybe_reset else STEP, ids, value.numpy()) or None
-        )
+            return False
+        # Before C reads the columns of the envs' latest steps.
+        self._engine.positions.begin_mixed()
+        return bool(self._native.send(op, ids, value.numpy()))
 
     # ---- recv --------------------------------------------------------------------------------
 
-    def _recv(
-        self,
-        min_envs: Any,
-        timeout_s: float | None,
-        max_envs: Any,
-        env_ids: Any,
-        *,
-        with_root: bool,
+    def recv(
+        self, min_envs: Any, max_envs: Any, env_ids: Any, *, with_root: bool
     ) -> TensorDict | None:
-        if timeout_s is not None or not self._is_plain() or self._must_look():
+        """Return a batch as `Exchange.recv` does; None if nothing was taken."""
+        if not self._is_plain() or self._engine.pool.must_look():
             return None
         count = self._wait_for(min_envs, max_envs, env_ids)
-        return (
-            self._hand_out(count, with_root=with_root)
-            if count and self._is_plain()
-            else None
-        )
+        # A loss may have come during the wait.
+        if not count or not self._is_plain():
+            return None
+        return self._hand_out(count, with_root=with_root)
 
     def _wait_for(self, min_envs: Any, max_envs: Any, env_ids: Any) -> int:
         """Wait; return how many envs to take, or 0 if the request or its outcome is not plain."""
@@ -226,62 +196,53 @@ class FastExchange:
         if env_ids is not None and ids is None:
             return 0
         if min_envs is None and max_envs is None:
-            return self._wait(ids, -1)
+            return self._native.wait(ids, -1)
         if min_envs.__class__ is not int or min_envs < 1:
             return 0
         if max_envs is None:
-            return min(self._wait(ids, min_envs), min_envs)
-        return (
-            min(self._wait(ids, min_envs), max_envs)
-            if max_envs.__class__ is int and max_envs >= min_envs
-            else 0
-        )
+            max_envs = min_envs
+        if max_envs.__class__ is not int or max_envs < min_envs:
+            return 0
+        return min(self._native.wait(ids, min_envs), max_envs)
 
     def _hand_out(self, count: int, *, with_root: bool) -> TensorDict | None:
-        sizes, pool = self._sizes, self._pool
-        size = sizes.of(count)
-        memory, leaves = sizes.next_memory(count).take()
-        before, before_leaves = (
-            sizes.before_memory(count).take() if with_root else (None, [])
-        )
+        engine = self._engine
+        size = self._sizes.of(count)
+        memory, leaves = self._sizes.next_memory(count).take()
+        before = None
+        if with_root:
+            before, before_leaves = self._sizes.before_memory(count).take()
         env_ids = np.empty(count, np.int64)
-        num_reset = self._take(count, memory, before, env_ids)
+        num_reset = self._native.take(count, memory, before, env_ids)
+        # The caller looks again, in Python: nothing was taken.
         if num_reset < 0:
             return None
-        if self._infos.has_rows:
-            self._infos.take({}, env_ids)
+        if engine.side.infos.has_rows:
+            engine.side.infos.take({}, env_ids)
+        # C has written the ids behind the last leaf of `next`.
         ids = leaves.pop()
         next_td = size.next.build(leaves)
         if with_root:
             td = size.before.build(before_leaves)
             source = td._tensordict  # noqa: SLF001
-            source["next"], source[ENV_IDS] = next_td, ids
+            source["next"] = next_td
+            source[ENV_IDS] = ids
         else:
             td = size.make({"next": next_td, ENV_IDS: ids})
-        stamp = pool.words.number[0], pool.num_losses
-        says_where, writes = None if num_reset else leaves, num_writes(leaves)
-        self._engine.received = Received(ids, env_ids, says_where, writes, stamp)
+        engine.received = Received(
+            ids,
+            env_ids,
+            # After a reset, roots are elsewhere.
+            None if num_reset else leaves,
+            num_writes(leaves),
+            (engine.pool.words.number[0], engine.pool.num_losses),
+        )
         return td
 
     # ---- current -----------------------------------------------------------------------------
 
-    def _current(self, env_ids: Any) -> TensorDict | None:
-        received = self._engine.received
-        if received is None or not (received.is_of(env_ids) and self._is_plain()):
-            return None
-        return self._root_of(received)
-
-    def _root_of(self, received: Received) -> TensorDict | None:
-        pool, sizes = self._pool, self._sizes
-        if (pool.words.number[0], pool.num_losses) != received.stamp:
-            return None
-        count, leaves = len(received.env_ids), received.leaves
-        if leaves is not None and num_writes(leaves) == received.num_writes:
-            td = sizes.of(count).root_over_next.build(leaves)
-        else:
-            memory, leaves = sizes.root_memory(count).take()
-            if not self._gather_roots(received.env_ids, memory):
-                return None
-            td = sizes.of(count).root.build(leaves)
-        td._tensordict[ENV_IDS] = received.ids  # noqa: SLF001
-        return td
+    def roots_of(self, env_ids: np.ndarray) -> TensorDict:
+        """Return the present roots of envs, int64 `[k]`, which are rows of the ring; see `Exchange.current`."""
+        memory, leaves = self._sizes.root_memory(len(env_ids)).take()
+        self._native.roots(env_ids, memory)
+        return self._sizes.of(len(env_ids)).root.build(leaves)

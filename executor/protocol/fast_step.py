@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 FastStep = Callable[
     [TensorDictBase], tuple[TensorDictBase, TensorDictBase | None] | None
 ]
-#: See `_compile_give`.
+#: The second function of `_compile_give`.
 Give = Callable[
     [np.ndarray | None, int, Any], tuple[Any, Flight | None, np.ndarray | None]
 ]
@@ -80,6 +80,7 @@ def compile_step(
             or not can_give(None)
         ):
             return None
+        # Raises for illegal actions: before the command, so that nothing has changed.
         if not take_all(find(source)):
             write_inputs(td)
         column = next_column()
@@ -107,6 +108,7 @@ def compile_command(engine: Engine, op: Op) -> Callable[..., Flight]:
     if engine.plain.step:
         return lambda at=None, **parts: begin(op, at=at, **parts)
     can_give, give = _compile_give(engine, op)
+    # One for all calls: only its outcome differs.
     landed = Flight(flights, op, None, None)
     landed.has_landed = True
 
@@ -148,6 +150,7 @@ def _compile_give(
     absent, serve, target = engine.pool.absent, engine.pool.serve, positions.where.in_c
     may_step, step, room = flights.native.may_step, flights.native.step, flights.ended
     take_infos = engine.side.infos.take_all if engine.side.infos.has_rows else None
+    # What `recover` sees at an interrupt: all envs. It needs no column.
     under_way = Flight(flights, op, None, None)
 
     def can_give(resets: np.ndarray | None) -> bool:
@@ -156,6 +159,7 @@ def _compile_give(
     def give(
         resets: np.ndarray | None, column: int, draft: Any
     ) -> tuple[Any, Flight | None, np.ndarray | None]:
+        # Before C moves a state, as `flight` 1 says.
         flights.current = under_way
         drafted, num_ended = step(own_op, resets, target, column, serve, draft)
         if num_ended < 0:

@@ -46,8 +46,8 @@ from envherd.executor.pools.replies import Outcome
 from envherd.executor.processes.error_messages import Frame, env_error, first_fault
 from envherd.executor.protocol.call_guard import call_name
 from envherd.executor.protocol.env_states import EnvStates, Event, State
-from envherd.executor.protocol.losses import Losses
-from envherd.executor.protocol.positions import Positions
+from envherd.executor.protocol.losses import NOBODY, Losses
+from envherd.executor.protocol.positions import Positions, some_or_none
 from envherd.executor.protocol.side_data import SideData
 from envherd.executor.start.waiting import DeadlinePassed
 from envherd.workers.errors import EnvherdError, InternalError, ResetNeeded
@@ -57,8 +57,7 @@ from envherd.workers.protocol import OP_BITS, RESET, STEP, STEP_RESET, Flag, Op
 #: `(env_ids [k], columns [k] of their steps, replace)`: calls `replace` and resets the envs.
 Renew = Callable[[np.ndarray, np.ndarray, Callable[[], None]], None]
 
-_NOBODY = np.zeros(0, np.int64)
-_NOTHING: Mapping[int, Prepare] = {}
+NO_EXTRAS: Mapping[int, Prepare] = {}
 
 
 class Flight:
@@ -84,22 +83,30 @@ class Flight:
         dead: int64 `[j]`, envs that raised or were lost.
     """
 
-    resets: np.ndarray | None = None
-    cut: np.ndarray | None = None
-    extras: Mapping[int, Prepare] = _NOTHING
     is_parked = has_landed = False
     ended: np.ndarray | None = None
     was_reset: np.ndarray | None = None
-    dead = _NOBODY
+    dead = NOBODY
 
-    def __init__(
-        self, flights: Flights, op: Op, ids: np.ndarray | None, at: Any
+    def __init__(  # noqa: PLR0913, PLR0917  # the parts of a command
+        self,
+        flights: Flights,
+        op: Op,
+        ids: np.ndarray | None,
+        at: Any,
+        resets: np.ndarray | None = None,
+        cut: np.ndarray | None = None,
+        extras: Mapping[int, Prepare] = NO_EXTRAS,
     ) -> None:
         self._flights = flights
         self.op = op
         self.is_all = ids is None
         self.ids: np.ndarray = flights.all_ids if ids is None else ids
         self.at = at
+        self.resets = resets
+        self.cut = cut
+        # Kept: a successor's reset must have the same seeds and options.
+        self.extras = extras
         self.number = flights.pool.words.number[0]
         self.outer = flights.current
 
@@ -113,10 +120,10 @@ class Flight:
 
     def note_resets(self, resets: np.ndarray | None) -> None:
         """Set `was_reset` of a flight all of whose envs have answered, by its `ended` and its `resets`."""
-        self.was_reset = self.ended if self.op == STEP_RESET else None
-        if resets is not None:
+        self.was_reset = resets
+        if self.op == STEP_RESET and self.ended is not None:
             self.was_reset = (
-                resets if self.was_reset is None else np.union1d(resets, self.was_reset)
+                self.ended if resets is None else np.union1d(resets, self.ended)
             )
 
     def land(self, timeout_s: float | None = None) -> Flight:
@@ -181,12 +188,10 @@ class Flights:
     def __init__(
         self, pool: Pool, positions: Positions, side: SideData, options: ExecutorOptions
     ) -> None:
-        self.pool, self.positions, self.side, self._options = (
-            pool,
-            positions,
-            side,
-            options,
-        )
+        self.pool = pool
+        self.positions = positions
+        self.side = side
+        self._options = options
         self.all_ids = np.arange(pool.num_envs)
         self.states = EnvStates(pool.num_envs)
         self.current: Flight | None = None
@@ -198,94 +203,113 @@ class Flights:
 
     # ---- begin -------------------------------------------------------------------------------
 
-    def begin(  # noqa: PLR0913  # the parts of a command
+    def begin(
         self,
         op: Op,
-        ids: np.ndarray | None = None,
         *,
-        at: Any = None,
+        at: int | None = None,
         resets: np.ndarray | None = None,
         cut: np.ndarray | None = None,
-        extras: Mapping[int, Prepare] = _NOTHING,
         write_inputs: Callable[[], None] | None = None,
         is_parked: bool = False,
-        flags: int = 0,
     ) -> Flight:
-        """Give envs a command. Reset masks must have been written.
+        """Give all envs a step.
 
         Args:
-            op: the command.
-            ids: int64 `[k]`, all different; None for all.
-            at: the column of the rows, int (of all envs) or int64 `[k]`; None for the next one of the ring.
-            resets: int64 `[j]`, for a step of all envs: envs that are reset instead. Their `next` has reward 0 and no
-                flag.
-            cut: int64 `[j]`, for a step of all envs: see `Flight`. A STEP_RESET resets them, a STEP leaves them out.
-            extras: see `Flight`.
-            write_inputs: checks and writes the inputs of a step; called after all other checks. None if there are no
-                inputs, or if they have been written.
+            op: STEP or STEP_RESET.
+            at: the column of the rows; None for the next one of the ring.
+            resets: int64 `[j]`, envs that are reset instead. Their `next` has reward 0 and no flag.
+            cut: int64 `[j]`, as of `Flight`; None for those that are CUT. A STEP_RESET resets them, a STEP leaves them
+                out.
+            write_inputs: checks and writes the inputs; called after all other checks. None if they have been written.
             is_parked: the call may end before the flight lands.
-            flags: of the command.
 
         Raises:
             Busy, ResetNeeded, ActionError, WorkerLost, WorkerTimeout: refused; nothing was sent or changed.
         """
-        concerned = self.all_ids if ids is None else ids
-        is_whole = ids is None and op != RESET and cut is None
-        if not (is_whole and resets is None and self.states.are_running()):
-            cut = (
-                _some(np.flatnonzero(self.states.values == State.CUT))
-                if is_whole
-                else cut
-            )
-            self._check(op, concerned, resets, cut)
-        if op == RESET and self.renewal is not None:
-            self.renewal.before_resets(concerned, self.losses.lose)
-        self.pool.await_workers(concerned)
+        # A loop of plain steps pays one comparison of bytes for all of these checks.
+        if resets is not None or cut is not None or not self.states.are_running():
+            if cut is None:
+                cut = some_or_none(np.flatnonzero(self.states.values == State.CUT))
+            for others in (resets, cut):
+                if others is not None:
+                    self.states.check(Op.RESET, others)
+            self.states.check(op, self._all_but(resets, cut))
+        self.pool.await_workers(self.all_ids)
         if write_inputs is not None:
             write_inputs()
         if at is None:
-            at = self._next_column(op, ids)
-        flight = Flight(self, op, ids, at)
-        if extras:
-            flight.extras = extras
+            at = self.positions.next_column()
+        # By position: keywords would double the time of a constructor.
+        return self._give(Flight(self, op, None, at, resets, cut), is_parked=is_parked)
+
+    def begin_resets(
+        self,
+        ids: np.ndarray,
+        *,
+        at: np.ndarray | None = None,
+        extras: Mapping[int, Prepare] = NO_EXTRAS,
+        is_parked: bool = False,
+    ) -> Flight:
+        """Give some envs a RESET. Reset masks must have been written.
+
+        Args:
+            ids: int64 `[k]`, all different.
+            at: the columns of the roots, int64 `[k]`; None for `Positions.reset_columns`.
+            extras: env id -> message to send ahead of its RESET.
+            is_parked: the call may end before the flight lands.
+
+        Raises:
+            Busy, WorkerLost, WorkerTimeout: refused; nothing was sent or changed.
+        """
+        self.states.check(Op.RESET, ids)
+        # Before the workers are waited for: it may replace some of them.
+        if self.renewal is not None:
+            self.renewal.before_resets(ids, self.losses.lose)
+        self.pool.await_workers(ids)
+        if at is None:
+            at = self.positions.reset_columns(ids)
+        return self._give(
+            Flight(self, Op.RESET, ids, at, extras=extras), is_parked=is_parked
+        )
+
+    def send(self, op: Op, ids: np.ndarray, write_inputs: Callable[[], None]) -> None:
+        """Give some envs, int64 `[k]`, a step each, which `wait_for` and `deliver` land one by one."""
+        self.states.check(op, ids)
+        self.pool.await_workers(ids)
+        write_inputs()
+        columns = self.positions.next_columns(ids)
+        self._give(Flight(self, op, ids, columns), is_parked=True, flags=Flag.EACH)
+
+    def _give(self, flight: Flight, *, is_parked: bool, flags: int = 0) -> Flight:
+        """Give the envs of a flight their commands, with these flags; return the flight."""
         flight.is_parked = is_parked
         self.current = flight  # 1
         try:
             if (
-                is_whole
-                and cut is None
-                and self.native is not None
-                and not (self.pool.absent or flags)
+                self.native is not None
+                and flight.is_all
+                and flight.cut is None
+                and not self.pool.absent
             ):
-                flight.resets = resets
                 self.native.give(
-                    op, resets, self.positions.where.in_c, at, self.pool.serve
+                    flight.op,
+                    flight.resets,
+                    self.positions.where.in_c,
+                    flight.at,
+                    self.pool.serve,
                 )
             else:
-                self._depart(flight, resets, cut)  # 2
+                self._depart(flight)  # 2
                 self._submit(flight, flags)
         except EnvherdError:
+            # Refused after the command was written: some workers may carry it out.
             is_given = self.pool.words.number[0] > flight.number
             self._close(flight, Event.IS_BROKEN_OFF if is_given else Event.IS_WITHDRAWN)
             raise
         if is_parked:  # 3
             self.current = flight.outer
         return flight
-
-    def _check(
-        self,
-        op: Op,
-        env_ids: np.ndarray,
-        resets: np.ndarray | None,
-        cut: np.ndarray | None,
-    ) -> None:
-        for others in (resets, cut):
-            if others is not None:
-                self.states.check(Op.RESET, others)
-        self.states.check(
-            op,
-            env_ids if resets is None and cut is None else self._all_but(resets, cut),
-        )
 
     def _all_but(self, *left_out: np.ndarray | None) -> np.ndarray:
         """Return all envs but some, int64 `[k]`, ascending (1 us; numpy's `setdiff1d` takes 20)."""
@@ -295,24 +319,13 @@ class Flights:
                 is_in[env_ids] = False
         return self.all_ids[is_in]
 
-    def _next_column(self, op: Op, ids: np.ndarray | None) -> Any:
-        if op == RESET:
-            return self.positions.reset_columns(self.all_ids if ids is None else ids)
-        return (
-            self.positions.next_column()
-            if ids is None
-            else self.positions.next_columns(ids)
-        )
-
-    def _depart(
-        self, flight: Flight, resets: np.ndarray | None, cut: np.ndarray | None
-    ) -> None:
+    def _depart(self, flight: Flight) -> None:
         """Record the command of every env of a flight as under way."""
-        op, at, positions, states = flight.op, flight.at, self.positions, self.states
+        op, at, resets, cut = flight.op, flight.at, flight.resets, flight.cut
+        positions, states = self.positions, self.states
         if resets is None and cut is None:
             states.start(flight.ids, op, at)
             return
-        flight.resets, flight.cut = resets, cut
         if resets is not None:
             positions.blank_steps(at, resets)
         for env_id in () if cut is None else cut.tolist():
@@ -325,36 +338,26 @@ class Flights:
             states.start(cut, Op.RESET, at + positions.where.root_ahead)
         elif cut is not None:
             # No worker gets it, and its row is complete.
-            states.ops[cut], states.columns[cut] = int(op), at
+            states.ops[cut] = int(op)
+            states.columns[cut] = at
             states.move(cut, Event.IS_LOST)
 
     def _submit(self, flight: Flight, flags: int) -> None:
-        pool, op, target, ids, cut = (
-            self.pool,
-            flight.op,
-            self.positions.where.target,
-            flight.ids,
-            flight.cut,
-        )
+        ids, ops, columns = flight.ids, flight.op, flight.at
         if flight.extras:
             for env_id in ids.tolist():
                 if env_id in flight.extras:
-                    pool.prepare(flight.extras[env_id])
+                    self.pool.prepare(flight.extras[env_id])
             flags |= Flag.PREPARED
-        if cut is not None and op != STEP_RESET:
-            ids = np.setdiff1d(ids, cut)
-        is_mixed = cut is not None or flight.resets is not None
-        ops, columns = (
-            (self.states.ops[ids], self.states.columns[ids])
-            if is_mixed
-            else (op, flight.at)
-        )
-        pool.submit(ids, ops, target, columns, flags)
+        if flight.cut is not None and flight.op != STEP_RESET:
+            ids = np.setdiff1d(ids, flight.cut)
+        if flight.cut is not None or flight.resets is not None:
+            ops, columns = self.states.ops[ids], self.states.columns[ids]
+        self.pool.submit(ids, ops, self.positions.where.target, columns, flags)
 
     def adopt(self, op: Op, at: int, resets: np.ndarray | None) -> Flight:
         """Return the flight of a STEP or STEP_RESET of all envs that `fast_step` has given but cannot land."""
-        flight = Flight(self, op, None, at)
-        flight.resets = resets
+        flight = Flight(self, op, None, at, resets)
         flight.outer = None
         self.current = flight
         return flight
@@ -362,18 +365,20 @@ class Flights:
     # ---- land --------------------------------------------------------------------------------
 
     def land(self, flight: Flight, timeout_s: float | None = None) -> None:
-        """Wait for a flight and handle the outcome; see `Flight.land`."""
+        """Wait for a flight and handle the outcome, for `Flight.land`."""
         if flight.is_parked:
-            given = (
-                flight.ids
-                if flight.cut is None or flight.op != STEP
-                else np.setdiff1d(flight.ids, flight.cut)
-            )
+            given = flight.ids
+            if flight.cut is not None and flight.op == STEP:
+                given = np.setdiff1d(given, flight.cut)
+            # An interrupt of another call may have broken it off.
             if not self.states.under_way[given].all():
                 raise ResetNeeded(
                     f"{call_name()} failed: its step or reset was interrupted. Reset the envs."
                 )
-            flight.is_parked, flight.outer, self.current = False, self.current, flight
+            flight.outer = self.current
+            # Parked until it has an owner: an interrupt in between leaves it to the next `land`.
+            self.current = flight
+            flight.is_parked = False
         self._wait(flight, timeout_s)
         if self.pool.outcome or self.renewal is not None:
             self._land_unusual(flight)
@@ -400,39 +405,36 @@ class Flights:
             self.positions.hold()
             self.side.note_values(outcome.side)
             self.side.infos.take(outcome.infos, env_ids)
+        elif self.side.infos.has_rows and env_ids is self.all_ids:
+            self.side.infos.take_all()
         elif self.side.infos.has_rows:
-            self.side.infos.take_all() if env_ids is self.all_ids else self.side.infos.take(
-                {}, env_ids
-            )
+            self.side.infos.take({}, env_ids)
 
     def _wait(self, flight: Flight, timeout_s: float | None) -> None:
-        ids, pool = flight.ids, self.pool
-        step_s, reset_s = self._options.step_timeout_s, self._options.reset_timeout_s
-        limits = (reset_s, 0.0) if flight.op == Op.RESET else (step_s, reset_s)
-        # No reset can be the reason for more time.
-        if flight.op == Op.STEP and flight.resets is None:
-            limits = step_s, 0.0
+        ids, options = flight.ids, self._options
+        limits = options.step_timeout_s, options.reset_timeout_s
+        if timeout_s is not None:
+            limits = timeout_s, 0.0
+        elif flight.op == RESET:
+            limits = options.reset_timeout_s, 0.0
+        elif flight.op == STEP and flight.resets is None:
+            # No reset can be the reason for more time.
+            limits = options.step_timeout_s, 0.0
         try:
-            if timeout_s is None:
-                has_all = len(pool.wait_some(ids, len(ids), *limits)) == len(ids)
-            else:
-                has_all = len(
-                    pool.wait_some(ids, len(ids), timeout_s, kill_late=False)
-                ) == len(ids)
+            answered = self.pool.wait_some(
+                ids, len(ids), *limits, kill_late=timeout_s is None
+            )
         except EnvherdError:
             self._close(flight, Event.IS_BROKEN_OFF)
             raise
-        if (
-            not has_all
-            and pool.outcome.losses
-            and self._options.on_worker_loss != "restart"
-        ):
+        if len(answered) == len(ids):
+            return
+        if self.pool.outcome.losses and options.on_worker_loss != "restart":
             # The flight stays open: the next call waits for the others.
-            raise next(iter(pool.outcome.losses.values()))
-        if not has_all:
-            raise DeadlinePassed(
-                f"{call_name()} failed: expected {len(ids)} envs within {timeout_s:g} s. Reset them."
-            )
+            raise next(iter(self.pool.outcome.losses.values()))
+        raise DeadlinePassed(
+            f"{call_name()} failed: expected {len(ids)} envs within {timeout_s:g} s. Reset them."
+        )
 
     def _close(self, flight: Flight, event: Event | None = None) -> None:
         """End a flight; move its envs' states by an event, unless they have been set."""
@@ -445,45 +447,46 @@ class Flights:
     def _note_rows(self, flight: Flight, is_over: np.ndarray | None = None) -> None:
         """Update the positions and the states of the envs of a flight.
 
-        Some of them may be dead, or left out (see `Flight.cut`).
+        Some of them may be dead, or left out (`Flight.cut`).
 
         Args:
             flight: its envs have answered.
             is_over: bool `[k]`, whether their steps have ended their episodes, if all are steps and that is known.
         """
-        positions, ids, ahead = (
-            self.positions,
-            flight.ids,
-            self.positions.where.root_ahead,
-        )
+        positions = self.positions
+        ids = flight.ids
         has_all = flight.op != RESET and flight.cut is None and not len(flight.dead)
         is_whole = has_all and flight.resets is None
         if flight.is_all and (is_whole or (has_all and self.native is not None)):
             flight.ended = self._land_all(flight)
             flight.note_resets(flight.resets)
             return
-        ops, at = self.states.ops[ids], self.states.columns[ids]
+        ahead = positions.where.root_ahead
+        ops = self.states.ops[ids]
+        at = self.states.columns[ids]
         if flight.op == RESET:
             is_over = np.zeros(len(ids), bool)
         else:
             # Envs that are reset instead have a `next` as well.
             steps = at if is_whole else at - ahead * (ops == RESET)
-            is_over = (
-                positions.where.next_done_of(ids, steps) if is_over is None else is_over
-            )
+            if is_over is None:
+                is_over = positions.where.done_of("next", ids, steps)
             positions.stepped(ids, steps)  # 4
             positions.is_mixed = positions.is_mixed and not flight.is_all
+            # No env has ended, as in most steps.
             if is_whole and 1 not in is_over.tobytes():
                 self.states.move(ids, Event.ANSWERED)
                 return
-        is_reset, is_alive = ops == RESET, ~np.isin(ids, flight.dead)
-        flight.ended = _some(ids[is_over])
+        is_reset = ops == RESET
+        is_alive = ~np.isin(ids, flight.dead)
+        flight.ended = some_or_none(ids[is_over])
         is_fresh = (is_reset | is_over & (ops == STEP_RESET)) & is_alive
-        flight.was_reset = _some(ids[is_fresh])
+        flight.was_reset = some_or_none(ids[is_fresh])
         if flight.was_reset is not None:
             is_over[is_fresh] = positions.were_reset(
                 flight.was_reset, (at + ahead * ~is_reset)[is_fresh]
             )
+        # Envs that a STEP has left out are not under way.
         has_answered = is_alive & self.states.under_way[ids]
         self.states.move(ids[has_answered & is_over], Event.ENDS)
         self.states.move(ids[has_answered & ~is_over], Event.ANSWERED)
@@ -498,16 +501,18 @@ class Flights:
         if self.native is not None:
             num_ended = self.native.land(positions.where.in_c)
             positions.is_mixed = False  # 4
+            # A copy: the next step overwrites it, and callers keep the flight.
             return self.ended[:num_ended].copy() if num_ended else None
         ended = over = positions.where.ended_at(column)
-        positions.stepped(flight.ids, column)  # 4
+        positions.all_stepped(column)  # 4
         positions.is_mixed = False
         if ended is not None and flight.op == STEP_RESET:
             over = ended[
                 positions.were_reset(ended, column + positions.where.root_ahead)
             ]
         answered = flight.ids
-        if over is not None:
+        # A reset whose root is done is rare.
+        if over is not None and len(over):
             self.states.move(over, Event.ENDS)
             answered = self.states.under_way.nonzero()[0]
         self.states.move(answered, Event.ANSWERED)
@@ -593,23 +598,25 @@ class Flights:
             return None
         due = failed[is_due].tolist()
         extras = flight.extras
+        # An env whose reset has raised may be in any state, so it is built again.
         if broken:
             extras = {
                 i: replace(extras.get(i, Prepare(env_id=i)), rebuilds=i in broken)
                 for i in due
             }
+        # The resets below replace all infos of these envs, but their steps' are still to be read.
         of_steps = self.side.infos.read("next")
         at = self.states.columns[failed] + self.positions.where.root_ahead * (
             ops != RESET
         )
         try:
-            self.begin(Op.RESET, failed[is_due], at=at[is_due], extras=extras).land()
+            self.begin_resets(failed[is_due], at=at[is_due], extras=extras).land()
         except EnvherdError as error:
             return error
         self.side.infos.put("next", of_steps, due)
         flight.was_reset = np.union1d(
             failed[is_due],
-            flight.was_reset if flight.was_reset is not None else _NOBODY,
+            flight.was_reset if flight.was_reset is not None else NOBODY,
         )
         return None
 
@@ -626,9 +633,7 @@ class Flights:
         """Reset envs, which steps at `columns` have reset, again in new instances, which `replace` begins to build."""
         self.states.move(env_ids, Event.IS_LOST)  # 9
         replace()
-        self.begin(
-            Op.RESET, env_ids, at=columns + self.positions.where.root_ahead
-        ).land()
+        self.begin_resets(env_ids, at=columns + self.positions.where.root_ahead).land()
 
     # ---- envs that were sent -----------------------------------------------------------------
 
@@ -707,7 +712,7 @@ class Flights:
             pool.words.answers_lost[faulty] = True  # 7: from here on, `left` has them
         self._num_settled = -1  # 7
         reported = pool.outcome.hand_out(faulty)
-        losses, broken = reported.losses, set[int]()
+        broken = set[int]()
         if raised is None:
             broken = {i for i, fault in faults.items() if fault["phase"] == "reset"}
             pool.outcome.keep(reported, broken)
@@ -715,7 +720,7 @@ class Flights:
         answers_lost = self.states.under_way & pool.words.must_complete()
         workers = {int(w) for w in pool.worker_of[answers_lost]} & set(pool.lost)
         error = self.losses.replace(
-            {**{w: pool.lost[w] for w in workers}, **losses}, _NOBODY
+            {**{w: pool.lost[w] for w in workers}, **reported.losses}, NOBODY
         )
         left = np.flatnonzero(self.states.under_way & pool.words.must_complete())
         if error is not None:  # the others' answers are not lost by that
@@ -729,13 +734,15 @@ class Flights:
 
     def is_written(self, column: int) -> bool:
         """Return whether workers may be writing to a column of the ring for a step of all envs."""
-        positions, states, flight = self.positions, self.states, self.current
+        positions, flight = self.positions, self.current
         if column != positions.column or positions.where is not positions.ring:
             return False
         while flight is not None and not (flight.is_all and not flight.has_landed):
             flight = flight.outer
         # Parked.
-        return flight is not None or column in states.columns[states.under_way]
+        return (
+            flight is not None or column in (self.states.columns[self.states.under_way])
+        )
 
     def has_reports(self) -> bool:
         """Return whether the pool reports more than rows, or a loss that was not handled for sent envs."""
@@ -756,7 +763,7 @@ class Flights:
     def deliver(
         self, env_ids: np.ndarray, is_over: np.ndarray | None
     ) -> np.ndarray | None:
-        """Update the positions of sent envs that are handed out now; see `open_delivery`.
+        """Update the positions of sent envs that are handed out now, after `open_delivery`.
 
         Args:
             env_ids: int64 `[k]`.
@@ -784,31 +791,28 @@ class Flights:
         if not faults:
             return None
         is_interrupted = self.losses.may_interrupt(faults)
-        error = self.fault_error(faults, is_interrupted=is_interrupted)
-        if not is_interrupted:
-            return error
-        self.losses.log(error, len(faults))
-        return None
-
-    def fault_error(
-        self, faults: Mapping[int, Frame], *, is_interrupted: bool
-    ) -> EnvherdError:
-        """Return the error for envs' exceptions, whose episodes it writes to capsules."""
         frames = list(faults.values())
-        worker_id = int(self.pool.worker_of[first_fault(frames)["env_id"]])
         if all(frame["type_name"] == InternalError.__name__ for frame in frames):
             return InternalError(frames[0]["message"], env_ids=tuple(sorted(faults)))
-        pid, gpu = self.pool.pid_of(worker_id), self.pool.gpu_of(worker_id)
+        worker_id = int(self.pool.worker_of[first_fault(frames)["env_id"]])
         error: EnvherdError = env_error(
-            frames, worker_id, pid, gpu, is_interrupted=is_interrupted
+            frames,
+            worker_id,
+            self.pool.pid_of(worker_id),
+            self.pool.gpu_of(worker_id),
+            is_interrupted=is_interrupted,
         )
+        # Also of those that only interrupt: their episodes are written to capsules.
         watcher = self.pool.watcher
         if watcher is not None:
             for frame in frames:
                 error = watcher.add_to(
                     error, int(self.pool.worker_of[frame["env_id"]]), frame
                 )
-        return error
+        if not is_interrupted:
+            return error
+        self.losses.log(error, len(faults))
+        return None
 
     # ---- after an interrupt ------------------------------------------------------------------
 
@@ -818,13 +822,14 @@ class Flights:
         while flight is not None:
             self._break_off(flight)
             flight = flight.outer
-        pool, options = self.pool, self._options
+        pool = self.pool
         # The call may have been broken off between a command and its announcement.
         pool.wake_workers()
+        # Those that were broken off, whose commands are still carried out. Envs that were sent stay so.
         idle = np.flatnonzero(~self.states.under_way)
         limits = [
             s
-            for s in (options.step_timeout_s, options.reset_timeout_s)
+            for s in (self._options.step_timeout_s, self._options.reset_timeout_s)
             if s is not None
         ]
         pool.wait_some(idle, len(idle), max(limits, default=None), through_losses=True)
@@ -849,8 +854,3 @@ class Flights:
         self.states.move(
             not_given, Event.IS_BROKEN_OFF if is_in_doubt else Event.IS_WITHDRAWN
         )
-
-
-def _some(env_ids: np.ndarray) -> np.ndarray | None:
-    """Return ids, or None if there are none."""
-    return env_ids if len(env_ids) else None

@@ -1,4 +1,4 @@
-"""The envs' latest infos: those in rows of the slab (see `workers.info_rows`), and those that came as messages.
+"""The envs' latest infos: those in rows of the slab (`workers.info_rows`), and those that came as messages.
 
 Guarantees: an env's infos are those of its latest command that has landed, also while another one is under way: rows
 are copied when a command lands. They become objects when the caller reads them.
@@ -34,7 +34,7 @@ class Part(NamedTuple):
     Attributes:
         env_ids: int64 `[k]`, ascending.
         schema: of the records; None for a message.
-        records: of all envs, `[N]`, see `Schema.records` (VIEW); or the info (VIEW).
+        records: of all envs, `[N]`, from `Schema.records` (VIEW); or the info (VIEW).
     """
 
     env_ids: np.ndarray
@@ -110,6 +110,7 @@ class InfoReader:
         """Replace all infos by those of a command to all envs, which has sent none as a message."""
         ids = self._words.tobytes()
         had_any, self.has_any = self.has_any, ids != self._no_ids
+        # The usual case of envs without infos: nothing to clear, nothing to copy.
         if not (had_any or self.has_any):
             return
         layout = self._layout_of(ids)

@@ -30,7 +30,7 @@ from envherd.workers.errors import EnvherdError, InternalError
 from envherd.workers.messages import Prepare
 from envherd.workers.protocol import RESET, STEP, Flag, Op
 
-_NOBODY = np.zeros(0, np.int64)
+NOBODY = np.zeros(0, np.int64)
 #: Seconds between two log lines about exceptions that interrupt episodes.
 _LOG_EVERY_S = 10.0
 
@@ -80,6 +80,7 @@ class Losses:
         env_ids = np.array([*faults], np.int64)
         steps = self._pool.slab.words["env_steps"][env_ids]
         self.num_errors[env_ids] += 1
+        # An env that has stepped since its last exception begins to count again.
         self._num_in_a_row[env_ids] *= steps == self._num_steps[env_ids]
         self._num_in_a_row[env_ids] += 1
         self._num_steps[env_ids] = steps
@@ -121,7 +122,7 @@ class Losses:
         if not self._is_replacing:
             self._pool.outcome.losses.clear()
             # All that are lost, not only the reported ones: an interrupt may have come after the reports were taken.
-            self.replace(self._pool.lost, _NOBODY)
+            self.replace(self._pool.lost, NOBODY)
 
     def replace(
         self, losses: Mapping[int, EnvherdError], own: np.ndarray

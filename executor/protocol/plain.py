@@ -106,6 +106,7 @@ def what_is_plain(
         ),
     )
     step = (*pool.why_python, *rows, *odd)
+    # C's sends leave the commands to workers.
     here = (not pool.num_workers, "the envs run in this process")
     recv = (
         *step,

@@ -18,7 +18,7 @@ import numpy as np
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.protocol.side_data import SideData
 from envherd.shm.layout import Name
-from envherd.shm.slab import GroupSlab, Slab, SlabPlan, Storage, root_leaves
+from envherd.shm.slab import Slab, SlabPlan, Storage, root_leaves
 from envherd.workers.protocol import RING
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Columns:
     Attributes:
         target: its number in commands.
         root_ahead: column offset from a step's `next` to the root after it: 0 in the ring, 1 in a storage.
-        in_c: the argument for C, of envs of one kind; see `executor/native/exchange.c`.
+        in_c: `target` of the calls in `executor/native/exchange.c`, for envs of one kind.
         groups: per group, `("next" | "root", *key)` -> array `[column, row, ...]` (VIEW).
     """
 
@@ -74,16 +74,15 @@ class Columns:
         self.root_ahead = root_ahead
         self.groups = tuple(groups)
         self._places = places
-        self._next_done = [group["next", "done"] for group in groups]
-        self._root_done = [group["root", "done"] for group in groups]
+        # "next" and "root" -> by group, `[column, row, *B, 1]`.
+        self._done = {
+            section: [group[section, "done"] for group in groups]
+            for section in ("next", "root")
+        }
         self.in_c: Any = None
         if target != RING:
-            self.in_c = (
-                target,
-                self._next_done[0],
-                self._root_done[0],
-                len(self._next_done[0]),
-            )
+            next_done = self._done["next"][0]
+            self.in_c = target, next_done, self._done["root"][0], len(next_done)
 
     def row(self, env_id: int, column: int) -> dict[Name, np.ndarray]:
         """Return one env's row by name (VIEWS, also of scalars)."""
@@ -96,28 +95,29 @@ class Columns:
 
     def ended_at(self, column: int) -> np.ndarray | None:
         """Return the envs whose `next` at a column is done, int64 `[k]`, ascending; None for none."""
-        for done in self._next_done:
+        for done in self._done["next"]:
             # A worker computes it from the env's flags: True is always the byte 1.
             if 1 in done[column].tobytes():
-                return self.next_done_of(self._places.all_ids, column).nonzero()[0]
+                return self.done_of("next", self._places.all_ids, column).nonzero()[0]
         return None
 
-    def next_done_of(
-        self, env_ids: np.ndarray, columns: np.ndarray | int
+    def done_of(
+        self, section: str, env_ids: np.ndarray, columns: np.ndarray | int
     ) -> np.ndarray:
-        """Return whether the `next` of some envs, at one column or each at its own, is done: bool `[k]`, fresh."""
-        return self._done_of(self._next_done, env_ids, columns)
+        """Return whether the rows of some envs, at one column or each at its own, are done: bool `[k]`, fresh.
 
-    def root_done_of(self, env_ids: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        """Return whether the roots of some envs, each at its own column, are done: bool `[k]`, fresh."""
-        return self._done_of(self._root_done, env_ids, columns)
-
-    def _done_of(
-        self, arrays: list[np.ndarray], env_ids: np.ndarray, columns: np.ndarray | int
-    ) -> np.ndarray:
+        Args:
+            section: "next" or "root".
+            env_ids: int64 `[k]`.
+            columns: int, or int64 `[k]`.
+        """
+        arrays = self._done[section]
+        if self._places.is_flat and columns.__class__ is int:
+            # A seventh of the time of an index with the column.
+            return np.asarray(arrays[0][columns, :, 0][env_ids])
         if self._places.is_flat:
-            done: np.ndarray = arrays[0][columns, env_ids, 0]
-            return done
+            return np.asarray(arrays[0][columns, env_ids, 0])
+        # Few: envs of several kinds, or batches. Their shapes differ, so each is looked at alone.
         group_of, row_of = self._places.group_of, self._places.row_of
         places = zip(env_ids, np.broadcast_to(columns, env_ids.shape), strict=True)
         return np.array(
@@ -292,21 +292,26 @@ class Positions:
 
         Roots of the ring are never handed out as views, so this changes nothing that a caller holds.
         """
-        place = self.row_at(env_id, column)
-        for key, array in self.latest_root(env_id).items():
-            if ("root", *key) in place:  # a root has no reward
-                place["root", *key][...] = array
-        section = "root" if self.in_root[env_id] else "next"
-        if section == "next":
+        self._write_root(env_id, column, self.latest_root(env_id))
+        if not self.in_root[env_id]:
             self._side.root[env_id] = self._side.next[env_id]
         self._put(np.array([env_id]), column, in_root=True)
+
+    def _write_root(
+        self, env_id: int, column: int, row: Mapping[Name, np.ndarray]
+    ) -> None:
+        place = self.row_at(env_id, column)
+        for key, array in row.items():
+            if ("root", *key) in place:  # a root has no reward
+                place["root", *key][...] = array
 
     def _poison(self, column: int) -> None:
         """Poison a frame that is no longer valid, unless it holds an env's latest row."""
         if (self.columns == column).any():
             return
         for group in self.slab.groups:
-            poison(group, column)
+            for array in group.columns.values():
+                poison(array[column])
 
     # ---- a rollout's columns -----------------------------------------------------------------
 
@@ -395,12 +400,10 @@ class Positions:
         """Make the present root of an env also that of others, int64 `[k]` (with its side values)."""
         latest = {key: array.copy() for key, array in self.latest_root(source).items()}
         side = self._side.latest(self.in_root)[source]
+        # As a reset would: no frame is used up, and no view changes.
         columns = self.reset_columns(targets)
         for env_id, column in zip(targets.tolist(), columns.tolist(), strict=True):
-            place = self.row_at(env_id, column)
-            for key, value in latest.items():
-                if ("root", *key) in place:  # a root has no reward
-                    place["root", *key][...] = value
+            self._write_root(env_id, column, latest)
             self._side.root[env_id] = side
         self._side.infos.copy(source, targets.tolist())
         self.were_reset(targets, columns)
@@ -409,10 +412,15 @@ class Positions:
         """Note that some envs were stepped, to one column or each to its own."""
         self._put(env_ids, columns, in_root=False)
 
+    def all_stepped(self, column: int) -> None:
+        """Note that all envs were stepped to one column. Takes the place of an update that is not complete."""
+        # Left to `_catch_up`: loops of steps never read the positions in between.
+        self._latest = self.places.all_ids, column, False
+
     def were_reset(self, env_ids: np.ndarray, columns: np.ndarray | int) -> np.ndarray:
         """Note that some envs were reset, at one column or each at its own; return which roots are done."""
         self._put(env_ids, columns, in_root=True)
-        return self.where.root_done_of(env_ids, self._columns[env_ids])
+        return self.where.done_of("root", env_ids, columns)
 
     # ---- rows --------------------------------------------------------------------------------
 
@@ -459,13 +467,9 @@ class Positions:
 
     def blank_steps(self, column: int, env_ids: np.ndarray) -> None:
         """Write reward 0 and no flag to the `next` of envs that are reset at a column, because no step writes it."""
-        row_of, group_of = self.places.row_of, self.places.group_of
+        places = self.places
         for index, arrays in enumerate(self._blanks):
-            rows = (
-                env_ids
-                if len(self._blanks) == 1
-                else row_of[env_ids[group_of[env_ids] == index]]
-            )
+            rows = places.rows_of(env_ids[places.group_of[env_ids] == index])
             for array in arrays:
                 array[column][rows] = 0
 
@@ -480,13 +484,14 @@ class Positions:
             dest["next", *leaf.key][...] = 0
         for leaf in spec.done:
             dest["next", *leaf.key][...] = leaf.key[-1] != "terminated"
+        # Side values have no column: those of the root are the last true ones.
         if self.in_root[env_id]:
             self._side.next[env_id] = self._side.root[env_id]
 
     def mark_lost(self, env_ids: np.ndarray) -> None:
         """Note that envs have lost their episodes: set truncated in their present rows.
 
-        A step's `next` that was handed out as a view is not changed.
+        A row that has ended its episode keeps its flags. A step's `next` that was handed out as a view is not changed.
         """
         self._set_flags(env_ids, is_cut_off=True)
 
@@ -497,6 +502,9 @@ class Positions:
     def _set_flags(self, env_ids: np.ndarray, *, is_cut_off: bool) -> None:
         last = len(self.where.groups[0]["root", "done"]) - 1
         for env_id in env_ids.tolist():
+            # A refused reset takes nothing from an episode that was terminated.
+            if is_cut_off and self.latest_root(env_id)["done",].all():
+                continue
             column = int(self.columns[env_id])
             # Of a rollout, the root of the step itself is already data.
             if not self.in_root[env_id]:
@@ -507,14 +515,15 @@ class Positions:
                 row[leaf.key][...] = is_cut_off and leaf.key[-1] != "terminated"
 
 
-def poison(slab: GroupSlab, column: int) -> None:
-    """Fill a frame with values that no env returns: NaN, the largest integer, or True."""
-    for array in slab.columns.values():
-        kind = array.dtype.kind
-        array[column] = (
-            np.nan
-            if kind in "fc"
-            else np.iinfo(array.dtype).max
-            if kind in "iu"
-            else True
-        )
+def poison(array: np.ndarray) -> None:
+    """Fill an array with values that no env returns: NaN, the largest integer, or True."""
+    array[...] = True
+    if array.dtype.kind in "fc":
+        array[...] = np.nan
+    elif array.dtype.kind in "iu":
+        array[...] = np.iinfo(array.dtype).max
+
+
+def some_or_none(env_ids: np.ndarray) -> np.ndarray | None:
+    """Return ids, or None if there are none."""
+    return env_ids if len(env_ids) else None

@@ -45,10 +45,9 @@ class SideData:
         """Return the values of each env's present root; a fresh dict.
 
         Args:
-            in_root: bool `[N]`, see `Positions`.
+            in_root: bool `[N]`, of `Positions`.
         """
-        root, following = self.root, self.next
         return {
-            i: root[i] if is_root else following[i]
+            i: self.root[i] if is_root else self.next[i]
             for i, is_root in enumerate(in_root.tolist())
         }

@@ -70,6 +70,7 @@ class StaleRoots:
             or isinstance(td, LazyStackedTensorDict)
         ):
             return
+        # A look costs more than a step: a loop is judged by its first steps.
         self.looks_left -= 1
         roots, nexts = self._hashes(td), self._hashes(following)
         done, action = (

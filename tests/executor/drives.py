@@ -54,7 +54,7 @@ def sent(env: Any, num_steps: int) -> list[Any]:
 def commanded(env: Any, num_steps: int) -> list[Any]:
     """As the facades do it."""
     engine, rows = env.engine, []
-    engine.flights.begin(Op.RESET, engine.all_ids, is_parked=True).land()
+    engine.flights.begin_resets(engine.all_ids, is_parked=True).land()
     for _ in range(num_steps):
         engine.write_inputs(act(env.current()))
         engine.flights.begin(Op.STEP_RESET, is_parked=True).land()

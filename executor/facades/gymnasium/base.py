@@ -235,8 +235,8 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
             }
         with raising_gymnasiums(), self._guard:
             extras = self._engine.extras_of(env_ids, seeds, None, {"options": options})
-            self._flight = self._engine.flights.begin(
-                Op.RESET, env_ids, extras=extras, is_parked=True
+            self._flight = self._engine.flights.begin_resets(
+                env_ids, extras=extras, is_parked=True
             )
         self._resetting = env_ids
 

@@ -419,14 +419,12 @@ class SimulatorExchange(Exchange):
 
     _engine: SimulatorEngine  # type: ignore[assignment]  # with the same methods, as far as they are used
 
-    def recall(self, env_ids: Any) -> None:
-        """Return None: roots are always copies."""
-
-    def send(self, td: TensorDictBase, env_ids: np.ndarray, op: Op) -> None:
+    def send(self, td: TensorDictBase, env_ids: Any, op: Op) -> None:
         """Check a batch of actions and make the step."""
-        self._engine.guard.refuse_rolling()
-        if len(env_ids):
+        ids = self.ids_of(td, env_ids)
+        if len(ids):
             self._engine.send(td, op)
+            self._engine.stale_roots.look(td, ids)
 
     def _wait_for(self, sent: np.ndarray, *_: Any) -> np.ndarray:
         return sent

@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import gymnasium
 import numpy as np
@@ -119,17 +120,12 @@ class TestReplacing:
                 True,
                 False,
             ]
-            flights = env.engine.flights
-            begin = flights.begin
-
-            def begin_and_stop(*arguments, **named):
-                begin(*arguments, **named)
-                raise KeyboardInterrupt
-
-            td = act(env)
-            monkeypatch.setattr(flights, "begin", begin_and_stop)
+            # The last thing that a send does.
+            monkeypatch.setattr(
+                env.engine.stale_roots, "look", Mock(side_effect=KeyboardInterrupt)
+            )
             with pytest.raises(KeyboardInterrupt):
-                env.send(td)
+                env.send(act(env))
             monkeypatch.undo()
             td = env.recv()
             assert flags(td, "interrupted") == [False, False]
@@ -297,18 +293,23 @@ class TestRefusals:
             ParallelEnv(2, ENDLESS, num_workers=2, seed=0) as env,
             SerialEnv(2, ENDLESS, seed=0) as expected,
         ):
-            submit = env.engine.pool.submit
-
-            def interrupted(*_: Any) -> None:
-                monkeypatch.setattr(env.engine.pool, "submit", submit)
-                raise KeyboardInterrupt
-
-            monkeypatch.setattr(env.engine.pool, "submit", interrupted)
+            monkeypatch.setattr(
+                env.engine.pool, "submit", Mock(side_effect=KeyboardInterrupt)
+            )
             with pytest.raises(KeyboardInterrupt):
                 env.reset(seed=[123, 456])
+            monkeypatch.undo()
             assert torch.equal(
                 env.reset()["observation"], expected.reset()["observation"]
             )
+
+    def test_an_episode_that_was_terminated_stays_so_if_its_reset_is_refused(self):
+        with ParallelEnv(2, functools.partial(CountingEnv, 1), num_workers=2) as env:
+            env.step(env.reset(seed=[2, 3]).update(act(env)))
+            kill(env, 0)
+            with pytest.raises(WorkerLost):
+                env.reset()
+            assert env.current()[0]["terminated"] > env.current()[0]["truncated"]
 
     def test_no_worker_steps_an_env_that_was_never_reset(self):
         for make in (functools.partial(ParallelEnv, num_workers=1), SerialEnv):
