@@ -451,7 +451,6 @@ class BatchedEnv:
         """
         if maybe_reset not in (True, False):
             need_bools("send", maybe_reset=maybe_reset)
-        need_batch("send", td)
         with self._guard:
             self._guard.refuse_rolling()
             self._exchange.send(td, env_ids, Op.STEP_RESET if maybe_reset else Op.STEP)

@@ -22,7 +22,12 @@ import torch
 from tensordict import NonTensorData, TensorDictBase
 
 from envherd.executor.batches.actions import to_numpy
-from envherd.executor.batches.arguments import as_count, need_seconds, wrong_rows
+from envherd.executor.batches.arguments import (
+    as_count,
+    need_batch,
+    need_seconds,
+    wrong_rows,
+)
 from envherd.executor.batches.fast_tensordict import (
     as_tensor,
     get_leaf,
@@ -138,6 +143,7 @@ class Exchange:
         """Check a batch of actions and start the steps."""
         if self.fast is not None and self.fast.send(td, env_ids, op):
             return
+        need_batch("send", td)
         engine, positions = self._engine, self._engine.positions
         ids = self.ids_of(td, env_ids)
 

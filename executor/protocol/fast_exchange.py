@@ -120,16 +120,16 @@ class FastExchange:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._native = engine.flights.native
+        # Bound once: they are read in every call.
+        self._guard = engine.guard
+        self._absent = engine.pool.absent
+        self._has_reports = engine.flights.has_reports
         self._sizes = _Sizes(engine.batches.groups[0], len(engine.all_ids))
         self._intake = None if engine.plain.send else engine.plain_intake
 
     def _is_plain(self) -> bool:
         # Closed by another thread, or in a signal's handler, during the wait.
-        return not (
-            self._engine.guard.is_closed
-            or self._engine.pool.absent
-            or self._engine.flights.has_reports()
-        )
+        return not (self._guard.is_closed or self._absent or self._has_reports())
 
     def _as_ids(self, env_ids: Any) -> np.ndarray | None:
         """Return ids as int64 `[k]`, without a check of their values; None for other objects."""
