@@ -42,7 +42,7 @@ def stepper(job: Job) -> Callable[[], bool]:
             env.reset()
         return bool(terminated or truncated)
 
-    action = int.from_bytes(os.urandom(1), "little") % 2
+    action = env.action_space.sample()
     return step
 
 

@@ -175,7 +175,7 @@ def _pufferlib(job: Job) -> Pool:
     )
     env.async_reset()
     env.recv()
-    actions = np.arange(job.num_envs) % 2
+    actions = env.action_space.sample()
     ends = EndCounter()
 
     def step() -> int:
