@@ -131,7 +131,7 @@ def main() -> int:
         "--cases",
         type=int,
         default=0,
-        help="stop after so many; default: when the time is over",
+        help="stop after this number of cases; default: when the time is over",
     )
     parser.add_argument("--variant", help="one option set alone")
     parser.add_argument(
