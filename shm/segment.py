@@ -14,12 +14,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import itertools
 import mmap
 import os
 import secrets
 import weakref
-from collections import deque
 from collections.abc import Callable
 from multiprocessing import shared_memory
 from pathlib import Path
@@ -42,6 +40,7 @@ NAMES = "envherd-"
 
 _MFD_NOEXEC_SEAL = 0x8  # linux/memfd.h; kernels before 6.3 answer EINVAL
 _MAP_NORESERVE = 0x4000  # asm-generic/mman.h
+_MAP_FIXED = 0x10  # the same, and macOS's sys/mman.h
 _PAGE = mmap.PAGESIZE
 
 with contextlib.suppress(AttributeError):  # then `_map` raises it
@@ -52,18 +51,6 @@ with contextlib.suppress(AttributeError):  # then `_map` raises it
         *[ctypes.c_int] * 3,
         ctypes.c_long,
     ]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-
-
-class _Block(weakref.ref[Any]):
-    """A reference to a block of mapped memory; ctypes arrays themselves have no hash."""
-
-    __slots__ = ()
-    __hash__ = object.__hash__
-
-
-#: Block -> its address and bytes.
-_mapped: dict[weakref.ref[Any], tuple[int, int]] = {}
 
 
 class _NamedMemory(shared_memory.SharedMemory):
@@ -263,33 +250,29 @@ def _map(fd: int, nbytes: int, flags: int = MAP_SHARED, start: int = 0) -> Any:
     """Map a descriptor; return an object with the buffer protocol, which unmaps the memory when it is freed.
 
     Python's own `mmap` keeps a copy of the descriptor for as long as the mapping lives (until 3.13): a
-    program that keeps its rollouts would run out of descriptors.
+    program that keeps its rollouts would run out of descriptors. So `mmap` takes the addresses without a file, and the
+    descriptor is mapped over them. `mmap` unmaps them when it is freed, in C. A finalizer in Python would lose a Ctrl-C
+    that arrives in it, because Python drops what a finalizer raises.
     """
-    for dead in [block for block in list(_mapped) if block() is None]:
-        _unmap(dead)  # an interrupt has broken that off
-    address = libc.mmap(
-        None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, start
+    try:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE)
+    except OSError as error:
+        raise MemoryError(
+            f"mapping shared memory failed: expected {nbytes / 2**20:.0f} MiB of address space, got {error}. "
+            f"Use fewer envs or shorter rollouts, or raise the limit (ulimit -v)."
+        ) from None
+    address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
+    mapped = libc.mmap(
+        address,
+        nbytes,
+        mmap.PROT_READ | mmap.PROT_WRITE,
+        flags | _MAP_FIXED,
+        fd,
+        start,
     )
-    if address == ctypes.c_void_p(-1).value:
-        if ctypes.get_errno() == errno.ENOMEM:
-            raise MemoryError(
-                f"mapping shared memory failed: expected {nbytes / 2**20:.0f} MiB of address space, got none. "
-                f"Use fewer envs or shorter rollouts, or raise the limit (ulimit -v)."
-            )
+    if mapped != address:
         raise OSError(ctypes.get_errno(), f"mmap of {nbytes} bytes failed")
-    memory = (ctypes.c_ubyte * nbytes).from_address(address)
-    _mapped[_Block(memory, _unmap)] = address, nbytes
     return memory
-
-
-def _unmap(dead: weakref.ref[Any]) -> None:
-    """Unmap the memory of a block that was freed. An interrupt finds it done or not begun, because it is one call."""
-    deque(
-        itertools.starmap(
-            libc.munmap, filter(None, map(_mapped.pop, (dead,), (None,)))
-        ),
-        0,
-    )
 
 
 def _create_memfd(label: str) -> int:
