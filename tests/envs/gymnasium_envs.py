@@ -2,6 +2,7 @@
 
 import time
 import warnings
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -137,10 +138,39 @@ class Particular(gymnasium.Env):
         return np.zeros(1, np.float32), 0.0, True, False, {}
 
 
+class Reporting(gymnasium.Env):
+    """Draws its infos: envs of one batch have other keys, or values of other types, in common with their resets."""
+
+    observation_space = Box(0, 1, (1,), np.float32)
+    action_space = Discrete(2)
+    values: ClassVar[dict[str, Any]] = {
+        "x": np.float64,
+        "mixed": lambda value: [value, np.float32(value), f"{value}"][int(3 * value)],
+        "flag": lambda value: value < 0.5,
+        "array": lambda value: np.full(2, value),
+        "text": str,
+        "deep": lambda value: {"x": value, "text": str(value)},
+    }
+
+    def _info(self):
+        keys = (list(self.values), ["x"], ["array", "x", "deep"], ["flag", "mixed"], [])
+        chosen = keys[self.np_random.integers(len(keys))]
+        return {key: self.values[key](self.np_random.random()) for key in chosen}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(1, np.float32), self._info()
+
+    def step(self, action):
+        has_ended = self.np_random.random(2) < 0.2
+        return np.ones(1, np.float32), 1.0, *map(bool, has_ended), self._info()
+
+
 MAKES = {
     "cartpole": lambda: gymnasium.make("CartPole-v1"),
     "pendulum": lambda: gymnasium.make("Pendulum-v1", max_episode_steps=7),
     "nested": Nested,
+    "reporting": Reporting,
 }
 
 

@@ -12,15 +12,15 @@ import numpy as np
 from envherd.executor.protocol.info_reader import Part
 from envherd.workers.info_rows import Kind, Schema, SchemaField, compile_reader
 
-#: `(records, env_ids)` -> the value of a key for all envs. The records are of all; `env_ids` are those that have the
-#: key, int64 `[k]`, or None for all.
-_Read = Callable[[np.ndarray, np.ndarray | None], Any]
+#: `(records, env_ids, others)` -> the value of a key for all envs. The records are of all; `env_ids` are those that
+#: have the key, and `others` those that do not, int64 `[k]`; both are None if all have it.
+_Read = Callable[[np.ndarray, np.ndarray | None, np.ndarray | None], Any]
 #: Kinds of values that Gymnasium puts into arrays of objects, as it does numpy's bools.
 _OBJECTS = (Kind.NONE, Kind.TEXT, Kind.LIST, Kind.TUPLE)
 
 
 class Columns:
-    """Adds infos of one schema to those of a vector env, where no others have its keys."""
+    """Adds infos of one schema to those of a vector env."""
 
     def __init__(self, num_envs: int) -> None:
         self._num_envs = num_envs
@@ -30,16 +30,21 @@ class Columns:
         """Add infos; return False if they must be added env by env, and nothing was added."""
         schema = part.schema
         read = schema and self._reader_of(schema)
-        if not (schema and read) or any(
-            key in infos or f"_{key}" in infos for key in schema.root.keys if infos
-        ):
+        if not (schema and read):
             return False
-        infos.update(
-            read(
-                part.records,
-                None if len(part.env_ids) == self._num_envs else part.env_ids,
-            )
-        )
+        env_ids = others = None
+        if len(part.env_ids) < self._num_envs:
+            is_other = np.ones(self._num_envs, bool)
+            is_other[part.env_ids] = False
+            env_ids, others = part.env_ids, np.flatnonzero(is_other)
+        own = read(part.records, env_ids, others)
+        # Envs with other infos may have some of the keys, as after a reset.
+        shared = infos.keys() & own.keys()
+        if not all(_are_alike(infos[key], own[key]) for key in shared):
+            return False
+        for key in shared:
+            infos[key][env_ids] = own.pop(key)[env_ids]
+        infos.update(own)
         return True
 
     def _schema_reader(self, schema: Schema) -> _Read | None:
@@ -47,17 +52,20 @@ class Columns:
 
     def _dict_reader(self, field: SchemaField) -> _Read:
         """Return what reads the arrays of a dict's entries, each with its mask."""
-        nobody = np.zeros(self._num_envs, bool)
+        everybody = np.ones(self._num_envs, bool)
         entries = [
             (key, f"_{key}", self._reader(item))
             for key, item in zip(field.keys, field.items, strict=True)
         ]
 
-        def read(records: np.ndarray, env_ids: np.ndarray | None) -> dict[str, Any]:
-            mask, infos = nobody.copy(), {}
-            mask[slice(None) if env_ids is None else env_ids] = True
+        def read(
+            records: np.ndarray, env_ids: np.ndarray | None, others: np.ndarray | None
+        ) -> dict[str, Any]:
+            mask, infos = everybody.copy(), {}
+            if others is not None:
+                mask[others] = False
             for key, mask_key, read_one in entries:
-                infos[key] = read_one(records, env_ids)
+                infos[key] = read_one(records, env_ids, others)
                 infos[mask_key] = mask.copy()
             return infos
 
@@ -66,30 +74,48 @@ class Columns:
     def _reader(self, field: SchemaField) -> _Read:
         if field.kind == Kind.DICT:
             return self._dict_reader(field)
-        values_of: Any = itemgetter(str(field.place))
-        blank = np.zeros((self._num_envs, *field.shape), field.dtype or object)
         if field.kind in _OBJECTS or (
             field.kind == Kind.SCALAR and field.dtype == "|b1"
         ):
-            blank, values_of = (
-                np.full(self._num_envs, None, object),
-                _object_reader(field),
-            )
+            return _object_reader(field)
+        values_of = itemgetter(str(field.place))
 
-        def read(records: np.ndarray, env_ids: np.ndarray | None) -> Any:
-            if env_ids is None:
-                return values_of(records).copy()
-            array = blank.copy()
-            array[env_ids] = values_of(records[env_ids])
+        def read(
+            records: np.ndarray, _: np.ndarray | None, others: np.ndarray | None
+        ) -> np.ndarray:
+            array = values_of(records).copy()
+            # Their bytes are of other infos.
+            if others is not None:
+                array[others] = 0
             return array
 
         return read
 
 
-def _object_reader(field: SchemaField) -> Callable[[np.ndarray], np.ndarray]:
-    """Return the function that returns the values of a field in some records, as an array of objects."""
-    read = compile_reader(field)
-    return lambda records: np.fromiter(read(records), object, len(records))
+def _are_alike(one: Any, other: Any) -> bool:
+    """Return whether values of some envs in one array may be replaced by those of another."""
+    return (
+        one.__class__ is other.__class__ is np.ndarray
+        and one.dtype == other.dtype
+        and one.shape == other.shape
+    )
+
+
+def _object_reader(field: SchemaField) -> _Read:
+    """Return what reads a field as an array of objects, None for envs that do not have it."""
+    read_values = compile_reader(field)
+
+    def read(
+        records: np.ndarray, env_ids: np.ndarray | None, _: np.ndarray | None
+    ) -> np.ndarray:
+        if env_ids is None:
+            return np.fromiter(read_values(records), object, len(records))
+        array = np.full(len(records), None, object)
+        values = read_values(records[env_ids])
+        array[env_ids] = np.fromiter(values, object, len(values))
+        return array
+
+    return read
 
 
 def _has_special_key(field: SchemaField) -> bool:
