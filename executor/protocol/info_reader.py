@@ -227,11 +227,18 @@ class InfoReader:
                 layout.copies.append((rows[:, :nbytes], now[:, :nbytes]))
         return layout
 
-    def read(self, section: str) -> dict[int, dict[str, Any]]:
-        """Return env id -> info; one that came as a message is a VIEW. Envs without one are missing."""
+    def read(
+        self, section: str, is_wanted: np.ndarray | None = None
+    ) -> dict[int, dict[str, Any]]:
+        """Return env id -> info, of some envs (bool `[N]`) or of all. Envs without one are missing.
+
+        An info that came as a message is a VIEW.
+        """
         found: dict[int, dict[str, Any]] = {}
         for part in self.parts(section):
-            found.update(zip(part.env_ids.tolist(), part.infos(), strict=True))
+            own = part if is_wanted is None else part.of(is_wanted)
+            if own is not None:
+                found.update(zip(own.env_ids.tolist(), own.infos(), strict=True))
         return found
 
 

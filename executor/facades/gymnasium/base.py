@@ -361,11 +361,11 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
         is_interrupted = positions.interrupted[:, 0] & positions.has_interrupted
         has_ended = np.zeros(self.num_envs, bool)
         has_ended[[] if ended is None else ended] = True
-        changed = [
-            *filter(None, (part.of(~(has_ended | is_interrupted)) for part in parts))
-        ]
-        stepped, fresh = reader.read("next"), reader.read("root")
-        for env_id in np.flatnonzero(has_ended | is_interrupted).tolist():
+        is_special = has_ended | is_interrupted
+        changed = [*filter(None, (part.of(~is_special) for part in parts))]
+        stepped = reader.read("next", is_special)
+        fresh = reader.read("root", is_special)
+        for env_id in np.flatnonzero(is_special).tolist():
             own = dict(stepped.get(env_id, {}))
             if has_ended[env_id]:
                 has_final = FINAL_OBSERVATION in own
