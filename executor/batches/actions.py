@@ -66,6 +66,13 @@ def has_true(flags: np.ndarray) -> bool:
     return 1 in flags.tobytes()
 
 
+def _if_any(illegal: np.ndarray) -> np.ndarray | None:
+    """Return flags of illegal values; None if none is set."""
+    if illegal.any():
+        return illegal
+    return None
+
+
 def _unsigned_below(limit: int | np.ndarray, dtype: np.dtype) -> Check:
     """Check `0 <= value < limit` with one comparison: a negative integer is huge when read as unsigned."""
     unsigned = np.dtype(f"u{dtype.itemsize}")
@@ -75,8 +82,7 @@ def _unsigned_below(limit: int | np.ndarray, dtype: np.dtype) -> Check:
         # The most common case needs no array of flags.
         if isinstance(limit, int) and read.max(initial=0) < limit:
             return None
-        illegal: np.ndarray = read >= limit
-        return illegal if illegal.any() else None
+        return _if_any(read >= limit)
 
     return check
 
@@ -85,19 +91,18 @@ def _within(domain: Box) -> Check:
     def check(values: np.ndarray) -> np.ndarray | None:
         # NaN is in no range.
         legal = (values >= domain.low) & (values <= domain.high)
-        return None if legal.all() else ~legal
+        return _if_any(~legal)
 
     return check
 
 
 def _binary(values: np.ndarray) -> np.ndarray | None:
-    illegal = (values != 0) & (values != 1)
-    return illegal if illegal.any() else None
+    return _if_any((values != 0) & (values != 1))
 
 
 def _one_hot(values: np.ndarray) -> np.ndarray | None:
     illegal = (values != 0).sum(-1, keepdims=True) != 1
-    return np.broadcast_to(illegal, values.shape) if illegal.any() else None
+    return _if_any(np.broadcast_to(illegal, values.shape))
 
 
 def check_for(leaf: LeafSpec, level: ActionCheck) -> Check | None:
@@ -118,7 +123,9 @@ def check_for(leaf: LeafSpec, level: ActionCheck) -> Check | None:
             return _binary
         if isinstance(leaf.domain, OneHot):
             return _one_hot
-    return finite if dtype.kind == "f" else None
+    if dtype.kind == "f":
+        return finite
+    return None
 
 
 class GroupIntake:
@@ -172,7 +179,9 @@ class GroupIntake:
         if plain is None or not (IS_AS_EXPECTED and td.__class__ is TensorDict):
             return False
         value = plain.find(td._tensordict)  # noqa: SLF001
-        return plain.take_all(value) if rows is None else plain.take_some(value, rows)
+        if rows is None:
+            return plain.take_all(value)
+        return plain.take_some(value, rows)
 
     def put(self, td: TensorDictBase, rows: np.ndarray | None = None) -> None:
         """Check and write a batch, whose leaves all go through the slab; on an error nothing is written.
@@ -280,7 +289,9 @@ class GroupIntake:
         advice: str = "",
     ) -> ActionError:
         first = tuple(np.argwhere(illegal)[0].tolist())
-        row = first[0] if rows is None else int(rows[first[0]])
+        row = first[0]
+        if rows is not None:
+            row = int(rows[row])
         got = f"{value[first]} at {first}"
         return self._refuse(leaf, str(leaf.domain), got, [self._env_ids[row]], advice)
 
@@ -339,7 +350,10 @@ def reset_mask(
     if td is None:
         return None
     root = td.get(RESET_KEY, None)
-    masks = [root] if root is not None else _nested_masks(td)
+    if root is not None:
+        masks = [root]
+    else:
+        masks = _nested_masks(td)
     if not masks:
         return None
     found = np.zeros(batch_shape, bool)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from typing import Any
 
@@ -39,11 +40,11 @@ def as_count(
     """
     if value is None and or_none:
         return None
-    try:
-        # True is an int, but a caller who passes it means something else.
-        found = least - 1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        found = least - 1
+    found = least - 1
+    # True is an int, but a caller who passes it means something else.
+    if not isinstance(value, bool):
+        with contextlib.suppress(TypeError):
+            found = operator.index(value)
     if found < least:
         others = " or None" if or_none else ""
         kind = "" if type(value) is int else f"{type(value).__name__} "
@@ -111,11 +112,9 @@ def wrong_rows(
     call: str, num_envs: int, td: TensorDictBase, name: str = "a batch"
 ) -> ValueError:
     """Return the error for a batch without a row for each env."""
-    advice = (
-        ""
-        if td.batch_size
-        else " It is one row: reset() and step() return one TensorDict, which is not unpacked."
-    )
+    advice = ""
+    if not td.batch_size:
+        advice = " It is one row: reset() and step() return one TensorDict, which is not unpacked."
     return ValueError(
         f"{call} failed: expected {name} with a row for each of {num_envs} envs, got batch size {[*td.batch_size]}."
         f"{advice}"
@@ -124,8 +123,5 @@ def wrong_rows(
 
 def _named(value: Any) -> str:
     kind = type(value)
-    return (
-        f"a {kind.__name__}"
-        if kind.__module__ == "builtins"
-        else f"a {kind.__module__}.{kind.__name__}"
-    )
+    name = f"{kind.__module__}.{kind.__name__}"
+    return f"a {name.removeprefix('builtins.')}"

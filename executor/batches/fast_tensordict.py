@@ -196,4 +196,6 @@ def as_tensor(array: np.ndarray, dtype: torch.dtype | None = None) -> torch.Tens
         with torch.inference_mode(mode=False):
             return as_tensor(array, dtype)
     tensor = torch.from_numpy(array)
-    return tensor if dtype is None else tensor.view(dtype)
+    if dtype is None:
+        return tensor
+    return tensor.view(dtype)

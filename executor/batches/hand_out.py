@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -166,12 +166,10 @@ class GroupBatch:
         arrays = self.gather_next(columns, rows)
         leaves = self.to_tensors(arrays)
         done = arrays[self._done_in_next]
-        # Envs with rows of their own have more flags: such an env has ended once one of its rows has.
-        ended: np.ndarray = (
-            done[:, 0]
-            if done.ndim == 2
-            else np.asarray(done.reshape(len(done), -1).any(1))
-        )
+        ended = done[:, 0]
+        # Envs with several rows have more flags: such an env has ended once one of its rows has.
+        if done.ndim > 2:
+            ended = np.asarray(done.reshape(len(done), -1).any(1))
         return self.shell("next", (len(rows),)).build(leaves), leaves, ended
 
     def root_over(self, leaves: Leaves, count: int) -> TensorDict:
@@ -183,7 +181,9 @@ class GroupBatch:
     ) -> list[np.ndarray]:
         """Return the current root leaves of some rows, fresh `[k, ...]`: from a reset's root or a step's `next`."""
         # Most steps have no reset, and then the places need no second section.
-        was_reset = in_root if 1 in in_root.tobytes() else None
+        was_reset = None
+        if 1 in in_root.tobytes():
+            was_reset = in_root
         return self._roots.gather(self._roots.places(columns, rows, was_reset))
 
     def roots(self, arrays: Sequence[np.ndarray]) -> TensorDict:
@@ -247,8 +247,10 @@ class GroupBatch:
 
     def to_tensors(self, arrays: Sequence[np.ndarray]) -> Leaves:
         """Return arrays as tensors on the device (cpu: no copy)."""
-        # Torch's own function is faster than `as_tensor`, which only that mode needs.
-        make = as_tensor if torch.is_inference_mode_enabled() else torch.from_numpy
+        make: Callable[[np.ndarray], torch.Tensor] = torch.from_numpy
+        # Slower than torch's own function, so only in the mode that needs it.
+        if torch.is_inference_mode_enabled():
+            make = as_tensor
         tensors = [*map(make, arrays)]
         if self.is_on_cpu:
             return tensors

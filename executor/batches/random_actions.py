@@ -89,10 +89,10 @@ class ActionSampler:
                 td = TensorDict({}, batch_size, device=device)
             self._draw(td, next(iter(kinds), 0), (len(kinds),))
             return td
-        rows = [
-            TensorDict({}, self._specs[kind].batch_shape) if td is None else td[i]
-            for i, kind in enumerate(kinds)
-        ]
+        if td is None:
+            rows = [TensorDict({}, self._specs[kind].batch_shape) for kind in kinds]
+        else:
+            rows = [td[i] for i in range(len(kinds))]
         for row, kind in zip(rows, kinds, strict=True):
             self._draw(row, kind, ())
         # The rows of a stack were set in place. Those of a batch are new TensorDicts over its other leaves.

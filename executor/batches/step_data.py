@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from envherd.executor.batches.fast_tensordict import Find, Shell, finder
+from envherd.executor.batches.fast_tensordict import Find, Leaves, Shell, finder
 from envherd.executor.batches.hand_out import GroupBatch
 from envherd.shm.specs import Discrete, LeafSpec
 from envherd.workers.protocol import Op
@@ -93,7 +93,9 @@ def compile_intake(
         and leaf.dtype == "int64"
         and len(target) <= _FEW
     ):
-        most = None if check is None else leaf.domain.n
+        most = None
+        if check is not None:
+            most = leaf.domain.n
         return PlainIntake(
             find, dtype, target, legal, limit, *_take_numbers(is_plain, target, most)
         )
@@ -121,7 +123,9 @@ def compile_intake(
 def finite(values: np.ndarray) -> np.ndarray | None:
     """Check that no float is NaN or infinite."""
     legal = np.isfinite(values)
-    return None if legal.all() else ~legal
+    if legal.all():
+        return None
+    return ~legal
 
 
 def _legal(leaf: LeafSpec, check: Check | None) -> tuple[Legal | None, int]:
@@ -130,8 +134,9 @@ def _legal(leaf: LeafSpec, check: Check | None) -> tuple[Legal | None, int]:
     if isinstance(leaf.domain, Discrete) and leaf.dtype == "int64":
         return Legal.INDEX, leaf.domain.n
     # C reads these two types of floats only.
-    is_finite = check is finite and leaf.dtype in ("float32", "float64")
-    return Legal.FINITE if is_finite else None, 0
+    if check is finite and leaf.dtype in ("float32", "float64"):
+        return Legal.FINITE, 0
+    return None, 0
 
 
 def _take_numbers(
@@ -214,13 +219,13 @@ class StepBatches:
         # Names of the closure, because attributes take longer.
         build_next = self._build_next
         build_root = self._build_over_next
-        take = self._batch.memory.take
-        views = self._batch.next_views
-        is_copy = self._is_copy
+        take: Callable[[int], tuple[np.ndarray | None, Leaves]] = self._take
+        if self._is_copy:
+            take = self._batch.memory.take
         interrupted = self._interrupted
 
         def draft(column: int) -> Draft:
-            buffer, leaves = take(column) if is_copy else (None, views(column))
+            buffer, leaves = take(column)
             flags = None
             if interrupted is not None:
                 flags = np.empty_like(interrupted)
@@ -229,6 +234,10 @@ class StepBatches:
             return buffer, flags, next_td, build_root(leaves) if has_root else None
 
         return draft
+
+    def _take(self, column: int) -> tuple[None, Leaves]:
+        """Return a column's leaves as views, in place of memory for copies."""
+        return None, self._batch.next_views(column)
 
     def finish(
         self, draft: Draft, column: int, reset_ids: np.ndarray | None

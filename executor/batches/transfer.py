@@ -47,11 +47,11 @@ def as_device(
             f"{call} failed: expected {name} such as 'cpu' or 'cuda:0', got {device!r}. {error}"
         ) from None
     if wanted.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        count = torch.cuda.device_count()
         if (wanted.index or 0) >= count:
-            there = (
-                f"cuda:0 to cuda:{count - 1}" if count else "no GPU that torch can use"
-            )
+            there = "no GPU that torch can use"
+            if count:
+                there = f"cuda:0 to cuda:{count - 1}"
             raise ValueError(
                 f"{call} failed: expected {name} of this machine, got {str(wanted)!r}, but there is {there}. "
                 f"Leave the device out, or install a torch built for your GPU."
@@ -73,11 +73,9 @@ def take_rows(td: TensorDictBase, rows: Any) -> TensorDictBase:
     """Return the rows of a batch of tensors at some indices `[k]`, a copy."""
 
     def taken(leaf: torch.Tensor) -> torch.Tensor:
-        return (
-            torch.from_numpy(as_array(leaf)[rows]).view(leaf.dtype)
-            if leaf.is_cpu
-            else leaf[torch.tensor(rows)]
-        )
+        if leaf.is_cpu:
+            return torch.from_numpy(as_array(leaf)[rows]).view(leaf.dtype)
+        return leaf[torch.tensor(rows)]
 
     return td.apply(taken, batch_size=[len(rows), *td.batch_size[1:]])
 

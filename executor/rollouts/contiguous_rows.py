@@ -80,7 +80,9 @@ class ContiguousRows:
     ) -> tuple[Any, np.ndarray, torch.dtype]:
         """Return a leaf's key in `td`, the array that it is written to: `[slots * T, ...]` (VIEW), and its dtype."""
         value = td.get(key)
-        name = ("next", *key) if is_next else key
+        name = key
+        if is_next:
+            name = ("next", *key)
         if name not in self._leaves:
             shape = (self._num_slots, self._num_steps, *value.shape[1:])
             # Numpy's zeros take no memory until they are written.

@@ -93,7 +93,9 @@ def own_leaves(td: TensorDictBase | None, known: set[Key]) -> TensorDictBase | N
     keys = [
         key for key in leaf_keys(td) if key not in known and key[0] not in _NOT_STATE
     ]
-    return td.select(*keys) if keys else None
+    if not keys:
+        return None
+    return td.select(*keys)
 
 
 def run_policy(
@@ -144,7 +146,9 @@ def _names(td: TensorDictBase) -> list[str | Key]:
 
 def short(key: Key) -> str | Key:
     """Return a key as a policy would write it: a name alone at the root."""
-    return key[0] if len(key) == 1 else key
+    if len(key) == 1:
+        return key[0]
+    return key
 
 
 def leaf_keys(td: TensorDictBase) -> list[Key]:

@@ -346,7 +346,9 @@ class _Run:
         return acted
 
     def _is_extra(self, key: Key) -> bool:
-        own = key[1:] if key[0] == "next" else key
+        own = key
+        if key[0] == "next":
+            own = key[1:]
         return own not in self._engine.known and own[0] != "env_ids"
 
     def _root(self, step: int) -> TensorDictBase:
@@ -426,7 +428,9 @@ class _Run:
 
 def _mark_truncated(data: TensorDictBase, specs: Sequence[EnvSpec]) -> None:
     """Mark the last step of every env, and of its agents, as truncated, only in the data: the envs keep running."""
-    rows = data.tensordicts if isinstance(data, LazyStackedTensorDict) else [data]
+    rows = [data]
+    if isinstance(data, LazyStackedTensorDict):
+        rows = data.tensordicts
     # Envs of a whole batch are equal, so its first spec is that of all.
     for row, spec in zip(rows, specs, strict=False):
         for leaf in spec.done:
