@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from envherd.executor.batches.fast_tensordict import Find, Leaves, Shell, finder
+from envherd.executor.batches.fast_tensordict import Find, Shell, finder
 from envherd.executor.batches.hand_out import GroupBatch
+from envherd.executor.batches.memory import Leaves
 from envherd.shm.specs import Discrete, LeafSpec
 from envherd.workers.protocol import Op
 
