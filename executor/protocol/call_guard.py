@@ -34,7 +34,8 @@ def call_name() -> str:
     name: str = "the call"
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        module, own = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        module = frame.f_globals.get("__name__", "")
+        own = frame.f_code.co_name
         if not module.startswith("envherd.executor.") or module.startswith(
             "envherd.executor.cli."
         ):
@@ -105,12 +106,10 @@ class CallGuard:
         The function does nothing and returns None if another call holds the guard, or if this one must be refused or
         begin with a recovery. Its caller then uses `with`, which decides that.
         """
-        hold, release, engine, frame_of = (
-            self._hold,
-            self._holder.clear,
-            self._engine,
-            sys._getframe,
-        )
+        hold = self._hold
+        release = self._holder.clear
+        engine = self._engine
+        frame_of = sys._getframe
 
         def call_held(*args: Any, **named: Any) -> Any:
             # The caller's: a frame that has itself as a local would keep the batch of the call.
@@ -118,8 +117,9 @@ class CallGuard:
             if hold("call", frame) is not frame:
                 return None
             try:
-                must_enter = self.is_closed or self.is_foreign or engine.is_dirty
-                result = None if must_enter else call(*args, **named)
+                result = None
+                if not (self.is_closed or self.is_foreign or engine.is_dirty):
+                    result = call(*args, **named)
                 release()
                 return result
             except BaseException as error:

@@ -109,7 +109,8 @@ class Engine(Calls):
 
     def facts(self) -> dict[str, Any]:
         """Return the arguments for C, as `executor/native/exchange.c` names them."""
-        batch, positions = self.batches.groups[0], self.positions
+        batch = self.batches.groups[0]
+        positions = self.positions
         facts = {
             "states": self.states.values,
             "ops": self.states.ops,
@@ -147,9 +148,9 @@ class Engine(Calls):
 
     def _make_intake(self, index: int) -> GroupIntake:
         group = self.pool.slab.groups[index]
-        present = (
-            functools.partial(self.batches.present, index) if group.spec.state else None
-        )
+        present = None
+        if group.spec.state:
+            present = functools.partial(self.batches.present, index)
         return GroupIntake(group, self.options.check_actions, present)
 
     @property
@@ -170,7 +171,9 @@ class Engine(Calls):
         for group in dict.fromkeys(self.positions.places.group_of[env_ids].tolist()):
             intake = self.intakes[group]
             members = (self.positions.places.group_of[env_ids] == group).nonzero()[0]
-            own = td if len(members) == len(env_ids) else td[members.tolist()]
+            own = td
+            if len(members) < len(env_ids):
+                own = td[members.tolist()]
             ids = env_ids[members]
             rows = self.positions.places.row_of[ids]
             checked.append(
@@ -203,7 +206,9 @@ class Engine(Calls):
             op, cut=cut, write_inputs=partial(self.write_inputs, td)
         )
         # Batches are made while the workers step; only the rows are missing then.
-        draft = None if self.plain.rows else self.batches.steps.draft[op](flight.at)
+        draft = None
+        if not self.plain.rows:
+            draft = self.batches.steps.draft[op](flight.at)
         return self.land_step(flight, draft)
 
     def land_step(
@@ -233,7 +238,9 @@ class Engine(Calls):
     @property
     def plain_intake(self) -> PlainIntake | None:
         """The fast path for the actions of a step of all envs, if they are one leaf of one group."""
-        return self.intakes[0].plain if len(self.intakes) == 1 else None
+        if len(self.intakes) > 1:
+            return None
+        return self.intakes[0].plain
 
     def recover(self) -> None:
         """After a call was broken off anywhere: wait for pending commands, and drop their answers."""
@@ -358,11 +365,9 @@ class Engine(Calls):
         fresh = needs_reset & ~was_lost
         positions = self.positions
         # Only these can lose an episode in the resets below.
-        running = (
-            np.flatnonzero(~fresh).tolist()
-            if positions.has_interrupted or was_lost.any()
-            else []
-        )
+        running = []
+        if positions.has_interrupted or was_lost.any():
+            running = np.flatnonzero(~fresh).tolist()
         flags = {
             i: {
                 leaf.key: positions.latest_root(i)[leaf.key].copy()
@@ -384,12 +389,11 @@ class Engine(Calls):
         """Write the reset masks of envs that are batches themselves: bool `[N, *B]`, None for all."""
         for group in self.pool.slab.groups:
             target = group.inputs.get(("reset_mask",))
-            if target is not None:
-                target[...] = (
-                    True
-                    if mask is None
-                    else mask[list(group.plan.env_ids)].reshape(target.shape)
-                )
+            if target is None:
+                continue
+            target[...] = True
+            if mask is not None:
+                target &= mask[list(group.plan.env_ids)].reshape(target.shape)
 
     def counts(self) -> dict[str, Any]:
         """Return the part of `Statistics` that the pool does not know."""

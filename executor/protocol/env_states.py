@@ -132,7 +132,8 @@ _IMPOSSIBLE_BYTE = 255
 #: `FOLLOWS` as bytes: int8 `[event, state]`, the state that follows; -1 where nothing can.
 NEXT = state_tables.as_bytes(FOLLOWS)
 _NEXT = [bytes(row).ljust(256, bytes([_IMPOSSIBLE_BYTE])) for row in NEXT]
-_NEEDS_RESET, _RUNNING = int(State.NEEDS_RESET), int(State.RUNNING)
+_NEEDS_RESET = int(State.NEEDS_RESET)
+_RUNNING = int(State.RUNNING)
 _FIRST_UNDER_WAY = np.int8(State.STEPPING)  # comparing it takes half the time of an int
 
 

@@ -87,8 +87,9 @@ class Exchange:
         if received is not None and received.is_of(env_ids):
             return received.env_ids
         # A mask or list from outside may be of any kind; numpy decides what it is.
-        is_array = isinstance(env_ids, (torch.Tensor, np.ndarray, int, np.integer))
-        ids = np.atleast_1d(to_numpy(env_ids if is_array else list(env_ids)))
+        if not isinstance(env_ids, (torch.Tensor, np.ndarray, int, np.integer)):
+            env_ids = list(env_ids)
+        ids = np.atleast_1d(to_numpy(env_ids))
         if ids.dtype == bool and ids.shape == (num_envs,):
             return np.flatnonzero(ids)
         if ids.dtype.kind not in "iu" and ids.size:
@@ -115,7 +116,8 @@ class Exchange:
         Raises:
             Busy: an env has a command whose answer was not taken yet.
         """
-        engine, received = self._engine, self._engine.received
+        engine = self._engine
+        received = engine.received
         if (
             received is None
             or not received.is_of(env_ids)
@@ -126,7 +128,9 @@ class Exchange:
             ids = self.as_ids(env_ids)
             engine.refuse_under_way(ids)
             td = engine.batches.current(ids)
-            return td if env_ids is None else set_ids(td, ids)
+            if env_ids is None:
+                return td
+            return set_ids(td, ids)
         # Else the caller has changed its `next`.
         if received.leaves and num_writes(received.leaves) == received.num_writes:
             td = engine.batches.groups[0].root_over(
@@ -144,7 +148,8 @@ class Exchange:
         if self.fast is not None and self.fast.send(td, env_ids, op):
             return
         need_batch("send", td)
-        engine, positions = self._engine, self._engine.positions
+        engine = self._engine
+        positions = engine.positions
         ids = self.ids_of(td, env_ids)
 
         def write_inputs() -> None:
@@ -178,42 +183,28 @@ class Exchange:
                 raise ValueError(
                     f"recv failed: expected envs that were sent, got envs {idle} that were not."
                 )
-        least = (
-            len(sent)
-            if min_envs is None
-            else as_count("recv", "min_envs", min_envs, least=0, or_none=True)
-        )
-        most = (
-            least
-            if max_envs is None
-            else as_count("recv", "max_envs", max_envs, least=0, or_none=True)
-        )
         if timeout_s is not None:
             need_seconds("recv", "timeout_s", timeout_s)
         if not len(sent):
             raise ValueError(
                 "recv failed: expected envs that were sent, got none. Call send(...) first."
             )
-        if not 0 < least <= len(sent):
-            raise ValueError(
-                f"recv failed: expected 1 to {len(sent)} envs (as many as were sent), got {least}."
-            )
-        if most < least:
-            raise ValueError(
-                f"recv failed: expected max_envs of at least {least} (min_envs), got {most}."
-            )
-        most = min(most, len(sent))
-        # With a deadline, as many as may come by then; the least is checked afterwards.
-        ready = self._wait_for(sent, least if timeout_s is None else most, timeout_s)
+        least, most = _counts(len(sent), min_envs, max_envs)
+        wanted = least
+        # As many as may come by then; the least is checked afterwards.
+        if timeout_s is not None:
+            wanted = most
+        ready = self._wait_for(sent, wanted, timeout_s)
         if len(ready) < least:
             raise DeadlinePassed(
                 f"recv failed: expected {least} envs within {timeout_s:g} s, got {len(ready)}. "
                 f"Nothing is lost: recv again."
             )
-        return self._take(
-            sent if env_ids is not None and least == len(sent) else ready[:most],
-            with_root=with_root,
-        )
+        taken = ready[:most]
+        # All of them: in the order of the caller's ids.
+        if env_ids is not None and least == len(sent):
+            taken = sent
+        return self._take(taken, with_root=with_root)
 
     def _wait_for(
         self, sent: np.ndarray, wanted: int, timeout_s: float | None
@@ -224,7 +215,9 @@ class Exchange:
         """Build the batch of envs that have answered, and mark them as received."""
         engine = self._engine
         columns = engine.states.columns[ready]
-        td = engine.batches.current(ready) if with_root else None  # 1
+        td = None
+        if with_root:
+            td = engine.batches.current(ready)  # 1
         engine.flights.open_delivery(ready)  # 2
         # Unless all rows are known: then the flags that were copied also say which envs have ended.
         leaves = is_over = None
@@ -255,10 +248,12 @@ class Exchange:
 
     def _add_inputs(self, td: TensorDictBase, env_ids: np.ndarray) -> None:
         """Add the inputs of the envs' latest steps to a batch."""
-        engine, places = self._engine, self._engine.positions.places
+        engine = self._engine
+        places = engine.positions.places
         groups = {*places.group_of[env_ids].tolist()}
         if len(groups) == 1:
-            intake, rows = engine.intakes[groups.pop()], places.rows_of(env_ids)
+            intake = engine.intakes[groups.pop()]
+            rows = places.rows_of(env_ids)
             for leaf, target in zip(intake.leaves, intake.targets, strict=True):
                 set_leaf(td, leaf.key, as_tensor(target[rows]))
             if intake.side_leaves:
@@ -275,6 +270,27 @@ class Exchange:
                 set_leaf(own, leaf.key, as_tensor(np.array(target[row])))
             for index, key in intake.side_keys:
                 own.set(key, NonTensorData(engine.side_inputs[env_id][index]))
+
+
+def _counts(
+    num_sent: int, min_envs: int | None, max_envs: int | None
+) -> tuple[int, int]:
+    """Return how many envs a `recv` takes at least and at most."""
+    least = num_sent
+    if min_envs is not None:
+        least = as_count("recv", "min_envs", min_envs, least=0, or_none=True)
+    most = least
+    if max_envs is not None:
+        most = as_count("recv", "max_envs", max_envs, least=0, or_none=True)
+    if not 0 < least <= num_sent:
+        raise ValueError(
+            f"recv failed: expected 1 to {num_sent} envs (as many as were sent), got {least}."
+        )
+    if most < least:
+        raise ValueError(
+            f"recv failed: expected max_envs of at least {least} (min_envs), got {most}."
+        )
+    return least, min(most, num_sent)
 
 
 def set_ids(td: TensorDictBase, env_ids: np.ndarray) -> TensorDictBase:

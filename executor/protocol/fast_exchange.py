@@ -27,9 +27,11 @@ from envherd.shm.slab import input_leaves, next_leaves, root_leaves
 from envherd.shm.specs import LeafSpec
 from envherd.workers.protocol import Op
 
-#: Bytes of memory that is kept for batches of each layout; memory for at least `_LEAST_KEPT` batch sizes is kept. Batch
-#: sizes vary from one to all envs where a receive takes the envs that are ready.
-_KEPT_BYTES, _LEAST_KEPT = 1 << 24, 4
+#: Bytes of memory that is kept for batches of each layout. Batch sizes vary from one to all envs where a receive takes
+#: the envs that are ready.
+_KEPT_BYTES = 1 << 24
+#: Memory for at least so many batch sizes is kept.
+_LEAST_KEPT = 4
 
 
 class _Size(NamedTuple):
@@ -63,14 +65,17 @@ class _Sizes:
     """
 
     def __init__(self, batch: GroupBatch, num_envs: int) -> None:
-        self._batch, self._num_envs = batch, num_envs
+        self._batch = batch
+        self._num_envs = num_envs
         self.of = functools.cache(self._make)
         self.next_memory = self._kept(lambda size: size.next_layout)
         self.before_memory = self._kept(lambda size: size.before_layout)
         self.root_memory = self._kept(lambda size: size.root_layout)
 
     def _make(self, count: int) -> _Size:
-        batch, spec, lead = self._batch, self._batch.spec, (count,)
+        batch = self._batch
+        spec = batch.spec
+        lead = (count,)
         inputs = [leaf.key for leaf in input_leaves(spec)]
         root_requests = _requests("root", root_leaves(spec), count)
         return _Size(
@@ -125,7 +130,9 @@ class FastExchange:
         self._absent = engine.pool.absent
         self._has_reports = engine.flights.has_reports
         self._sizes = _Sizes(engine.batches.groups[0], len(engine.all_ids))
-        self._intake = None if engine.plain.send else engine.plain_intake
+        self._intake = None
+        if not engine.plain.send:
+            self._intake = engine.plain_intake
 
     def _is_plain(self) -> bool:
         # Closed by another thread, or in a signal's handler, during the wait.
@@ -143,12 +150,13 @@ class FastExchange:
             and env_ids.is_cpu
         ):
             env_ids = env_ids.numpy()
-        is_right = (
+        if (
             env_ids.__class__ is np.ndarray
             and env_ids.dtype == np.int64
             and env_ids.ndim == 1
-        )
-        return env_ids if is_right else None
+        ):
+            return env_ids
+        return None
 
     # ---- send --------------------------------------------------------------------------------
 
@@ -160,7 +168,9 @@ class FastExchange:
         source: dict[str, Any] = td._tensordict  # noqa: SLF001  # as `fast_tensordict.IS_AS_EXPECTED` says
         if env_ids is None:
             env_ids = source.get(ENV_IDS)
-        ids = self._engine.all_ids if env_ids is None else self._as_ids(env_ids)
+        ids: np.ndarray | None = self._engine.all_ids
+        if env_ids is not None:
+            ids = self._as_ids(env_ids)
         value = plain.find(source)
         if (
             ids is None
@@ -192,9 +202,11 @@ class FastExchange:
 
     def _wait_for(self, min_envs: Any, max_envs: Any, env_ids: Any) -> int:
         """Wait; return how many envs to take, or 0 if the request or its outcome is not plain."""
-        ids = None if env_ids is None else self._as_ids(env_ids)
-        if env_ids is not None and ids is None:
-            return 0
+        ids = None
+        if env_ids is not None:
+            ids = self._as_ids(env_ids)
+            if ids is None:
+                return 0
         if min_envs is None and max_envs is None:
             return self._native.wait(ids, -1)
         if min_envs.__class__ is not int or min_envs < 1:

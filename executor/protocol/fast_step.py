@@ -51,22 +51,20 @@ def compile_step(
     """
     if engine.plain.step:
         return never
-    steps, batch_size, device = (
-        steps or engine.batches.steps,
-        engine.batch_size,
-        device or engine.device,
-    )
-    plain, write_inputs, land = (
-        engine.plain_intake,
-        engine.write_inputs,
-        engine.land_step,
-    )
-    find, take_all = (never, never) if plain is None else (plain.find, plain.take_all)
-    next_column, draft, finish = (
-        engine.positions.next_column,
-        steps.draft[op],
-        steps.finish,
-    )
+    # Names of the closure, because attributes take longer.
+    steps = steps or engine.batches.steps
+    batch_size = engine.batch_size
+    device = device or engine.device
+    write_inputs = engine.write_inputs
+    land = engine.land_step
+    find: Callable[[Any], Any] = never
+    take_all: Callable[[Any], Any] = never
+    if (plain := engine.plain_intake) is not None:
+        find = plain.find
+        take_all = plain.take_all
+    next_column = engine.positions.next_column
+    draft = steps.draft[op]
+    finish = steps.finish
     can_give, give = _compile_give(engine, op)
 
     def step(td: Any) -> Any:
@@ -85,11 +83,10 @@ def compile_step(
             write_inputs(td)
         column = next_column()
         drafted, flight, ended = give(None, column, draft)
-        pair = (
-            finish(drafted, column, ended)
-            if flight is None
-            else land(flight, drafted, steps)
-        )
+        if flight is None:
+            pair = finish(drafted, column, ended)
+        else:
+            pair = land(flight, drafted, steps)
         source["next"] = pair[0]
         return td, pair[1]
 
@@ -103,7 +100,8 @@ def compile_command(engine: Engine, op: Op) -> Callable[..., Flight]:
         A function with these arguments of `Flights.begin`, which returns the flight. Unless that is parked, it may have
         landed already; then it is valid until the next call of the function.
     """
-    flights, next_column = engine.flights, engine.positions.next_column
+    flights = engine.flights
+    next_column = engine.positions.next_column
     begin = flights.begin
     if engine.plain.step:
         return lambda at=None, **parts: begin(op, at=at, **parts)
@@ -125,7 +123,9 @@ def compile_command(engine: Engine, op: Op) -> Callable[..., Flight]:
             )
         if write_inputs is not None:
             write_inputs()
-        landed.at = next_column() if at is None else at
+        if at is None:
+            at = next_column()
+        landed.at = at
         _, flight, landed.ended = give(resets, landed.at, None)
         if flight is not None:
             return flight
@@ -146,10 +146,18 @@ def _compile_give(
         The flight has not landed, or is None. Then `ended` are the envs whose episodes have ended, int64 `[k]`, or None
         for none.
     """
-    flights, positions, own_op = engine.flights, engine.positions, int(op)
-    absent, serve, target = engine.pool.absent, engine.pool.serve, positions.where.in_c
-    may_step, step, room = flights.native.may_step, flights.native.step, flights.ended
-    take_infos = engine.side.infos.take_all if engine.side.infos.has_rows else None
+    flights = engine.flights
+    positions = engine.positions
+    own_op = int(op)
+    absent = engine.pool.absent
+    serve = engine.pool.serve
+    target = positions.where.in_c
+    may_step = flights.native.may_step
+    step = flights.native.step
+    room = flights.ended
+    take_infos = None
+    if engine.side.infos.has_rows:
+        take_infos = engine.side.infos.take_all
     # What `recover` sees at an interrupt: all envs. It needs no column.
     under_way = Flight(flights, op, None, None)
 

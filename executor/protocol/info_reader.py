@@ -45,15 +45,17 @@ class Part(NamedTuple):
         """Return the info of each env; one that came as a message is a VIEW."""
         if self.schema is None:
             return [self.records]
-        is_whole = len(self.env_ids) == len(self.records)
-        return self.schema.infos(
-            self.records if is_whole else self.records[self.env_ids]
-        )
+        records = self.records
+        if len(self.env_ids) < len(records):
+            records = records[self.env_ids]
+        return self.schema.infos(records)
 
     def of(self, is_wanted: np.ndarray) -> Part | None:
         """Return the part of some envs, bool `[N]`; None if it has none of them."""
-        chosen = is_wanted[self.env_ids]
-        return self._replace(env_ids=self.env_ids[chosen]) if chosen.any() else None
+        chosen = self.env_ids[is_wanted[self.env_ids]]
+        if not len(chosen):
+            return None
+        return self._replace(env_ids=chosen)
 
 
 class _Layout(NamedTuple):
@@ -84,13 +86,15 @@ class InfoReader:
     def __init__(
         self, policy: InfoPolicy, slab: Slab | None, schemas: Mapping[int, Schema]
     ) -> None:
-        self._policy, self._schemas = policy, schemas
+        self._policy = policy
+        self._schemas = schemas
         #: Section -> env id -> info that is in no row.
         self._others: dict[str, dict[int, dict[str, Any]]] = {
             section: {} for section in SECTIONS
         }
         self._large: set[int] = set()  # envs whose infos are too large
-        self.has_rows, self.has_any = slab is not None and slab.infos is not None, False
+        self.has_rows = slab is not None and slab.infos is not None
+        self.has_any = False
         if slab is not None and slab.infos is not None:
             self._words = slab.words["info_ids"]
             self._no_ids = bytes(self._words.nbytes)
@@ -109,7 +113,8 @@ class InfoReader:
     def take_all(self) -> None:
         """Replace all infos by those of a command to all envs, which has sent none as a message."""
         ids = self._words.tobytes()
-        had_any, self.has_any = self.has_any, ids != self._no_ids
+        had_any = self.has_any
+        self.has_any = ids != self._no_ids
         # The usual case of envs without infos: nothing to clear, nothing to copy.
         if not (had_any or self.has_any):
             return
@@ -144,7 +149,7 @@ class InfoReader:
                 continue
             for env_id in env_ids.tolist():
                 others.pop(env_id, None)
-                packed = messages[env_id][section] if env_id in messages else None
+                packed = messages.get(env_id, {}).get(section)
                 if packed is not None:
                     others[env_id] = unpack(packed, self._policy)
                     self._note_size(env_id, len(packed))
@@ -203,12 +208,12 @@ class InfoReader:
             Part(np.array([env_id]), None, info)
             for env_id, info in self._others[section].items()
         ]
-        rows = (
-            self._layout_of(self._id_words.tobytes()).parts[section]
-            if self.has_rows and self.has_any
-            else []
-        )
-        return sorted([*rows, *others], key=first_env) if others else rows
+        rows = []
+        if self.has_rows and self.has_any:
+            rows = self._layout_of(self._id_words.tobytes()).parts[section]
+        if others:
+            rows = sorted([*rows, *others], key=first_env)
+        return rows
 
     def _lay_out(self, ids: bytes) -> _Layout:
         """Return the layout of infos by the ids of their schemas."""

@@ -50,19 +50,20 @@ class Losses:
         states: EnvStates,
         options: ExecutorOptions,
     ) -> None:
-        self._pool, self._positions, self._states = pool, positions, states
+        self._pool = pool
+        self._positions = positions
+        self._states = states
         self._is_replacing = options.on_worker_loss == "restart"
-        self._is_interrupting, self._max_in_a_row = (
-            options.on_env_error == "interrupt",
-            options.max_restarts,
-        )
+        self._is_interrupting = options.on_env_error == "interrupt"
+        self._max_in_a_row = options.max_restarts
         self.num_interrupted = 0
         self.num_errors = pool.slab.words["errors"]
         # Exceptions of each env since its latest step.
         self._num_in_a_row = np.zeros(pool.num_envs, np.int64)
         # That each env had made at its latest exception.
         self._num_steps = np.zeros(pool.num_envs, np.int64)
-        self._logged_at, self._num_unlogged = -_LOG_EVERY_S, 0
+        self._logged_at = -_LOG_EVERY_S
+        self._num_unlogged = 0
 
     def note_interrupted(self, env_ids: np.ndarray) -> None:
         """Mark the envs' rows of this step as interrupted."""
@@ -97,12 +98,11 @@ class Losses:
         if now < self._logged_at + _LOG_EVERY_S:
             self._num_unlogged += count
             return
-        more = (
-            f" There were {self._num_unlogged} others since the last such line."
-            if self._num_unlogged
-            else ""
-        )
-        self._logged_at, self._num_unlogged = now, 0
+        more = ""
+        if self._num_unlogged:
+            more = f" There were {self._num_unlogged} others since the last such line."
+        self._logged_at = now
+        self._num_unlogged = 0
         log.warning("%s%s\n%s", error.message, more, error.remote_traceback)
 
     def lose(self, env_ids: np.ndarray) -> None:
@@ -140,16 +140,15 @@ class Losses:
             return None
         others = np.setdiff1d(self._pool.blueprint.envs_of(losses), own)
         is_sent = self._states.under_way[others]
-        idle, sent = others[~is_sent], others[is_sent]
+        idle = others[~is_sent]
+        sent = others[is_sent]
         self._pool.words.answers_lost[sent] = True  # 1
         self._states.move(idle, Event.IS_LOST)  # 2
         self._positions.mark_lost(idle)
         # 3
-        error = (
-            self._begin_restarts(losses)
-            if self._is_replacing
-            else next(iter(losses.values()))
-        )
+        error: EnvherdError | None = next(iter(losses.values()))
+        if self._is_replacing:
+            error = self._begin_restarts(losses)
         if error is not None:
             self.drop(sent, Event.IS_LOST)
         elif len(sent):
@@ -178,11 +177,15 @@ class Losses:
             lost: int64 `[k]`.
             rebuilt: those whose reset has raised: new instances are reset. Their step's row is the env's own.
         """
-        pool, positions, states = self._pool, self._positions, self._states
+        pool = self._pool
+        positions = self._positions
+        states = self._states
         is_rebuilt = np.isin(lost, [*rebuilt])
         pool.outcome.forget_rows(lost[~is_rebuilt])
-        ops, columns = states.ops[lost], states.columns[lost]
-        is_stepped, is_due = (ops != RESET) & ~is_rebuilt, ops != STEP
+        ops = states.ops[lost]
+        columns = states.columns[lost]
+        is_stepped = (ops != RESET) & ~is_rebuilt
+        is_due = ops != STEP
         for env_id, column in zip(
             lost[is_stepped].tolist(), columns[is_stepped].tolist(), strict=True
         ):

@@ -47,7 +47,9 @@ class Plain(NamedTuple):
     @property
     def brief(self) -> str:
         """How steps of all envs are made."""
-        return f"steps in Python: {_listed(self.step)}" if self.step else "steps in C"
+        if not self.step:
+            return "steps in C"
+        return f"steps in Python: {_listed(self.step)}"
 
     def __str__(self) -> str:
         exchange = ("send and recv", self.recv) if self.recv else ("send", self.send)
@@ -80,7 +82,8 @@ def what_is_plain(
         device: of the batches.
         intake: of all envs' actions; None if they are not one leaf of one group.
     """
-    num_groups, spec = len(pool.slab.groups), pool.specs[0]
+    num_groups = len(pool.slab.groups)
+    spec = pool.specs[0]
     side = {
         leaf.key: None for one in pool.specs for leaf in one.observation if leaf.is_side
     }

@@ -49,7 +49,9 @@ class Places:
 
     def rows_of(self, env_ids: np.ndarray) -> np.ndarray:
         """Return the rows of some envs in their groups, int64 `[k]`; may return `env_ids` itself."""
-        return env_ids if self.is_one_group else self.row_of[env_ids]
+        if self.is_one_group:
+            return env_ids
+        return self.row_of[env_ids]
 
 
 class Columns:
@@ -118,7 +120,8 @@ class Columns:
         if self._places.is_flat:
             return np.asarray(arrays[0][columns, env_ids, 0])
         # Few: envs of several kinds, or batches. Their shapes differ, so each is looked at alone.
-        group_of, row_of = self._places.group_of, self._places.row_of
+        group_of = self._places.group_of
+        row_of = self._places.row_of
         places = zip(env_ids, np.broadcast_to(columns, env_ids.shape), strict=True)
         return np.array(
             [arrays[group_of[i]][column, row_of[i]].any() for i, column in places], bool
@@ -176,7 +179,9 @@ class Positions:
         loans: Loans | None,
     ) -> None:
         self.slab = slab
-        self._side, self._mover, self.loans = side, mover, loans
+        self._side = side
+        self._mover = mover
+        self.loans = loans
         self.num_envs = slab.plan.num_envs
         self.num_frames = slab.plan.num_frames
         self.num_ring = self.num_frames - slab.plan.num_lendable
@@ -246,8 +251,12 @@ class Positions:
 
     def next_column(self) -> int:
         """Return the column for a command to all envs: a frame that can be lent, else one of the ring."""
-        lendable = -1 if self.loans is None else self.loans.pick(self.column)
-        self.column = lendable if lendable >= 0 else (self.column + 1) % self.num_ring
+        lendable = -1
+        if self.loans is not None:
+            lendable = self.loans.pick(self.column)
+        if lendable < 0:
+            lendable = (self.column + 1) % self.num_ring
+        self.column = lendable
         if self._mover is not None:
             self._mover.await_frame(self.column)
         if self.is_mixed:
@@ -430,25 +439,27 @@ class Positions:
 
     def latest_root(self, env_id: int) -> dict[Name, np.ndarray]:
         """Return an env's present root row by key (VIEWS)."""
-        section = "root" if self.in_root[env_id] else "next"
+        section = "next"
+        if self.in_root[env_id]:
+            section = "root"
         found = self.row_at(env_id, int(self.columns[env_id]))
         return {name[1:]: array for name, array in found.items() if name[0] == section}
 
     def gather_roots(self, group: int, env_ids: np.ndarray) -> list[np.ndarray]:
         """Return the present roots of some envs of a group, one fresh array `[k, ...]` per leaf."""
-        columns, in_root, rows = (
-            self.columns[env_ids],
-            self.in_root[env_ids],
-            self.places.row_of[env_ids],
-        )
-        arrays, gathered = self.where.groups[group], []
-        is_all_root = bool(in_root.all())
+        columns = self.columns[env_ids]
+        in_root = self.in_root[env_ids]
+        rows = self.places.row_of[env_ids]
+        arrays = self.where.groups[group]
+        gathered = []
         for leaf in root_leaves(self.slab.groups[group].spec):
-            latest = arrays["root" if is_all_root else "next", *leaf.key][columns, rows]
-            if not is_all_root:
-                latest[in_root] = arrays["root", *leaf.key][
-                    columns[in_root], rows[in_root]
-                ]
+            roots = arrays["root", *leaf.key]
+            # The usual case: right after a reset.
+            if in_root.all():
+                latest = roots[columns, rows]
+            else:
+                latest = arrays["next", *leaf.key][columns, rows]
+                latest[in_root] = roots[columns[in_root], rows[in_root]]
             gathered.append(latest)
         return gathered
 
@@ -476,7 +487,8 @@ class Positions:
     def cut_off(self, env_id: int, column: int) -> None:
         """Write the `next` of an env whose answer was lost: its last true observation, reward 0, truncated."""
         source = {key: array.copy() for key, array in self.latest_root(env_id).items()}
-        dest, spec = self.row_at(env_id, column), self.specs[env_id]
+        dest = self.row_at(env_id, column)
+        spec = self.specs[env_id]
         for leaf in spec.observation:
             if not leaf.is_side:
                 dest["next", *leaf.key][...] = source[leaf.key]
@@ -526,4 +538,6 @@ def poison(array: np.ndarray) -> None:
 
 def some_or_none(env_ids: np.ndarray) -> np.ndarray | None:
     """Return ids, or None if there are none."""
-    return env_ids if len(env_ids) else None
+    if len(env_ids):
+        return env_ids
+    return None
