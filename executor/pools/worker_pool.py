@@ -276,8 +276,7 @@ class WorkerPool(Pool):
                 env_ids, count, _LOOK_NS if waits else 0, self._found
             )
             if num_found >= 0:
-                found = self._found[:num_found].copy()
-                return self.words.by_order(found) if self.words.has_completed else found
+                return self._found[:num_found].copy()
         while self._done.try_wait():  # 3
             pass
         ready = self.words.ready(env_ids)
@@ -292,7 +291,7 @@ class WorkerPool(Pool):
             self._wait_slowly(env_ids, count, deadline, through_losses=through_losses)
             ready = self.words.ready(env_ids)
         self._collect()
-        return self.words.by_order(ready)
+        return ready
 
     def _has_all(self) -> bool:
         """Wait for the answers to a command to all envs; return False if none comes for `LOOK_S`.

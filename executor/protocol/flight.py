@@ -655,8 +655,14 @@ class Flights:
         end = None if deadline is None else time.monotonic() + deadline
         while True:
             left = None if end is None else max(0.0, end - time.monotonic())
-            ready = pool.wait_some(
-                sent, wanted, left, options.reset_timeout_s, kill_late=timeout_s is None
+            ready = pool.words.by_order(
+                pool.wait_some(
+                    sent,
+                    wanted,
+                    left,
+                    options.reset_timeout_s,
+                    kill_late=timeout_s is None,
+                )
             )
             if (
                 pool.outcome.losses
