@@ -265,8 +265,15 @@ class WorkerPool(Pool):
         """Wait until at least `count` of some envs have answered, and return those that have."""
         # A shorter wait is left to `_wait_slowly`, which ends when its deadline does.
         waits = timeout_s is None or timeout_s >= LOOK_S
-        is_of_all = count == self.num_envs and not self.words.command[0] & _EACH
-        if is_of_all and waits and self._caller is None and self._has_all():
+        if (
+            self._caller is None
+            and waits
+            and count == self.num_envs
+            # After an interrupt, perhaps nobody rings any more.
+            and not through_losses
+            and not self.words.command[0] & _EACH
+            and self._has_all()
+        ):
             self._collect()
             return env_ids
         if self.must_look():
@@ -296,13 +303,14 @@ class WorkerPool(Pool):
     def _has_all(self) -> bool:
         """Wait for the answers to a command to all envs; return False if none comes for `LOOK_S`.
 
-        Each worker rings once for it. So this needs no tally, and takes a fifth of the time of `_wait_slowly`.
+        Each worker rings once for it. So this needs no tally, and takes a fifth of the time of `_wait_slowly`. A token
+        that an earlier wait has left is taken as well.
         """
-        while self._done.try_wait():  # 3
-            pass
-        while not self.words.have_all_answered():
+        num_missing = self.num_workers  # 3
+        while num_missing > 0 or not self.words.have_all_answered():
             if self._is_reading or not self._done.wait(LOOK_S):
                 return False
+            num_missing -= 1
         return True
 
     def _wait_slowly(

@@ -321,11 +321,11 @@ class Flights:
 
     def _depart(self, flight: Flight) -> None:
         """Record the command of every env of a flight as under way."""
+        if flight.resets is None and flight.cut is None:
+            self.states.start(flight.ids, flight.op, flight.at)
+            return
         op, at, resets, cut = flight.op, flight.at, flight.resets, flight.cut
         positions, states = self.positions, self.states
-        if resets is None and cut is None:
-            states.start(flight.ids, op, at)
-            return
         if resets is not None:
             positions.blank_steps(at, resets)
         for env_id in () if cut is None else cut.tolist():
@@ -412,17 +412,17 @@ class Flights:
 
     def _wait(self, flight: Flight, timeout_s: float | None) -> None:
         ids, options = flight.ids, self._options
-        limits = options.step_timeout_s, options.reset_timeout_s
+        limit_s, more_s = options.step_timeout_s, options.reset_timeout_s
         if timeout_s is not None:
-            limits = timeout_s, 0.0
+            limit_s, more_s = timeout_s, 0.0
         elif flight.op == RESET:
-            limits = options.reset_timeout_s, 0.0
+            limit_s, more_s = options.reset_timeout_s, 0.0
         elif flight.op == STEP and flight.resets is None:
             # No reset can be the reason for more time.
-            limits = options.step_timeout_s, 0.0
+            more_s = 0.0
         try:
             answered = self.pool.wait_some(
-                ids, len(ids), *limits, kill_late=timeout_s is None
+                ids, len(ids), limit_s, more_s, kill_late=timeout_s is None
             )
         except EnvherdError:
             self._close(flight, Event.IS_BROKEN_OFF)
