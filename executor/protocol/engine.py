@@ -19,7 +19,8 @@ from tensordict import TensorDictBase
 from envherd.executor.batches.actions import GroupIntake
 from envherd.executor.batches.arguments import wrong_rows
 from envherd.executor.batches.memory import make_loans
-from envherd.executor.batches.step_data import Draft, PlainIntake, StepBatches
+from envherd.executor.batches.plain_actions import PlainIntake
+from envherd.executor.batches.step_data import Draft, StepBatches
 from envherd.executor.batches.transfer import Mover
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
