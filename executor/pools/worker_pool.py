@@ -82,7 +82,6 @@ class WorkerPool(Pool):
         )
         self.specs: list[EnvSpec] = []
         self.crew = self._make_crew()
-        self._all_ids = np.arange(self.num_envs)
         self._looked_at = 0.0
         self._clock = Clock()
         self._is_reading = False  # a worker is writing more than its socket holds
@@ -395,9 +394,10 @@ class WorkerPool(Pool):
     def _collect(self) -> None:
         """Read the messages that the status words announce into `outcome`."""
         words = self.words
-        if words.announces_nothing():
+        # All are 0, as after most commands: a tenth of the time of an array.
+        if not words.status.tobytes().strip(b"\0"):
             return
-        answered = words.ready(self._all_ids)  # 4
+        answered = np.flatnonzero(words.has_answered())  # 4
         announced = answered[words.status[answered] != 0]
         for worker_id in set(self.worker_of[announced].tolist()):
             if not self.supervisor.is_being_replaced(worker_id):

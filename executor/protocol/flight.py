@@ -412,17 +412,22 @@ class Flights:
 
     def _wait(self, flight: Flight, timeout_s: float | None) -> None:
         ids, options = flight.ids, self._options
-        limit_s, more_s = options.step_timeout_s, options.reset_timeout_s
+        limit_s = options.step_timeout_s
+        # Unless a reset can be the reason for more time.
+        more_for_resets_s: float | None = 0.0
         if timeout_s is not None:
-            limit_s, more_s = timeout_s, 0.0
+            limit_s = timeout_s
         elif flight.op == RESET:
-            limit_s, more_s = options.reset_timeout_s, 0.0
-        elif flight.op == STEP and flight.resets is None:
-            # No reset can be the reason for more time.
-            more_s = 0.0
+            limit_s = options.reset_timeout_s
+        elif flight.op == STEP_RESET or flight.resets is not None:
+            more_for_resets_s = options.reset_timeout_s
         try:
             answered = self.pool.wait_some(
-                ids, len(ids), limit_s, more_s, kill_late=timeout_s is None
+                ids,
+                len(ids),
+                limit_s,
+                more_for_resets_s,
+                kill_late=timeout_s is None,
             )
         except EnvherdError:
             self._close(flight, Event.IS_BROKEN_OFF)

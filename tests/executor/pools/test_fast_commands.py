@@ -96,7 +96,7 @@ class Side:
         _take_all(self.done)
         return (
             self.words.by_order(ready).tolist()
-            if len(ready) >= wanted and self.words.announces_nothing()
+            if len(ready) >= wanted and not self.words.status.any()
             else None
         )
 
