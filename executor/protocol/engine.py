@@ -110,17 +110,17 @@ class Engine(Calls):
 
     def facts(self) -> dict[str, Any]:
         """Return the arguments for C, as `executor/native/exchange.c` names them."""
-        batch, positions = self.batches.groups[0], self.positions
+        batch = self.batches.groups[0]
         facts = {
             "states": self.states.values,
             "ops": self.states.ops,
             "at": self.states.columns,
-            "columns": positions.columns,
-            "step_columns": positions.step_columns,
-            "in_root": positions.in_root,
+            "columns": self.positions.columns,
+            "step_columns": self.positions.step_columns,
+            "in_root": self.positions.in_root,
             "ended": self.flights.ended,
-            "num_columns": positions.num_frames,
-            "num_ring": positions.num_ring,
+            "num_columns": self.positions.num_frames,
+            "num_ring": self.positions.num_ring,
             "next": batch.next_arrays,
             "root": batch.root_arrays,
             "root_in_next": batch.root_in_next,

@@ -144,13 +144,13 @@ class Exchange:
         if self.fast is not None and self.fast.send(td, env_ids, op):
             return
         need_batch("send", td)
-        engine, positions = self._engine, self._engine.positions
+        engine = self._engine
         ids = self.ids_of(td, env_ids)
 
         def write_inputs() -> None:
             engine.write_inputs(td, ids)
-            if positions.has_interrupted:
-                positions.interrupted[ids] = False  # of an earlier step of all
+            if engine.positions.has_interrupted:
+                engine.positions.interrupted[ids] = False  # of an earlier step of all
 
         engine.flights.send(op, ids, write_inputs)
         engine.stale_roots.look(td, ids)
