@@ -99,6 +99,10 @@ TESTS = {
         "executor/batches/test_intake.py",
         "executor/protocol/test_stepping.py",
     ),
+    "executor/batches/plain_actions.py": (
+        "executor/batches/test_intake.py",
+        "executor/protocol/test_stepping.py",
+    ),
     "executor/batches/step_data.py": (
         "executor/protocol/test_stepping.py",
         "executor/protocol/test_fast_calls.py",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from envherd.executor.batches.step_data import Legal
+from envherd.executor.batches.plain_actions import Legal
 from envherd.shm.layout import ALIGNMENT
 from envherd.shm.slab import JOURNAL_FACTS
 from envherd.workers import protocol, seeding
@@ -55,7 +55,7 @@ CONSTANTS: dict[str, dict[str, int]] = {
         **{f"IS_{kind.name}": kind for kind in Kind},
         "NUM_KINDS": len(Kind),
     },
-    "executor.batches.step_data": {f"CHECK_{legal.name}": legal for legal in Legal},
+    "executor.batches.plain_actions": {f"CHECK_{legal.name}": legal for legal in Legal},
 }
 
 

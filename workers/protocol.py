@@ -94,7 +94,8 @@ def pack_each(
     num_frames: int,
 ) -> Any:
     """Return `pack`'s word, or those for different columns, int64 `[k]`; from a table for a ring."""
-    if target == RING and isinstance(op, Op) and columns.__class__ is not int:
+    # The last one first: it settles the usual case.
+    if columns.__class__ is not int and target == RING and isinstance(op, Op):
         return _ring_words(op, flags, num_frames)[columns]
     return pack(op, target, columns, flags)
 

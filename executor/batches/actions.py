@@ -16,7 +16,7 @@ from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
 from envherd.executor.batches.arguments import MASK_ADVICE
 from envherd.executor.batches.fast_tensordict import IS_AS_EXPECTED
-from envherd.executor.batches.step_data import (
+from envherd.executor.batches.plain_actions import (
     Check,
     PlainIntake,
     compile_intake,

@@ -6,7 +6,7 @@ import contextlib
 import operator
 from typing import Any
 
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 MASK_ADVICE = (
     "A mask of the envs to reset goes into one: "
@@ -84,7 +84,8 @@ def need_callables(call: str, **functions: Any) -> None:
 
 def need_batch(call: str, td: Any, name: str = "a batch") -> None:
     """Refuse anything but a TensorDict."""
-    if not isinstance(td, TensorDictBase):
+    # The class alone settles the usual case, in a tenth of the time.
+    if td.__class__ is not TensorDict and not isinstance(td, TensorDictBase):
         raise TypeError(
             f"{call} failed: expected {name} as a TensorDict, got {_named(td)}.{_ADVICE.get(call, '')}"
         )

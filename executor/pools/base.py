@@ -249,7 +249,7 @@ class Pool(ABC):
         kill_late: bool = True,  # noqa: ARG002
         through_losses: bool = False,  # noqa: ARG002
     ) -> np.ndarray:
-        """Wait until at least `count` of some envs owe no answer; return these, the oldest command first.
+        """Wait until at least `count` of some envs owe no answer; return these.
 
         Reports besides the rows are in `outcome`. Fewer are returned only after a loss that must be raised before the
         others have answered, or without `kill_late`.
@@ -262,7 +262,7 @@ class Pool(ABC):
             kill_late: kill workers that are late; False returns fewer envs instead.
             through_losses: wait for the others even long after a worker was lost.
         """
-        return self.words.by_order(env_ids)
+        return env_ids
 
     # ---- questions ---------------------------------------------------------------------------
 

@@ -45,7 +45,6 @@ class CommandWords:
         # A memoryview, because reading an item of an array takes three times as long.
         self.number = np.zeros(1, np.int64).data
         self.answers_lost = np.zeros(len(self.command_seq), bool)
-        self._no_status = bytes(self.status.nbytes)
 
     def write(self, env_ids: np.ndarray, commands: np.ndarray | int) -> None:
         """Write some envs' next commands, int64 `[k]` or one for all of them, under one number."""
@@ -96,10 +95,6 @@ class CommandWords:
         have_all = self.command_seq.tobytes() == self.reply_seq.tobytes()
         keep_order()  # 4
         return have_all
-
-    def announces_nothing(self) -> bool:
-        """Return whether no answer announces messages."""
-        return self.status.tobytes() == self._no_status
 
     def lose_answers(self, env_ids: np.ndarray, outcome: Outcome) -> np.ndarray:
         """Count envs of a lost worker as answered; return those that owed an answer."""

@@ -19,7 +19,8 @@ from tensordict import TensorDictBase
 from envherd.executor.batches.actions import GroupIntake
 from envherd.executor.batches.arguments import wrong_rows
 from envherd.executor.batches.memory import make_loans
-from envherd.executor.batches.step_data import Draft, PlainIntake, StepBatches
+from envherd.executor.batches.plain_actions import PlainIntake
+from envherd.executor.batches.step_data import Draft, StepBatches
 from envherd.executor.batches.transfer import Mover
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
@@ -110,17 +111,16 @@ class Engine(Calls):
     def facts(self) -> dict[str, Any]:
         """Return the arguments for C, as `executor/native/exchange.c` names them."""
         batch = self.batches.groups[0]
-        positions = self.positions
         facts = {
             "states": self.states.values,
             "ops": self.states.ops,
             "at": self.states.columns,
-            "columns": positions.columns,
-            "step_columns": positions.step_columns,
-            "in_root": positions.in_root,
+            "columns": self.positions.columns,
+            "step_columns": self.positions.step_columns,
+            "in_root": self.positions.in_root,
             "ended": self.flights.ended,
-            "num_columns": positions.num_frames,
-            "num_ring": positions.num_ring,
+            "num_columns": self.positions.num_frames,
+            "num_ring": self.positions.num_ring,
             "next": batch.next_arrays,
             "root": batch.root_arrays,
             "root_in_next": batch.root_in_next,

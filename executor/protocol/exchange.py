@@ -149,13 +149,12 @@ class Exchange:
             return
         need_batch("send", td)
         engine = self._engine
-        positions = engine.positions
         ids = self.ids_of(td, env_ids)
 
         def write_inputs() -> None:
             engine.write_inputs(td, ids)
-            if positions.has_interrupted:
-                positions.interrupted[ids] = False  # of an earlier step of all
+            if engine.positions.has_interrupted:
+                engine.positions.interrupted[ids] = False  # of an earlier step of all
 
         engine.flights.send(op, ids, write_inputs)
         engine.stale_roots.look(td, ids)

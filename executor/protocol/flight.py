@@ -321,26 +321,26 @@ class Flights:
 
     def _depart(self, flight: Flight) -> None:
         """Record the command of every env of a flight as under way."""
-        op, at, resets, cut = flight.op, flight.at, flight.resets, flight.cut
-        positions, states = self.positions, self.states
-        if resets is None and cut is None:
-            states.start(flight.ids, op, at)
+        if flight.resets is None and flight.cut is None:
+            self.states.start(flight.ids, flight.op, flight.at)
             return
-        if resets is not None:
-            positions.blank_steps(at, resets)
+        cut = flight.cut
+        root_at = flight.at + self.positions.where.root_ahead
+        if flight.resets is not None:
+            self.positions.blank_steps(flight.at, flight.resets)
         for env_id in () if cut is None else cut.tolist():
-            positions.cut_off(env_id, at)
+            self.positions.cut_off(env_id, flight.at)
             self.side.infos.lose(np.array([env_id]))
-        states.start(self._all_but(resets, cut), op, at)
-        if resets is not None:
-            states.start(resets, Op.RESET, at + positions.where.root_ahead)
-        if cut is not None and op == Op.STEP_RESET:
-            states.start(cut, Op.RESET, at + positions.where.root_ahead)
+        self.states.start(self._all_but(flight.resets, cut), flight.op, flight.at)
+        if flight.resets is not None:
+            self.states.start(flight.resets, Op.RESET, root_at)
+        if cut is not None and flight.op == Op.STEP_RESET:
+            self.states.start(cut, Op.RESET, root_at)
         elif cut is not None:
             # No worker gets it, and its row is complete.
-            states.ops[cut] = int(op)
-            states.columns[cut] = at
-            states.move(cut, Event.IS_LOST)
+            self.states.ops[cut] = int(flight.op)
+            self.states.columns[cut] = flight.at
+            self.states.move(cut, Event.IS_LOST)
 
     def _submit(self, flight: Flight, flags: int) -> None:
         ids, ops, columns = flight.ids, flight.op, flight.at
@@ -411,25 +411,30 @@ class Flights:
             self.side.infos.take({}, env_ids)
 
     def _wait(self, flight: Flight, timeout_s: float | None) -> None:
-        ids, options = flight.ids, self._options
-        limits = options.step_timeout_s, options.reset_timeout_s
+        ids = flight.ids
+        limit_s = self._options.step_timeout_s
+        # Unless a reset can be the reason for more time.
+        more_for_resets_s: float | None = 0.0
         if timeout_s is not None:
-            limits = timeout_s, 0.0
+            limit_s = timeout_s
         elif flight.op == RESET:
-            limits = options.reset_timeout_s, 0.0
-        elif flight.op == STEP and flight.resets is None:
-            # No reset can be the reason for more time.
-            limits = options.step_timeout_s, 0.0
+            limit_s = self._options.reset_timeout_s
+        elif flight.op == STEP_RESET or flight.resets is not None:
+            more_for_resets_s = self._options.reset_timeout_s
         try:
             answered = self.pool.wait_some(
-                ids, len(ids), *limits, kill_late=timeout_s is None
+                ids,
+                len(ids),
+                limit_s,
+                more_for_resets_s,
+                kill_late=timeout_s is None,
             )
         except EnvherdError:
             self._close(flight, Event.IS_BROKEN_OFF)
             raise
         if len(answered) == len(ids):
             return
-        if self.pool.outcome.losses and options.on_worker_loss != "restart":
+        if self.pool.outcome.losses and self._options.on_worker_loss != "restart":
             # The flight stays open: the next call waits for the others.
             raise next(iter(self.pool.outcome.losses.values()))
         raise DeadlinePassed(
@@ -497,18 +502,18 @@ class Flights:
         Returns:
             The envs whose steps have ended their episodes, int64 `[k]`, ascending; None for none.
         """
-        positions, column = self.positions, flight.at
+        positions = self.positions
         if self.native is not None:
             num_ended = self.native.land(positions.where.in_c)
             positions.is_mixed = False  # 4
             # A copy: the next step overwrites it, and callers keep the flight.
             return self.ended[:num_ended].copy() if num_ended else None
-        ended = over = positions.where.ended_at(column)
-        positions.all_stepped(column)  # 4
+        ended = over = positions.where.ended_at(flight.at)
+        positions.all_stepped(flight.at)  # 4
         positions.is_mixed = False
         if ended is not None and flight.op == STEP_RESET:
             over = ended[
-                positions.were_reset(ended, column + positions.where.root_ahead)
+                positions.were_reset(ended, flight.at + positions.where.root_ahead)
             ]
         answered = flight.ids
         # A reset whose root is done is rare.
@@ -546,15 +551,15 @@ class Flights:
 
     def _note_unusual(self, flight: Flight) -> tuple[Outcome, np.ndarray]:
         """Record the outcome of a flight; return the pool's reports, and the flight's envs that were lost."""
-        positions, ids = self.positions, flight.ids
-        outcome = self.pool.outcome.hand_out(ids)
+        positions = self.positions
+        outcome = self.pool.outcome.hand_out(flight.ids)
         lost = self.pool.blueprint.envs_of(outcome.losses)
-        own = lost[np.isin(lost, ids)]
+        own = lost[np.isin(lost, flight.ids)]
         is_stepped = self.states.ops != RESET
         # An env may have answered before its worker died in another env's command.
         outcome.forget_rows(own)
         self.side.infos.lose(own)
-        self._note_news(ids, outcome)  # 5, until `held` below
+        self._note_news(flight.ids, outcome)  # 5, until `held` below
         self._forget_interrupted(flight)
         failed = [i for i, fault in outcome.faults.items() if fault["phase"] == "step"]
         for env_id in [*own[is_stepped[own]].tolist(), *failed]:
@@ -650,13 +655,19 @@ class Flights:
         Raises:
             EnvError, WorkerLost, WorkerTimeout: the envs concerned are no longer under way; the others still are.
         """
-        pool, options = self.pool, self._options
-        deadline = options.step_timeout_s if timeout_s is None else timeout_s
+        pool = self.pool
+        deadline = self._options.step_timeout_s if timeout_s is None else timeout_s
         end = None if deadline is None else time.monotonic() + deadline
         while True:
             left = None if end is None else max(0.0, end - time.monotonic())
-            ready = pool.wait_some(
-                sent, wanted, left, options.reset_timeout_s, kill_late=timeout_s is None
+            ready = pool.words.by_order(
+                pool.wait_some(
+                    sent,
+                    wanted,
+                    left,
+                    self._options.reset_timeout_s,
+                    kill_late=timeout_s is None,
+                )
             )
             if (
                 pool.outcome.losses
@@ -734,8 +745,11 @@ class Flights:
 
     def is_written(self, column: int) -> bool:
         """Return whether workers may be writing to a column of the ring for a step of all envs."""
-        positions, flight = self.positions, self.current
-        if column != positions.column or positions.where is not positions.ring:
+        flight = self.current
+        if (
+            column != self.positions.column
+            or self.positions.where is not self.positions.ring
+        ):
             return False
         while flight is not None and not (flight.is_all and not flight.has_landed):
             flight = flight.outer

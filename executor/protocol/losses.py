@@ -177,32 +177,29 @@ class Losses:
             lost: int64 `[k]`.
             rebuilt: those whose reset has raised: new instances are reset. Their step's row is the env's own.
         """
-        pool = self._pool
-        positions = self._positions
-        states = self._states
         is_rebuilt = np.isin(lost, [*rebuilt])
-        pool.outcome.forget_rows(lost[~is_rebuilt])
-        ops = states.ops[lost]
-        columns = states.columns[lost]
+        self._pool.outcome.forget_rows(lost[~is_rebuilt])
+        ops = self._states.ops[lost]
+        columns = self._states.columns[lost]
         is_stepped = (ops != RESET) & ~is_rebuilt
         is_due = ops != STEP
         for env_id, column in zip(
             lost[is_stepped].tolist(), columns[is_stepped].tolist(), strict=True
         ):
-            positions.cut_off(env_id, column)
+            self._positions.cut_off(env_id, column)
         self.note_interrupted(lost[is_stepped])
-        pool.words.answers_lost[lost[~is_due]] = False
+        self._pool.words.answers_lost[lost[~is_due]] = False
         for env_id in lost[is_rebuilt].tolist():
-            pool.prepare(Prepare(env_id=env_id, rebuilds=True))
+            self._pool.prepare(Prepare(env_id=env_id, rebuilds=True))
         for is_one, flags in (
             (is_due & ~is_rebuilt, Flag.EACH),
             (is_rebuilt, Flag.EACH | Flag.PREPARED),
         ):
             if is_one.any():
-                pool.submit_later(
+                self._pool.submit_later(
                     lost[is_one],
                     Op.RESET,
-                    positions.where.target,
+                    self._positions.where.target,
                     columns[is_one],
                     flags,
                 )

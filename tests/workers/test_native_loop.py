@@ -161,6 +161,7 @@ def body_of(function: str) -> str:
 
 
 def test_c_loop_has_the_order_of_worker_steps():
+    """`native/loop.c` 1, 2 and 4; `tests/shm/test_tally_model.py` is about 3."""
     landmarks = {
         "command_seq": "number = LOAD_NUMBER(word(&loop->command_seq",
         "rows": "carry_out(loop, env, command)",

@@ -48,7 +48,7 @@
 #define IS_ARRAY 9
 #define NUM_KINDS 10
 
-/* executor.batches.step_data */
+/* executor.batches.plain_actions */
 #define CHECK_ANY 0
 #define CHECK_INDEX 1
 #define CHECK_FINITE 2

@@ -55,6 +55,8 @@ class Loop:
             env_id: self._words["reply_seq"][env_id] for env_id in block.slots
         }
         self._mail_read = mail_read
+        # Of this worker alone: it is read before each command.
+        self._mail_sent = self._words["mail_seq"][block.worker_id :]
         self._num_wakes = self._num_scans = 0
 
     def run(self) -> None:
@@ -93,9 +95,7 @@ class Loop:
         return not self._is_leaving
 
     def _check_mail(self) -> bool:
-        sent = self._words["mail_seq"]
-        worker_id = self._block.worker_id
-        while self._mail_read < sent[worker_id]:
+        while self._mail_read < self._mail_sent[0]:
             number = self._read_mail()
             if number is None:
                 self._is_leaving = True
@@ -126,7 +126,7 @@ class Loop:
         sampled = pending[self._num_scans % len(pending)]
         for env_id in pending:
             # The owner closes: without this look, it would wait for the steps of all envs.
-            if words["mail_seq"][self._block.worker_id] == LEAVE:
+            if self._mail_sent[0] == LEAVE:
                 self._check_mail()
                 return
             # Now, because the owner writes the next number as soon as it has the reply.

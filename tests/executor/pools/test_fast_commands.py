@@ -96,7 +96,7 @@ class Side:
         _take_all(self.done)
         return (
             self.words.by_order(ready).tolist()
-            if len(ready) >= wanted and self.words.announces_nothing()
+            if len(ready) >= wanted and not self.words.status.any()
             else None
         )
 
@@ -239,6 +239,7 @@ def test_first_returns_envs_in_the_order_of_their_commands(num_envs):
 
 
 def test_the_caller_is_woken_once_for_the_answers_that_it_waits_for():
+    """`native/caller.c` 4 and 5."""
     side, room = Side(6, 2, in_c=True), np.zeros(6, np.int64)
     side.give_all(7)
     counters = [

@@ -13,6 +13,7 @@ from envherd.executor import Busy, ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.executor.batches import memory as batch_memory
 from envherd.shm.sync import Doorbell
 from envherd.workers import native
+from envherd.workers.protocol import Op
 from envherd.workers.testing import CountingEnv, FaultyEnv
 from tests.envs.counting_envs import TextEnv
 from tests.envs.disturbing_envs import HaltingEnv
@@ -311,6 +312,18 @@ def test_the_caller_is_woken_once_for_all_that_it_waits_for(monkeypatch):
             assert env.recv()["env_ids"].numel() == 2
     # 0: a busy machine was so late that all answers were there.
     assert sorted(counts)[len(counts) // 2] <= 1
+
+
+def test_tokens_of_answers_that_came_before_the_wait_do_not_pile_up(monkeypatch):
+    """Without C, a step takes a token of each worker before it looks at the numbers."""
+    monkeypatch.setattr(native, "find", lambda: (None, "this is a test"))
+    with ParallelEnv(4, SleepingEnv, num_workers=2, seed=0) as env:
+        env.reset()
+        for _ in range(9):
+            flight = env._engine.flights.begin(Op.STEP_RESET)
+            wait_for(env._pool.words.have_all_answered)
+            flight.land()
+        assert sum(iter(env._pool._done.try_wait, 0)) < 9
 
 
 def test_recv_of_some_envs_ignores_answers_of_others():

@@ -103,6 +103,8 @@ def test_an_env_that_does_not_leak_does_not_grow():
 @pytest.mark.parametrize("way", ["after a step", "before a reset"])
 @pytest.mark.parametrize("name", ["dismiss", "collect_specs"])
 def test_an_interrupt_while_a_worker_is_replaced(name, way, monkeypatch):
+    """`flight` 9, `supervisor` 4."""
+
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
