@@ -184,10 +184,6 @@ class Exchange:
                 )
         if timeout_s is not None:
             need_seconds("recv", "timeout_s", timeout_s)
-        if not len(sent):
-            raise ValueError(
-                "recv failed: expected envs that were sent, got none. Call send(...) first."
-            )
         least, most = _counts(len(sent), min_envs, max_envs)
         wanted = least
         # As many as may come by then; the least is checked afterwards.
@@ -281,6 +277,10 @@ def _counts(
     most = least
     if max_envs is not None:
         most = as_count("recv", "max_envs", max_envs, least=0, or_none=True)
+    if not num_sent:
+        raise ValueError(
+            "recv failed: expected envs that were sent, got none. Call send(...) first."
+        )
     if not 0 < least <= num_sent:
         raise ValueError(
             f"recv failed: expected 1 to {num_sent} envs (as many as were sent), got {least}."

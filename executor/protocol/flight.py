@@ -101,7 +101,9 @@ class Flight:
         self._flights = flights
         self.op = op
         self.is_all = ids is None
-        self.ids: np.ndarray = flights.all_ids if ids is None else ids
+        self.ids = flights.all_ids
+        if ids is not None:
+            self.ids = ids
         self.at = at
         self.resets = resets
         self.cut = cut
@@ -328,9 +330,10 @@ class Flights:
         root_at = flight.at + self.positions.where.root_ahead
         if flight.resets is not None:
             self.positions.blank_steps(flight.at, flight.resets)
-        for env_id in () if cut is None else cut.tolist():
-            self.positions.cut_off(env_id, flight.at)
-            self.side.infos.lose(np.array([env_id]))
+        if cut is not None:
+            for env_id in cut.tolist():
+                self.positions.cut_off(env_id, flight.at)
+            self.side.infos.lose(cut)
         self.states.start(self._all_but(flight.resets, cut), flight.op, flight.at)
         if flight.resets is not None:
             self.states.start(flight.resets, Op.RESET, root_at)
@@ -343,7 +346,9 @@ class Flights:
             self.states.move(cut, Event.IS_LOST)
 
     def _submit(self, flight: Flight, flags: int) -> None:
-        ids, ops, columns = flight.ids, flight.op, flight.at
+        ids = flight.ids
+        ops: Any = flight.op
+        columns: Any = flight.at
         if flight.extras:
             for env_id in ids.tolist():
                 if env_id in flight.extras:
@@ -656,8 +661,12 @@ class Flights:
             EnvError, WorkerLost, WorkerTimeout: the envs concerned are no longer under way; the others still are.
         """
         pool = self.pool
-        deadline = self._options.step_timeout_s if timeout_s is None else timeout_s
-        end = None if deadline is None else time.monotonic() + deadline
+        deadline = timeout_s
+        if timeout_s is None:
+            deadline = self._options.step_timeout_s
+        end = None
+        if deadline is not None:
+            end = time.monotonic() + deadline
         while True:
             left = None if end is None else max(0.0, end - time.monotonic())
             ready = pool.words.by_order(

@@ -59,7 +59,8 @@ class Plain(NamedTuple):
                 tuple(one for one in self.envs if one not in self.step),
             )
         ]
-        others += [] if self.step else [exchange]
+        if not self.step:
+            others.append(exchange)
         parts = [
             f"{what} in Python, because {_listed(why)}"
             for what, why in (("steps", self.step), *others)
