@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from operator import attrgetter
+from pathlib import Path, PurePosixPath
 
 from envherd.shm.interrupts import ignoring_refusals
 
@@ -47,11 +48,11 @@ def read_memory(root: Path = Path("/")) -> GroupMemory:
     Args:
         root: folder that holds `proc` and `sys`.
     """
-    tightest: tuple[int, GroupMemory] | None = None
-    own_use: int | None = None
+    uses = []
+    limited = []
     for folder in group_folders(root, "memory"):
         used = _used(folder)
-        own_use = used if own_use is None else own_use
+        uses.append(used)
         limits = [
             limit
             for name in _LIMITS
@@ -59,10 +60,13 @@ def read_memory(root: Path = Path("/")) -> GroupMemory:
         ]
         if limits:
             limit = min(limits)
-            room = max(0, limit - (used or 0))
-            if tightest is None or room < tightest[0]:
-                tightest = room, GroupMemory(limit=limit, room=room, used=used or 0)
-    return GroupMemory(used=own_use) if tightest is None else tightest[1]
+            charged = used or 0
+            limited.append(
+                GroupMemory(limit=limit, room=max(0, limit - charged), used=charged)
+            )
+    own_use = next((used for used in uses if used is not None), None)
+    # Of equally tight groups, the one that is nearest to the process.
+    return min(limited, key=attrgetter("room"), default=GroupMemory(used=own_use))
 
 
 def group_folders(root: Path, controller: str) -> Iterator[Path]:
@@ -70,28 +74,22 @@ def group_folders(root: Path, controller: str) -> Iterator[Path]:
     mounts = _mounts(root)
     paths = _paths(root)
     # Where v1 has the controller it does not work in the v2 hierarchy that may be mounted as well.
-    name = controller if controller in mounts and controller in paths else ""
-    if name not in mounts or name not in paths:
+    names = [name for name in (controller, "") if name in mounts and name in paths]
+    if not names:
         return
-    mounted_root, mount_point = mounts[name]
+    mounted_root, mount_point = mounts[names[0]]
     mount = root / mount_point.lstrip("/")
-    path = paths[name]
-    inside = (
-        path[len(mounted_root.rstrip("/")) :] if _is_below(path, mounted_root) else "/"
-    )
-    parts = [part for part in inside.split("/") if part]
-    # A group outside this namespace: only what is mounted can be seen.
+    path = PurePosixPath(paths[names[0]])
+    # A group outside this namespace has none: only what is mounted can be seen.
+    parts: tuple[str, ...] = ()
+    if path.is_relative_to(mounted_root):
+        parts = path.relative_to(mounted_root).parts
     if ".." in parts:
-        parts = []
+        parts = ()
     for count in range(len(parts), -1, -1):
         folder = mount.joinpath(*parts[:count])
         if folder.is_dir():
             yield folder
-
-
-def _is_below(path: str, mounted_root: str) -> bool:
-    stem = mounted_root.rstrip("/")
-    return path == stem or path.startswith(f"{stem}/")
 
 
 def _paths(root: Path) -> dict[str, str]:
@@ -109,7 +107,8 @@ def _mounts(root: Path) -> dict[str, tuple[str, str]]:
     mounts = {}
     for line in (read_word(root / "proc/self/mountinfo") or "").splitlines():
         left, _, right = line.partition(" - ")
-        fields, kind = left.split(), right.split()
+        fields = left.split()
+        kind = right.split()
         if len(fields) < 5 or not kind:
             continue
         if kind[0] == "cgroup2":
@@ -130,10 +129,10 @@ def read_word(path: Path) -> str | None:
 def read_count(path: Path) -> int | None:
     """Return the number in a file; None if there is none, or if it says that there is no limit."""
     text = read_word(path)
-    if text is None or not text.lstrip("-").isdigit():
+    # "max" and "-1" are no limits.
+    if text is None or not text.isdigit() or int(text) >= _NO_LIMIT:
         return None
-    value = int(text)
-    return value if 0 <= value < _NO_LIMIT else None
+    return int(text)
 
 
 def _used(folder: Path) -> int | None:

@@ -107,13 +107,13 @@ def _of_process(pid: int, label: str) -> Iterator[Plate]:
             if os.readlink(path) != target:
                 continue
             inode = os.stat(path).st_ino
-            if inode not in seen and (content := _read(path)) is not None:
+            if inode not in seen and isinstance(content := _read(path), dict):
                 seen.add(inode)
                 yield Plate(pid, path, inode, content)
 
 
-def _read(path: str) -> dict[str, Any] | None:
-    """Return the content of a segment's nameplate; None if it has none.
+def _read(path: str) -> Any:
+    """Return the JSON at the place of a segment's nameplate; None if it has none.
 
     Raises:
         OSError: it cannot be read. ValueError: it is no JSON.
@@ -124,5 +124,4 @@ def _read(path: str) -> dict[str, Any] | None:
         if mark != _MARK or not 0 < length < min(end, _MOST):
             return None
         file.seek(end - length)
-        content = json.loads(file.read(length))
-    return content if isinstance(content, dict) else None
+        return json.loads(file.read(length))

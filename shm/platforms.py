@@ -69,7 +69,7 @@ IS_LINUX = sys.platform == "linux"
 HAS_MEMFD = IS_LINUX and hasattr(os, "memfd_create")
 HAS_DEV_SHM = IS_LINUX
 #: Folder of programs' caches, in the user's folder.
-CACHES = "Library/Caches" if sys.platform == "darwin" else ".cache"
+CACHES = {"darwin": "Library/Caches"}.get(sys.platform, ".cache")
 _SEMAPHORE_BYTES = 128  # at least those of a sem_t
 F_SETSIG = 10  # fcntl.h of Linux; not in python's fcntl module
 #: Flags of sockets. Without the first, sockets must not block by themselves; without the second there is no SIGPIPE, or
@@ -110,7 +110,7 @@ _DEFAULT_SIGNALS = [
 ]
 # Of 1000: under memory pressure the kernel should kill a worker, not the learner.
 _OOM_SCORE = "300"
-_BLOCKED: set[int] = {signal.SIGINT, *(() if SIGUSR2 is None else (SIGUSR2,))}
+_BLOCKED = {number for number in (signal.SIGINT, SIGUSR2) if number is not None}
 register_at_fork: Callable[..., None] = getattr(
     os, "register_at_fork", lambda **_: None
 )
@@ -149,7 +149,9 @@ def usable_cpus() -> tuple[int, ...]:
 
 def clock_ticks() -> int:
     """Return the unit of processor time in /proc, per second."""
-    return os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+    with contextlib.suppress(AttributeError):
+        return os.sysconf("SC_CLK_TCK")
+    return 100
 
 
 def parent_id() -> int:
@@ -161,7 +163,9 @@ def parent_id() -> int:
 
 def user_id() -> int | None:
     """Return the id of this process's user; None where users have no numbers."""
-    return os.getuid() if hasattr(os, "getuid") else None
+    with contextlib.suppress(AttributeError):
+        return os.getuid()
+    return None
 
 
 def bytes_of_disk(folder: str) -> tuple[int | None, int | None]:
@@ -183,7 +187,8 @@ def files_limit() -> int | None:
     """Return how many files this process may have open; None without a limit."""
     with contextlib.suppress(AttributeError, OSError):
         limit: int = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return None if limit == resource.RLIM_INFINITY else limit
+        if limit != resource.RLIM_INFINITY:
+            return limit
     return None
 
 
@@ -206,8 +211,9 @@ def detach(log_fd: int, *, is_captured: bool, is_leader: bool = True) -> None:
         is_leader: whether it has its own process group; else that of the command that started it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.suppress(AttributeError, OSError):
-        os.setpgid(0, 0) if is_leader else None
+    if is_leader:
+        with contextlib.suppress(AttributeError, OSError):
+            os.setpgid(0, 0)
     for number in _DEFAULT_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     null = os.open(os.devnull, os.O_RDONLY)

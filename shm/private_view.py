@@ -21,7 +21,9 @@ import numpy as np
 from envherd.shm.interrupts import ignoring_refusals
 from envherd.shm.platforms import libc
 
-_MADV_DONTNEED, _MADV_POPULATE_WRITE = 4, 23  # asm-generic/mman-common.h
+# Advice of asm-generic/mman-common.h.
+_MADV_DONTNEED = 4
+_MADV_POPULATE_WRITE = 23
 # An entry of pagemap describes a page: Documentation/admin-guide/mm/pagemap.rst in Linux's sources.
 _ENTRY_BYTES = 8
 #: The highest byte of entries of pages that were not copied: not mapped (0), or of a file (bit 61) and present (63) or

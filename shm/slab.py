@@ -277,7 +277,9 @@ _LENT_FROM = 1 << 15
 #: Largest `next` that is lent, so that lendable frames take at most four times this address space, or ...
 _LARGEST_LENT = 1 << 28
 #: ... as much as this, in bytes. A loop that keeps two batches needs four frames.
-_LENDABLE_BYTES, _FEWEST_LENDABLE, _MOST_LENDABLE = 1 << 26, 4, 12
+_LENDABLE_BYTES = 1 << 26
+_FEWEST_LENDABLE = 4
+_MOST_LENDABLE = 12
 
 #: Bytes of an env's row for an info: those of 4096 numbers.
 INFO_BYTES = 1 << 15
@@ -339,13 +341,12 @@ def plan_slab(
         offset = base + (num_ring + num_lendable) * frame.nbytes
     # What follows is sparse, and is therefore last: `Segment.create` does not touch the end of its memory.
     frames_end = offset
-    for index, group in enumerate(groups if journal_nbytes else ()):
-        journal = lay_out(
-            journal_requests(group.spec, len(group.env_ids), journal_nbytes),
-            start=offset,
-        )
-        groups[index] = replace(group, journal=journal)
-        offset = journal.nbytes
+    if journal_nbytes:
+        for index, group in enumerate(groups):
+            requests = journal_requests(group.spec, len(group.env_ids), journal_nbytes)
+            journal = lay_out(requests, start=offset)
+            groups[index] = replace(group, journal=journal)
+            offset = journal.nbytes
     infos = None
     if has_infos:
         infos = lay_out(

@@ -50,8 +50,11 @@ class Box:
     __hash__ = None  # type: ignore[assignment]  # holds arrays
 
     def __str__(self) -> str:
-        low, high = np.asarray(self.low), np.asarray(self.high)
-        return f"[{low.min()}, {high.max()}]" if low.size and high.size else "[]"
+        low = np.asarray(self.low)
+        high = np.asarray(self.high)
+        if low.size and high.size:
+            return f"[{low.min()}, {high.max()}]"
+        return "[]"
 
 
 @dataclass(frozen=True)

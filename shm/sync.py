@@ -20,6 +20,7 @@ from __future__ import annotations
 import _multiprocessing
 import ctypes
 import errno
+import math
 import platform
 import threading
 import time
@@ -194,9 +195,11 @@ class Doorbell:
 
     def _spin(self) -> bool:
         """Yield the processor for a bounded time, looking for a token in between; return whether one came."""
-        acquire, clock = self._acquire, time.perf_counter
+        acquire = self._acquire
+        clock = time.perf_counter
         limit = clock() + self._spin_s
-        is_taken, now = False, 0.0
+        is_taken = False
+        now = 0.0
         while not is_taken and now < limit:
             sched_yield()
             is_taken = acquire(False)
@@ -209,13 +212,13 @@ class Doorbell:
         return is_taken
 
     def _wait_in_slices(self, timeout_s: float | None) -> bool:
-        end = None if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            left = _SLICE_S if end is None else min(_SLICE_S, end - time.monotonic())
-            if left <= 0:
-                return self.try_wait()
-            if self._block(left):
+        end = math.inf
+        if timeout_s is not None:
+            end = time.monotonic() + timeout_s
+        while (left_s := min(_SLICE_S, end - time.monotonic())) > 0:
+            if self._block(left_s):
                 return True
+        return self.try_wait()
 
 
 class LocalBell:

@@ -417,7 +417,7 @@ class WorkerPool(Pool):
     def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:
         self.supervisor.refuse_lost(self.worker_ids)
         # Workers set it as well, but one that has died unnoticed would not.
-        self.slab.words["episode"][:] = 0 if episodes is None else episodes
+        self.slab.words["episode"][:] = episodes or 0
         self.crew.equipment.set_seed(root_seed, episodes)
 
     def question(
@@ -437,11 +437,9 @@ class WorkerPool(Pool):
         args = question.pop("args", ())
         self._num_questions += 1
         for worker_id, ids in by_worker.items():
-            own = (
-                tuple(args[env_ids.index(i)] for i in ids)
-                if what in messages.PER_ENV
-                else args
-            )
+            own = args
+            if what in messages.PER_ENV:
+                own = tuple(args[env_ids.index(i)] for i in ids)
             mail(
                 self.crew.workers[worker_id],
                 messages.Ask(

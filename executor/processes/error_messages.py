@@ -78,12 +78,13 @@ def worker_lost(
         env_id: of the env that it worked on, if known.
     """
     how = worker.exit_description()
-    hint = " " + _KILLERS[worker.killed_for_memory()] if "SIGKILL" in how else ""
+    hint = ""
+    if "SIGKILL" in how:
+        hint = " " + _KILLERS[worker.killed_for_memory()]
     lines = worker.last_lines()
     return WorkerLost(
         f"{_operation(phase)} failed: worker {_called(worker)} ended with {how} {_in_words(phase, env_id)} "
-        f"({_where(worker)}).{hint}"
-        + (f"\nIts last output:\n{lines}" if lines else ""),
+        f"({_where(worker)}).{hint}" + (lines and f"\nIts last output:\n{lines}"),
         remote_traceback=lines or None,
         exit_code=worker.exit_code(),
         **_context(worker, phase, env_id),
@@ -129,7 +130,7 @@ def worker_late(
     stack = without_own_frames(worker.stack())
     worker.kill()
     worker.wait_exit(1.0)
-    option = phase if phase in ("step", "reset") else "build"
+    option = {"step": "step", "reset": "reset"}.get(phase, "build")
     return WorkerTimeout(
         f"{_operation(phase)} failed: worker {_called(worker)} gave no answer within {timeout_s:g} s "
         f"{_in_words(phase, env_id)} and was killed ({_where(worker)}). "
@@ -187,7 +188,7 @@ def factory_error(
 
 def raised(type_name: str, message: str) -> str:
     """Return an exception in one line; one without a message, as of `assert x`, is its type alone."""
-    return f"{type_name}: {message}" if message else type_name
+    return ": ".join(filter(None, (type_name, message)))
 
 
 def lacks_arguments(type_name: str, message: str) -> str:
@@ -359,9 +360,9 @@ def _in_words(phase: str, env_id: int | None) -> str:
 
 def _where(worker: WorkerProcess) -> str:
     env_ids = [numbering.first_env_id + i for i in worker.info.env_ids]
-    span = (
-        f"envs {env_ids[0]}-{env_ids[-1]}" if len(env_ids) > 1 else f"env {env_ids[0]}"
-    )
+    span = f"env {env_ids[0]}"
+    if len(env_ids) > 1:
+        span = f"envs {env_ids[0]}-{env_ids[-1]}"
     # It has none before its start.
     pid = f", pid {worker.pid}" if worker.pid else ""
     return f"{span}{pid}, generation {worker.generation}{_place(worker.gpu)}"

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from envherd.executor.processes.error_messages import Frame, worker_late, worker_lost
 from envherd.executor.processes.worker_process import WorkerProcess
+from envherd.executor.start.waiting import seconds
 from envherd.workers import messages
 
 #: Kinds of frames that belong to the rows of a command, not to a call that waits for an answer.
@@ -61,7 +62,7 @@ def await_frame(
         WorkerLost: it died instead.
         WorkerTimeout: it was late, and was killed.
     """
-    end = None if timeout_s is None else time.monotonic() + timeout_s
+    end = time.monotonic() + seconds(timeout_s)
     while True:
         # Before its answers are read: what it wrote before its end is there by then.
         has_exited = worker.has_exited()
@@ -72,7 +73,7 @@ def await_frame(
                 return answer
         if has_exited:
             raise worker_lost(worker, phase)
-        left_s = None if end is None else end - time.monotonic()
+        left_s = end - time.monotonic()
         if not worker.wait_for_any([worker], left_s):
             raise worker_late(worker, timeout_s or 0.0, phase)
 

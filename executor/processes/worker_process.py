@@ -7,6 +7,7 @@ Assumes: Linux (pidfd, memfd, /proc).
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import signal
@@ -174,7 +175,7 @@ class WorkerProcess:
 
     @staticmethod
     def wait_for_any(
-        workers: Sequence[WorkerProcess], timeout_s: float | None = None
+        workers: Sequence[WorkerProcess], timeout_s: float = math.inf
     ) -> bool:
         """Wait until a worker has written, has ended, or can be sent the rest of a message; False after `timeout_s`."""
         poller = select.poll()
@@ -183,9 +184,9 @@ class WorkerProcess:
             poller.register(worker.channel.sock, select.POLLIN)
             if worker.channel.has_unsent:
                 poller.modify(worker.channel.sock, select.POLLIN | select.POLLOUT)
-        return bool(
-            poller.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000 + 1)
-        )
+        if timeout_s == math.inf:
+            return bool(poller.poll())
+        return bool(poller.poll(max(0.0, timeout_s) * 1000 + 1))
 
     def wait_exit(self, timeout_s: float) -> bool:
         """Wait for the process to end, up to `timeout_s`; return whether it has."""

@@ -234,7 +234,7 @@ def choose_workers(
         or not isinstance(num_workers, (int, np.integer))
         or num_workers < 1
     ):
-        auto = ", 'auto'" if name == "num_workers" else ""
+        auto = {"num_workers": ", 'auto'"}.get(name, "")
         raise ValueError(
             f"{name} failed: expected an int of at least 1{auto} or None, got {num_workers!r}."
         )
@@ -296,6 +296,9 @@ def draw(
             if name in _BROUGHT_IN and importlib.util.find_spec(_BROUGHT_IN[name])
         ]
         preload = tuple(dict.fromkeys([*named, *brought_in]))
+    references: tuple[dict[str, Any], ...] = ()
+    if options.capsules is not None:
+        references = tuple(map(reference_of, factories))
     return Blueprint(
         factories=tuple(pickled[id(factory)] for factory in factories),
         env_kwargs=kwargs,
@@ -303,9 +306,7 @@ def draw(
         root_seed=as_root_seed(seed),
         preload=preload,
         interpreters=tuple(map(interpreter_of, factories)),
-        references=()
-        if options.capsules is None
-        else tuple(map(reference_of, factories)),
+        references=references,
         callables=tuple(factories),
         draw=lambda others, kwargs: draw(others, kwargs, 0, 0, options),
     )

@@ -18,7 +18,9 @@ _EGL = ("MUJOCO_EGL_DEVICE_ID", "EGL_VISIBLE_DEVICES")
 
 def common_variables(options: ExecutorOptions) -> dict[str, str]:
     """Return the variables that all workers have, and the helper that imports modules for them."""
-    return {} if options.differ_by_worker else dict(options.env_vars)  # type: ignore[arg-type]  # one mapping, or pairs
+    if options.differ_by_worker:
+        return {}
+    return dict(options.env_vars)  # type: ignore[arg-type]  # one mapping, or pairs
 
 
 def variables_of(

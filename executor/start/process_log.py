@@ -38,7 +38,9 @@ def has_frames_of_others(text: str) -> bool:
 
 def without_own_frames(text: str) -> str:
     """Return a worker's output or traceback without the frames of this package; the same if it has no others."""
-    return _OWN.sub("", text) if has_frames_of_others(text) else text
+    if has_frames_of_others(text):
+        return _OWN.sub("", text)
+    return text
 
 
 def request_stacks(log_fd: int, request: Callable[[], Any]) -> str:

@@ -43,7 +43,8 @@ class Clock:
         return self._counted_s
 
 
-def _seconds(limit_s: float | None) -> float:
+def seconds(limit_s: float | None) -> float:
+    """Return the seconds of a limit: infinity where None stands for no limit."""
     return math.inf if limit_s is None else limit_s
 
 
@@ -73,8 +74,8 @@ class Deadline:
         self._now = clock.now
         self._began = clock.now()
         self.kills = kills
-        self._end = self._began + _seconds(timeout_s)
-        self._more_s = _seconds(more_for_resets_s)
+        self._end = self._began + seconds(timeout_s)
+        self._more_s = seconds(more_for_resets_s)
         self._stall_log_s = stall_log_s
         self._stall_at = self._began + stall_log_s
 
@@ -135,9 +136,9 @@ class Overdue:
         worker_of: np.ndarray,
     ) -> None:
         self._clock = clock
-        self._step_s = _seconds(step_s)
+        self._limit_s = seconds(step_s)
         # A reset may follow a step in the same command.
-        self._reset_s = _seconds(reset_s) + (step_s or 0.0)
+        self._limits_s = {"reset": seconds(reset_s) + (step_s or 0.0)}
         self._phase_of = phase_of
         self._command_seq = command_seq
         self._worker_of = worker_of
@@ -158,7 +159,7 @@ class Overdue:
             of = self._worker_of == worker_id if env_id is None else env_id
             state = (worker_id, phase, env_id, int(self._command_seq[of].max()))
             seen[state] = self._seen.get(state, now)
-            limit_s = self._reset_s if phase == "reset" else self._step_s
+            limit_s = self._limits_s.get(phase, self._limit_s)
             if now - seen[state] > limit_s:
                 late.append((worker_id, limit_s))
         self._seen = seen

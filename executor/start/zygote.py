@@ -29,7 +29,7 @@ from typing import Any
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.sending.variables import common_variables
 from envherd.executor.start.process_log import read_log, request_stacks
-from envherd.executor.start.waiting import DeadlinePassed
+from envherd.executor.start.waiting import DeadlinePassed, seconds
 from envherd.shm.interrupts import ignoring_refusals, uninterrupted
 from envherd.shm.platforms import (
     open_standard_descriptors,
@@ -490,7 +490,7 @@ class Helper:
             return number
 
     def _answer(self, number: int, timeout_s: float | None) -> dict[str, Any]:
-        end = None if timeout_s is None else time.monotonic() + timeout_s
+        end = time.monotonic() + seconds(timeout_s)
         with self._lock:
             # Once more: an interrupted wait has withdrawn it.
             self._awaited.add(number)
@@ -498,7 +498,7 @@ class Helper:
                 while number not in self._answers:
                     # Before the time is read: this process may have been stopped while the answer came.
                     has_come = self._receive() or number in self._answers
-                    if not has_come and end is not None and time.monotonic() > end:
+                    if not has_come and time.monotonic() > end:
                         raise DeadlinePassed
                 return self._answers.pop(number)
             finally:

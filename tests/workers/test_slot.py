@@ -142,9 +142,10 @@ def test_leaves_that_an_adapter_does_not_want_checked_may_be_nan():
     adapter.unchecked = frozenset({("loose",)})
     slot = Slot(0, adapter, check_finite=True)
     arrays = {("next", key): np.zeros(2, np.float32) for key in ("loose", "tight")}
-    loose, tight = (
-        slot.writer(LeafSpec((key,), (), "float32"), arrays, "next", 0)
-        for key in ("loose", "tight")
+    loose, tight = slot.writers(
+        "next",
+        [LeafSpec((key,), (), "float32") for key in ("loose", "tight")],
+        arrays,
     )
     loose(1, np.nan)
     assert np.isnan(arrays["next", "loose"]).tolist() == [False, True]

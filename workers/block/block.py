@@ -15,7 +15,7 @@ import copy
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -47,6 +47,7 @@ _STEP = int(SlotEvent.STEP)
 _RUNS = int(SlotEvent.RUNS)
 
 Report = Callable[[dict[str, Any]], None]
+_Result = TypeVar("_Result")
 #: The extras of a command for which the parent has sent none.
 _NO_EXTRAS = Prepare(env_id=-1)
 
@@ -89,21 +90,17 @@ class Block:
             for i, adapter in adapters.items()
         }
         self._report = report
-        self._isolate_rng = options.isolate_rng
-        self._info_keys = options.info_keys
+        self._options = options
         for slot in self.slots.values():
             self._listen(slot)
-        self._has_episode_seeds = options.episode_seeds
-        self._first_env_id = options.first_env_id
         self.use_root_seed(root_seed)
         self._pack_info = packer(options.infos)
-        self._pickles = options.infos == "pickle"
         self._words: dict[str, memoryview] = {}
         self._unpacked: dict[int, tuple[int, int, int, int]] = {}
 
     def _listen(self, slot: Slot) -> None:
         """Let an adapter report the entries of infos that it leaves out."""
-        if self._info_keys is not None:
+        if self._options.info_keys is not None:
             slot.adapter.on_left_out = slot.leave_out
 
     def attach(self, slab: Slab) -> None:
@@ -116,10 +113,8 @@ class Block:
             group = slab.groups[group_index]
             slot.sinks = {RING: Sink(slot, group.of_row(row), root_follows=False)}
             slot.bind_inputs(group.inputs, row)
-            slot.journal = None
             if group.journal:
                 slot.journal = Journal(group.journal, group.inputs, row)
-            slot.info_writer = None
             if slab.infos is not None:
                 slot.info_writer = InfoWriter(
                     slab, slot.env_id, partial(self._report_news, slot)
@@ -145,16 +140,17 @@ class Block:
         adapter = slot.adapter
         step = adapter.step
         # Only then, because reading the generators' states takes longer than the step of a small env.
-        if slot.unwatched or self._isolate_rng:
+        if slot.unwatched or self._options.isolate_rng:
 
             def step(action: list[Any]) -> StepValues:
-                values: StepValues = self._with_own_rng(
-                    slot, "step", lambda: adapter.step(action)
-                )
-                return values
+                return self._with_own_rng(slot, "step", lambda: adapter.step(action))
 
         native = compile_native(
-            slot, sink, self._words, step, notes_infos=self._pack_info is not None
+            slot,
+            sink,
+            self._words,
+            step,
+            notes_infos=self._pack_info is not None,
         )
         sink.native = native
         if native is None:
@@ -179,8 +175,8 @@ class Block:
         Such a step reports at most an info; C leaves infos of unknown schemas to this block.
         """
         own = {
-            "isolate_rng=True": self._isolate_rng,
-            f"infos={reprlib.repr(self._info_keys)}": slot.adapter.on_left_out
+            "isolate_rng=True": self._options.isolate_rng,
+            f"infos={reprlib.repr(self._options.info_keys)}": slot.adapter.on_left_out
             is not None,
         }
         return [
@@ -196,8 +192,10 @@ class Block:
     def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:
         """Use a new root seed; the next reset of an env begins episode `episodes[env_id]`, or episode 0."""
         self.use_root_seed(root_seed)
+        words = self._words["episode"]
+        episodes = episodes or [0] * len(words)
         for env_id, slot in self.slots.items():
-            self._words["episode"][env_id] = 0 if episodes is None else episodes[env_id]
+            words[env_id] = episodes[env_id]
             slot.rng_state = None
             if slot.is_built:
                 slot.adapter.reseeded()
@@ -205,9 +203,9 @@ class Block:
     def use_root_seed(self, root_seed: int) -> None:
         """Draw the seeds of episodes from a root seed."""
         self.root_seed = root_seed
-        if self._has_episode_seeds:
+        if self._options.episode_seeds:
             for env_id, slot in self.slots.items():
-                number = self._first_env_id + env_id
+                number = self._options.first_env_id + env_id
                 slot.use_seeds(seeding.EpisodeSeeds(root_seed, number))
 
     def take_place(self, worker_id: int, env_id: int, seed: int | None) -> None:
@@ -240,7 +238,10 @@ class Block:
     def ask(self, message: Ask) -> dict[str, Any]:
         """Do something with envs that is not a step; return the answer."""
         reply = answer(
-            message, self._adapter_of, pickles=self._pickles, passes=self._passes
+            message,
+            self._adapter_of,
+            pickles=self._options.infos == "pickle",
+            passes=self._passes,
         )
         for position, env_id in enumerate(message.env_ids):
             slot = self.slots[env_id]
@@ -299,18 +300,23 @@ class Block:
             slot.prepared = None
         self._phase[self.worker_id] = slot.phase_words[op]
         try:
-            self._carry_out(slot, slot.sinks[target], op, column, begun, reset)
+            self._carry_out(
+                slot,
+                slot.sinks[target],
+                op,
+                column,
+                begun,
+                reset,
+            )
             if slot.has_news or slot.has_side or slot.infos:
                 return self._report_extras(slot)
             return _OK
-        except self._passes:
-            slot.prepared = None
-            slot.move(SlotEvent.IS_BROKEN_OFF)
-            raise
         # Also SystemExit: it concerns this env, not the worker.
         except BaseException as error:
             slot.prepared = None
             slot.move(SlotEvent.IS_BROKEN_OFF)
+            if isinstance(error, self._passes):
+                raise
             self._keep_step(slot, op)
             if isinstance(error, SpecError) and slot.is_built and slot.adapter.origin:
                 error = SpecError(
@@ -384,7 +390,11 @@ class Block:
             )
         if slot.has_side:
             self._report(
-                SideValues(slot.env_id, slot.side["next"], slot.side["root"]).to_plain()
+                SideValues(
+                    slot.env_id,
+                    slot.side["next"],
+                    slot.side["root"],
+                ).to_plain()
             )
         if slot.left_out:
             self._report(LeftOut(slot.env_id, slot.left_out).to_plain())
@@ -409,8 +419,10 @@ class Block:
     ) -> None:
         slot.phase = "reset"
         self._phase[self.worker_id] = slot.phase_words[_RESET]
-        inner = None if mask is None or mask.all() else mask.copy()
-        observation = self._next_episode(slot, inner) if begun is None else begun()
+        inner = None
+        if mask is not None and not mask.all():
+            inner = mask.copy()
+        observation = self._next_episode(slot, inner, begun)
         # After the env has returned: the loop tells by this word that a command included a reset.
         self._words["resets"][slot.env_id] += 1
         if self._pack_info is not None:
@@ -424,8 +436,16 @@ class Block:
         if column < sink.num_columns:
             self._write_root(slot, sink, column, observation)
 
-    def _next_episode(self, slot: Slot, mask: np.ndarray | None) -> list[Any]:
+    def _next_episode(
+        self,
+        slot: Slot,
+        mask: np.ndarray | None,
+        begun: Begun | None,
+    ) -> list[Any]:
         """Reset an env, or the rows of it that a mask names, for its next episode; return its observation."""
+        # The loop in C has made the reset, with all that follows here.
+        if begun is not None:
+            return begun()
         prepared = slot.prepared or _NO_EXTRAS
         # Before anything that may raise: extras are for one reset.
         slot.prepared = None
@@ -447,18 +467,15 @@ class Block:
                 episode, seed, [JournalFlag.WITH_OPTIONS] if options else []
             )
         adapter = slot.adapter
-        observation: list[Any] = self._with_own_rng(
+        return self._with_own_rng(
             slot, "reset", lambda: adapter.reset(seed, options, mask)
         )
-        return observation
 
     def _rebuild(self, slot: Slot) -> None:
         """Close an env, and put a new instance in its place. If that fails, what needs the env next tries again."""
         self._close(slot)
         outer = seeding.caller_state()
-        seeding.seed_globals(
-            seeding.build_seed(self.root_seed, self._first_env_id + slot.env_id)
-        )
+        self._seed_globals(slot)
         try:
             adapter = self.build_again(slot.env_id, *slot.call)
         finally:
@@ -476,6 +493,11 @@ class Block:
         for sink in slot.sinks.values():
             self._compile(slot, sink)
         slot.is_built = True
+
+    def _seed_globals(self, slot: Slot) -> None:
+        """Seed the global generators as for the constructor of an env."""
+        number = self._options.first_env_id + slot.env_id
+        seeding.seed_globals(seeding.build_seed(self.root_seed, number))
 
     def _close(self, slot: Slot) -> None:
         """Close an env that another instance will replace, unless it is closed already.
@@ -510,7 +532,11 @@ class Block:
             slot.leave_out(left_out)
 
     def _write_root(
-        self, slot: Slot, sink: Sink, column: int, observation: list[Any]
+        self,
+        slot: Slot,
+        sink: Sink,
+        column: int,
+        observation: list[Any],
     ) -> None:
         store(sink.root_observation, column, observation, "observation")
         for flag, source in zip(
@@ -526,30 +552,36 @@ class Block:
             return [False, False, False]
         if sink.root_follows and column > 0:
             return [flag[column - 1] & slot.last_done for flag in sink.next_done]
-        return [slot.last_done, *(ends & slot.last_done for ends in slot.last_ends)]
+        return [
+            slot.last_done,
+            *(ends & slot.last_done for ends in slot.last_ends),
+        ]
 
-    def _with_own_rng(self, slot: Slot, phase: str, call: Callable[[], Any]) -> Any:
+    def _with_own_rng(
+        self,
+        slot: Slot,
+        phase: str,
+        call: Callable[[], _Result],
+    ) -> _Result:
         """Call an env, its global generators' state swapped in (isolated) or watched (first call only)."""
         is_watched = phase in slot.unwatched
-        if not (is_watched or self._isolate_rng):
+        if not (is_watched or self._options.isolate_rng):
             return call()
         slot.unwatched.discard(phase)
         if is_watched and not slot.unwatched:
             for sink in slot.sinks.values():
                 self._compile(slot, sink)
         outer = before = seeding.globals_state()
-        if self._isolate_rng:
+        if self._options.isolate_rng:
             if slot.rng_state is None:
-                seeding.seed_globals(
-                    seeding.build_seed(self.root_seed, self._first_env_id + slot.env_id)
-                )
+                self._seed_globals(slot)
             else:
                 seeding.restore_globals(slot.rng_state)
             before = seeding.globals_state()
         result = call()
         after = seeding.globals_state()
         drawn = seeding.drawn_between(before, after)
-        if self._isolate_rng:
+        if self._options.isolate_rng:
             slot.rng_state = after
             seeding.restore_globals(outer)
         elif drawn:

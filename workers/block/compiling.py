@@ -43,9 +43,10 @@ def compile_native(
     if why_not_stored(slot):
         return None
     # Around another step than the adapter's own, there is something to do that C would leave out.
-    call = slot.adapter.env_call() if step == slot.adapter.step else None
+    if step == slot.adapter.step:
+        step = slot.adapter.env_call() or step
     return native.load().Step(
-        step_facts(slot, sink, words, call or step) | {"notes_infos": notes_infos}
+        step_facts(slot, sink, words, step) | {"notes_infos": notes_infos}
     )
 
 
@@ -64,20 +65,20 @@ def step_facts(
         step: steps the env, given the values of its action; or how to call the env itself.
     """
     spec = slot.spec
-    arrays = sink.arrays
     keep = compile_keep(slot, sink, words)
-    call = (
-        step
-        if isinstance(step, EnvCall)
-        else EnvCall(lambda values: values, reads_number=False)
-    )
+    # A step in Python, which C calls instead of the env, returns the values themselves.
+    call = EnvCall(lambda values: values, reads_number=False)
+    in_python: Any = step
+    if isinstance(step, EnvCall):
+        call = step
+        in_python = None
     read = call.read
     facts = {
         "slot": slot,
         "env_id": slot.env_id,
         "words": words,
         "adapter": slot.adapter,
-        "step": None if isinstance(step, EnvCall) else step,
+        "step": in_python,
         "hand_over": lambda column, result: keep(column, read(result)),
         "reads_number": call.reads_number,
         "notes_infos": False,
@@ -104,11 +105,11 @@ def step_facts(
         "if_ended": NEXT[SlotEvent.ENDS],
         "num_columns": sink.num_columns,
         "root_follows": sink.root_follows,
-        "observation": [arrays[("next", *leaf.key)] for leaf in spec.observation],
-        "root": [arrays[("root", *leaf.key)] for leaf in spec.observation],
-        "reward": [arrays[("next", *leaf.key)] for leaf in spec.reward],
-        "done": [arrays[("next", *leaf.key)] for leaf in spec.done],
-        "root_done": [arrays[("root", *leaf.key)] for leaf in spec.done],
+        "observation": sink.arrays_of("next", spec.observation),
+        "root": sink.arrays_of("root", spec.observation),
+        "reward": sink.arrays_of("next", spec.reward),
+        "done": sink.arrays_of("next", spec.done),
+        "root_done": sink.arrays_of("root", spec.done),
         "array_type": np.ndarray,
         "bool_type": np.bool_,
         "integer_type": np.int64,
@@ -137,18 +138,27 @@ def why_not_stored(slot: Slot) -> list[str]:
         "the envs take no action": not (spec.action or spec.state),
         f"neither an int64 nor an array with values: {reprlib.repr(odd)}": bool(odd),
     }
-    return [*native.why_not(), *(why for why, applies in reasons.items() if applies)]
+    return [
+        *native.why_not(),
+        *(why for why, applies in reasons.items() if applies),
+    ]
 
 
 def _is_stored_plainly(leaf: LeafSpec) -> bool:
-    return leaf.dtype == "int64" if leaf.shape == () else 0 not in leaf.shape
+    """Return whether a leaf is an int64 number, or an array with values."""
+    return 0 not in leaf.shape and (leaf.shape != () or leaf.dtype == "int64")
 
 
 def _index(slot: Slot) -> np.ndarray | None:
     """Return the action as int64 `[1]` (VIEW) if it is a single index, else None."""
     leaves = (*slot.spec.action, *slot.spec.state)
-    leaf, row = leaves[0], slot.place[1]
-    if len(leaves) != 1 or leaf.shape != () or not isinstance(leaf.domain, Discrete):
+    leaf = leaves[0]
+    if (
+        len(leaves) != 1
+        or leaf.shape != ()
+        or leaf.dtype != "int64"
+        or not isinstance(leaf.domain, Discrete)
+    ):
         return None
-    array = slot.inputs[("input", *leaf.key)]
-    return array[row : row + 1] if array.dtype == np.int64 else None
+    row = slot.place[1]
+    return slot.inputs[("input", *leaf.key)][row : row + 1]

@@ -54,10 +54,15 @@ class Journal:
         self.facts = arrays["facts",][row]
         self.rows = [arrays[name][row] for name in names]
         self.sources = [inputs[name][row : row + 1] for name in names]
-        self.num_rows = len(self.rows[0]) if self.rows else 1
+        # All have the same number; an env without inputs needs no rows.
+        self.num_rows = next(map(len, self.rows), 1)
         self._words = self.facts.data
         self._copies = [
-            (_bytes_of(kept), _bytes_of(source), source.nbytes)
+            (
+                _bytes_of(kept),
+                _bytes_of(source),
+                source.nbytes,
+            )
             for kept, source in zip(self.rows, self.sources, strict=True)
         ]
 
@@ -71,7 +76,10 @@ class Journal:
         }
 
     def begin(
-        self, episode: int, seed: int | None, flags: Iterable[JournalFlag] = ()
+        self,
+        episode: int,
+        seed: int | None,
+        flags: Iterable[JournalFlag] = (),
     ) -> None:
         """Note that the env is reset as a whole."""
         words = self._words

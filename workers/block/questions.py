@@ -84,12 +84,11 @@ def _why_not(adapter: Adapter, state: Any) -> str:
     """Return why an env cannot have a state, or an empty text."""
     try:
         adapter.read_state(state)
-    except Exception as error:  # of an adapter that reads its state itself
-        return (
-            str(error)
-            if isinstance(error, ValueError)
-            else f"{type(error).__name__}: {error}"
-        )
+    except ValueError as error:
+        return str(error)
+    # Of an adapter that reads its state itself.
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
     return ""
 
 

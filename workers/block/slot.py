@@ -7,7 +7,7 @@ sink, because the attribute look-ups would cost more than a small env's step.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -43,40 +43,37 @@ class Sink:
     """
 
     def __init__(
-        self, slot: Slot, arrays: Mapping[Name, np.ndarray], *, root_follows: bool
+        self,
+        slot: Slot,
+        arrays: Mapping[Name, np.ndarray],
+        *,
+        root_follows: bool,
     ) -> None:
         spec = slot.spec
         self.arrays = arrays
         self.root_follows = root_follows
         self.num_columns = len(arrays["next", "done"])
-        self.next_observation = [
-            slot.writer(leaf, arrays, "next", i)
-            for i, leaf in enumerate(spec.observation)
-        ]
-        self.root_observation = [
-            slot.writer(leaf, arrays, "root", i)
-            for i, leaf in enumerate(spec.observation)
-        ]
-        self.reward = [slot.writer(leaf, arrays, "next", -1) for leaf in spec.reward]
-        self.next_done = [
-            _flags(spec, arrays[("next", *leaf.key)]) for leaf in spec.done[:3]
-        ]
-        self.root_done = [
-            _flags(spec, arrays[("root", *leaf.key)]) for leaf in spec.done[:3]
-        ]
-        self.next_nested = [
-            slot.writer(leaf, arrays, "next", -1) for leaf in spec.done[3:]
-        ]
-        self.root_nested = [
-            slot.writer(leaf, arrays, "root", -1) for leaf in spec.done[3:]
-        ]
+        self.next_observation = slot.writers("next", spec.observation, arrays)
+        self.root_observation = slot.writers("root", spec.observation, arrays)
+        self.reward = slot.writers("next", spec.reward, arrays)
+        self.next_done = self._flags("next", spec)
+        self.root_done = self._flags("root", spec)
+        self.next_nested = slot.writers("next", spec.done[3:], arrays)
+        self.root_nested = slot.writers("root", spec.done[3:], arrays)
         self.step: Any = None  # until `Block` compiles it
         self.native: Any = None
 
+    def arrays_of(self, section: str, leaves: Iterable[LeafSpec]) -> list[np.ndarray]:
+        """Return the arrays of some leaves in a section."""
+        return [self.arrays[(section, *leaf.key)] for leaf in leaves]
 
-def _flags(spec: EnvSpec, array: np.ndarray) -> np.ndarray:
-    """Return a root done leaf in a shape into which a single env stores one bool per column."""
-    return array if spec.batch_shape else array[:, 0]
+    def _flags(self, section: str, spec: EnvSpec) -> list[Any]:
+        """Return what takes an env's done, terminated and truncated by column."""
+        flags = self.arrays_of(section, spec.done[:3])
+        if spec.batch_shape:
+            return flags
+        # Of a single env, one bool per column. Memoryviews store it faster than arrays.
+        return [array[:, 0].data for array in flags]
 
 
 class Slot:
@@ -163,21 +160,31 @@ class Slot:
 
     def seed_of(self, episode: int) -> int | None:
         """Return the seed of an episode, or None if the env's own generators continue."""
-        return None if self._seeds is None else self._seeds[episode]
+        if self._seeds is None:
+            return None
+        return self._seeds[episode]
 
-    def writer(
+    def writers(
         self,
+        section: str,
+        leaves: Iterable[LeafSpec],
+        arrays: Mapping[Name, np.ndarray],
+    ) -> list[Writer]:
+        """Return the writers of some leaves: into their arrays, or into the side values of the observation."""
+        return [self._writer(section, leaf, arrays) for leaf in leaves]
+
+    def _writer(
+        self,
+        section: str,
         leaf: LeafSpec,
         arrays: Mapping[Name, np.ndarray],
-        section: str,
-        index: int,
     ) -> Writer:
-        """Return the writer of a leaf: into its array, or into the side values."""
-        if leaf.is_side and index < 0:
+        if leaf.is_side and leaf not in self.spec.observation:
             raise SpecError(
                 f"attach failed: expected rewards and done flags of fixed shape, got {leaf}."
             )
         if leaf.is_side:
+            index = self.spec.observation.index(leaf)
             values = self.side[section]
 
             def write(_column: int, value: Any) -> None:
@@ -219,8 +226,9 @@ class Slot:
                 self.action_readers.append(
                     _input_reader(leaf, inputs[("input", *leaf.key)], row)
                 )
-        mask = inputs.get(("reset_mask",))
-        self.reset_mask = None if mask is None else mask[row]
+        self.reset_mask = None
+        if ("reset_mask",) in inputs:
+            self.reset_mask = inputs[("reset_mask",)][row]
 
 
 def _input_reader(leaf: LeafSpec, array: np.ndarray, row: int) -> Callable[[], Any]:
@@ -269,7 +277,7 @@ def compile_step(
     readers = slot.action_readers
     keep = compile_keep(slot, sink, words)
     # One leaf is the usual case, and a list display takes half the time of a comprehension.
-    read_only = readers[0] if len(readers) == 1 else None
+    read_only = _only(readers)
 
     def run(column: int) -> list[Any]:
         action = [read() for read in readers] if read_only is None else [read_only()]
@@ -297,15 +305,13 @@ def compile_keep(slot: Slot, sink: Sink, words: Mapping[str, memoryview]) -> Kee
     ends = words["ends"]
     observe = sink.next_observation
     give_reward = sink.reward
-    num_observations, num_rewards = len(observe), len(give_reward)
-    done, terminated_flags, truncated_flags = _storable(slot, sink.next_done)
-    observe_only = observe[0] if num_observations == 1 else None
-    reward_only = give_reward[0] if num_rewards == 1 else None
-
-    note_ends = (
-        _ends_noter(slot, sink) if sink.next_nested or slot.spec.batch_shape else None
-    )
-    follow = _follower(slot, sink) if sink.root_follows else None
+    num_observations = len(observe)
+    num_rewards = len(give_reward)
+    done, terminated_flags, truncated_flags = sink.next_done
+    observe_only = _only(observe)
+    reward_only = _only(give_reward)
+    note_ends = _ends_noter(slot, sink)
+    follow = _follower(slot, sink)
     state = slot.state.data
     if_running = AFTER[SlotEvent.RUNS]
     if_ended = AFTER[SlotEvent.ENDS]
@@ -346,15 +352,24 @@ def compile_keep(slot: Slot, sink: Sink, words: Mapping[str, memoryview]) -> Kee
     return keep
 
 
-def _ends_noter(slot: Slot, sink: Sink) -> Callable[[int, Any, Any], bool]:
-    """Return the function that writes an env's done flags, for envs with done leaves of agents or rows.
+def _only(parts: list[Any]) -> Any:
+    """Return the part of a list that has one, which is called without a loop; else None."""
+    if len(parts) == 1:
+        return parts[0]
+    return None
+
+
+def _ends_noter(slot: Slot, sink: Sink) -> Callable[[int, Any, Any], bool] | None:
+    """Return the function that writes an env's done flags; None for envs without done leaves of agents or rows.
 
     It takes a column and what the env returned as terminated and truncated, and returns whether (part of) it has ended.
     """
     is_batch = bool(slot.spec.batch_shape)
     nested = sink.next_nested
+    if not (is_batch or nested):
+        return None
     done_values = slot.adapter.done_values
-    done = _storable(slot, sink.next_done)[0]
+    done = sink.next_done[0]
 
     def note(column: int, terminated: Any, truncated: Any) -> bool:
         done[column] = ended = terminated | truncated
@@ -363,7 +378,10 @@ def _ends_noter(slot: Slot, sink: Sink) -> Callable[[int, Any, Any], bool]:
             ended = bool(ended.any())
         # Copies, because the env may change its arrays before a root needs them.
         if is_batch and ended:
-            slot.last_ends = (np.array(terminated), np.array(truncated))
+            slot.last_ends = (
+                np.array(terminated),
+                np.array(truncated),
+            )
         if nested:
             store(nested, column, done_values(), "done")
         return bool(ended)
@@ -371,18 +389,15 @@ def _ends_noter(slot: Slot, sink: Sink) -> Callable[[int, Any, Any], bool]:
     return note
 
 
-def _storable(slot: Slot, flags: list[np.ndarray]) -> list[Any]:
-    """Return what takes an env's flags by column: the quicker memoryviews, unless the env is a batch itself."""
-    return list(flags) if slot.spec.batch_shape else [array.data for array in flags]
-
-
-def _follower(slot: Slot, sink: Sink) -> Callable[[int, list[Any]], None]:
-    """Return the function that writes the root after a step in which no episode ended."""
+def _follower(slot: Slot, sink: Sink) -> Callable[[int, list[Any]], None] | None:
+    """Return the function that writes the root after a step in which no episode ended; None if none follows."""
+    if not sink.root_follows:
+        return None
     observe = sink.root_observation
     nested = sink.root_nested
     num_columns = sink.num_columns
-    done, terminated, truncated = _storable(slot, sink.root_done)
-    observe_only = observe[0] if len(observe) == 1 else None
+    done, terminated, truncated = sink.root_done
+    observe_only = _only(observe)
     done_values = slot.adapter.done_values
 
     def follow(column: int, observation: list[Any]) -> None:

@@ -61,7 +61,10 @@ _FREE = {
 
 #: State -> event -> state.
 FOLLOWS: dict[SlotState, dict[SlotEvent, SlotState]] = {
-    SlotState.NEEDS_RESET: {**_GUARDED, SlotEvent.IS_ALLOWED: SlotState.FREE_NEW},
+    SlotState.NEEDS_RESET: {
+        **_GUARDED,
+        SlotEvent.IS_ALLOWED: SlotState.FREE_NEW,
+    },
     SlotState.RUNNING: {
         SlotEvent.STEP: SlotState.RUNNING,
         SlotEvent.ENDS: SlotState.ENDED,
@@ -102,8 +105,14 @@ NEXT = state_tables.as_bytes(FOLLOWS)
 AFTER: list[list[int]] = NEXT.tolist()
 #: As ints, which Python compares faster: states of an env that was never reset since it was built, or since its episode
 #: was broken off; and those after the end of an episode.
-NEW = (int(SlotState.NEEDS_RESET), int(SlotState.FREE_NEW))
-OVER = (int(SlotState.ENDED), int(SlotState.FREE_ENDED))
+NEW = (
+    int(SlotState.NEEDS_RESET),
+    int(SlotState.FREE_NEW),
+)
+OVER = (
+    int(SlotState.ENDED),
+    int(SlotState.FREE_ENDED),
+)
 
 
 def table() -> str:

@@ -261,8 +261,8 @@ class Worker:
         """Build an env by a factory call, or without one by that of the start."""
         message = self._build
         env_ids = message.worker.env_ids
-        # A copy of another env remains what that one is.
-        index = env_ids.index(env_id) if env_id in env_ids else 0
+        # A copy of another env remains what that one is: the only env of its worker.
+        index = next((i for i, own in enumerate(env_ids) if own == env_id), 0)
         # Before the env is built, because the factories of former tasks may hold as much memory as it does.
         if call:
             self._builder.keep(
@@ -379,7 +379,7 @@ class Worker:
 
 
 def _map(nbytes: int, fds: list[int], name: str | None) -> np.ndarray:
-    segment = Segment.attach(nbytes, fd=fds[0] if fds else -1, name=name)
+    segment = Segment.attach(nbytes, fd=next(iter(fds), -1), name=name)
     buffer = segment.array()
     segment.close()  # the views keep the mapping; the descriptor is no longer needed
     return buffer

@@ -61,7 +61,7 @@ def main(fd: int, log_fd: int) -> None:
     _adopt_orphans()
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text("envherd-helper")  # what `ps` and `top` show
-    start, _ = _receive(sock)
+    start = _receive(sock)[0]
     if start is None:
         return
     surroundings.enter(start["caller"])
@@ -158,11 +158,12 @@ def flags() -> list[str]:
 
 
 def _receive(sock: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    """Return a request, None at the end of the owner, and its descriptors."""
     data, fds, _, _ = socket.recv_fds(sock, _PACKET, 4)
     if data == _IN_FILE:
         with open(fds.pop(0), "rb") as file:
             data = file.read()
-    return (json.loads(data) if data else None), fds
+    return json.loads(data or "null"), fds
 
 
 def send_request(sock: socket.socket, request: dict[str, Any], fds: list[int]) -> None:
@@ -197,7 +198,8 @@ class Zygote:
     def __init__(
         self, sock: socket.socket, log_fd: int, began_ns: int, *, must_exec: bool
     ) -> None:
-        self._sock, self._log_fd = sock, log_fd
+        self._sock = sock
+        self._log_fd = log_fd
         self._began_ns = began_ns  # of the imports
         self._files = _files_of_modules()
         self._of_imports = set(_children())
@@ -221,12 +223,10 @@ class Zygote:
         poller.register(self._wake_read, select.POLLIN)
         try:
             while True:
-                left_s = (
-                    None if self._ends_at is None else self._ends_at - time.monotonic()
-                )
-                is_over = not poller.poll(
-                    None if left_s is None else max(0.0, left_s) * 1000
-                )
+                timeout_ms = None
+                if self._ends_at is not None:
+                    timeout_ms = max(0.0, self._ends_at - time.monotonic()) * 1000
+                is_over = not poller.poll(timeout_ms)
                 self._reap()
                 if is_over or not self._answer():
                     return
@@ -346,7 +346,7 @@ class Zygote:
                     with contextlib.suppress(OSError):
                         # The envs' processes, before `waitpid` frees the id of the group for others.
                         send_signal(pid, signal.SIGKILL, is_group=True)
-                _, status = os.waitpid(pid, 0)
+                status = os.waitpid(pid, 0)[1]
                 if pid in self._alive:
                     self._alive.discard(pid)
                     self._statuses[pid] = os.waitstatus_to_exitcode(status)
