@@ -240,8 +240,13 @@ class Session:
         return call()
 
     def recover(self) -> None:
-        """After a call was broken off: require that the next one is answered, and forget where envs are."""
-        if self.rng.random() < 0.3 and not self.dead:
+        """After a call was broken off: require that the next one is answered, and forget where envs are.
+
+        A loss that was found meanwhile answers requests until the next command.
+        """
+        if self.rng.random() < 0.3 and not (
+            self.dead or getattr(self.executor.engine.pool, "lost", ())
+        ):
             self.num_asked += 1
             self.ask_echo(self.num_asked)
         else:
