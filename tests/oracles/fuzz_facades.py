@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from envherd.executor import ExecutorOptions
+from envherd.executor.guests.monitor.statistics import count
 from tests.oracles.fuzz_collector import CollectorSession
 from tests.oracles.fuzz_envs import NUM_ACTIONS, WIDTH, FuzzEnv
 from tests.oracles.fuzz_session import Session
@@ -485,7 +486,9 @@ class _Below:
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
-        self.statistics = engine.statistics
+        self.statistics = lambda: count(
+            engine.pool, engine.memory, engine.ready_at, **engine.counts()
+        )
 
 
 SESSIONS: dict[str, type[Session]] = {
