@@ -255,8 +255,11 @@ class SimulatedCrew:
         self.envs_in_python: list[str] = []
 
     def start(self) -> list[EnvSpec]:
-        ids = range(len(self.workers))
-        return [spec for worker_id in ids for spec in self.collect_specs(worker_id)]
+        return [
+            spec
+            for worker_id in range(len(self.workers))
+            for spec in self.collect_specs(worker_id)
+        ]
 
     def collect_specs(self, worker_id: int) -> list[EnvSpec]:
         await_frame(self.workers[worker_id], "build", None)
