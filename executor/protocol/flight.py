@@ -743,8 +743,7 @@ class Flights:
             {**{w: pool.lost[w] for w in workers}, **reported.losses}, NOBODY
         )
         left = np.flatnonzero(self.states.under_way & pool.words.must_complete())
-        if error is not None:  # the others' answers are not lost by that
-            left = np.intersect1d(left, faulty)
+        # Also if a loss is raised: envs that were rebuilt meanwhile have lost their answers, too.
         if len(left):
             self.losses.cut_off_sent(left, broken)
         self._num_settled = num_losses

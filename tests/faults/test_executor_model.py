@@ -16,7 +16,13 @@ from envherd.workers.errors import EnvherdError
 from tests.executor.calls import only
 from tests.faults.test_interrupts import Interrupt, InterruptIn, at_each, tracing
 from tests.oracles.executor_model import Explorer
-from tests.oracles.simulated import GOES_ON, Fate, SimulatedPortablePool, simulated
+from tests.oracles.simulated import (
+    GOES_ON,
+    Fate,
+    Scripted,
+    SimulatedPortablePool,
+    simulated,
+)
 from tests.oracles.state_trace import StateTrace
 from tests.scale import scaled
 
@@ -262,6 +268,19 @@ def test_envs_of_a_lost_worker_keep_their_place_in_the_order(monkeypatch, in_c):
                 env.send(actions(1), [env_id])
             assert env.recv()["env_ids"].tolist() == order
             env.reset()
+
+
+def test_a_sent_env_that_was_rebuilt_gives_no_row_after_the_loss_of_another_is_raised(
+    monkeypatch,
+):
+    """Its answer is lost by the rebuild, and a loss that `recv` raises does not change that (`flight` 7)."""
+    with contextlib.closing(simulated(monkeypatch, [[0], [1]])) as env:
+        env.reset()
+        env._pool.fates = {0: Fate.DIES_BEFORE}
+        env.send(actions(2))
+        env.rebuild([1], factories=functools.partial(Scripted, 1))
+        interrupted(env.recv, Interrupt(10_000))  # the loss is raised
+        assert env.recv()["next", "truncated"].tolist() == [[True]]
 
 
 def test_a_successor_that_has_just_come_into_service_is_not_late(monkeypatch):

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import gymnasium
@@ -10,6 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from envherd.executor import ExecutorOptions
+from envherd.executor.guests.monitor.statistics import count
 from tests.oracles.fuzz_collector import CollectorSession
 from tests.oracles.fuzz_envs import NUM_ACTIONS, WIDTH, FuzzEnv
 from tests.oracles.fuzz_session import Session
@@ -367,8 +369,14 @@ class TorchRLSession(FacadeSession):
 
     @property
     def executor(self) -> Any:
-        """The pool's engine, which has what sessions ask of an executor."""
-        return _Below(self.env._crew_at_work()._engine)
+        """What sessions ask of an executor, over the engine of the facade."""
+        engine = self.env._crew_at_work()._engine
+        return SimpleNamespace(
+            engine=engine,
+            statistics=lambda: count(
+                engine.pool, engine.memory, engine.ready_at, **engine.counts()
+            ),
+        )
 
     def close(self) -> None:
         """See `Session.close`."""
@@ -478,14 +486,6 @@ class TorchRLSession(FacadeSession):
         self.needs_reset = False
         self.doubt.clear()
         self.last = data[:, -1]["next"].exclude("reward")
-
-
-class _Below:
-    """The part of an executor that sessions use, over the engine of the TorchRL facade."""
-
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
-        self.statistics = engine.statistics
 
 
 SESSIONS: dict[str, type[Session]] = {

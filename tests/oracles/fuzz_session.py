@@ -240,10 +240,16 @@ class Session:
         return call()
 
     def recover(self) -> None:
-        """After a call was broken off: require that the next one is answered, and forget where envs are."""
+        """After a call was broken off: require that the next one is answered, and forget where envs are.
+
+        A loss that is found meanwhile answers requests until the next command.
+        """
         if self.rng.random() < 0.3 and not self.dead:
             self.num_asked += 1
-            self.ask_echo(self.num_asked)
+            with contextlib.suppress(
+                WorkerLost if self.num_kills or self.num_sprung else Stopped
+            ):
+                self.ask_echo(self.num_asked)
         else:
             self.settle()
         under_way = self.executor.engine.states.under_way
@@ -874,8 +880,7 @@ class Session:
 
     def ask(self, name: str, *args: Any, env_ids: list[int] | None = None) -> list[Any]:
         """Call a method of some envs."""
-        answers: list[Any] = self.env.call(name, *args, env_ids=env_ids)
-        return answers
+        return list(self.env.call(name, *args, env_ids=env_ids))
 
     def ask_echo(self, number: int, env_ids: list[int] | None = None) -> None:
         """Call the envs' `echo` with a number."""

@@ -175,8 +175,7 @@ class SimulatedWorker:
         done: Bell = (
             bells[1] if bells else Doorbell.attach(slab.buffer, plan.bells_offset)
         )
-        kind = Loop if bells else loop_class()
-        self._serve = kind(
+        self._serve = (Loop if bells else loop_class())(
             self._block, slab, (self._go, done), self._read, lambda: None, 0
         ).server()
         self.frames.append({"kind": "attached"})
@@ -249,13 +248,18 @@ class SimulatedCrew:
         )
         self.workers: list[Any] = []
         self.equipment = Equipment(self.workers, 0, options)
-        for worker_id in range(len(blueprint.blocks)):
-            self.workers.append(SimulatedWorker(worker_id, 0, self))
+        self.workers += [
+            SimulatedWorker(worker_id, 0, self)
+            for worker_id in range(len(blueprint.blocks))
+        ]
         self.envs_in_python: list[str] = []
 
     def start(self) -> list[EnvSpec]:
-        ids = range(len(self.workers))
-        return [spec for worker_id in ids for spec in self.collect_specs(worker_id)]
+        return [
+            spec
+            for worker_id in range(len(self.workers))
+            for spec in self.collect_specs(worker_id)
+        ]
 
     def collect_specs(self, worker_id: int) -> list[EnvSpec]:
         await_frame(self.workers[worker_id], "build", None)
@@ -332,15 +336,14 @@ class SimulatedPool(WorkerPool):
     def compile(self, facts: Mapping[str, Any]) -> Any:
         exchange = super().compile(facts)
 
-        def step(*given: Any) -> tuple[Any, int]:
-            *parts, draft = given
-            found: tuple[Any, int] = exchange.step(
-                *parts, self._after(draft or (lambda _: None))
-            )
-            return found
+        def step(*given: Any) -> Any:
+            draft = self._after(given[-1] or (lambda _: None))
+            return exchange.step(*given[:-1], draft)
 
-        names = ("may_step", "land", "wait", "take", "roots")
-        own = {name: getattr(exchange, name) for name in names}
+        own = {
+            name: getattr(exchange, name)
+            for name in ("may_step", "land", "wait", "take", "roots")
+        }
         return SimpleNamespace(
             **own,
             step=step,

@@ -13,7 +13,6 @@ from envherd.executor import Busy, ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.executor.batches import memory as batch_memory
 from envherd.shm.sync import Doorbell
 from envherd.workers import native
-from envherd.workers.protocol import Op
 from envherd.workers.testing import CountingEnv, FaultyEnv
 from tests.envs.counting_envs import TextEnv
 from tests.envs.disturbing_envs import HaltingEnv
@@ -315,12 +314,11 @@ def test_the_caller_is_woken_once_for_all_that_it_waits_for(monkeypatch):
 
 
 def test_tokens_of_answers_that_came_before_the_wait_do_not_pile_up(monkeypatch):
-    """Without C, a step takes a token of each worker before it looks at the numbers."""
+    """Without C, a command to all takes a token of each worker before it looks at the numbers."""
     monkeypatch.setattr(native, "find", lambda: (None, "this is a test"))
     with ParallelEnv(4, SleepingEnv, num_workers=2, seed=0) as env:
-        env.reset()
         for _ in range(9):
-            flight = env._engine.flights.begin(Op.STEP_RESET)
+            flight = env._engine.flights.begin_resets(env._engine.all_ids)
             wait_for(env._pool.words.have_all_answered)
             flight.land()
         assert sum(iter(env._pool._done.try_wait, 0)) < 9
