@@ -84,8 +84,11 @@ def need_callables(call: str, **functions: Any) -> None:
 def need_batch(call: str, td: Any, name: str = "a batch") -> None:
     """Refuse anything but a TensorDict."""
     if not isinstance(td, TensorDictBase):
+        advice = _ADVICE.get(call, "")
+        if isinstance(td, tuple) and any(isinstance(one, TensorDictBase) for one in td):
+            advice = " step_and_maybe_reset returns two batches: td, root = env.step_and_maybe_reset(td)."
         raise TypeError(
-            f"{call} failed: expected {name} as a TensorDict, got {_named(td)}.{_ADVICE.get(call, '')}"
+            f"{call} failed: expected {name} as a TensorDict, got {_named(td)}.{advice}"
         )
 
 
