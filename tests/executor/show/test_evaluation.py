@@ -182,11 +182,11 @@ def test_it_leaves_torchs_generator_alone():
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"background": Always(0)}, "got some, and all players are focal. Pass focal="),
+        ({"background": Always(0)}, "got some, and all agents are focal. Pass focal="),
         ({"focal": [0]}, "got none. Pass background="),
         (
             {"focal": [7]},
-            "expected focal players among ['agent_0', 'agent_1', 'agent_2'], got [7]",
+            "expected focal agents among ['agent_0', 'agent_1', 'agent_2'], got [7]",
         ),
         ({"episodes": 0}, "episodes"),
         (
