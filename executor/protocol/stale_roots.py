@@ -67,8 +67,11 @@ class StaleRoots:
 
     def look(self, td: TensorDictBase, env_ids: np.ndarray) -> None:
         """Look at a batch `[k]` of some envs, which have been given its actions, before its `next` is replaced."""
-        following = get_leaf(td, "next")
-        if not self.looks_left or following is None or not len(env_ids):
+        if (
+            not self.looks_left
+            or not len(env_ids)
+            or (following := get_leaf(td, "next")) is None
+        ):
             return
         # A look costs more than a step: a loop is judged by its first steps.
         self.looks_left -= 1

@@ -612,6 +612,11 @@ def takes_next(env: Any, td: Any) -> Any:
     return env.step(act_at_random(td))["next"]
 
 
+def sends_nothing(env: Any, td: Any) -> Any:
+    env.send(act_at_random(td)[:0], env_ids=[])
+    return takes_next(env, td)
+
+
 def updates_one_batch(env: Any, td: Any) -> Any:
     return td.update(env.step_and_maybe_reset(act_at_random(td))[1])
 
@@ -652,6 +657,7 @@ def writes_into_next(env: Any, td: Any) -> Any:
 STALE = [passes_a_step_again, passes_copies, drops_the_root, acts_on_what_it_received]
 FRESH = [
     takes_next,
+    sends_nothing,
     updates_one_batch,
     updates_what_it_received,
     changes_the_observation,
