@@ -73,7 +73,7 @@ per env step, from the scheduler's own accounts: it hardly depends on other load
 shared machine. *By wall clock* is throughput, and counts only slots that passed the gate: a probe that runs around each
 slot was delayed for less than a tenth of its time, and others used less than a tenth of the machine. The *measured
 ideal* is as many processes as cores that step the same envs and do not wait. Work is a fixed number of
-instructions. If other programs run, the clock favours pools of many processes, because the scheduler shares
+instructions. If other programs run, wall-clock time favours pools of many processes, because the scheduler shares
 processors among processes.
 """
 

@@ -15,14 +15,14 @@ class TextWorld:
     """A house with four rooms in a circle, and a key in one of them. Text in, text out; no spaces."""
 
     def reset(self, seed: int) -> str:
-        """Begin an episode; return what the player sees."""
+        """Begin an episode; return what the agent sees."""
         rng = random.Random(seed)
         self.place, self.key = rng.sample(range(len(ROOMS)), 2)
         self.score = 0.0
         return self._look()
 
     def step(self, command: str) -> tuple[str, bool]:
-        """Carry out a command; return what the player sees, and whether the episode has ended."""
+        """Carry out a command; return what the agent sees, and whether the episode has ended."""
         if command == "go on":
             self.place = (self.place + 1) % len(ROOMS)
         elif command == "take key" and self.place == self.key:

@@ -1,9 +1,9 @@
-"""Independent PPO on Melting Pot: every player learns from its own rewards, with shared or separate parameters.
+"""Independent PPO on Melting Pot: every agent learns from its own rewards, with shared or separate parameters.
 
 What it shows:
-- `SmallPictures` shrinks each player's view in the worker: 88x88 pixels become 11x11, one pixel for each cell.
-- `PerPlayer` makes one policy of the players' policies: one network for all of them, or with `--separate` one for each.
-- `policy.split(data)` gives each network the rows of its players, with which it is trained as in any PPO.
+- `SmallPictures` shrinks each agent's view in the worker: 88x88 pixels become 11x11, one pixel for each cell.
+- `PerPlayer` makes one policy of the agents' policies: one network for all of them, or with `--separate` one for each.
+- `policy.split(data)` gives each network the rows of its agents, with which it is trained as in any PPO.
 - `--asynchronous` collects with an `AsyncCollector`: while the networks learn from a batch, the envs make the next one,
   and no env waits for another. The data are then one version older than the weights, which PPO's ratio corrects.
 - `--sparse` is for games in which most steps have no reward: larger batches.
@@ -56,7 +56,7 @@ SPARSE = SimpleNamespace(
 
 
 class Agent(nn.Module):
-    """A small convolution with two heads: the policy and the value of one player."""
+    """A small convolution with two heads: the policy and the value of one agent."""
 
     def __init__(self, shape: torch.Size, num_actions: int) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Agent(nn.Module):
         ), self.critic(seen).squeeze(-1)
 
     def forward(self, rows: TensorDictBase) -> TensorDictBase:
-        """Act for the rows of some players."""
+        """Act for the rows of some agents."""
         distribution, value = self.think(rows["observation", "RGB"])
         action = distribution.sample()
         return (
@@ -91,7 +91,7 @@ class Agent(nn.Module):
 
 
 def make_env(substrate: str, num_steps: int) -> SmallPictures:
-    """Return the factory: only the players' views are rendered, and stored with one pixel for each cell of 8x8."""
+    """Return the factory: only the agents' views are rendered, and stored with one pixel for each cell of 8x8."""
     return SmallPictures(
         MeltingPotFactory(
             substrate, keys=("RGB",), world_rgb=False, max_steps=num_steps
@@ -101,7 +101,7 @@ def make_env(substrate: str, num_steps: int) -> SmallPictures:
 
 
 def make_policy(env: ParallelEnv, *, separate: bool) -> PerPlayer:
-    """Return one network for all players, or one for each."""
+    """Return one network for all agents, or one for each."""
     shape = next(leaf.shape for leaf in env.observation_spec if leaf.key[-1] == "RGB")[
         1:
     ]
@@ -167,7 +167,7 @@ def update(
     rows: TensorDictBase,
     settings: SimpleNamespace,
 ) -> None:
-    """Train one network on the rows `[N, T, p]` of its players."""
+    """Train one network on the rows `[N, T, p]` of its agents."""
     advantages = advantages_of(agent, rows, settings.gamma)
     targets = (advantages + rows["value"]).flatten()
     advantages = (
@@ -243,7 +243,7 @@ def train(arguments: argparse.Namespace) -> None:
                 curve.append((steps, logger.mean_return, seconds))
                 rate = logger.num_steps / (seconds - seconds_before)
                 print(
-                    f"steps {steps:8d}  return per player {logger.mean_return:7.2f}  {rate:5.0f} steps/s",
+                    f"steps {steps:8d}  return per agent {logger.mean_return:7.2f}  {rate:5.0f} steps/s",
                     flush=True,
                 )
                 if path is not None:
@@ -261,7 +261,7 @@ def save(
     optimizers: list[torch.optim.Adam],
     curve: list[tuple[float, ...]],
 ) -> None:
-    """Save a checkpoint, and the curve as JSON: steps, return per player, and seconds."""
+    """Save a checkpoint, and the curve as JSON: steps, return per agent, and seconds."""
     optimizer_states = [optimizer.state_dict() for optimizer in optimizers]
     kept = {
         "policy": policy.state_dict(),
@@ -280,7 +280,7 @@ def main() -> None:
     )
     parser.add_argument("--substrate", default="commons_harvest__open")
     parser.add_argument(
-        "--separate", action="store_true", help="one network for each player"
+        "--separate", action="store_true", help="one network for each agent"
     )
     parser.add_argument(
         "--asynchronous", action="store_true", help="collect while the networks learn"

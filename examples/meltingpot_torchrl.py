@@ -1,7 +1,7 @@
 """Independent PPO on Melting Pot with TorchRL's actor, advantage and loss, over our `ParallelEnv` and `Collector`.
 
 A batch is a TensorDict with the keys of TorchRL's `MeltingpotEnv`, so TorchRL's modules accept it unchanged. One
-network acts for all players, and another one values each player's view. `meltingpot_ippo.py` is the same with a
+network acts for all agents, and another one values each agent's view. `meltingpot_ippo.py` is the same with a
 handwritten loss.
 
 Run: python examples/meltingpot_torchrl.py [--substrate commons_harvest__open] [--seed 1] [--steps 60000]
@@ -35,7 +35,7 @@ NUM_ENVS, NUM_STEPS = 4, 100
 EPOCHS, NUM_MINIBATCHES = 2, 4
 LEARNING_RATE, GAMMA, LAMBDA, MAX_GRAD_NORM = 1e-3, 0.98, 0.95, 0.5
 VIEW = ("agents", "observation", "RGB")
-#: Keys in the batch of entries that TorchRL's modules expect at its root: here they are per player.
+#: Keys in the batch of entries that TorchRL's modules expect at its root: here they are per agent.
 KEYS = {
     "value": ("agents", "state_value"),
     "reward": ("agents", "reward"),
@@ -71,7 +71,7 @@ class Network(nn.Module):
 
 
 def make_networks(env: ParallelEnv) -> tuple[ProbabilisticActor, ValueOperator]:
-    """Return the policy and the value of all players."""
+    """Return the policy and the value of all agents."""
     shape = next(leaf.shape for leaf in env.observation_spec if leaf.key == VIEW)[1:]
     logits = Network(shape, env.spec.metadata["num_actions"], 0.01)
     actor = ProbabilisticActor(
@@ -120,7 +120,7 @@ def improve(
 def train(
     substrate: str, seed: int, num_steps: int, max_steps: int
 ) -> list[tuple[int, float, float]]:
-    """Train, and print a line for each batch in which episodes ended; return steps, return per player and seconds."""
+    """Train, and print a line for each batch in which episodes ended; return steps, return per agent and seconds."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     factory = MeltingPotFactory(
@@ -156,7 +156,7 @@ def train(
                     steps, mean, seconds = curve[-1]
                     rate = steps / seconds
                     print(
-                        f"steps {steps:8d}  return per player {mean:7.2f}  {rate:5.0f} steps/s",
+                        f"steps {steps:8d}  return per agent {mean:7.2f}  {rate:5.0f} steps/s",
                         flush=True,
                     )
     return curve
@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument(
         "--curve",
         type=Path,
-        help="write steps, return per player and seconds to this JSON file",
+        help="write steps, return per agent and seconds to this JSON file",
     )
     arguments = parser.parse_args()
     curve = train(

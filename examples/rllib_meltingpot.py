@@ -1,4 +1,4 @@
-"""RLlib's PPO on Melting Pot: the players share a policy, and envherd's workers run the substrates.
+"""RLlib's PPO on Melting Pot: the agents share a policy, and envherd's workers run the substrates.
 
 What it shows: one line of an RLlib script changes, `env_runner_cls=`. The env needs no `MultiAgentEnv` around it.
 The rest is RLlib's own.
@@ -94,7 +94,7 @@ if __name__ == "__main__":
             sampled["num_agent_steps_sampled"],
         )
         print(
-            f"iteration {iteration}: {steps:.0f} steps of {len(agents)} players, "
+            f"iteration {iteration}: {steps:.0f} steps of {len(agents)} agents, "
             f"mean return {sampled.get('episode_return_mean', float('nan')):.1f}"
         )
     algorithm.stop()

@@ -149,7 +149,7 @@ def test_ippo_trains_saves_and_continues(script_host, tmp_path, how):
 def test_ippo_learns_to_harvest(run_example):
     printed = run_example("meltingpot_ippo", "--steps", "60000", timeout_s=1100)
     returns = [
-        float(number) for number in re.findall(r"return per player +([\d.]+)", printed)
+        float(number) for number in re.findall(r"return per agent +([\d.]+)", printed)
     ]
     assert returns[-1] > 1.5 * returns[0]
 
@@ -170,7 +170,7 @@ def test_ippo_learns_to_meet_in_a_game_of_two(run_example):
         "meltingpot_ippo", *game, "--steps", "1500000", timeout_s=1100
     )
     returns = [
-        float(number) for number in re.findall(r"return per player +([\d.]+)", printed)
+        float(number) for number in re.findall(r"return per agent +([\d.]+)", printed)
     ]
     assert returns[-1] > 5.0, "random actions give 1.5"
 
@@ -186,7 +186,7 @@ def test_torchrls_losses_train_on_melting_pot(run_example, steps):
     printed = run_example(
         "meltingpot_torchrl", "--steps", str(steps), "--episode", "200", timeout_s=1100
     )
-    found = re.findall(r"steps +(\d+)  return per player +([\d.]+)", printed)
+    found = re.findall(r"steps +(\d+)  return per agent +([\d.]+)", printed)
     assert found[-1][0] == str(steps)
     if steps > 800:
         assert float(found[-1][1]) > 1.5 * float(found[0][1])

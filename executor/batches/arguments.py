@@ -86,8 +86,11 @@ def need_batch(call: str, td: Any, name: str = "a batch") -> None:
     """Refuse anything but a TensorDict."""
     # The class alone settles the usual case, in a tenth of the time.
     if td.__class__ is not TensorDict and not isinstance(td, TensorDictBase):
+        advice = _ADVICE.get(call, "")
+        if isinstance(td, tuple) and any(isinstance(one, TensorDictBase) for one in td):
+            advice = " step_and_maybe_reset returns two batches: td, root = env.step_and_maybe_reset(td)."
         raise TypeError(
-            f"{call} failed: expected {name} as a TensorDict, got {_named(td)}.{_ADVICE.get(call, '')}"
+            f"{call} failed: expected {name} as a TensorDict, got {_named(td)}.{advice}"
         )
 
 

@@ -221,10 +221,10 @@ class Pictures:
 
 
 class _Views:
-    """Draws the world and the view of each player of the first env in one picture, with the returns so far.
+    """Draws the world and the view of each agent of the first env in one picture, with the returns so far.
 
     Raises:
-        MediaError: its players observe no pictures.
+        MediaError: its agents observe no pictures.
     """
 
     def __init__(self, env: BatchedEnv) -> None:

@@ -159,7 +159,7 @@ class Rollout(Command):
 class Evaluate(Command):
     """Evaluate policies in one env or in several tasks: success, returns and lengths, with 95 % confidence intervals.
 
-    For envs with players, also: per-capita, collective and per-role returns, and equality.
+    For envs with agents, also: per-capita, collective and per-role returns, and equality.
     """
 
     env: Annotated[
@@ -172,7 +172,7 @@ class Evaluate(Command):
         str | None,
         typer.Option(
             metavar="MODULE:FACTORY",
-            help="FACTORY(env) returns the policy of a task: a callable, for players also a dict of policies by player "
+            help="FACTORY(env) returns the policy of a task: a callable, for agents also a dict of policies by agent "
             "and role, or a PerPlayer; default: random actions.",
         ),
     ] = None
@@ -180,14 +180,14 @@ class Evaluate(Command):
         str | None,
         typer.Option(
             metavar="MODULE:FACTORY",
-            help="The same for other players, or random; default: the bots of a scenario.",
+            help="The same for other agents, or random; default: the bots of a scenario.",
         ),
     ] = None
     focal: Annotated[
         str | None,
         typer.Option(
             metavar="I,J,...",
-            help="The focal players; default: those of the scenario, or all.",
+            help="The focal agents; default: those of the scenario, or all.",
         ),
     ] = None
     episodes: Annotated[

@@ -33,28 +33,32 @@ class StaleRoots:
     """Looks at the batches of steps for one executor; see the module.
 
     Args:
-        keys: of the observation; none to look at nothing.
-        action_key: of one leaf of the action, or None.
+        keys: for each env, those of the observation.
+        action_keys: for each env, that of one leaf of the action, or None.
 
     Attributes:
         looks_left: how many batches are still looked at.
     """
 
-    def __init__(self, keys: Sequence[Any], action_key: Any) -> None:
-        self.looks_left = _NUM_LOOKS if keys else 0
-        self._keys, self._action_key = keys, action_key
+    looks_left = _NUM_LOOKS
+
+    def __init__(
+        self, keys: Sequence[Sequence[Any]], action_keys: Sequence[Any]
+    ) -> None:
+        self._keys, self._action_keys = keys, action_keys
         # Env id -> hashes of its rows of the root and of `next`.
         self._seen: dict[int, tuple[int, int]] = {}
         self._action: Any = lambda: None  # the latest one
 
     @classmethod
     def of(cls, specs: Sequence[EnvSpec]) -> Self:
-        """Return one for envs with these specs; envs of different kinds are not looked at."""
-        first = specs[0]
-        keys = [leaf.key for leaf in first.observation if not leaf.is_side]
-        is_one_kind = all(spec == first for spec in specs)
+        """Return one for envs with these specs."""
         return cls(
-            keys if is_one_kind else [], first.action[0].key if first.action else None
+            [
+                [leaf.key for leaf in spec.observation if not leaf.is_side]
+                for spec in specs
+            ],
+            [spec.action[0].key if spec.action else None for spec in specs],
         )
 
     def forget(self) -> None:
@@ -63,20 +67,19 @@ class StaleRoots:
 
     def look(self, td: TensorDictBase, env_ids: np.ndarray) -> None:
         """Look at a batch `[k]` of some envs, which have been given its actions, before its `next` is replaced."""
-        following = get_leaf(td, "next")
         if (
             not self.looks_left
-            or following is None
-            or isinstance(td, LazyStackedTensorDict)
+            or not len(env_ids)
+            or (following := get_leaf(td, "next")) is None
         ):
             return
         # A look costs more than a step: a loop is judged by its first steps.
         self.looks_left -= 1
-        roots, nexts = self._hashes(td), self._hashes(following)
-        done, action = (
-            following.get("done", None),
-            None if self._action_key is None else td.get(self._action_key, None),
-        )
+        roots, nexts = self._hashes(td, env_ids), self._hashes(following, env_ids)
+        done, action_key = following.get("done", None), self._action_keys[env_ids[0]]
+        # A lazy stack makes a new tensor each time, its rows do not.
+        first = td[0] if isinstance(td, LazyStackedTensorDict) else td
+        action = None if action_key is None else first.get(action_key, None)
         if roots is None or nexts is None or done is None:
             return
         # Such as frame skips, which ignore the roots.
@@ -98,9 +101,15 @@ class StaleRoots:
             _log.warning(_STALE, call_name(), has_left[0])
         self._action = (lambda: None) if action is None else weakref.ref(action)
 
-    def _hashes(self, td: TensorDictBase) -> list[int] | None:
+    def _hashes(self, td: TensorDictBase, env_ids: np.ndarray) -> list[int] | None:
         """Return a hash of the observation in each row; None if it is not there."""
-        leaves = [td.get(key, None) for key in self._keys]
+        if isinstance(td, LazyStackedTensorDict):
+            rows = [
+                self._hashes(row[None], env_ids[at : at + 1])
+                for at, row in enumerate(td.unbind(0))
+            ]
+            return None if None in rows else [row[0] for row in rows if row]
+        leaves = [td.get(key, None) for key in self._keys[env_ids[0]]]
         if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
             return None
         arrays = [as_array(leaf.cpu()) for leaf in leaves]

@@ -23,6 +23,10 @@ _NOTE = (
     f"A policy is called with the batch, a TensorDict, "
     f"and this one seems to take something else. {WRAP} {WRAP_MODEL}"
 )
+_UNLIKE = (
+    "The envs have different shapes, so their batch is a lazy stack, and this entry has no common shape. "
+    "td.unbind(0) returns the rows; what you write to a row is in the batch."
+)
 #: What an error of a policy that takes tensors or arrays may have.
 _SIGNS = ("TensorDict", "__torch_function__", "generator raised StopIteration")
 #: Root names that belong neither to the envs nor to the policy.
@@ -110,11 +114,12 @@ def run_policy(
     try:
         acted = policy(root)
     except (TypeError, AttributeError, AssertionError, RuntimeError) as error:
+        note = _UNLIKE if "Failed to stack tensors" in str(error) else _NOTE
         # Once, for one that another rollout has raised before.
-        if _NOTE not in getattr(error, "__notes__", ()) and (
+        if note not in getattr(error, "__notes__", ()) and (
             any(sign in str(error) for sign in _SIGNS) or _is_of_call(error)
         ):
-            error.add_note(_NOTE)
+            error.add_note(note)
         raise
     except KeyError as error:
         if "tensordict" in str(error).lower():

@@ -1,1 +1,1 @@
-"""What is shown of a run: evaluations, policies by player, pictures and videos, episodes and statistics for loggers."""
+"""What is shown of a run: evaluations, policies by agent, pictures and videos, episodes and statistics for loggers."""

@@ -42,7 +42,7 @@ from envherd.workers.adapters.env_names import made_for
 from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
 from envherd.workers.options import Infos
 
-#: One policy for all players, or a dict of policies by player, role and "*"; see `PerPlayer`.
+#: One policy for all agents, or a dict of policies by agent, role and "*"; see `PerPlayer`.
 Policies = Policy | Mapping[str | int, Policy | None] | None
 #: A name, a factory, or an executor.
 Env = str | Callable[..., Any] | BatchedEnv
@@ -119,7 +119,7 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
     built is recorded as failed as a whole.
 
     Args:
-        policies: one policy for all tasks and players; or a dict by player, role and "*" (see `PerPlayer`); or, with
+        policies: one policy for all tasks and agents; or a dict by agent, role and "*" (see `PerPlayer`); or, with
             several tasks, a dict by task of these. None draws random actions.
         env: a factory of any env, or a name as on the command line, such as "gymnasium:CartPole-v1". A dict of them by
             task, or a list. Or an executor: `evaluate` resets its envs and leaves it open, and a policy gets a batch of
@@ -127,12 +127,12 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
             `background`, a named scenario keeps its roles, and the background policies replace its bots.
         episodes: number of episodes of each task. Episode i has the seed of the first episode of env i in an executor
             with this root seed.
-        background: policies of the players that are not focal, likewise; `{"*": None}` draws random actions.
-        focal: names or indices of the focal players; None for those of the scenario, or all.
+        background: policies of the agents that are not focal, likewise; `{"*": None}` draws random actions.
+        focal: names or indices of the focal agents; None for those of the scenario, or all.
         num_workers: worker processes, with one env each; None for one per usable core. Not with an executor.
         seed: root seed of the episodes (an executor keeps its own), and of torch's generator during the evaluation.
         max_steps: truncate episodes after this number of steps.
-        primer: by key, the recurrent state of one player (or of an env of one agent) at the beginning of an episode.
+        primer: by key, the recurrent state of one agent (or of an env of one agent) at the beginning of an episode.
         options: of the workers. By default a step and a reset may take 300 s. Not with an executor.
         policy_for: in place of `policies`: called with a task's name and an executor of its envs (read its spec; do not
             step it), it returns the policies of the task, which are released after the task.
@@ -155,7 +155,7 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
         An `Evaluation`; for a dict or list of tasks, `Evaluations`.
 
     Raises:
-        ValueError: the envs are batches themselves, a player has no policy, `background` is passed although all players
+        ValueError: the envs are batches themselves, an agent has no policy, `background` is passed although all agents
             are focal, settings of an executor with one, or `out` is a file of other policies or of another seed.
         EnvherdError: no env of any task could be built.
         MediaError: the envs have no pictures, or `envherd[media]` is not installed.
@@ -396,7 +396,7 @@ def _focal(
     known: Sequence[bool] | None,
     names: tuple[str, ...],
 ) -> tuple[bool, ...]:
-    """Return for each player whether it is focal."""
+    """Return for each agent whether it is focal."""
     if chosen is None:
         return tuple(known) if known else (True,) * len(names)
     unknown = [
@@ -404,7 +404,7 @@ def _focal(
     ]
     if unknown or not chosen:
         raise ValueError(
-            f"evaluate failed: expected focal players among {list(names)}, got {unknown or 'none'}."
+            f"evaluate failed: expected focal agents among {list(names)}, got {unknown or 'none'}."
         )
     return tuple(
         name in chosen or player in chosen for player, name in enumerate(names)
@@ -417,10 +417,10 @@ def join_policies(
     background: Policies = None,
     focal: Sequence[int | str] | None = None,
 ) -> Policy:
-    """Return one policy that acts for all players, a `PerPlayer`; or that of an env of one agent, or of several groups.
+    """Return one policy that acts for all agents, a `PerPlayer`; or that of an env of one agent, or of several groups.
 
     Raises:
-        ValueError: a player has no policy, or there are background policies or focal players where there must be none.
+        ValueError: an agent has no policy, or there are background policies or focal agents where there must be none.
     """
     if not spec.groups or len(acting_groups(spec)) > 1:
         return _single(policies, spec, background=background, focal=focal)
@@ -431,14 +431,14 @@ def join_policies(
     mine = [player for player, focal in enumerate(is_focal) if focal]
     others = [player for player, focal in enumerate(is_focal) if not focal]
     if (background is None) != (not others):
-        got = "none" if background is None else "some, and all players are focal"
+        got = "none" if background is None else "some, and all agents are focal"
         advice = (
             "Pass background=."
             if background is None
             else "Pass focal=, or leave background out."
         )
         raise ValueError(
-            f"evaluate failed: expected background policies for the players that are not focal, got {got}. {advice}"
+            f"evaluate failed: expected background policies for the agents that are not focal, got {got}. {advice}"
         )
     chosen: dict[str | int, Policy | None] = {
         player: policy

@@ -1,10 +1,10 @@
-"""`PerPlayer`: one policy for a batch of envs with players, composed of policies by player or by role.
+"""`PerPlayer`: one policy for a batch of envs with agents, composed of policies by agent or by role.
 
 policy = PerPlayer({"player_0": mine, "*": other}, env.spec)
 data = env.rollout(200, policy)
 
-Guarantees: each distinct policy is called once per batch, with one row per player that it acts for. All keys that it
-writes, including its state for the next step, are in the batch under the group of the players. Policies are not copied
+Guarantees: each distinct policy is called once per batch, with one row per agent that it acts for. All keys that it
+writes, including its state for the next step, are in the batch under the group of the agents. Policies are not copied
 or moved.
 Does not know executors: it works like any other policy in rollouts, collectors and facades.
 """
@@ -24,7 +24,7 @@ from envherd.executor.guests.collectors.policy import Policy
 from envherd.executor.rollouts.policy_state import leaf_keys, run_policy
 from envherd.shm.specs import Discrete, EnvSpec, Key
 
-#: Name for all players that no other name covers.
+#: Name for all agents that no other name covers.
 OTHERS = "*"
 
 
@@ -55,7 +55,7 @@ class RandomPlayer:
 
 
 class Part(NamedTuple):
-    """A policy and the players that it acts for.
+    """A policy and the agents that it acts for.
 
     Attributes:
         policy: as it was passed; a `RandomPlayer` for None.
@@ -67,7 +67,7 @@ class Part(NamedTuple):
 
     @property
     def at(self) -> slice | list[int]:
-        """The players as an index: a slice, which copies nothing, if possible."""
+        """The agents as an index: a slice, which copies nothing, if possible."""
         first, last = self.players[0], self.players[-1]
         return (
             slice(first, last + 1)
@@ -77,29 +77,29 @@ class Part(NamedTuple):
 
 
 class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
-    """Act with different policies for the players of one env.
+    """Act with different policies for the agents of one env.
 
-    A policy is called with rows `[B]`, one for each of its players in each env, and returns them with `action`. A row
-    holds the player's observation (`("observation", "RGB")`), `player` (int64, its index) and the flags of its env.
-    Other keys that the policy writes are kept under the group, with zeros for players whose policies do not write them.
-    A key `("next", key)` that it writes is `key` in the row of the same player and env at the next step.
+    A policy is called with rows `[B]`, one for each of its agents in each env, and returns them with `action`. A row
+    holds the agent's observation (`("observation", "RGB")`), `player` (int64, its index) and the flags of its env.
+    Other keys that the policy writes are kept under the group, with zeros for agents whose policies do not write them.
+    A key `("next", key)` that it writes is `key` in the row of the same agent and env at the next step.
 
     The same object for several names is one policy with shared parameters; different objects are separate.
 
     Args:
-        policies: policy by player (its name or index), role, or "*" for all others. A player takes precedence over a
+        policies: policy by agent (its name or index), role, or "*" for all others. An agent takes precedence over a
             role, and a role over "*". None draws random actions.
-        spec: of the envs, `env.spec`, with the names and roles of the players. Without a spec, pass None and `roles`.
-        roles: one role per player; None for those of the spec.
-        group: key of the group of players; None for the first group of the spec that acts, without a spec `"agents"`.
+        spec: of the envs, `env.spec`, with the names and roles of the agents. Without a spec, pass None and `roles`.
+        roles: one role per agent; None for those of the spec.
+        group: key of the group of agents; None for the first group of the spec that acts, without a spec `"agents"`.
 
     Attributes:
-        parts: the distinct policies and their players, in the order of their first players.
-        names: of the players.
-        roles: of the players.
+        parts: the distinct policies and their agents, in the order of their first agents.
+        names: of the agents.
+        roles: of the agents.
 
     Raises:
-        ValueError: a name that is neither a player nor a role, a player without a policy, or None for actions that are
+        ValueError: a name that is neither an agent nor a role, an agent without a policy, or None for actions that are
             not discrete.
     """
 
@@ -146,7 +146,7 @@ class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
         )
 
     def forward(self, root: TensorDictBase) -> TensorDictBase:
-        """Act for all players: set `(group, "action")` and the other keys that the policies write.
+        """Act for all agents: set `(group, "action")` and the other keys that the policies write.
 
         Args:
             root: batch `[N]` with the group as `[N, P]`; or any other leading shape.
@@ -185,7 +185,7 @@ class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
         part: Part,
         dim: int,
     ) -> None:
-        """Write a policy's values for its players into the entry of all players, along dimension `dim`."""
+        """Write a policy's values for its agents into the entry of all agents, along dimension `dim`."""
         if len(self.parts) == 1:
             written[key] = value
             return
@@ -205,9 +205,9 @@ class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
             data: transitions of any shape, `[N, T]` say.
 
         Yields:
-            The part, and its rows `[N, T, p]`: its players' observations, actions and other keys of the group, with
+            The part, and its rows `[N, T, p]`: its agents' observations, actions and other keys of the group, with
             `next`, which also has the flags of the env: `("next", "reward")` and `("next", "done")` are `[N, T, p, 1]`.
-            VIEWS if the players are contiguous.
+            VIEWS if the agents are contiguous.
         """
         following = data.get("next")
         for part in self.parts:
@@ -222,7 +222,7 @@ class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
     def _rows(
         self, root: TensorDictBase, group: TensorDictBase, part: Part
     ) -> TensorDictBase:
-        """Return the rows `[*lead, p]` of some players, with the flags and numbers of their envs."""
+        """Return the rows `[*lead, p]` of some agents, with the flags and numbers of their envs."""
         lead, count = root.batch_size, len(part.players)
         rows: Any = group[(..., part.at)] if count < len(self.names) else group.copy()
         for key, value in root.items():
@@ -246,7 +246,7 @@ class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
 
         Args:
             num_envs: N.
-            **state: by key, of one player; repeated for all players and envs.
+            **state: by key, of one agent; repeated for all agents and envs.
 
         Returns:
             A batch `[N]` with `(group, key)` `[N, P, ...]`.
@@ -264,11 +264,11 @@ def as_policy(call: str, given: Any, spec: EnvSpec) -> Policy:
 
     Args:
         call: for messages.
-        given: a callable, or a dict of policies by player, role and "*" (see `PerPlayer`).
+        given: a callable, or a dict of policies by agent, role and "*" (see `PerPlayer`).
         spec: of the envs.
 
     Raises:
-        TypeError: anything else, or a dict for envs that do not have exactly one group of players.
+        TypeError: anything else, or a dict for envs that do not have exactly one group of agents.
     """
     has_players = len(acting_groups(spec)) == 1
     if isinstance(given, Mapping) and has_players:
@@ -279,12 +279,12 @@ def as_policy(call: str, given: Any, spec: EnvSpec) -> Policy:
         kind = (
             "one agent"
             if not spec.groups
-            else "players"
+            else "agents"
             if has_players
             else "several groups of agents"
         )
         expected = (
-            "a callable or a dict of them by player" if has_players else "a callable"
+            "a callable or a dict of them by agent" if has_players else "a callable"
         )
         advice = WRAP_MODEL if hasattr(given, "predict") else WRAP
         raise TypeError(
@@ -301,24 +301,24 @@ def choose_policies(
     roles: Sequence[str],
     players: Iterable[int] | None = None,
 ) -> dict[int, Policy | None]:
-    """Return the policy of each player, by index; see `PerPlayer`.
+    """Return the policy of each agent, by index; see `PerPlayer`.
 
     Args:
-        policies: by player, role, or "*".
-        names: of all players.
-        roles: of all players.
+        policies: by agent, role, or "*".
+        names: of all agents.
+        roles: of all agents.
         players: those that need a policy; None for all.
     """
     if not isinstance(policies, Mapping):
         raise TypeError(
-            f"PerPlayer failed: expected a dict of policies by player or role, got a {type(policies).__name__}. Write "
+            f"PerPlayer failed: expected a dict of policies by agent or role, got a {type(policies).__name__}. Write "
             f"{{'*': policy}} for one policy of all."
         )
     known = {OTHERS, *names, *roles, *range(len(names))}
     for name in policies:
         if name not in known:
             raise ValueError(
-                f"PerPlayer failed: expected names among players {list(names)}, roles {sorted(set(roles))} and '*', "
+                f"PerPlayer failed: expected names among agents {list(names)}, roles {sorted(set(roles))} and '*', "
                 f"got {name!r}."
             )
     chosen: dict[int, Policy | None] = {}
@@ -327,7 +327,7 @@ def choose_policies(
         found = next((name for name in candidates if name in policies), None)
         if found is None:
             raise ValueError(
-                f"PerPlayer failed: expected a policy for each player, got none for {names[player]} (role "
+                f"PerPlayer failed: expected a policy for each agent, got none for {names[player]} (role "
                 f"{roles[player]!r}). Add it, or '*' for all others."
             )
         chosen[player] = policies[found]
@@ -335,7 +335,7 @@ def choose_policies(
 
 
 def _group(spec: EnvSpec | None, group: Key | str | None) -> Key:
-    """Return the key of the players' group."""
+    """Return the key of the agents' group."""
     if group is not None:
         return (group,) if isinstance(group, str) else tuple(group)
     if spec is None:
@@ -343,7 +343,7 @@ def _group(spec: EnvSpec | None, group: Key | str | None) -> Key:
     acting = acting_groups(spec)
     if not acting:
         raise ValueError(
-            f"PerPlayer failed: expected envs with a group of players, got {spec.family} envs without."
+            f"PerPlayer failed: expected envs with a group of agents, got {spec.family} envs without."
         )
     return acting[0]
 
@@ -360,7 +360,7 @@ def acting_groups(spec: EnvSpec) -> list[Key]:
 def _names_and_roles(
     spec: EnvSpec | None, group: Key, roles: Sequence[str] | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names and the roles of the players; the role "default" if the spec has none."""
+    """Return the names and the roles of the agents; the role "default" if the spec has none."""
     if spec is None:
         spec = EnvSpec((), (), groups=((group, (len(roles or ()),)),))
     shapes = dict(spec.groups)
@@ -376,13 +376,13 @@ def _names_and_roles(
     )
     if len(found) != count or not count:
         raise ValueError(
-            f"PerPlayer failed: expected one role for each of {count} players, got {len(found)}."
+            f"PerPlayer failed: expected one role for each of {count} agents, got {len(found)}."
         )
     return tuple(spec.agent_names(group, count)), tuple(map(str, found))
 
 
 def _num_actions(spec: EnvSpec | None, group: Key) -> int:
-    """Return the number of actions of the players, for random ones."""
+    """Return the number of actions of the agents, for random ones."""
     domains = (
         []
         if spec is None

@@ -67,8 +67,8 @@ _LAST_COMMAND_S = 1.0
 #: What ends an episode as failed. All other errors end the evaluation: they are of the policy or of the caller. An env
 #: needs a reset in the middle of an episode if it did not answer in time when another worker of its executor was lost.
 _FAULTS = (EnvError, ResetNeeded, SpecError, WorkerLost, WorkerTimeout)
-#: Steps after which an episode is suspected never to end: some seconds of a fast env.
-_LONG = 10_000
+#: Seconds after which an episode is suspected never to end.
+_LONG_S = 5.0
 _SUCCESS_KEYS = ("success", "is_success")
 
 
@@ -262,6 +262,8 @@ class Play:
         self._num_seats_at: Counter[str] = Counter()
         self._unbuildable: set[str] = set()
         self._build_s: dict[str, float] = {}
+        #: Tasks of which no long episode is reported: one was, or all end at `max_steps`.
+        self.long_tasks = set() if rules.max_steps is None else set(tasks)
         self._episode_s: dict[str, float] = {}
         self.build_error: EnvherdError | None = None
 
@@ -568,14 +570,6 @@ class _Session:
                 self._fail(self._interruption(env_id))
                 continue
             episode.length += 1
-            if episode.length == _LONG and self._rules.max_steps is None:
-                logging.getLogger("envherd").warning(
-                    "evaluate: episode %d of %r has not ended in %d steps. If it may never end, pass max_steps= "
-                    "(--max-steps).",
-                    episode.number,
-                    self.name,
-                    _LONG,
-                )
             episode.returns = episode.returns + rewards[at]
             if infos is not None:
                 episode.info = infos[env_id]
@@ -584,6 +578,19 @@ class _Session:
                 yield partial(self._film, episode.film, following, at, env_id)
             if is_over[at] or episode.length == self._rules.max_steps:
                 self._play.note(self.name, self._playing.pop(env_id))
+            elif (
+                time.monotonic() - episode.began > _LONG_S
+                and self.name not in self._play.long_tasks
+            ):
+                self._play.long_tasks.add(self.name)
+                logging.getLogger("envherd").warning(
+                    "evaluate: episode %d of %r has not ended in %.0f s and %d steps. If it may never end, pass "
+                    "max_steps= (--max-steps).",
+                    episode.number,
+                    self.name,
+                    _LONG_S,
+                    episode.length,
+                )
 
     def _interruption(self, env_id: int) -> EnvherdError:
         """Return the error for an interrupted row."""

@@ -39,7 +39,7 @@ class EpisodeRecord:
         episode: its number in its task, from 0.
         seed: of its reset.
         length: in steps.
-        returns: of each player; of a failed episode, until the failure.
+        returns: of each agent; of a failed episode, until the failure.
         success: what the env reported in its last step, or what `success=` returned; None without either.
         success_once: whether the env reported success in any step; None if it reports none.
         error: of an episode that failed: what the env or its worker raised. None for an episode that has ended.
@@ -63,8 +63,8 @@ class Cast:
     Attributes:
         env: name of the env.
         players: their names; "agent" in an env of one agent.
-        roles: one per player.
-        is_focal: one per player.
+        roles: one per agent.
+        is_focal: one per agent.
     """
 
     env: str

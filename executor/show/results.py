@@ -1,8 +1,8 @@
 """The results of an evaluation: returns, lengths and success of episodes, and measures computed from these.
 
-- Per-capita return: the mean over players of their returns in an episode. Melting Pot uses that of the focal players
+- Per-capita return: the mean over agents of their returns in an episode. Melting Pot uses that of the focal agents
   as score (Agapiou et al. 2022, "Melting Pot 2.0", arXiv:2211.13746).
-- Collective return: the sum over all players.
+- Collective return: the sum over all agents.
 - Equality: one minus the Gini coefficient of the returns, `1 - sum_ij |R_i - R_j| / (2 P sum_i R_i)` (Perolat et al.
   2017, "A multi-agent reinforcement learning model of common-pool resource appropriation", arXiv:1707.06600).
 - Success: the share of episodes, with the score interval of Wilson (1927, "Probable inference, the law of succession,
@@ -123,7 +123,7 @@ def interval_of(*tasks: np.ndarray) -> Interval:
 
 
 def equality_of(returns: np.ndarray) -> np.ndarray:
-    """Return the equality of returns `[E, P]` in each episode, `[E]`: 1 if all are equal, 1/P if one player has it all.
+    """Return the equality of returns `[E, P]` in each episode, `[E]`: 1 if all are equal, 1/P if one agent has it all.
 
     It is NaN for an episode in which a return is negative or all are 0, for which the Gini coefficient is undefined.
     """
@@ -147,8 +147,8 @@ class Evaluation:
         env: its name.
         seed: the root seed of the episodes.
         players: their names; "agent" in an env of one agent.
-        roles: one per player.
-        is_focal: one per player; the others are background players.
+        roles: one per agent.
+        is_focal: one per agent; the others are background agents.
         returns: float64 `[E, P]`.
         lengths: int64 `[E]`, in steps.
         episodes: records of all E episodes that ended, in order.
@@ -247,33 +247,33 @@ class Evaluation:
 
     @cached_property
     def mean_return(self) -> Interval:
-        """Mean return; of several players, the mean over all of them."""
+        """Mean return; of several agents, the mean over all of them."""
         return interval_of(self.returns.mean(1))
 
     @cached_property
     def focal_per_capita(self) -> Interval:
-        """Mean over the focal players of their returns."""
+        """Mean over the focal agents of their returns."""
         return self._per_capita(np.array(self.is_focal))
 
     @cached_property
     def background_per_capita(self) -> Interval | None:
-        """Mean over the background players of their returns; None without any (a scenario's bots do not count)."""
+        """Mean over the background agents of their returns; None without any (a scenario's bots do not count)."""
         others = ~np.array(self.is_focal)
         return self._per_capita(others) if others.any() else None
 
     @cached_property
     def collective(self) -> Interval:
-        """Sum over all players of their returns."""
+        """Sum over all agents of their returns."""
         return interval_of(self.returns.sum(1))
 
     @cached_property
     def equality(self) -> Interval:
-        """One minus the Gini coefficient of the returns of all players; see `equality_of`."""
+        """One minus the Gini coefficient of the returns of all agents; see `equality_of`."""
         return interval_of(equality_of(self.returns))
 
     @cached_property
     def by_role(self) -> dict[tuple[str, bool], Interval]:
-        """Per-capita return by role and whether the players are focal, in the order of the players."""
+        """Per-capita return by role and whether the agents are focal, in the order of the agents."""
         kinds = list(zip(self.roles, self.is_focal, strict=True))
         return {
             kind: self._per_capita(np.array([one == kind for one in kinds]))
@@ -282,7 +282,7 @@ class Evaluation:
 
     @cached_property
     def by_player(self) -> dict[str, Interval]:
-        """Return of each player."""
+        """Return of each agent."""
         return {
             name: interval_of(self.returns[:, player])
             for player, name in enumerate(self.players)
@@ -381,7 +381,7 @@ class Evaluations:
 
     @cached_property
     def focal_per_capita(self) -> Interval:
-        """Mean over tasks of the return per capita of the focal players (of the return, with one agent)."""
+        """Mean over tasks of the return per capita of the focal agents (of the return, with one agent)."""
         return interval_of(
             *(one.returns[:, list(one.is_focal)].mean(1) for one in self.tasks.values())
         )

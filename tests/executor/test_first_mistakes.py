@@ -44,6 +44,8 @@ collector: Any = Collector
 package: Any = envherd
 vector: Any = AsyncVectorEnv
 make_cartpole = functools.partial(gymnasium.make, "CartPole-v1")
+# Its observations have another shape.
+make_mountain_car = functools.partial(gymnasium.make, "MountainCar-v0")
 
 
 class OldReset(gymnasium.Env):
@@ -148,6 +150,18 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         lambda env: env.step(env.current().set("action", torch.zeros(4))),
         ActionError,
         r"action expected int64, got float32 .*Pass action\.to\(torch\.int64\)\.",
+    ),
+    "both batches of a step": (
+        lambda env: env.rand_action(env.step_and_maybe_reset(env.rand_action())),
+        TypeError,
+        r"got a tuple\. step_and_maybe_reset returns two batches: td, root = env\.step_and_maybe_reset\(td\)\.",
+    ),
+    "a policy for envs of one shape": (
+        lambda _: serial(2, [make_cartpole, make_mountain_car]).rollout(
+            2, lambda td: td["observation"]
+        ),
+        RuntimeError,
+        r"different shapes, .*td\.unbind\(0\) returns the rows; what you write",
     ),
     "no action": (
         lambda env: env.step(env.current()),
@@ -598,6 +612,11 @@ def takes_next(env: Any, td: Any) -> Any:
     return env.step(act_at_random(td))["next"]
 
 
+def sends_nothing(env: Any, td: Any) -> Any:
+    env.send(act_at_random(td)[:0], env_ids=[])
+    return takes_next(env, td)
+
+
 def updates_one_batch(env: Any, td: Any) -> Any:
     return td.update(env.step_and_maybe_reset(act_at_random(td))[1])
 
@@ -615,8 +634,9 @@ def updates_what_it_received(env: Any, td: Any) -> Any:
 
 
 def changes_the_observation(env: Any, td: Any) -> Any:
-    td = updates_one_batch(env, td)
-    return td.set("observation", td["observation"] / 3)
+    return updates_one_batch(env, td).named_apply(
+        lambda key, leaf: leaf / 3 if key == "observation" else leaf, nested_keys=True
+    )
 
 
 def begins_anew(env: Any, td: Any) -> Any:
@@ -637,6 +657,7 @@ def writes_into_next(env: Any, td: Any) -> Any:
 STALE = [passes_a_step_again, passes_copies, drops_the_root, acts_on_what_it_received]
 FRESH = [
     takes_next,
+    sends_nothing,
     updates_one_batch,
     updates_what_it_received,
     changes_the_observation,
@@ -648,11 +669,12 @@ FRESH += [repeats_an_action, writes_into_next]
 @pytest.mark.parametrize(
     "make", [SerialEnv, functools.partial(ParallelEnv, num_workers=1)]
 )
+@pytest.mark.parametrize("others", [make_cartpole, make_mountain_car])
 @pytest.mark.parametrize("step", [*STALE, *FRESH])
-def test_a_loop_that_acts_on_old_roots_is_reported_once(make, step, caplog):
+def test_a_loop_that_acts_on_old_roots_is_reported_once(make, step, others, caplog):
     with (
         caplog.at_level(logging.WARNING, "envherd"),
-        make(2, make_cartpole, seed=0) as env,
+        make(2, [make_cartpole, others], seed=0) as env,
     ):
         td = env.reset()
         for _ in range(6):

@@ -74,8 +74,9 @@ class Shells:
         self._root_names = [leaf.key[0] for _, leaf in observed]
         self._root_keys = [key for key, _ in observed]
         self._next_keys = [*self._root_keys, *(key for key, _ in leaves["reward"])]
+        keys = [key for key, _ in self._observed]
         self.stale_roots = StaleRoots(
-            [key for key, _ in leaves["observation"]], self.input_keys[0]
+            [keys] * env.num_workers, self.input_keys[:1] * env.num_workers
         )
         self._template = template
         self._next = self._shell("next", range(len(self._next_keys)))

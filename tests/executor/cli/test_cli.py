@@ -377,7 +377,7 @@ OUTCOMES: list[Any] = [
         f"evaluate {TEAM} --focal 9 --workers 1",
         1,
         "stderr",
-        ["expected focal players among"],
+        ["expected focal agents among"],
     ),
     (
         f"evaluate {TASK} {TASK}",

@@ -161,11 +161,14 @@ def test_an_open_executor_is_used_and_stays_open():
 
 
 def test_an_episode_that_may_never_end_is_named(monkeypatch, caplog):
-    monkeypatch.setattr("envherd.executor.show.playing._LONG", 4)
-    evaluate(None, functools.partial(Team, 9), 1, num_workers=1)
+    monkeypatch.setattr("envherd.executor.show.playing._LONG_S", 0.0)
+    evaluate(None, functools.partial(Team, 9), 2, num_workers=1)
     evaluate(None, functools.partial(Team, 9), 1, num_workers=1, max_steps=7)
     (message,) = caplog.messages
-    assert message.startswith("evaluate: episode 0 of 'env' has not ended in 4 steps.")
+    assert re.match(
+        r"evaluate: episode 0 of 'env' has not ended in 0 s and 1 steps\. .* max_steps=",
+        message,
+    )
 
 
 def test_it_leaves_torchs_generator_alone():
@@ -179,11 +182,11 @@ def test_it_leaves_torchs_generator_alone():
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"background": Always(0)}, "got some, and all players are focal. Pass focal="),
+        ({"background": Always(0)}, "got some, and all agents are focal. Pass focal="),
         ({"focal": [0]}, "got none. Pass background="),
         (
             {"focal": [7]},
-            "expected focal players among ['agent_0', 'agent_1', 'agent_2'], got [7]",
+            "expected focal agents among ['agent_0', 'agent_1', 'agent_2'], got [7]",
         ),
         ({"episodes": 0}, "episodes"),
         (

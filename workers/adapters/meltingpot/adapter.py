@@ -1,8 +1,8 @@
 """Melting Pot substrates and scenarios behind the partial-reset protocol.
 
 Keys, shapes and dtypes are those of TorchRL's `MeltingpotEnv`: world observations at the root without
-their "WORLD." prefix (`RGB`), what each player sees under `("agents", "observation", ...)` stacked over
-players (scalars are `[P, 1]`), `("agents", "reward")` float64 `[P, 1]`, `("agents", "action")` int64 `[P]`.
+their "WORLD." prefix (`RGB`), what each agent sees under `("agents", "observation", ...)` stacked over
+agents (scalars are `[P, 1]`), `("agents", "reward")` float64 `[P, 1]`, `("agents", "action")` int64 `[P]`.
 
 Ends: Melting Pot reports every end alike, also at the frame cap. Here an end at the cap is `truncated`, any other
 `terminated`. So a real end in the very step of the cap counts as truncated, and an env whose settings name no cap (not
@@ -39,17 +39,17 @@ _GROUP = "agents"
 
 
 class MeltingPotAdapter(Adapter):
-    """One `Substrate`, or one `Scenario`, whose rows are its focal players.
+    """One `Substrate`, or one `Scenario`, whose rows are its focal agents.
 
-    In a scenario the world view comes from the substrate inside: no focal player is meant to act on it.
+    In a scenario the world view comes from the substrate inside: no focal agent is meant to act on it.
     Observations and rewards that `reset` and `step` return are buffers of this adapter, written again by
-    the next call. World views are fresh, and so are the images of a stock env's step: tuples of the players' arrays.
+    the next call. World views are fresh, and so are the images of a stock env's step: tuples of the agents' arrays.
 
     Args:
         env: as built by the user's factory, or by `MeltingPotFactory`, whose options it carries.
 
     Raises:
-        SpecError: players that differ in their observations or actions.
+        SpecError: agents that differ in their observations or actions.
     """
 
     family = "meltingpot"
@@ -110,7 +110,7 @@ class MeltingPotAdapter(Adapter):
         """Make one transition.
 
         Raises:
-            ActionError: not one integer in `[0, A)` per player; the env was not touched.
+            ActionError: not one integer in `[0, A)` per agent; the env was not touched.
             ResetNeeded: the episode has ended or none has begun; the env was not touched.
         """
         if self._needs_reset:
@@ -251,8 +251,8 @@ def _player_specs(env: Any) -> list[dict[str, Any]]:
         )
         if different:
             raise SpecError(
-                f"reading the specs failed: expected all players to see the same, got player_0 and player_{i} "
-                f"differing in {different[0]}. Players with different observations cannot be stacked."
+                f"reading the specs failed: expected all agents to see the same, got player_0 and player_{i} "
+                f"differing in {different[0]}. Agents with different observations cannot be stacked."
             )
     return specs
 

@@ -69,7 +69,7 @@ class EpisodeEnv(reset_wrapper.ResetWrapper):  # type: ignore[misc]  # untyped b
     Args:
         make_settings: returns the lab2d settings; called once, or for each seed if they depend on `random`.
         options: what to keep and how to reset.
-        wanted: names of raw observations to read, without the player prefix.
+        wanted: names of raw observations to read, without the agent prefix.
         specs: raw observation and action specs to answer with before the first build; None builds at once.
     """
 
@@ -228,7 +228,7 @@ def build_substrate(options: MeltingPotFactory) -> Any:
     unknown = sorted(set(roles) - set(config.valid_roles))
     if unknown or not roles:
         raise FactoryError(
-            f"building {options.name} failed: expected roles among {sorted(config.valid_roles)}, one per player, "
+            f"building {options.name} failed: expected roles among {sorted(config.valid_roles)}, one per agent, "
             f"got {unknown or 'none'}. roles=None takes the {len(config.default_player_roles)} default ones."
         )
     kept = _kept_keys(options, config.individual_observation_names)
@@ -311,7 +311,7 @@ def _assemble(
     def make_settings() -> Any:
         return config.lab2d_settings_builder(roles=roles, config=config)
 
-    # A config describes its default number of players; for another number, read the env itself.
+    # A config describes its default number of agents; for another number, read the env itself.
     has_spec = len(roles) == len(config.default_player_roles)
     specs = (
         _promised_specs(config, len(roles), individual, worlds) if has_spec else None
@@ -351,7 +351,7 @@ def _promised_specs(
 
 
 def _observe_positions(game_objects: Any) -> None:
-    """Add the component that observes a player's place to each avatar."""
+    """Add the component that observes an agent's place to each avatar."""
     kwargs = {"objectIsAvatar": True, "alsoReportOrientation": True}
     for one in game_objects:
         if any(component["component"] == "Avatar" for component in one["components"]):

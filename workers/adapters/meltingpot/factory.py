@@ -34,11 +34,11 @@ class MeltingPotFactory:
 
     Attributes:
         name: of a substrate (`substrate_names()`) or a scenario (`scenario_names()`).
-        roles: one per player; None takes the substrate's default ones. Scenarios have their own.
-        keys: per-player observations to keep, e.g. `("RGB",)`; None keeps all. Others are never read.
-        drop: per-player observations to leave out, after `keys`.
+        roles: one per agent; None takes the substrate's default ones. Scenarios have their own.
+        keys: per-agent observations to keep, e.g. `("RGB",)`; None keeps all. Others are never read.
+        drop: per-agent observations to leave out, after `keys`.
         world_rgb: keep the world view, root key "RGB". `render` draws it in any case.
-        positions: also observe where each player is, `POSITION` int32 `[2]` (column and row of the map's cells), and
+        positions: also observe where each agent is, `POSITION` int32 `[2]` (column and row of the map's cells), and
             its `ORIENTATION`, int32 (0 north, 1 east, 2 south, 3 west), which the substrates do not report.
         max_steps: end episodes as truncated after this number of steps, if they have not ended before.
         deterministic: same seed and same actions give identical bytes, in any process: Melting Pot's Lua
@@ -48,8 +48,8 @@ class MeltingPotFactory:
         fast_reset: restart Melting Pot's env in place, 1.5 to 10 times faster, instead of rebuilding it.
             What it draws at random while being built then stays that of the first episode, which is why Melting Pot
             itself rebuilds. Refused for substrates that break (`must_rebuild`).
-        bots: False builds a scenario without its bots: all its players are in the batch, in the scenario's roles, and
-            the spec's metadata `is_focal` says for which players the scenario has no bot. No bot's model is needed.
+        bots: False builds a scenario without its bots: all its agents are in the batch, in the scenario's roles, and
+            the spec's metadata `is_focal` says for which agents the scenario has no bot. No bot's model is needed.
 
     Raises:
         FactoryError: from the constructor for an unknown name (with the closest ones) or an option out of range; from
@@ -82,7 +82,7 @@ class MeltingPotFactory:
             raise self._refusal(
                 "positions=False for a scenario with bots",
                 "True",
-                "Its players may not observe them.",
+                "Its agents may not observe them.",
             )
         steps = self.max_steps
         if steps is not None and (

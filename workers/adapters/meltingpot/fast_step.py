@@ -1,7 +1,7 @@
 """A shorter way through Melting Pot's wrappers for a step, with the same result.
 
 `Substrate.step` passes through six wrappers, which build dictionaries of every observation that the Lua
-level offers, for every player, and publish them to subscribers. `DirectStep` sets the same actions on the
+level offers, for every agent, and publish them to subscribers. `DirectStep` sets the same actions on the
 same dmlab2d env, advances it once and reads only what is kept.
 
 Guarantees: observations, rewards and ends are bit for bit those of `env.step`; the wrappers' own state is
@@ -43,17 +43,17 @@ _IMAGE = 3
 
 
 class Views:
-    """What the players of one env see and get: steps it, directly if it is a stock env, and reads it.
+    """What the agents of one env see and get: steps it, directly if it is a stock env, and reads it.
 
     Args:
         env: a `Substrate` or `Scenario`.
         players: name of an observation -> zeros `[P, ...]`.
-        worlds: names of the observations that are the same for all players, read from the first.
+        worlds: names of the observations that are the same for all agents, read from the first.
         num_players: P.
 
     Attributes:
         stacks: `players`, written again by each step and reset.
-        players: what the players see: the stacks, and after a direct step for images the tuple of the players' arrays.
+        players: what the agents see: the stacks, and after a direct step for images the tuple of the agents' arrays.
         worlds: name -> value (fresh memory).
         reward: float64 `[P, 1]`, written again as the stacks are.
     """
@@ -128,8 +128,8 @@ class DirectStep:
 
     Args:
         chain: the env's layers, from `stock_layers`.
-        numbers: key -> `[P, ...]` array to read every player's observation into.
-        images: keys of the observations that `step` returns as a tuple of the players' arrays, as read.
+        numbers: key -> `[P, ...]` array to read every agent's observation into.
+        images: keys of the observations that `step` returns as a tuple of the agents' arrays, as read.
         reward: float64 `[P, 1]`, to read rewards into.
         collective_reward: float64 `[P, 1]` for the sum of the rewards, or None where it is not kept.
     """
@@ -185,9 +185,9 @@ class DirectStep:
         """Make one transition; legal right after `is_possible` has returned True.
 
         Args:
-            actions: int64 `[P]`, an index per player, checked by the caller.
+            actions: int64 `[P]`, an index per agent, checked by the caller.
             worlds: name of a world observation -> replaced by its value (fresh memory).
-            players: key of an image -> replaced by the tuple of the players' values (fresh memory).
+            players: key of an image -> replaced by the tuple of the agents' values (fresh memory).
 
         Returns:
             Whether the episode has ended.
@@ -212,7 +212,7 @@ class DirectStep:
         return has_ended
 
     def _meet(self, lab2d: Any) -> None:
-        """Learn where each player's actions go: the order differs from one Lua state to the next."""
+        """Learn where each agent's actions go: the order differs from one Lua state to the next."""
         self._lab2d = lab2d
         own = vars(lab2d)
         places = own.get("_act_discrete_map", {})

@@ -1,6 +1,6 @@
 """The direct way of `MeltingpotEnv` and `MeltingpotWrapper`. `direct.py` has its rules.
 
-Observations of the players are read as our own Melting Pot adapter reads them, at each step directly from dmlab2d if
+Observations of the agents are read as our own Melting Pot adapter reads them, at each step directly from dmlab2d if
 the substrate is as Melting Pot builds it (see `meltingpot/fast_step.py`). The count of steps for `max_steps` stays in
 the TorchRL env.
 """
@@ -79,12 +79,12 @@ class DirectMeltingPot(DirectWay):
             like = stacks.setdefault(path[2], stack)
             require(
                 like.shape == stack.shape and like.dtype == stack.dtype,
-                "players of its groups see unlike things",
+                "agents of its groups see unlike things",
             )
         sees_all = len(seen) - sum(len(path) == 1 for _, path in seen) == len(
             stacks
         ) * len(rows)
-        require(sees_all, "players of its groups see unlike things")
+        require(sees_all, "agents of its groups see unlike things")
         self._native = wrapped_env(env)
         self._views = Views(
             self._native,
@@ -139,7 +139,7 @@ class DirectMeltingPot(DirectWay):
 
 
 class _Rows:
-    """The players of a group among all."""
+    """The agents of a group among all."""
 
     def __init__(self, members: list[int], num_players: int) -> None:
         self._members = members
