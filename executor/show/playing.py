@@ -480,6 +480,7 @@ class _Session:
         self.part = play.part_of(name, env)
         self._camera = Camera(env)
         self._playing: dict[int, _Episode] = {}  # by env
+        self._sent: list[int] = []  # latest; some or all have answered
 
     def play(self) -> _Work:
         """Play until no episode is left."""
@@ -495,6 +496,16 @@ class _Session:
             for episode in self._playing.values():  # of a run that ends early
                 if episode.film is not None:
                     episode.film.close()
+            if not self._is_own:
+                self._drop_sent()
+
+    def _drop_sent(self) -> None:
+        """Leave the caller envs that can be reset, if the run ends early: the next call drops their answers."""
+        engine = self.env.engine
+        sent = [i for i in self._sent if engine.states.under_way[i]]
+        if sent:
+            engine.is_dirty = True
+            engine.give_up(np.array(sent))
 
     def _begin(self) -> dict[int, _Episode]:
         begun: dict[int, _Episode] = {}
@@ -534,7 +545,9 @@ class _Session:
         env, ids = self.env, list(self._playing)
         turn = _Turn(self, env.current(ids), list(self._playing.values()))
         is_shared = self._rules.max_batch is not None and self._is_own
-        env.send((yield turn) if is_shared else _act([turn])[0], ids, maybe_reset=False)
+        actions = (yield turn) if is_shared else _act([turn])[0]
+        self._sent = ids
+        env.send(actions, ids, maybe_reset=False)
         while ids:
             try:
                 received = yield partial(env.recv, env_ids=ids, with_root=False)

@@ -42,6 +42,7 @@ class Nested(gymnasium.Env):
             "limit": self.limit,
             "options": options,
             "seed": {"given": str(seed)},
+            "final_info": {"limit": self.limit},
         }
 
     def step(self, action):

@@ -356,7 +356,7 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
     def _with_ends(
         self, parts: list[Part], ended: np.ndarray | None, column: int
     ) -> list[Part]:
-        """Return parts in which each env that has ended, or was interrupted, has a separate part, with more entries."""
+        """Return parts in which each env that has ended, or was interrupted, has separate parts, with more entries."""
         positions, reader = self._engine.positions, self._engine.side.infos
         is_interrupted = positions.interrupted[:, 0] & positions.has_interrupted
         has_ended = np.zeros(self.num_envs, bool)
@@ -375,10 +375,11 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
                     else self._observations.last_of(env_id, column)
                 )
                 own = {"final_obs": last, "final_info": own}
-            own |= fresh.get(env_id, {})
+            root = fresh.get(env_id, {})
             if is_interrupted[env_id]:
-                own["interrupted"] = True
-            changed.append(Part(np.array([env_id]), None, own))
+                root = {**root, "interrupted": True}
+            # Separate, because a root's info may have the key "final_info".
+            changed += [Part(np.array([env_id]), None, info) for info in (own, root)]
         return changed
 
     def _add_part(self, infos: dict[str, Any], part: Part) -> dict[str, Any]:

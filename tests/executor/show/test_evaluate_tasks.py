@@ -36,6 +36,7 @@ from tests.envs.team_env import Team, film_into, pictured
 from tests.executor.show.test_per_player import Always
 from tests.extras import needs
 
+EXECUTORS = [SerialEnv, functools.partial(ParallelEnv, num_workers=2)]
 SEEDS = [episode_seed(0, number, 0) for number in range(8)]
 
 
@@ -443,9 +444,7 @@ def test_an_env_that_raises_dies_or_hangs_costs_its_episode():
     ) == (3, 7, 4)
 
 
-@pytest.mark.parametrize(
-    "executor", [SerialEnv, functools.partial(ParallelEnv, num_workers=2)]
-)
+@pytest.mark.parametrize("executor", EXECUTORS)
 def test_an_executor_goes_on_after_a_failure(executor):
     faults = {0: "raise", 4: "reset"}
     with executor(3, functools.partial(Task, faults=faults), seed=0) as env:
@@ -475,6 +474,8 @@ def test_an_executor_goes_on_after_a_failure_that_interrupts_an_episode(
         if not options:
             with pytest.raises(WorkerLost, match="SIGKILL"):
                 evaluate(press, env, 6, out=out)
+            with pytest.raises(WorkerLost, match="SIGKILL"):  # not Busy
+                env.reset()
         else:
             evaluate(press, env, 6, out=out)
     found = evaluate(press, {"env": Task}, 6, num_workers=1, out=out)["env"]
@@ -635,6 +636,20 @@ def test_ctrl_c_ends_the_run_and_keeps_its_episodes(tmp_path, is_signal):
     assert 0 < num_recorded(out) < 30
     found = evaluate(press, suite(), 10, num_workers=2, out=out, label="press")
     assert found.to_dict() == evaluate(press, suite(), 10, num_workers=2).to_dict()
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_ctrl_c_leaves_an_executor_whose_envs_can_be_reset(executor):
+    def policy(td):
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return press(td)
+
+    with executor(2, functools.partial(Task, step_s=0.3), seed=0) as env:
+        with pytest.raises(KeyboardInterrupt):
+            evaluate(policy, env, 2)
+        root = env.reset()
+        assert not root["done"].any()
+        assert env.step(press(root))["next", "reward"].any()
 
 
 # ---- films and the command --------------------------------------------------------------------------
