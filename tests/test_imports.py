@@ -69,6 +69,7 @@ ALLOWED = {
     "benchmarks/*": {"numpy", "torch", "tensordict", "gymnasium", "rich"}
     | {"envherd.shm", "envherd.workers", "envherd.executor", "benchmarks"},
     "benchmarks/__main__.py": {"typer"},
+    "benchmarks/ours.py": {"envherd.gymnasium", "envherd.sb3", "envherd.torchrl"},
     "benchmarks/bounds.py": {"meltingpot"},
     "benchmarks/faults.py": {"stable_baselines3", "torchrl"},
     "benchmarks/peers.py": {

@@ -22,7 +22,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv as HostVecEnv
 from stable_baselines3.common.vec_env import VecMonitor, VecNormalize
 
 from envherd.executor import ExecutorOptions
-from envherd.executor.facades.sb3 import DummyVecEnv, SubprocVecEnv
+from envherd.sb3 import DummyVecEnv, SubprocVecEnv
 from tests.envs.sb3_envs import MaskedEnv, SilentMaskedEnv, make_cartpole
 
 pytestmark = [
@@ -129,7 +129,7 @@ def test_the_info_of_a_single_agent_is_that_of_its_row():
 
 @needs("pettingzoo")
 def test_supersuits_function_makes_a_vec_env_of_agents():
-    from envherd.executor.facades.pettingzoo import concat_vec_envs_v1
+    from envherd.pettingzoo import concat_vec_envs_v1
     from tests.envs.pettingzoo_masked import MaskedAgents, Named
 
     # Two groups by their names.

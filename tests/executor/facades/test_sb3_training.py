@@ -19,7 +19,7 @@ from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import VecFrameStack, VecMonitor, VecNormalize
 
 from envherd.executor import MeltingPotFactory
-from envherd.executor.facades.sb3 import DummyVecEnv, SubprocVecEnv
+from envherd.sb3 import DummyVecEnv, SubprocVecEnv
 from tests.envs.sb3_envs import SampledEnv, make_cartpole, make_tagged
 
 pytestmark = [
