@@ -54,7 +54,7 @@ ALLOWED = {
     "executor/cli/env_template.py": {"envherd"},  # a file of the user
     "executor/cli/media.py": {"PIL"},
     "executor/doctor.py": {"packaging"},
-    "executor/show/video.py": {"imageio", "imageio_ffmpeg"},
+    "executor/show/camera.py": {"imageio", "imageio_ffmpeg"},
     "executor/show/exporting.py": {"prometheus_client"},
     "executor/progress.py": {"tqdm"},
     "executor/cluster/*.py": {"ray"},

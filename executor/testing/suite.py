@@ -14,7 +14,7 @@ from envherd.workers.random_values import draw
 
 
 class PartialResetContract:
-    """The contract as pytest tests, one for each rule. Subclass it (the name starting with `Test`), and define `make_env`.
+    """The contract as pytest tests, one for each rule: subclass it as `Test...`, and define `make_env`.
 
     Attributes:
         num_steps, seed, is_deterministic, ends_where_it_starts, make_batch: see `Contract`.

@@ -18,8 +18,8 @@ import numpy as np
 from gymnasium import logger
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+from envherd.executor.facades.errors import CallTimeout, raising_gymnasiums
 from envherd.executor.facades.gymnasium.base import EnvFns, HostedVectorEnv, StepResult
-from envherd.executor.facades.gymnasium.errors import CallTimeout, raising_gymnasiums
 from envherd.executor.facades.gymnasium.spaces import Description, has_custom
 from envherd.executor.facades.gymnasium.worker import NativeFactory, loads
 from envherd.executor.facades.installing import replaced
