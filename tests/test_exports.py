@@ -269,7 +269,7 @@ def test_a_facade_has_the_names_that_the_package_names_elsewhere(facade):
     )
 
     text = (ROOT / "envherd" / facade).with_suffix(".py").read_text()
-    listed = re.search(r"^__all__ = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)[1]  # type: ignore[index]
+    listed = re.search(r"^__all__ = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)[1]
     assert set(re.findall(r'"(\w+)"', listed)).issuperset(
         there
         for where, _, there in (

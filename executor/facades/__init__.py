@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 
@@ -52,3 +52,27 @@ def older_path(package: str) -> Callable[[str], Any]:
         return getattr(importlib.import_module(public), name)
 
     return find
+
+
+@contextlib.contextmanager
+def replaced(package: str, kinds: Mapping[type, type]) -> Iterator[None]:
+    """Replace some classes under every name that the package's imported modules have for them.
+
+    Args:
+        package: the name of the host library.
+        kinds: class -> the class that takes its place until the end of the block.
+    """
+    names = [
+        (module, name, value)
+        for module_name, module in list(sys.modules.items())
+        if module_name.partition(".")[0] == package
+        for name, value in list(vars(module).items())
+        if isinstance(value, type) and value in kinds
+    ]
+    try:
+        for module, name, kind in names:
+            setattr(module, name, kinds[kind])
+        yield
+    finally:
+        for module, name, kind in names:
+            setattr(module, name, kind)
