@@ -137,7 +137,7 @@ def _first_k(job: Job) -> Pool:
 
 
 def _as_gymnasium(job: Job, *, num_workers: int | None = 1) -> Pool:
-    from envherd.executor.facades.gymnasium import AsyncVectorEnv
+    from envherd.gymnasium import AsyncVectorEnv
 
     return stepped_arrays(
         AsyncVectorEnv([job.make_env] * job.num_envs, num_workers=num_workers),
@@ -147,7 +147,7 @@ def _as_gymnasium(job: Job, *, num_workers: int | None = 1) -> Pool:
 
 
 def _as_sb3(job: Job, *, num_workers: int | None = 1) -> Pool:
-    from envherd.executor.facades.sb3 import SubprocVecEnv
+    from envherd.sb3 import SubprocVecEnv
 
     return stepped_arrays(
         SubprocVecEnv([job.make_env] * job.num_envs, num_workers=num_workers),
@@ -158,7 +158,7 @@ def _as_sb3(job: Job, *, num_workers: int | None = 1) -> Pool:
 
 def _as_torchrl(job: Job) -> Pool:
     from benchmarks.peers import stepped_tensordicts, torchrl_factory
-    from envherd.executor.facades.torchrl import ParallelEnv as Facade
+    from envherd.torchrl import ParallelEnv as Facade
 
     # CartPoles are fastest in one worker.
     num_processes = 1 if job.family == "gymnasium" else job.num_workers

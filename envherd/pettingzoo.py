@@ -1,10 +1,13 @@
 """Batches of PettingZoo envs on the executor: `from envherd.pettingzoo import ParallelVectorEnv`."""
 
-from envherd.executor.facades.pettingzoo import (
-    AgentRowsEnv,
-    ParallelVectorEnv,
-    concat_vec_envs_v1,
-    parallel_env,
-)
+from envherd.executor.facades import needing
+
+with needing("envherd[pettingzoo]", "gymnasium", "pettingzoo"):
+    from envherd.executor.facades.pettingzoo.agent_rows import (
+        AgentRowsEnv,
+        concat_vec_envs_v1,
+    )
+    from envherd.executor.facades.pettingzoo.stacked import parallel_env
+    from envherd.executor.facades.pettingzoo.vector_env import ParallelVectorEnv
 
 __all__ = ["AgentRowsEnv", "ParallelVectorEnv", "concat_vec_envs_v1", "parallel_env"]

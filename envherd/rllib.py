@@ -1,9 +1,22 @@
 """RLlib's env runners with envs in worker processes: `from envherd.rllib import SingleAgentEnvRunner`."""
 
-from envherd.executor.facades.rllib import (
-    MultiAgentEnvRunner,
-    MultiAgentVectorEnv,
-    SingleAgentEnvRunner,
-)
+from envherd.executor.facades import needing
+
+with needing(
+    "envherd[rllib]",
+    "ray",
+    "gymnasium",
+    "fsspec",
+    "pandas",
+    "pyarrow",
+    "requests",
+    "tensorboardX",
+    "tree",
+):
+    from envherd.executor.facades.rllib.env_runners import (
+        MultiAgentEnvRunner,
+        SingleAgentEnvRunner,
+    )
+    from envherd.executor.facades.rllib.multi_agent import MultiAgentVectorEnv
 
 __all__ = ["MultiAgentEnvRunner", "MultiAgentVectorEnv", "SingleAgentEnvRunner"]

@@ -1,10 +1,13 @@
 """SB3's vectorised envs on the executor: `from envherd.sb3 import SubprocVecEnv`."""
 
-from envherd.executor.facades.sb3 import (
-    DummyVecEnv,
-    ExecutorVecEnv,
-    SubprocVecEnv,
-    installed,
-)
+from envherd.executor.facades import needing
+
+with needing("envherd[sb3]", "stable_baselines3", "gymnasium"):
+    from envherd.executor.facades.sb3.vec_env import (
+        DummyVecEnv,
+        ExecutorVecEnv,
+        SubprocVecEnv,
+        installed,
+    )
 
 __all__ = ["DummyVecEnv", "ExecutorVecEnv", "SubprocVecEnv", "installed"]

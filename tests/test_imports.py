@@ -54,7 +54,7 @@ ALLOWED = {
     "executor/cli/env_template.py": {"envherd"},  # a file of the user
     "executor/cli/media.py": {"PIL"},
     "executor/doctor.py": {"packaging"},
-    "executor/show/video.py": {"imageio", "imageio_ffmpeg"},
+    "executor/show/camera.py": {"imageio", "imageio_ffmpeg"},
     "executor/show/exporting.py": {"prometheus_client"},
     "executor/progress.py": {"tqdm"},
     "executor/cluster/*.py": {"ray"},
@@ -69,6 +69,7 @@ ALLOWED = {
     "benchmarks/*": {"numpy", "torch", "tensordict", "gymnasium", "rich"}
     | {"envherd.shm", "envherd.workers", "envherd.executor", "benchmarks"},
     "benchmarks/__main__.py": {"typer"},
+    "benchmarks/ours.py": {"envherd.gymnasium", "envherd.sb3", "envherd.torchrl"},
     "benchmarks/bounds.py": {"meltingpot"},
     "benchmarks/faults.py": {"stable_baselines3", "torchrl"},
     "benchmarks/peers.py": {

@@ -362,31 +362,31 @@ def _drive_torchrl(env: Any, seed: int, trace: Trace) -> None:
 
 
 def _open_gymnasium(name: str, mode: str, makes: Any) -> Any:
-    from envherd.executor.facades import gymnasium as facade
+    from envherd import gymnasium as facade
 
     return getattr(facade, name)(makes, autoreset_mode=mode)
 
 
 def _open_cleanrl(makes: Any) -> Any:
-    from envherd.executor.facades.cleanrl import gym
+    from envherd.cleanrl import gym
 
     return gym.vector.SyncVectorEnv(makes)
 
 
 def _open_sb3(name: str, makes: Any) -> Any:
-    from envherd.executor.facades import sb3
+    from envherd import sb3
 
     return getattr(sb3, name)(makes)
 
 
 def _open_pettingzoo(mode: str, makes: Any) -> Any:
-    from envherd.executor.facades.pettingzoo import ParallelVectorEnv
+    from envherd.pettingzoo import ParallelVectorEnv
 
     return ParallelVectorEnv(makes, autoreset_mode=mode)
 
 
 def _open_torchrl(name: str, makes: Any) -> Any:
-    from envherd.executor.facades import torchrl
+    from envherd import torchrl
 
     cls = getattr(torchrl, name)
     return cls(len(makes), makes)

@@ -19,13 +19,13 @@ HOSTS: dict[str, tuple[str, tuple[str, ...], str, tuple[str, ...]]] = {
             "gymnasium.wrappers.vector",
             "gymnasium.envs.registration",
         ),
-        "envherd.executor.facades.gymnasium",
+        "envherd.gymnasium",
         ("AsyncVectorEnv", "SyncVectorEnv"),
     ),
     "sb3": (
         "stable_baselines3",
         ("stable_baselines3.common.vec_env", "stable_baselines3.common.env_util"),
-        "envherd.executor.facades.sb3",
+        "envherd.sb3",
         ("SubprocVecEnv", "DummyVecEnv"),
     ),
     "torchrl": (
@@ -36,7 +36,7 @@ HOSTS: dict[str, tuple[str, tuple[str, ...], str, tuple[str, ...]]] = {
             "torchrl.collectors",
             "torchrl.testing",
         ),
-        "envherd.executor.facades.torchrl",
+        "envherd.torchrl",
         ("ParallelEnv",),
     ),
 }

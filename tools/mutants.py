@@ -166,7 +166,7 @@ BELOW: dict[str, tuple[str, ...]] = {
     f"{_FACADES}/sb3/": (
         f"{_FACADES}/test_sb3_vec_env.py",
         f"{_FACADES}/test_sb3_equality.py",
-        f"{_FACADES}/test_sb3_masks_and_callbacks.py",
+        f"{_FACADES}/test_sb3_training.py",
         f"{_FACADES}/test_faults.py",
     ),
     f"{_FACADES}/torchrl/": (
@@ -216,12 +216,11 @@ BELOW: dict[str, tuple[str, ...]] = {
     ),
     "workers/adapters/pettingzoo/": (
         "workers/test_pettingzoo_adapter.py",
-        "workers/test_pettingzoo_batches.py",
         "workers/test_refusals.py",
     ),
     "workers/adapters/simulators/": (
         "workers/test_isaaclab.py",
-        "workers/test_maniskill.py",
+        "workers/test_torch_native.py",
     ),
     "workers/adapters/torch_native.py": (
         "workers/test_torch_native.py",
@@ -230,7 +229,6 @@ BELOW: dict[str, tuple[str, ...]] = {
     "workers/adapters/torchrl/": (
         "workers/test_torchrl_adapter.py",
         "workers/test_torchrl_direct.py",
-        "workers/test_torchrl_specs.py",
         "workers/test_torchrl_protocol.py",
     ),
 }

@@ -15,6 +15,7 @@ from envherd.executor.cli.commands import carry_out, drawing, policy_maker
 from envherd.executor.cli.exit_codes import EXIT_FAILED
 from envherd.executor.cli.option_values import write_text
 from envherd.executor.cli.options import Evaluate
+from envherd.executor.show.camera import require_imageio
 from envherd.executor.show.evaluate import (
     default_options,
     evaluate,
@@ -23,7 +24,6 @@ from envherd.executor.show.evaluate import (
 )
 from envherd.executor.show.per_player import OTHERS
 from envherd.executor.show.results import Evaluation, Evaluations
-from envherd.executor.show.video import require_imageio
 from envherd.workers.errors import FactoryError
 
 #: Value in place of MODULE:FACTORY that selects random actions.

@@ -17,8 +17,13 @@ from tensordict import TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.cli.returns import Returns
-from envherd.executor.show.camera import Camera, MediaError, enlarged
-from envherd.executor.show.video import Video, require_imageio
+from envherd.executor.show.camera import (
+    Camera,
+    MediaError,
+    Video,
+    enlarged,
+    require_imageio,
+)
 
 if TYPE_CHECKING:
     from PIL import Image

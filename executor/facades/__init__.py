@@ -16,9 +16,12 @@ def needing(install: str, *packages: str) -> Iterator[None]:
 
     Args:
         install: what brings the packages, for pip.
-        *packages: which the block imports.
+        *packages: which the block imports. They must be there even if what it imports can do without one.
     """
     try:
+        for package in packages:
+            if package not in sys.modules and importlib.util.find_spec(package) is None:
+                importlib.import_module(package)
         yield
     except Exception as error:
         # Ray raises others from those of its imports.
@@ -32,34 +35,44 @@ def needing(install: str, *packages: str) -> Iterator[None]:
         raise
 
 
-def lazy_names(
-    facade: str, homes: Mapping[str, str], install: str, *packages: str
-) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a facade's package, which imports a public name when it is first used.
+def older_path(package: str) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a facade's package, whose public names are those of `envherd.NAME`.
 
-    Workers import the facade's other half from the same package, without the host library and without torch.
+    It imports them when they are used: workers import the facade's other half from the same package, without the host
+    library and without torch.
 
     Args:
-        facade: name of the package.
-        homes: public name -> the module of the package that has it.
-        install: see `needing`.
-        *packages: see `needing`.
+        package: the package's name.
     """
+    public = f"envherd.{package.rpartition('.')[2]}"
 
     def find(name: str) -> Any:
-        if name not in homes:
-            raise AttributeError(f"module {facade!r} has no attribute {name!r}")
-        with needing(install, *packages):
-            for package in packages:  # a module that others use too may do without one
-                if (
-                    package not in sys.modules
-                    and importlib.util.find_spec(package) is None
-                ):
-                    raise ModuleNotFoundError(
-                        f"No module named {package!r}", name=package
-                    )
-            value = getattr(importlib.import_module(f"{facade}.{homes[name]}"), name)
-        setattr(sys.modules[facade], name, value)
-        return value
+        if name.startswith("_") and name != "__all__":
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(public), name)
 
     return find
+
+
+@contextlib.contextmanager
+def replaced(package: str, kinds: Mapping[type, type]) -> Iterator[None]:
+    """Replace some classes under every name that the package's imported modules have for them.
+
+    Args:
+        package: the name of the host library.
+        kinds: class -> the class that takes its place until the end of the block.
+    """
+    names = [
+        (module, name, value)
+        for module_name, module in list(sys.modules.items())
+        if module_name.partition(".")[0] == package
+        for name, value in list(vars(module).items())
+        if isinstance(value, type) and value in kinds
+    ]
+    try:
+        for module, name, kind in names:
+            setattr(module, name, kinds[kind])
+        yield
+    finally:
+        for module, name, kind in names:
+            setattr(module, name, kind)

@@ -7,11 +7,20 @@ imported modules; nothing is unpickled.
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from envherd.executor.sending.blueprint import as_factory
-from envherd.workers.errors import EnvError, EnvherdError, FactoryError, RemoteTraceback
+from envherd.workers.errors import (
+    EnvError,
+    EnvherdError,
+    FactoryError,
+    RemoteTraceback,
+    ResetNeeded,
+)
 
 _kinds: dict[tuple[type[EnvherdError], type[Exception]], type[EnvherdError] | None] = {}
 
@@ -122,3 +131,25 @@ def _reduce(error: EnvherdError) -> tuple[Any, ...]:
         ours(error.message, remote_traceback=error.remote_traceback, **error.context),
         native,
     )
+
+
+class CallTimeout(multiprocessing.TimeoutError, TimeoutError):
+    """A `..._wait(timeout=...)` ran out of time; Gymnasium raises the first of the two bases."""
+
+
+def as_gymnasium(error: EnvherdError, call: str = "") -> EnvherdError:
+    """Return an error that is also an instance of Gymnasium's type, or the error itself; `call` as of `as_raised`."""
+    return (
+        twin(error, AssertionError)
+        if isinstance(error, ResetNeeded)
+        else as_raised(error, call)
+    )
+
+
+@contextlib.contextmanager
+def raising_gymnasiums(call: str = "") -> Iterator[None]:
+    """Convert the errors of a block by `as_gymnasium`."""
+    try:
+        yield
+    except EnvherdError as error:
+        raise as_gymnasium(error, call) from error.__cause__

@@ -26,6 +26,7 @@ from envherd.executor.keywords import names_right_keyword
 from envherd.executor.machine.room import require_room
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.sending.blueprint import checked_options, choose_workers
+from envherd.executor.show.camera import require_imageio
 from envherd.executor.show.per_player import (
     OTHERS,
     PerPlayer,
@@ -36,7 +37,6 @@ from envherd.executor.show.per_player import (
 from envherd.executor.show.playing import Part, Play, RandomActions, Rules
 from envherd.executor.show.records import Cast, EpisodeRecord, RecordFile, fingerprint
 from envherd.executor.show.results import Evaluation, Evaluations
-from envherd.executor.show.video import require_imageio
 from envherd.shm.specs import EnvSpec
 from envherd.workers.adapters.env_names import made_for
 from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory

@@ -42,9 +42,8 @@ from envherd.executor.parallel import ParallelEnv
 from envherd.executor.rollouts.policy_state import leaf_keys, own_leaves, run_policy
 from envherd.executor.sending.blueprint import as_factories, draw
 from envherd.executor.sending.variables import gpus_of, variables_of
-from envherd.executor.show.camera import Camera, enlarged
+from envherd.executor.show.camera import Camera, Video, enlarged
 from envherd.executor.show.records import EpisodeRecord, RecordFile
-from envherd.executor.show.video import Video
 from envherd.executor.start.preloading import helper_for
 from envherd.shm import platforms
 from envherd.shm.specs import EnvSpec, Key

@@ -13,8 +13,7 @@ from tensordict import TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.batches.arguments import as_count
-from envherd.executor.show.camera import Camera, enlarged
-from envherd.executor.show.video import Video, require_imageio
+from envherd.executor.show.camera import Camera, Video, enlarged, require_imageio
 
 
 class VideoRecorder:

@@ -46,7 +46,7 @@ def lacks(first: tuple[int, int], what: str) -> str:
 @contextlib.contextmanager
 def started(*args: Any, **kwargs: Any) -> Iterator[Any]:
     """Yield the facade's `ParallelEnv`, and close it if it is open then."""
-    from envherd.executor.facades.torchrl import ParallelEnv
+    from envherd.torchrl import ParallelEnv
 
     env = ParallelEnv(*args, **kwargs)
     try:

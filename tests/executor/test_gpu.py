@@ -465,7 +465,7 @@ def test_gpus_are_found():
 @pytest.mark.parametrize("inner", ["cpu", "cuda"])
 def test_the_facade_of_torchrl_gives_the_same_on_a_gpu(inner):
     """With envs on the CPU and on the GPU."""
-    from envherd.executor.facades import torchrl as facades
+    from envherd import torchrl as facades
     from tests.envs import torchrl_own
 
     def rolled(device: str, of_envs: str) -> Any:
@@ -490,7 +490,7 @@ def test_the_facade_of_torchrl_gives_the_same_on_a_gpu(inner):
 def test_sb3_learns_on_a_gpu():
     from stable_baselines3 import PPO
 
-    from envherd.executor.facades.sb3 import SubprocVecEnv
+    from envherd.sb3 import SubprocVecEnv
 
     env = SubprocVecEnv([lambda: gymnasium.make("CartPole-v1")] * 4)
     try:

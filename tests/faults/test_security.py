@@ -45,14 +45,13 @@ UNPICKLES = {
     "workers/sending/registries.py": "registered names of envs, which came with such a message",
     "workers/sending/pickling.py": "the script's definitions, which came with such a message",
     "executor/facades/sb3/factory.py": "the same",
-    "executor/facades/torchrl/worker.py": "the same",
+    "executor/facades/torchrl/worker.py": "the same; specs and odd leaves (facade of TorchRL)",
     "executor/pools/replies.py": "answers of workers, with options.infos='pickle'",
     "workers/guests/leased.py": "factories and calls, which came with such a message",
     "executor/guests/leases.py": "results of leases, and exceptions of their envs",
     "workers/infos.py": "infos of workers, with options.infos='pickle' (facades of Gymnasium and SB3)",
     "executor/facades/gymnasium/worker.py": "values of spaces that are no arrays (facade of Gymnasium)",
     "executor/cli/rerun.py": "the factory in a crash capsule, with --trust",
-    "executor/facades/torchrl/crossing.py": "specs and odd leaves (facade of TorchRL)",
 }
 
 

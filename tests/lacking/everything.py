@@ -20,8 +20,8 @@ from envherd import (
     preloaded,
 )
 from envherd.executor.cli.app import app
-from envherd.executor.facades.gymnasium import AsyncVectorEnv
 from envherd.executor.guests.capsules.file import load_capsule
+from envherd.gymnasium import AsyncVectorEnv
 from envherd.shm import platforms
 from envherd.workers.adapters.named import NamedFactory
 from envherd.workers.testing import CountingEnv, FaultyEnv
@@ -99,7 +99,7 @@ vector.reset(seed=1)
 check(vector.step(np.zeros(2, np.int64))[0].shape == (2, 4), "the facade of Gymnasium")
 vector.close()
 if importlib.util.find_spec("pettingzoo") is not None:
-    from envherd.executor.facades.pettingzoo import ParallelVectorEnv
+    from envherd.pettingzoo import ParallelVectorEnv
 
     sys.path.append(str(Path(__file__).parents[2]))
     from tests.envs.counting_envs import AgentsEnv

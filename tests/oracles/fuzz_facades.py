@@ -219,7 +219,7 @@ class GymnasiumSession(FacadeSession):
 
     def vector_env(self, make: list[Any], options: ExecutorOptions) -> Any:
         """Make the vector env."""
-        from envherd.executor.facades.gymnasium import AsyncVectorEnv
+        from envherd.gymnasium import AsyncVectorEnv
 
         return AsyncVectorEnv(
             make,
@@ -300,7 +300,7 @@ class Sb3Session(FacadeSession):
 
     def make(self, make: list[Any], options: ExecutorOptions) -> Any:
         """Open the facade."""
-        from envherd.executor.facades.sb3 import SubprocVecEnv
+        from envherd.sb3 import SubprocVecEnv
 
         return SubprocVecEnv(
             make, num_workers=self.setting.num_workers, options=options
@@ -358,7 +358,7 @@ class TorchRLSession(FacadeSession):
 
     def make(self, make: list[Any], options: ExecutorOptions) -> Any:
         """Open the facade."""
-        from envherd.executor.facades.torchrl import ParallelEnv
+        from envherd.torchrl import ParallelEnv
 
         make = [functools.partial(_wrapped, *one.args) for one in make]
         env = ParallelEnv(

@@ -8,7 +8,7 @@ from gymnasium import spaces
 from pettingzoo import ParallelEnv
 
 from envherd.executor import ExecutorOptions
-from envherd.executor.facades.pettingzoo import ParallelVectorEnv
+from envherd.pettingzoo import ParallelVectorEnv
 from tests.oracles.fuzz_facades import GymnasiumFuzzEnv
 
 #: The agent that plays the env, and one that is absent in every third step.

@@ -12,7 +12,7 @@ from dm_control import suite
 from tensordict import TensorDictBase, assert_close
 from torchrl.envs import DMControlEnv, EnvBase, SerialEnv
 
-from envherd.executor.facades.torchrl import ParallelEnv
+from envherd.torchrl import ParallelEnv
 from tests.workers.test_torchrl_direct import compare
 
 NUM_ENVS, NUM_STEPS = 2, 2

@@ -16,8 +16,8 @@ import gymnasium.vector
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from envherd.executor.facades.cleanrl import worker
-from envherd.executor.facades.gymnasium import AsyncVectorEnv
+import envherd.executor.facades.cleanrl.worker as of_workers
+from envherd.executor.facades.gymnasium.vector_env import AsyncVectorEnv
 from envherd.executor.options import ExecutorOptions
 
 #: Info key of the Gymnasium 1 facade -> the key in 0.29.
@@ -88,7 +88,7 @@ class _Vector:
     AsyncVectorEnv = SyncVectorEnv
 
 
-class Gym(worker.Gym):
+class Gym(of_workers.Gym):
     """A `gym` for scripts, with the number of workers and options for its vector envs.
 
     Args:

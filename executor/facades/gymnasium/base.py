@@ -27,9 +27,8 @@ from gymnasium.error import (
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.facades.episode_columns import ReadEpisodes, episode_reader
-from envherd.executor.facades.errors import listed
-from envherd.executor.facades.gymnasium.errors import as_gymnasium, raising_gymnasiums
+from envherd.executor.facades.columns import ReadEpisodes, episode_reader
+from envherd.executor.facades.errors import as_gymnasium, listed, raising_gymnasiums
 from envherd.executor.facades.gymnasium.infos import Columns
 from envherd.executor.facades.gymnasium.rows import Actions, Observations
 from envherd.executor.facades.gymnasium.spaces import (

@@ -18,11 +18,11 @@ import numpy as np
 from gymnasium import logger
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+from envherd.executor.facades import replaced
+from envherd.executor.facades.errors import CallTimeout, raising_gymnasiums
 from envherd.executor.facades.gymnasium.base import EnvFns, HostedVectorEnv, StepResult
-from envherd.executor.facades.gymnasium.errors import CallTimeout, raising_gymnasiums
 from envherd.executor.facades.gymnasium.spaces import Description, has_custom
 from envherd.executor.facades.gymnasium.worker import NativeFactory, loads
-from envherd.executor.facades.installing import replaced
 from envherd.executor.facades.states import FOLLOWS, AsyncState
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions

@@ -219,7 +219,7 @@ def concat_vec_envs_v1(
         )
     if base_class == "stable_baselines3":
         # Only with Stable-Baselines3.
-        from envherd.executor.facades.sb3 import SubprocVecEnv
+        from envherd.executor.facades.sb3.vec_env import SubprocVecEnv
 
         return SubprocVecEnv(
             [OneGroupFactory(make_env)] * num_vec_envs,

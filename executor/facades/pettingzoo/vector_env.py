@@ -19,9 +19,9 @@ from gymnasium.vector.utils import create_empty_array
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.facades.columns import LatestColumn
 from envherd.executor.facades.fitting import fitted, refuse_unknown
-from envherd.executor.facades.gymnasium import AsyncVectorEnv
 from envherd.executor.facades.gymnasium.base import StepResult
 from envherd.executor.facades.gymnasium.spaces import Description
+from envherd.executor.facades.gymnasium.vector_env import AsyncVectorEnv
 from envherd.executor.facades.pettingzoo.worker import (
     ACTIVE,
     AGENTS,

@@ -20,7 +20,7 @@ from ray.rllib.env import multi_agent_env_runner, single_agent_env_runner
 from ray.rllib.env.env_context import EnvContext
 from ray.tune.registry import ENV_CREATOR, _global_registry
 
-from envherd.executor.facades.gymnasium import AsyncVectorEnv
+from envherd.executor.facades.gymnasium.vector_env import AsyncVectorEnv
 from envherd.executor.facades.rllib.multi_agent import MultiAgentVectorEnv
 from envherd.executor.facades.rllib.worker import with_context
 from envherd.executor.options import ExecutorOptions

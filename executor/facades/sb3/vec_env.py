@@ -30,15 +30,13 @@ from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 from stable_baselines3.common.vec_env.patch_gym import _patch_env
 
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.facades.columns import Column
-from envherd.executor.facades.episode_columns import ReadEpisodes, episode_reader
+from envherd.executor.facades import replaced
+from envherd.executor.facades.columns import Column, ReadEpisodes, episode_reader
 from envherd.executor.facades.errors import as_raised, listed
 from envherd.executor.facades.gymnasium.rows import Observations
-from envherd.executor.facades.installing import replaced
 from envherd.executor.facades.leaf_spaces import Space
 from envherd.executor.facades.sb3.factory import Sb3Factory
-from envherd.executor.facades.sb3.masks import mask_reader
-from envherd.executor.facades.sb3.rows import Writer
+from envherd.executor.facades.sb3.rows import Writer, mask_reader
 from envherd.executor.facades.sb3.spaces import (
     check_observed,
     num_agents,

@@ -17,8 +17,7 @@ import torch
 from tensordict import TensorDictBase
 
 from envherd.executor.assembly import make_pool, recycle
-from envherd.executor.facades.torchrl.crossing import dumps, loads
-from envherd.executor.facades.torchrl.worker import HostedFactory
+from envherd.executor.facades.torchrl.worker import HostedFactory, dumps, loads
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
 from envherd.executor.processes.error_messages import Frame, env_error

@@ -5,6 +5,7 @@
 Guarantees: instances pass isinstance checks for TorchRL's `ParallelEnv`, with TorchRL's specs, keys, masks, seeds and
 state dicts. No env is built in this process, whose number of threads changes only if `num_threads` is passed. Intended
 differences are listed in docs/torchrl.md.
+Attributes that the class lacks are those of the envs: a list of values, or a method to call in each.
 Trusts its workers: attributes, specs and leaves that do not fit the slab are pickled, as in TorchRL.
 """
 
@@ -14,7 +15,7 @@ import contextlib
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,13 +23,8 @@ import torch
 import torchrl.envs
 from torchrl.envs import EnvBase, EnvCreator, SerialEnv
 
+from envherd.executor.facades import replaced
 from envherd.executor.facades.errors import as_raised
-from envherd.executor.facades.installing import replaced
-from envherd.executor.facades.torchrl.attributes import (
-    Attributes,
-    Dispatcher,
-    NotStarted,
-)
 from envherd.executor.facades.torchrl.batched import MakeEnv
 from envherd.executor.facades.torchrl.crew import HostedEnvs, WorkerHandle
 from envherd.executor.facades.torchrl.data import BatchedData
@@ -384,3 +380,62 @@ def _by_value(factory: MakeEnv) -> MakeEnv:
 def installed() -> contextlib.AbstractContextManager[None]:
     """Replace TorchRL's `ParallelEnv` by ours, in all of TorchRL, for a block."""
     return replaced("torchrl", {torchrl.envs.ParallelEnv: ParallelEnv})
+
+
+#: `(path, arguments of a call)` -> one result per env.
+CallAll = Callable[[tuple[str, ...], tuple[Any, ...], dict[str, Any]], list[Any]]
+#: Path -> the envs' attributes.
+FindAll = Callable[[tuple[str, ...]], Any]
+
+
+class _Attribute:
+    """An attribute of each env; attribute access returns those of the envs' values."""
+
+    _path: tuple[str, ...]
+    _find: FindAll
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(
+                f"private attribute {name!r} of {'.'.join(self._path)} cannot be dispatched."
+            )
+        return self._find((*self._path, name))
+
+
+class Attributes(_Attribute, list[Any]):
+    """The value of an attribute in each env, in env order.
+
+    It can also be called without arguments, like TorchRL's dispatchers of plain attributes.
+    """
+
+    def __init__(self, values: list[Any], path: tuple[str, ...], find: FindAll) -> None:
+        super().__init__(values)
+        self._path, self._find = path, find
+
+    def __call__(self) -> list[Any]:
+        """Return the values."""
+        return list(self)
+
+
+class Dispatcher(_Attribute):
+    """A method of each env, or an object in it that cannot be pickled; calls return one result per env."""
+
+    def __init__(self, path: tuple[str, ...], find: FindAll, call: CallAll) -> None:
+        self._path, self._find, self._call = path, find, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call it in all envs."""
+        return self._call(self._path, args, kwargs)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self())
+
+    def __repr__(self) -> str:
+        return f"<{'.'.join(self._path)} of each env>"
+
+
+class NotStarted(AttributeError, RuntimeError):
+    """An attribute was requested of envs that are not started, or closed.
+
+    An AttributeError, so that `hasattr` returns False; a RuntimeError, as in TorchRL.
+    """

@@ -5,6 +5,10 @@ resets take tensordicts, masks at any nesting and keyword arguments, an env that
 seeds are TorchRL's chain. Plain steps of envs whose leaves have fixed shapes go through the slab (`HostedAdapter`); all
 other requests name a method of the hosted env (`HostedEnv.perform`).
 
+What such a request and its answer hold are pickles, unlike everything else that a worker sends: TorchRL's batched envs
+return what their envs hold (specs, tensordicts with any data in them, attributes), and trust them. Classes that the
+user's script defines are pickled by value, tensors as arrays on the CPU.
+
 Guarantees: the hosted env's root tensordict is always its env's current one, whichever call advanced the env. An
 exception affects only the answer of its env. Each hosted env keeps its own state of torch's CPU generator, as if it had
 its own process.
@@ -16,6 +20,7 @@ import contextlib
 import copy
 import functools
 import importlib
+import io
 import pickle
 import weakref
 from collections.abc import Callable, Mapping
@@ -28,12 +33,10 @@ from torchrl.data import Composite
 from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.common import EnvMetaData
 
-from envherd.executor.facades.torchrl.crossing import dumps, loads
 from envherd.shm.specs import EnvSpec, Key, LeafSpec, done_leaves
 from envherd.workers.adapters.base import Adapter, EnvCall, Mask, Options, StepValues
 from envherd.workers.adapters.torchrl.direct import DirectWay, direct_way
-from envherd.workers.adapters.torchrl.generators import own_generators
-from envherd.workers.adapters.torchrl.gym import refuse_late_resets
+from envherd.workers.adapters.torchrl.gym import own_generators, refuse_late_resets
 from envherd.workers.adapters.torchrl.private_api import (
     check_worker_env,
     supports_set_state,
@@ -42,6 +45,7 @@ from envherd.workers.adapters.torchrl.reading import to_numpy
 from envherd.workers.adapters.torchrl.specs import DTYPES
 from envherd.workers.errors import FactoryError
 from envherd.workers.reply import Fault
+from envherd.workers.sending.pickling import Pickler
 
 #: How steps through the slab reach an env, by whether it has a direct way: `metadata["way"]`.
 WAYS = ("TorchRL's own code, because {}", "direct")
@@ -454,3 +458,34 @@ def adapter_of(hosted: HostedEnv) -> Adapter:
     from envherd.executor.facades.torchrl.episodes import CountedLeaves
 
     return CountedLeaves(adapter, hosted.statistics.sums)
+
+
+class _Pickler(Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if (
+            type(obj) is torch.Tensor
+            and not obj.is_nested
+            and obj.dtype is not torch.bfloat16
+        ):
+            return _tensor, (
+                obj.detach().cpu().numpy(),
+                str(obj.device) if obj.device.type != "cpu" else None,
+            )
+        return super().reducer_override(obj)
+
+
+def _tensor(array: Any, device: str | None) -> torch.Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor.to(device) if device else tensor
+
+
+def dumps(value: Any) -> bytes:
+    """Return any picklable value as bytes (a tensor takes a few microseconds; torch's own pickling about fifty)."""
+    file = io.BytesIO()
+    _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue()
+
+
+def loads(data: bytes) -> Any:
+    """Return the value that `dumps` packed."""
+    return pickle.loads(data)

@@ -44,7 +44,7 @@ from envherd.executor.batches.transfer import (
     to_device,
 )
 from envherd.executor.guests.collectors.collector import BatchIterator
-from envherd.executor.guests.collectors.policy import Placed, Policy, try_copy
+from envherd.executor.guests.collectors.policy import Placed, Policy
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.rollouts.contiguous_rows import ContiguousRows
 from envherd.executor.rollouts.policy_state import leaf_keys, own_leaves, run_policy
@@ -236,9 +236,13 @@ class AsyncCollector(BatchIterator):
         self._storing_device = as_device(
             storing_device, "AsyncCollector", "storing_device as a device"
         )
-        self._postproc, self._closes_env, self._original = postproc, close_env, policy
+        self._postproc, self._closes_env = postproc, close_env
         self._primer = None if primer is None else primer.to("cpu")
-        self._placed = _place(policy, policy_device, is_apart=in_background > 0)
+        self._placed = (
+            None
+            if policy is None
+            else Placed(policy, policy_device, is_apart=in_background > 0)
+        )
         # Reentrant: the policy may call `update_policy_`.
         self._policy_lock = threading.RLock()
         acting_on = env.device if self._placed is None else self._placed.device
@@ -320,26 +324,13 @@ class AsyncCollector(BatchIterator):
         with self._policy_lock, self._lane.written_to():
             if self._placed is not None:
                 if parameters is None:
-                    self._follow()
+                    self._placed.follow()
                 elif isinstance(parameters, TensorDictBase):
                     parameters.data.to_module(self.policy, inplace=True)
                 else:
                     self.policy.load_state_dict(parameters)
             self.version += 1
             return self.version
-
-    @without_grad
-    def _follow(self) -> None:
-        """Copy the original policy's weights and buffers to its copy."""
-        mine, given = self.policy, self._original
-        if mine is given or not isinstance(given, torch.nn.Module):
-            return
-        for copied, original in zip(
-            (*mine.parameters(), *mine.buffers()),
-            (*given.parameters(), *given.buffers()),
-            strict=True,
-        ):
-            copied.copy_(original)
 
     def statistics(self) -> AsyncStatistics:
         """Return the statistics so far."""
@@ -796,23 +787,6 @@ def _check_env(env: BatchedEnv) -> None:
         raise ValueError(
             f"AsyncCollector failed: expected leaves of fixed shapes, got {side[0]}. Leave it out."
         )
-
-
-def _place(
-    policy: Policy | None, device: torch.device | str | None, *, is_apart: bool
-) -> Placed | None:
-    """Return the policy on its device; with `is_apart`, a copy to which the learner does not write."""
-    if policy is None:
-        return None
-    if not is_apart or not isinstance(policy, torch.nn.Module):
-        return Placed(policy, device)
-    copied, why_not = try_copy(policy)
-    if copied is None:
-        raise ValueError(
-            f"AsyncCollector failed: expected a policy that can be copied with in_background, but {why_not}. "
-            f"Collect with in_background=0."
-        )
-    return Placed(copied, device)
 
 
 def _padded(root: TensorDictBase, size: int) -> TensorDictBase:

@@ -37,28 +37,44 @@ class Placed:
     Args:
         policy: takes a root batch `[N]` and returns it with the action.
         device: on which to run it; None does not move it.
+        is_apart: act with a copy of a module, to which its learner does not write.
 
     Attributes:
         policy: the callable in use: the policy itself, or its copy.
         device: of its inputs; None if inputs are not moved.
         is_copy: whether it is a copy.
+
+    Raises:
+        ValueError: with `is_apart`, the module cannot be copied.
     """
 
     def __init__(
-        self, policy: Policy, device: torch.device | str | None = None
+        self,
+        policy: Policy,
+        device: torch.device | str | None = None,
+        *,
+        is_apart: bool = False,
     ) -> None:
         wanted = None if device is None else _with_index(torch.device(device))
         self._original = policy
         self.policy = policy
         self.is_copy = False
         self.device = home = _device_of(policy)
-        if wanted is None or wanted == home:
+        is_moved = wanted is not None and wanted != home
+        if is_moved:
+            self.device = wanted
+        # One without tensors need not be moved.
+        if not (is_apart and isinstance(policy, nn.Module)) and not (is_moved and home):
             return
-        self.device = wanted
-        if home is None:
-            return  # it has no tensors
         clone, obstacle = try_copy(policy)
-        if clone is None:
+        if clone is not None:
+            self.policy, self.is_copy = clone.to(self.device), True
+        elif is_apart:
+            raise ValueError(
+                f"AsyncCollector failed: expected a policy that can be copied with in_background, but {obstacle}. "
+                f"Collect with in_background=0."
+            )
+        else:
             self.device = home
             _log.warning(
                 "policy_device=%r was not followed: %s. The policy stays on %s and is not copied; batches are moved to "
@@ -67,8 +83,6 @@ class Placed:
                 obstacle,
                 home,
             )
-        else:
-            self.policy, self.is_copy = clone.to(wanted), True
 
     def __call__(self, root: TensorDictBase) -> TensorDictBase:
         """Run the policy; the keys that it adds are moved to the device of the batch."""

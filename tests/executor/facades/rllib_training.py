@@ -14,7 +14,7 @@ import ray
 from ray.rllib.algorithms.ppo import PPOConfig
 from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 
-from envherd.executor.facades.rllib import SingleAgentEnvRunner
+from envherd.rllib import SingleAgentEnvRunner
 
 ENOUGH = 100.0
 MAX_ITERATIONS = 40

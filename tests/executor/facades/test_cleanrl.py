@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from envherd.executor.facades.cleanrl import Gym, OldVectorEnv, gym, worker
+from envherd.cleanrl import Gym, OldVectorEnv, gym
+from envherd.executor.facades.cleanrl import worker
 
 pytestmark = pytest.mark.slow
 

@@ -85,7 +85,7 @@ class Driver:
         )
 
     def open(self, makes: list[Any], options: ExecutorOptions) -> Any:
-        from envherd.executor.facades.gymnasium import AsyncVectorEnv
+        from envherd.gymnasium import AsyncVectorEnv
 
         return AsyncVectorEnv(
             makes, num_workers=len(makes), autoreset_mode="SameStep", options=options
@@ -109,7 +109,7 @@ class Driver:
 
 class CleanRL(Driver):
     def open(self, makes: list[Any], options: ExecutorOptions) -> Any:
-        from envherd.executor.facades.cleanrl import Gym
+        from envherd.cleanrl import Gym
 
         return Gym(num_workers=len(makes), options=options).vector.AsyncVectorEnv(makes)
 
@@ -118,7 +118,7 @@ class PettingZoo(Driver):
     build = as_pettingzoo
 
     def open(self, makes: list[Any], options: ExecutorOptions) -> Any:
-        from envherd.executor.facades.pettingzoo import ParallelVectorEnv
+        from envherd.pettingzoo import ParallelVectorEnv
 
         return ParallelVectorEnv(
             makes, num_workers=len(makes), autoreset_mode="SameStep", options=options
@@ -140,7 +140,7 @@ class RLlib(Driver):
 
     def open(self, makes: list[Any], options: ExecutorOptions) -> Any:
         os.environ["RLLIB_TEST_NO_TF_IMPORT"] = "1"  # docs/rllib.md says why
-        from envherd.executor.facades.rllib import MultiAgentVectorEnv
+        from envherd.rllib import MultiAgentVectorEnv
 
         return MultiAgentVectorEnv(makes, num_workers=len(makes), options=options)
 
@@ -167,7 +167,7 @@ class Sb3(Driver):
     after_close = Closed
 
     def open(self, makes: list[Any], options: ExecutorOptions) -> Any:
-        from envherd.executor.facades.sb3 import SubprocVecEnv
+        from envherd.sb3 import SubprocVecEnv
 
         return SubprocVecEnv(makes, num_workers=len(makes), options=options)
 
@@ -191,7 +191,7 @@ class TorchRL(Driver):
     after_fault = after_close = None
 
     def open(self, makes: list[Any], options: ExecutorOptions) -> Any:
-        from envherd.executor.facades.torchrl import ParallelEnv
+        from envherd.torchrl import ParallelEnv
 
         return ParallelEnv(len(makes), makes, num_processes=len(makes), options=options)
 

@@ -8,8 +8,8 @@ import pytest
 from gymnasium.utils.env_checker import data_equivalence
 from gymnasium.vector import AutoresetMode
 
-from envherd.executor.facades.gymnasium import AsyncVectorEnv, SyncVectorEnv
 from envherd.executor.options import ExecutorOptions
+from envherd.gymnasium import AsyncVectorEnv, SyncVectorEnv
 from tests.envs.gymnasium_envs import MAKES, Horizon, Particular, Precise, Reusing
 
 NUM_ENVS = 3

@@ -22,7 +22,7 @@ from envherd.executor import (
     WorkerLost,
     WorkerTimeout,
 )
-from envherd.executor.facades.gymnasium import AsyncVectorEnv, SyncVectorEnv
+from envherd.gymnasium import AsyncVectorEnv, SyncVectorEnv
 from tests.envs.gymnasium_envs import ERRORS, Failing, Odd, Precise, Slow
 from tests.gates import alarm
 

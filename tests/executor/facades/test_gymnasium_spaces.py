@@ -14,7 +14,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_differing_spaces
 from gymnasium.wrappers import vector as wrappers
 
-from envherd.executor.facades.gymnasium import (
+from envherd.gymnasium import (
     AsyncVectorEnv,
     SyncVectorEnv,
     installed,

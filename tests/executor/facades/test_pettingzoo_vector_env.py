@@ -21,7 +21,7 @@ from pettingzoo import ParallelEnv as PettingZooEnv
 
 from envherd import ActionError, FactoryError, PerPlayer, ResetNeeded, evaluate
 from envherd.executor import ExecutorOptions, MeltingPotFactory, ParallelEnv
-from envherd.executor.facades.pettingzoo import (
+from envherd.pettingzoo import (
     AgentRowsEnv,
     ParallelVectorEnv,
     concat_vec_envs_v1,

@@ -42,7 +42,7 @@ with warnings.catch_warnings():
     from ray.tune.registry import register_env
 
 from envherd.executor import ExecutorOptions, MeltingPotFactory
-from envherd.executor.facades.rllib import (
+from envherd.rllib import (
     MultiAgentEnvRunner,
     MultiAgentVectorEnv,
     SingleAgentEnvRunner,

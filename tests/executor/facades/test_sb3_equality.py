@@ -11,7 +11,7 @@ import pytest
 from gymnasium.spaces import Discrete
 from stable_baselines3.common.vec_env import DummyVecEnv as HostVecEnv
 
-from envherd.executor.facades.sb3 import DummyVecEnv, SubprocVecEnv
+from envherd.sb3 import DummyVecEnv, SubprocVecEnv
 from tests.envs.sb3_envs import SPACES, SampledEnv, make_cartpole, make_short_cartpole
 
 TWO_WORKERS = functools.partial(SubprocVecEnv, num_workers=2)

@@ -16,13 +16,13 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import VecEnv
 
 from envherd.executor import Busy, ExecutorOptions
-from envherd.executor.facades.sb3 import (
+from envherd.executor.facades.sb3.spaces import num_agents
+from envherd.sb3 import (
     DummyVecEnv,
     ExecutorVecEnv,
     SubprocVecEnv,
     installed,
 )
-from envherd.executor.facades.sb3.spaces import num_agents
 from envherd.workers.adapters.named import NamedFactory
 from envherd.workers.errors import ActionError, ResetNeeded, SpecError
 from tests.envs.counting_envs import AgentsEnv

@@ -11,7 +11,7 @@ import pytest
 from stable_baselines3.common.vec_env import VecMonitor, VecVideoRecorder
 from tqdm import tqdm
 
-from envherd.executor.facades.sb3 import DummyVecEnv, SubprocVecEnv
+from envherd.sb3 import DummyVecEnv, SubprocVecEnv
 from tests.envs.gymnasium_envs import Horizon
 
 pytestmark = [

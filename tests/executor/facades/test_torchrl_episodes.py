@@ -39,9 +39,9 @@ from torchrl.envs import (
 from envherd import EpisodeLogger
 from envherd import ParallelEnv as NativeParallelEnv
 from envherd import SerialEnv as NativeSerialEnv
-from envherd.executor.facades.torchrl import ParallelEnv
 from envherd.executor.facades.torchrl.worker import HostedEnv, adapter_of
 from envherd.executor.options import ExecutorOptions
+from envherd.torchrl import ParallelEnv
 from envherd.workers.errors import FactoryError
 from tests.envs import torchrl_own as own
 from tests.executor.facades.test_torchrl_use import Collector, policy

@@ -21,7 +21,7 @@ from torchrl.envs import (
     TransformedEnv,
 )
 
-from envherd.executor.facades.torchrl import ParallelEnv
+from envherd.torchrl import ParallelEnv
 from envherd.workers import native
 from envherd.workers.protocol import Op
 from tests.envs import torchrl_own as own

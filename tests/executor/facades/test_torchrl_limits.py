@@ -27,7 +27,7 @@ from torchrl.envs import (
 from torchrl.envs import SerialEnv as OwnSerialEnv
 
 from envherd.executor import ExecutorOptions
-from envherd.executor.facades.torchrl import ParallelEnv
+from envherd.torchrl import ParallelEnv
 from envherd.workers.errors import EnvError, FactoryError, WorkerTimeout
 from tests.conftest import gained_shm_names, shm_names
 from tests.envs import torchrl_own as own
@@ -383,7 +383,7 @@ def test_unrequested_pictures_stay_in_the_worker():
 
 CELLS = """
 from torchrl.envs import GymEnv
-from envherd.executor.facades.torchrl import ParallelEnv
+from envherd.torchrl import ParallelEnv
 class Longer(GymEnv):
     def level(self): return LEVEL
 

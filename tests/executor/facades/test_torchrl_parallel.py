@@ -33,8 +33,8 @@ from torchrl.envs import (
     check_env_specs,
 )
 
-from envherd.executor.facades.torchrl import BuildFailed, ParallelEnv, SerialEnv
 from envherd.executor.options import ExecutorOptions
+from envherd.torchrl import BuildFailed, ParallelEnv, SerialEnv
 from envherd.workers.errors import EnvError, FactoryError
 from tests.envs import torchrl_own as own
 from tests.envs.torchrl_own import started

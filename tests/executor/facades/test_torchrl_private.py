@@ -14,7 +14,7 @@ import tensordict
 import torchrl.envs
 from torchrl.envs import Compose, Transform, TransformedEnv
 
-from envherd.executor.facades.torchrl import ParallelEnv
+from envherd.torchrl import ParallelEnv
 from tests.envs import torchrl_own as own
 
 ROOT = Path(__file__).parents[3]

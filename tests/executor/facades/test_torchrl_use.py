@@ -20,7 +20,7 @@ from torchrl.envs import (
     TransformedEnv,
 )
 
-from envherd.executor.facades.torchrl import ParallelEnv
+from envherd.torchrl import ParallelEnv
 from tests.envs import torchrl_own as own
 
 with warnings.catch_warnings():

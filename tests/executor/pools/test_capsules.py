@@ -888,7 +888,7 @@ def test_a_simulator_in_this_process_refuses_capsules(tmp_path):
 
 @needs("torchrl")
 def test_the_facade_of_torchrl_refuses_capsules(tmp_path):
-    from envherd.executor.facades.torchrl import ParallelEnv as Facade
+    from envherd.torchrl import ParallelEnv as Facade
 
     with pytest.raises(
         ValueError, match="TorchRL facade failed: expected capsules=None, got"
@@ -927,16 +927,16 @@ def alone():
 
 def _vector_env(host, options):
     if host == "sb3":
-        from envherd.executor.facades.sb3 import SubprocVecEnv
+        from envherd.sb3 import SubprocVecEnv
 
         env = SubprocVecEnv([Fragile] * 2, num_workers=2, options=options)
         env.seed(5)
         return env
     if host == "pettingzoo":
-        from envherd.executor.facades.pettingzoo import ParallelVectorEnv
+        from envherd.pettingzoo import ParallelVectorEnv
 
         return ParallelVectorEnv([alone] * 2, num_workers=2, options=options)
-    from envherd.executor.facades.gymnasium import AsyncVectorEnv, SyncVectorEnv
+    from envherd.gymnasium import AsyncVectorEnv, SyncVectorEnv
 
     if host == "gymnasium":
         return AsyncVectorEnv([Fragile] * 2, num_workers=2, options=options)

@@ -116,7 +116,7 @@ import gymnasium, torch
 from torchrl.data import Unbounded
 from torchrl.envs import GymEnv
 from torchrl.envs.libs.gym import register_gym_spec_conversion
-from envherd.executor.facades.torchrl import ParallelEnv
+from envherd.torchrl import ParallelEnv
 
 class Three(gymnasium.Space):
     def __init__(self):

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from envherd.executor import ExecutorOptions, ParallelEnv
-from envherd.executor.facades.sb3 import SubprocVecEnv
 from envherd.executor.start import zygote
+from envherd.sb3 import SubprocVecEnv
 from tests.envs.seeing_env import Seeing
 from tests.executor.pools.test_lifecycle import is_running
 from tests.extras import needs
@@ -306,7 +306,7 @@ def test_a_fork_of_the_owner_starts_from_another_helper():
 def test_the_helper_of_torchrls_envs_is_kept_and_has_no_tensorflow(monkeypatch):
     from torchrl.envs import GymEnv
 
-    from envherd.executor.facades import torchrl
+    from envherd import torchrl
 
     monkeypatch.setattr(zygote, "_KEPT_CPU_S", 0.5)  # also on a quick machine
     helpers = []

@@ -165,7 +165,7 @@ def test_the_gymnasium_facade_has_the_infos_of_gymnasiums_wrapper(mode):
     import gymnasium
     from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
-    from envherd.executor.facades.gymnasium import AsyncVectorEnv
+    from envherd.gymnasium import AsyncVectorEnv
 
     makers = [lambda: gymnasium.make("CartPole-v1")] * 3
     ours = AsyncVectorEnv(makers, num_workers=2, options=ON, autoreset_mode=mode)
@@ -191,7 +191,7 @@ def test_the_sb3_facade_has_the_infos_of_sb3s_monitor():
     from stable_baselines3.common.monitor import Monitor
     from stable_baselines3.common.vec_env import DummyVecEnv
 
-    from envherd.executor.facades.sb3 import SubprocVecEnv
+    from envherd.sb3 import SubprocVecEnv
 
     def make():
         """Rewards whose sums have more than the six digits that Monitor keeps."""
@@ -219,7 +219,7 @@ def test_the_sb3_facade_has_the_infos_of_sb3s_monitor():
 @needs("sb3")
 @pytest.mark.slow
 def test_the_sb3_facade_gives_each_agent_its_own_return():
-    from envherd.executor.facades.sb3 import SubprocVecEnv
+    from envherd.sb3 import SubprocVecEnv
 
     with contextlib.closing(
         SubprocVecEnv([functools.partial(AgentsEnv, 3)] * 2, num_workers=1, options=ON)

@@ -276,7 +276,7 @@ def test_it_acts_in_torchrls_own_rollout_over_the_facade():
     from torchrl.envs import TransformedEnv
     from torchrl.envs.libs.pettingzoo import PettingZooWrapper
 
-    from envherd.executor.facades.torchrl import ParallelEnv as TorchRLParallelEnv
+    from envherd.torchrl import ParallelEnv as TorchRLParallelEnv
 
     def make_env():
         from mpe2 import simple_spread_v3

@@ -16,7 +16,14 @@ returns the first observation of the next episode. A reset of a row that has not
 
 Observation keys are the simulator's (`policy`, `critic`), or `observation` for a single tensor. The adapter resets the
 simulator once, to learn the actual shapes and dtypes.
+
+Guarantees (and those of `lending`)
+- Rows that a reset does not select are returned unchanged, bit for bit, even if the simulator recomputes them.
+- While a simulator runs, Python's, numpy's and torch's (CPU) global generators hold its own state, so envs of the same
+  worker do not affect each other. A reset of all rows seeds them; a reset of some rows does not, because one generator
+  serves all rows. Generators of GPUs are shared.
 Does not check whether observations are within the bounds of their spaces.
+Assumes: one thread at a time. Imports torch, as only workers with such simulators import this module.
 """
 
 from __future__ import annotations
@@ -24,7 +31,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -39,15 +46,12 @@ from envherd.shm.specs import (
     MultiDiscrete,
     done_leaves,
 )
+from envherd.workers import seeding
+from envherd.workers.adapters.base import Adapter, Mask, Options, StepValues
+from envherd.workers.adapters.common.generators import OwnGenerators
 from envherd.workers.adapters.common.reset_options import check_keywords
 from envherd.workers.adapters.common.tree import interval, refuse_reserved
-from envherd.workers.adapters.simulators.batch import (
-    Leaves,
-    Stepped,
-    TorchBatchAdapter,
-    choose,
-    torch_dtype_name,
-)
+from envherd.workers.adapters.simulators.lending import Leaves, Lender
 from envherd.workers.adapters.simulators.native_resets import (
     FINAL_KEYS,
     AgentsAsOne,
@@ -55,14 +59,16 @@ from envherd.workers.adapters.simulators.native_resets import (
     published_final,
     reset_rows,
 )
-from envherd.workers.adapters.torchrl.reading import to_plain
-from envherd.workers.errors import FactoryError, SpecError
+from envherd.workers.adapters.torchrl.reading import to_numpy, to_plain
+from envherd.workers.errors import FactoryError, ResetNeeded, SpecError
 
 #: When a simulator itself resets rows that have ended: in the step in which they end, or never.
 Resets = Literal["same_step", "never"]
+#: Result of a step of the simulator: observation and reward leaves, then terminated and truncated `[B]`.
+Stepped = tuple[Leaves, Leaves, torch.Tensor, torch.Tensor]
 
 
-class TorchNativeAdapter(TorchBatchAdapter):
+class TorchNativeAdapter(Adapter):
     """One batched simulator; see the module.
 
     A factory may return the adapter itself, to declare what the simulator does not.
@@ -80,6 +86,7 @@ class TorchNativeAdapter(TorchBatchAdapter):
     """
 
     family: ClassVar[str] = "torch"
+    takes_tensors = True
 
     def __init__(
         self,
@@ -96,12 +103,12 @@ class TorchNativeAdapter(TorchBatchAdapter):
                 f"reading the env failed: expected a torch simulator with `num_envs`, got {num_rows!r} in "
                 f"{type(inner).__name__}. Leave env_type at 'auto' for an env that is no batch."
             )
-        super().__init__(
-            env,
-            num_rows,
-            getattr(inner, "device", None) or "cpu",
-            keeps_actions=keeps_actions,
-        )
+        self.env = env
+        self.device = torch.device(getattr(inner, "device", None) or "cpu")
+        self._num_rows = num_rows
+        self._lender = Lender(self.device, keeps_actions=keeps_actions)
+        self._generators = OwnGenerators(seeding.caller_state, seeding.restore_caller)
+        self._latest: Leaves | None = None
         self._resets: Resets = resets or _resets_of(inner)
         if self._resets not in get_args(Resets):
             raise FactoryError(
@@ -133,7 +140,7 @@ class TorchNativeAdapter(TorchBatchAdapter):
         self._waiting: torch.Tensor | None = None
         self._fresh: Leaves = []
         self._extras: Any = {}
-        with self._on_stage():
+        with torch.no_grad(), self._generators:
             observations = self._unpack(self.env.reset())
         self._paths, leaves = _read_structure(observations, num_rows)
         refuse_reserved((leaf.key[0] for leaf in leaves), "reading observations")
@@ -165,6 +172,70 @@ class TorchNativeAdapter(TorchBatchAdapter):
         """The env without wrappers, which steps and resets rows."""
         return self._inner
 
+    def reset(
+        self, seed: int | None, options: Options = None, mask: Mask = None
+    ) -> list[Any]:
+        """Start an episode in all rows, or in those in `mask` (the first reset is of all rows).
+
+        Args:
+            seed: seeds the simulator if all rows are reset, otherwise not used.
+            options: passed to the simulator if it takes any.
+            mask: bool `[B, 1]`, the rows to reset; None for all.
+
+        Returns:
+            Values aligned with `spec.observation`: VIEWS of the simulator's tensors where they are on the CPU.
+        """
+        kwargs = dict(options or {})
+        with torch.no_grad(), self._generators:
+            if mask is None or self._latest is None:
+                if seed is not None:
+                    _seed_generators(seed)
+                latest = self._reset_all(seed, kwargs)
+            else:
+                rows = torch.from_numpy(mask.reshape(-1)).to(self.device)
+                # The simulator may overwrite its tensors.
+                before = [leaf.clone() for leaf in self._latest]
+                latest = _choose(rows, self._reset_rows(rows, kwargs), before)
+        self._latest = latest
+        return self._given(latest)
+
+    def step(self, action: list[Any]) -> StepValues:
+        """Make one transition of all rows.
+
+        Args:
+            action: aligned with `spec.action`: the caller's tensors, or VIEWS of the slab.
+
+        Returns:
+            Values as of `reset`; terminated and truncated as bool arrays `[B, 1]`, copies.
+        """
+        if self._latest is None:
+            raise ResetNeeded(
+                "step failed: expected a reset first, got a step. Reset the env."
+            )
+        with torch.no_grad(), self._generators:
+            observation, rewards, terminated, truncated = self._step(
+                self._lender.lend(action)
+            )
+        self._lender.check(self.origin)
+        self._latest = observation
+        return (
+            self._given(observation),
+            self._given(rewards),
+            self._flags(terminated),
+            self._flags(truncated),
+        )
+
+    def _given(self, leaves: Leaves) -> list[Any]:
+        return leaves if self.gives_tensors else [to_numpy(leaf) for leaf in leaves]
+
+    def _flags(self, flags: torch.Tensor) -> np.ndarray:
+        if flags.dtype is not torch.bool or flags.numel() != self._num_rows:
+            raise SpecError(
+                f"step failed: expected ends as bool ({self._num_rows},), got {flags.dtype} {tuple(flags.shape)}. "
+                f"Fix the env."
+            )
+        return np.array(to_numpy(flags)).reshape(self._num_rows, 1)
+
     def render(self) -> Any:
         """Return what `env.render()` draws, if its render mode is "rgb_array", else None."""
         return (
@@ -174,10 +245,12 @@ class TorchNativeAdapter(TorchBatchAdapter):
         )
 
     def _reset_all(self, seed: int | None, options: dict[str, Any]) -> Leaves:
+        """Reset all rows and return the observation leaves."""
         self._waiting = None
         return self._flatten(self._unpack(self.env.reset(seed=seed, **_known(options))))
 
     def _reset_rows(self, rows: torch.Tensor, options: dict[str, Any]) -> Leaves:
+        """Reset some rows, bool `[B]` with at least one set, and return observation leaves; only these rows count."""
         waiting = (
             torch.zeros_like(rows) if self._waiting is None else self._waiting & rows
         )
@@ -192,7 +265,7 @@ class TorchNativeAdapter(TorchBatchAdapter):
         if not bool(left.any()):
             return self._fresh
         leaves = self._flatten(self._reset_in_simulator(left, _known(options)))
-        return choose(waiting, self._fresh, leaves) if bool(waiting.any()) else leaves
+        return _choose(waiting, self._fresh, leaves) if bool(waiting.any()) else leaves
 
     def _reset_in_simulator(self, rows: torch.Tensor, options: dict[str, Any]) -> Any:
         """Reset rows that the simulator has not reset itself; return observations of all rows."""
@@ -257,7 +330,7 @@ class TorchNativeAdapter(TorchBatchAdapter):
                     "step failed: expected last observations in memory of their own, got those of the next episode: "
                     "the simulator's final_obs is a view of its observation buffer. clone() it there."
                 )
-        return choose(self._waiting, final, leaves)
+        return _choose(self._waiting, final, leaves)
 
     def _published(self) -> Any:
         final = published_final(self._extras) if self._takes_published else None
@@ -365,6 +438,25 @@ class ManiSkillAdapter(TorchNativeAdapter):
         return None if frames is None else mosaic(to_plain(frames))
 
 
+def _choose(
+    rows: torch.Tensor, leaves: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
+) -> Leaves:
+    """Return `leaves` in the rows set in bool `[B]`, and `others` in the rest, in fresh memory."""
+    return [
+        torch.where(rows.view(-1, *(1,) * (leaf.ndim - 1)), leaf, other)
+        for leaf, other in zip(leaves, others, strict=True)
+    ]
+
+
+def _seed_generators(seed: int) -> None:
+    """Seed the global generators, but not those of other devices."""
+    has_devices = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    before = torch.cuda.get_rng_state_all() if has_devices else None
+    seeding.seed_globals(seed)
+    if before is not None:
+        torch.cuda.set_rng_state_all(before)
+
+
 def _reads_option(cls: type, name: str) -> bool:
     """Return whether the `reset` of a class, or a base's that it calls, mentions an option."""
     codes = (getattr(vars(base).get("reset"), "__code__", None) for base in cls.__mro__)
@@ -431,11 +523,24 @@ def _read_structure(
             )
         paths.append(path)
         leaves.append(
-            LeafSpec(
-                key, tuple(value.shape), torch_dtype_name(value.dtype, "/".join(key))
-            )
+            LeafSpec(key, tuple(value.shape), _dtype_name(value.dtype, "/".join(key)))
         )
     return paths, tuple(leaves)
+
+
+def _dtype_name(dtype: torch.dtype, where: str) -> str:
+    """Return the name that numpy and torch share for a dtype.
+
+    Raises:
+        SpecError: numpy has no such dtype.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if not hasattr(np, name) and name != "bool":
+        raise SpecError(
+            f"reading {where} failed: expected a dtype that numpy has too, got {dtype}. Cast it in a wrapper, "
+            f"e.g. to torch.float32."
+        )
+    return name
 
 
 def _walk(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:

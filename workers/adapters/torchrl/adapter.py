@@ -35,8 +35,11 @@ from torchrl.envs import EnvBase
 
 from envherd.shm.specs import DONE_KEYS, EnvSpec, Unbounded, done_leaves
 from envherd.workers.adapters.base import Adapter, Mask, Options, StepValues
-from envherd.workers.adapters.torchrl.generators import own_generators
-from envherd.workers.adapters.torchrl.gym import base_env, refuse_late_resets
+from envherd.workers.adapters.torchrl.gym import (
+    base_env,
+    own_generators,
+    refuse_late_resets,
+)
 from envherd.workers.adapters.torchrl.private_api import seeding_names
 from envherd.workers.adapters.torchrl.reading import (
     ends_reader,

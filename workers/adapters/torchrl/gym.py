@@ -1,7 +1,7 @@
 """Direct ways of `GymEnv`, `GymWrapper`, `DMControlEnv` and `DMControlWrapper`. `direct.py` has its rules.
 
 Without info readers, frame skips and vector envs, these only convert the values of a step. CartPole takes 6 us a step
-instead of 110 (2-core x86, 2026-11).
+instead of 110 (2-core x86, 2026-11). `own_generators` serves TorchRL envs of every kind.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from torchrl.data import Categorical
 from torchrl.envs import EnvBase, TransformedEnv
 
 from envherd.workers.adapters.base import EnvCall, StepValues
+from envherd.workers.adapters.common.generators import OwnGenerators
 from envherd.workers.adapters.torchrl.direct import (
     FLAGS,
     DirectWay,
@@ -274,3 +276,18 @@ def _draws_nothing_from_torch(env: Any) -> bool:
 
 def _index_of(value: np.ndarray) -> int:
     return int(value.argmax(-1))
+
+
+def own_generators(env: EnvBase) -> OwnGenerators:
+    """Return an env's own state of the generators that envs of a process share: torch's, and the one of VMAS."""
+    torchs, base = torch.default_generator, base_env(env)
+    if "VmasWrapper" not in {cls.__name__ for cls in type(base).__mro__}:
+        return OwnGenerators(torchs.get_state, torchs.set_state)
+    # One list for all VMAS envs of the process.
+    shared: list[Any] = wrapped_env(base).vmas_random_state
+
+    def restore(state: list[Any]) -> None:
+        torchs.set_state(state[0])
+        shared[:] = state[1:]
+
+    return OwnGenerators(lambda: [torchs.get_state(), *shared], restore)
