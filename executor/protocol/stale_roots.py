@@ -76,10 +76,15 @@ class StaleRoots:
         # A look costs more than a step: a loop is judged by its first steps.
         self.looks_left -= 1
         roots, nexts = self._hashes(td, env_ids), self._hashes(following, env_ids)
-        done, action_key = following.get("done", None), self._action_keys[env_ids[0]]
+        done = following.get("done", None)
+        action_key = self._action_keys[env_ids[0]]
         # A lazy stack makes a new tensor each time, its rows do not.
-        first = td[0] if isinstance(td, LazyStackedTensorDict) else td
-        action = None if action_key is None else first.get(action_key, None)
+        first = td
+        if isinstance(td, LazyStackedTensorDict):
+            first = td[0]
+        action = None
+        if action_key is not None:
+            action = first.get(action_key, None)
         if roots is None or nexts is None or done is None:
             return
         # Such as frame skips, which ignore the roots.
