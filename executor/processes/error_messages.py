@@ -130,11 +130,16 @@ def worker_late(
     stack = without_own_frames(worker.stack())
     worker.kill()
     worker.wait_exit(1.0)
-    option = {"step": "step", "reset": "reset"}.get(phase, "build")
+    # An idle one was stopped, and has not taken its command yet.
+    option = {
+        "step": "step_timeout_s",
+        "reset": "reset_timeout_s",
+        IDLE: "step_timeout_s or reset_timeout_s",
+    }.get(phase, "build_timeout_s")
     return WorkerTimeout(
         f"{_operation(phase)} failed: worker {_called(worker)} gave no answer within {timeout_s:g} s "
         f"{_in_words(phase, env_id)} and was killed ({_where(worker)}). "
-        f"Raise ExecutorOptions.{option}_timeout_s if it may take longer.\n"
+        f"Raise ExecutorOptions.{option} if it may take longer.\n"
         f"It was stuck in:\n{stack}",
         remote_traceback=stack,
         **_context(worker, phase, env_id),

@@ -27,6 +27,7 @@ from envherd.executor import (
     ExecutorOptions,
     ParallelEnv,
     WorkerLost,
+    WorkerTimeout,
 )
 from envherd.workers.testing import CountingEnv, FaultyEnv
 from tests.envs.counting_envs import ChattyEnv
@@ -537,6 +538,17 @@ def test_stack_of_hung_worker_is_read_although_env_handles_the_signal():
     with make(1, DeafEnv, num_workers=1, options=options) as env:
         env.reset()
         with pytest.raises(Exception, match=r"faults\.py"):
+            env.step(actions(count=1))
+
+
+def test_the_error_for_a_stopped_worker_names_the_limit_that_has_passed():
+    options = ExecutorOptions(step_timeout_s=0.5)
+    with make(1, [ENDLESS], num_workers=1, options=options) as env:
+        env.reset()
+        os.kill(env.statistics().workers[0].pid, signal.SIGSTOP)
+        with pytest.raises(
+            WorkerTimeout, match=r"idle.*\(.*Options\.step_timeout_s or"
+        ):
             env.step(actions(count=1))
 
 
