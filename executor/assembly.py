@@ -5,8 +5,6 @@ worker `block` and `process`). It imports no module of `guests`, and works witho
 `parallel` and `serial` import a guest when an option or a call asks for it.
 """
 
-from __future__ import annotations
-
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
 from envherd.executor.pools.worker_pool import WorkerPool

@@ -4,8 +4,6 @@ Guarantees: checks are independent: one that raises becomes a finding, and the o
 The processes that a check starts end before its finding.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import importlib.util

@@ -1,7 +1,5 @@
 """Refuse unknown keyword arguments and attributes with a message that suggests the right one."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import inspect

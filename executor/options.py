@@ -1,7 +1,5 @@
 """The options of an executor that most users never set: one frozen, keyword-only value."""
 
-from __future__ import annotations
-
 import math
 import numbers
 import os

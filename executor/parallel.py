@@ -1,7 +1,5 @@
 """`ParallelEnv`: the executor over worker processes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Literal
 

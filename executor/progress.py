@@ -3,8 +3,6 @@
 Guarantees: outside a block of `progress()` tqdm is not imported and nothing is shown.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol

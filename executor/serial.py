@@ -1,7 +1,5 @@
 """`SerialEnv`: the executor in the caller's own process."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar
 

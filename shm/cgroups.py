@@ -6,8 +6,6 @@ are pure over `root`: tests give them trees of files.
 Does not know: limits above what a container can see of the hierarchy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter

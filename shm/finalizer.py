@@ -4,8 +4,6 @@ Guarantees: of two calls at once, from two threads or from a signal handler, the
 release raises, at any line, a later call makes it again. `weakref.finalize` alone would then never do so.
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable

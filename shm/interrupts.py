@@ -6,8 +6,6 @@ Assumes: Python runs handlers in the main thread only, so in other threads the b
 not enough: another thread of the process would receive it, and the main thread would run its handler.
 """
 
-from __future__ import annotations
-
 import signal
 import threading
 from typing import Any

@@ -5,8 +5,6 @@ writers share one, and any dtype view of it is legal), and the same requests giv
 every process. Knows nothing of memory, processes or envs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

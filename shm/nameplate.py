@@ -6,8 +6,6 @@ Guarantees: the nameplate lives as long as the memory, so nothing is left behind
 Platforms: `find` needs Linux's `/proc`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -6,8 +6,6 @@ Platforms: Linux has everything. macOS lacks memfd, pidfds, semaphores in shared
 also lacks forks, process groups, most signals, and the modules fcntl, resource and termios.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

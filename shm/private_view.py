@@ -7,8 +7,6 @@ Assumes: Linux, whose private mappings of a file show later writes to pages that
 open), and whose /proc/self/pagemap tells copies from pages of a file. A process that is forked has the same view.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

@@ -15,8 +15,6 @@ worker writes is indexed `[column, ...]`, so the same code writes the ring and a
 Guarantees: pure arithmetic up to `Slab`; a plan is picklable and means the same in every process.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 from collections.abc import Sequence

@@ -9,8 +9,6 @@ parent does in `expect`. Both write first and then read, with a full fence in be
 both may miss it; the parent only sleeps in short slices and then finds the answers one slice late.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping
 

@@ -5,8 +5,6 @@ captured variable and the object. In the worker, a `Builder` calls the factory a
 an env that the factory did not build itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import pickle

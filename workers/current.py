@@ -1,7 +1,5 @@
 """`worker`: which envs a process runs, for factories and envs that need ports, files or seeds of their own."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

@@ -17,8 +17,6 @@ The class tells who caused the error. Context (env ids, worker id, pid, ...) is 
 has it. Every exception survives pickling as its own type.
 """
 
-from __future__ import annotations
-
 import difflib
 from typing import Any
 

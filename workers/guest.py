@@ -1,7 +1,5 @@
 """Features that a worker imports by name when it is asked for them: the kernel imports no guest."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Names of info entries of which `wrappers.info_leaves` makes leaves, and what is declared of their values."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Guarantees: no info makes a step fail. An entry that cannot be sent (not plain d
 large, or its own code raises) is left out and reported by name.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

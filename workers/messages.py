@@ -5,8 +5,6 @@ program). Worker to parent: a plain dict (`workers.plain`), never a pickle. A fr
 head (length of the payload, number of the message, number of descriptors that ride along) and the payload.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """How a worker runs its envs: the options of a block, and the names of their choices."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -8,8 +8,6 @@ Encoding: one JSON text (structure, tags for what JSON lacks) followed by the ra
 Decoding trusts nothing: lengths and dtypes are checked before any array is made.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import struct

@@ -4,8 +4,6 @@ Values are 0 for a process that has ended, or if /proc does not have them.
 Platforms: Linux.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 

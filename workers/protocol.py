@@ -19,8 +19,6 @@ interrupts), another checks that the code keeps the order:
 (otherwise the new root IS the `next` of that column); in a storage every step writes one.
 """
 
-from __future__ import annotations
-
 import functools
 from enum import IntEnum, IntFlag
 from typing import Any

@@ -1,7 +1,5 @@
 """Draw legal values of a leaf uniformly, for the executor, probes and contract tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

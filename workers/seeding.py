@@ -5,8 +5,6 @@ order; seeds of different envs and episodes are statistically independent (numpy
 which mixes the triple by hashing; neighbouring root seeds do not overlap as `seed + rank` does).
 """
 
-from __future__ import annotations
-
 import contextlib
 import operator
 import random

@@ -4,8 +4,6 @@ A table is a mapping `state -> event -> state` of two `IntEnum`. A pair that it 
 is refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from enum import IntEnum
 from typing import TypeVar

@@ -6,8 +6,6 @@ never becomes an integer, None never becomes NaN. An array may be passed as the 
 them first. In the common case, an array of the right dtype and shape, the check is one comparison.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

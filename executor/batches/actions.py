@@ -4,8 +4,6 @@ Guarantees: a whole batch is checked before anything is written, so a refused ba
 values are read, never kept or changed.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any

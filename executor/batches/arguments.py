@@ -1,7 +1,5 @@
 """Checks of arguments, made before a call starts or changes anything; the errors name the call and the argument."""
 
-from __future__ import annotations
-
 import contextlib
 import operator
 from typing import Any

@@ -4,8 +4,6 @@ Each has the effect of the public function for valid arguments, which the caller
 falls back to the public function if this version of TensorDict is not built as expected.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

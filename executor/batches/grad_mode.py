@@ -1,7 +1,5 @@
 """Run a function without recording gradients, or outside of `torch.inference_mode`."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar

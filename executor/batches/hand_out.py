@@ -4,8 +4,6 @@ Guarantees: a copy, or a frame that is lent, is in memory that nothing else writ
 is used again (after `ExecutorOptions.ring_frames` steps). Knows nothing of workers; it reads arrays that are complete.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable, Sequence

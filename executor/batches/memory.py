@@ -12,8 +12,6 @@ Limits: only forks by Python are noticed (`os.fork`, multiprocessing). Needs a p
 this count; without it nothing is reused or lent. Lending also needs private views (`shm.private_view`).
 """
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Callable, Sequence

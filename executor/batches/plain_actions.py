@@ -6,8 +6,6 @@ Guarantees: an accepted batch of actions has the effect of `GroupIntake.read` an
     changes nothing.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 from enum import IntEnum

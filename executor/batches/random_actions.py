@@ -4,8 +4,6 @@ If a batch holds the envs' `action_mask` of a discrete action (at the root, or i
 it allows are drawn; action 0 if it allows none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

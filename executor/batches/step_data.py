@@ -1,7 +1,5 @@
 """The batches of a step of all envs of one kind, compiled for these envs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -8,8 +8,6 @@ threads, which then spin for a while and take processors from the workers.
 Assumes: for CUDA, that the slab stays mapped until `close`. Other devices copy synchronously.
 """
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Sequence

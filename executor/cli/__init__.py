@@ -3,8 +3,6 @@
 Exit codes: 0 success, 1 failure of the command, 2 wrong usage, 130 interrupted (Ctrl-C).
 """
 
-from __future__ import annotations
-
 import io
 import os
 import sys

@@ -1,7 +1,5 @@
 """The typer app `app`, which has every command of `envherd`."""
 
-from __future__ import annotations
-
 import inspect
 import shlex
 from importlib import metadata

@@ -1,7 +1,5 @@
 """`envherd check ENV`: checks each rule of the partial-reset contract on an env."""
 
-from __future__ import annotations
-
 import functools
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """`envherd doctor`: checks the machine and the installation, and suggests fixes."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import typer

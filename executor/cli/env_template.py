@@ -8,8 +8,6 @@ Replace `MyEnv` by your env, describe it in `MyAdapter`, and build it in `make_e
 A Gymnasium, PettingZoo, dm_env or TorchRL env needs no adapter: return it from `make_env`.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

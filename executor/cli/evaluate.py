@@ -1,7 +1,5 @@
 """`envherd evaluate ENV...`: plays whole episodes of one env or of several tasks, and reports success and returns."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

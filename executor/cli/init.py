@@ -1,7 +1,5 @@
 """`envherd init FILE`: writes a template with an env, its adapter and its factory, which runs unchanged."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

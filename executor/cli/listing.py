@@ -1,7 +1,5 @@
 """`envherd list`: prints the names of the installed envs."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

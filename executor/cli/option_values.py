@@ -1,7 +1,5 @@
 """Options whose values are checked while the command line is parsed, before anything starts."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

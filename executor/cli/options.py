@@ -4,8 +4,6 @@ The module of a command has its name, and a function `run(options)`. It is impor
 because that takes seconds, for which a help text and a wrong option need not wait.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import sys

@@ -3,8 +3,6 @@
 Guarantees: nothing that the directory names is imported or called, unless the command line names it also.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ Guarantees: nothing that the capsule names is imported, called or unpickled, unl
 trusts the capsule.
 """
 
-from __future__ import annotations
-
 import contextlib
 import pickle
 import re

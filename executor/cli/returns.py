@@ -1,7 +1,5 @@
 """Returns of the agents of a batch of envs, summed while a command steps them."""
 
-from __future__ import annotations
-
 import numpy as np
 from tensordict import TensorDictBase
 

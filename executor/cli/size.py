@@ -1,7 +1,5 @@
 """`envherd size ENV`: measures an env, and recommends numbers of envs and workers, with reasons."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from typing import Any

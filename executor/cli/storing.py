@@ -7,8 +7,6 @@ data = tensordict.TensorDict.load_memmap(DIR, allow_pickle=False)  # [N, T], wit
 Guarantees: no file is replaced or removed. Loading a rollout runs no code: nothing is unpickled, imported or called.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """`envherd top`: shows what running executors and their workers are doing."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time

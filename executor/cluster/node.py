@@ -5,8 +5,6 @@ that Ray has started in the place of a lost one continues from what the driver k
 Threads: Ray makes the calls of `do` in one thread, in their order, and `ping` and `close` in a second one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import pickle

@@ -9,8 +9,6 @@ Guarantees:
 - An interrupt leaves all nodes usable: the answer to the interrupted call is dropped when the next call is made.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

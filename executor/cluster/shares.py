@@ -1,7 +1,5 @@
 """Spread the envs of a batch over nodes, and compute the resources to request from each node; no I/O and no Ray."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Drop-in replacements for other libraries' vector envs, on top of the executor; import the one you need."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.util

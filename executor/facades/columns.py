@@ -5,8 +5,6 @@ Also the statistics of ended episodes, for facades that put them into infos.
 Guarantees: methods return copies, unless they are documented to return a VIEW.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

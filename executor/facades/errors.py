@@ -5,8 +5,6 @@ Guarantees: `except ValueError` catches a ValueError that an env raised, as with
 imported modules; nothing is unpickled.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import sys

@@ -1,7 +1,5 @@
 """Convert actions of a host library's users to arrays for shared memory."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

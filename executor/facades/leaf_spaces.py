@@ -1,7 +1,5 @@
 """The Gymnasium spaces of leaves, and the leaves of Gymnasium spaces, for facades."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -17,8 +17,6 @@
 need a reset is a state of the executor, see `protocol.env_states`.
 """
 
-from __future__ import annotations
-
 from enum import Enum
 from typing import Any, NoReturn
 

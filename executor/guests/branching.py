@@ -1,7 +1,5 @@
 """Replace envs by copies of another env, whose worker forks itself; see `ParallelEnv.branch`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

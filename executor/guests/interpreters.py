@@ -1,7 +1,5 @@
 """Workers that another Python interpreter executes; see `workers.guests.interpreters`."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -7,8 +7,6 @@ Does not know when a worker's envs will all be between episodes: with one env pe
 when they end together or are all reset. It waits until then.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial

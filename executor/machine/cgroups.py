@@ -6,8 +6,6 @@ memory limit is read by `shm.cgroups`, which also admits shared memory against i
 Does not know: limits above what a container can see of the hierarchy.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """GPUs that this process may use, and their memory; finding them opens no CUDA context."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -4,8 +4,6 @@ Guarantees: reading changes nothing, starts no process but `nvidia-smi`, and doe
 container hides: these are None or empty.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -1,7 +1,5 @@
 """Which devices EGL renders on: a new process draws one small picture on each, as drivers may crash."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

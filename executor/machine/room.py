@@ -5,8 +5,6 @@ but it, so an executor that passes may still be too large: its slab is admitted 
 built (`shm.segment.admit`), and `envherd size` measures how many fit.
 """
 
-from __future__ import annotations
-
 import errno
 
 from envherd.executor.machine.machine import processes_left

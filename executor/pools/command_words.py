@@ -11,8 +11,6 @@ Order, because workers read meanwhile, and a handler may raise between any two l
 4. The reply's number, a fence, then what the worker wrote before it.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from envherd.executor.pools.replies import Outcome

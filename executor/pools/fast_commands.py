@@ -5,8 +5,6 @@ these are the specification. The call that gives a command also counts it, so no
 waits, and answers with more than rows, are left to Python.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

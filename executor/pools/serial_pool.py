@@ -4,8 +4,6 @@ Guarantees: the same rows, words and messages as `WorkerPool`, so the executor t
 random generators are restored.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The content of a slab's nameplate, by which `envherd top` finds and reads the slab."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Sequence

@@ -18,8 +18,6 @@ lines; those of the words are in `command_words`, and C has the same in `native/
    was not read is announced still.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any

@@ -6,8 +6,6 @@ of commands and rows.
 Guarantee: `close` is bounded by one deadline and never raises.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

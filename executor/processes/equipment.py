@@ -4,8 +4,6 @@ A worker that serves gets a change by mail. One whose envs are still being built
 serves.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """Build the exceptions for failures of envs and workers."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Guarantees: a wait for a worker that dies or is late raises, and never hangs; an
 all. Answers that nobody has taken yet are in the worker's channel.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Sequence

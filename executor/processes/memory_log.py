@@ -1,7 +1,5 @@
 """Samples of the memory of workers."""
 
-from __future__ import annotations
-
 
 class MemoryLog:
     """How workers' private memory grows with the resets of their envs, from the samples so far."""

@@ -1,7 +1,5 @@
 """Limit how often lost workers are replaced."""
 
-from __future__ import annotations
-
 import time
 
 from envherd.executor.options import ExecutorOptions

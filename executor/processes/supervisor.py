@@ -29,8 +29,6 @@ Order, because a handler may raise between any two lines. The numbers are at the
    last, which makes it look for what it owes. Workers that are not absent get commands, so the slab must be there.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum

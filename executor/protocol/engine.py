@@ -5,8 +5,6 @@ sent only if it is legal for all its envs, and after an interrupt, a fault or a 
 `BatchedEnv`, rollouts and the exchange are built on it.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Batches of all envs or of some, in env order: TensorDicts over the rows of one group of equal envs or of several."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

@@ -15,8 +15,6 @@ RESETTING       it has a RESET; its answer is not taken yet
 `print(table())` prints the transitions.
 """
 
-from __future__ import annotations
-
 from enum import IntEnum
 from typing import Any
 

@@ -13,8 +13,6 @@ Order of a receive, because a handler may raise between any two lines. The numbe
 4. `Engine.received`, after `deliver`: it would name the rows of envs that still have to be received.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

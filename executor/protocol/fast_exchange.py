@@ -6,8 +6,6 @@ received or not; no flight is open.
 Limits: needs the C extension, and envs of one kind on worker processes of this machine.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple

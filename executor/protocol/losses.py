@@ -13,8 +13,6 @@ Order, because a handler may raise between any two lines. The numbers are at the
    (1), and repeats all that comes before.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -5,8 +5,6 @@ and takes the rows. `Engine` and `Exchange` handle every other call, in Python. 
 class of a batch, the envs' states, a loss) is not decided here.
 """
 
-from __future__ import annotations
-
 import reprlib
 from typing import NamedTuple, Self
 

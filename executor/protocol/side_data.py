@@ -1,7 +1,5 @@
 """The envs' data outside the slab: values of side-channel leaves, and infos."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Guarantees: a loop whose roots are the envs' present ones is not reported, also 
 steps are not looked at: only those of a batch that already has a `next`, and the first ones of these.
 """
 
-from __future__ import annotations
-
 import logging
 import weakref
 from collections.abc import Sequence

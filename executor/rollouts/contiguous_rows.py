@@ -1,7 +1,5 @@
 """Rows of T contiguous steps, for envs that advance independently."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

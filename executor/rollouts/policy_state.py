@@ -5,8 +5,6 @@ root, unchanged row by row. Rows of envs that were reset in between get the prim
 there is no primer (policies can read `done`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from traceback import walk_tb
 from typing import Any

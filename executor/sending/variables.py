@@ -1,7 +1,5 @@
 """The environment variables of each worker: `ExecutorOptions.env_vars` and those that select its GPU."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 imageio is imported only when it is needed.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -7,8 +7,6 @@ with ParallelEnv(8, make_env, options=ExecutorOptions(episode_statistics=True)) 
         logger.write(env.statistics())
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ results depend on the seed and on them, and not on the number of workers, nor on
 continued.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace

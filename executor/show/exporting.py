@@ -1,7 +1,5 @@
 """Statistics of executors for monitoring: scalars by tag, and metrics for Prometheus."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any

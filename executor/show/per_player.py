@@ -9,8 +9,6 @@ or moved.
 Does not know executors: it works like any other policy in rollouts, collectors and facades.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 Assumes: it is called after each step of all envs. A video lacks the steps after which it was not called.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Self

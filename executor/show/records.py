@@ -6,8 +6,6 @@ Programs that write to one file add to each other's records. If two write in the
 latest records of one of them until it writes again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -6,8 +6,6 @@ executor, and one round.
 Assumes: the env was probed, so a single env is known to work.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

@@ -7,8 +7,6 @@ Does not know: the load of other processes. It measures how long the worker wait
 Platforms: Linux (/proc).
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import time

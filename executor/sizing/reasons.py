@@ -1,7 +1,5 @@
 """Sentences that explain a choice: first the bottleneck, then notable facts about the env. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from envherd.executor.sizing.rule import WAITS, Limits, steps_are_uneven

@@ -1,7 +1,5 @@
 """`recommend`: measure an env and decide in one call; also behind `num_envs="auto"` and `num_workers="auto"`."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Sequence

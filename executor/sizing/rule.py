@@ -3,8 +3,6 @@
 docs/reports/sizing.md has it in words.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import replace

@@ -7,8 +7,6 @@ its imports have seen what those of a new one would see, and each worker gets th
 `preloaded` makes executors share one whose modules differ from theirs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

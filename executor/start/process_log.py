@@ -1,7 +1,5 @@
 """Read processes' logs, which are files in memory that outlive them."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

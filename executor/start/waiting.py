@@ -4,8 +4,6 @@ A wait for all answers has its own deadline. A wait for the first answers, or on
 earlier and starts again, so a hanging env would never be noticed: `Overdue` finds it.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable

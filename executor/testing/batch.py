@@ -1,7 +1,5 @@
 """The batch of envs that the contract drives: N envs in an executor."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 

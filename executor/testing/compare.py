@@ -1,7 +1,5 @@
 """Compare rows, and describe their differences."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

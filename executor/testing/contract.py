@@ -25,8 +25,6 @@ It takes four traces with the same seed and actions (with resets fused into the 
 on two workers; with additional resets of one env) and compares them.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The contract as a class of pytest tests."""
 
-from __future__ import annotations
-
 import unittest
 from typing import Any, ClassVar
 

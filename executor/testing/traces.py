@@ -1,7 +1,5 @@
 """Traces: the data of a batch for one seed and one sequence of actions, driven in different ways."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -14,8 +14,6 @@ Values are lists aligned with the spec's leaves:
                  adapter is given the index), else a numpy array that the env may keep
 """
 
-from __future__ import annotations
-
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence

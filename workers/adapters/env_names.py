@@ -18,8 +18,6 @@ Names are checked in the caller's process. An unknown name is refused at once, w
 imports the package of the family (except Melting Pot) or the named module. It builds no env.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.util

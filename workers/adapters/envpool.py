@@ -16,8 +16,6 @@ is in `next`. Keys are those of EnvPool's observation and action spaces, in both
 Does not limit how many threads a pool runs (`num_threads`), in addition to the workers.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from typing import Any, ClassVar

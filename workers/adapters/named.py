@@ -4,8 +4,6 @@
 are frozen values that pickle by reference. Making one checks nothing: `env_names.py` checks names.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -5,8 +5,6 @@
 module is imported only when it is needed. Users add their own families with `register`.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -8,8 +8,6 @@ Guarantees:
 Knows nothing of processes or doorbells: both the worker's loop and `SerialEnv` drive it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import reprlib

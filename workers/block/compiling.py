@@ -7,8 +7,6 @@ An env is plain if it is single, and its observations and rewards are arrays or 
 holds the buffers of its arrays, so their memory lives as long as it does.
 """
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -5,8 +5,6 @@ After more steps than fit, it has the latest ones: step `i` is at row `i % num_r
 Who writes: the worker that runs the env. Who reads: the parent, once the env has raised or its worker has ended.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from enum import IntFlag
 from typing import Any

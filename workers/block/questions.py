@@ -1,7 +1,5 @@
 """Answer requests other than steps: attribute access, method calls, pictures, state."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -13,8 +13,6 @@ FREE_NEW, FREE_RUNNING, FREE_ENDED
 `print(table())` prints the transitions.
 """
 
-from __future__ import annotations
-
 from enum import IntEnum
 
 from envherd.workers import state_tables

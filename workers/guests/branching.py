@@ -7,8 +7,6 @@ Guarantees:
 Platforms: Linux.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

@@ -9,8 +9,6 @@ Assumes: an env that waits releases the GIL (sockets, subprocesses, sleep). Pyth
 The process's global random generators are shared by all envs of the worker, and are neither watched nor isolated.
 """
 
-from __future__ import annotations
-
 import os
 import queue
 import threading

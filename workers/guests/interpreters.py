@@ -4,8 +4,6 @@ A worker of such an env executes that interpreter. It imports this package's wor
 and everything else from its own site-packages. It needs numpy and cloudpickle, and neither torch nor tensordict.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import shlex

@@ -3,8 +3,6 @@
 Guarantees: an exception of the env leaves the worker as data, with its text. A result that cannot be packed is named.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import pickle

@@ -6,8 +6,6 @@ both write the same bytes. `ENVHERD_NATIVE=0` in the environment switches C off.
 Limits: Linux, and CPython with its GIL. `pip install` builds the extension where there is a compiler.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

@@ -11,8 +11,6 @@ Guarantees:
 Platforms: Linux.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import faulthandler

@@ -6,8 +6,6 @@ Assumes: 8-byte aligned words are written whole, and stores become visible in pr
 or with the doorbell that follows them (everywhere).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

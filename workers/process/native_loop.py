@@ -4,8 +4,6 @@ Guarantees: those of `Loop`: the same rows, words and messages. `Block.execute` 
 rest of a command whose env was stepped in C.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

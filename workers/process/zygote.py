@@ -18,8 +18,6 @@ size (it can hold the owner's environment variables and import path), so a large
 fit into the socket's buffer.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import faulthandler

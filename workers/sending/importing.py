@@ -5,8 +5,6 @@ path, which workers get.
 Does not know: changes of a module's file that concern neither its functions nor its constants.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import enum

@@ -10,8 +10,6 @@ The script's own definitions travel with them, for what looks them up by name.
 Does not know: names that are registered after the executor was made.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.abc

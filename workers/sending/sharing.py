@@ -8,8 +8,6 @@ Guarantees: a worker opens the same file as the owner had, or raises.
 Platforms: Linux; elsewhere nothing is shared, and `sharing` lets `multiprocessing` refuse its objects.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

@@ -7,8 +7,6 @@ start. The flags of the interpreter (-O, -W, -X ...) are on the command lines of
 Not in it: states of random generators, filters of warnings that code has added, signal handlers, threads, open files.
 """
 
-from __future__ import annotations
-
 import importlib.machinery
 import multiprocessing
 import os

@@ -4,8 +4,6 @@ An observation holds the episode's seed (which identifies env and episode), the 
 test sees a stale, torn, swapped, repeated or skipped row at once. They need only numpy.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping

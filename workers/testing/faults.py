@@ -5,8 +5,6 @@
 Run these only in a worker process: most of them end or hang the process that calls them.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -8,8 +8,6 @@ they are 0. The sum of `("reward",)` is `("episode", "return")`; the sum of a gr
 steps, and `("episode", "time")` is the number of seconds since the first step began. Rewards are added in float64.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -16,8 +16,6 @@ Guarantees: no info makes a step fail. A value that does not fit its leaf (anoth
 text) counts as absent and is logged once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -6,8 +6,6 @@ A picture is a uint8 observation `[..., H, W, 3]`. Smaller pictures cost the cal
 reads fewer numbers. The native env is not changed: it renders as before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any

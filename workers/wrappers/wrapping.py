@@ -1,7 +1,5 @@
 """An adapter around another one, which adds leaves to its observation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

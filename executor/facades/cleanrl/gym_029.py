@@ -7,8 +7,6 @@ Guarantees: an env that ends is reset in the same step, as before Gymnasium 1.0.
 transitions and all other infos are those of Gymnasium's own vector envs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 

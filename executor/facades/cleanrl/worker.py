@@ -4,8 +4,6 @@ A script with `gym = Gym()` in place of `import gymnasium as gym` builds its env
 unpickle `gym` as a `Gym` of this module, which imports no vector env. Wrappers around vector envs are not translated.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from collections.abc import Callable

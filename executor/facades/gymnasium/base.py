@@ -11,8 +11,6 @@ Guarantees: every transition is one `env.step`, and equals Gymnasium's own bit f
 last observation is right even if an env reuses its memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """The infos of a vector env from columns: as `VectorEnv._add_info` makes them env by env, but a key at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from operator import itemgetter

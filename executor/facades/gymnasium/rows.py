@@ -4,8 +4,6 @@ Guarantees: an env gets the action that Gymnasium would pass to it; observations
 `gymnasium.vector.utils.concatenate`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 The parent builds no env for that: every env describes itself in its worker.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from gymnasium import spaces

@@ -6,8 +6,6 @@ Spaces, transitions, infos, autoreset modes and errors are Gymnasium's own; see 
 is deliberately different. `gymnasium.make_vec` makes these classes inside `installed()`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -10,8 +10,6 @@ Guarantees:
 - a reset by the caller is `env.reset(seed=..., options=...)`, any other is `env.reset()`.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ Arrays and infos are those of `supersuit.pettingzoo_env_to_vec_env_v1` and `conc
 agents, then those of env 1, and so on. Agents may leave and return: an absent agent has zeros and no flag.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 

@@ -4,8 +4,6 @@ Guarantees: agents, order and values are those of the env's batches; an agent ob
 All agents act in every step of an episode, and end with it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ functions captured, just as envs in separate processes would not. Imports neithe
 Stable-Baselines3 nor, unless the env is one of Gymnasium's, Gymnasium.
 """
 
-from __future__ import annotations
-
 import importlib
 import pickle
 from typing import Any

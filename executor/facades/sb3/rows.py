@@ -3,8 +3,6 @@
 Guarantees: a whole batch is checked before anything is written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ A *row* is what SB3 calls an env: one env, or one agent of an env whose agents a
 group. Agents see only their own leaves; observations of the whole world are available through `render`.
 """
 
-from __future__ import annotations
-
 from envherd.executor.facades.leaf_spaces import (
     Space,
     inner_spaces,

@@ -10,8 +10,6 @@ Guarantees:
 Does not support spaces nested more than once, as SB3 does not.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import multiprocessing

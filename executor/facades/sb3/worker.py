@@ -7,8 +7,6 @@ Guarantees:
 Does not broadcast an observation to a shape that it does not have; SB3's `DummyVecEnv` would.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

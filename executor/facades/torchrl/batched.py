@@ -4,8 +4,6 @@ Instances pass isinstance checks for TorchRL's `BatchedEnvBase` and have its pub
 runs: this class uses only the public `EnvBase`, so it does not depend on how TorchRL's own batched envs work.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ It calls methods of the hosted by name (`tell`), and steps all envs through the 
 Guarantees: an env that raises is an `EnvError` after all others have answered; `close` never raises.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -8,8 +8,6 @@ Guarantees: the caller owns all results. A reset returns the rows of envs that a
 has no effect. Keyword arguments of resets are never modified.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

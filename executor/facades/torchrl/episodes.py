@@ -4,8 +4,6 @@ Keys, dtypes, shapes and sums are those of `block.episode_leaves`. Masks of a re
 of a group by the mask that decides for the group, length and time with any part of the row.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

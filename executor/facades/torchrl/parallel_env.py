@@ -9,8 +9,6 @@ Attributes that the class lacks are those of the envs: a list of values, or a me
 Trusts its workers: attributes, specs and leaves that do not fit the slab are pickled, as in TorchRL.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import warnings

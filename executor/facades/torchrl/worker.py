@@ -14,8 +14,6 @@ exception affects only the answer of its env. Each hosted env keeps its own stat
 its own process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

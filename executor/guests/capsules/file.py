@@ -4,8 +4,6 @@ Guarantees: reading a capsule runs no code. Nothing is unpickled or imported; ty
 is not a complete capsule raises one error. A file is never replaced.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -4,8 +4,6 @@ Guarantees: nothing here raises, and nothing is written unless `ExecutorOptions.
 cannot have (a factory without a name, an argument that is no plain data) is listed in it as missing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

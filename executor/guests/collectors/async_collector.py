@@ -5,8 +5,6 @@ Guarantees: every transition is in exactly one batch, in the order of its env's 
 waits for another: the policy runs on the envs that are ready.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import logging

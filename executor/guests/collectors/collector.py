@@ -5,8 +5,6 @@ and the policy's own state included), every transition in them was executed, and
 copied, pickled or moved unless `policy_device` is set.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Iterator

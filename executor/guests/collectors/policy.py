@@ -9,8 +9,6 @@ Guarantees:
 Does not know: what the policy does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import logging

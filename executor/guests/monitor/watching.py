@@ -5,8 +5,6 @@ other containers are not found.
 Platforms: Linux.
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os

@@ -4,8 +4,6 @@ Guarantees: a whole batch is checked before the simulator gets it, as in `batche
 caller's memory, on any device; the executor only reads it.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from tensordict import TensorDictBase

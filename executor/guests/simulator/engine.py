@@ -7,8 +7,6 @@ Guarantees: those of `BatchedEnv`. After an exception of the simulator, or an in
 the last true observation, truncated, and the simulator must be reset as a whole.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -3,8 +3,6 @@
 Guarantees and result are those of `rollout`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

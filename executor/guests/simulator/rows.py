@@ -6,8 +6,6 @@ tensors, unless rows are reset after the step. Observations and rewards stay on 
 the host, where the protocol needs them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Give each env its own state of the process's global random generators."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from collections.abc import Callable, Iterator

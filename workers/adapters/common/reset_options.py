@@ -1,7 +1,5 @@
 """The `options` of a reset, for envs with Gymnasium's `reset` signature."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Convert the rewards and flags that envs return into what a batch stores; refuse ambiguous values."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

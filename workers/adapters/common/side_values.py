@@ -7,8 +7,6 @@ lists, tuples and dicts of these. Named tuples and dataclasses become dicts by f
 array or None}`; tensors become arrays. Anything else is refused with a message that names its place.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

@@ -12,8 +12,6 @@ Seeds: dm_env has no API for seeding, so the adapter reseeds the generators of t
 (dmlab2d, bsuite), also behind wrappers. An env that keeps its generator elsewhere ignores the seed.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from typing import Any, ClassVar

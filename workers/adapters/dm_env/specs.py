@@ -9,8 +9,6 @@ Arrays of strings or objects (dmlab2d's texts), and observations of dmlab2d with
 are side-channel values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -9,8 +9,6 @@ Guarantees:
 Does not check whether values are inside their space (the writers check shape and dtype).
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable, Mapping

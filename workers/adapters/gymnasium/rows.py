@@ -4,8 +4,6 @@ A leaf of a row's shape `s` becomes one of shape `(n, *s)`, with the same domain
 single env. Values without a fixed shape are lists of n.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

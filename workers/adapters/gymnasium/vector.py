@@ -26,8 +26,6 @@ Seeds: a full reset passes the seed to the env (row i gets seed + i). So does a 
 generator (SyncVectorEnv, AsyncVectorEnv, ALE); otherwise the one generator serves all rows and continues.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar

@@ -18,8 +18,6 @@ The adapter always resets by Melting Pot's own `reset`, never by a step after th
 place without rebuilding it.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping
 from typing import Any

@@ -4,8 +4,6 @@ Finds Melting Pot's `ResetWrapper`, or the one that `MeltingPotFactory` puts in 
 of wrappers, by its attributes: importing this file imports no Melting Pot.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping
 from typing import Any

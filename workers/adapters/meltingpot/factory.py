@@ -3,8 +3,6 @@
 Importing this file, listing names and making a factory import neither Melting Pot nor TensorFlow nor JAX.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import importlib.util

@@ -11,8 +11,6 @@ while the env's observables have a subscriber.
 
 # ruff: noqa: SLF001  # what a step consists of is private to Melting Pot and dmlab2d
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

@@ -14,8 +14,6 @@ Limits: Melting Pot's observables are mappings here, as dm-tree needs them, but 
 imported (`meltingpot.utils.policies` after a bare `import meltingpot`) is missing until it is.
 """
 
-from __future__ import annotations
-
 import ast
 import collections.abc
 import dataclasses

@@ -6,8 +6,6 @@ rely on each other, and on code around them that only the releases in `VERSIONS`
 stays one line, so Lua's error messages keep their line numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

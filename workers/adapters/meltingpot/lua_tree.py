@@ -15,8 +15,6 @@ is found by the hash of its content: another version, or an edited install, gets
 may request a copy at once; a copy is complete or absent, and a damaged one is replaced.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

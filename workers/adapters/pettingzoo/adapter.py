@@ -20,8 +20,6 @@ Does not check whether values are inside their spaces (shape and dtype are check
 `possible_agents`.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar

@@ -21,8 +21,6 @@ Agents whose spaces differ in structure, shape or dtype cannot be stacked: each 
 own name. Where only bounds or numbers of actions differ they stay together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

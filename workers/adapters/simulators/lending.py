@@ -8,8 +8,6 @@ Guarantees
   overwrites the slab.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from typing import Any

@@ -26,8 +26,6 @@ Does not check whether observations are within the bounds of their spaces.
 Assumes: one thread at a time. Imports torch, as only workers with such simulators import this module.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import operator

@@ -16,8 +16,6 @@ Guarantees of `ResetWatch`
 Imports no class of IsaacLab; it relies on the names of its public methods and attributes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

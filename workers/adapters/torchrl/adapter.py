@@ -19,8 +19,6 @@ Envs that are themselves a batch: a partial reset reseeds nothing, as one genera
 vector envs in SAME_STEP mode take only masks that match their done rows, as in TorchRL.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Callable, Mapping

@@ -6,8 +6,6 @@ dtypes and types reach the env, and the same values and dtypes reach the slab, a
 that. A class, option or value for which this is not so keeps TorchRL's own code, and `direct_way` says why.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Callable, Sequence

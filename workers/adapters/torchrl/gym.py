@@ -4,8 +4,6 @@ Without info readers, frame skips and vector envs, these only convert the values
 instead of 110 (2-core x86, 2026-11). `own_generators` serves TorchRL envs of every kind.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 import sys

@@ -5,8 +5,6 @@ the substrate is as Melting Pot builds it (see `meltingpot/fast_step.py`). The c
 the TorchRL env.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

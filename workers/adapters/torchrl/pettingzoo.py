@@ -4,8 +4,6 @@ As in TorchRL, each step begins with zeros, which remain for agents that the env
 action spec, which `rand_action` of the TorchRL env reads, is written when its root is asked for.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Callable, Mapping

@@ -5,8 +5,6 @@ other module imports a private name of TorchRL, reads one from a TorchRL env, or
 `_step`, `_reset` and `_set_seed`, which TorchRL's documentation has env authors write.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any

@@ -4,8 +4,6 @@ Guarantees: arrays are VIEWS of CPU tensors; a missing leaf raises a `SpecError`
 methods of tensors and tensordicts, so it imports neither torch nor TorchRL.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -10,8 +10,6 @@ stay dense under their own key. The others are split into one leaf for each memb
 `agents` then has no further batch shape. Leaves that are not tensors, or whose shape is dynamic, are side leaves.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace

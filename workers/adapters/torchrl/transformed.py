@@ -5,8 +5,6 @@ from `next` without TorchRL's reading of specs. Resets are TorchRL's own, and so
 themselves (`FrameSkipTransform`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -9,8 +9,6 @@ Guarantees:
 Platforms: all. It is tested on Linux, and there without what macOS and Windows lack.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import os

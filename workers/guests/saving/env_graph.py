@@ -3,8 +3,6 @@
 Guarantees: looking changes nothing and calls no code of the env, except for properties named `__dict__`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import enum
 import functools

@@ -13,8 +13,6 @@ Guarantees:
 - Arrays and tensors that share memory share it again.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import ctypes

@@ -11,8 +11,6 @@ are: a state refers to them by the path that leads to them, e.g. `env.unwrapped.
 separate functions (`_SIMULATORS`); any other object of an extension refuses.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import sys
