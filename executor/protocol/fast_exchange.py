@@ -28,7 +28,7 @@ from envherd.workers.protocol import Op
 #: Bytes of memory that is kept for batches of each layout. Batch sizes vary from one to all envs where a receive takes
 #: the envs that are ready.
 _KEPT_BYTES = 1 << 24
-#: Memory for at least so many batch sizes is kept.
+#: The number of batch sizes for which memory is kept in any case.
 _LEAST_KEPT = 4
 
 

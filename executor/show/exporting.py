@@ -79,11 +79,10 @@ class PrometheusCollector:
 def _numbers(one: Statistics | WorkerStatistics) -> Iterator[tuple[str, float]]:
     """Yield name and value of each number that is known, except ids."""
     for field in fields(one):
-        is_number = field.type in ("int", "float", "int | None", "float | None")
         value = getattr(one, field.name)
         if (
-            is_number
-            and value is not None
+            isinstance(value, (int, float))
+            and not isinstance(value, bool)
             and field.name not in ("worker_id", "pid", "phase_env_id")
         ):
             yield field.name, float(value)
