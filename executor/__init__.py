@@ -81,7 +81,8 @@ def __getattr__(name: str) -> Any:
     if name not in __all__ and name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(
-        importlib.import_module(_HOMES.get(name, "envherd.workers.errors")), name
+        importlib.import_module(_HOMES.get(name, "envherd.workers.errors")),
+        name,
     )
     globals()[name] = value
     return value

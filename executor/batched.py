@@ -92,7 +92,11 @@ class BatchedEnv:
         self._pool = pool
         self._finalizer = Finalizer(self, _close_pool, pool, os.getpid())
         self._engine: Engine = parts.engine(
-            pool, seed=seed, device=device, copy=copy, options=options
+            pool,
+            seed=seed,
+            device=device,
+            copy=copy,
+            options=options,
         )
         recycle(self._engine)
         self._guard = self._engine.guard
@@ -273,7 +277,8 @@ class BatchedEnv:
         return self._step_all("step", td, Op.STEP)[0]
 
     def step_and_maybe_reset(
-        self, td: TensorDictBase
+        self,
+        td: TensorDictBase,
     ) -> tuple[TensorDictBase, TensorDictBase]:
         """Step every env once and reset the envs that ended, in one round trip.
 
@@ -287,7 +292,10 @@ class BatchedEnv:
         return self._step_all("step_and_maybe_reset", td, Op.STEP_RESET)
 
     def _step_all(
-        self, call: str, td: TensorDictBase, op: Op
+        self,
+        call: str,
+        td: TensorDictBase,
+        op: Op,
     ) -> tuple[TensorDictBase, Any]:
         """Make a step that is not plain; a policy's own entries in `next` are kept and copied to the root."""
         need_batch(call, td)
@@ -437,7 +445,11 @@ class BatchedEnv:
     # ---- send and recv -----------------------------------------------------------------------
 
     def send(
-        self, td: TensorDictBase, env_ids: Any = None, *, maybe_reset: bool = True
+        self,
+        td: TensorDictBase,
+        env_ids: Any = None,
+        *,
+        maybe_reset: bool = True,
     ) -> None:
         """Step some envs without waiting for them.
 
@@ -492,7 +504,11 @@ class BatchedEnv:
         with self._guard:
             self._guard.refuse_rolling()
             return self._exchange.recv(
-                min_envs, max_envs, timeout_s, env_ids, with_root=with_root
+                min_envs,
+                max_envs,
+                timeout_s,
+                env_ids,
+                with_root=with_root,
             )
 
     def current(self, env_ids: Any = None) -> TensorDictBase:
@@ -514,7 +530,11 @@ class BatchedEnv:
             return self._engine.seed
 
     def call(
-        self, name: str, *args: Any, env_ids: Iterable[int] | None = None, **kwargs: Any
+        self,
+        name: str,
+        *args: Any,
+        env_ids: Iterable[int] | None = None,
+        **kwargs: Any,
     ) -> list[Any]:
         """Call a method of each env (dotted names are followed) and return the results in env order.
 
@@ -709,7 +729,10 @@ class BatchedEnv:
         self._finalizer()
 
     def ask(
-        self, what: str, env_ids: Iterable[int] | None, **question: Any
+        self,
+        what: str,
+        env_ids: Iterable[int] | None,
+        **question: Any,
     ) -> list[Any]:
         """Send envs a request other than a step; `call`, `get`, `set` and the facades use it.
 
@@ -737,7 +760,8 @@ def _seeds_or_root(seed: Any) -> tuple[Any, int | None]:
     if isinstance(seed, (int, np.integer)) and not isinstance(seed, bool) and seed >= 0:
         return None, int(seed)
     is_list = isinstance(seed, (Sequence, np.ndarray, torch.Tensor)) and not isinstance(
-        seed, (str, bytes)
+        seed,
+        (str, bytes),
     )
     if seed is None or is_list:
         return seed, None

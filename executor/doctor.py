@@ -101,7 +101,12 @@ _FIXES = {
 
 
 def _judged(
-    name: str, found: str, fix: str = "", *, is_ok: bool, otherwise: Level = "warn"
+    name: str,
+    found: str,
+    fix: str = "",
+    *,
+    is_ok: bool,
+    otherwise: Level = "warn",
 ) -> Finding:
     """Return the finding of a check that passed, or else one with a fix, which is that of `_FIXES` by default."""
     return (
@@ -151,7 +156,9 @@ def examine(name: str = "", make_env: Factory | None = None) -> Iterator[Finding
             Exception
         ) as error:  # report it as a finding, and continue with the next check
             yield Finding(
-                what, "fail", f"the check raised {type(error).__name__}: {error}"
+                what,
+                "fail",
+                f"the check raised {type(error).__name__}: {error}",
             )
 
 
@@ -172,14 +179,19 @@ def _python() -> Iterator[Finding]:
 
 def _packages() -> Iterator[Finding]:
     yield Finding(
-        "envherd", "ok", version_of("envherd") or "not installed as a package"
+        "envherd",
+        "ok",
+        version_of("envherd") or "not installed as a package",
     )
     for name in _CORE:
         installed = version_of(name)
         if installed is not None:
             wrong = list(unmet(name, installed))
             yield _judged(
-                name, "; ".join([installed, *wrong]), is_ok=not wrong, otherwise="fail"
+                name,
+                "; ".join([installed, *wrong]),
+                is_ok=not wrong,
+                otherwise="fail",
             )
         elif name != "torchrl":
             yield Finding(name, "fail", "not installed", f"pip install {name}")
@@ -237,7 +249,11 @@ def _dmlab2d() -> Iterator[Finding]:
         return
     command = [sys.executable, "-P", "-c", "import dmlab2d"]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S, check=False
+        command,
+        capture_output=True,
+        text=True,
+        timeout=_IMPORT_TIMEOUT_S,
+        check=False,
     )
     is_ok = done.returncode == 0
     last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
@@ -332,7 +348,9 @@ def _shared_memory() -> Iterator[Finding]:
         segment.array()[:] = 1
         kind = "with a name" if segment.name else "memfd, sealed"
         yield Finding(
-            "shared memory", "ok", f"{kind}; {segment.nbytes // _MIB} MiB written"
+            "shared memory",
+            "ok",
+            f"{kind}; {segment.nbytes // _MIB} MiB written",
         )
 
 
@@ -344,7 +362,10 @@ def _starter(name: Any) -> Callable[[], Iterator[Finding]]:
 
         began = time.monotonic()
         with ParallelEnv(
-            2, CountingEnv, num_workers=2, options=ExecutorOptions(start_method=name)
+            2,
+            CountingEnv,
+            num_workers=2,
+            options=ExecutorOptions(start_method=name),
         ) as env:
             root = env.reset()
             env.step_and_maybe_reset(env.rand_action(root))
@@ -410,7 +431,9 @@ def limits(machine: Machine) -> Iterator[Finding]:
         )
     else:
         yield Finding(
-            "open files", "ok", "no limit" if left is None else f"{left:,} left"
+            "open files",
+            "ok",
+            "no limit" if left is None else f"{left:,} left",
         )
     room = machine.processes_left
     found = (
@@ -447,7 +470,9 @@ def gpus(machine: Machine) -> Iterator[Finding]:
             "" if gpu.free_bytes is None else f", {gpu.free_bytes / _GIB:.1f} GiB free"
         )
         yield Finding(
-            "gpu", "ok", f"{gpu.name}, {gpu.memory_bytes / _GIB:.1f} GiB{free}"
+            "gpu",
+            "ok",
+            f"{gpu.name}, {gpu.memory_bytes / _GIB:.1f} GiB{free}",
         )
 
 
@@ -458,7 +483,11 @@ def _left_behind() -> Iterator[Finding]:
     orphans = " ".join(str(process.pid) for process in orphans_of(user))
     found = f"workers whose owner has gone: {orphans}" if orphans else "nothing"
     yield _judged(
-        "left behind", found, f"kill -9 {orphans}", is_ok=not orphans, otherwise="fail"
+        "left behind",
+        found,
+        f"kill -9 {orphans}",
+        is_ok=not orphans,
+        otherwise="fail",
     )
 
 

@@ -85,7 +85,8 @@ def no_attribute(owner: object, name: str) -> AttributeError:
 
 
 def names_right_keyword(
-    call: Callable[P, T], instead_of: Mapping[str, str] | None = None
+    call: Callable[P, T],
+    instead_of: Mapping[str, str] | None = None,
 ) -> Callable[P, T]:
     """Make a constructor or method refuse an unknown keyword with a message that suggests the right one.
 

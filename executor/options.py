@@ -293,7 +293,9 @@ class ExecutorOptions:
     def _check_lists(self) -> None:
         if not (self.preload is None or _is_list_of(str, self.preload)):
             raise _refusal(
-                "preload", "a sequence of module names, or None", self.preload
+                "preload",
+                "a sequence of module names, or None",
+                self.preload,
             )
         if not (
             self.affinity is None or (_is_list_of(int, self.affinity) and self.affinity)
@@ -312,7 +314,9 @@ class ExecutorOptions:
                 or any(isinstance(one, bool) for one in gpus)
             ):
                 raise _refusal(
-                    "gpus", "'all', a sequence of indices of GPUs, or None", gpus
+                    "gpus",
+                    "'all', a sequence of indices of GPUs, or None",
+                    gpus,
                 )
 
     @property
@@ -388,7 +392,9 @@ class _Number(NamedTuple):
             f"above {self.least:g}" if self.is_above else f"of at least {self.least:g}"
         )
         raise _refusal(
-            name, f"{kind} {lowest}{', or None' if self.is_optional else ''}", value
+            name,
+            f"{kind} {lowest}{', or None' if self.is_optional else ''}",
+            value,
         )
 
 

@@ -72,7 +72,11 @@ class ParallelEnv(BatchedEnv):
             from envherd.executor.sizing.recommending import resolve
 
             count, num_workers = resolve(
-                count, num_workers, make_env, env_kwargs, options
+                count,
+                num_workers,
+                make_env,
+                env_kwargs,
+                options,
             )
         factories = as_factories(count, make_env)
         num_workers = choose_workers(count, num_workers, fewest=num_runs(factories))
@@ -83,7 +87,11 @@ class ParallelEnv(BatchedEnv):
             self._branch_pool = pool
             check_agreement(pool.specs, factories, blueprint.env_kwargs)
             super().__init__(
-                pool, seed=blueprint.root_seed, device=where, copy=copy, options=options
+                pool,
+                seed=blueprint.root_seed,
+                device=where,
+                copy=copy,
+                options=options,
             )
         except BaseException:
             pool.close(timeout_s=0)

@@ -78,7 +78,10 @@ def counted(count: int, what: str) -> Iterable[int]:
     if not _after_s:
         return range(count)
     bar: Iterable[int] = _tqdm()(
-        range(count), desc=what, delay=_after_s[-1], leave=False
+        range(count),
+        desc=what,
+        delay=_after_s[-1],
+        leave=False,
     )
     return bar
 

@@ -19,7 +19,10 @@ class Finalizer:
     """
 
     def __init__(
-        self, owner: object, call: Callable[..., object], *args: object
+        self,
+        owner: object,
+        call: Callable[..., object],
+        *args: object,
     ) -> None:
         self._finalizer = weakref.finalize(owner, call, *args)
         self._lock = threading.Lock()

@@ -58,7 +58,10 @@ class ignoring_refusals:  # noqa: N801  # used as a function
         """Begin."""
 
     def __exit__(
-        self, _kind: object, error: BaseException | None, _trace: object
+        self,
+        _kind: object,
+        error: BaseException | None,
+        _trace: object,
     ) -> bool:
         """Return True for an error of the operating system: it has a number."""
         return isinstance(error, OSError) and error.errno is not None

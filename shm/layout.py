@@ -55,7 +55,8 @@ class Layout:
 
 
 def lay_out(
-    requests: Iterable[tuple[Name, tuple[int, ...], str]], start: int = 0
+    requests: Iterable[tuple[Name, tuple[int, ...], str]],
+    start: int = 0,
 ) -> Layout:
     """Place arrays one after the other, each aligned.
 
@@ -94,7 +95,11 @@ def view(buffer: np.ndarray, field: Field, base: int = 0) -> np.ndarray:
 
 
 def strided_view(
-    buffer: np.ndarray, field: Field, base: int, count: int, stride: int
+    buffer: np.ndarray,
+    field: Field,
+    base: int,
+    count: int,
+    stride: int,
 ) -> np.ndarray:
     """Return `count` repetitions of a field, `stride` bytes apart, as one array `[count, *shape]` (VIEW)."""
     inner = np.ndarray(field.shape, field.dtype).strides

@@ -240,7 +240,11 @@ def catches(pid: int, number: int) -> bool:
 
 
 def send_signal(
-    pid: int, number: int, *, is_group: bool = False, pidfd: int | None = None
+    pid: int,
+    number: int,
+    *,
+    is_group: bool = False,
+    pidfd: int | None = None,
 ) -> None:
     """Send a signal to another process, or to a process group that this process is not in.
 
@@ -410,7 +414,9 @@ def _try_lifeline() -> None:
     try:
         fcntl.fcntl(read, F_SETSIG, SIGKILL)
         fcntl.fcntl(
-            read, fcntl.F_SETFL, fcntl.fcntl(read, fcntl.F_GETFL) | os.O_NONBLOCK
+            read,
+            fcntl.F_SETFL,
+            fcntl.fcntl(read, fcntl.F_GETFL) | os.O_NONBLOCK,
         )
     finally:
         os.close(read)

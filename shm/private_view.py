@@ -84,7 +84,8 @@ def open_view(memory: Any) -> PrivateView | None:
         return None
     with ignoring_refusals():
         view = PrivateView(
-            memory, os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+            memory,
+            os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC),
         )
         view.array[0] = 0
         if view.has_copies(0, 1):  # not everywhere is /proc Linux's own

@@ -120,7 +120,10 @@ class Segment:
             self._release = weakref.finalize(self, os.close, fd)
         else:
             self._release = Finalizer(
-                self, _release_named, named, os.getpid() if is_owner else None
+                self,
+                _release_named,
+                named,
+                os.getpid() if is_owner else None,
             )
 
     @classmethod
@@ -176,7 +179,9 @@ class Segment:
         admit(size)
         with uninterrupted():
             memory = _NamedMemory(
-                f"{NAMES}{os.getpid()}-{secrets.token_hex(4)}", create=True, size=size
+                f"{NAMES}{os.getpid()}-{secrets.token_hex(4)}",
+                create=True,
+                size=size,
             )
             try:
                 memory.reserve()
@@ -208,7 +213,10 @@ class Segment:
             return None
         with ignoring_refusals():
             memory = _map(
-                self.fd, self.nbytes - start, mmap.MAP_PRIVATE | _MAP_NORESERVE, start
+                self.fd,
+                self.nbytes - start,
+                mmap.MAP_PRIVATE | _MAP_NORESERVE,
+                start,
             )
             self._private_view = open_view(memory)
         return self._private_view

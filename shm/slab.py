@@ -155,7 +155,8 @@ def input_leaves(spec: EnvSpec) -> tuple[LeafSpec, ...]:
 
 
 def section_requests(
-    spec: EnvSpec, lead: tuple[int, ...]
+    spec: EnvSpec,
+    lead: tuple[int, ...],
 ) -> list[tuple[Name, tuple[int, ...], str]]:
     """List the arrays of one frame (lead `[n]`) or one storage (lead `[n, T]`): all `next`, then all `root`."""
     requests = [
@@ -170,7 +171,8 @@ def section_requests(
 
 
 def input_requests(
-    spec: EnvSpec, lead: tuple[int, ...]
+    spec: EnvSpec,
+    lead: tuple[int, ...],
 ) -> list[tuple[Name, tuple[int, ...], str]]:
     """List the input arrays; envs that are themselves a batch also have a reset mask."""
     requests = [
@@ -187,7 +189,9 @@ JOURNAL_FACTS = ("steps", "episode", "seed", "flags")
 
 
 def journal_requests(
-    spec: EnvSpec, num_rows: int, row_nbytes: int
+    spec: EnvSpec,
+    num_rows: int,
+    row_nbytes: int,
 ) -> list[tuple[Name, tuple[int, ...], str]]:
     """List the arrays of the envs' journals: the facts, and the inputs of as many steps as fit `row_nbytes` per env."""
     leaves = input_leaves(spec)
@@ -320,7 +324,8 @@ def plan_slab(
         inputs = lay_out(input_requests(spec, lead), start=offset)
         frame = lay_out(section_requests(spec, lead))
         first_root = next(
-            (f.offset for f in frame if f.name[0] == "root"), frame.nbytes
+            (f.offset for f in frame if f.name[0] == "root"),
+            frame.nbytes,
         )
         alignment = ALIGNMENT
         if (
@@ -332,7 +337,8 @@ def plan_slab(
             alignment = mmap.PAGESIZE
             frame = replace(frame, nbytes=align(frame.nbytes, alignment))
             num_lendable = max(
-                _FEWEST_LENDABLE, min(_MOST_LENDABLE, _LENDABLE_BYTES // frame.nbytes)
+                _FEWEST_LENDABLE,
+                min(_MOST_LENDABLE, _LENDABLE_BYTES // frame.nbytes),
             )
         base = align(inputs.nbytes, alignment)
         groups.append(GroupPlan(env_ids, spec, frame, first_root, base, inputs))
@@ -395,7 +401,11 @@ class GroupSlab:
         self.spec = plan.spec
         self.columns = {
             field.name: strided_view(
-                buffer, field, plan.base, num_frames, plan.frame.nbytes
+                buffer,
+                field,
+                plan.base,
+                num_frames,
+                plan.frame.nbytes,
             )
             for field in plan.frame
         }

@@ -124,7 +124,10 @@ class Doorbell:
     def __init__(self, buffer: np.ndarray, offset: int) -> None:
         address = buffer.ctypes.data + offset
         lock = _multiprocessing.SemLock._rebuild(
-            address, _SEMAPHORE_KIND, _MAX_TOKENS, None
+            address,
+            _SEMAPHORE_KIND,
+            _MAX_TOKENS,
+            None,
         )
         self._keep: tuple[Any, ...] = (buffer, lock)
         #: uint8 `[DOORBELL_BYTES]` (VIEW): its memory.

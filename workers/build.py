@@ -106,7 +106,8 @@ def _pickle_message(factory: Factory, error: Exception) -> str:
         link
         for link in way
         if not isinstance(
-            link[1], (types.FunctionType, staticmethod, classmethod, property)
+            link[1],
+            (types.FunctionType, staticmethod, classmethod, property),
         )
     ]
     if not links:
@@ -195,7 +196,8 @@ def _hinting() -> Iterator[None]:
         note = ""
         # The latter of dm_control.
         if names & _UNKNOWN_NAMES or re.match(
-            r"Domain '.*' does not exist", str(error)
+            r"Domain '.*' does not exist",
+            str(error),
         ):
             note = (
                 "If an import registers the name, import that module in the script or in the factory, or name it: "
@@ -285,7 +287,10 @@ class Builder:
         }
 
     def _found_fields(
-        self, factory: Factory, kwargs: Mapping[str, Any], keys: Any
+        self,
+        factory: Factory,
+        kwargs: Mapping[str, Any],
+        keys: Any,
     ) -> list[InfoEntry]:
         """Return the fields that a separate env shows, once for each factory and its arguments."""
         for known, its_kwargs, fields in self._found:
@@ -348,7 +353,8 @@ class Builder:
                 f"Every call must build a new env: make_env=lambda: {_how_to_build(env)}."
             )
         captured = next(
-            (variable for variable, value in captures(factory) if value is env), None
+            (variable for variable, value in captures(factory) if value is env),
+            None,
         )
         if captured is not None and is_env_like(env):
             raise FactoryError(

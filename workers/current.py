@@ -63,7 +63,8 @@ def enter(info: WorkerInfo) -> None:
     """Make this process the worker that `worker` names, until it ends."""
     global _info  # noqa: PLW0603
     _info = dataclasses.replace(
-        info, env_id=info.env_ids[0] if len(info.env_ids) == 1 else None
+        info,
+        env_id=info.env_ids[0] if len(info.env_ids) == 1 else None,
     )
 
 

@@ -42,7 +42,11 @@ class EnvherdError(Exception):
     """
 
     def __init__(
-        self, message: str, *, remote_traceback: str | None = None, **context: Any
+        self,
+        message: str,
+        *,
+        remote_traceback: str | None = None,
+        **context: Any,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -67,7 +71,10 @@ class EnvherdError(Exception):
 
 
 def _rebuild(
-    cls: type[EnvherdError], message: str, remote: str | None, context: dict[str, Any]
+    cls: type[EnvherdError],
+    message: str,
+    remote: str | None,
+    context: dict[str, Any],
 ) -> EnvherdError:
     return cls(message, remote_traceback=remote, **context)
 

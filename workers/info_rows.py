@@ -150,7 +150,10 @@ class _Description:
                 raise DoesNotFit
             items = value.values() if kind == Kind.DICT else value
             return SchemaField(
-                kind, 0, keys, tuple(self.field_of(item, depth + 1) for item in items)
+                kind,
+                0,
+                keys,
+                tuple(self.field_of(item, depth + 1) for item in items),
             )
         dtype = _DTYPES.get(kind, "")
         shape: tuple[int, ...] = ()
@@ -208,7 +211,8 @@ class Schema:
         self.nbytes = nbytes
         # From the content, so that the caller can compare ids of all workers.
         digest = hashlib.blake2b(
-            json.dumps([root, nbytes]).encode(), digest_size=8
+            json.dumps([root, nbytes]).encode(),
+            digest_size=8,
         ).digest()
         self.id = int.from_bytes(digest, "little") >> 1 or 1
         self._records: dict[int, np.dtype] = {}
@@ -303,7 +307,10 @@ class InfoWriter:
     """
 
     def __init__(
-        self, slab: Slab, env_id: int, report: Callable[[dict[str, Any]], None]
+        self,
+        slab: Slab,
+        env_id: int,
+        report: Callable[[dict[str, Any]], None],
     ) -> None:
         assert slab.infos is not None
         self.schemas: list[Any] = []

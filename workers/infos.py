@@ -75,7 +75,8 @@ def _pack(info: Any, encode: Callable[[dict[Any, Any]], bytes]) -> Packed:
 
 
 def _pack_each(
-    entries: dict[Any, Any], encode: Callable[[dict[Any, Any]], bytes]
+    entries: dict[Any, Any],
+    encode: Callable[[dict[Any, Any]], bytes],
 ) -> Packed:
     """Pack the entries that can be packed."""
     kept = {}

@@ -404,7 +404,8 @@ class WorkerChannel:
         payload = plain.encode(value)
         with self._sending:
             self.sock.sendall(
-                _HEAD.pack(len(payload), 0, 0) + payload, _SEND_FLAGS & ~MSG_DONTWAIT
+                _HEAD.pack(len(payload), 0, 0) + payload,
+                _SEND_FLAGS & ~MSG_DONTWAIT,
             )
 
     def move_to(self, sock: socket.socket) -> None:

@@ -37,7 +37,9 @@ def draw(leaf: LeafSpec, rng: np.random.Generator) -> np.ndarray:
 
 
 def draw_masked(
-    rng: np.random.Generator, mask: np.ndarray, leaf: LeafSpec
+    rng: np.random.Generator,
+    mask: np.ndarray,
+    leaf: LeafSpec,
 ) -> np.ndarray:
     """Return indices `[...]` drawn uniformly from those that a mask `[..., n]` allows; 0 if it allows none."""
     order = np.where(mask.astype(bool), rng.random(mask.shape), -1.0)
@@ -70,7 +72,9 @@ def drawer(leaf: LeafSpec) -> Draw | None:
         nvec = np.asarray(domain.nvec)
         # A copy: for uint64, numpy reads a broadcast array of bounds in another order than it writes the values.
         return lambda rng, shape: rng.integers(
-            0, np.broadcast_to(nvec, shape).copy(), dtype=dtype
+            0,
+            np.broadcast_to(nvec, shape).copy(),
+            dtype=dtype,
         )
     if isinstance(domain, Binary):
         return lambda rng, shape: rng.integers(0, 2, shape).astype(dtype)
@@ -93,22 +97,30 @@ def _box_drawer(domain: Box, dtype: np.dtype) -> Draw:
     has_low = np.isfinite(low)
     has_high = np.isfinite(high)
     safe_low: Any = np.where(
-        has_low, low, np.where(has_high, high - _UNBOUNDED_WIDTH, -_UNBOUNDED_WIDTH / 2)
+        has_low,
+        low,
+        np.where(has_high, high - _UNBOUNDED_WIDTH, -_UNBOUNDED_WIDTH / 2),
     )
     safe_high: Any = np.where(
-        has_high, high, np.where(has_low, low + _UNBOUNDED_WIDTH, _UNBOUNDED_WIDTH / 2)
+        has_high,
+        high,
+        np.where(has_low, low + _UNBOUNDED_WIDTH, _UNBOUNDED_WIDTH / 2),
     )
     low_cast, high_cast = safe_low.astype(dtype), safe_high.astype(dtype)
     with np.errstate(over="ignore"):
         is_finite = np.isfinite(safe_high - safe_low).all()
     if is_finite:
         return lambda rng, shape: np.clip(
-            rng.uniform(safe_low, safe_high, shape).astype(dtype), low_cast, high_cast
+            rng.uniform(safe_low, safe_high, shape).astype(dtype),
+            low_cast,
+            high_cast,
         )
     # Numpy accepts no interval wider than the largest float.
     half_low, half_high = safe_low / 2, safe_high / 2
     return lambda rng, shape: np.clip(
-        (2 * rng.uniform(half_low, half_high, shape)).astype(dtype), low_cast, high_cast
+        (2 * rng.uniform(half_low, half_high, shape)).astype(dtype),
+        low_cast,
+        high_cast,
     )
 
 
@@ -126,7 +138,11 @@ def _integer_drawer(domain: Box, dtype: np.dtype) -> Draw:
         high = bounds[:, 1].reshape(high.shape)
     lowest, highest = low.astype(wide), high.astype(wide)
     return lambda rng, shape: rng.integers(
-        lowest, highest, shape, dtype=wide.type, endpoint=True
+        lowest,
+        highest,
+        shape,
+        dtype=wide.type,
+        endpoint=True,
     ).astype(dtype)
 
 

@@ -182,7 +182,8 @@ def _generators(env: Any) -> list[Any]:
         values = vars(layer).values() if hasattr(layer, "__dict__") else ()
         for value in values:
             if isinstance(
-                value, (np.random.Generator, np.random.RandomState, random.Random)
+                value,
+                (np.random.Generator, np.random.RandomState, random.Random),
             ):
                 found.setdefault(id(value), value)
         for name in _INNER:

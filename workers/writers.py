@@ -69,7 +69,10 @@ def not_finite(leaf: LeafSpec, values: Any, is_finite: Any) -> SpecError:
 
 
 def writer_for(
-    leaf: LeafSpec, array: np.ndarray, *, check_finite: bool = False
+    leaf: LeafSpec,
+    array: np.ndarray,
+    *,
+    check_finite: bool = False,
 ) -> Writer:
     """Return a writer of one leaf.
 

@@ -112,7 +112,8 @@ def check_for(leaf: LeafSpec, level: ActionCheck) -> Check | None:
         return _unsigned_below(leaf.domain.n, dtype)
     if isinstance(leaf.domain, MultiDiscrete) and dtype.kind in "iu":
         return _unsigned_below(
-            np.asarray(leaf.domain.nvec).astype(f"u{dtype.itemsize}"), dtype
+            np.asarray(leaf.domain.nvec).astype(f"u{dtype.itemsize}"),
+            dtype,
         )
     if level == "strict":
         if isinstance(leaf.domain, Box):
@@ -140,7 +141,10 @@ class GroupIntake:
     """
 
     def __init__(
-        self, slab: GroupSlab, level: ActionCheck, present: Present | None = None
+        self,
+        slab: GroupSlab,
+        level: ActionCheck,
+        present: Present | None = None,
     ) -> None:
         self._env_ids = slab.plan.env_ids
         spec = slab.spec
@@ -160,7 +164,9 @@ class GroupIntake:
         # Side values do not go through the slab: the caller sends them.
         if len(self.leaves) == 1 and not self.side_leaves:
             self.plain = compile_intake(
-                self.leaves[0], self.targets[0], self._checks[0]
+                self.leaves[0],
+                self.targets[0],
+                self._checks[0],
             )
 
     def take(self, td: TensorDictBase, rows: np.ndarray | None = None) -> bool:
@@ -241,9 +247,20 @@ class GroupIntake:
             value = self._cast(leaf, uncast)
             # A number that is too large for the type has wrapped around.
             if dtype.kind in "iu" and (changed := value != uncast).any():
-                raise self._refuse_first(leaf, uncast, changed, rows)
+                raise self._refuse_first(
+                    leaf,
+                    uncast,
+                    changed,
+                    rows,
+                )
         if check is not None and (illegal := check(value)) is not None:
-            raise self._refuse_first(leaf, value, illegal, rows, _WHAT_IS_CHECKED)
+            raise self._refuse_first(
+                leaf,
+                value,
+                illegal,
+                rows,
+                _WHAT_IS_CHECKED,
+            )
         return value
 
     def write(self, values: Sequence[np.ndarray], rows: np.ndarray | None) -> None:
@@ -291,7 +308,13 @@ class GroupIntake:
         if rows is not None:
             row = int(rows[row])
         got = f"{value[first]} at {first}"
-        return self._refuse(leaf, str(leaf.domain), got, [self._env_ids[row]], advice)
+        return self._refuse(
+            leaf,
+            str(leaf.domain),
+            got,
+            [self._env_ids[row]],
+            advice,
+        )
 
     def _refuse(
         self,
@@ -335,7 +358,8 @@ def _side_values(given: Any) -> list[Any]:
 
 
 def reset_mask(
-    td: TensorDictBase | None, batch_shape: tuple[int, ...]
+    td: TensorDictBase | None,
+    batch_shape: tuple[int, ...],
 ) -> np.ndarray | None:
     """Return which envs the caller's mask selects, bool `batch_shape`; None if the td has no mask.
 

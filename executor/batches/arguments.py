@@ -29,7 +29,12 @@ WRAP_MODEL = (
 
 
 def as_count(
-    call: str, name: str, value: Any, *, least: int = 1, or_none: bool = False
+    call: str,
+    name: str,
+    value: Any,
+    *,
+    least: int = 1,
+    or_none: bool = False,
 ) -> Any:
     """Return an integer of at least `least` as `int`, or None if that is allowed.
 
@@ -107,11 +112,19 @@ def need_state(call: str, name: str, td: Any, num_envs: int) -> None:
         return
     need_batch(call, td, name)
     if td.batch_size[:1] != (num_envs,):
-        raise wrong_rows(call, num_envs, td, name)
+        raise wrong_rows(
+            call,
+            num_envs,
+            td,
+            name,
+        )
 
 
 def wrong_rows(
-    call: str, num_envs: int, td: TensorDictBase, name: str = "a batch"
+    call: str,
+    num_envs: int,
+    td: TensorDictBase,
+    name: str = "a batch",
 ) -> ValueError:
     """Return the error for a batch without a row for each env."""
     advice = ""

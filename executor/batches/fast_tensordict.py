@@ -26,7 +26,9 @@ Find = Callable[[dict[str, Any]], Any]
 def _is_as_expected() -> bool:
     try:
         example = _new_unsafe(
-            {"a": torch.zeros(1)}, batch_size=torch.Size([1]), device=None
+            {"a": torch.zeros(1)},
+            batch_size=torch.Size([1]),
+            device=None,
         )
         return (
             set(vars(example)) == _INNER
@@ -97,7 +99,18 @@ class Shell:
                 if len(key) > 1 and key[0] == name
             }
             shape = groups.get((name,), own_shape)
-            self._nested.append((name, Shell(inner, inner_groups, lead, shape, device)))
+            self._nested.append(
+                (
+                    name,
+                    Shell(
+                        inner,
+                        inner_groups,
+                        lead,
+                        shape,
+                        device,
+                    ),
+                )
+            )
 
     def build(self, leaves: Sequence[Any]) -> TensorDict:
         """Return a fresh TensorDict over the given leaves (no copy)."""
@@ -147,7 +160,12 @@ def set_leaf(td: TensorDictBase, key: Key, leaf: torch.Tensor) -> None:
         and len(key) == 1
         and td._device is None  # noqa: SLF001
     ):
-        td._set_str(key[0], leaf, inplace=False, validated=True)  # noqa: SLF001
+        td._set_str(  # noqa: SLF001
+            key[0],
+            leaf,
+            inplace=False,
+            validated=True,
+        )
     else:
         # The public function moves it to the batch's device.
         _set(td, key, leaf)

@@ -87,7 +87,8 @@ class GroupBatch:
         self._fields = [f for f in slab.plan.frame if f.name[0] == "next"]
         self._split = splitter(self._fields, slab.plan.next_nbytes)
         self.memory = StepMemory(
-            ReusedMemory(slab.plan.next_nbytes, self._split), loans
+            ReusedMemory(slab.plan.next_nbytes, self._split),
+            loans,
         )
         self._root_memory = ReusedMemory(slab.plan.next_nbytes, self._split)
         self._bytes = slab.buffer.data
@@ -158,7 +159,9 @@ class GroupBatch:
         return self._nexts.gather(self._nexts.places(columns, rows))
 
     def next_at(
-        self, columns: np.ndarray, rows: np.ndarray
+        self,
+        columns: np.ndarray,
+        rows: np.ndarray,
     ) -> tuple[TensorDict, Leaves, np.ndarray]:
         """Return the `next` of some rows, each from its own column; its leaves, for `root_over`; and the ended rows."""
         arrays = self.gather_next(columns, rows)
@@ -175,7 +178,10 @@ class GroupBatch:
         return self.root_shell_over_next((count,)).build(leaves)
 
     def gather_roots(
-        self, columns: np.ndarray, in_root: np.ndarray, rows: np.ndarray
+        self,
+        columns: np.ndarray,
+        in_root: np.ndarray,
+        rows: np.ndarray,
     ) -> list[np.ndarray]:
         """Return the current root leaves of some rows, fresh `[k, ...]`: from a reset's root or a step's `next`."""
         # Most steps have no reset, and then the places need no second section.
@@ -189,7 +195,10 @@ class GroupBatch:
         return self.shell("root", (len(arrays[0]),)).build(self.to_tensors(arrays))
 
     def roots_after(
-        self, leaves: Leaves, column: int, reset_rows: np.ndarray | None
+        self,
+        leaves: Leaves,
+        column: int,
+        reset_rows: np.ndarray | None,
     ) -> Leaves:
         """Return the root leaves after a step: those of `next`, or of the reset for the rows that were reset.
 
@@ -235,7 +244,10 @@ class GroupBatch:
 
     @outside_inference_mode
     def _mend(
-        self, leaf: torch.Tensor, roots: np.ndarray, rows: np.ndarray
+        self,
+        leaf: torch.Tensor,
+        roots: np.ndarray,
+        rows: np.ndarray,
     ) -> torch.Tensor:
         mended = leaf.clone()
         mended[torch.from_numpy(rows).to(mended.device)] = torch.from_numpy(
@@ -269,7 +281,9 @@ class Gatherer:
     """
 
     def __init__(
-        self, buffer: np.ndarray, sections: Sequence[Sequence[np.ndarray]]
+        self,
+        buffer: np.ndarray,
+        sections: Sequence[Sequence[np.ndarray]],
     ) -> None:
         self._num_rows = sections[0][0].shape[1]
         self._section = sections[0][0].shape[0] * self._num_rows
@@ -299,7 +313,10 @@ class Gatherer:
             self._leaves.append((first.shape[2:], first.dtype, records, table))
 
     def places(
-        self, columns: np.ndarray, rows: np.ndarray, sections: np.ndarray | None = None
+        self,
+        columns: np.ndarray,
+        rows: np.ndarray,
+        sections: np.ndarray | None = None,
     ) -> np.ndarray:
         """Return the places of some rows, int64 `[k]`, for `gather`.
 
@@ -325,7 +342,9 @@ class Gatherer:
             if records is None:
                 gathered.append(
                     self._gather_larger(
-                        len(gathered), places, np.empty((count, *shape), dtype)
+                        len(gathered),
+                        places,
+                        np.empty((count, *shape), dtype),
                     )
                 )
                 continue
@@ -336,7 +355,10 @@ class Gatherer:
         return gathered
 
     def _gather_larger(
-        self, index: int, places: np.ndarray, rows: np.ndarray
+        self,
+        index: int,
+        places: np.ndarray,
+        rows: np.ndarray,
     ) -> np.ndarray:
         """Return the rows of a leaf without records, whose rows are empty or too large for a record."""
         arrays = self._larger[index]
@@ -354,7 +376,9 @@ def _addresses(array: np.ndarray, start: int) -> np.ndarray:
 
 
 def add_side(
-    td: TensorDictBase, keys: Sequence[tuple[int, Key]], values: Sequence[Sequence[Any]]
+    td: TensorDictBase,
+    keys: Sequence[tuple[int, Key]],
+    values: Sequence[Sequence[Any]],
 ) -> None:
     """Put copies of side-channel leaves into a batch, as non-tensor data: `values[row][leaf index]`."""
     for index, key in keys:
@@ -364,11 +388,13 @@ def add_side(
 
 
 def stack_groups(
-    tds: Sequence[TensorDictBase], places: Sequence[tuple[int, int]]
+    tds: Sequence[TensorDictBase],
+    places: Sequence[tuple[int, int]],
 ) -> TensorDictBase:
     """Return one batch in env order from one batch per group: itself if there is one group, else a lazy stack."""
     if len(tds) == 1 and [row for _, row in places] == list(range(len(places))):
         return tds[0]
     return LazyStackedTensorDict(
-        *(tds[group][row] for group, row in places), stack_dim=0
+        *(tds[group][row] for group, row in places),
+        stack_dim=0,
     )

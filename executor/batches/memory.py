@@ -44,12 +44,18 @@ _LARGEST_SHARED = 1024
 
 
 def splitter(
-    fields: Sequence[Field], nbytes: int
+    fields: Sequence[Field],
+    nbytes: int,
 ) -> Callable[[np.ndarray], list[np.ndarray]]:
     """Return `split(buffer) -> arrays`, which returns the arrays of some fields (VIEWS) of a buffer of `nbytes`."""
     if nbytes > LARGEST_RECORD:
         return lambda buffer: [
-            np.ndarray(field.shape, field.dtype, buffer, field.offset)
+            np.ndarray(
+                field.shape,
+                field.dtype,
+                buffer,
+                field.offset,
+            )
             for field in fields
         ]
     names = [str(index) for index in range(len(fields))]
@@ -152,7 +158,8 @@ class ReusedMemory:
             block = self._blocks[at]
             if block is None or ((is_free := block.is_free) and not block.is_in_place):
                 block = self._blocks[at] = BatchMemory(
-                    np.empty(self._nbytes, np.uint8), self._split
+                    np.empty(self._nbytes, np.uint8),
+                    self._split,
                 )
                 is_free = True
             if is_free:
@@ -162,7 +169,8 @@ class ReusedMemory:
 
 
 def _masters_of(
-    buffer: np.ndarray, arrays: Sequence[np.ndarray]
+    buffer: np.ndarray,
+    arrays: Sequence[np.ndarray],
 ) -> tuple[Leaves, Leaves]:
     """Return tensors over arrays of a buffer, and the first one of each storage."""
     masters: Leaves = []
@@ -209,7 +217,10 @@ class _Frame:
     """
 
     def __init__(
-        self, memory: np.ndarray, split: Split, fields: Sequence[Field]
+        self,
+        memory: np.ndarray,
+        split: Split,
+        fields: Sequence[Field],
     ) -> None:
         self._memory, self._split, self._fields = memory, split, fields
         self._block = BatchMemory(memory, split)

@@ -59,7 +59,9 @@ class PlainIntake(NamedTuple):
 
 
 def compile_intake(
-    leaf: LeafSpec, target: np.ndarray, check: Check | None
+    leaf: LeafSpec,
+    target: np.ndarray,
+    check: Check | None,
 ) -> PlainIntake:
     """Return the intake of a leaf.
 
@@ -92,7 +94,12 @@ def compile_intake(
         if check is not None:
             most = leaf.domain.n
         return PlainIntake(
-            find, dtype, target, legal, limit, *_take_numbers(is_plain, target, most)
+            find,
+            dtype,
+            target,
+            legal,
+            limit,
+            *_take_numbers(is_plain, target, most),
         )
 
     def take(value: Any, rows: Any, shape: tuple[int, ...]) -> bool:

@@ -25,7 +25,10 @@ class ActionSampler:
     """Draws action batches for a list of envs."""
 
     def __init__(
-        self, specs: Sequence[EnvSpec], seed: int, first_env_id: int = 0
+        self,
+        specs: Sequence[EnvSpec],
+        seed: int,
+        first_env_id: int = 0,
     ) -> None:
         # Executors that run shares of one batch draw different actions.
         share = (first_env_id,) if first_env_id else ()

@@ -77,7 +77,10 @@ class StepBatches:
         return None, self._batch.next_views(column)
 
     def finish(
-        self, draft: Draft, column: int, reset_ids: np.ndarray | None
+        self,
+        draft: Draft,
+        column: int,
+        reset_ids: np.ndarray | None,
     ) -> tuple[TensorDict, TensorDict | None]:
         """Return the `next` batch `[N]` of a step, and the root after it.
 

@@ -29,7 +29,9 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def as_device(
-    device: Any, call: str = "device", name: str = "a device"
+    device: Any,
+    call: str = "device",
+    name: str = "a device",
 ) -> torch.device | None:
     """Return an existing device, or None; errors name the call and the argument.
 
@@ -116,7 +118,9 @@ def packed(batch: TensorDictBase, device: torch.device) -> TensorDictBase:
 
 @outside_inference_mode
 def apart(
-    moved: torch.Tensor, sizes: Sequence[int], like: Iterable[torch.Tensor]
+    moved: torch.Tensor,
+    sizes: Sequence[int],
+    like: Iterable[torch.Tensor],
 ) -> list[torch.Tensor]:
     """Return the leaves of a batch that was moved as bytes, each with its own storage: one copy on the device.
 
@@ -188,7 +192,10 @@ class Mover:
     """
 
     def __init__(
-        self, buffer: np.ndarray, device: torch.device, num_frames: int
+        self,
+        buffer: np.ndarray,
+        device: torch.device,
+        num_frames: int,
     ) -> None:
         self.device = device
         self._buffer = buffer
@@ -238,7 +245,9 @@ def _pin(buffer: np.ndarray, device: torch.device) -> Any:
         if (
             int(
                 runtime.cudaHostRegister(
-                    address, buffer.nbytes, _CUDA_REGISTER_PORTABLE
+                    address,
+                    buffer.nbytes,
+                    _CUDA_REGISTER_PORTABLE,
                 )
             )
             != 0

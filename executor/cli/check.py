@@ -53,7 +53,10 @@ def _check(options: Check, contract: Contract) -> int:
 
 
 def _check_rules(
-    env: str, contract: Contract, console: Console, rules: list[dict[str, Any]]
+    env: str,
+    contract: Contract,
+    console: Console,
+    rules: list[dict[str, Any]],
 ) -> int:
     """Check and print every rule, and add it to `rules`; return the exit code."""
     num_broken = 0
@@ -84,7 +87,8 @@ def _check_rules(
             num_broken += 1
             note(rule, "broken", str(error))
             console.print(
-                Text("broken  ", "bold red").append(what, "default"), soft_wrap=True
+                Text("broken  ", "bold red").append(what, "default"),
+                soft_wrap=True,
             )
             console.print(Text(f"            {error}"), soft_wrap=True)
             continue

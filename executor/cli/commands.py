@@ -133,7 +133,11 @@ def noting_interrupt() -> Iterator[list[int]]:
 
 
 def started(
-    made: Made, num_envs: int, *, is_drawn: bool = False, **how: Any
+    made: Made,
+    num_envs: int,
+    *,
+    is_drawn: bool = False,
+    **how: Any,
 ) -> ParallelEnv:
     """Return an executor of a named env.
 
@@ -162,7 +166,11 @@ def started_on_ray(made: Made, num_envs: int, address: str, **how: Any) -> RayRo
 
     factory, kwargs = made
     return RayRollouts(
-        num_envs, factory, env_kwargs=kwargs or None, address=address, **how
+        num_envs,
+        factory,
+        env_kwargs=kwargs or None,
+        address=address,
+        **how,
     )
 
 
@@ -173,16 +181,19 @@ def drawing(options: ExecutorOptions) -> ExecutorOptions:
 
 
 def acting(
-    make_policy: Callable[[Any], Any], env: BatchedEnv | RayRollouts
+    make_policy: Callable[[Any], Any],
+    env: BatchedEnv | RayRollouts,
 ) -> Callable[[Any], Any]:
     """Return what sets the actions in a batch: the policy that `policy_maker` makes."""
     return functools.partial(
-        run_policy, as_policy("--policy", make_policy(env), env.specs[0])
+        run_policy,
+        as_policy("--policy", make_policy(env), env.specs[0]),
     )
 
 
 def policy_maker(
-    name: str | None, option: str = "--policy"
+    name: str | None,
+    option: str = "--policy",
 ) -> Callable[[BatchedEnv], Any] | None:
     """Return what makes the policy that an option MODULE:FACTORY names, from an executor; None without the option.
 

@@ -12,7 +12,8 @@ def doctor(
     env: Annotated[
         str | None,
         typer.Option(
-            metavar="ENV", help="Also build this env, and show whether C steps it."
+            metavar="ENV",
+            help="Also build this env, and show whether C steps it.",
         ),
     ] = None,
     json: Json = None,
@@ -50,7 +51,8 @@ def _report(env: str, make_env: Any, path: str | None) -> int:
     for finding in examine(env, make_env):
         findings.append(finding)
         line = Text(f"{finding.level:>4}  ", styles[finding.level]).append(
-            f"{finding.name}: ", "bold"
+            f"{finding.name}: ",
+            "bold",
         )
         console.print(line.append(finding.found, "default"), soft_wrap=True)
         if finding.fix and finding.level != "ok":

@@ -48,7 +48,10 @@ class MyAdapter(Adapter):
         )
 
     def reset(
-        self, seed: int | None, options: Any = None, mask: Any = None
+        self,
+        seed: int | None,
+        options: Any = None,
+        mask: Any = None,
     ) -> list[Any]:
         """Start an episode; return the observation, a value for each leaf of the spec.
 

@@ -58,7 +58,10 @@ def _prepare(options: Evaluate) -> tuple[dict[str, Any], Any, Any]:
 
 
 def _work(
-    options: Evaluate, tasks: dict[str, Any], maker: Any, background_maker: Any
+    options: Evaluate,
+    tasks: dict[str, Any],
+    maker: Any,
+    background_maker: Any,
 ) -> int:
     """Play and report; return the exit code."""
     console = Console(stderr=options.json == "-", quiet=options.quiet)
@@ -82,7 +85,10 @@ def _work(
 
 
 def _evaluate(
-    options: Evaluate, tasks: dict[str, Any], maker: Any, background_maker: Any
+    options: Evaluate,
+    tasks: dict[str, Any],
+    maker: Any,
+    background_maker: Any,
 ) -> Evaluations:
     focal = (
         None
@@ -97,7 +103,10 @@ def _evaluate(
                 {OTHERS: None} if background_maker is None else background_maker(env)
             )
         return join_policies(
-            None if maker is None else maker(env), env.spec, background, focal
+            None if maker is None else maker(env),
+            env.spec,
+            background,
+            focal,
         )
 
     return evaluate(

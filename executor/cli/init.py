@@ -13,11 +13,13 @@ _TEMPLATE = Path(__file__).with_name("env_template.py")
 
 def init(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="The Python file to write.")
+        Path,
+        typer.Argument(metavar="FILE", help="The Python file to write."),
     ] = Path("my_env.py"),
     *,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace a file that exists.")
+        bool,
+        typer.Option("--force", help="Replace a file that exists."),
     ] = False,
 ) -> None:
     """Write a small env with its adapter and factory; replace it by your env.

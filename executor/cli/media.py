@@ -218,7 +218,10 @@ class Pictures:
                 for frame in [moments[at][1].get(i)]
             ]
             sheet = grid(
-                tiles, columns=len(picked), title=title, width_px=SHEET_WIDTH_PX
+                tiles,
+                columns=len(picked),
+                title=title,
+                width_px=SHEET_WIDTH_PX,
             )
             sheet.save(self._png, optimize=True)
         files = {"gif": self._gif, "png": self._png, "mp4": self._mp4}
@@ -295,7 +298,8 @@ def reduced(frame: np.ndarray, largest_px: int = KEPT_PX) -> np.ndarray:
     )
     return np.asarray(
         pillow.Image.fromarray(np.ascontiguousarray(array)).resize(
-            (width, height), pillow.Image.BOX
+            (width, height),
+            pillow.Image.BOX,
         )
     )
 
@@ -323,7 +327,8 @@ def grid(
     )
     columns = columns or _columns(len(tiles), height, width)
     factor = max(
-        1, min(ENLARGED_PX // max(height, width), width_px // (columns * width))
+        1,
+        min(ENLARGED_PX // max(height, width), width_px // (columns * width)),
     )
     height, width = height * factor, width * factor
     top = GAP_PX + (CAPTION_PX if title else 0)
@@ -362,7 +367,10 @@ def _columns(count: int, height: int, width: int) -> int:
 
 
 def save_animation(
-    path: Path, pictures: Sequence[Image.Image], *, frames_per_s: float
+    path: Path,
+    pictures: Sequence[Image.Image],
+    *,
+    frames_per_s: float,
 ) -> None:
     """Write pictures of one size as a looping GIF.
 

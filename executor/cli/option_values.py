@@ -153,21 +153,27 @@ MaxSteps = Annotated[int | None, typer.Option(min=1, help=_MAX_STEPS_HELP)]
 NumEnvs = Annotated[int, typer.Option(min=1, help="Number of envs.")]
 Workers = Annotated[int | None, typer.Option(min=1, help=_WORKERS_HELP)]
 Seed = Annotated[
-    int | None, typer.Option(min=0, help="Root seed; default: drawn and printed.")
+    int | None,
+    typer.Option(min=0, help="Root seed; default: drawn and printed."),
 ]
 Policy = Annotated[
-    str | None, typer.Option(metavar="MODULE:FACTORY", help=_POLICY_HELP)
+    str | None,
+    typer.Option(metavar="MODULE:FACTORY", help=_POLICY_HELP),
 ]
 Gif = Annotated[
     Path | None,
     typer.Option(
-        metavar="PATH", callback=picture(".gif"), help="Write an animation (GIF)."
+        metavar="PATH",
+        callback=picture(".gif"),
+        help="Write an animation (GIF).",
     ),
 ]
 Sheet = Annotated[
     Path | None,
     typer.Option(
-        metavar="PATH", callback=picture(".png"), help="Write a contact sheet (PNG)."
+        metavar="PATH",
+        callback=picture(".png"),
+        help="Write a contact sheet (PNG).",
     ),
 ]
 Json = Annotated[

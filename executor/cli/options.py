@@ -80,7 +80,8 @@ class Rollout(Command):
     steps: Annotated[
         int,
         typer.Option(
-            min=1, help="Steps of each env; envs whose episode ends are reset."
+            min=1,
+            help="Steps of each env; envs whose episode ends are reset.",
         ),
     ] = 200
     episodes: Annotated[
@@ -115,7 +116,8 @@ class Rollout(Command):
     alone: Annotated[
         bool,
         typer.Option(
-            "--alone", help="Show the first env alone; in the GIF without captions."
+            "--alone",
+            help="Show the first env alone; in the GIF without captions.",
         ),
     ] = False
     views: Annotated[
@@ -128,7 +130,9 @@ class Rollout(Command):
     agent: Annotated[
         int | None,
         typer.Option(
-            min=0, metavar="I", help="Show what agent I of the first env observes."
+            min=0,
+            metavar="I",
+            help="Show what agent I of the first env observes.",
         ),
     ] = None
     fps: Annotated[
@@ -163,7 +167,9 @@ class Evaluate(Command):
     env: Annotated[
         list[str],
         typer.Argument(
-            metavar="ENV...", help=f"One or several of: {ENV_HELP}", show_default=False
+            metavar="ENV...",
+            help=f"One or several of: {ENV_HELP}",
+            show_default=False,
         ),
     ]
     policy: Annotated[
@@ -189,7 +195,8 @@ class Evaluate(Command):
         ),
     ] = None
     episodes: Annotated[
-        int, typer.Option(min=1, help="Number of episodes of each ENV.")
+        int,
+        typer.Option(min=1, help="Number of episodes of each ENV."),
     ] = 10
     workers: Workers = None
     seed: Annotated[int, typer.Option(min=0, help="Root seed.")] = 0
@@ -206,13 +213,16 @@ class Evaluate(Command):
     videos: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", callback=new_folder, help="Write videos of episodes (MP4)."
+            metavar="DIR",
+            callback=new_folder,
+            help="Write videos of episodes (MP4).",
         ),
     ] = None
     filmed: Annotated[
         int,
         typer.Option(
-            min=1, help="With --videos: how many episodes of each ENV to record."
+            min=1,
+            help="With --videos: how many episodes of each ENV to record.",
         ),
     ] = 1
     json: Json = None
@@ -255,7 +265,8 @@ class Replay(Command):
     pdb: Annotated[
         bool,
         typer.Option(
-            "--pdb", help="Capsule: stop in the debugger before the last step."
+            "--pdb",
+            help="Capsule: stop in the debugger before the last step.",
         ),
     ] = False
     record: Annotated[
@@ -325,7 +336,8 @@ class Size(Command):
 
     env: Env
     envs: Annotated[
-        int | None, typer.Option(min=1, help="Fix the number of envs; default: chosen.")
+        int | None,
+        typer.Option(min=1, help="Fix the number of envs; default: chosen."),
     ] = None
     workers: Annotated[
         int | None,
@@ -358,7 +370,8 @@ class Size(Command):
         typer.Option(min=0.5, max=_DAY_S, help="Maximum seconds of the measurement."),
     ] = 20.0
     headroom: Annotated[
-        float, typer.Option(min=0.0, max=0.9, help="Share of the memory to leave free.")
+        float,
+        typer.Option(min=0.0, max=0.9, help="Share of the memory to leave free."),
     ] = 0.2
     env_kwargs: EnvKwargs = None
     json: Json = None
@@ -382,10 +395,12 @@ class Top(Command):
         ),
     ] = None
     interval: Annotated[
-        float, typer.Option(min=0.1, max=_DAY_S, help="Refresh interval in seconds.")
+        float,
+        typer.Option(min=0.1, max=_DAY_S, help="Refresh interval in seconds."),
     ] = 1.0
     pid: Annotated[
-        int | None, typer.Option(help="Show only the executors of this process.")
+        int | None,
+        typer.Option(help="Show only the executors of this process."),
     ] = None
     stack: Annotated[
         int | None,

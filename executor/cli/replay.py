@@ -56,7 +56,10 @@ def _prepare(options: Replay) -> tuple[TensorDictBase, dict[str, Any], Made, Pic
     facts["env"] = facts["env"] if options.env is None else options.env
     kwargs = facts["env_kwargs"] if options.env_kwargs is None else options.env_kwargs
     made = made_for(
-        facts["env"], kwargs, facts["max_steps"], with_frames=pictures.are_wanted
+        facts["env"],
+        kwargs,
+        facts["max_steps"],
+        with_frames=pictures.are_wanted,
     )
     return data, facts, made, pictures
 
@@ -110,7 +113,11 @@ def _replay(
                 root.set(key, then[key].clone())
             td, root = env.step_and_maybe_reset(root)
             difference = difference or _difference(
-                step, then["next"], td["next"], set(), "next/"
+                step,
+                then["next"],
+                td["next"],
+                set(),
+                "next/",
             )
             pictures.look(env, step + 1, td["next"])
             if difference and not pictures.are_wanted:

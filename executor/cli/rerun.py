@@ -114,7 +114,10 @@ class Rerun:
                 or_trust,
             )
         factory, kwargs = made_for(
-            name, kwargs, None, with_frames=self._pictures.are_drawn
+            name,
+            kwargs,
+            None,
+            with_frames=self._pictures.are_drawn,
         )
         if name == facts["env"] and facts["fields"]:
             try:
@@ -131,7 +134,9 @@ class Rerun:
         console = Console(quiet=self._options.quiet)
         facts = capsule.facts
         failure = _in_words(
-            facts["failure"], facts["failure"].get("phase"), facts["num_steps"]
+            facts["failure"],
+            facts["failure"].get("phase"),
+            facts["num_steps"],
         )
         console.print(
             f"env {facts['env_id']}, episode {facts['episode']}, seed {facts['seed']}, {facts['num_steps']} steps: "
@@ -166,18 +171,28 @@ class Rerun:
         return code
 
     def _run(
-        self, capsule: Capsule, made: Made, options: ExecutorOptions
+        self,
+        capsule: Capsule,
+        made: Made,
+        options: ExecutorOptions,
     ) -> tuple[str, str]:
         """Run the episode again; return how it failed and how it differed before, each empty if it did not."""
         how: dict[str, Any] = {"seed": capsule.facts["root_seed"], "options": options}
         try:
             if self._options.pdb:
                 env: BatchedEnv = SerialEnv(
-                    1, made[0], env_kwargs=made[1] or None, **how
+                    1,
+                    made[0],
+                    env_kwargs=made[1] or None,
+                    **how,
                 )
             else:
                 env = started(
-                    made, 1, is_drawn=self._pictures.are_drawn, num_workers=1, **how
+                    made,
+                    1,
+                    is_drawn=self._pictures.are_drawn,
+                    num_workers=1,
+                    **how,
                 )
         except Exception as error:  # of an env with other arguments, or of a machine that lacks what it needs
             raise CapsuleError(
@@ -199,7 +214,9 @@ class Rerun:
                 }
                 found["exit_code"] = known.get("exit_code")
                 return _in_words(
-                    found, known["phase"], episode.num_steps
+                    found,
+                    known["phase"],
+                    episode.num_steps,
                 ), episode.difference
 
 
@@ -247,7 +264,8 @@ class _Episode:
         facts, env, last = self._facts, self._env, self._facts["num_steps"]
         root = self._stopping(
             lambda: env.reset(
-                seed=[facts["seed"]], list_of_kwargs=[facts["reset_options"] or {}]
+                seed=[facts["seed"]],
+                list_of_kwargs=[facts["reset_options"] or {}],
             )
         )
         self._pictures.look(env, 0, root)
@@ -259,7 +277,8 @@ class _Episode:
                 self.difference = f"the observation before step {last} is another."
             for key, values in self._inputs.items():
                 root.set(
-                    key, torch.from_numpy(values[self.num_steps : self.num_steps + 1])
+                    key,
+                    torch.from_numpy(values[self.num_steps : self.num_steps + 1]),
                 )
             self.num_steps += 1
             root = self._stopping(lambda: env.step(root)["next"])  # noqa: B023  # called at once
@@ -323,7 +342,9 @@ def _stop_before(call: Callable[[], Any], env: Any, step: int) -> Any:
 
     debugger = Pdb(nosigint=True)
     code = getattr(
-        getattr(type(env), "step" if step else "reset", None), "__code__", None
+        getattr(type(env), "step" if step else "reset", None),
+        "__code__",
+        None,
     )
     if code is not None:
         debugger.set_break(code.co_filename, code.co_firstlineno, funcname=code.co_name)

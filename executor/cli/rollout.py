@@ -120,7 +120,12 @@ def _work(
     with env, contextlib.closing(pictures):
         act = None if make_policy is None else acting(make_policy, env)
         counted, returns, failure = _collect(
-            options, env, act, pictures, store, console
+            options,
+            env,
+            act,
+            pictures,
+            store,
+            console,
         )
         memory = memory_of(os.getpid(), is_alone=True)
         requested = {
@@ -233,7 +238,10 @@ def _collect(
         style="green",
     )
     bar = Progress(
-        *Progress.get_default_columns(), MofNCompleteColumn(), speed, console=console
+        *Progress.get_default_columns(),
+        MofNCompleteColumn(),
+        speed,
+        console=console,
     )
     task = bar.add_task("steps", total=options.steps, rate=0.0, episodes=0)
     with bar, torch.no_grad():

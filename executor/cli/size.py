@@ -78,7 +78,8 @@ def _work(options: Size, factory: Factory, goal: Goal) -> int:
         sep="\n",
     )
     write_text(
-        options.json, json.dumps(plain_report(options.env, sizing), indent=2) + "\n"
+        options.json,
+        json.dumps(plain_report(options.env, sizing), indent=2) + "\n",
     )
     return 0
 
@@ -95,7 +96,8 @@ def _advice(env: str, sizing: Sizing) -> Table:
     grid.add_column(overflow="fold")
     in_process = f"{counted(setting.num_envs, 'env')} in the caller's process: SerialEnv({setting.num_envs}, make_env)"
     grid.add_row(
-        "run", Text(str(setting) if setting.num_workers else in_process, "bold green")
+        "run",
+        Text(str(setting) if setting.num_workers else in_process, "bold green"),
     )
     grid.add_row(
         "env-steps/s",
@@ -168,7 +170,9 @@ def _runs(sizing: Sizing) -> Table:
     )
     for name in ("setting", "env-steps/s", "of best", "busy", "memory", "turns"):
         grid.add_column(
-            name, justify="left" if name == "setting" else "right", no_wrap=True
+            name,
+            justify="left" if name == "setting" else "right",
+            no_wrap=True,
         )
     for one in sorted(
         (one for one in sizing.runs if one.refusal is None),

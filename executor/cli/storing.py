@@ -77,7 +77,9 @@ class RolloutStore:
             self._require_room(td.bytes() * self.num_steps)
             if not has_odd_leaves(td):
                 whole = td.unsqueeze(1).expand(
-                    td.shape[0], self.num_steps, *td.shape[1:]
+                    td.shape[0],
+                    self.num_steps,
+                    *td.shape[1:],
                 )
                 self._on_disk = whole.memmap_like(self.directory)
         if self._on_disk is None:
@@ -100,7 +102,8 @@ class RolloutStore:
             )
         elif self.num_stored < self.num_steps:
             with tempfile.TemporaryDirectory(
-                prefix=".shorter-", dir=self.directory
+                prefix=".shorter-",
+                dir=self.directory,
             ) as shorter:
                 self._on_disk[:, : self.num_stored].contiguous().memmap(shorter)
                 for path in Path(shorter).rglob("*"):

@@ -34,7 +34,9 @@ def run(options: Top) -> int:
     ):
         if refusal := _refusal(options, watcher.look()):
             Console(stderr=True).print(
-                f"error: top failed: {refusal}", soft_wrap=True, highlight=False
+                f"error: top failed: {refusal}",
+                soft_wrap=True,
+                highlight=False,
             )
             return EXIT_USAGE
         live: Live | None = None
@@ -52,7 +54,9 @@ def run(options: Top) -> int:
                     _write_json(options, watches, stack)
                 elif live is None:
                     console.print(
-                        Text(stack), soft_wrap=True, end="\n" if stack else ""
+                        Text(stack),
+                        soft_wrap=True,
+                        end="\n" if stack else "",
                     )
                     console.print(screen(watches, "", console.width))
                 else:
@@ -84,7 +88,8 @@ def _write_json(options: Top, watches: list[Watch], stack: str) -> None:
     }
     plain |= {"stack": stack} if stack else {}
     write_text(
-        options.json, json.dumps(plain, indent=2 if options.once else None) + "\n"
+        options.json,
+        json.dumps(plain, indent=2 if options.once else None) + "\n",
     )
 
 
@@ -181,7 +186,9 @@ def _executor(watch: Watch, width: int) -> Table:
     )
     for name in names:
         table.add_column(
-            name, justify="left" if name == "at" else "right", no_wrap=name != "at"
+            name,
+            justify="left" if name == "at" else "right",
+            no_wrap=name != "at",
         )
     for row in rows:
         table.add_row(*(row[name] for name in names))

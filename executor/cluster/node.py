@@ -63,7 +63,10 @@ class Node:
 
     def __init__(self, *task: Any) -> None:
         threading.Thread(
-            target=_end_with, args=(os.getppid(),), name="envherd-parent", daemon=True
+            target=_end_with,
+            args=(os.getppid(),),
+            name="envherd-parent",
+            daemon=True,
         ).start()
         node_id = ray.get_runtime_context().get_node_id()[:8]
         self._place = f"node {socket.gethostname()}/{node_id}, pid {os.getpid()}"
@@ -130,7 +133,8 @@ class Node:
                 )
         numbering.first_env_id, numbering.place = first, self._place.partition(",")[0]
         options = dataclasses.replace(
-            how["options"], first_env_id=how["options"].first_env_id + first
+            how["options"],
+            first_env_id=how["options"].first_env_id + first,
         )
         cores = min(usable_cores(), cores or usable_cores())
         num_workers = how["num_workers"] or min(max(1, int(cores)), len(factories))
@@ -149,7 +153,8 @@ class Node:
             }
             own = [made[pickled] for pickled in factories]
             return ParallelEnv(
-                own, **{**how, "options": options, "num_workers": num_workers}
+                own,
+                **{**how, "options": options, "num_workers": num_workers},
             )
         except EnvherdError:
             raise
@@ -243,7 +248,9 @@ def as_arrays(data: TensorDictBase) -> Any:
     found = {
         key: data.get(key)
         for key in data.keys(
-            include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor
+            include_nested=True,
+            leaves_only=True,
+            is_leaf=is_leaf_nontensor,
         )
     }
     is_plain = type(data) is TensorDict and all(

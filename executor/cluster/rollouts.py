@@ -205,7 +205,11 @@ class RayRollouts:
                 spread(self.num_envs, [bundle.get("CPU") or 1.0 for bundle in bundles])
             ):
                 actor = _actor(
-                    group, index, bundles[index], runtime_env, self._options
+                    group,
+                    index,
+                    bundles[index],
+                    runtime_env,
+                    self._options,
                 ).remote(
                     versions(),
                     registries.collect(),
@@ -261,7 +265,9 @@ class RayRollouts:
         max_steps = as_count("rollout", "max_steps", max_steps)
         need_callables("rollout", policy=policy)
         need_bools(
-            "rollout", auto_reset=auto_reset, break_when_any_done=break_when_any_done
+            "rollout",
+            auto_reset=auto_reset,
+            break_when_any_done=break_when_any_done,
         )
         if break_when_any_done or callback is not None:
             raise ValueError(
@@ -304,7 +310,10 @@ class RayRollouts:
         need_bools("stream", overlap=overlap)
         need_state("stream", "primer", primer, self.num_envs)
         begin = functools.partial(
-            self._roll, max_steps=max_steps, states={"primer": primer}, keeps_state=True
+            self._roll,
+            max_steps=max_steps,
+            states={"primer": primer},
+            keeps_state=True,
         )
         with self._guard:
             self._take(policy)
@@ -443,7 +452,8 @@ class RayRollouts:
                 except ray.exceptions.RayError as error:
                     text = " ".join(str(getattr(error, "cause", None) or error).split())
                     raise self._loss(
-                        share, f"{type(error).__name__}: {text[:_MAX_LENGTH]}"
+                        share,
+                        f"{type(error).__name__}: {text[:_MAX_LENGTH]}",
                     ) from None
                 if isinstance(answer, EnvherdError):
                     raise answer
@@ -468,7 +478,8 @@ class RayRollouts:
                 share.ping = None  # the next call reports that the actor has died
                 ray.kill(share.actor)
                 raise self._loss(
-                    share, f"it gave no sign of life for {self._node_timeout_s:g} s"
+                    share,
+                    f"it gave no sign of life for {self._node_timeout_s:g} s",
                 )
         late = [
             str(one)
@@ -554,7 +565,8 @@ def _connect(address: str | None) -> bool:
     try:
         if host and port.isdigit():
             socket.create_connection(
-                (host.removeprefix("ray://"), int(port)), _CONNECT_S
+                (host.removeprefix("ray://"), int(port)),
+                _CONNECT_S,
             ).close()
         ray.init(address=address, log_to_driver=False, configure_logging=False)
     except (OSError, RuntimeError, ValueError) as error:
@@ -566,12 +578,16 @@ def _connect(address: str | None) -> bool:
 
 
 def _await_room(
-    group: Any, bundles: Sequence[Mapping[str, float]], timeout_s: float
+    group: Any,
+    bundles: Sequence[Mapping[str, float]],
+    timeout_s: float,
 ) -> None:
     """Wait until Ray has reserved a placement group; raise a `ClusterError` if that takes too long."""
     if not group.wait(timeout_s):
         raise no_room(
-            bundles, [dict(node["Resources"]) for node in _nodes()], timeout_s
+            bundles,
+            [dict(node["Resources"]) for node in _nodes()],
+            timeout_s,
         )
 
 
@@ -626,7 +642,9 @@ def _release(
             for share in shares
         ]
         ray.wait(
-            calls, num_returns=len(calls), timeout=options.close_timeout_s
+            calls,
+            num_returns=len(calls),
+            timeout=options.close_timeout_s,
         ) if calls else None
     finally:
         for share in shares:
@@ -663,7 +681,8 @@ def _join(parts: Sequence[Any]) -> TensorDictBase:
     data = TensorDict({}, (sum(shape[0] for shape in shapes), *shapes[0][1:]))
     for key in parts[0][1]:
         data.set(
-            key, torch.from_numpy(np.concatenate([arrays[key] for _, arrays in parts]))
+            key,
+            torch.from_numpy(np.concatenate([arrays[key] for _, arrays in parts])),
         )
     data.refine_names(None, "time", ...)
     return data

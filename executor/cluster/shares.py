@@ -65,7 +65,9 @@ def bundles_for(
 
 
 def no_room(
-    asked: Sequence[Resources], free: Sequence[Resources], waited_s: float = 0.0
+    asked: Sequence[Resources],
+    free: Sequence[Resources],
+    waited_s: float = 0.0,
 ) -> ClusterError:
     """Return the error for bundles that cannot be placed, or were not placed in time."""
     return ClusterError(

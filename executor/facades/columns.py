@@ -101,7 +101,11 @@ class LatestColumn:
     """
 
     def __init__(
-        self, positions: Positions, key: Key, num_rows: int, shape: tuple[int, ...]
+        self,
+        positions: Positions,
+        key: Key,
+        num_rows: int,
+        shape: tuple[int, ...],
     ) -> None:
         self._positions = positions
         self._repeats = num_rows // positions.slab.plan.num_envs
@@ -139,7 +143,11 @@ def episode_reader(slab: Slab, num_agents: int = 1) -> ReadEpisodes | None:
     columns = [
         (
             Column(
-                slab, "next", [own[place] for own in keys], slab.plan.num_envs, shape
+                slab,
+                "next",
+                [own[place] for own in keys],
+                slab.plan.num_envs,
+                shape,
             ),
             dtype,
         )

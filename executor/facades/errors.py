@@ -67,7 +67,8 @@ def as_raised(error: EnvherdError, call: str = "") -> EnvherdError:
         native: type[Exception] | None = type(cause)
     else:
         native = _find_type(
-            error.context.get("type_module", ""), error.context.get("type_name", "")
+            error.context.get("type_module", ""),
+            error.context.get("type_name", ""),
         )
     return error if native is None or isinstance(error, native) else twin(error, native)
 
@@ -96,7 +97,9 @@ def twin(error: EnvherdError, native: type[Exception]) -> EnvherdError:
 
 
 def _blank(
-    kind: type[EnvherdError], native: type[Exception], message: str
+    kind: type[EnvherdError],
+    native: type[Exception],
+    message: str,
 ) -> EnvherdError | None:
     """Return an instance without calling constructors, as a native one may require other arguments."""
     for base in (Exception, native):  # `native` if its instances have their own fields
@@ -108,7 +111,8 @@ def _blank(
 
 
 def _joined(
-    ours: type[EnvherdError], native: type[Exception]
+    ours: type[EnvherdError],
+    native: type[Exception],
 ) -> type[EnvherdError] | None:
     """Return a class derived from both; None if Python cannot create it."""
     namespace = {

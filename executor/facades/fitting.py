@@ -9,7 +9,10 @@ from envherd.workers.errors import ActionError
 
 
 def fitted(
-    values: Any, shape: tuple[int, ...], dtype: np.dtype[Any], of_agent: str = ""
+    values: Any,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    of_agent: str = "",
 ) -> np.ndarray:
     """Return actions as an array of a shape and dtype; the same array if it is one.
 
@@ -40,7 +43,9 @@ def fitted(
 
 
 def as_array(
-    values: Any, dtype: np.dtype[Any] | None = None, of_agent: str = ""
+    values: Any,
+    dtype: np.dtype[Any] | None = None,
+    of_agent: str = "",
 ) -> np.ndarray:
     """Return actions as an array, of a dtype if one is passed.
 

@@ -15,7 +15,12 @@ Fork = Callable[[int, np.ndarray, Sequence[int | None], Callable[[], None]], Non
 
 
 def branch(
-    engine: Engine, source: int, targets: np.ndarray, *, reseed: bool, fork: Fork
+    engine: Engine,
+    source: int,
+    targets: np.ndarray,
+    *,
+    reseed: bool,
+    fork: Fork,
 ) -> None:
     """Replace envs by copies of another; see `ParallelEnv.branch`.
 
@@ -62,7 +67,11 @@ def branch(
 
 
 def _copy_journals(
-    engine: Engine, source: int, targets: np.ndarray, *, is_changed: bool
+    engine: Engine,
+    source: int,
+    targets: np.ndarray,
+    *,
+    is_changed: bool,
 ) -> None:
     """Make the inputs of an env's episode also those of its copies; see `workers.block.journal`."""
     group, row = engine.positions.places.pairs[source]

@@ -145,12 +145,15 @@ def in_interpreters(blueprint: Blueprint) -> Blueprint:
         None if python is None else partial(start_in, python) for python in pythons
     )
     return replace(
-        blueprint, blocks=spread_apart(pythons, len(blueprint.blocks)), starts=starts
+        blueprint,
+        blocks=spread_apart(pythons, len(blueprint.blocks)),
+        starts=starts,
     )
 
 
 def spread_apart(
-    interpreters: Sequence[str | None], num_workers: int
+    interpreters: Sequence[str | None],
+    num_workers: int,
 ) -> tuple[tuple[int, ...], ...]:
     """Return contiguous blocks of env ids, one for each worker, each with envs of one interpreter.
 

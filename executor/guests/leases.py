@@ -227,7 +227,8 @@ class Desk:
         while not (self.crew.is_closing or seat.is_over()):
             if self.crew.workers[slot_id].has_exited():
                 seat.over = with_sentence(
-                    worker_lost(self.crew.workers[slot_id], "lease"), _OVER
+                    worker_lost(self.crew.workers[slot_id], "lease"),
+                    _OVER,
                 )
             with contextlib.suppress(Empty):
                 self._answer(slot_id, seat, seat.calls.get(timeout=_LOOK_S))
@@ -307,14 +308,18 @@ class Desk:
             if frame["kind"] == "values":
                 return frame["values"][0]["plain"]
             raise env_error(  # noqa: TRY301  # as the crew's
-                [{**frame, "phase": phase}], slot_id, worker.pid, worker.gpu
+                [{**frame, "phase": phase}],
+                slot_id,
+                worker.pid,
+                worker.gpu,
             )
         except Exception as error:
             self._end(slot_id)
             # Their advice is for callers of a batch.
             if isinstance(error, EnvherdError):
                 error.message = error.message.replace(
-                    "ExecutorOptions.build_timeout_s", "timeout_s of the pool or call"
+                    "ExecutorOptions.build_timeout_s",
+                    "timeout_s of the pool or call",
                 ).replace(" Its episode goes on.", "")
                 return with_sentence(error, _OVER)
             return error  # such as a MemoryError
@@ -440,7 +445,8 @@ class LeasePool(
         # Equal ones remain the same object.
         leased = {one: dumps(LeasedFactory(one)) for one in blueprint.factories}
         blueprint = replace(
-            blueprint, factories=tuple(leased[one] for one in blueprint.factories)
+            blueprint,
+            factories=tuple(leased[one] for one in blueprint.factories),
         )
         between = (
             _packed(on_return, (), {}, timeout_s) if callable(on_return) else on_return
@@ -448,7 +454,9 @@ class LeasePool(
         self.num_envs = num_envs
         self.timeout_s = timeout_s
         self.desk = Desk(
-            Crew(blueprint, options, log_notice), between, max_result_bytes
+            Crew(blueprint, options, log_notice),
+            between,
+            max_result_bytes,
         )
         self._finalizer = Finalizer(self, self.desk.close)
         try:
@@ -652,7 +660,10 @@ def _complete(future: asyncio.Future[Any], answer: Any) -> None:
 
 
 def _packed(
-    method: str | Callable[..., Any], args: Any, kwargs: Any, timeout_s: float | None
+    method: str | Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    timeout_s: float | None,
 ) -> Call:
     """Return a call that can be sent."""
     name = (

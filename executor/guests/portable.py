@@ -159,7 +159,9 @@ class PortableProcess(WorkerProcess):
         self._watch.close()
 
     def spawn(
-        self, config: dict[str, Any], bells: tuple[SocketBell, SocketBell]
+        self,
+        config: dict[str, Any],
+        bells: tuple[SocketBell, SocketBell],
     ) -> None:
         """Start the process; after an error it must be killed and released.
 
@@ -176,7 +178,10 @@ class PortableProcess(WorkerProcess):
         )
         self._popen = _launch(
             _CONTEXT.Process(
-                target=main, args=args, name=f"{_NAME}-{self.worker_id}", daemon=False
+                target=main,
+                args=args,
+                name=f"{_NAME}-{self.worker_id}",
+                daemon=False,
             )
         )
         self.pid, self.sentinel = self._popen.pid, self._popen.sentinel
@@ -188,7 +193,8 @@ class PortableProcess(WorkerProcess):
         if platforms.O_TEMPORARY:
             os.close(vars(self).pop("log_fd"))
             self.log_fd = os.open(
-                self._log_path, os.O_RDWR | platforms.O_TEMPORARY | platforms.O_BINARY
+                self._log_path,
+                os.O_RDWR | platforms.O_TEMPORARY | platforms.O_BINARY,
             )
 
     def has_exited(self) -> bool:
@@ -244,7 +250,8 @@ class PortableProcess(WorkerProcess):
 
     @staticmethod
     def wait_for_any(
-        workers: Sequence[WorkerProcess], timeout_s: float | None = None
+        workers: Sequence[WorkerProcess],
+        timeout_s: float | None = None,
     ) -> bool:
         """Wait until a worker has written, has ended, or can be sent the rest of a message; False after `timeout_s`."""
         ready: list[Any] = [worker.channel.sock for worker in workers]

@@ -21,7 +21,10 @@ from envherd.executor.protocol.side_data import SideData
 
 @contextlib.contextmanager
 def keeping_steps(
-    positions: Positions, side: SideData, env_ids: np.ndarray, columns: np.ndarray
+    positions: Positions,
+    side: SideData,
+    env_ids: np.ndarray,
+    columns: np.ndarray,
 ) -> Iterator[None]:
     """Keep the rows of steps, while the envs that they ended are reset by separate commands.
 
@@ -60,7 +63,9 @@ class Recycler:
         self._positions, self._side = engine.positions, engine.side
 
     def before_resets(
-        self, env_ids: np.ndarray, lose: Callable[[np.ndarray], None]
+        self,
+        env_ids: np.ndarray,
+        lose: Callable[[np.ndarray], None],
     ) -> None:
         """Replace due workers all of whose envs are about to be reset; see `Renewal`."""
         for worker_id in self._whole_workers(env_ids):
@@ -71,7 +76,10 @@ class Recycler:
                 self._pool.recycle(worker_id, is_anew=False)
 
     def after_steps(
-        self, env_ids: np.ndarray, columns: np.ndarray, renew: Renew
+        self,
+        env_ids: np.ndarray,
+        columns: np.ndarray,
+        renew: Renew,
     ) -> None:
         """Replace due workers all of whose envs were just reset by the steps that ended them; see `Renewal`."""
         column_of = dict(zip(env_ids.tolist(), columns.tolist(), strict=True))
@@ -90,7 +98,8 @@ class Recycler:
     def _whole_workers(self, env_ids: np.ndarray) -> list[int]:
         """Return the workers in service all of whose envs are among these."""
         counts = np.bincount(
-            self._pool.worker_of[env_ids], minlength=self._pool.num_workers
+            self._pool.worker_of[env_ids],
+            minlength=self._pool.num_workers,
         )
         blocks = self._pool.blueprint.blocks
         return [
@@ -127,6 +136,9 @@ class Recycler:
             return False
         num_bytes = self._pool.memory_of(worker_id)
         self._memory.note(
-            worker_id, self._pool.generation_of(worker_id), resets, num_bytes
+            worker_id,
+            self._pool.generation_of(worker_id),
+            resets,
+            num_bytes,
         )
         return num_bytes > options.max_worker_memory

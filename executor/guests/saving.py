@@ -33,7 +33,10 @@ def save(engine: Engine, env_ids: np.ndarray) -> list[dict[str, Any]]:
 
 
 def _save(
-    engine: Engine, env_ids: np.ndarray, *, is_whole: bool
+    engine: Engine,
+    env_ids: np.ndarray,
+    *,
+    is_whole: bool,
 ) -> list[dict[str, Any]]:
     """Return states; with `is_whole`, refuse envs of which a part alone can be saved, which must be reset."""
     ids = env_ids.tolist()
@@ -70,7 +73,10 @@ def restore(engine: Engine, env_ids: np.ndarray, states: Any) -> None:
             isinstance(state, Mapping) and {"env", "root", *_FORMS} <= state.keys()
         ):
             raise _refusal(
-                "restore", "states that save() returned", state, f"env {env_id}"
+                "restore",
+                "states that save() returned",
+                state,
+                f"env {env_id}",
             )
     _check("restore", engine, env_ids, states)
     engine.give_up(env_ids)  # in case an exception breaks it off
@@ -78,7 +84,10 @@ def restore(engine: Engine, env_ids: np.ndarray, states: Any) -> None:
 
 
 def _check(
-    call: str, engine: Engine, env_ids: np.ndarray, states: Sequence[Mapping[str, Any]]
+    call: str,
+    engine: Engine,
+    env_ids: np.ndarray,
+    states: Sequence[Mapping[str, Any]],
 ) -> None:
     """Refuse states of which any is not of its env, before anything is changed.
 
@@ -92,7 +101,9 @@ def _check(
         if "root" in state:
             check_root(state["root"], engine.specs[env_id], env_id, call)
     answers = engine.ask(
-        "check", env_ids.tolist(), args=tuple({"env": state["env"]} for state in states)
+        "check",
+        env_ids.tolist(),
+        args=tuple({"env": state["env"]} for state in states),
     )
     for env_id in env_ids.tolist():
         if why := answers[env_id]["plain"]:
@@ -102,7 +113,9 @@ def _check(
 
 
 def _put(
-    engine: Engine, env_ids: np.ndarray, states: Sequence[Mapping[str, Any]]
+    engine: Engine,
+    env_ids: np.ndarray,
+    states: Sequence[Mapping[str, Any]],
 ) -> None:
     """Restore states that `_check` has checked."""
     sent = tuple(

@@ -61,7 +61,8 @@ def count_oom_kills() -> tuple[int, int | None]:
     own = next(group_folders(Path("/"), "memory"), None)
     lines = (read_word(Path("/proc/vmstat")) or "").splitlines()
     everywhere = next(
-        (int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None
+        (int(line.split()[1]) for line in lines if line.startswith("oom_kill ")),
+        None,
     )
     return 0 if own is None else _oom_kills(own), everywhere
 

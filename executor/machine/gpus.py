@@ -35,7 +35,8 @@ def read_gpus() -> tuple[Gpu, ...]:
     if shutil.which("nvidia-smi") is None:
         return _torch_gpus()
     return parse_smi(
-        _ask(f"--query-gpu={_QUERY}"), os.environ.get("CUDA_VISIBLE_DEVICES")
+        _ask(f"--query-gpu={_QUERY}"),
+        os.environ.get("CUDA_VISIBLE_DEVICES"),
     )
 
 
@@ -93,7 +94,11 @@ def _ask(query: str) -> str:
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     with contextlib.suppress(subprocess.TimeoutExpired), ignoring_refusals():
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
         )
         return done.stdout if done.returncode == 0 else ""
     return ""

@@ -133,13 +133,16 @@ def processes_left() -> int | None:
 
 
 def _least_left(
-    cgroup: Cgroup, limits: dict[str, int | None], user_threads: int
+    cgroup: Cgroup,
+    limits: dict[str, int | None],
+    user_threads: int,
 ) -> int | None:
     """Return how many processes and threads the tightest limit leaves; root is not held to "nproc"."""
     nproc = None if user_id() == 0 else limits.get("nproc")
     own = None if nproc is None else max(0, nproc - user_threads)
     return min(
-        (room for room in (cgroup.pids_room, own) if room is not None), default=None
+        (room for room in (cgroup.pids_room, own) if room is not None),
+        default=None,
     )
 
 

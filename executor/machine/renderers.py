@@ -118,13 +118,15 @@ def find_renderers() -> Iterator[Renderer]:
             )
         except subprocess.TimeoutExpired:
             yield Renderer(
-                number, problem=f"the driver did not answer within {_TIMEOUT_S:g} s"
+                number,
+                problem=f"the driver did not answer within {_TIMEOUT_S:g} s",
             )
             return
         lines = done.stdout.splitlines()
         if done.returncode < 0:
             yield Renderer(
-                number, problem=f"the driver crashed (signal {-done.returncode})"
+                number,
+                problem=f"the driver crashed (signal {-done.returncode})",
             )
         elif done.returncode or not lines:
             why = (done.stderr.strip().splitlines() or ["?"])[-1].partition(": ")[2]
@@ -139,5 +141,9 @@ def find_renderers() -> Iterator[Renderer]:
                 "" if found["is_right"] else f"{found['renderer']} draws wrong pictures"
             )
             yield Renderer(
-                number, found["renderer"], found["cuda"], found["file"], problem
+                number,
+                found["renderer"],
+                found["cuda"],
+                found["file"],
+                problem,
             )

@@ -48,7 +48,11 @@ class WorkerFigures(NamedTuple):
 
     @classmethod
     def of(
-        cls, pid: int, gpu: str | None = None, *, is_alone: bool = False
+        cls,
+        pid: int,
+        gpu: str | None = None,
+        *,
+        is_alone: bool = False,
     ) -> WorkerFigures:
         """Read the figures of a process, with the memory of its descendants unless `is_alone`."""
         memory = memory_of(pid, is_alone=is_alone)
@@ -77,7 +81,10 @@ class PoolWatcher(Protocol):
         """Take notice of the extras of an env's next command."""
 
     def add_to(
-        self, error: EnvherdError, worker_id: int, fault: Frame | None = None
+        self,
+        error: EnvherdError,
+        worker_id: int,
+        fault: Frame | None = None,
     ) -> EnvherdError:
         """Take notice of a failure in a step or reset; return the error, with what there is to add.
 
@@ -281,7 +288,10 @@ class Pool(ABC):
         return self.answers(self.question(what, env_ids, **question), what)
 
     def question(
-        self, what: str, env_ids: list[int], **question: Any
+        self,
+        what: str,
+        env_ids: list[int],
+        **question: Any,
     ) -> dict[int, Any]:
         """Begin `ask` without waiting; return the argument for `has_answered` and `answers`."""
         return self.ask(what, env_ids, **question)
@@ -310,7 +320,9 @@ class Pool(ABC):
 
     @abstractmethod
     def attach_storage(
-        self, target: int, plan: StoragePlan
+        self,
+        target: int,
+        plan: StoragePlan,
     ) -> Callable[[], np.ndarray]:
         """Create memory for a rollout storage, which commands can name as `target` from now on.
 

@@ -51,7 +51,9 @@ class Outcome:
                 setattr(self, name, {})
             else:
                 setattr(
-                    given, name, {i: reported.pop(i) for i in wanted & reported.keys()}
+                    given,
+                    name,
+                    {i: reported.pop(i) for i in wanted & reported.keys()},
                 )
         return given
 

@@ -103,7 +103,11 @@ class SerialPool(Pool):
             ]
         if not self.why_python:
             self._caller = native_caller(
-                self.words, [go], done, self.slab.words, self.worker_of
+                self.words,
+                [go],
+                done,
+                self.slab.words,
+                self.worker_of,
             )
 
     def _make_memory(self) -> np.ndarray:
@@ -112,7 +116,8 @@ class SerialPool(Pool):
         if not plan.num_lendable:
             return np.zeros(plan.nbytes, np.uint8)
         self._segment = Segment.create(
-            plan.nbytes, num_sparse=plan.nbytes - plan.ring_nbytes
+            plan.nbytes,
+            num_sparse=plan.nbytes - plan.ring_nbytes,
         )
         self.lendable = self._segment.private_view(plan.ring_nbytes)
         return self._segment.array()
@@ -205,7 +210,8 @@ class SerialPool(Pool):
     ) -> None:
         """Carry out a command for some envs."""
         self.words.write(
-            env_ids, pack_each(op, target, columns, flags, self.plan.num_frames)
+            env_ids,
+            pack_each(op, target, columns, flags, self.plan.num_frames),
         )
         self._serve()
 
@@ -243,7 +249,9 @@ class SerialPool(Pool):
         return dict(zip(env_ids, reply["values"], strict=True))
 
     def attach_storage(
-        self, target: int, plan: StoragePlan
+        self,
+        target: int,
+        plan: StoragePlan,
     ) -> Callable[[], np.ndarray]:
         """Write to a new rollout storage as `target`."""
         memory = np.empty(plan.nbytes, np.uint8)

@@ -51,7 +51,8 @@ def show_path(buffer: np.ndarray, path: str) -> None:
     """Write which calls are made in C to the nameplate of a slab; a long text is cut."""
     # `"` and `\\` take two.
     nameplate.change(
-        buffer, path=path.encode("ascii", "replace").decode()[: _PATH_BYTES // 2]
+        buffer,
+        path=path.encode("ascii", "replace").decode()[: _PATH_BYTES // 2],
     )
 
 

@@ -76,7 +76,8 @@ class WorkerPool(Pool):
         self.worker_ids = range(len(blueprint.blocks))
         self.num_workers = len(self.worker_ids)
         self.worker_of = np.repeat(
-            np.arange(self.num_workers), [len(b) for b in blueprint.blocks]
+            np.arange(self.num_workers),
+            [len(b) for b in blueprint.blocks],
         )
         self.specs: list[EnvSpec] = []
         self.crew = self._make_crew()
@@ -136,7 +137,11 @@ class WorkerPool(Pool):
         self._found = np.empty(self.num_envs, np.int64)  # output of `Caller.first`
         if self._in_c:
             self._caller = native_caller(
-                self.words, self._go, self._done, self.slab.words, self.worker_of
+                self.words,
+                self._go,
+                self._done,
+                self.slab.words,
+                self.worker_of,
             )
         self.supervisor = Supervisor(self, self.crew, self.options)
         self.absent = self.supervisor.absent
@@ -223,7 +228,8 @@ class WorkerPool(Pool):
     def lose_answers_of(self, worker_id: int) -> bool:
         """Count a lost worker's envs as answered; return whether they owed anything."""
         owing = self.words.lose_answers(
-            np.array(self.blueprint.blocks[worker_id]), self.outcome
+            np.array(self.blueprint.blocks[worker_id]),
+            self.outcome,
         )
         self.slab.words["info_ids"].reshape(-1, 2)[owing] = 0
         return bool(len(owing))
@@ -239,7 +245,8 @@ class WorkerPool(Pool):
         """As `submit`, to complete commands that envs have failed to; never waits for a successor."""
         self.words.complete(env_ids)  # 2
         self.words.write(
-            env_ids, pack_each(op, target, columns, flags, self.plan.num_frames)
+            env_ids,
+            pack_each(op, target, columns, flags, self.plan.num_frames),
         )
         for worker_id in filter(self.is_serving, self.worker_ids):
             # A worker that was lost in this call does not serve. After an interrupt, its successor may.
@@ -277,7 +284,10 @@ class WorkerPool(Pool):
             self._look_around()
         if self._caller is not None and not self._is_reading:
             num_found = self._caller.first(
-                env_ids, count, _LOOK_NS if waits else 0, self._found
+                env_ids,
+                count,
+                _LOOK_NS if waits else 0,
+                self._found,
             )
             if num_found >= 0:
                 return self._found[:num_found].copy()
@@ -350,7 +360,8 @@ class WorkerPool(Pool):
         """Kill late workers, except those that can get more time for resets; return whether there are such workers."""
         resetting = self._that_reset(num_resets) if deadline.excuses_resets else set()
         self.supervisor.give_up_late(
-            [w for w in self._owing() if w not in resetting], deadline.limit_s
+            [w for w in self._owing() if w not in resetting],
+            deadline.limit_s,
         )
         if not resetting.intersection(self._owing()):
             return False
@@ -419,7 +430,10 @@ class WorkerPool(Pool):
         self.crew.equipment.set_seed(root_seed, episodes)
 
     def question(
-        self, what: str, env_ids: list[int], **question: Any
+        self,
+        what: str,
+        env_ids: list[int],
+        **question: Any,
     ) -> dict[int, list[int]]:
         """Begin `ask` without waiting; return worker id -> its envs, for `answers`."""
         by_worker: dict[int, list[int]] = {}
@@ -478,12 +492,16 @@ class WorkerPool(Pool):
     # ---- rollout storages --------------------------------------------------------------------
 
     def attach_storage(
-        self, target: int, plan: StoragePlan
+        self,
+        target: int,
+        plan: StoragePlan,
     ) -> Callable[[], np.ndarray]:
         """Make every worker map a new rollout storage as `target`; the workers touch its pages when they write."""
         self.supervisor.refuse_lost(self.worker_ids)
         segment = self._create_segment(
-            plan.nbytes, "envherd-rollout", is_prefaulted=False
+            plan.nbytes,
+            "envherd-rollout",
+            is_prefaulted=False,
         )
         self.crew.equipment.attach_storage(target, plan, segment)
         return segment.array

@@ -110,7 +110,9 @@ class Crew:
         self._zygote.wait_ready()
         for name, why in self._zygote.failed_preloads.items():
             log.info(
-                "preload of %s failed (%s); workers import what they need", name, why
+                "preload of %s failed (%s); workers import what they need",
+                name,
+                why,
             )
         if self._zygote.num_threads > 1 and self.options.start_method != "spawn":
             log.info(
@@ -230,7 +232,8 @@ class Crew:
             old.wait_exit(1.0)
             old.release()
             self.workers[worker_id] = copy or self._launch(
-                worker_id, old.generation + 1
+                worker_id,
+                old.generation + 1,
             )
             # By another thread, which may have ended the old worker instead.
             if self.is_closing:

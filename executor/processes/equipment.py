@@ -29,7 +29,10 @@ class Equipment:
     """
 
     def __init__(
-        self, workers: list[WorkerProcess], root_seed: int, options: ExecutorOptions
+        self,
+        workers: list[WorkerProcess],
+        root_seed: int,
+        options: ExecutorOptions,
     ) -> None:
         self._workers = workers
         self._options = options
@@ -38,7 +41,10 @@ class Equipment:
         self._storages: dict[int, tuple[messages.AttachStorage, Segment]] = {}
 
     def hand_over(
-        self, plan: SlabPlan, segment: Segment, wake_worker: Callable[[int], None]
+        self,
+        plan: SlabPlan,
+        segment: Segment,
+        wake_worker: Callable[[int], None],
     ) -> None:
         """Give every worker the slab; from then on `wake_worker(worker_id)` announces mail.
 
@@ -51,7 +57,9 @@ class Equipment:
         self._segment = segment
         self._wake_worker = wake_worker
         self._attach = messages.Attach(
-            plan=plan, nbytes=segment.nbytes, name=segment.name
+            plan=plan,
+            nbytes=segment.nbytes,
+            name=segment.name,
         )
         for worker in self._workers:
             self.attach(worker)
@@ -75,7 +83,10 @@ class Equipment:
     def attach_storage(self, target: int, plan: StoragePlan, segment: Segment) -> None:
         """Make every worker map a rollout storage as `target`: now, or when it gets the slab."""
         message = messages.AttachStorage(
-            target=target, plan=plan, nbytes=segment.nbytes, name=segment.name
+            target=target,
+            plan=plan,
+            nbytes=segment.nbytes,
+            name=segment.name,
         )
         # Before the mail: after an interrupt, workers that are attached later get it as well.
         self._storages[target] = (message, segment)
@@ -93,7 +104,8 @@ class Equipment:
     def set_seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:
         """Give every worker a new root seed, and the episodes of the next resets: now, or when it gets the slab."""
         self.seed = messages.Seed(
-            root_seed=root_seed, episodes=None if episodes is None else tuple(episodes)
+            root_seed=root_seed,
+            episodes=None if episodes is None else tuple(episodes),
         )
         for worker in self._attached():
             mail(worker, self.seed)

@@ -66,7 +66,9 @@ def another_spec(env_id: int, difference: str) -> SpecError:
 
 
 def worker_lost(
-    worker: WorkerProcess, phase: str, env_id: int | None = None
+    worker: WorkerProcess,
+    phase: str,
+    env_id: int | None = None,
 ) -> WorkerLost:
     """Return the error for a worker that has ended.
 
@@ -122,7 +124,10 @@ def with_sentence(error: EnvherdError, sentence: str, **context: Any) -> Envherd
 
 
 def worker_late(
-    worker: WorkerProcess, timeout_s: float, phase: str, env_id: int | None = None
+    worker: WorkerProcess,
+    timeout_s: float,
+    phase: str,
+    env_id: int | None = None,
 ) -> WorkerTimeout:
     """Read the stack of a worker that is out of time, kill it, and return the error."""
     stack = without_own_frames(worker.stack())
@@ -154,7 +159,9 @@ def not_forked(worker: WorkerProcess, why: Sequence[str]) -> ValueError:
 
 
 def factory_error(
-    fault: Frame, worker: WorkerProcess, built: int | None = None
+    fault: Frame,
+    worker: WorkerProcess,
+    built: int | None = None,
 ) -> FactoryError:
     """Return the error for a factory that raised in a worker, or whose env was refused there.
 
@@ -265,7 +272,8 @@ def env_error(
 
 
 def merge_answers(
-    asked: Iterable[int], take: Callable[[int], dict[int, Any]]
+    asked: Iterable[int],
+    take: Callable[[int], dict[int, Any]],
 ) -> dict[int, Any]:
     """Collect the answers of several workers or hosts into one dict.
 

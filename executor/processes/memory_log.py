@@ -9,7 +9,11 @@ class MemoryLog:
         self._samples: dict[int, tuple[int, tuple[int, int], tuple[int, int]]] = {}
 
     def note(
-        self, worker_id: int, generation: int, resets: int, num_bytes: int
+        self,
+        worker_id: int,
+        generation: int,
+        resets: int,
+        num_bytes: int,
     ) -> None:
         """Keep a sample of a worker: the number of its resets and its bytes. Samples of predecessors are dropped."""
         kept, sample = self._samples.get(worker_id), (resets, num_bytes)
@@ -21,7 +25,8 @@ class MemoryLog:
     def growth_per_reset(self, worker_id: int) -> float | None:
         """Return bytes per reset between the first and the latest sample; None if there was no reset in between."""
         _, (first_resets, first_bytes), (resets, num_bytes) = self._samples.get(
-            worker_id, (0, (0, 0), (0, 0))
+            worker_id,
+            (0, (0, 0), (0, 0)),
         )
         return (
             None

@@ -129,7 +129,8 @@ class Supervisor:
         if not self._crew.is_closing:  # by another thread, or at the interpreter's exit
             # Not the error itself: a kept record would keep its frames alive. An error that is raised has the output.
             log.warning(
-                "%s", error.message.partition("\n")[0] if is_raised else error.message
+                "%s",
+                error.message.partition("\n")[0] if is_raised else error.message,
             )
 
     def answer_for_lost(self) -> None:
@@ -184,7 +185,8 @@ class Supervisor:
             is_reading |= worker.channel.is_in_frame
             if has_exited:
                 self.declare_lost(
-                    worker_id, worker_lost(worker, *self._pool.phase_of(worker_id))
+                    worker_id,
+                    worker_lost(worker, *self._pool.phase_of(worker_id)),
                 )
         return is_reading
 
@@ -229,7 +231,8 @@ class Supervisor:
         self._pool.num_recycled += 1
         self._to_leaving(worker_id)  # 4
         self._crew.dismiss(
-            [self._crew.workers[worker_id]], self._options.close_timeout_s
+            [self._crew.workers[worker_id]],
+            self._options.close_timeout_s,
         )
         self._to_building(worker_id)
 
@@ -399,7 +402,9 @@ class Supervisor:
 
     def _check_specs(self, worker_id: int, specs: list[EnvSpec]) -> None:
         for env_id, spec in zip(
-            self._crew.blueprint.blocks[worker_id], specs, strict=True
+            self._crew.blueprint.blocks[worker_id],
+            specs,
+            strict=True,
         ):
             expected = self._pool.specs[env_id]
             if spec != expected:

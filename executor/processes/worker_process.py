@@ -109,7 +109,9 @@ class WorkerProcess:
             except ProcessLookupError:
                 message = f"starting worker {self.worker_id} failed: its process (pid {pid}) ended at once."
                 raise WorkerLost(
-                    message, remote_traceback=self.log() or None, pid=pid
+                    message,
+                    remote_traceback=self.log() or None,
+                    pid=pid,
                 ) from None
             self.pid = pid
 
@@ -175,7 +177,8 @@ class WorkerProcess:
 
     @staticmethod
     def wait_for_any(
-        workers: Sequence[WorkerProcess], timeout_s: float = math.inf
+        workers: Sequence[WorkerProcess],
+        timeout_s: float = math.inf,
     ) -> bool:
         """Wait until a worker has written, has ended, or can be sent the rest of a message; False after `timeout_s`."""
         poller = select.poll()

@@ -141,7 +141,10 @@ class Calls:
             # An env's own argument takes the place of a common one.
             options = {**common, **own} or None
             extras[env_id] = messages.Prepare(
-                env_id=env_id, seed=seed, has_seed=seeds is not None, options=options
+                env_id=env_id,
+                seed=seed,
+                has_seed=seeds is not None,
+                options=options,
             )
         return extras
 

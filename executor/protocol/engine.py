@@ -76,12 +76,20 @@ class Engine(Calls):
         if copy and mover is None and not options.poison:
             loans = make_loans(pool.slab, pool.lendable)
         self.positions = Positions(
-            pool.slab, self.side, options, mover=mover, loans=loans
+            pool.slab,
+            self.side,
+            options,
+            mover=mover,
+            loans=loans,
         )
         if pool.watcher is not None:
             pool.watcher.latest_root = self.positions.latest_root
         self.batches = EnvBatches(
-            self.positions, self.side, device, mover=mover, is_copy=copy
+            self.positions,
+            self.side,
+            device,
+            mover=mover,
+            is_copy=copy,
         )
         self.intakes = [
             self._make_intake(group) for group in range(len(pool.slab.groups))
@@ -90,7 +98,12 @@ class Engine(Calls):
         # One group: rows are ids.
         if len(self.intakes) == 1 and not self.intakes[0].side_leaves:
             self.write_inputs = self.intakes[0].put
-        self.flights = Flights(pool, self.positions, self.side, options)
+        self.flights = Flights(
+            pool,
+            self.positions,
+            self.side,
+            options,
+        )
         self.states = self.flights.states
         if loans is not None:
             loans.is_written = self.flights.is_written
@@ -101,7 +114,12 @@ class Engine(Calls):
         self._being_rebuilt = self.all_ids[:0]
         self.use_seed(seed)
         self.stale_roots = StaleRoots.of(self.specs)
-        self.plain = what_is_plain(pool, options, device, self.plain_intake)
+        self.plain = what_is_plain(
+            pool,
+            options,
+            device,
+            self.plain_intake,
+        )
         pool.show_path(str(self.plain))
         if not pool.why_python and len(self.intakes) == 1:
             self.flights.native = pool.compile(self.facts())
@@ -159,7 +177,9 @@ class Engine(Calls):
     # ---- inputs ------------------------------------------------------------------------------
 
     def _write_unlike_inputs(
-        self, td: TensorDictBase, env_ids: np.ndarray | None = None
+        self,
+        td: TensorDictBase,
+        env_ids: np.ndarray | None = None,
     ) -> None:
         """As `write_inputs`, for envs of several kinds, or with inputs that do not go through the slab."""
         if env_ids is None:
@@ -187,7 +207,10 @@ class Engine(Calls):
     # ---- step --------------------------------------------------------------------------------
 
     def step_all(
-        self, td: TensorDictBase, op: Op, cut: np.ndarray | None = None
+        self,
+        td: TensorDictBase,
+        op: Op,
+        cut: np.ndarray | None = None,
     ) -> tuple[TensorDictBase, TensorDictBase | None]:
         """Step all envs; return the `next` batch, and the root after it if the op is STEP_RESET.
 
@@ -201,7 +224,9 @@ class Engine(Calls):
             raise wrong_rows("step", self.num_envs, td)
         self.guard.refuse_rolling()
         flight = self.flights.begin(
-            op, cut=cut, write_inputs=partial(self.write_inputs, td)
+            op,
+            cut=cut,
+            write_inputs=partial(self.write_inputs, td),
         )
         # Batches are made while the workers step; only the rows are missing then.
         draft = None
@@ -210,7 +235,10 @@ class Engine(Calls):
         return self.land_step(flight, draft)
 
     def land_step(
-        self, flight: Flight, draft: Draft | None, steps: StepBatches | None = None
+        self,
+        flight: Flight,
+        draft: Draft | None,
+        steps: StepBatches | None = None,
     ) -> tuple[TensorDictBase, TensorDictBase | None]:
         """Land a step of all envs, with batches if they were drafted; return the same as `step_all`.
 
@@ -230,7 +258,9 @@ class Engine(Calls):
         if draft is not None:
             return (steps or batches.steps).finish(draft, flight.at, flight.ended)
         return batches.after_step(
-            flight.at, flight.ended, has_root=flight.op == Op.STEP_RESET
+            flight.at,
+            flight.ended,
+            has_root=flight.op == Op.STEP_RESET,
         )
 
     @property
@@ -264,7 +294,12 @@ class Engine(Calls):
         env_ids = np.flatnonzero(self.states.under_way)
         if len(env_ids):
             # Not parked, so `recover` breaks it off.
-            self.flights.current = Flight(self.flights, Op.STEP, env_ids, None)
+            self.flights.current = Flight(
+                self.flights,
+                Op.STEP,
+                env_ids,
+                None,
+            )
             self.recover()
 
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:
@@ -284,7 +319,9 @@ class Engine(Calls):
     # ---- reset -------------------------------------------------------------------------------
 
     def reset_envs(
-        self, env_ids: np.ndarray, extras: Mapping[int, messages.Prepare] = NO_EXTRAS
+        self,
+        env_ids: np.ndarray,
+        extras: Mapping[int, messages.Prepare] = NO_EXTRAS,
     ) -> None:
         """Reset some envs and wait for them.
 
@@ -308,7 +345,8 @@ class Engine(Calls):
         self._being_rebuilt = env_ids
         self.is_dirty = True
         self._send_calls(
-            env_ids, zip(blueprint.factories, blueprint.env_kwargs, strict=True)
+            env_ids,
+            zip(blueprint.factories, blueprint.env_kwargs, strict=True),
         )
         self.ask("rebuild", env_ids.tolist())
         # Envs and calls change at once: in between, a successor would build the wrong env.
@@ -319,7 +357,9 @@ class Engine(Calls):
         self.is_dirty = False
 
     def _send_calls(
-        self, env_ids: np.ndarray, calls: Iterable[tuple[Any, dict[str, Any]]]
+        self,
+        env_ids: np.ndarray,
+        calls: Iterable[tuple[Any, dict[str, Any]]],
     ) -> None:
         for env_id, call in zip(env_ids.tolist(), calls, strict=True):
             # Successors build by the pool's blueprint.
@@ -344,7 +384,9 @@ class Engine(Calls):
         self.states.move(self.all_ids, Event.IS_CUT)
 
     def reset_for_rollout(
-        self, *, auto_reset: bool
+        self,
+        *,
+        auto_reset: bool,
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """Reset all envs, or those that have ended.
 

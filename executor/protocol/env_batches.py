@@ -85,7 +85,11 @@ class EnvBatches:
     # ---- steps of all envs -------------------------------------------------------------------
 
     def after_step(
-        self, column: int, reset_ids: np.ndarray | None, *, has_root: bool
+        self,
+        column: int,
+        reset_ids: np.ndarray | None,
+        *,
+        has_root: bool,
     ) -> tuple[TensorDictBase, TensorDictBase | None]:
         """The same as `StepBatches.finish` without a draft, for all rows; with a root only if `has_root`."""
         leaves = self.next_leaves(column)
@@ -104,13 +108,19 @@ class EnvBatches:
         """Return the `next` batch `[N]` over given leaves (no copy)."""
         tds: list[TensorDictBase] = []
         for batch, own, env_ids in zip(
-            self.groups, leaves, self._places.env_ids, strict=True
+            self.groups,
+            leaves,
+            self._places.env_ids,
+            strict=True,
         ):
             tds.append(self._group_next(batch, own, env_ids))
         return stack_groups(tds, self._places.pairs)
 
     def _group_next(
-        self, batch: GroupBatch, leaves: Leaves, env_ids: np.ndarray
+        self,
+        batch: GroupBatch,
+        leaves: Leaves,
+        env_ids: np.ndarray,
     ) -> TensorDict:
         """Return the `next` batch `[k]` of some envs of a group over given leaves, with its other entries."""
         if self._has_interrupted:
@@ -121,12 +131,16 @@ class EnvBatches:
         td = batch.shell("next", (len(env_ids),)).build(leaves)
         if batch.side_keys:
             add_side(
-                td, batch.side_keys, [self._side.next[i] for i in env_ids.tolist()]
+                td,
+                batch.side_keys,
+                [self._side.next[i] for i in env_ids.tolist()],
             )
         return td
 
     def _interrupted(
-        self, batch: GroupBatch, env_ids: np.ndarray | slice
+        self,
+        batch: GroupBatch,
+        env_ids: np.ndarray | slice,
     ) -> np.ndarray:
         """Return which rows of some envs of a group are interrupted, bool `[k, *B, 1]` (VIEW, not to be written)."""
         own_shape = batch.spec.batch_shape
@@ -135,7 +149,10 @@ class EnvBatches:
         return np.broadcast_to(flags, (len(flags), *own_shape, 1))
 
     def _root_after(
-        self, leaves: list[Leaves], column: int, reset_ids: np.ndarray | None
+        self,
+        leaves: list[Leaves],
+        column: int,
+        reset_ids: np.ndarray | None,
     ) -> TensorDictBase:
         """Return the root batch `[N]` after a step whose `next` leaves are given."""
         places = self._places
@@ -180,7 +197,10 @@ class EnvBatches:
         return self._by_group(env_ids, make)
 
     def present(
-        self, group: int, key: Name, rows: np.ndarray | None
+        self,
+        group: int,
+        key: Name,
+        rows: np.ndarray | None,
     ) -> np.ndarray | None:
         """Return a leaf of the present roots of some rows of a group, fresh; None if roots have no such leaf."""
         keys = self.groups[group].root_keys
@@ -192,7 +212,10 @@ class EnvBatches:
         return self._roots_of(group, env_ids)[keys.index(key)]
 
     def add_root_side(
-        self, td: TensorDict, batch: GroupBatch, env_ids: Iterable[int]
+        self,
+        td: TensorDict,
+        batch: GroupBatch,
+        env_ids: Iterable[int],
     ) -> None:
         """Add the side-channel leaves of some envs' present roots."""
         if batch.side_keys:
@@ -206,11 +229,15 @@ class EnvBatches:
             return positions.gather_roots(group, env_ids)
         rows = self._places.rows_of(env_ids)
         return self.groups[group].gather_roots(
-            positions.columns[env_ids], positions.in_root[env_ids], rows
+            positions.columns[env_ids],
+            positions.in_root[env_ids],
+            rows,
         )
 
     def _by_group(
-        self, env_ids: np.ndarray, make: Callable[[GroupBatch, Members], TensorDict]
+        self,
+        env_ids: np.ndarray,
+        make: Callable[[GroupBatch, Members], TensorDict],
     ) -> TensorDictBase:
         """Return a batch in the order of `env_ids` from one batch for each group that has members."""
         if self._places.is_one_group:
@@ -245,13 +272,18 @@ class EnvBatches:
         return [td.to_dict() for td in self.current(env_ids).unbind(0)]
 
     def put_roots(
-        self, env_ids: np.ndarray, roots: Sequence[Mapping[str, Any]]
+        self,
+        env_ids: np.ndarray,
+        roots: Sequence[Mapping[str, Any]],
     ) -> None:
         """Set the roots of envs, from `roots`."""
         positions = self._positions
         columns = positions.reset_columns(env_ids)
         for env_id, root, column in zip(
-            env_ids.tolist(), roots, columns.tolist(), strict=True
+            env_ids.tolist(),
+            roots,
+            columns.tolist(),
+            strict=True,
         ):
             place = positions.row_at(env_id, column)
             spec = positions.specs[env_id]

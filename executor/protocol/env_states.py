@@ -137,7 +137,12 @@ _FIRST_UNDER_WAY = np.int8(State.STEPPING)  # comparing it takes half the time o
 
 def table() -> str:
     """Return the table as text: a line per state and event."""
-    return state_tables.as_text(FOLLOWS, Event, COMMANDS, REFUSED_WITH)
+    return state_tables.as_text(
+        FOLLOWS,
+        Event,
+        COMMANDS,
+        REFUSED_WITH,
+    )
 
 
 class EnvStates:

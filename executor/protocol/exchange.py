@@ -132,7 +132,8 @@ class Exchange:
         # Else the caller has changed its `next`.
         if received.leaves and num_writes(received.leaves) == received.num_writes:
             td = engine.batches.groups[0].root_over(
-                received.leaves, len(received.env_ids)
+                received.leaves,
+                len(received.env_ids),
             )
         elif self.fast is not None:
             td = self.fast.roots_of(received.env_ids)
@@ -168,7 +169,12 @@ class Exchange:
     ) -> TensorDictBase:
         """Wait for some of the envs that were sent, and return their batch. Arguments as of `BatchedEnv.recv`."""
         if self.fast is not None and timeout_s is None:
-            received = self.fast.recv(min_envs, max_envs, env_ids, with_root=with_root)
+            received = self.fast.recv(
+                min_envs,
+                max_envs,
+                env_ids,
+                with_root=with_root,
+            )
             if received is not None:
                 return received
         is_sent = self._engine.states.under_way
@@ -200,7 +206,10 @@ class Exchange:
         return self._take(taken, with_root=with_root)
 
     def _wait_for(
-        self, sent: np.ndarray, wanted: int, timeout_s: float | None
+        self,
+        sent: np.ndarray,
+        wanted: int,
+        timeout_s: float | None,
     ) -> np.ndarray:
         return self._engine.flights.wait_for(sent, wanted, timeout_s)
 
@@ -266,15 +275,29 @@ class Exchange:
 
 
 def _counts(
-    num_sent: int, min_envs: int | None, max_envs: int | None
+    num_sent: int,
+    min_envs: int | None,
+    max_envs: int | None,
 ) -> tuple[int, int]:
     """Return how many envs a `recv` takes at least and at most."""
     least = num_sent
     if min_envs is not None:
-        least = as_count("recv", "min_envs", min_envs, least=0, or_none=True)
+        least = as_count(
+            "recv",
+            "min_envs",
+            min_envs,
+            least=0,
+            or_none=True,
+        )
     most = least
     if max_envs is not None:
-        most = as_count("recv", "max_envs", max_envs, least=0, or_none=True)
+        most = as_count(
+            "recv",
+            "max_envs",
+            max_envs,
+            least=0,
+            or_none=True,
+        )
     if not num_sent:
         raise ValueError(
             "recv failed: expected envs that were sent, got none. Call send(...) first."

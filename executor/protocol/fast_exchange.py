@@ -100,7 +100,8 @@ class _Sizes:
         )
 
     def _kept(
-        self, layout_of: Callable[[_Size], Layout]
+        self,
+        layout_of: Callable[[_Size], Layout],
     ) -> Callable[[int], ReusedMemory]:
         def make(count: int) -> ReusedMemory:
             layout = layout_of(self.of(count))
@@ -112,7 +113,9 @@ class _Sizes:
 
 
 def _requests(
-    section: str, leaves: Iterable[LeafSpec], count: int
+    section: str,
+    leaves: Iterable[LeafSpec],
+    count: int,
 ) -> list[tuple[Name, tuple[int, ...], str]]:
     return [((section, *leaf.key), (count, *leaf.shape), leaf.dtype) for leaf in leaves]
 
@@ -187,7 +190,12 @@ class FastExchange:
     # ---- recv --------------------------------------------------------------------------------
 
     def recv(
-        self, min_envs: Any, max_envs: Any, env_ids: Any, *, with_root: bool
+        self,
+        min_envs: Any,
+        max_envs: Any,
+        env_ids: Any,
+        *,
+        with_root: bool,
     ) -> TensorDict | None:
         """Return a batch as `Exchange.recv` does; None if nothing was taken."""
         if not self._is_plain() or self._engine.pool.must_look():
@@ -223,7 +231,12 @@ class FastExchange:
         if with_root:
             before, before_leaves = self._sizes.before_memory(count).take()
         env_ids = np.empty(count, np.int64)
-        num_reset = self._native.take(count, memory, before, env_ids)
+        num_reset = self._native.take(
+            count,
+            memory,
+            before,
+            env_ids,
+        )
         # The caller looks again, in Python: nothing was taken.
         if num_reset < 0:
             return None

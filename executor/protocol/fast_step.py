@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 
 #: `td -> (next, root)`, or None if the step was not made.
 FastStep = Callable[
-    [TensorDictBase], tuple[TensorDictBase, TensorDictBase | None] | None
+    [TensorDictBase],
+    tuple[TensorDictBase, TensorDictBase | None] | None,
 ]
 #: The second function of `_compile_give`.
 Give = Callable[
-    [np.ndarray | None, int, Any], tuple[Any, Flight | None, np.ndarray | None]
+    [np.ndarray | None, int, Any],
+    tuple[Any, Flight | None, np.ndarray | None],
 ]
 
 
@@ -107,7 +109,12 @@ def compile_command(engine: Engine, op: Op) -> Callable[..., Flight]:
         return lambda at=None, **parts: begin(op, at=at, **parts)
     can_give, give = _compile_give(engine, op)
     # One for all calls: only its outcome differs.
-    landed = Flight(flights, op, None, None)
+    landed = Flight(
+        flights,
+        op,
+        None,
+        None,
+    )
     landed.has_landed = True
 
     def command(
@@ -119,7 +126,11 @@ def compile_command(engine: Engine, op: Op) -> Callable[..., Flight]:
     ) -> Flight:
         if is_parked or not can_give(resets):
             return begin(
-                op, at=at, write_inputs=write_inputs, resets=resets, is_parked=is_parked
+                op,
+                at=at,
+                write_inputs=write_inputs,
+                resets=resets,
+                is_parked=is_parked,
             )
         if write_inputs is not None:
             write_inputs()
@@ -136,7 +147,8 @@ def compile_command(engine: Engine, op: Op) -> Callable[..., Flight]:
 
 
 def _compile_give(
-    engine: Engine, op: Op
+    engine: Engine,
+    op: Op,
 ) -> tuple[Callable[[np.ndarray | None], bool], Give]:
     """Return the two functions that begin and land a command of all envs.
 
@@ -159,17 +171,31 @@ def _compile_give(
     if engine.side.infos.has_rows:
         take_infos = engine.side.infos.take_all
     # What `recover` sees at an interrupt: all envs. It needs no column.
-    under_way = Flight(flights, op, None, None)
+    under_way = Flight(
+        flights,
+        op,
+        None,
+        None,
+    )
 
     def can_give(resets: np.ndarray | None) -> bool:
         return not absent and may_step(own_op, resets)
 
     def give(
-        resets: np.ndarray | None, column: int, draft: Any
+        resets: np.ndarray | None,
+        column: int,
+        draft: Any,
     ) -> tuple[Any, Flight | None, np.ndarray | None]:
         # Before C moves a state, as `flight` 1 says.
         flights.current = under_way
-        drafted, num_ended = step(own_op, resets, target, column, serve, draft)
+        drafted, num_ended = step(
+            own_op,
+            resets,
+            target,
+            column,
+            serve,
+            draft,
+        )
         if num_ended < 0:
             return drafted, flights.adopt(op, column, resets), None
         positions.is_mixed = False

@@ -151,7 +151,9 @@ class Renewal(Protocol):
     """Replaces workers of which all envs are between episodes."""
 
     def before_resets(
-        self, env_ids: np.ndarray, lose: Callable[[np.ndarray], None]
+        self,
+        env_ids: np.ndarray,
+        lose: Callable[[np.ndarray], None],
     ) -> None:
         """Replace workers all of whose envs are about to be reset.
 
@@ -161,7 +163,10 @@ class Renewal(Protocol):
         """
 
     def after_steps(
-        self, env_ids: np.ndarray, columns: np.ndarray, renew: Renew
+        self,
+        env_ids: np.ndarray,
+        columns: np.ndarray,
+        renew: Renew,
     ) -> None:
         """Replace workers all of whose envs were just reset by the steps that ended them.
 
@@ -188,7 +193,11 @@ class Flights:
     native: Any = None
 
     def __init__(
-        self, pool: Pool, positions: Positions, side: SideData, options: ExecutorOptions
+        self,
+        pool: Pool,
+        positions: Positions,
+        side: SideData,
+        options: ExecutorOptions,
     ) -> None:
         self.pool = pool
         self.positions = positions
@@ -199,7 +208,12 @@ class Flights:
         self.current: Flight | None = None
         self.ended = np.empty(pool.num_envs, np.int64)
         self.renewal: Renewal | None = None
-        self.losses = Losses(pool, positions, self.states, options)
+        self.losses = Losses(
+            pool,
+            positions,
+            self.states,
+            options,
+        )
         # Number of the pool's losses handled while envs were sent.
         self._num_settled = 0
 
@@ -243,7 +257,17 @@ class Flights:
         if at is None:
             at = self.positions.next_column()
         # By position: keywords would double the time of a constructor.
-        return self._give(Flight(self, op, None, at, resets, cut), is_parked=is_parked)
+        return self._give(
+            Flight(
+                self,
+                op,
+                None,
+                at,
+                resets,
+                cut,
+            ),
+            is_parked=is_parked,
+        )
 
     def begin_resets(
         self,
@@ -272,7 +296,14 @@ class Flights:
         if at is None:
             at = self.positions.reset_columns(ids)
         return self._give(
-            Flight(self, Op.RESET, ids, at, extras=extras), is_parked=is_parked
+            Flight(
+                self,
+                Op.RESET,
+                ids,
+                at,
+                extras=extras,
+            ),
+            is_parked=is_parked,
         )
 
     def send(self, op: Op, ids: np.ndarray, write_inputs: Callable[[], None]) -> None:
@@ -281,7 +312,16 @@ class Flights:
         self.pool.await_workers(ids)
         write_inputs()
         columns = self.positions.next_columns(ids)
-        self._give(Flight(self, op, ids, columns), is_parked=True, flags=Flag.EACH)
+        self._give(
+            Flight(
+                self,
+                op,
+                ids,
+                columns,
+            ),
+            is_parked=True,
+            flags=Flag.EACH,
+        )
 
     def _give(self, flight: Flight, *, is_parked: bool, flags: int = 0) -> Flight:
         """Give the envs of a flight their commands, with these flags; return the flight."""
@@ -358,11 +398,23 @@ class Flights:
             ids = np.setdiff1d(ids, flight.cut)
         if flight.cut is not None or flight.resets is not None:
             ops, columns = self.states.ops[ids], self.states.columns[ids]
-        self.pool.submit(ids, ops, self.positions.where.target, columns, flags)
+        self.pool.submit(
+            ids,
+            ops,
+            self.positions.where.target,
+            columns,
+            flags,
+        )
 
     def adopt(self, op: Op, at: int, resets: np.ndarray | None) -> Flight:
         """Return the flight of a STEP or STEP_RESET of all envs that `fast_step` has given but cannot land."""
-        flight = Flight(self, op, None, at, resets)
+        flight = Flight(
+            self,
+            op,
+            None,
+            at,
+            resets,
+        )
         flight.outer = None
         self.current = flight
         return flight
@@ -494,7 +546,8 @@ class Flights:
         flight.was_reset = some_or_none(ids[is_fresh])
         if flight.was_reset is not None:
             is_over[is_fresh] = positions.were_reset(
-                flight.was_reset, (at + ahead * ~is_reset)[is_fresh]
+                flight.was_reset,
+                (at + ahead * ~is_reset)[is_fresh],
             )
         # Envs that a STEP has left out are not under way.
         has_answered = is_alive & self.states.under_way[ids]
@@ -586,7 +639,10 @@ class Flights:
                 self.losses.note_interrupted(flight.cut)
 
     def _make_good(
-        self, flight: Flight, lost: np.ndarray, faults: Mapping[int, Frame]
+        self,
+        flight: Flight,
+        lost: np.ndarray,
+        faults: Mapping[int, Frame],
     ) -> EnvherdError | None:
         """Mark the rows of failed envs as interrupted, and reset those that the flight would have reset.
 
@@ -638,7 +694,10 @@ class Flights:
             self.renewal.after_steps(alive, self.states.columns[alive], self._renew)
 
     def _renew(
-        self, env_ids: np.ndarray, columns: np.ndarray, replace: Callable[[], None]
+        self,
+        env_ids: np.ndarray,
+        columns: np.ndarray,
+        replace: Callable[[], None],
     ) -> None:
         """Reset envs, which steps at `columns` have reset, again in new instances, which `replace` begins to build."""
         self.states.move(env_ids, Event.IS_LOST)  # 9
@@ -648,7 +707,10 @@ class Flights:
     # ---- envs that were sent -----------------------------------------------------------------
 
     def wait_for(
-        self, sent: np.ndarray, wanted: int, timeout_s: float | None
+        self,
+        sent: np.ndarray,
+        wanted: int,
+        timeout_s: float | None,
     ) -> np.ndarray:
         """Wait until some of the sent envs have answered; return these, in the order in which they were sent.
 
@@ -699,7 +761,10 @@ class Flights:
     def let_finish(self, sent: np.ndarray) -> None:
         """Wait until sent envs, int64 `[k]`, have answered or their worker is lost; the answers remain for `recv`."""
         self.pool.wait_some(
-            sent, len(sent), self._options.step_timeout_s, self._options.reset_timeout_s
+            sent,
+            len(sent),
+            self._options.step_timeout_s,
+            self._options.reset_timeout_s,
         )
 
     def end_episodes(self, env_ids: np.ndarray) -> None:
@@ -712,7 +777,8 @@ class Flights:
         """
         sent = env_ids[self.states.under_way[env_ids]]
         self.states.check(
-            Op.RESET, sent[self.pool.words.command[sent] & (Flag.EACH << OP_BITS) == 0]
+            Op.RESET,
+            sent[self.pool.words.command[sent] & (Flag.EACH << OP_BITS) == 0],
         )
         self.let_finish(sent)
         self.states.move(env_ids, Event.IS_CUT)
@@ -740,7 +806,8 @@ class Flights:
         answers_lost = self.states.under_way & pool.words.must_complete()
         workers = {int(w) for w in pool.worker_of[answers_lost]} & set(pool.lost)
         error = self.losses.replace(
-            {**{w: pool.lost[w] for w in workers}, **reported.losses}, NOBODY
+            {**{w: pool.lost[w] for w in workers}, **reported.losses},
+            NOBODY,
         )
         left = np.flatnonzero(self.states.under_way & pool.words.must_complete())
         # Also if a loss is raised: envs that were rebuilt meanwhile have lost their answers, too.
@@ -775,7 +842,12 @@ class Flights:
 
         `deliver` must follow; until then an interrupt breaks them off. `wait_for` has handled their faults and losses.
         """
-        self.current = Flight(self, Op.STEP, env_ids, None)  # 8
+        self.current = Flight(
+            self,
+            Op.STEP,
+            env_ids,
+            None,
+        )  # 8
         reported = self.pool.outcome
         self._note_news(
             env_ids,
@@ -783,7 +855,9 @@ class Flights:
         )
 
     def deliver(
-        self, env_ids: np.ndarray, is_over: np.ndarray | None
+        self,
+        env_ids: np.ndarray,
+        is_over: np.ndarray | None,
     ) -> np.ndarray | None:
         """Update the positions of sent envs that are handed out now, after `open_delivery`.
 
@@ -829,7 +903,9 @@ class Flights:
         if watcher is not None:
             for frame in frames:
                 error = watcher.add_to(
-                    error, int(self.pool.worker_of[frame["env_id"]]), frame
+                    error,
+                    int(self.pool.worker_of[frame["env_id"]]),
+                    frame,
                 )
         if not is_interrupted:
             return error
@@ -854,7 +930,12 @@ class Flights:
             for s in (self._options.step_timeout_s, self._options.reset_timeout_s)
             if s is not None
         ]
-        pool.wait_some(idle, len(idle), max(limits, default=None), through_losses=True)
+        pool.wait_some(
+            idle,
+            len(idle),
+            max(limits, default=None),
+            through_losses=True,
+        )
         losses = pool.outcome.hand_out(idle).losses  # this empties the pool's own
         pool.outcome.losses.update(losses)
         self.losses.accept()
@@ -874,5 +955,6 @@ class Flights:
         not_given = sent[~self.pool.was_given(sent, flight.number)]
         is_in_doubt = self.pool.words.number[0] > flight.number
         self.states.move(
-            not_given, Event.IS_BROKEN_OFF if is_in_doubt else Event.IS_WITHDRAWN
+            not_given,
+            Event.IS_BROKEN_OFF if is_in_doubt else Event.IS_WITHDRAWN,
         )

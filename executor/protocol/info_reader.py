@@ -84,7 +84,10 @@ class InfoReader:
     """
 
     def __init__(
-        self, policy: InfoPolicy, slab: Slab | None, schemas: Mapping[int, Schema]
+        self,
+        policy: InfoPolicy,
+        slab: Slab | None,
+        schemas: Mapping[int, Schema],
     ) -> None:
         self._policy = policy
         self._schemas = schemas
@@ -102,7 +105,8 @@ class InfoReader:
             self._rows_now = slab.infos.swapaxes(0, 1)
             num_envs, num_sections, nbytes = slab.infos.shape
             self._rows = np.zeros(
-                (num_sections, num_envs, nbytes + _SKEW), np.uint8
+                (num_sections, num_envs, nbytes + _SKEW),
+                np.uint8,
             )  # only what is written takes memory
             self._id_words = np.zeros_like(self._words)
             self._ids = self._id_words.reshape(-1, 2).T
@@ -128,7 +132,9 @@ class InfoReader:
             others.clear()
 
     def take(
-        self, messages: Mapping[int, Mapping[str, Any]], env_ids: np.ndarray
+        self,
+        messages: Mapping[int, Mapping[str, Any]],
+        env_ids: np.ndarray,
     ) -> None:
         """Replace the infos of some envs by those of their latest command.
 
@@ -139,7 +145,8 @@ class InfoReader:
         self.has_any = True
         if self.has_rows:
             nbytes = max(
-                (schema.nbytes for schema in self._schemas.values()), default=0
+                (schema.nbytes for schema in self._schemas.values()),
+                default=0,
             )
             self._ids[:, env_ids] = 0
             self._rows[:, env_ids, :nbytes] = self._rows_now[:, env_ids, :nbytes]
@@ -179,7 +186,10 @@ class InfoReader:
         }
 
     def put(
-        self, section: str, infos: Mapping[int, dict[str, Any]], env_ids: Sequence[int]
+        self,
+        section: str,
+        infos: Mapping[int, dict[str, Any]],
+        env_ids: Sequence[int],
     ) -> None:
         """Replace infos of some envs by others, env id -> info; those that are missing have none."""
         self.has_any = True
@@ -220,7 +230,11 @@ class InfoReader:
         layout = _Layout({}, [])
         by_section = np.frombuffer(ids, np.int64).reshape(-1, 2).T
         for section, own, rows, now in zip(
-            SECTIONS, by_section, self._rows, self._rows_now, strict=True
+            SECTIONS,
+            by_section,
+            self._rows,
+            self._rows_now,
+            strict=True,
         ):
             schemas = [self._schemas[i] for i in dict.fromkeys(own.tolist()) if i]
             layout.parts[section] = [
@@ -233,7 +247,9 @@ class InfoReader:
         return layout
 
     def read(
-        self, section: str, is_wanted: np.ndarray | None = None
+        self,
+        section: str,
+        is_wanted: np.ndarray | None = None,
     ) -> dict[int, dict[str, Any]]:
         """Return env id -> info, of some envs (bool `[N]`) or of all. Envs without one are missing.
 

@@ -101,7 +101,12 @@ class Losses:
             more = f" There were {self._num_unlogged} others since the last such line."
         self._logged_at = now
         self._num_unlogged = 0
-        log.warning("%s%s\n%s", error.message, more, error.remote_traceback)
+        log.warning(
+            "%s%s\n%s",
+            error.message,
+            more,
+            error.remote_traceback,
+        )
 
     def lose(self, env_ids: np.ndarray) -> None:
         """Record that envs without a command under way have lost their episodes."""
@@ -123,7 +128,9 @@ class Losses:
             self.replace(self._pool.lost, NOBODY)
 
     def replace(
-        self, losses: Mapping[int, EnvherdError], own: np.ndarray
+        self,
+        losses: Mapping[int, EnvherdError],
+        own: np.ndarray,
     ) -> EnvherdError | None:
         """Begin to replace lost workers, and record the losses of envs outside a flight.
 
@@ -182,7 +189,9 @@ class Losses:
         is_stepped = (ops != RESET) & ~is_rebuilt
         is_due = ops != STEP
         for env_id, column in zip(
-            lost[is_stepped].tolist(), columns[is_stepped].tolist(), strict=True
+            lost[is_stepped].tolist(),
+            columns[is_stepped].tolist(),
+            strict=True,
         ):
             self._positions.cut_off(env_id, column)
         self.note_interrupted(lost[is_stepped])

@@ -40,7 +40,12 @@ class Plain(NamedTuple):
     @classmethod
     def never(cls, why: str) -> Self:
         """Return the decision for an engine without commands in C."""
-        return cls((why,), (why,), (why,), (why,))
+        return cls(
+            (why,),
+            (why,),
+            (why,),
+            (why,),
+        )
 
     @property
     def brief(self) -> str:
@@ -124,7 +129,13 @@ def what_is_plain(
         *recv,
         *_those((intake is None, f"the inputs are not one array: {inputs}"), unchecked),
     )
-    return Plain(rows, step, send, recv, tuple(pool.envs_in_python))
+    return Plain(
+        rows,
+        step,
+        send,
+        recv,
+        tuple(pool.envs_in_python),
+    )
 
 
 def _those(*reasons: tuple[bool, str]) -> Why:

@@ -104,7 +104,10 @@ class Columns:
         return None
 
     def done_of(
-        self, section: str, env_ids: np.ndarray, columns: np.ndarray | int
+        self,
+        section: str,
+        env_ids: np.ndarray,
+        columns: np.ndarray | int,
     ) -> np.ndarray:
         """Return whether the rows of some envs, at one column or each at its own, are done: bool `[k]`, fresh.
 
@@ -124,7 +127,8 @@ class Columns:
         row_of = self._places.row_of
         places = zip(env_ids, np.broadcast_to(columns, env_ids.shape), strict=True)
         return np.array(
-            [arrays[group_of[i]][column, row_of[i]].any() for i, column in places], bool
+            [arrays[group_of[i]][column, row_of[i]].any() for i, column in places],
+            bool,
         )
 
 
@@ -138,7 +142,12 @@ def storage_columns(target: int, storage: Storage, places: Places) -> Columns:
         }
         for group in storage.columns
     ]
-    return Columns(target, groups, places, root_ahead=1)
+    return Columns(
+        target,
+        groups,
+        places,
+        root_ahead=1,
+    )
 
 
 class Positions:
@@ -190,7 +199,10 @@ class Positions:
         self.has_interrupted = options.interrupts
         self.interrupted = np.zeros((self.num_envs, 1), bool)
         self.ring = self.where = Columns(
-            RING, [group.columns for group in slab.groups], self.places, root_ahead=0
+            RING,
+            [group.columns for group in slab.groups],
+            self.places,
+            root_ahead=0,
         )
         # A move that is not complete.
         self._before: tuple[Columns, np.ndarray, np.ndarray, np.ndarray] | None = None
@@ -228,7 +240,11 @@ class Positions:
             self._put_latest(*self._latest)
 
     def _put(
-        self, env_ids: np.ndarray, columns: np.ndarray | int, *, in_root: bool
+        self,
+        env_ids: np.ndarray,
+        columns: np.ndarray | int,
+        *,
+        in_root: bool,
     ) -> None:
         """Update the positions of some envs atomically: after an interrupt `_catch_up` completes the update."""
         self._catch_up()
@@ -307,7 +323,10 @@ class Positions:
         self._put(np.array([env_id]), column, in_root=True)
 
     def _write_root(
-        self, env_id: int, column: int, row: Mapping[Name, np.ndarray]
+        self,
+        env_id: int,
+        column: int,
+        row: Mapping[Name, np.ndarray],
     ) -> None:
         place = self.row_at(env_id, column)
         for key, array in row.items():
@@ -350,7 +369,9 @@ class Positions:
         ):
             leaves = root_leaves(self.slab.groups[group].spec)
             for leaf, latest in zip(
-                leaves, self.gather_roots(group, env_ids), strict=True
+                leaves,
+                self.gather_roots(group, env_ids),
+                strict=True,
             ):
                 arrays["root", *leaf.key][column] = latest
         if self._side.has_values:

@@ -41,7 +41,9 @@ class StaleRoots:
     looks_left = _NUM_LOOKS
 
     def __init__(
-        self, keys: Sequence[Sequence[Any]], action_keys: Sequence[Any]
+        self,
+        keys: Sequence[Sequence[Any]],
+        action_keys: Sequence[Any],
     ) -> None:
         self._keys, self._action_keys = keys, action_keys
         # Env id -> hashes of its rows of the root and of `next`.
@@ -89,7 +91,12 @@ class StaleRoots:
         is_repeated = action is not None and action is self._action()
         has_left, is_present = [], False
         for row, (env_id, root, next_) in enumerate(
-            zip(env_ids.tolist(), roots, nexts, strict=True)
+            zip(
+                env_ids.tolist(),
+                roots,
+                nexts,
+                strict=True,
+            )
         ):
             before = self._seen.get(env_id, (root, next_))
             self._seen[env_id] = root, next_

@@ -24,7 +24,11 @@ class ContiguousRows:
     """
 
     def __init__(
-        self, num_envs: int, num_steps: int, num_more: int, flags: Sequence[Key]
+        self,
+        num_envs: int,
+        num_steps: int,
+        num_more: int,
+        flags: Sequence[Key],
     ) -> None:
         self.full: list[int] = []
         self._num_steps = num_steps
@@ -43,7 +47,12 @@ class ContiguousRows:
         self._nested: dict[bool, TensorDictBase] = {}  # how the leaves nest
 
     def write(
-        self, env_ids: np.ndarray, td: TensorDictBase, *, is_next: bool, **numbers: Any
+        self,
+        env_ids: np.ndarray,
+        td: TensorDictBase,
+        *,
+        is_next: bool,
+        **numbers: Any,
     ) -> None:
         """Write entries of the present step of some envs: batch `[k]`, and int64 `[k]` (or one number) by name."""
         names = tuple(td.keys())
@@ -74,7 +83,11 @@ class ContiguousRows:
             self._leaves[(name,)].numpy().reshape(-1)[index] = value
 
     def _target(
-        self, td: TensorDictBase, key: Key, *, is_next: bool
+        self,
+        td: TensorDictBase,
+        key: Key,
+        *,
+        is_next: bool,
     ) -> tuple[Any, np.ndarray, torch.dtype]:
         """Return a leaf's key in `td`, the array that it is written to: `[slots * T, ...]` (VIEW), and its dtype."""
         value = td.get(key)
@@ -171,7 +184,8 @@ class ContiguousRows:
         for key, leaf in self._leaves.items():
             old = as_array(leaf)
             self._leaves[key] = as_tensor(
-                np.concatenate([old, np.zeros_like(old)]), leaf.dtype
+                np.concatenate([old, np.zeros_like(old)]),
+                leaf.dtype,
             )
         self._owners = np.concatenate([self._owners, self._owners])
         self._num_slots *= 2

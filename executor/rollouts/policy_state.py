@@ -101,7 +101,8 @@ def own_leaves(td: TensorDictBase | None, known: set[Key]) -> TensorDictBase | N
 
 
 def run_policy(
-    policy: Callable[[TensorDictBase], Any], root: TensorDictBase
+    policy: Callable[[TensorDictBase], Any],
+    root: TensorDictBase,
 ) -> TensorDictBase:
     """Call a policy and return its result.
 
@@ -165,7 +166,9 @@ def leaf_keys(td: TensorDictBase) -> list[Key]:
 
 
 def _where(
-    rows: np.ndarray, chosen: TensorDictBase, other: TensorDictBase
+    rows: np.ndarray,
+    chosen: TensorDictBase,
+    other: TensorDictBase,
 ) -> TensorDictBase:
     """Return `other` with some rows from `chosen`, for keys that `chosen` has."""
     mask = torch.from_numpy(rows)

@@ -139,7 +139,11 @@ class RolloutRunner:
                     data = self._in_storage(run, max_steps, out, auto_reset=auto_reset)
                 else:
                     stepwise = self._run_type(
-                        engine, act, carried, watch, break_when_any_done=breaks
+                        engine,
+                        act,
+                        carried,
+                        watch,
+                        break_when_any_done=breaks,
                     )
                     data = stepwise.collect(max_steps, auto_reset=auto_reset)
         if break_when_any_done is None and data.batch_size[1] < max_steps:
@@ -151,7 +155,12 @@ class RolloutRunner:
         return _fill(out, data)
 
     def _in_storage(
-        self, run: _Run, max_steps: int, out: TensorDictBase | None, *, auto_reset: bool
+        self,
+        run: _Run,
+        max_steps: int,
+        out: TensorDictBase | None,
+        *,
+        auto_reset: bool,
     ) -> TensorDictBase:
         """Make a rollout in a storage: that of `out`, if workers still map it, so that nothing is copied."""
         lease = self._shelf.find(out, max_steps) or self._shelf.lend(max_steps)
@@ -190,7 +199,8 @@ class RolloutRunner:
                 f"max_steps={shape[1]}, or a longer out."
             )
         if len(self._engine.pool.plan.groups) > 1 and not isinstance(
-            out, LazyStackedTensorDict
+            out,
+            LazyStackedTensorDict,
         ):
             raise ValueError(
                 f"rollout failed: expected out to be a lazy stack, since the envs are different tasks, got a "
@@ -262,7 +272,9 @@ class _Run:
         self._kept_inputs = [
             (columns["input", *leaf.key], group.inputs["input", *leaf.key])
             for group, columns in zip(
-                self._positions.slab.groups, lease.storage.columns, strict=True
+                self._positions.slab.groups,
+                lease.storage.columns,
+                strict=True,
             )
             for leaf in input_leaves(group.spec)
         ]
@@ -319,7 +331,9 @@ class _Run:
         leaves = [
             [tensors["next", *key][:, step] for key in batch.next_keys]
             for tensors, batch in zip(
-                self._lease.tensors, self._batches.groups, strict=True
+                self._lease.tensors,
+                self._batches.groups,
+                strict=True,
             )
         ]
         next_td = self._batches.next_td(leaves)
@@ -366,7 +380,9 @@ class _Run:
         """Return the collected batch `[N, num_steps]`."""
         tds: list[TensorDictBase] = []
         for tensors, batch in zip(
-            self._lease.tensors, self._batches.groups, strict=True
+            self._lease.tensors,
+            self._batches.groups,
+            strict=True,
         ):
             made = tensors
             # A copy, so that the storage is free: its last columns hold an earlier rollout.
@@ -383,7 +399,10 @@ class _Run:
         return data
 
     def _group_result(
-        self, batch: Any, tensors: dict[Any, torch.Tensor], num_steps: int
+        self,
+        batch: Any,
+        tensors: dict[Any, torch.Tensor],
+        num_steps: int,
     ) -> TensorDictBase:
         lead = (batch.num_rows, num_steps)
         next_leaves = [tensors["next", *key] for key in batch.next_keys]
@@ -393,7 +412,8 @@ class _Run:
             shape = batch.spec.batch_shape
             # One flag of an env counts for all its rows.
             flags = np.broadcast_to(
-                per_env.reshape(*lead, *(1 for _ in shape), 1), (*lead, *shape, 1)
+                per_env.reshape(*lead, *(1 for _ in shape), 1),
+                (*lead, *shape, 1),
             )
             next_leaves.append(as_tensor(flags.copy()))
         td = batch.shell("root", lead).build(
@@ -414,7 +434,11 @@ class _Run:
         return td
 
     def _add_side(
-        self, td: TensorDictBase, index: int, key: Any, ids: list[int]
+        self,
+        td: TensorDictBase,
+        index: int,
+        key: Any,
+        ids: list[int],
     ) -> None:
         """Add a side-channel leaf to the root and to `next`."""
         for steps, where in (
@@ -422,7 +446,8 @@ class _Run:
             (self._side_nexts, ("next", *key)),
         ):
             td.set(
-                where, _non_tensor([[step[i][index] for step in steps] for i in ids])
+                where,
+                _non_tensor([[step[i][index] for step in steps] for i in ids]),
             )
 
 
@@ -455,7 +480,9 @@ def _fill(out: TensorDictBase, data: TensorDictBase) -> TensorDictBase:
 
 def _copy(out: TensorDictBase, data: TensorDictBase) -> None:
     for key in data.keys(
-        include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor
+        include_nested=True,
+        leaves_only=True,
+        is_leaf=is_leaf_nontensor,
     ):
         value, place = data.get(key), out.get(key, None)
         if not isinstance(value, torch.Tensor) or place is None:

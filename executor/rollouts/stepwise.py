@@ -77,7 +77,10 @@ class StepwiseRun:
         return data
 
     def _step(
-        self, root: TensorDictBase, op: Op, cut: np.ndarray | None
+        self,
+        root: TensorDictBase,
+        op: Op,
+        cut: np.ndarray | None,
     ) -> TensorDictBase:
         """Make one step; return the root after it."""
         engine = self._engine
@@ -101,7 +104,8 @@ class StepwiseRun:
         acted.set("next", next_td)
         rows = [(kept, acted)]
         if isinstance(kept, LazyStackedTensorDict) and isinstance(
-            acted, LazyStackedTensorDict
+            acted,
+            LazyStackedTensorDict,
         ):
             # Different tasks have different keys.
             rows = [*zip(kept.tensordicts, acted.tensordicts, strict=True)]

@@ -177,7 +177,9 @@ class StorageShelf:
         while len(self._leases) >= _MAX_ATTACHED:
             self._drop(min(self._leases, key=lambda one: (not one.is_free, one.number)))
         lease = Lease(
-            next(self._targets), num_columns, plan_storage(self._pool.plan, num_columns)
+            next(self._targets),
+            num_columns,
+            plan_storage(self._pool.plan, num_columns),
         )
         # Until all workers map it: after an interrupt, `lend` drops it.
         lease.is_leaving = True

@@ -95,7 +95,8 @@ class Blueprint:
         """Return whether equal calls build two envs."""
         kwargs = self.env_kwargs
         return self.factories[other] is self.factories[env_id] and are_equal(
-            kwargs[other], kwargs[env_id]
+            kwargs[other],
+            kwargs[env_id],
         )
 
     def equal_call_before(self, env_id: int, worker_id: int) -> int | None:
@@ -198,7 +199,9 @@ def as_kwargs(num_envs: int, env_kwargs: EnvKwargs) -> tuple[dict[str, Any], ...
 
 
 def checked_options(
-    options: ExecutorOptions | None, *, copy: Any = True
+    options: ExecutorOptions | None,
+    *,
+    copy: Any = True,
 ) -> ExecutorOptions:
     """Return the options, or the default ones; refuse other objects, and a `copy` that is no bool."""
     if not (options is None or isinstance(options, ExecutorOptions)):
@@ -224,7 +227,10 @@ def num_runs(factories: Sequence[Factory]) -> int:
 
 
 def choose_workers(
-    num_envs: int, num_workers: int | None, name: str = "num_workers", fewest: int = 1
+    num_envs: int,
+    num_workers: int | None,
+    name: str = "num_workers",
+    fewest: int = 1,
 ) -> int:
     """Return the number of workers: the argument, or one per usable core and at least `fewest`; at most one per env."""
     if num_workers is None:
@@ -313,7 +319,9 @@ def draw(
 
 
 def serial_blueprint(
-    factories: list[Factory], env_kwargs: EnvKwargs, seed: int | None
+    factories: list[Factory],
+    env_kwargs: EnvKwargs,
+    seed: int | None,
 ) -> Blueprint:
     """Return the blueprint of a serial pool: nothing is pickled."""
     # Copies, because the calls are made later, and a rebuild repeats them.

@@ -22,7 +22,8 @@ def common_variables(options: ExecutorOptions) -> dict[str, str]:
 
 
 def variables_of(
-    options: ExecutorOptions, gpus: Sequence[str | None]
+    options: ExecutorOptions,
+    gpus: Sequence[str | None],
 ) -> list[dict[str, str]]:
     """Return the variables of each worker.
 
@@ -85,7 +86,8 @@ def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
             names = [one.strip() for one in environment[name].split(",")]
             # As the drivers read it: what follows the first name that is none does not count.
             end = next(
-                (i for i, one in enumerate(names) if one in ("", "-1")), len(names)
+                (i for i, one in enumerate(names) if one in ("", "-1")),
+                len(names),
             )
             return tuple(names[:end])
     # A container may have the devices without the driver's folder.

@@ -45,7 +45,9 @@ class Camera:
         self._has_looked = False
 
     def look(
-        self, td: TensorDictBase, env_ids: list[int] | None = None
+        self,
+        td: TensorDictBase,
+        env_ids: list[int] | None = None,
     ) -> list[np.ndarray | None]:
         """Return a picture of each env, uint8 `[H, W, 3]`, from a batch `[N]` or the env; None if an env has none.
 
@@ -73,7 +75,9 @@ class Camera:
 
 
 def enlarged(
-    frame: np.ndarray, height: int = _SMALL_PX, width: int = _SMALL_PX
+    frame: np.ndarray,
+    height: int = _SMALL_PX,
+    width: int = _SMALL_PX,
 ) -> np.ndarray:
     """Return a frame `[H, W, 3]`, enlarged by the largest whole factor with which it fits a height and a width."""
     factor = max(1, min(height // frame.shape[0], width // frame.shape[1]))

@@ -167,7 +167,9 @@ def _episodes_of(data: TensorDictBase) -> Iterator[Episode]:
     )
     for row, (steps, elapsed) in enumerate(zip(lengths, seconds, strict=True)):
         yield Episode(
-            _by_tag({tag: values[row] for tag, values in sums.items()}), steps, elapsed
+            _by_tag({tag: values[row] for tag, values in sums.items()}),
+            steps,
+            elapsed,
         )
 
 

@@ -178,7 +178,9 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
             f"evaluate failed: expected primer as a dict of tensors by key or None, got {primer!r}."
         )
     tasks = _tasks(
-        env, has_background=background is not None, with_frames=videos is not None
+        env,
+        has_background=background is not None,
+        with_frames=videos is not None,
     )
     executor = env if isinstance(env, BatchedEnv) else None
     if executor is not None:
@@ -235,7 +237,10 @@ def named_task(
 
 
 def _results(
-    env: Any, tasks: Mapping[str, Any], rules: Rules, records: RecordFile
+    env: Any,
+    tasks: Mapping[str, Any],
+    rules: Rules,
+    records: RecordFile,
 ) -> Evaluation | Evaluations:
     """Return the results of a run that is complete, and write them."""
     found = {}
@@ -295,7 +300,9 @@ def _refuse_settings(**settings: Any) -> None:
 def default_options() -> ExecutorOptions:
     """Return the options of workers without `options`."""
     return ExecutorOptions(
-        infos="plain", step_timeout_s=_TIMEOUT_S, reset_timeout_s=_TIMEOUT_S
+        infos="plain",
+        step_timeout_s=_TIMEOUT_S,
+        reset_timeout_s=_TIMEOUT_S,
     )
 
 
@@ -370,7 +377,10 @@ class _Choice:
         if isinstance(policy, PerPlayer):
             is_focal = _focal(self._focal, spec.metadata.get("is_focal"), policy.names)
             cast = Cast(
-                env=title, players=policy.names, roles=policy.roles, is_focal=is_focal
+                env=title,
+                players=policy.names,
+                roles=policy.roles,
+                is_focal=is_focal,
             )
             primed = None if self._primer is None else policy.primer(1, **self._primer)
             return Part(Placed(policy), primed, [(*policy.group, "reward")]), cast
@@ -384,7 +394,8 @@ class _Choice:
         primed = None
         if self._primer is not None:
             primed = TensorDict(
-                {key: value.unsqueeze(0) for key, value in self._primer.items()}, [1]
+                {key: value.unsqueeze(0) for key, value in self._primer.items()},
+                [1],
             )
         return Part(Placed(policy), primed, [leaf.key for leaf in spec.reward]), cast
 
@@ -442,7 +453,10 @@ def join_policies(
         player: policy
         for given, players in ((policies, mine), (background, others))
         for player, policy in choose_policies(
-            _by_name(given), everyone.names, everyone.roles, players
+            _by_name(given),
+            everyone.names,
+            everyone.roles,
+            players,
         ).items()
     }
     return PerPlayer(chosen, spec)

@@ -70,7 +70,8 @@ class PrometheusCollector:
             kind = CounterMetricFamily if name in _COUNTERS else GaugeMetricFamily
             full = f"{self._prefix}_{part}{name}"
             metric = metrics.setdefault(
-                full, kind(full, name, labels=["worker"] if labels else [])
+                full,
+                kind(full, name, labels=["worker"] if labels else []),
             )
             metric.add_metric(labels, value)
         yield from metrics.values()

@@ -41,7 +41,9 @@ class RandomPlayer:
         mask = rows.get("action_mask", None)
         if mask is None:
             action = torch.randint(
-                self.num_actions, rows.batch_size, device=rows.device
+                self.num_actions,
+                rows.batch_size,
+                device=rows.device,
             )
         else:
             action = (
@@ -213,12 +215,16 @@ class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
             yield (
                 part,
                 rows.set(
-                    "next", self._rows(following, following.get(self.group), part)
+                    "next",
+                    self._rows(following, following.get(self.group), part),
                 ),
             )
 
     def _rows(
-        self, root: TensorDictBase, group: TensorDictBase, part: Part
+        self,
+        root: TensorDictBase,
+        group: TensorDictBase,
+        part: Part,
     ) -> TensorDictBase:
         """Return the rows `[*lead, p]` of some agents, with the flags and numbers of their envs."""
         lead, count = root.batch_size, len(part.players)
@@ -233,7 +239,9 @@ class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
                 rows.set(
                     key,
                     value.unsqueeze(len(lead)).expand(
-                        *lead, count, *value.shape[len(lead) :]
+                        *lead,
+                        count,
+                        *value.shape[len(lead) :],
                     ),
                 )
         player = torch.tensor(part.players, device=root.device)
@@ -356,7 +364,9 @@ def acting_groups(spec: EnvSpec) -> list[Key]:
 
 
 def _names_and_roles(
-    spec: EnvSpec | None, group: Key, roles: Sequence[str] | None
+    spec: EnvSpec | None,
+    group: Key,
+    roles: Sequence[str] | None,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the names and the roles of the agents; the role "default" if the spec has none."""
     if spec is None:

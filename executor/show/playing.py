@@ -122,7 +122,10 @@ class RandomActions:
         """Set the actions."""
         sampler = ActionSampler([self._spec], int(torch.randint(2**62, ())))
         return sampler.fill(
-            root, root.batch_size, root.device, np.zeros(len(root), np.int64)
+            root,
+            root.batch_size,
+            root.device,
+            np.zeros(len(root), np.int64),
         )
 
 
@@ -183,7 +186,10 @@ class _Seat(threading.Thread):
     """
 
     def __init__(
-        self, number: int, options: ExecutorOptions, outcomes: SimpleQueue[Any]
+        self,
+        number: int,
+        options: ExecutorOptions,
+        outcomes: SimpleQueue[Any],
     ) -> None:
         super().__init__(name=f"evaluate-{number}", daemon=True)
         self._options, self._outcomes = options, outcomes
@@ -198,7 +204,11 @@ class _Seat(threading.Thread):
     def build(self, factory: Factory, seed: int) -> ParallelEnv:
         """Return an executor of one env."""
         self._env = ParallelEnv(
-            1, factory, num_workers=1, seed=seed, options=self._options
+            1,
+            factory,
+            num_workers=1,
+            seed=seed,
+            options=self._options,
         )
         return self._env
 
@@ -216,7 +226,9 @@ def _outcome_of(operation: _Operation) -> tuple[Any, BaseException | None]:
 
 
 def _advance(
-    work: _Work, result: Any = None, error: BaseException | None = None
+    work: _Work,
+    result: Any = None,
+    error: BaseException | None = None,
 ) -> _Operation | _Turn | None:
     """Hand over the outcome of an operation; return the next operation, None at the end."""
     try:
@@ -309,7 +321,9 @@ class Play:
                     seat.start()
                 while works:
                     for seat, result, error in self._next_outcomes(
-                        outcomes, waiting, len(works)
+                        outcomes,
+                        waiting,
+                        len(works),
                     ):
                         operation = _advance(works[seat], result, error)
                         if isinstance(operation, _Turn):
@@ -324,7 +338,10 @@ class Play:
                     work.close()
 
     def _next_outcomes(
-        self, outcomes: SimpleQueue[Any], waiting: dict[_Seat, _Turn], num_seats: int
+        self,
+        outcomes: SimpleQueue[Any],
+        waiting: dict[_Seat, _Turn],
+        num_seats: int,
     ) -> Sequence[tuple[_Seat, Any, BaseException | None]]:
         """Wait for an operation, or act for seats that wait for a policy; return the outcome of each seat concerned.
 
@@ -417,7 +434,8 @@ class Play:
     def part_of(self, name: str, env: BatchedEnv) -> Part:
         """Return what acts in a task."""
         return self.parts.get(name) or self.parts.setdefault(
-            name, self._prepare(name, env)
+            name,
+            self._prepare(name, env),
         )
 
     def take(self, name: str) -> _Episode | None:
@@ -428,7 +446,10 @@ class Play:
         return _Episode(number, episode_seed(self.rules.seed, number, 0))
 
     def note(
-        self, name: str, episode: _Episode, error: EnvherdError | None = None
+        self,
+        name: str,
+        episode: _Episode,
+        error: EnvherdError | None = None,
     ) -> None:
         """Record an episode that has ended or, with an error, failed."""
         self._episode_s[name] = time.monotonic() - episode.began
@@ -528,13 +549,17 @@ class _Session:
             for env_id in range(num_envs)
         ]
         root = yield partial(
-            self.env.reset, TensorDict({"_reset": mask}, [num_envs]), seed=seeds
+            self.env.reset,
+            TensorDict({"_reset": mask}, [num_envs]),
+            seed=seeds,
         )
         for env_id, episode in begun.items():
             if self._rules.videos is not None and episode.number in self._rules.filmed:
                 self._rules.videos.mkdir(parents=True, exist_ok=True)
                 name = re.sub(
-                    r"[^\w.-]+", "_", f"{self.name}_episode{episode.number}.mp4"
+                    r"[^\w.-]+",
+                    "_",
+                    f"{self.name}_episode{episode.number}.mp4",
                 )
                 episode.film = Video(self._rules.videos / name, self._rules.fps)
                 yield partial(self._film, episode.film, root, env_id, env_id)
@@ -608,7 +633,8 @@ class _Session:
         """Return the error for an interrupted row."""
         if self.env.options.on_env_error == "raise":
             return WorkerLost(
-                f"step failed: the worker of env {env_id} was lost.", env_ids=(env_id,)
+                f"step failed: the worker of env {env_id} was lost.",
+                env_ids=(env_id,),
             )
         return EnvError(
             f"step failed: env {env_id} was interrupted: it raised, or its worker was lost (see the log).",
@@ -667,7 +693,8 @@ def _act(turns: Sequence[_Turn]) -> list[TensorDictBase]:
         episode.state = None if own is None else own[row : row + 1].clone()
     spec = session.env.spec
     inputs = acted.select(
-        *(leaf.key for leaf in (*spec.action, *spec.state)), strict=False
+        *(leaf.key for leaf in (*spec.action, *spec.state)),
+        strict=False,
     )
     parts = (
         [inputs]
@@ -692,7 +719,8 @@ def _success_in(info: Mapping[str, Any]) -> bool | None:
 
 
 def _options_of_seats(
-    options: ExecutorOptions, num_seats: int
+    options: ExecutorOptions,
+    num_seats: int,
 ) -> list[ExecutorOptions]:
     """Return the options of each seat, whose worker gets what worker i of one executor would get."""
     each = [options] * num_seats

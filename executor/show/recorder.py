@@ -116,7 +116,9 @@ class VideoRecorder:
     def _add(self, env_ids: list[int], td: TensorDictBase) -> None:
         if env_ids:
             for env_id, frame in zip(
-                env_ids, self._camera.look(td, env_ids), strict=True
+                env_ids,
+                self._camera.look(td, env_ids),
+                strict=True,
             ):
                 if frame is not None:
                     self._films[env_id][1].add(enlarged(frame))

@@ -170,7 +170,8 @@ class Evaluation:
         """Return the results of a task."""
         ended = tuple(one for one in records if one.error is None)
         returns = np.array([one.returns for one in ended], np.float64).reshape(
-            -1, len(cast.players)
+            -1,
+            len(cast.players),
         )
         lengths = np.array([one.length for one in ended], np.int64)
         failures = tuple(one for one in records if one.error is not None)
@@ -314,7 +315,10 @@ class Evaluation:
             "by_player": [
                 {"player": name, "role": role, "focal": focal, **_numbers(one)}
                 for (name, one), role, focal in zip(
-                    self.by_player.items(), self.roles, self.is_focal, strict=True
+                    self.by_player.items(),
+                    self.roles,
+                    self.is_focal,
+                    strict=True,
                 )
             ],
             "returns": self.returns.tolist(),

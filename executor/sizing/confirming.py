@@ -88,7 +88,8 @@ class Confirmation:
                 self._show(f"round {len(rounds)}")
                 for setting in self._alive:
                     self._try(
-                        setting, functools.partial(self._turn, setting, rounds[-1])
+                        setting,
+                        functools.partial(self._turn, setting, rounds[-1]),
                     )
                 most = _NUM_BUSY_ROUNDS if self._is_busy() else NUM_ROUNDS
                 if len(rounds) >= most or time.monotonic() > self._end:

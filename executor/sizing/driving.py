@@ -60,7 +60,11 @@ class Subject:
         with contextlib.ExitStack() as stack:
             if self.options.start_method == "zygote" and not is_portable(self.options):
                 blueprint = draw(
-                    as_factories(1, self.make_env), self.env_kwargs, 1, 0, self.options
+                    as_factories(1, self.make_env),
+                    self.env_kwargs,
+                    1,
+                    0,
+                    self.options,
                 )
                 stack.enter_context(
                     preloading(*blueprint.preload, options=self.options)
@@ -113,7 +117,9 @@ class Subject:
             gpus=own.gpus,
         )
         return Subject(
-            functools.partial(SerialHost, self, num_envs, span_s, policy_s), {}, options
+            functools.partial(SerialHost, self, num_envs, span_s, policy_s),
+            {},
+            options,
         )
 
 
@@ -289,7 +295,11 @@ class SerialHost(CountingEnv):
     """
 
     def __init__(
-        self, subject: Subject, num_envs: int, span_s: float, policy_s: float
+        self,
+        subject: Subject,
+        num_envs: int,
+        span_s: float,
+        policy_s: float,
     ) -> None:
         super().__init__()
         env = SerialEnv(

@@ -61,7 +61,9 @@ _TIMES = ("busy_s", "reset_s", "cpu_s", "delay_s", "hidden_s")
 
 
 def probe(
-    subject: Subject, budget_s: float, show: Callable[[str], None]
+    subject: Subject,
+    budget_s: float,
+    show: Callable[[str], None],
 ) -> Measurement:
     """Measure an env in a worker.
 
@@ -242,7 +244,8 @@ def step_figures(made: Mapping[str, Any]) -> dict[str, Any]:
     # Between commands the worker also computes, as it looks for the next one, and waits for a processor: it may have
     # waited for longer than it was busy, while the kernel has counted no time on a processor and no step was sampled.
     undisturbed_s = min(
-        busy_s, max(busy_s - delay_s, cpu_s, steps * max(_LEAST_STEP_S, least_s))
+        busy_s,
+        max(busy_s - delay_s, cpu_s, steps * max(_LEAST_STEP_S, least_s)),
     )
     own_s = min(cpu_s, undisturbed_s)
     hidden_s = made["hidden_s"] if made["hidden_s"] > _LEAST_HIDDEN * own_s else 0.0

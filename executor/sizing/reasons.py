@@ -111,7 +111,10 @@ def bottleneck(limits: Limits, chosen: Run, runs: Sequence[Run]) -> tuple[str, s
 
 
 def facts(
-    limits: Limits, chosen: Run, ran: Sequence[Run], others_share: float
+    limits: Limits,
+    chosen: Run,
+    ran: Sequence[Run],
+    others_share: float,
 ) -> list[str]:
     """Return what else a reader should know: about the choice, the env, and other programs.
 

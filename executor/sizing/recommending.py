@@ -173,7 +173,9 @@ def resolve(
         else env_kwargs[0]
     )
     goal = replace(
-        WORKERS_ONLY, num_envs=fixed["num_envs"], num_workers=fixed["num_workers"]
+        WORKERS_ONLY,
+        num_envs=fixed["num_envs"],
+        num_workers=fixed["num_workers"],
     )
     done = recommend(
         factory,

@@ -55,7 +55,8 @@ def settings_for(measured: Measurement, cores: float, goal: Goal) -> list[Settin
         is_free and goal.target_steps_per_s is not None
     ):  # as many workers as make it, by the probe
         count = min(
-            most, max(1, math.ceil(goal.target_steps_per_s * measured.whole_step_s))
+            most,
+            max(1, math.ceil(goal.target_steps_per_s * measured.whole_step_s)),
         )
     sync = Setting(num_envs=goal.num_envs or count * each, num_workers=count)
     wanted = [sync]
@@ -71,7 +72,9 @@ def settings_for(measured: Measurement, cores: float, goal: Goal) -> list[Settin
         other = most if count < most else math.ceil(count / 2)
         wanted.append(
             replace(
-                wanted[0], num_envs=goal.num_envs or other * each, num_workers=other
+                wanted[0],
+                num_envs=goal.num_envs or other * each,
+                num_workers=other,
             )
         )
     if is_free and not goal.workers_only:
@@ -80,7 +83,8 @@ def settings_for(measured: Measurement, cores: float, goal: Goal) -> list[Settin
             cores <= 1 and (is_short or measured.waits_share <= WAITS)
         )
         wanted.insert(
-            0 if is_right else 1, Setting(num_envs=goal.num_envs or each, num_workers=0)
+            0 if is_right else 1,
+            Setting(num_envs=goal.num_envs or each, num_workers=0),
         )
     return wanted
 
@@ -136,7 +140,11 @@ class Limits:
     """
 
     def __init__(
-        self, measured: Measurement, machine: Machine, goal: Goal, num_frames: int = 4
+        self,
+        measured: Measurement,
+        machine: Machine,
+        goal: Goal,
+        num_frames: int = 4,
     ) -> None:
         self.measured, self.machine, self.goal = measured, machine, goal
         self._row_bytes = measured.row_bytes * num_frames
@@ -201,7 +209,8 @@ class Limits:
                     else f"{kind}{' and threads' * (kind == 'processes')}"
                 )
                 return Refusal(
-                    kind, f"takes {taken / unit:,.0f} {what}, {left / unit:,.0f} {of}"
+                    kind,
+                    f"takes {taken / unit:,.0f} {what}, {left / unit:,.0f} {of}",
                 )
         return None
 
@@ -263,6 +272,7 @@ class Limits:
             Setting(num_envs=workers, num_workers=workers)
         )
         most = workers + left // max(
-            1, self.measured.further_env_bytes + self._row_bytes
+            1,
+            self.measured.further_env_bytes + self._row_bytes,
         )
         return most if most < 1000 * workers else None

@@ -81,7 +81,9 @@ def preloaded(*modules: str, options: ExecutorOptions | None = None) -> Iterator
 
 @contextlib.contextmanager
 def preloading(
-    *modules: str, options: ExecutorOptions, must_import: bool = False
+    *modules: str,
+    options: ExecutorOptions,
+    must_import: bool = False,
 ) -> Iterator[Helper]:
     """As `preloaded`; unless `must_import`, modules that cannot be imported are left to the workers."""
     surroundings = _surroundings(options)
@@ -98,7 +100,9 @@ def preloading(
 
 
 def helper_for(
-    user: object, options: ExecutorOptions, modules: Sequence[str]
+    user: object,
+    options: ExecutorOptions,
+    modules: Sequence[str],
 ) -> Helper:
     """Return a helper for an executor, its `user`: that of the innermost block which fits, a kept one, or a new one."""
     if options.start_method == "zygote":

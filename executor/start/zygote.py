@@ -119,7 +119,10 @@ def end_idle(*, must_have_ended: bool = False) -> None:
 
 
 def shared(
-    user: object, key: tuple[object, ...], options: ExecutorOptions, preload: list[str]
+    user: object,
+    key: tuple[object, ...],
+    options: ExecutorOptions,
+    preload: list[str],
 ) -> Helper:
     """Return a helper with that key: an existing one, or a new one.
 
@@ -194,7 +197,8 @@ class Helper:
                 _zygotes.add(self)
                 self.lifeline_read, self._lifeline_write = os.pipe()
                 self._sock, self._theirs = socket.socketpair(
-                    socket.AF_UNIX, socket.SOCK_SEQPACKET
+                    socket.AF_UNIX,
+                    socket.SOCK_SEQPACKET,
                 )
             self._log_fd = os.memfd_create("envherd-log-zygote", os.MFD_CLOEXEC)
             output = self._log_fd if options.worker_output == "capture" else None
@@ -354,7 +358,8 @@ class Helper:
         answer = self._request({"op": "fork", "config": config}, fds)
         if "error" in answer:
             raise WorkerLost(
-                f"starting a worker failed: {answer['error']}. {_LIMITS}", phase="start"
+                f"starting a worker failed: {answer['error']}. {_LIMITS}",
+                phase="start",
             )
         return int(answer["pid"])
 
@@ -412,7 +417,8 @@ class Helper:
             if is_left and self._is_ready:
                 with ignoring_refusals():
                     sweep = self._post(
-                        {"op": "sweep", "idle_s": IDLE_S if is_kept else None}, []
+                        {"op": "sweep", "idle_s": IDLE_S if is_kept else None},
+                        [],
                     )
         for zygote in replaced:
             zygote.end()

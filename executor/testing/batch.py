@@ -49,7 +49,10 @@ class ExecutorBatch:
         return self._rows(self.env.reset(td), "root")
 
     def step(
-        self, actions: list[list[Any]], *, resets_ended: bool
+        self,
+        actions: list[list[Any]],
+        *,
+        resets_ended: bool,
     ) -> tuple[list[Row], list[Row]]:
         """Step all envs; return `(next rows, root rows)`: the roots after the step (and reset)."""
         td: TensorDictBase = TensorDict({}, self.env.batch_size)
@@ -115,7 +118,11 @@ def in_workers(
     """Run envs in worker processes."""
     return ExecutorBatch(
         ParallelEnv(
-            num_envs, make_env, num_workers=num_workers, seed=root_seed, options=options
+            num_envs,
+            make_env,
+            num_workers=num_workers,
+            seed=root_seed,
+            options=options,
         )
     )
 

@@ -55,17 +55,32 @@ def check_values(row: Row, spec: EnvSpec, where: str) -> None:
         if outside.any():
             advice = "Mend the env's observation_space, or clip its observations."
             raise _violation(
-                leaf.key, f"in {leaf.domain}", value, outside, where, advice
+                leaf.key,
+                f"in {leaf.domain}",
+                value,
+                outside,
+                where,
+                advice,
             )
     for leaf in spec.reward:
         if leaf.key in row and (infinite := ~np.isfinite(row[leaf.key])).any():
             raise _violation(
-                leaf.key, "finite", row[leaf.key], infinite, where, _FINITE
+                leaf.key,
+                "finite",
+                row[leaf.key],
+                infinite,
+                where,
+                _FINITE,
             )
 
 
 def _violation(
-    key: Key, expected: str, value: Any, is_broken: Any, where: str, advice: str
+    key: Key,
+    expected: str,
+    value: Any,
+    is_broken: Any,
+    where: str,
+    advice: str,
 ) -> ContractViolation:
     at = tuple(map(int, np.argwhere(is_broken)[0]))
     got = f"got {value[at]} at {at} ({where})"

@@ -157,7 +157,10 @@ class Contract:
             self.check(rule)
         trace = self._pair[0]
         return ContractReport(
-            self.rules, self.num_steps, trace.num_ends, trace.calls is not None
+            self.rules,
+            self.num_steps,
+            trace.num_ends,
+            trace.calls is not None,
         )
 
     @property
@@ -208,7 +211,8 @@ class Contract:
             roots = batch.reset(None)
             for _ in range(self.num_steps // 3):
                 _, roots = batch.step(
-                    self._draw_actions(batch, rng, roots), resets_ended=True
+                    self._draw_actions(batch, rng, roots),
+                    resets_ended=True,
                 )
             if (saved := batch.save()) is None:
                 return None
@@ -237,7 +241,10 @@ class Contract:
         return take_trace(batch, advance, self.actions, self.num_steps, self.seed)
 
     def _draw_actions(
-        self, batch: ExecutorBatch, rng: np.random.Generator, roots: list[Row]
+        self,
+        batch: ExecutorBatch,
+        rng: np.random.Generator,
+        roots: list[Row],
     ) -> list[list[Any]]:
         return draw_actions(self.actions, batch.specs, [rng] * NUM_ENVS, roots)
 
@@ -246,7 +253,9 @@ class Contract:
     def _check_steps(self) -> None:
         num_steps = self.num_steps * NUM_ENVS
         for trace, how in zip(
-            self._pair, ("step_and_maybe_reset", "step, then reset"), strict=True
+            self._pair,
+            ("step_and_maybe_reset", "step, then reset"),
+            strict=True,
         ):
             num_resets = NUM_ENVS + trace.num_ends
             if trace.calls is not None and any(

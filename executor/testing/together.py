@@ -166,7 +166,11 @@ def _take(
     options = ExecutorOptions(first_env_id=env_ids[0], isolate_rng=isolates)
     try:
         with ParallelEnv(
-            len(env_ids), factory, num_workers=1, seed=seed, options=options
+            len(env_ids),
+            factory,
+            num_workers=1,
+            seed=seed,
+            options=options,
         ) as env:
             batch = ExecutorBatch(env)
             before = _shared(env)
@@ -174,10 +178,15 @@ def _take(
             rows: dict[int, list[tuple[str, Row]]] = {env_id: [] for env_id in env_ids}
 
             def note(
-                where: str, its_rows: list[Row], pictures: list[Row] | None = None
+                where: str,
+                its_rows: list[Row],
+                pictures: list[Row] | None = None,
             ) -> None:
                 for env_id, row, picture in zip(
-                    env_ids, its_rows, pictures or [{}] * len(env_ids), strict=True
+                    env_ids,
+                    its_rows,
+                    pictures or [{}] * len(env_ids),
+                    strict=True,
                 ):
                     rows[env_id].append((where, {**row, **picture}))
 
@@ -185,7 +194,8 @@ def _take(
             note("the first root", roots, _pictures(env))
             for step in range(num_steps):
                 nexts, roots = batch.step(
-                    draw_actions(drawn_by, batch.specs, rngs, roots), resets_ended=True
+                    draw_actions(drawn_by, batch.specs, rngs, roots),
+                    resets_ended=True,
                 )
                 note(f"next, step {step}", nexts)
                 note(f"root, step {step}", roots, _pictures(env))
@@ -193,7 +203,8 @@ def _take(
     except WorkerLost as error:
         raise ContractViolation(f"{_RULE}: {error}") from error
     return Record(
-        rows, tuple(name for name, value in before.items() if after.get(name) != value)
+        rows,
+        tuple(name for name, value in before.items() if after.get(name) != value),
     )
 
 
@@ -257,7 +268,8 @@ def _fingerprints(env: Any) -> dict[str, int]:
 
 
 def _values_of(
-    owner: type | types.ModuleType | None, label: str
+    owner: type | types.ModuleType | None,
+    label: str,
 ) -> Iterator[tuple[str, Any]]:
     for name, value in vars(owner).items() if owner is not None else ():
         if not name.startswith("__") and isinstance(value, _VALUES):

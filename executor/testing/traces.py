@@ -120,7 +120,9 @@ def take_trace(
 
 
 def fused(
-    batch: ExecutorBatch, actions: list[list[Any]], step: int
+    batch: ExecutorBatch,
+    actions: list[list[Any]],
+    step: int,
 ) -> tuple[list[Row], list[Row]]:
     """Step, and reset within the same command."""
     del step
@@ -128,7 +130,9 @@ def fused(
 
 
 def separate(
-    batch: ExecutorBatch, actions: list[list[Any]], step: int
+    batch: ExecutorBatch,
+    actions: list[list[Any]],
+    step: int,
 ) -> tuple[list[Row], list[Row]]:
     """Step, then reset what ended."""
     del step
@@ -139,7 +143,9 @@ def separate(
 
 
 def disturbed(
-    batch: ExecutorBatch, actions: list[list[Any]], step: int
+    batch: ExecutorBatch,
+    actions: list[list[Any]],
+    step: int,
 ) -> tuple[list[Row], list[Row]]:
     """Step and reset ended envs; every third time also reset no env, then env 0, and check the other rows."""
     nexts, roots = separate(batch, actions, step)
@@ -169,13 +175,19 @@ def disturbed(
             f"rule 7 is broken: a reset changed the mask that it was given ({where})."
         )
     demand(
-        2, untouched[1], roots[1], f"env 1, {where}", "it changed when env 0 was reset."
+        2,
+        untouched[1],
+        roots[1],
+        f"env 1, {where}",
+        "it changed when env 0 was reset.",
     )
     return nexts, roots
 
 
 def refused(
-    batch: ExecutorBatch, actions: list[list[Any]], step: int
+    batch: ExecutorBatch,
+    actions: list[list[Any]],
+    step: int,
 ) -> tuple[list[Row], list[Row]]:
     """Step; where an env has ended, require that the next step is refused, and reset what ended."""
     nexts, roots = batch.step(actions, resets_ended=False)
@@ -186,7 +198,10 @@ def refused(
 
 
 def _check_refusal(
-    batch: ExecutorBatch, actions: list[Any], ended: tuple[int, ...], where: str
+    batch: ExecutorBatch,
+    actions: list[Any],
+    ended: tuple[int, ...],
+    where: str,
 ) -> None:
     calls = batch.count_calls()
     try:
@@ -208,7 +223,12 @@ def _check_refusal(
 
 
 def compare(
-    rule: int, one: Trace, other: Trace, why: str, *, env_ids: tuple[int, ...] = (0, 1)
+    rule: int,
+    one: Trace,
+    other: Trace,
+    why: str,
+    *,
+    env_ids: tuple[int, ...] = (0, 1),
 ) -> None:
     """Require that two traces have the same data for some envs, except for last observations."""
     for env_id in env_ids:

@@ -104,7 +104,10 @@ class Adapter(ABC):
 
     @abstractmethod
     def reset(
-        self, seed: int | None, options: Options = None, mask: Mask = None
+        self,
+        seed: int | None,
+        options: Options = None,
+        mask: Mask = None,
     ) -> list[Any]:
         """Start a new episode and return its first observation.
 

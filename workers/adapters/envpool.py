@@ -75,7 +75,9 @@ class EnvPoolAdapter(Adapter):
             # EnvPool makes spaces whose bounds lose precision.
             warnings.simplefilter("ignore")
             observation = _observation_leaves(
-                env.spec.gymnasium_observation_space, self._observed, n
+                env.spec.gymnasium_observation_space,
+                self._observed,
+                n,
             )
             action = _action_leaves(env.spec.gymnasium_action_space, self._actions, n)
         self._give = [leaf.give for leaf in action]
@@ -108,7 +110,10 @@ class EnvPoolAdapter(Adapter):
         self._is_reseeded = True
 
     def reset(
-        self, seed: int | None, options: Options = None, mask: Mask = None
+        self,
+        seed: int | None,
+        options: Options = None,
+        mask: Mask = None,
     ) -> list[Any]:
         """Start new episodes in some rows; the others keep theirs.
 
@@ -142,7 +147,8 @@ class EnvPoolAdapter(Adapter):
         config = old.spec.config._replace(batch_size=self.num_rows)
         if seed is not None:
             config = config._replace(
-                seed=seed % (_MAX_SEED - self.num_rows), env_seed=[]
+                seed=seed % (_MAX_SEED - self.num_rows),
+                env_seed=[],
             )
         new = type(old)(type(old.spec)(config))
         for name, value in vars(old).items():
@@ -185,10 +191,15 @@ class EnvPoolAdapter(Adapter):
             )
         given = {}
         for name, value, give, dtype in zip(
-            self._actions, action, self._give, self._action_dtypes, strict=True
+            self._actions,
+            action,
+            self._give,
+            self._action_dtypes,
+            strict=True,
         ):
             given[name] = np.ascontiguousarray(
-                value if give is None else give(value), dtype
+                value if give is None else give(value),
+                dtype,
             )
         self.env.send({**given, "env_id": self._ids, "players.env_id": self._ids})
         self._receive(self.num_rows)

@@ -10,5 +10,6 @@ import types
 
 if "tensorflow" not in sys.modules:
     sys.modules.setdefault(
-        "tensorboard.compat.notf", types.ModuleType("tensorboard.compat.notf")
+        "tensorboard.compat.notf",
+        types.ModuleType("tensorboard.compat.notf"),
     )

@@ -448,7 +448,9 @@ FAMILIES = {
         limit="max_cycles",
     ),
     "torchrl": Family(
-        form="torchrl:MODULE:CALLABLE", package="torchrl", is_listed=False
+        form="torchrl:MODULE:CALLABLE",
+        package="torchrl",
+        is_listed=False,
     ),
     "python": Family(form="python:MODULE:CALLABLE", is_listed=False, limit="max_steps"),
 }

@@ -102,7 +102,8 @@ def find_adapter(env: Any, env_type: EnvType = "auto") -> type[Adapter]:
             )
         return _load(native)
     is_torch = env_type == "torch" and not is_one_of(
-        inner, "torchrl.envs.common.EnvBase"
+        inner,
+        "torchrl.envs.common.EnvBase",
     )
     if is_torch or (env_type == "auto" and _looks_like_simulator(inner, native)):
         return _load(_GENERIC_TORCH)

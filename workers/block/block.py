@@ -115,7 +115,9 @@ class Block:
                 slot.journal = Journal(group.journal, group.inputs, row)
             if slab.infos is not None:
                 slot.info_writer = InfoWriter(
-                    slab, slot.env_id, partial(self._report_news, slot)
+                    slab,
+                    slot.env_id,
+                    partial(self._report_news, slot),
                 )
             self._compile(slot, slot.sinks[RING])
 
@@ -128,7 +130,9 @@ class Block:
         """Take these envs' rows of a rollout storage, addressed as `target` from now on."""
         for slot in self.slots.values():
             sink = slot.sinks[target] = Sink(
-                slot, storage.of_row(*slot.place), root_follows=True
+                slot,
+                storage.of_row(*slot.place),
+                root_follows=True,
             )
             if slot.is_built:
                 self._compile(slot, sink)
@@ -462,7 +466,9 @@ class Block:
             slot.journal.note(JournalFlag.IN_PARTS)
         elif slot.journal is not None:
             slot.journal.begin(
-                episode, seed, [JournalFlag.WITH_OPTIONS] if options else []
+                episode,
+                seed,
+                [JournalFlag.WITH_OPTIONS] if options else [],
             )
         adapter = slot.adapter
         return self._with_own_rng(
@@ -538,7 +544,9 @@ class Block:
     ) -> None:
         store(sink.root_observation, column, observation, "observation")
         for flag, source in zip(
-            sink.root_done, self._root_flags(slot, sink, column), strict=True
+            sink.root_done,
+            self._root_flags(slot, sink, column),
+            strict=True,
         ):
             flag[column] = source
         if sink.root_nested:

@@ -34,7 +34,10 @@ _CONTEXTS = {"libEGL.so": "eglGetCurrentContext", "libGLX.so": "glXGetCurrentCon
 
 
 def branch(
-    own: socket.socket, fds: Sequence[int], log_fd: int, become: Callable[[int], None]
+    own: socket.socket,
+    fds: Sequence[int],
+    log_fd: int,
+    become: Callable[[int], None],
 ) -> tuple[int, list[str]]:
     """Fork this worker; return 0 in the copy. Return the copy's pid here, or why there is none, in words for users.
 

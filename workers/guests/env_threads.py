@@ -222,7 +222,11 @@ class ThreadedLoop(Loop):
             self._block.threads.post(env_id, task)
 
     def _task(
-        self, env_id: int, number: int, command: int, owed: list[int]
+        self,
+        env_id: int,
+        number: int,
+        command: int,
+        owed: list[int],
     ) -> Callable[[], None]:
         words, block = self._words, self._block
 
@@ -249,7 +253,13 @@ class ThreadedLoop(Loop):
         return carry_out
 
     def _note_answer(
-        self, now: int, took: int, owed: list[int], command: int, *, was_reset: bool
+        self,
+        now: int,
+        took: int,
+        owed: list[int],
+        command: int,
+        *,
+        was_reset: bool,
     ) -> bool:
         """Count an answer, with the lock held; return whether to wake the parent."""
         words, worker_id = self._words, self._block.worker_id

@@ -131,7 +131,8 @@ def enter(interpreter: str) -> None:
     # Numpy 2 pickles arrays as results of a function of this module.
     if np.__version__.startswith("1."):
         sys.modules.setdefault(
-            "numpy._core.numeric", importlib.import_module("numpy.core.numeric")
+            "numpy._core.numeric",
+            importlib.import_module("numpy.core.numeric"),
         )
 
 

@@ -53,7 +53,10 @@ _FIRST_FD = 512  # of the worker's own descriptors
 
 
 def main(
-    sock: socket.socket, lifeline_fd: int, log_fd: int, config: dict[str, Any]
+    sock: socket.socket,
+    lifeline_fd: int,
+    log_fd: int,
+    config: dict[str, Any],
 ) -> None:
     """Run a worker until a message tells it to exit; never returns."""
     detach(
@@ -229,7 +232,8 @@ class Worker:
             seeding.seed_globals(seeding.build_seed(message.root_seed, first + env_id))
             try:
                 adapters[env_id] = self._calls.run(
-                    env_id, functools.partial(self._build_env, env_id)
+                    env_id,
+                    functools.partial(self._build_env, env_id),
                 )
             # A factory may raise anything, and the parent decides what follows.
             except BaseException as error:
@@ -351,7 +355,9 @@ class Worker:
         _apply(message.config)
         self._enter(message.worker)
         self._block.take_place(
-            message.worker.worker_id, message.worker.env_ids[0], message.seed
+            message.worker.worker_id,
+            message.worker.env_ids[0],
+            message.seed,
         )
         self._loop = None
 
@@ -384,7 +390,10 @@ def _map(nbytes: int, fds: list[int], name: str | None) -> np.ndarray:
 
 
 def exec_main(
-    sock_fd: int, lifeline_fd: int, log_fd: int, config: dict[str, Any]
+    sock_fd: int,
+    lifeline_fd: int,
+    log_fd: int,
+    config: dict[str, Any],
 ) -> None:
     """Entry point of an exec'd worker."""
     surroundings.enter(config["caller"])

@@ -82,7 +82,11 @@ class NativeLoop(Loop):
         return self._block.execute(env_id, command, lambda _column: observation)
 
     def _hand_over_reset(
-        self, env_id: int, command: int, observation: Any, root: list[Any]
+        self,
+        env_id: int,
+        command: int,
+        observation: Any,
+        root: list[Any],
     ) -> int:
         """Complete a command whose env was reset (after a step, if any) and returned a result that is not plain."""
         return self._block.execute(
@@ -90,7 +94,11 @@ class NativeLoop(Loop):
         )
 
     def _fail_reset(
-        self, env_id: int, command: int, observation: Any, error: BaseException
+        self,
+        env_id: int,
+        command: int,
+        observation: Any,
+        error: BaseException,
     ) -> int:
         """Complete a command whose env raised in its reset (after a step, if any)."""
 

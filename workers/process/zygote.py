@@ -87,7 +87,10 @@ def main(fd: int, log_fd: int) -> None:
     }
     _send(sock, start, answer)
     Zygote(
-        sock, log_fd, began_ns, must_exec=start["must_exec"] or num_threads > 1
+        sock,
+        log_fd,
+        began_ns,
+        must_exec=start["must_exec"] or num_threads > 1,
     ).serve()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -107,7 +110,8 @@ def _leave_terminal() -> None:
     """Give up the controlling terminal, as a new session would: it may stop background processes that write to it."""
     with contextlib.suppress(OSError):
         fd = os.open(
-            "/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC
+            "/dev/tty",
+            os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC,
         )
         try:
             fcntl.ioctl(fd, termios.TIOCNOTTY)
@@ -194,7 +198,12 @@ class Zygote:
     """Forks workers, records their exit codes, and kills remaining processes at the end."""
 
     def __init__(
-        self, sock: socket.socket, log_fd: int, began_ns: int, *, must_exec: bool
+        self,
+        sock: socket.socket,
+        log_fd: int,
+        began_ns: int,
+        *,
+        must_exec: bool,
     ) -> None:
         self._sock = sock
         self._log_fd = log_fd

@@ -76,7 +76,9 @@ def place_of(name: str) -> Place:
 
 
 def _find(
-    name: str, module: types.ModuleType | None, by_value: tuple[str, ...]
+    name: str,
+    module: types.ModuleType | None,
+    by_value: tuple[str, ...],
 ) -> Place:
     if module is None or name in SCRIPT or module is sys.modules.get("__main__"):
         return Place.NOWHERE

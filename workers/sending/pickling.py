@@ -180,7 +180,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
     def _own(self, value: Any) -> None:
         """Note an attribute of a class, and what it holds."""
         if id(value) in self._owned or isinstance(
-            value, (type, types.ModuleType, types.FunctionType)
+            value,
+            (type, types.ModuleType, types.FunctionType),
         ):
             return
         if _fresh(value):
@@ -346,7 +347,8 @@ def _with_place(obj: Any, reduced: _Reduced) -> _Reduced:
 
 
 def _set_definition(
-    obj: Any, what: tuple[Callable[[Any, Any], Any], Any, str | None, str | None]
+    obj: Any,
+    what: tuple[Callable[[Any, Any], Any], Any, str | None, str | None],
 ) -> None:
     setter, state, place, name = what
     if not (_keeps and isinstance(obj, type) and obj in _complete):
@@ -377,7 +379,8 @@ def _set_definition(
     ):
         obj.__module__ = f"{place} (copy {id(used)})"
         copies = sys.modules.setdefault(
-            obj.__module__, types.ModuleType(obj.__module__)
+            obj.__module__,
+            types.ModuleType(obj.__module__),
         )
         setattr(copies, name, obj)
     # From Python 3.14 on, those that are no texts are computed when they are read, which fails if a name is missing.
@@ -685,7 +688,10 @@ def _quiet(base: type) -> Iterator[None]:
 
 
 def _call_type(
-    meta: type, name: str, bases: tuple[type, ...], namespace: dict[str, Any]
+    meta: type,
+    name: str,
+    bases: tuple[type, ...],
+    namespace: dict[str, Any],
 ) -> Any:
     """Make a class with the first metaclass of `meta` and its bases that a library defines and that can make it."""
     kinds = [
@@ -703,7 +709,10 @@ _OF_MEMBERS = frozenset({"_value_", "_name_", "_sort_order_", "__objclass__"})
 
 
 def _reduce_enum(
-    kind: type[enum.Enum], make: Any, arguments: tuple[Any, ...], state: tuple[Any, ...]
+    kind: type[enum.Enum],
+    make: Any,
+    arguments: tuple[Any, ...],
+    state: tuple[Any, ...],
 ) -> _Reduced:
     """Return how to rebuild an enum, with what cloudpickle leaves out: aliases, functions and attributes of members."""
     values = {name: member.value for name, member in kind.__members__.items()}
@@ -748,7 +757,9 @@ def captures(factory: Any) -> Iterator[tuple[str, Any]]:
         yield "self", factory.__self__
     elif isinstance(factory, types.FunctionType):
         for name, cell in zip(
-            factory.__code__.co_freevars, factory.__closure__ or (), strict=True
+            factory.__code__.co_freevars,
+            factory.__closure__ or (),
+            strict=True,
         ):
             # Nothing was assigned to the variable yet.
             with contextlib.suppress(ValueError):

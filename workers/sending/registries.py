@@ -118,7 +118,10 @@ class _Finder(importlib.abc.MetaPathFinder):
     """Adds the waiting entries of a package after its import."""
 
     def find_spec(
-        self, name: str, path: Any = None, target: types.ModuleType | None = None
+        self,
+        name: str,
+        path: Any = None,
+        target: types.ModuleType | None = None,
     ) -> Any:
         if name not in _waiting:
             return None
@@ -210,7 +213,8 @@ def _names_in_script(spec: Any) -> Iterator[str]:
 
 def _gym(package: str) -> _Registry:
     return _Registry(
-        functools.partial(_read_specs, package), functools.partial(_add_spec, package)
+        functools.partial(_read_specs, package),
+        functools.partial(_add_spec, package),
     )
 
 

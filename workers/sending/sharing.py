@@ -139,7 +139,9 @@ def _open_storage(shared: OwnersDescriptor, nbytes: int, dtype: Any) -> Any:
         storage
         if dtype is None
         else torch.storage.TypedStorage(
-            wrap_storage=storage, dtype=dtype, _internal=True
+            wrap_storage=storage,
+            dtype=dtype,
+            _internal=True,
         )
     )
 

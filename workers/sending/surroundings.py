@@ -111,7 +111,8 @@ def _join_tracker(value: list[int] | None) -> None:
     if value is not None and _TRACKER._fd is None:  # noqa: SLF001
         with ignoring_refusals():  # no /proc, or the tracker has ended
             _TRACKER._fd = os.open(  # noqa: SLF001  # as `multiprocessing` does
-                "/proc/{}/fd/{}".format(*value), os.O_WRONLY | os.O_CLOEXEC
+                "/proc/{}/fd/{}".format(*value),
+                os.O_WRONLY | os.O_CLOEXEC,
             )
 
 

@@ -27,7 +27,9 @@ class PlainEnv:
     spec: EnvSpec
 
     def reset(
-        self, seed: int | None, options: Mapping[str, Any] | None = None
+        self,
+        seed: int | None,
+        options: Mapping[str, Any] | None = None,
     ) -> list[Any]:
         """Start a new episode and return the observation values."""
         raise NotImplementedError
@@ -64,7 +66,10 @@ class PlainAdapter(Adapter):
         self.spec = env.spec
 
     def reset(
-        self, seed: int | None, options: Options = None, mask: Mask = None
+        self,
+        seed: int | None,
+        options: Options = None,
+        mask: Mask = None,
     ) -> list[Any]:
         """See `Adapter.reset`; a mask is passed on to envs that are a batch themselves."""
         return (
@@ -122,7 +127,11 @@ class CountingEnv(PlainEnv):
     """
 
     def __init__(
-        self, length: int | None = None, *, size: int = 0, reuses_buffers: bool = False
+        self,
+        length: int | None = None,
+        *,
+        size: int = 0,
+        reuses_buffers: bool = False,
     ) -> None:
         self.length = length
         self.size = size
@@ -144,7 +153,9 @@ class CountingEnv(PlainEnv):
         )
 
     def reset(
-        self, seed: int | None, options: Mapping[str, Any] | None = None
+        self,
+        seed: int | None,
+        options: Mapping[str, Any] | None = None,
     ) -> list[Any]:
         """Begin the next episode."""
         self.seed = self.seed if seed is None else seed

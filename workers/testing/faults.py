@@ -184,7 +184,9 @@ class FaultyEnv(CountingEnv):
         self._break("construct")
 
     def reset(
-        self, seed: int | None, options: Mapping[str, Any] | None = None
+        self,
+        seed: int | None,
+        options: Mapping[str, Any] | None = None,
     ) -> list[Any]:
         """Begin the next episode, or break."""
         observation = super().reset(seed, options)

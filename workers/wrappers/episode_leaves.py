@@ -79,7 +79,9 @@ class EpisodeSums:
             of_returns: an index for each return, where a reset may be of some agents of a row; None for `rows`.
         """
         for (total, value), index in zip(
-            self._pairs, of_returns or [rows] * len(self._pairs), strict=True
+            self._pairs,
+            of_returns or [rows] * len(self._pairs),
+            strict=True,
         ):
             total[index] = value[index] = 0
         self._length[rows] = self._seconds[rows] = 0
@@ -163,11 +165,15 @@ class EpisodeLeaves(Wrapping):
         super().__init__(inner, sums.leaves, sums.roots, "episode_statistics")
         keys = [list(leaf.key) for leaf in self.leaves]
         self.spec = replace(
-            self.spec, metadata={**self.spec.metadata, EPISODE_KEYS: keys}
+            self.spec,
+            metadata={**self.spec.metadata, EPISODE_KEYS: keys},
         )
 
     def reset(
-        self, seed: int | None, options: Options = None, mask: Mask = None
+        self,
+        seed: int | None,
+        options: Options = None,
+        mask: Mask = None,
     ) -> list[Any]:
         observation = self.inner.reset(seed, options, mask)
         self._sums.restart(... if mask is None else mask[..., 0])

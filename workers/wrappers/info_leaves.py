@@ -71,7 +71,10 @@ class InfoLeaves(Wrapping):
         self._values: list[Any] = [np.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
 
     def reset(
-        self, seed: int | None, options: Options = None, mask: Mask = None
+        self,
+        seed: int | None,
+        options: Options = None,
+        mask: Mask = None,
     ) -> list[Any]:
         observation = self.inner.reset(seed, options, mask)
         self._read(None if mask is None else mask[..., 0])
@@ -123,7 +126,8 @@ class InfoLeaves(Wrapping):
 
     def _nothing(self, field: InfoEntry) -> tuple[np.ndarray, np.ndarray]:
         return np.zeros(field.leaf.shape, field.leaf.dtype), np.zeros(
-            self._batch_shape, bool
+            self._batch_shape,
+            bool,
         )
 
 
@@ -143,7 +147,8 @@ def declared_fields(keys: Mapping[str | Path, Any], spec: EnvSpec) -> list[InfoE
 
 
 def find_fields(
-    adapter: Adapter, keys: Literal["all"] | Sequence[str | Path]
+    adapter: Adapter,
+    keys: Literal["all"] | Sequence[str | Path],
 ) -> list[InfoEntry]:
     """Reset and step an env once, and return a field for each entry wanted.
 
@@ -204,13 +209,19 @@ def _field(path: Path, array: np.ndarray, spec: EnvSpec) -> InfoEntry:
         path,
         leaf,
         LeafSpec(
-            (_ROOT, *path[:-1], f"_{path[-1]}"), spec.batch_shape, "bool", Binary()
+            (_ROOT, *path[:-1], f"_{path[-1]}"),
+            spec.batch_shape,
+            "bool",
+            Binary(),
         ),
     )
 
 
 def _collect(
-    info: Any, path: Path, found: dict[Path, np.ndarray], batch_shape: tuple[int, ...]
+    info: Any,
+    path: Path,
+    found: dict[Path, np.ndarray],
+    batch_shape: tuple[int, ...],
 ) -> None:
     """Add the numbers of an info (of one env, or of a batch) to those already found; existing ones are kept."""
     if len(path) == _DEEPEST or not isinstance(info, Mapping):

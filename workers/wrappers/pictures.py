@@ -94,7 +94,10 @@ class PictureLeaves(Wrapping):
         self.spec = replace(inner.spec, observation=tuple(leaves))
 
     def reset(
-        self, seed: int | None, options: Options = None, mask: Mask = None
+        self,
+        seed: int | None,
+        options: Options = None,
+        mask: Mask = None,
     ) -> list[Any]:
         return self._small(self.inner.reset(seed, options, mask))
 
@@ -120,7 +123,9 @@ def _small_leaf(leaf: LeafSpec, factor: int) -> LeafSpec:
             f"SmallPictures failed: expected sides that shrink={factor} divides, got {leaf}."
         )
     return LeafSpec(
-        leaf.key, (*lead, height // factor, width // factor, channels), "uint8"
+        leaf.key,
+        (*lead, height // factor, width // factor, channels),
+        "uint8",
     )
 
 

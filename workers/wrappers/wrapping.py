@@ -45,7 +45,8 @@ class Wrapping(Adapter):
         refuse_taken([leaf.key for leaf in inner.spec.observation], roots, option)
         self.unchecked = inner.unchecked | {leaf.key for leaf in self.leaves}
         self.spec = replace(
-            inner.spec, observation=(*inner.spec.observation, *self.leaves)
+            inner.spec,
+            observation=(*inner.spec.observation, *self.leaves),
         )
 
     @property

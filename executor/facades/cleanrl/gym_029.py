@@ -51,13 +51,17 @@ class OldVectorEnv(AsyncVectorEnv, VectorEnv[Any, Any, np.ndarray]):
         )
 
     def _add_info(
-        self, vector_infos: dict[str, Any], env_info: dict[str, Any], env_num: int
+        self,
+        vector_infos: dict[str, Any],
+        env_info: dict[str, Any],
+        env_num: int,
     ) -> dict[str, Any]:
         rest = dict(env_info)
         for name, old_name in _FINALS.items():
             if name in rest:
                 finals = vector_infos.setdefault(
-                    old_name, np.full(self.num_envs, None, object)
+                    old_name,
+                    np.full(self.num_envs, None, object),
                 )
                 finals[env_num] = rest.pop(name)
                 vector_infos.setdefault(f"_{old_name}", np.zeros(self.num_envs, bool))[
@@ -70,7 +74,9 @@ class _Vector:
     """`gymnasium.vector`, whose two vector envs are ours."""
 
     def __init__(
-        self, num_workers: int | Literal["auto"] | None, options: ExecutorOptions | None
+        self,
+        num_workers: int | Literal["auto"] | None,
+        options: ExecutorOptions | None,
     ) -> None:
         self._arguments = {"num_workers": num_workers, "options": options}
 
@@ -78,7 +84,10 @@ class _Vector:
         return getattr(gymnasium.vector, name)
 
     def SyncVectorEnv(  # noqa: N802
-        self, env_fns: Sequence[Callable[[], Any]], *args: Any, **kwargs: Any
+        self,
+        env_fns: Sequence[Callable[[], Any]],
+        *args: Any,
+        **kwargs: Any,
     ) -> OldVectorEnv:
         """Make a vector env in worker processes."""
         return OldVectorEnv(env_fns, *args, **{**self._arguments, **kwargs})

@@ -65,7 +65,8 @@ class Wrappers:
     def ResizeObservation(self, env: Any, shape: int | tuple[int, int]) -> Any:  # noqa: N802
         """Resize pictures; one number is both sides."""
         return gymnasium.wrappers.ResizeObservation(
-            env, (shape, shape) if isinstance(shape, int) else shape
+            env,
+            (shape, shape) if isinstance(shape, int) else shape,
         )
 
     def TransformObservation(self, env: Any, f: Callable[[Any], Any]) -> Any:  # noqa: N802

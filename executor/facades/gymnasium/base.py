@@ -120,11 +120,16 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
         self._actions = Actions(engine, first.action_space, self.action_space)
         leaves = engine.pool.slab.groups[0].spec.observation
         self._observations = Observations(
-            engine, first.observation_space, leaves, self.num_envs, is_copy=self.copy
+            engine,
+            first.observation_space,
+            leaves,
+            self.num_envs,
+            is_copy=self.copy,
         )
         group = engine.pool.slab.groups[0].columns
         self._episodes = episode_reader(
-            engine.pool.slab, group["next", "reward"].shape[-1]
+            engine.pool.slab,
+            group["next", "reward"].shape[-1],
         )
         engine.states.remedy = (
             "Call reset(), or reset(options={'reset_mask': mask}) for these envs alone."
@@ -217,7 +222,9 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
         return seed
 
     def _start_reset(
-        self, seed: int | Sequence[int | None] | None, options: dict[str, Any] | None
+        self,
+        seed: int | Sequence[int | None] | None,
+        options: dict[str, Any] | None,
     ) -> None:
         """Start a reset of all envs, or of those of a `reset_mask` among the options."""
         self._move("begin", "reset_async")
@@ -233,7 +240,9 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
         with raising_gymnasiums(), self._guard:
             extras = self._engine.extras_of(env_ids, seeds, None, {"options": options})
             self._flight = self._engine.flights.begin_resets(
-                env_ids, extras=extras, is_parked=True
+                env_ids,
+                extras=extras,
+                is_parked=True,
             )
         self._resetting = env_ids
 
@@ -301,7 +310,10 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
         )
 
     def _of_episodes(
-        self, read: ReadEpisodes, ended: np.ndarray, column: int
+        self,
+        read: ReadEpisodes,
+        ended: np.ndarray,
+        column: int,
     ) -> dict[str, Any]:
         """Return the entries of Gymnasium's `RecordEpisodeStatistics` for a step in which episodes have ended."""
         is_over = np.zeros(self.num_envs, bool)
@@ -351,7 +363,10 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
         return infos
 
     def _with_ends(
-        self, parts: list[Part], ended: np.ndarray | None, column: int
+        self,
+        parts: list[Part],
+        ended: np.ndarray | None,
+        column: int,
     ) -> list[Part]:
         """Return parts in which each env that has ended, or was interrupted, has separate parts, with more entries."""
         positions, reader = self._engine.positions, self._engine.side.infos

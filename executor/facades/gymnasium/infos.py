@@ -57,7 +57,9 @@ class Columns:
         ]
 
         def read(
-            records: np.ndarray, env_ids: np.ndarray | None, others: np.ndarray | None
+            records: np.ndarray,
+            env_ids: np.ndarray | None,
+            others: np.ndarray | None,
         ) -> dict[str, Any]:
             mask, infos = everybody.copy(), {}
             if others is not None:
@@ -79,7 +81,9 @@ class Columns:
         values_of = itemgetter(str(field.place))
 
         def read(
-            records: np.ndarray, _: np.ndarray | None, others: np.ndarray | None
+            records: np.ndarray,
+            _: np.ndarray | None,
+            others: np.ndarray | None,
         ) -> np.ndarray:
             array = values_of(records).copy()
             # Their bytes are of other infos.
@@ -104,7 +108,9 @@ def _object_reader(field: SchemaField) -> _Read:
     read_values = compile_reader(field)
 
     def read(
-        records: np.ndarray, env_ids: np.ndarray | None, _: np.ndarray | None
+        records: np.ndarray,
+        env_ids: np.ndarray | None,
+        _: np.ndarray | None,
     ) -> np.ndarray:
         if env_ids is None:
             return np.fromiter(read_values(records), object, len(records))

@@ -119,7 +119,10 @@ class Observations:
             None
             if leaf.is_side
             else LatestColumn(
-                engine.positions, leaf.key, num_rows, tuple(space.shape or ())
+                engine.positions,
+                leaf.key,
+                num_rows,
+                tuple(space.shape or ()),
             )
             for leaf, space in zip(leaves, seen, strict=False)
         ]

@@ -55,7 +55,9 @@ def check_mode(observation_mode: Any) -> None:
 
 
 def batch(
-    name: str, descriptions: list[Description], observation_mode: Any
+    name: str,
+    descriptions: list[Description],
+    observation_mode: Any,
 ) -> tuple[Space, Space, Space, Space]:
     """Return the spaces of a vector env: of one observation, of all, of one action, of all.
 

@@ -116,7 +116,8 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
                     f"each of which runs one env at a time. Leave it out, or the others."
                 )
             num_workers = min(
-                choose_workers(self.num_envs, num_workers), self.max_concurrency
+                choose_workers(self.num_envs, num_workers),
+                self.max_concurrency,
             )
         with raising_gymnasiums():
             made = ParallelEnv(
@@ -227,7 +228,10 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
         args = tuple((name, value) for value in _one_each(values, self.num_envs))
         with raising_gymnasiums(f"set_attr {name}"), self._guard:
             self._engine.ask(
-                "each", list(range(self.num_envs)), name="assign", args=args
+                "each",
+                list(range(self.num_envs)),
+                name="assign",
+                args=args,
             )
 
     def close_extras(
@@ -292,7 +296,10 @@ class SyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
         ]
         with raising_gymnasiums():
             executor = SerialEnv(
-                self.num_envs, factories, copy=copy, options=self._options(options)
+                self.num_envs,
+                factories,
+                copy=copy,
+                options=self._options(options),
             )
         pool: Any = executor.engine.pool
         self.envs: list[Any] = [adapter.env.env for adapter in pool.adapters.values()]

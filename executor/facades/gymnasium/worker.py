@@ -44,7 +44,10 @@ class NativeEnv:
     """
 
     def __init__(
-        self, env: gymnasium.Env[Any, Any], *, keeps_final: bool = False
+        self,
+        env: gymnasium.Env[Any, Any],
+        *,
+        keeps_final: bool = False,
     ) -> None:
         self.env = env
         self.keeps_final = keeps_final

@@ -53,7 +53,9 @@ class AgentRowsEnv(VectorEnv[Any, Any, np.ndarray]):
     ) -> None:
         self.closed = True  # as `HostedVectorEnv`
         self.envs = envs = ParallelVectorEnv(
-            env_fns, num_workers=num_workers, options=options
+            env_fns,
+            num_workers=num_workers,
+            options=options,
         )
         self._agents = envs.possible_agents
         self.num_envs = envs.num_envs * len(self._agents)
@@ -79,7 +81,8 @@ class AgentRowsEnv(VectorEnv[Any, Any, np.ndarray]):
     def _only_space(self, what: str, space_of: Callable[[Any], Any]) -> Any:
         first = space_of(self._agents[0])
         other = next(
-            (agent for agent in self._agents if space_of(agent) != first), None
+            (agent for agent in self._agents if space_of(agent) != first),
+            None,
         )
         if other is not None:
             raise ValueError(
@@ -100,7 +103,8 @@ class AgentRowsEnv(VectorEnv[Any, Any, np.ndarray]):
         return self._rows(observations), self._infos(infos)
 
     def step(  # type: ignore[override]
-        self, actions: Any
+        self,
+        actions: Any,
     ) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, AgentInfos]:
         """Step all envs; return observations, rewards float32, flags bool `[N * A]`, and one info for each row."""
         return self._results(self.envs.step(self._taken(actions)))
@@ -123,7 +127,8 @@ class AgentRowsEnv(VectorEnv[Any, Any, np.ndarray]):
         }
 
     def _results(
-        self, made: tuple[ByAgent, ByAgent, ByAgent, ByAgent, dict[str, Any]]
+        self,
+        made: tuple[ByAgent, ByAgent, ByAgent, ByAgent, dict[str, Any]],
     ) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, AgentInfos]:
         observations, rewards, terminations, truncations, infos = made
         flags = [self._stacked(terminations), self._stacked(truncations)]
@@ -213,7 +218,9 @@ def concat_vec_envs_v1(
     num_workers = min(num_cpus, num_vec_envs) or None
     if base_class in ("gymnasium", "gym"):
         return AgentRowsEnv(
-            [make_env] * num_vec_envs, num_workers=num_workers, options=options
+            [make_env] * num_vec_envs,
+            num_workers=num_workers,
+            options=options,
         )
     if base_class == "stable_baselines3":
         # Only with Stable-Baselines3.

@@ -195,7 +195,11 @@ class StackedParallelEnv(ParallelEnv):  # type: ignore[misc]  # mypy is not show
         refuse_unknown(actions, self.possible_agents)
         stacked = []
         for name, dtype, start, shape in zip(
-            self._acted, self._dtypes, self._starts, self._shapes, strict=True
+            self._acted,
+            self._dtypes,
+            self._starts,
+            self._shapes,
+            strict=True,
         ):
             own = [
                 actions[agent] if len(self._acted) == 1 else actions[agent][name]

@@ -206,13 +206,15 @@ class ParallelVectorEnv(OverAgentDicts):
         self._envs.reset_async(seed=seed, options=options)
 
     def reset_wait(
-        self, timeout: float | None = None
+        self,
+        timeout: float | None = None,
     ) -> tuple[ByAgent, dict[str, Any]]:
         """End a `reset`; see `AsyncVectorEnv.reset_wait`."""
         return self._envs.reset_wait(timeout)
 
     def step(
-        self, actions: Mapping[Any, Any]
+        self,
+        actions: Mapping[Any, Any],
     ) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, dict[str, Any]]:
         """Step all envs once.
 
@@ -237,17 +239,20 @@ class ParallelVectorEnv(OverAgentDicts):
         self._envs.step_async(self._complete(actions))
 
     def step_wait(
-        self, timeout: float | None = None
+        self,
+        timeout: float | None = None,
     ) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, dict[str, Any]]:
         """End a `step`; see `AsyncVectorEnv.step_wait`."""
         return self._results(self._envs.step_wait(timeout))
 
     def _results(
-        self, made: StepResult
+        self,
+        made: StepResult,
     ) -> tuple[ByAgent, ByAgent, ByAgent, ByAgent, dict[str, Any]]:
         observations, _, _, _, infos = made
         rewards, terminations, truncations = map(
-            self._by_agent, self._envs.agent_results()
+            self._by_agent,
+            self._envs.agent_results(),
         )
         return observations, rewards, terminations, truncations, infos
 
@@ -274,7 +279,10 @@ class ParallelVectorEnv(OverAgentDicts):
                     complete[agent] = given
                 else:
                     complete[agent] = fitted(
-                        given, batched.shape, batched.dtype, f" of {agent}"
+                        given,
+                        batched.shape,
+                        batched.dtype,
+                        f" of {agent}",
                     )
             elif self.active[agent].any():
                 raise ActionError(

@@ -90,7 +90,11 @@ class Seat(Place):
     """
 
     def __init__(
-        self, agent: Any, space: Space, reward: np.ndarray, flags: np.ndarray
+        self,
+        agent: Any,
+        space: Space,
+        reward: np.ndarray,
+        flags: np.ndarray,
     ) -> None:
         super().__init__(agent, reward, flags)
         tree = native_tree(space, "")
@@ -195,6 +199,7 @@ class OneGroupFactory(NativeFactory):
         agents = getattr(env, "possible_agents", None)
         if agents:
             env.envherd_options = PettingZooFactory(
-                self.env_fn, group_map={"agents": list(agents)}
+                self.env_fn,
+                group_map={"agents": list(agents)},
             )
         return env

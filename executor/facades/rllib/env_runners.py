@@ -71,7 +71,10 @@ class _Hosted:
         if _global_registry.contains(ENV_CREATOR, env):
             creator = _global_registry.get(ENV_CREATOR, env)
             return functools.partial(
-                with_context, creator, dict(context), vars(context)
+                with_context,
+                creator,
+                dict(context),
+                vars(context),
             )
         # Pass the spec: workers do not know ids that the user's script has registered.
         return functools.partial(gymnasium.make, gymnasium.spec(env), **context)
@@ -94,7 +97,9 @@ class SingleAgentEnvRunner(_Hosted, single_agent_env_runner.SingleAgentEnvRunner
         config = self.config
         before = config.env, config.gym_env_vectorize_mode
         config.env = functools.partial(
-            _vector_env, self._env_fn(self._context()), self._arguments()
+            _vector_env,
+            self._env_fn(self._context()),
+            self._arguments(),
         )
         config.gym_env_vectorize_mode = gymnasium.VectorizeMode.VECTOR_ENTRY_POINT
         try:
@@ -104,11 +109,15 @@ class SingleAgentEnvRunner(_Hosted, single_agent_env_runner.SingleAgentEnvRunner
 
 
 def _vector_env(
-    env_fn: Callable[[], Any], arguments: dict[str, Any], context: dict[str, Any]
+    env_fn: Callable[[], Any],
+    arguments: dict[str, Any],
+    context: dict[str, Any],
 ) -> AsyncVectorEnv:
     """Return the vector env for RLlib, with a context that also has `num_envs`."""
     return AsyncVectorEnv(
-        [env_fn] * context["num_envs"], shared_memory=False, **arguments
+        [env_fn] * context["num_envs"],
+        shared_memory=False,
+        **arguments,
     )
 
 

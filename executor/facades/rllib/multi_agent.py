@@ -46,7 +46,10 @@ class _RowsEnv(AgentDictEnv):
     def _take_spaces(self, descriptions: list[Description]) -> None:
         super()._take_spaces(descriptions)
         self._present = LatestColumn(
-            self._engine.positions, PRESENT, self.num_envs, self.active().shape[1:]
+            self._engine.positions,
+            PRESENT,
+            self.num_envs,
+            self.active().shape[1:],
         )
 
     def present(self) -> np.ndarray:
@@ -105,13 +108,17 @@ class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[
     ) -> None:
         self.closed = True  # RLlib closes deleted envs that are not closed
         self._envs = _RowsEnv(
-            env_fns, shared_memory=False, num_workers=num_workers, options=options
+            env_fns,
+            shared_memory=False,
+            num_workers=num_workers,
+            options=options,
         )
         self.closed = False
         self.num_envs = self._envs.num_envs
         self.metadata, self.render_mode = self._envs.metadata, self._envs.render_mode
         self.single_observation_space = cast(
-            "spaces.Dict", self._envs.single_observation_space
+            "spaces.Dict",
+            self._envs.single_observation_space,
         )
         self.single_action_space = cast("spaces.Dict", self._envs.single_action_space)
         self._observation_space = cast("spaces.Dict", self._envs.observation_space)
@@ -126,7 +133,8 @@ class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[
             agent: next(
                 iter(
                     iterate(
-                        action_space[agent], create_empty_array(space, self.num_envs)
+                        action_space[agent],
+                        create_empty_array(space, self.num_envs),
                     )
                 )
             )
@@ -149,7 +157,8 @@ class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[
         observations, _ = self._envs.reset(seed=seed, options=options)
         self._resets_next[:] = False
         return self._seen(
-            observations, self._envs.present().tolist()
+            observations,
+            self._envs.present().tolist(),
         ), self._envs.env_infos()
 
     def step(self, actions: Sequence[Mapping[Any, Any]]) -> Dicts:
@@ -187,7 +196,10 @@ class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[
                 for row, mask, ended in zip(rows, bits, over, strict=True)
             ]
             for rows, over, bit in zip(
-                ends, (terminations, truncations), (TERMINATED, TRUNCATED), strict=True
+                ends,
+                (terminations, truncations),
+                (TERMINATED, TRUNCATED),
+                strict=True,
             )
         ]
         gained = [

@@ -104,7 +104,8 @@ NAME = "action_mask"
 
 
 def mask_reader(
-    positions: Positions, num_agents: int
+    positions: Positions,
+    num_agents: int,
 ) -> Callable[[], np.ndarray] | None:
     """Return the function that reads which actions are legal now; None if the envs have no masks.
 

@@ -200,7 +200,8 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
         self._move("begin")
         with self._guard:
             self._flight = self._command(
-                write_inputs=partial(self._write, actions), is_parked=is_parked
+                write_inputs=partial(self._write, actions),
+                is_parked=is_parked,
             )
 
     def _write(self, actions: Any) -> None:
@@ -276,11 +277,15 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
         if not self._agents:
             return info
         return next(
-            (own for name, own in info.items() if str(name) == self._agents[agent]), {}
+            (own for name, own in info.items() if str(name) == self._agents[agent]),
+            {},
         )
 
     def _finish_episodes(
-        self, rows: np.ndarray, column: int, infos: list[Info]
+        self,
+        rows: np.ndarray,
+        column: int,
+        infos: list[Info],
     ) -> None:
         """Put the last observations of ended episodes into their infos, and take the infos of new episodes."""
         terminated, truncated = (
@@ -307,7 +312,10 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
             self.reset_infos[row] = self._of_row(infos_of_reset, row)
 
     def _note_episodes(
-        self, read: ReadEpisodes, rows: np.ndarray, infos: list[Info]
+        self,
+        read: ReadEpisodes,
+        rows: np.ndarray,
+        infos: list[Info],
     ) -> None:
         """Put what SB3's `Monitor` reports of an episode into the infos of rows that have ended."""
         returns, lengths, _ = read(self._flight.at)
@@ -386,7 +394,11 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
             masks = self._masks()
             return [masks[row] for row in self._rows_of(indices)]
         return self._by_row(
-            "call", indices, name=method_name, args=method_args, kwargs=method_kwargs
+            "call",
+            indices,
+            name=method_name,
+            args=method_args,
+            kwargs=method_kwargs,
         )
 
     def action_masks(self) -> np.ndarray:
@@ -402,7 +414,9 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
         return np.stack(self.env_method(_ACTION_MASKS))
 
     def env_is_wrapped(
-        self, wrapper_class: type, indices: Indices = None
+        self,
+        wrapper_class: type,
+        indices: Indices = None,
     ) -> list[bool]:
         """Return whether each env asked for is inside a wrapper of a class (or of a subclass of it).
 
@@ -428,7 +442,8 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
             )
         ]
         outside = next(
-            (i for i in rows if not -self.num_envs <= i < self.num_envs), None
+            (i for i in rows if not -self.num_envs <= i < self.num_envs),
+            None,
         )
         if outside is not None:
             raise IndexError(
@@ -501,7 +516,10 @@ class SubprocVecEnv(ExecutorVecEnv, VecEnv):  # type: ignore[misc]  # mypy is no
         ]
         super().__init__(
             ParallelEnv(
-                len(factories), factories, num_workers=num_workers, options=options
+                len(factories),
+                factories,
+                num_workers=num_workers,
+                options=options,
             )
         )
         self.executor.hosted = Sb3Factory
@@ -628,7 +646,9 @@ def _as_sb3(options: ExecutorOptions, start_method: str | None) -> ExecutorOptio
         }
         preload = () if start_method == "fork" else options.preload
         options = dataclasses.replace(
-            options, start_method=ours[start_method], preload=preload
+            options,
+            start_method=ours[start_method],
+            preload=preload,
         )
     return dataclasses.replace(
         options,

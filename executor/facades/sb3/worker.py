@@ -31,7 +31,9 @@ class Sb3Adapter(NativeAdapter):
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
         self.hosted = NativeEnv(env)
         observation = tree_below(
-            env.observation_space, "observation", make_leaf=_cast_leaf
+            env.observation_space,
+            "observation",
+            make_leaf=_cast_leaf,
         )
         self._describe(
             env,
@@ -54,7 +56,10 @@ class Sb3DirectAdapter(Sb3Adapter):
     error: BaseException | None = None
 
     def reset(
-        self, seed: int | None, options: Options = None, mask: Mask = None
+        self,
+        seed: int | None,
+        options: Options = None,
+        mask: Mask = None,
     ) -> list[Any]:
         values: list[Any] = self._noting(super().reset, seed, options, mask)
         return values

@@ -202,7 +202,9 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
         """Return a view: a separate env that shows some of this one's envs, and ends with it."""
         view = type(self).__new__(type(self))
         view.__dict__.update(
-            self.__dict__, _is_whole=False, _whole=self.__dict__["_whole"] or self
+            self.__dict__,
+            _is_whole=False,
+            _whole=self.__dict__["_whole"] or self,
         )
         view.num_workers = len(indices)
         for name in ("_env_ids", "create_env_fn", "create_env_kwargs", "_env_seeds"):
@@ -218,7 +220,8 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
 
 
 def _one_each(
-    factories: MakeEnv | Sequence[MakeEnv], num_workers: int
+    factories: MakeEnv | Sequence[MakeEnv],
+    num_workers: int,
 ) -> list[MakeEnv]:
     if callable(factories):
         return [factories] * num_workers
@@ -230,7 +233,8 @@ def _one_each(
 
 
 def _kwargs_each(
-    kwargs: Mapping[str, Any] | Sequence[dict[str, Any]] | None, num_workers: int
+    kwargs: Mapping[str, Any] | Sequence[dict[str, Any]] | None,
+    num_workers: int,
 ) -> Sequence[dict[str, Any]]:
     if kwargs is None or isinstance(kwargs, Mapping):
         return [copy.deepcopy(dict(kwargs or {})) for _ in range(num_workers)]

@@ -110,7 +110,11 @@ class HostedEnvs:
         pool.start()
         try:
             self._engine = Engine(
-                pool, seed=blueprint.root_seed, device=None, copy=True, options=options
+                pool,
+                seed=blueprint.root_seed,
+                device=None,
+                copy=True,
+                options=options,
             )
             recycle(self._engine)
             # At exit before the pool: see `BatchedEnv`.
@@ -132,7 +136,10 @@ class HostedEnvs:
             self._replace_lost(env_ids, calls)
             asked = tuple(dumps(call) for call in calls)
             answers = self._engine.ask(
-                "each", list(env_ids), name="perform", args=asked
+                "each",
+                list(env_ids),
+                name="perform",
+                args=asked,
             )
         results, faults = {}, {}
         for env_id in env_ids:
@@ -162,7 +169,11 @@ class HostedEnvs:
         is_interrupted = engine.flights.losses.may_interrupt(faults) and are_resets
         pid, gpu = pool.pid_of(worker_id), pool.gpu_of(worker_id)
         error = env_error(
-            [*faults.values()], worker_id, pid, gpu, is_interrupted=is_interrupted
+            [*faults.values()],
+            worker_id,
+            pid,
+            gpu,
+            is_interrupted=is_interrupted,
         )
         if not is_interrupted:
             raise error
@@ -187,7 +198,9 @@ class HostedEnvs:
                 self.pool.begin_restart(worker_id)
 
     def step(
-        self, td: TensorDictBase, op: Op
+        self,
+        td: TensorDictBase,
+        op: Op,
     ) -> tuple[TensorDictBase, TensorDictBase | None]:
         """Step all envs through the slab.
 
@@ -259,7 +272,8 @@ def _close(pool: Pool, owner: int) -> None:
 
 
 def _hosted_factory(
-    factory: Callable[..., Any], options: ExecutorOptions
+    factory: Callable[..., Any],
+    options: ExecutorOptions,
 ) -> HostedFactory:
     modules = modules_of(factory)
     brought_in = [name for module in modules for name in _BACKENDS.get(module, ())]

@@ -74,7 +74,8 @@ class Shells:
         self._next_keys = [*self._root_keys, *(key for key, _ in leaves["reward"])]
         keys = [key for key, _ in self._observed]
         self.stale_roots = StaleRoots(
-            [keys] * env.num_workers, self.input_keys[:1] * env.num_workers
+            [keys] * env.num_workers,
+            self.input_keys[:1] * env.num_workers,
         )
         self._template = template
         self._next = self._shell("next", range(len(self._next_keys)))
@@ -118,7 +119,9 @@ class Shells:
         )
 
     def step_fast(
-        self, td: TensorDictBase, op: Op
+        self,
+        td: TensorDictBase,
+        op: Op,
     ) -> tuple[TensorDictBase, TensorDictBase | None] | None:
         """Step all envs and set `next` of the batch; None if nothing was done, because the step is not plain."""
         step = self.fast_steps.get(op)
@@ -136,7 +139,10 @@ class Shells:
         )
 
     def repeat_roots(
-        self, flat: TensorDictBase, root: TensorDictBase, rows: torch.Tensor
+        self,
+        flat: TensorDictBase,
+        root: TensorDictBase,
+        rows: torch.Tensor,
     ) -> None:
         """Write the roots into some rows (bool `[N]`) of a flat `next`: those without a step."""
         for key, name in self._observed:
@@ -206,7 +212,9 @@ class BatchedData(Batched):
         return tensordict
 
     def _step_fast(
-        self, tensordict: TensorDictBase, op: Op
+        self,
+        tensordict: TensorDictBase,
+        op: Op,
     ) -> tuple[TensorDictBase, TensorDictBase | None] | None:
         shells: Shells | None = self.__dict__["_shells"]
         if (
@@ -221,7 +229,10 @@ class BatchedData(Batched):
         return pair
 
     def _step_slab(
-        self, shells: Shells, tensordict: TensorDictBase, op: Op
+        self,
+        shells: Shells,
+        tensordict: TensorDictBase,
+        op: Op,
     ) -> tuple[TensorDictBase, TensorDictBase | None]:
         """Step all envs through the slab; the row of an env whose worker was lost repeats its root.
 
@@ -278,7 +289,8 @@ class BatchedData(Batched):
             return self._stacked(rows)
         result = out.new_zeros(td.shape)
         before = td.select(
-            *result.keys(include_nested=True, leaves_only=True), strict=False
+            *result.keys(include_nested=True, leaves_only=True),
+            strict=False,
         )
         result.update(before.clone())
         result[mask] = out
@@ -337,7 +349,8 @@ class BatchedData(Batched):
         return {*self.observation_keys, *self.reward_keys, *self.done_keys}
 
     def step_and_maybe_reset(
-        self, tensordict: TensorDictBase
+        self,
+        tensordict: TensorDictBase,
     ) -> tuple[TensorDictBase, TensorDictBase]:
         """Step all envs and reset those that have ended, in one round trip.
 
@@ -350,7 +363,8 @@ class BatchedData(Batched):
 
     @without_grad
     def _step_in_general(
-        self, tensordict: TensorDictBase
+        self,
+        tensordict: TensorDictBase,
     ) -> tuple[TensorDictBase, TensorDictBase]:
         if tensordict.device != self.device:
             tensordict = (
@@ -369,7 +383,8 @@ class BatchedData(Batched):
         return tensordict, shells.root_of(flat_root)
 
     def _step_and_maybe_reset_by_message(
-        self, td: TensorDictBase
+        self,
+        td: TensorDictBase,
     ) -> tuple[TensorDictBase, TensorDictBase]:
         crew, ids = self._open(), self._env_ids
         rows = [self._step_row(td[i]) for i in range(self.num_workers)]
@@ -391,7 +406,9 @@ class BatchedData(Batched):
 
     @without_grad
     def _reset(
-        self, tensordict: TensorDictBase | None = None, **kwargs: Any
+        self,
+        tensordict: TensorDictBase | None = None,
+        **kwargs: Any,
     ) -> TensorDictBase:
         crew, ids = self._open(), self._env_ids
         if (shells := self.__dict__["_shells"]) is not None:

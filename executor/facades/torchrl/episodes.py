@@ -67,7 +67,9 @@ class EpisodeStatistics(Transform):  # type: ignore[misc]  # untyped
                 observation_spec[path] = Composite(shape=shape, device=device)
         for leaf in self.sums.leaves:
             observation_spec[leaf.key] = Unbounded(
-                leaf.shape, dtype=getattr(torch, leaf.dtype), device=device
+                leaf.shape,
+                dtype=getattr(torch, leaf.dtype),
+                device=device,
             )
         return observation_spec
 
@@ -90,7 +92,9 @@ class EpisodeStatistics(Transform):  # type: ignore[misc]  # untyped
         return self.written(next_tensordict)
 
     def _reset(
-        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
+        self,
+        tensordict: TensorDictBase,
+        tensordict_reset: TensorDictBase,
     ) -> TensorDictBase:
         rows = _selected(tensordict, self._masks)
         nodes = [
@@ -120,7 +124,10 @@ class CountedLeaves(EpisodeLeaves):
         self._sums = sums
 
     def reset(
-        self, seed: int | None, options: Options = None, mask: Mask = None
+        self,
+        seed: int | None,
+        options: Options = None,
+        mask: Mask = None,
     ) -> list[Any]:
         if self.env.direct is not None:
             return super().reset(seed, options, mask)

@@ -349,12 +349,16 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         return Dispatcher(path, self._find_all, self._call_all)
 
     def _call_all(
-        self, path: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        path: tuple[str, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> list[Any]:
         args = tuple(arg for arg in args if arg is not self)
         ids = self._env_ids
         results: list[Any] = self._open().tell(
-            ids, [("call", (path, args, kwargs), {})] * len(ids)
+            ids,
+            [("call", (path, args, kwargs), {})] * len(ids),
         )
         return results
 

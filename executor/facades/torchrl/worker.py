@@ -171,7 +171,9 @@ class HostedEnv:
     # ---- reset and step ----------------------------------------------------------------------
 
     def reset(
-        self, row: TensorDictBase | None, kwargs: dict[str, Any]
+        self,
+        row: TensorDictBase | None,
+        kwargs: dict[str, Any],
     ) -> TensorDictBase:
         """Reset the env, or the parts of it that the row's masks name; return observation and done leaves."""
         if row is not None:
@@ -216,7 +218,8 @@ class HostedEnv:
         )
 
     def step_and_maybe_reset(
-        self, row: TensorDictBase
+        self,
+        row: TensorDictBase,
     ) -> tuple[TensorDictBase, TensorDictBase]:
         """Step the env, and reset it where it has ended; return its `next` and its new root."""
         stepped, self.root = self.env.step_and_maybe_reset(self._advanced(row))
@@ -272,7 +275,10 @@ class HostedEnv:
         return "value", found
 
     def call(
-        self, path: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        path: tuple[str, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Call a method of the env; a result that cannot be pickled (that of `to`) becomes None."""
         result = self.find(path)(*args, **kwargs)
@@ -371,7 +377,10 @@ class HostedAdapter(Adapter):
         way: DirectWay | str = "its leaves do not fit into the slab"
         if leaves is not None:
             way = direct_way(
-                env, [key for key, _ in self._inputs], self._observed, self._rewards
+                env,
+                [key for key, _ in self._inputs],
+                self._observed,
+                self._rewards,
             )
         hosted.direct = None if isinstance(way, str) else way
         self.spec = EnvSpec(

@@ -88,7 +88,10 @@ class CapsuleWriter:
             self._reset_options[message.env_id] = message.options
 
     def add_to(
-        self, error: EnvherdError, worker_id: int, fault: Frame | None = None
+        self,
+        error: EnvherdError,
+        worker_id: int,
+        fault: Frame | None = None,
     ) -> EnvherdError:
         """Write the capsule of a failure in a step or reset; return the error, which then names the file.
 
@@ -125,7 +128,10 @@ class CapsuleWriter:
         return with_sentence(error, sentence, capsule=context.get("capsule") or path)
 
     def _write(
-        self, env_id: int, worker_id: int, failure: dict[str, Any]
+        self,
+        env_id: int,
+        worker_id: int,
+        failure: dict[str, Any],
     ) -> tuple[str | None, str]:
         """Write a capsule; return its path, and a sentence that says so."""
         options = self._pool.options

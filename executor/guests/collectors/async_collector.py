@@ -201,16 +201,27 @@ class AsyncCollector(BatchIterator):
                 f"AsyncCollector failed: expected an executor first, got {env!r}. Write (env, policy)."
             )
         frames_per_batch = as_count(
-            "AsyncCollector", "frames_per_batch", frames_per_batch
+            "AsyncCollector",
+            "frames_per_batch",
+            frames_per_batch,
         )
         total_frames = as_count(
-            "AsyncCollector", "total_frames", total_frames, least=-1
+            "AsyncCollector",
+            "total_frames",
+            total_frames,
+            least=-1,
         )
         steps_per_row = as_count(
-            "AsyncCollector", "steps_per_row", steps_per_row, or_none=True
+            "AsyncCollector",
+            "steps_per_row",
+            steps_per_row,
+            or_none=True,
         )
         in_background = as_count(
-            "AsyncCollector", "in_background", in_background, least=0
+            "AsyncCollector",
+            "in_background",
+            in_background,
+            least=0,
         )
         need_callables("AsyncCollector", policy=policy, postproc=postproc)
         need_seconds("AsyncCollector", "deadline_s", deadline_s)
@@ -221,7 +232,10 @@ class AsyncCollector(BatchIterator):
         self._sizes = _sizes(batch_sizes)
         self._wanted = *_limits(min_batch, max_batch, self._sizes, num_envs), deadline_s
         self._num_steps = _steps_per_row(
-            layout, steps_per_row, frames_per_batch, num_envs
+            layout,
+            steps_per_row,
+            frames_per_batch,
+            num_envs,
         )
         self._is_flat = layout == "flat"
         self.env = env
@@ -229,10 +243,14 @@ class AsyncCollector(BatchIterator):
         super().__init__(self.num_rows * self._num_steps, total_frames)
         self.version = 0
         policy_device = as_device(
-            policy_device, "AsyncCollector", "policy_device as a device"
+            policy_device,
+            "AsyncCollector",
+            "policy_device as a device",
         )
         self._storing_device = as_device(
-            storing_device, "AsyncCollector", "storing_device as a device"
+            storing_device,
+            "AsyncCollector",
+            "storing_device as a device",
         )
         self._postproc, self._closes_env = postproc, close_env
         self._primer = None if primer is None else primer.to("cpu")
@@ -311,7 +329,8 @@ class AsyncCollector(BatchIterator):
         return data if self._postproc is None else self._postproc(data)
 
     def update_policy_(
-        self, parameters: TensorDictBase | Mapping[str, Any] | None = None
+        self,
+        parameters: TensorDictBase | Mapping[str, Any] | None = None,
     ) -> int:
         """Make the policy act with new weights from its next call on; return their version.
 
@@ -374,7 +393,10 @@ class AsyncCollector(BatchIterator):
         while self._has_sent():
             left_s = max(0.0, end - time.monotonic())
             with contextlib.suppress(
-                EnvError, WorkerLost, WorkerTimeout, DeadlinePassed
+                EnvError,
+                WorkerLost,
+                WorkerTimeout,
+                DeadlinePassed,
             ):
                 # Failed envs are no longer under way.
                 self.env.recv(1, left_s, max_envs=self.env.num_envs)
@@ -469,7 +491,10 @@ class AsyncCollector(BatchIterator):
         least = min(min_batch, num_sent)
         try:
             td = self.env.recv(
-                least, deadline_s, max_envs=max(least, max_batch), with_root=False
+                least,
+                deadline_s,
+                max_envs=max(least, max_batch),
+                with_root=False,
             )
         except DeadlinePassed:
             return
@@ -516,7 +541,9 @@ class AsyncCollector(BatchIterator):
         self._charge("other")
 
     def _acted(
-        self, root: TensorDictBase, env_ids: np.ndarray
+        self,
+        root: TensorDictBase,
+        env_ids: np.ndarray,
     ) -> tuple[TensorDictBase, int]:
         self._batch_sizes[len(env_ids)] += 1
         if self._state is not None:
@@ -524,7 +551,8 @@ class AsyncCollector(BatchIterator):
         if self._placed is None:
             return self.env.rand_action(root), self.version
         size = next(
-            (size for size in self._sizes if size >= len(env_ids)), len(env_ids)
+            (size for size in self._sizes if size >= len(env_ids)),
+            len(env_ids),
         )
         padded = root if not self._sizes else _padded(root, size)
         with self._policy_lock:
@@ -620,7 +648,10 @@ class _Background:
     """
 
     def __init__(
-        self, collect: Any, num_ahead: int, dependents: MutableSet[Any]
+        self,
+        collect: Any,
+        num_ahead: int,
+        dependents: MutableSet[Any],
     ) -> None:
         self._collect, self._num_ahead = weakref.WeakMethod(collect), num_ahead
         weakref.finalize(collect.__self__, self.begin_close).atexit = False
@@ -639,7 +670,9 @@ class _Background:
         if self._thread is None:
             with uninterrupted():
                 self._thread = threading.Thread(
-                    target=self._run, name="envherd-collector", daemon=True
+                    target=self._run,
+                    name="envherd-collector",
+                    daemon=True,
                 )
                 self._thread.start()
         self._has_room.put(None)
@@ -725,7 +758,10 @@ def _drain(tokens: queue.SimpleQueue[None]) -> None:
 
 
 def _steps_per_row(
-    layout: str, asked: int | None, frames_per_batch: int, num_envs: int
+    layout: str,
+    asked: int | None,
+    frames_per_batch: int,
+    num_envs: int,
 ) -> int:
     """Return T; 1 for flat batches."""
     if layout not in get_args(Layout):
@@ -755,7 +791,10 @@ def _sizes(asked: Any) -> list[int]:
 
 
 def _limits(
-    min_batch: int, max_batch: int | None, sizes: Sequence[int], num_envs: int
+    min_batch: int,
+    max_batch: int | None,
+    sizes: Sequence[int],
+    num_envs: int,
 ) -> tuple[int, int]:
     """Return the least and the largest number of envs for which the policy acts at once."""
     most = min([num_envs, *sizes[-1:]])

@@ -79,7 +79,9 @@ class BatchIterator:
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Collect until `total_frames` are reached; a second loop continues where the first was left."""
         with showing(
-            "frames collected", self.total_frames, done=self.num_frames
+            "frames collected",
+            self.total_frames,
+            done=self.num_frames,
         ) as shown:
             while self.total_frames < 0 or self.num_frames < self.total_frames:
                 # Nothing in between: an interrupt there would lose the batch.
@@ -167,7 +169,10 @@ class Collector(BatchIterator):
         frames_per_batch = as_count("Collector", "frames_per_batch", frames_per_batch)
         total_frames = as_count("Collector", "total_frames", total_frames, least=-1)
         init_random_frames = as_count(
-            "Collector", "init_random_frames", init_random_frames, least=0
+            "Collector",
+            "init_random_frames",
+            init_random_frames,
+            least=0,
         )
         need_callables(
             "Collector",
@@ -177,14 +182,20 @@ class Collector(BatchIterator):
             callback=callback,
         )
         need_bools(
-            "Collector", reset_at_each_iter=reset_at_each_iter, close_env=close_env
+            "Collector",
+            reset_at_each_iter=reset_at_each_iter,
+            close_env=close_env,
         )
         need_state("Collector", "primer", primer, env.num_envs)
         policy_device = as_device(
-            policy_device, "Collector", "policy_device as a device"
+            policy_device,
+            "Collector",
+            "policy_device as a device",
         )
         storing_device = as_device(
-            storing_device, "Collector", "storing_device as a device"
+            storing_device,
+            "Collector",
+            "storing_device as a device",
         )
         if policy is not None and policy_factory is not None:
             raise ValueError(

@@ -202,7 +202,8 @@ def uncopied(*modules: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def swapped_parameters(
-    module: nn.Module, parameters: TensorDictBase
+    module: nn.Module,
+    parameters: TensorDictBase,
 ) -> Iterator[nn.Module]:
     """Run a module with other parameters inside the `with`; its own are restored at the end, also after an exception.
 

@@ -149,7 +149,9 @@ class Statistics:
 
 
 def read_workers(
-    words: Mapping[str, np.ndarray], blocks: Sequence[Sequence[int]], now_ns: int
+    words: Mapping[str, np.ndarray],
+    blocks: Sequence[Sequence[int]],
+    now_ns: int,
 ) -> tuple[WorkerStatistics, ...]:
     """Return what the words of a slab say of each worker.
 
@@ -203,7 +205,10 @@ def quantile(bins: np.ndarray, share: float) -> float | None:
 
 
 def count(
-    pool: Pool, memory: MemoryLog, ready_at: float, **of_caller: Any
+    pool: Pool,
+    memory: MemoryLog,
+    ready_at: float,
+    **of_caller: Any,
 ) -> Statistics:
     """Read the counters of a pool and the memory of its processes.
 
@@ -225,7 +230,11 @@ def count(
         workers.append(
             replace(
                 one.over(
-                    wall_s, one.busy_s, one.reset_s, one.env_steps, figures[worker_id]
+                    wall_s,
+                    one.busy_s,
+                    one.reset_s,
+                    one.env_steps,
+                    figures[worker_id],
                 ),
                 pid=pool.pid_of(worker_id),
                 generation=generation,

@@ -77,7 +77,10 @@ class Watch:
             if os.fstat(fd).st_ino != plate.inode:
                 raise OSError(f"the executor of process {plate.pid} has ended")
             self._map = mmap.mmap(
-                fd, content["nbytes"], mmap.MAP_SHARED, mmap.PROT_READ
+                fd,
+                content["nbytes"],
+                mmap.MAP_SHARED,
+                mmap.PROT_READ,
             )
         finally:
             os.close(fd)
@@ -109,7 +112,9 @@ class Watch:
         now_ns = time.monotonic_ns()
         self.span_s, self._read_ns = max(1e-9, (now_ns - self._read_ns) / 1e9), now_ns
         pairs = zip(
-            self.workers, read_workers(self._words, self._blocks, now_ns), strict=True
+            self.workers,
+            read_workers(self._words, self._blocks, now_ns),
+            strict=True,
         )
         self.workers = tuple(
             _between(*pair, self.span_s, gpu)
@@ -138,7 +143,10 @@ class Watch:
 
 
 def _between(
-    before: WorkerStatistics, now: WorkerStatistics, span_s: float, gpu: str | None
+    before: WorkerStatistics,
+    now: WorkerStatistics,
+    span_s: float,
+    gpu: str | None,
 ) -> WorkerStatistics:
     busy_s = now.busy_s - before.busy_s
     if now.phase != "idle":  # the current command is not counted yet

@@ -147,7 +147,9 @@ class SimulatorEngine(Calls):
     # ---- commands ----------------------------------------------------------------------------
 
     def step_all(
-        self, td: TensorDictBase, op: Op
+        self,
+        td: TensorDictBase,
+        op: Op,
     ) -> tuple[TensorDictBase, TensorDictBase | None]:
         """Step the simulator; return the `next` batch, and the root after it if the op is STEP_RESET."""
         if td.batch_size[:1] != (1,):
@@ -205,7 +207,10 @@ class SimulatorEngine(Calls):
             self._reset(row, row.flags[0], None)
 
     def _reset(
-        self, before: Row, mask: np.ndarray | None, extra: Prepare | None
+        self,
+        before: Row,
+        mask: np.ndarray | None,
+        extra: Prepare | None,
     ) -> None:
         """Reset the rows in a mask, bool `[B, 1]`; None for all."""
         words, rows, adapter, self._phase = (
@@ -223,7 +228,9 @@ class SimulatorEngine(Calls):
             seed = extra.seed
             adapter.reseeded()
         observation = adapter.reset(
-            seed, None if extra is None else extra.options, inner
+            seed,
+            None if extra is None else extra.options,
+            inner,
         )
         words["resets"][0] += 1
         self._note_info("root")
@@ -288,11 +295,13 @@ class SimulatorEngine(Calls):
         if outcome.row is not None:
             self._rows.present = outcome.row
             self._rows.note_given(
-                () if outcome.was_reset else given, is_shared=is_shared
+                () if outcome.was_reset else given,
+                is_shared=is_shared,
             )
         if outcome.error is None:
             self.states.move(
-                self.all_ids, Event.ENDS if outcome.has_ended else Event.ANSWERED
+                self.all_ids,
+                Event.ENDS if outcome.has_ended else Event.ANSWERED,
             )
         else:
             self.states.move(self.all_ids, Event.FAILS)
@@ -330,14 +339,17 @@ class SimulatorEngine(Calls):
         )
 
     def reset_envs(
-        self, _: np.ndarray, extras: Mapping[int, Prepare] = _NO_EXTRAS
+        self,
+        _: np.ndarray,
+        extras: Mapping[int, Prepare] = _NO_EXTRAS,
     ) -> None:
         """Reset the rows of the mask; all after an exception or an interrupt."""
         self.states.check(Op.RESET, self.all_ids)
         mask = None if self.states.values[0] == State.NEEDS_RESET else self._reset_mask
         self.note_outcome(
             self._run(
-                Op.RESET, partial(self._reset, self._rows.present, mask, extras.get(0))
+                Op.RESET,
+                partial(self._reset, self._rows.present, mask, extras.get(0)),
             )
         )
 
@@ -358,7 +370,10 @@ class SimulatorEngine(Calls):
         kept = [value.clone() for value in inputs]
         root = self._rows.current(self.all_ids)
         self.sent = Sent(
-            self.carry_out(op, inputs, self._taker(following)), root, kept, following
+            self.carry_out(op, inputs, self._taker(following)),
+            root,
+            kept,
+            following,
         )
 
     def take_sent(self, *, with_root: bool) -> TensorDictBase:

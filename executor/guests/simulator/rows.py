@@ -104,7 +104,10 @@ class Rows:
     # ---- from the simulator ------------------------------------------------------------------
 
     def fit(
-        self, what: str, leaves: Sequence[LeafSpec], values: Sequence[Any]
+        self,
+        what: str,
+        leaves: Sequence[LeafSpec],
+        values: Sequence[Any],
     ) -> Leaves:
         """Return an adapter's values as tensors that fit their leaves, the simulator's own where possible.
 
@@ -142,7 +145,9 @@ class Rows:
             and not bool(torch.isfinite(value).all())
         ):
             raise not_finite(
-                leaf, values := value.numpy(force=True), np.isfinite(values)
+                leaf,
+                values := value.numpy(force=True),
+                np.isfinite(values),
             )
         return value
 
@@ -187,7 +192,10 @@ class Rows:
         return td if len(env_ids) else td[:0]
 
     def note_given(
-        self, leaves: Sequence[torch.Tensor], *, is_shared: bool = True
+        self,
+        leaves: Sequence[torch.Tensor],
+        *,
+        is_shared: bool = True,
     ) -> None:
         """Keep the observation of a batch with the present root, for `keep`.
 
@@ -207,7 +215,8 @@ class Rows:
         """
         if self._given and self._num_writes in (None, num_writes(self._given)):
             self.present = Row(
-                [leaf[0].clone() for leaf in self._given], self.present.flags
+                [leaf[0].clone() for leaf in self._given],
+                self.present.flags,
             )
 
     def repeated(self) -> Leaves:

@@ -31,7 +31,8 @@ def snapshot(value: Any, where: str = "value") -> Any:
     if isinstance(value, str):
         return str(value)
     if value is None or isinstance(
-        value, (bool, int, float, bytes, np.bool_, np.number)
+        value,
+        (bool, int, float, bytes, np.bool_, np.number),
     ):
         return value
     if isinstance(value, tuple):

@@ -94,7 +94,10 @@ def is_bare(node: Node) -> bool:
 
 
 def dict_branch(
-    items: Mapping[Any, Any], key: Key, make: Callable[[Any, Key], Node], operation: str
+    items: Mapping[Any, Any],
+    key: Key,
+    make: Callable[[Any, Key], Node],
+    operation: str,
 ) -> Branch:
     """Return the tree of a dict whose entries are below `key`.
 
@@ -307,7 +310,8 @@ def stacked(domains: Sequence[Any], shape: tuple[int, ...], dim: int = 0) -> Dom
     ]
     starts = _stack([domain.start or 0 for domain in domains], shape, dim)
     return MultiDiscrete(
-        nested(_stack(counts, shape, dim)), nested(starts) if starts.any() else ()
+        nested(_stack(counts, shape, dim)),
+        nested(starts) if starts.any() else (),
     )
 
 
@@ -326,7 +330,10 @@ def nested(values: Any) -> Any:
 
 
 def array_leaf(
-    key: Key, shape: tuple[int, ...], dtype: np.dtype, domain: Domain
+    key: Key,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    domain: Domain,
 ) -> Leaf:
     """Describe an array. One of shape () is stored as an array of one, and handed out as a 0-d array (VIEWS)."""
     if shape != ():

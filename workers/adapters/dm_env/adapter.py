@@ -54,7 +54,8 @@ class DmEnvAdapter(Adapter):
         self._lab = _find_lab(env)
         self._can_draw = True
         observation = dm_env_specs.observation_tree(
-            env.observation_spec(), has_dynamic=self._lab is not None
+            env.observation_spec(),
+            has_dynamic=self._lab is not None,
         )
         action = dm_env_specs.action_tree(env.action_spec())
         reward = dm_env_specs.reward_tree(env.reward_spec())
@@ -193,7 +194,8 @@ def _find_lab(env: dm_env.Environment) -> Any:
     for layer in _chain(env):
         native = getattr(layer, "_env", None)
         if type(layer).__module__.partition(".")[0] == "dmlab2d" and hasattr(
-            native, "observation_names"
+            native,
+            "observation_names",
         ):
             return native
     return None

@@ -123,7 +123,8 @@ def _action_leaf(spec: specs.Array, key: Key) -> Leaf:
     if isinstance(spec, specs.DiscreteArray):
         scalar: Convert = dtype.type
         return Leaf(
-            LeafSpec(key, (), "int64", Discrete(int(spec.num_values))), give=scalar
+            LeafSpec(key, (), "int64", Discrete(int(spec.num_values))),
+            give=scalar,
         )
     return array_leaf(key, tuple(spec.shape), dtype, _domain(spec, dtype))
 

@@ -78,12 +78,17 @@ class GymnasiumAdapter(Adapter):
             getattr(env, "observation_space", None)
         )
         action = gymnasium_spaces.tree_below(
-            getattr(env, "action_space", None), "action"
+            getattr(env, "action_space", None),
+            "action",
         )
         reward = gymnasium_spaces.reward_leaf(_wrapper_attr(env, "reward_space"))
         self._has_one_reward = reward is None
         self._describe(
-            env, observation, action, "float32", gymnasium_spaces.metadata(env, renamed)
+            env,
+            observation,
+            action,
+            "float32",
+            gymnasium_spaces.metadata(env, renamed),
         )
         if reward is not None:
             self.spec = replace(self.spec, reward=(reward.spec,))

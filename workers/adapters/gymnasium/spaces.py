@@ -71,7 +71,8 @@ MakeLeaf = Callable[[Space, Key], Leaf]
 
 
 def observation_tree(
-    space: Any, make_leaf: MakeLeaf | None = None
+    space: Any,
+    make_leaf: MakeLeaf | None = None,
 ) -> tuple[Node, dict[str, str]]:
     """Describe an observation space.
 
@@ -104,7 +105,10 @@ def observation_tree(
 
 
 def tree_below(
-    space: Any, what: str, *above: str, make_leaf: MakeLeaf | None = None
+    space: Any,
+    what: str,
+    *above: str,
+    make_leaf: MakeLeaf | None = None,
 ) -> Node:
     """Describe a space whose leaves, including a Dict's, are at or below one key.
 
@@ -126,7 +130,10 @@ def tree_below(
 
 
 def native_tree(
-    space: Space, name: str, order: Any = None, take: Convert | None = dumps
+    space: Space,
+    name: str,
+    order: Any = None,
+    take: Convert | None = dumps,
 ) -> Node:
     """Describe a space whose values are passed unchanged: leaves `(name, "0")`, `(name, "1")`, ..., any value allowed.
 
@@ -253,13 +260,15 @@ def action_leaf(space: Space, key: Key) -> Leaf:
         # The env gets a scalar of its space's dtype, as `space.sample()` returns it.
         domain = Discrete(int(space.n), int(space.start))
         return Leaf(
-            LeafSpec(key, (), "int64", domain), give=_Scalars(space).__getitem__
+            LeafSpec(key, (), "int64", domain),
+            give=_Scalars(space).__getitem__,
         )
     if isinstance(space, spaces.MultiDiscrete):
         starts = nested(space.start.tolist()) if space.start.any() else ()
         indices = MultiDiscrete(nested(space.nvec.tolist()), starts)
         return Leaf(
-            LeafSpec(key, space.shape, "int64", indices), give=from_indices(space)
+            LeafSpec(key, space.shape, "int64", indices),
+            give=from_indices(space),
         )
     return Leaf(side_leaf(key), give=_reviver(space))
 

@@ -101,17 +101,21 @@ class GymnasiumVectorAdapter(Adapter):
         self._ends_where_it_starts = ends_where_it_starts
         is_atari = type(env.unwrapped).__module__ == "ale_py.vector_env"
         self._seeds_rows = is_atari or isinstance(
-            env.unwrapped, (SyncVectorEnv, AsyncVectorEnv)
+            env.unwrapped,
+            (SyncVectorEnv, AsyncVectorEnv),
         )
         self._num_seeds = 2**31 - n if is_atari else 2**32
         space = getattr(env, "single_observation_space", None)
         row, _ = gymnasium_spaces.observation_tree(space)
         batch, renamed = gymnasium_spaces.observation_tree(
-            space, gymnasium_rows.observations_of(n)
+            space,
+            gymnasium_rows.observations_of(n),
         )
         actions = getattr(env, "single_action_space", None)
         action = gymnasium_spaces.tree_below(
-            actions, "action", make_leaf=gymnasium_rows.actions_of(n)
+            actions,
+            "action",
+            make_leaf=gymnasium_rows.actions_of(n),
         )
         self._flatten_row = flattener(row, "final_obs")
         self._flatten = flattener(batch, "observation")
@@ -144,7 +148,10 @@ class GymnasiumVectorAdapter(Adapter):
         self._is_reseeded = True
 
     def reset(
-        self, seed: int | None, options: Options = None, mask: Mask = None
+        self,
+        seed: int | None,
+        options: Options = None,
+        mask: Mask = None,
     ) -> list[Any]:
         """Start new episodes in some rows; the others keep theirs.
 
@@ -192,7 +199,11 @@ class GymnasiumVectorAdapter(Adapter):
         return now
 
     def _reset_rows(
-        self, rows: np.ndarray, seed: int | None, options: Any, now: list[Any]
+        self,
+        rows: np.ndarray,
+        seed: int | None,
+        options: Any,
+        now: list[Any],
     ) -> list[Any]:
         """Reset rows of the env by mask and return its observations; `now` holds the current ones of all rows."""
         observation, self.info = _pair(

@@ -163,7 +163,9 @@ class EpisodeEnv(reset_wrapper.ResetWrapper):  # type: ignore[misc]  # untyped b
         self._built_from = seed
         if self._promised is not None:
             _check_promise(
-                self._promised, self._env, self.settings.get("levelName", "")
+                self._promised,
+                self._env,
+                self.settings.get("levelName", ""),
             )
             self._promised = None
 
@@ -317,14 +319,20 @@ def _assemble(
         _promised_specs(config, len(roles), individual, worlds) if has_spec else None
     )
     episodes = EpisodeEnv(
-        make_settings, options, frozenset([*individual, *worlds, "REWARD"]), specs
+        make_settings,
+        options,
+        frozenset([*individual, *worlds, "REWARD"]),
+        specs,
     )
     env = observables_wrapper.ObservablesWrapper(episodes)
     env = multiplayer_wrapper.Wrapper(
-        env, individual_observation_names=individual, global_observation_names=worlds
+        env,
+        individual_observation_names=individual,
+        global_observation_names=worlds,
     )
     env = discrete_action_wrapper.Wrapper(
-        env, action_table=tuple(dict(row) for row in config.action_set)
+        env,
+        action_table=tuple(dict(row) for row in config.action_set),
     )
     return substrate_env.Substrate(
         collective_reward_wrapper.CollectiveRewardWrapper(env)
@@ -332,7 +340,10 @@ def _assemble(
 
 
 def _promised_specs(
-    config: Any, num_players: int, individual: list[str], worlds: list[str]
+    config: Any,
+    num_players: int,
+    individual: list[str],
+    worlds: list[str],
 ) -> Specs:
     """Return the specs that the substrate's own config declares for dmlab2d."""
     given: Mapping[str, Any] = {**config.timestep_spec.observation, **_POSITIONS}
@@ -345,7 +356,10 @@ def _promised_specs(
         for name in config.action_set[0]:
             values = [row[name] for row in config.action_set]
             action[f"{player}.{name}"] = dm_env.specs.BoundedArray(
-                (), np.int32, min(values), max(values)
+                (),
+                np.int32,
+                min(values),
+                max(values),
             )
     return observation, action
 

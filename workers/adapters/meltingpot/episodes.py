@@ -28,7 +28,8 @@ class Episodes:
 
     def __init__(self, env: Any) -> None:
         self.wrapper: Any = next(
-            (layer for layer in layers(env) if _is_episode_wrapper(layer)), None
+            (layer for layer in layers(env) if _is_episode_wrapper(layer)),
+            None,
         )
         self._cells = _closure(getattr(self.wrapper, "_rebuild_environment", None))
         settings = self._settings()
@@ -76,7 +77,8 @@ def layers(env: Any) -> Iterator[Any]:
         yield env
         held = getattr(env, "__dict__", {})
         env = next(
-            (held[name] for name in ("_env", "_substrate", "env") if name in held), None
+            (held[name] for name in ("_env", "_substrate", "env") if name in held),
+            None,
         )
 
 
@@ -90,7 +92,9 @@ def spaced_seeds(first: int) -> Iterator[int]:
 
 def _is_episode_wrapper(layer: Any) -> bool:
     return hasattr(type(layer), "seed_next") or "_rebuild_environment" in getattr(
-        layer, "__dict__", {}
+        layer,
+        "__dict__",
+        {},
     )
 
 

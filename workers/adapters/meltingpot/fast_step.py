@@ -78,7 +78,11 @@ class Views:
                 if name not in (*images, _COLLECTIVE_REWARD)
             }
             self._direct = DirectStep(
-                chain, others, images, self.reward, players.get(_COLLECTIVE_REWARD)
+                chain,
+                others,
+                images,
+                self.reward,
+                players.get(_COLLECTIVE_REWARD),
             )
 
     def forget(self) -> None:
@@ -147,7 +151,8 @@ class DirectStep:
         table = chain[2]._action_table
         self._action_names = tuple(table[0])
         self._action_table = np.array(
-            [[row[name] for name in self._action_names] for row in table], np.int32
+            [[row[name] for name in self._action_names] for row in table],
+            np.int32,
         )
         self._reward = reward
         self._collective_reward = collective_reward
@@ -178,7 +183,10 @@ class DirectStep:
         return self._is_stock and not lab2d._reset_next_step
 
     def step(
-        self, actions: np.ndarray, worlds: dict[str, Any], players: dict[str, Any]
+        self,
+        actions: np.ndarray,
+        worlds: dict[str, Any],
+        players: dict[str, Any],
     ) -> bool:
         """Make one transition; legal right after `is_possible` has returned True.
 
@@ -227,7 +235,8 @@ class DirectStep:
         )
         if self._is_stock:
             self._places = np.array(
-                [[places[name] for name in row] for row in names], np.intp
+                [[places[name] for name in row] for row in names],
+                np.intp,
             )
 
 

@@ -42,7 +42,10 @@ class _LazyFinder(importlib.abc.MetaPathFinder):
     """Finds the packages and the builder in the usual places, and replaces only their loader."""
 
     def find_spec(
-        self, name: str, path: Any = None, target: ModuleType | None = None
+        self,
+        name: str,
+        path: Any = None,
+        target: ModuleType | None = None,
     ) -> Any:
         if name == _BUILDER:
             spec = self._find_elsewhere(name, path, target)
@@ -61,7 +64,10 @@ class _LazyFinder(importlib.abc.MetaPathFinder):
             return spec
         special = {"dataclass": mapping_dataclass} if name == _CHEX else {}
         spec.loader = _LazyLoader(
-            spec.loader, names, special, ast.get_docstring(source)
+            spec.loader,
+            names,
+            special,
+            ast.get_docstring(source),
         )
         return spec
 
@@ -79,7 +85,11 @@ class _LazyLoader(importlib.abc.Loader):
     """Creates the module but defers its code; delegates everything else to the real loader."""
 
     def __init__(
-        self, real: Any, names: frozenset[str], special: dict[str, Any], doc: str | None
+        self,
+        real: Any,
+        names: frozenset[str],
+        special: dict[str, Any],
+        doc: str | None,
     ) -> None:
         self.real = real
         self.names = names
@@ -200,7 +210,11 @@ def _importer_name() -> str:
 
 
 def mapping_dataclass(
-    cls: type | None = None, /, *, frozen: bool = False, **options: Any
+    cls: type | None = None,
+    /,
+    *,
+    frozen: bool = False,
+    **options: Any,
 ) -> Any:
     """Decorate as `chex.dataclass` does, without JAX: a dataclass that is also a `Mapping` of its fields.
 

@@ -597,6 +597,7 @@ def edited(files: Mapping[str, bytes]) -> dict[str, bytes]:
         code = " ".join(line.strip() for line in lines)
         padding = "\n" * (old.count("\n") - 1)
         done[file] = done[file].replace(
-            old.encode(), f"{first}\n{code}{padding}".encode()
+            old.encode(),
+            f"{first}\n{code}{padding}".encode(),
         )
     return done

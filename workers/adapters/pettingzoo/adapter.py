@@ -179,7 +179,8 @@ class ParallelAdapter(Adapter):
     def _begin(self, seed: int | None, options: Mapping[str, Any] | None) -> Any:
         """Reset the env and return what it returned."""
         return self._parallel.reset(
-            seed=seed, options=own_options(options, "PettingZoo env")
+            seed=seed,
+            options=own_options(options, "PettingZoo env"),
         )
 
     def _acting(self) -> list[Agent]:
@@ -300,7 +301,9 @@ class PettingZooAdapter(ParallelAdapter):
         for agent, seat in self._seats.items():
             if agent in observations:
                 seat.observe(
-                    observations[agent], self.info.get(agent), is_acting=agent in acting
+                    observations[agent],
+                    self.info.get(agent),
+                    is_acting=agent in acting,
                 )
             else:
                 seat.blank()
@@ -436,7 +439,8 @@ def _metadata(env: Any, groups: list[AgentGroup]) -> dict[str, Any]:
 
 
 def _end_episode(
-    seats: Mapping[Agent, Any], agents: Collection[Agent]
+    seats: Mapping[Agent, Any],
+    agents: Collection[Agent],
 ) -> tuple[bool, bool]:
     """Return whether the episode has terminated, and whether it was truncated; if so, all agents are done.
 

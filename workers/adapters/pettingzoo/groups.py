@@ -210,7 +210,8 @@ class Seat(Place):
         ]
         self._info_writers = {
             key: writer_for(
-                LeafSpec((name, "info", key), array.shape[1:], "float32"), array
+                LeafSpec((name, "info", key), array.shape[1:], "float32"),
+                array,
             )
             for key, array in group.infos.items()
         }
@@ -262,7 +263,8 @@ class Seat(Place):
 
 
 def make_groups(
-    agents: Sequence[AgentSpaces], group_map: Mapping[str, Sequence[Agent]] | None
+    agents: Sequence[AgentSpaces],
+    group_map: Mapping[str, Sequence[Agent]] | None,
 ) -> list[AgentGroup]:
     """Group agents.
 
@@ -298,7 +300,8 @@ def groups_by_name(agents: Sequence[Agent]) -> dict[str, list[Agent]]:
     for agent in agents:
         prefix, underscore, number = str(agent).rpartition("_")
         groups.setdefault(
-            prefix if underscore and _is_integer(number) else str(agent), []
+            prefix if underscore and _is_integer(number) else str(agent),
+            [],
         ).append(agent)
     return groups
 
@@ -312,7 +315,8 @@ def _is_integer(text: str) -> bool:
 
 
 def _check_partition(
-    groups: Mapping[str, Sequence[Agent]], agents: list[Agent]
+    groups: Mapping[str, Sequence[Agent]],
+    agents: list[Agent],
 ) -> None:
     placed = [agent for names in groups.values() for agent in names]
     for agent in (*placed, *agents):
@@ -370,7 +374,8 @@ def _common_mask(members: Sequence[AgentSpaces]) -> np.ndarray | None:
 
 
 def _stacked(
-    leaves: Sequence[tuple[LeafSpec, ...]], members: Sequence[AgentSpaces]
+    leaves: Sequence[tuple[LeafSpec, ...]],
+    members: Sequence[AgentSpaces],
 ) -> tuple[LeafSpec, ...]:
     """Return members' leaves as leaves of their group, `[A, *their shape]`.
 

@@ -171,7 +171,10 @@ class TorchNativeAdapter(Adapter):
         return self._inner
 
     def reset(
-        self, seed: int | None, options: Options = None, mask: Mask = None
+        self,
+        seed: int | None,
+        options: Options = None,
+        mask: Mask = None,
     ) -> list[Any]:
         """Start an episode in all rows, or in those in `mask` (the first reset is of all rows).
 
@@ -393,7 +396,9 @@ class IsaacLabAdapter(TorchNativeAdapter):
                 f"isaaclab.envs.multi_agent_to_single_agent(env) from the factory."
             )
         super().__init__(
-            env, final_observation=final_observation, keeps_actions=keeps_actions
+            env,
+            final_observation=final_observation,
+            keeps_actions=keeps_actions,
         )
 
     @functools.cached_property
@@ -437,7 +442,9 @@ class ManiSkillAdapter(TorchNativeAdapter):
 
 
 def _choose(
-    rows: torch.Tensor, leaves: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
+    rows: torch.Tensor,
+    leaves: Sequence[torch.Tensor],
+    others: Sequence[torch.Tensor],
 ) -> Leaves:
     """Return `leaves` in the rows set in bool `[B]`, and `others` in the rest, in fresh memory."""
     return [
@@ -498,7 +505,8 @@ def _known(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_structure(
-    observations: Any, num_rows: int
+    observations: Any,
+    num_rows: int,
 ) -> tuple[list[tuple[Any, ...]], tuple[LeafSpec, ...]]:
     """Return the paths and the specs of the leaves of observations."""
     is_dict = isinstance(observations, Mapping)

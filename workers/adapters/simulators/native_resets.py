@@ -43,7 +43,10 @@ class ResetWatch:
     """
 
     def __init__(
-        self, env: Any, num_rows: int, observe: Callable[[Any], Any] | None
+        self,
+        env: Any,
+        num_rows: int,
+        observe: Callable[[Any], Any] | None,
     ) -> None:
         self._env = env
         self._num_rows = num_rows

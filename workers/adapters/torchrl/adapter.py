@@ -94,7 +94,9 @@ class TorchRLAdapter(Adapter):
             state=tuple(leaf.spec for leaf in leaves["state"]),
             batch_shape=batch_shape,
             groups=group_shapes(
-                full_specs.values(), chain.from_iterable(leaves.values()), batch_shape
+                full_specs.values(),
+                chain.from_iterable(leaves.values()),
+                batch_shape,
             ),
             family=self.family,
             metadata=_metadata(env, base),
@@ -124,7 +126,10 @@ class TorchRLAdapter(Adapter):
         self._latest: TensorDictBase = TensorDict({}, env.batch_size)
 
     def reset(
-        self, seed: int | None, options: Options = None, mask: Mask = None
+        self,
+        seed: int | None,
+        options: Options = None,
+        mask: Mask = None,
     ) -> list[Any]:
         """Start an episode, or one for the rows in `mask` (the first reset is of all rows).
 
@@ -265,7 +270,8 @@ def require_dense(leaves: list[PlacedLeaf]) -> None:
 
 
 def _asked_state(
-    state: list[PlacedLeaf], observation: list[PlacedLeaf]
+    state: list[PlacedLeaf],
+    observation: list[PlacedLeaf],
 ) -> list[PlacedLeaf]:
     """Return the state leaves that a step takes: without observed side leaves, which the adapter keeps itself.
 
@@ -393,7 +399,8 @@ def _descend(root: TensorDictBase, path: Path) -> tuple[TensorDictBase, str]:
         if isinstance(step, Member):
             if not isinstance(node, LazyStackedTensorDict):
                 node = LazyStackedTensorDict.lazy_stack(
-                    list(node.unbind(step.dim)), step.dim
+                    list(node.unbind(step.dim)),
+                    step.dim,
                 )
                 _store(root, path[:depth], node)
             node = node.unbind(step.dim)[step.index]

@@ -91,7 +91,8 @@ class DirectWay:
         self._build: Callable[[list[Any]], TensorDict] | None = None
         require(self.takes_batches or not env.batch_size, "it is a batch")
         require(
-            env.device in (None, torch.device("cpu")), f"its device is {env.device}"
+            env.device in (None, torch.device("cpu")),
+            f"its device is {env.device}",
         )
         require(not env.run_type_checks, "it checks types")
         require(not resets_itself(env), "it resets itself")
@@ -132,7 +133,10 @@ def require(condition: object, otherwise: str) -> None:
 
 
 def direct_way(
-    env: EnvBase, inputs: list[TdKey], observed: list[TdKey], rewards: list[TdKey]
+    env: EnvBase,
+    inputs: list[TdKey],
+    observed: list[TdKey],
+    rewards: list[TdKey],
 ) -> DirectWay | str:
     """Return the way that steps an env directly, or the reason why there is none.
 
@@ -210,7 +214,8 @@ def action_reader(spec: Any) -> Callable[[Any], np.ndarray]:
 
 
 def builder(
-    env: EnvBase, keys: Sequence[TdKey]
+    env: EnvBase,
+    keys: Sequence[TdKey],
 ) -> Callable[[Sequence[Any]], TensorDict]:
     """Return the function that makes a tensordict of tensors aligned with keys, nested as the env's `next`."""
     like, device = env.fake_tensordict().get("next"), env.device

@@ -184,7 +184,8 @@ class DirectGym(DirectGymLike):
         if not _draws_nothing_from_torch(self.env):
             return None
         is_bare = self._encode is not None and isinstance(
-            self.env.observation_space, _gymnasium().spaces.Box
+            self.env.observation_space,
+            _gymnasium().spaces.Box,
         )
         flatten = None if is_bare else self._read
         return EnvCall(

@@ -99,7 +99,8 @@ class DirectPettingZoo(DirectWay):
         for end in _ENDS:
             flags = [group.ends[end] for group in self._groups]
             self._arrays[end][0] = functools.reduce(
-                fold, [fold.reduce(flag, None) for flag in flags]
+                fold,
+                [fold.reduce(flag, None) for flag in flags],
             )
         return (
             self._current(),
@@ -123,7 +124,9 @@ class DirectPettingZoo(DirectWay):
         return super().root()
 
     def _observe(
-        self, observations: Mapping[Any, Any], infos: Mapping[Any, Any]
+        self,
+        observations: Mapping[Any, Any],
+        infos: Mapping[Any, Any],
     ) -> None:
         acting = self.native.agents
         for group in self._groups:
@@ -195,7 +198,10 @@ class _Group:
         )
 
     def observe(
-        self, observations: Mapping[Any, Any], infos: Mapping[Any, Any], acting: Any
+        self,
+        observations: Mapping[Any, Any],
+        infos: Mapping[Any, Any],
+        acting: Any,
     ) -> None:
         """Write what its agents observe, zeros for those that the env returned nothing for."""
         if self._mask is not None:
@@ -207,7 +213,11 @@ class _Group:
         for row, agent in self._agents:
             if agent in observations:
                 self._observe_one(
-                    row, agent, observations[agent], infos, is_acting=agent in acting
+                    row,
+                    agent,
+                    observations[agent],
+                    infos,
+                    is_acting=agent in acting,
                 )
             else:
                 for place, _, _ in self._rows[row]:
@@ -242,7 +252,12 @@ class _Group:
                     self._infos[name][row] = value
 
     def _take_action_mask(
-        self, row: int, observation: Any, info: Any, *, is_acting: bool
+        self,
+        row: int,
+        observation: Any,
+        info: Any,
+        *,
+        is_acting: bool,
     ) -> None:
         assert self._action_mask is not None
         if isinstance(observation, dict) and "action_mask" in observation:
@@ -303,7 +318,8 @@ class _Group:
     def update_mask(self) -> None:
         """Write the mask of the action spec."""
         if self._action_mask is not None and isinstance(
-            self._action_spec, (Categorical, OneHot)
+            self._action_spec,
+            (Categorical, OneHot),
         ):
             self._action_spec.update_mask(torch.from_numpy(self._action_mask.copy()))
 

@@ -21,11 +21,15 @@ merge_reset = _update_during_reset
 
 
 def new_tensordict(
-    source: dict[str, Any], batch_size: torch.Size, device: torch.device | None
+    source: dict[str, Any],
+    batch_size: torch.Size,
+    device: torch.device | None,
 ) -> TensorDict:
     """Return a tensordict of leaves and tensordicts that are known to fit; it owns the dict."""
     td: TensorDict = TensorDict._new_unsafe(  # noqa: SLF001
-        source, batch_size=batch_size, device=device
+        source,
+        batch_size=batch_size,
+        device=device,
     )
     return td
 
@@ -116,7 +120,8 @@ def skipped_step(env: EnvBase, td: TensorDictBase) -> TensorDictBase:
 def is_collected(env: EnvBase) -> bool:
     """Return whether a collector drops entries of `next`; before TorchRL 0.14 it does not."""
     return vars(env).get("_collector") is not None and hasattr(
-        env, "_get_collector_next_keys_to_exclude"
+        env,
+        "_get_collector_next_keys_to_exclude",
     )
 
 
@@ -162,18 +167,23 @@ class BatchedHooks(EnvBase):  # type: ignore[misc]  # untyped
         return skipped_step(self, tensordict)
 
     def _reset_proc_data(
-        self, tensordict: TensorDictBase | None, tensordict_reset: TensorDictBase
+        self,
+        tensordict: TensorDictBase | None,
+        tensordict_reset: TensorDictBase,
     ) -> TensorDictBase:
         """Return the result of `reset`; the envs themselves have checked and completed their rows."""
         if tensordict is None:
             return tensordict_reset
         tensordict = self._with_missing(tensordict, tensordict_reset)
         if isinstance(tensordict_reset, LazyStackedTensorDict) and not isinstance(
-            tensordict, LazyStackedTensorDict
+            tensordict,
+            LazyStackedTensorDict,
         ):
             tensordict = LazyStackedTensorDict(*tensordict.unbind(0))
         result: TensorDictBase = merge_reset(
-            tensordict_reset, tensordict, self.reset_keys
+            tensordict_reset,
+            tensordict,
+            self.reset_keys,
         )
         return result
 

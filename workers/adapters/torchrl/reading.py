@@ -30,7 +30,8 @@ def topmost(done_leaves: list[PlacedLeaf]) -> list[Path]:
 
 
 def ends_reader(
-    done_leaves: list[PlacedLeaf], batch_shape: tuple[int, ...]
+    done_leaves: list[PlacedLeaf],
+    batch_shape: tuple[int, ...],
 ) -> Callable[[Any], tuple[Any, Any]]:
     """Return a reader of the root's `(terminated, truncated)`: bools, or bool arrays `[*batch_shape, 1]`.
 

@@ -119,7 +119,8 @@ def group_shapes(
 
 
 def _nested_shapes(
-    composite: Any, prefix: Key
+    composite: Any,
+    prefix: Key,
 ) -> Iterator[tuple[Key, tuple[int, ...]]]:
     for name, item in composite.items():
         if _kind(item) in ("Composite", "StackedComposite"):
@@ -129,7 +130,8 @@ def _nested_shapes(
 
 def _kind(spec: Any) -> str:
     return next(
-        (cls.__name__ for cls in type(spec).__mro__ if cls.__name__ in _KINDS), ""
+        (cls.__name__ for cls in type(spec).__mro__ if cls.__name__ in _KINDS),
+        "",
     )
 
 
@@ -158,14 +160,18 @@ def _walk_stack(stack: Any, prefix: Key) -> Iterator[PlacedLeaf]:
             merged := _merge([leaf for leaf in leaves if leaf], len(members), dim)
         ) is not None:
             yield PlacedLeaf(
-                replace(merged, key=(*prefix, *key)), (*prefix, *key), merged.dtype
+                replace(merged, key=(*prefix, *key)),
+                (*prefix, *key),
+                merged.dtype,
             )
             continue
         for index, leaf in enumerate(leaves):
             if leaf is not None:
                 spec = replace(leaf.spec, key=(*prefix, str(index), *key))
                 yield PlacedLeaf(
-                    spec, (*prefix, Member(index, dim), *leaf.path), leaf.tensor_dtype
+                    spec,
+                    (*prefix, Member(index, dim), *leaf.path),
+                    leaf.tensor_dtype,
                 )
 
 
@@ -220,7 +226,8 @@ def _domain(spec: Any, shape: tuple[int, ...]) -> Domain:
     kind = _kind(spec)
     if kind == "Bounded" and 0 not in shape:
         return Box(
-            shrunk(spec.space.low.cpu().numpy()), shrunk(spec.space.high.cpu().numpy())
+            shrunk(spec.space.low.cpu().numpy()),
+            shrunk(spec.space.high.cpu().numpy()),
         )
     if kind in ("Binary", "MultiOneHot"):
         return Binary()

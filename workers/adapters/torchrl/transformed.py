@@ -141,7 +141,9 @@ class DirectTransformed(DirectWay):
             if all(value.__class__ is torch.Tensor for value in source.values()):
                 size, device = root.batch_size, root.device
                 return new_tensordict(source, size, device), new_tensordict(
-                    dict(source), size, device
+                    dict(source),
+                    size,
+                    device,
                 )
         root = root.copy()
         for key, tensor in inputs:
@@ -168,7 +170,9 @@ class DirectTransformed(DirectWay):
         return self._build_next(tensors)
 
     def _advanced(
-        self, root: TensorDictBase, following: TensorDictBase
+        self,
+        root: TensorDictBase,
+        following: TensorDictBase,
     ) -> TensorDictBase:
         """Return the root after a step: the same as `step_mdp`."""
         if self._is_flat:

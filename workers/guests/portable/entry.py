@@ -42,7 +42,8 @@ def main(
         config: see `executor.processes.worker_process.worker_config`.
     """
     log_fd = os.open(
-        log_path, os.O_RDWR | os.O_APPEND | platforms.O_TEMPORARY | platforms.O_BINARY
+        log_path,
+        os.O_RDWR | os.O_APPEND | platforms.O_TEMPORARY | platforms.O_BINARY,
     )
     with contextlib.suppress(OSError):  # Windows removes it when it is closed
         os.unlink(log_path)
@@ -53,7 +54,10 @@ def main(
         platforms.arm_lifeline(watch.fileno(), -os.getpid())
     parent = platforms.parent_id()
     threading.Thread(
-        target=_watch, args=(watch, log_fd, parent), name="envherd-watch", daemon=True
+        target=_watch,
+        args=(watch, log_fd, parent),
+        name="envherd-watch",
+        daemon=True,
     ).start()
     surroundings.enter(config["caller"])
     from envherd.workers.adapters.registry import install_import_hooks

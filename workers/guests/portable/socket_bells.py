@@ -27,7 +27,9 @@ class SocketBell:
     memory: Any = None
 
     def __init__(
-        self, reader: socket.socket | None, writer: socket.socket | None
+        self,
+        reader: socket.socket | None,
+        writer: socket.socket | None,
     ) -> None:
         self.reader, self.writer = reader, writer
         self._num_tokens = 0

@@ -195,7 +195,8 @@ def bounds(array: np.ndarray) -> tuple[int, int]:
 def simulator_of(cls: type) -> str | None:
     """Return the name of the simulator that a class is, or None."""
     return next(
-        (name for base in cls.__mro__ if (name := name_of(base)) in _SIMULATORS), None
+        (name for base in cls.__mro__ if (name := name_of(base)) in _SIMULATORS),
+        None,
     )
 
 

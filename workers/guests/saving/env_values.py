@@ -85,7 +85,13 @@ def unpack(packed: Any, kind: type = np.ndarray) -> np.ndarray:
     if not data:
         return np.zeros(tuple(shape), dtype).view(kind)
     array: np.ndarray = np.ndarray.__new__(
-        kind, tuple(shape), dtype, bytearray(data), 0, None, order
+        kind,
+        tuple(shape),
+        dtype,
+        bytearray(data),
+        0,
+        None,
+        order,
     )
     return array.copy(order)
 
@@ -108,7 +114,12 @@ def view_of(memory: np.ndarray, packed: Any, kind: type) -> np.ndarray:
     if math.prod(shape) * np.dtype(name).itemsize > memory.nbytes:
         raise ValueError(f"a view of shape {shape} of {memory.nbytes} bytes")
     array: np.ndarray = np.ndarray.__new__(
-        kind, tuple(shape), name, memory, offset, tuple(strides)
+        kind,
+        tuple(shape),
+        name,
+        memory,
+        offset,
+        tuple(strides),
     )
     return array
 
@@ -450,7 +461,8 @@ def _fixed_items(base: Any, read: Callable[[Reader, Any], Any]) -> _Kind:
     return _Kind(
         take=lambda writer, one: [writer.value(item) for item in base.__iter__(one)],
         make=lambda reader, cls, content: base.__new__(
-            cls, [read(reader, item) for item in content]
+            cls,
+            [read(reader, item) for item in content],
         ),
         has=_below(base),
         base=base,
@@ -658,7 +670,9 @@ _KINDS: dict[str, _Kind] = {
         take=lambda _, one: str(one), make=_make_torch_dtype, has=_named("torch:dtype")
     ),
     "seeds": _Kind(
-        take=_take_seeds, make=_make_seeds, has=_exactly(np.random.SeedSequence)
+        take=_take_seeds,
+        make=_make_seeds,
+        has=_exactly(np.random.SeedSequence),
     ),
     "bits": _Kind(take=_take_bits, make=_make_bits, has=_below(np.random.BitGenerator)),
     "generator": _Kind(
