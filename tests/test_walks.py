@@ -38,7 +38,7 @@ TOUCHED = {
     "plain step with a lent frame": (10, 30),
     "step": (17, 47),
     "plain recv": (10, 37),
-    "recv": (12, 60),
+    "recv": (12, 61),
 }
 LENGTH = 3
 SIDE = 100  # of pictures, so that their frames are lent

@@ -38,6 +38,7 @@ class ActionSampler:
         self._specs = specs
         #: For each env, the first env with an equal spec and the function that draws its actions.
         self._kinds = [specs.index(spec) for spec in specs]
+        # All envs have the first one's spec.
         self._is_uniform = not any(self._kinds)
         self._draws = {
             kind: [

@@ -112,6 +112,7 @@ class ContiguousRows:
             self._begin_rows(over)
 
     def _begin_rows(self, env_ids: np.ndarray) -> None:
+        # The caller has taken too few of the full rows.
         while len(self._free) < len(env_ids):
             self._add_rows()
         slots = [self._free.pop() for _ in env_ids]
@@ -122,6 +123,7 @@ class ContiguousRows:
     def repair(self) -> None:
         """Complete an `advance` that was interrupted at any line."""
         over = (self._at == self._num_steps).nonzero()[0]
+        # Those that the broken-off call has not put aside yet.
         self.full += [
             slot for slot in self._slots[over].tolist() if slot not in self.full
         ]

@@ -64,6 +64,7 @@ def gpus_of(options: ExecutorOptions, num_workers: int) -> list[str | None]:
     """
     if options.gpus is None:
         return [None] * num_workers
+    # Numbers count those that this process sees, as CUDA counts them.
     visible = visible_gpus(os.environ)
     numbers: Sequence[int] = (
         range(len(visible)) if options.gpus == "all" else options.gpus
