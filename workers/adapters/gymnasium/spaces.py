@@ -30,7 +30,7 @@ actions, the same values are converted back into what the space samples.
 The facade of Gymnasium passes values unchanged (`native_tree`); all but the four spaces of arrays are pickled there.
 """
 
-# Discrete takes no parameter before Gymnasium 1.2.
+# In older releases of Gymnasium, Discrete takes no parameter.
 from __future__ import annotations
 
 import itertools
