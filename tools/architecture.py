@@ -54,7 +54,7 @@ BOXES = {
         ("executor/doctor.py",), "checks of the installation", 9, (4, 4)
     ),
     "executor/show/": Box(
-        ("executor/show/*",), "evaluation, films, loggers", 9, (1, 1)
+        ("executor/show/*",), "evaluation, videos, loggers", 9, (1, 1)
     ),
     "executor/facades/": Box(
         ("executor/facades/*",), "classes of other libraries", 9, (3, 3)
