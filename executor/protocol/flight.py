@@ -677,6 +677,18 @@ class Flights:
         )
         try:
             self.begin_resets(failed[is_due], at=at[is_due], extras=extras).land()
+            # These resets may lose envs that had answered. Then they are reset again: a reset returns no lost env.
+            raised = np.setdiff1d(flight.dead, failed)
+            while flight.op == RESET:
+                is_lost = self.states.values[flight.ids] == State.NEEDS_RESET
+                is_lost &= ~np.isin(flight.ids, raised)
+                if not is_lost.any():
+                    break
+                self.begin_resets(
+                    flight.ids[is_lost],
+                    at=flight.at[is_lost],
+                    extras=flight.extras,
+                ).land()
         except EnvherdError as error:
             return error
         self.side.infos.put("next", of_steps, due)

@@ -2,11 +2,15 @@
 
 import dataclasses
 import functools
+import os
+import signal
+from pathlib import Path
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
 from envherd import Capsules
 from envherd.executor import (
@@ -24,7 +28,10 @@ from envherd.executor.rollouts.stepwise import StepwiseRun
 from envherd.workers.protocol import Op
 from envherd.workers.testing import CountingEnv, FaultyEnv
 from envherd.workers.testing.faults import BAD_OBSERVATIONS, EXCEPTIONS
+from tests.envs.faulty_envs import Faulty
 from tests.executor.calls import ENDLESS, act, both, counters, only
+
+FATES = ("raises", "dies")
 
 
 def reset_and_step(env, env_id):
@@ -58,6 +65,40 @@ def test_exception_names_its_env_alone_and_workers_continue(at):
             assert caught.value.env_ids == (env_id,)
         assert [worker.pid for worker in env.statistics().workers] == pids
         assert env.statistics().env_errors == len(faults)
+
+
+class DiesRebuilt(Faulty):
+    """Its reset raises if its folder has a file `raises`; the next instance then kills its worker in its reset."""
+
+    def reset(self, **kwargs):
+        present = [p for p in map(Path(self._folder).joinpath, FATES) if p.exists()]
+        if present:
+            present[0].unlink()
+            if present[0].name == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ArithmeticError("no reset")
+        return super().reset(**kwargs)
+
+
+@pytest.mark.slow
+@pytest.mark.broken_pool
+def test_a_worker_that_dies_as_an_env_is_rebuilt_leaves_no_lost_env(tmp_path):
+    """The other env of the worker had answered its reset: it is reset again."""
+    quiet = tmp_path / "quiet"
+    quiet.mkdir()
+    make = [functools.partial(DiesRebuilt, str(path)) for path in (tmp_path, quiet)]
+    options = ExecutorOptions(on_worker_loss="restart", on_env_error="interrupt")
+    with ParallelEnv(2, make, num_workers=1, options=options) as env:
+        env.reset()
+        for name in FATES:
+            (tmp_path / name).touch()
+        assert not env.reset()["done"].any()
+        assert not [*tmp_path.glob("*s")]
+        assert env.statistics().worker_losses == 1
+        goes_on = torch.zeros(2, dtype=torch.int64)
+        _, root = env.step_and_maybe_reset(TensorDict({"action": goes_on}, [2]))
+        assert env.statistics().interrupted == 0
+        assert root["observation"].tolist() == [[1], [1]]
 
 
 @pytest.mark.slow

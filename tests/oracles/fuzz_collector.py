@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDictBase
 
 from envherd import AsyncCollector
+from envherd.executor.guests.collectors.async_collector import LOST
 from tests.oracles.fuzz_envs import NUM_ACTIONS, Kind
 from tests.oracles.fuzz_session import Session
 from tests.oracles.fuzzing import Transition
@@ -100,13 +101,16 @@ class CollectorSession(Session):
             f"expected {self._frames} transitions, got {data.numel()}"
         )
         flat = data.reshape(-1)
-        env_ids, steps = (
-            flat[name].reshape(-1).tolist() for name in ("env_ids", "step")
+        env_ids, steps, versions = (
+            flat[name].reshape(-1).tolist()
+            for name in ("env_ids", "step", "policy_version")
         )
-        for env_id, step, (_, _, one) in zip(
-            env_ids, steps, self.transitions(flat, 0), strict=True
+        for env_id, step, version, (_, _, one) in zip(
+            env_ids, steps, versions, self.transitions(flat, 0), strict=True
         ):
             self._follow(env_id, step, one)
+            # The collector itself has marked it, for a step that Ctrl-C has lost. The executor's statistics lack it.
+            self.oracle.num_interrupted -= one.interrupted and version == LOST
 
     def _follow(self, env_id: int, step: int, one: Transition) -> None:
         place, root = (env_id, 0), one.root
