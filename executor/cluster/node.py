@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
+from tensordict import TensorDictBase
 
+from envherd.executor.batches.transfer import as_array
 from envherd.executor.cluster.shares import ClusterError
 from envherd.executor.guests.collectors.policy import Placed
 from envherd.executor.machine.machine import usable_cores
@@ -68,6 +69,12 @@ class Node:
             name="envherd-parent",
             daemon=True,
         ).start()
+        # Of the data that this actor returns.
+        ray.util.register_serializer(
+            torch.Tensor,
+            serializer=packed,
+            deserializer=unpacked,
+        )
         node_id = ray.get_runtime_context().get_node_id()[:8]
         self._place = f"node {socket.gethostname()}/{node_id}, pid {os.getpid()}"
         self._task = task
@@ -175,7 +182,7 @@ class Node:
         how: dict[str, Any],
         *,
         keeps_state: bool,
-    ) -> Any:
+    ) -> TensorDictBase:
         """Make a rollout.
 
         Args:
@@ -183,16 +190,13 @@ class Node:
             acting: Ray's references of what makes the policy and of its weights; None for random actions.
             how: further arguments of `rollout`.
             keeps_state: continue with the policy's own state after the latest rollout.
-
-        Returns:
-            The data; see `as_arrays`.
         """
         policy = None if acting is None else self._take(*acting)
         if keeps_state:
             how["tensordict"] = self._rows
         data = self._env.rollout(num_steps, policy, break_when_any_done=False, **how)
         self._rows = data[:, -1]["next"].clone()
-        return as_arrays(data)
+        return data
 
     def _take(self, made: Any, weights: Any) -> Placed:
         """Return the policy with these weights; what the node lacks is fetched."""
@@ -200,9 +204,20 @@ class Node:
             self._policy = Placed(pickle.loads(ray.get(made))())
             self._made = made
         if weights != self._weights:
-            load_weights(self._policy.policy, ray.get(weights))
+            self._load_weights(ray.get(weights))
             self._weights = weights
         return self._policy
+
+    def _load_weights(self, weights: Sequence[Any]) -> None:
+        """Write a module's parameters, then its buffers; a policy that is no module has none."""
+        policy: Any = self._policy.policy
+        with torch.no_grad():
+            for mine, sent in zip(
+                (*policy.parameters(), *policy.buffers()) if weights else (),
+                weights,
+                strict=True,
+            ):
+                mine.copy_(unpacked(sent))
 
     def save(self, with_envs: bool | None) -> dict[str, Any]:  # noqa: FBT001
         """Return the state: that of `ParallelEnv`, the policy's generator, which envs have ended, and the place."""
@@ -229,39 +244,15 @@ class Node:
             self._env.close()
 
 
-def load_weights(policy: Any, weights: Sequence[np.ndarray]) -> None:
-    """Write a module's parameters, then its buffers; a policy that is no module has none."""
-    with torch.no_grad():
-        for mine, array in zip(
-            (*policy.parameters(), *policy.buffers()) if weights else (),
-            weights,
-            strict=True,
-        ):
-            mine.copy_(torch.tensor(array, device="cpu"))
+def packed(tensor: torch.Tensor) -> tuple[np.ndarray, torch.dtype]:
+    """Return a tensor of any device as what `unpacked` takes, which Ray sends without pickling the values."""
+    return as_array(tensor.detach().cpu()), tensor.dtype
 
 
-def as_arrays(data: TensorDictBase) -> Any:
-    """Return a batch as its shape and its arrays by key, which Ray sends without pickling them.
-
-    A batch of different tasks, or with anything but tensors, is returned unchanged.
-    """
-    found = {
-        key: data.get(key)
-        for key in data.keys(
-            include_nested=True,
-            leaves_only=True,
-            is_leaf=is_leaf_nontensor,
-        )
-    }
-    is_plain = type(data) is TensorDict and all(
-        isinstance(value, torch.Tensor) and value.dtype != torch.bfloat16
-        for value in found.values()
-    )
-    return (
-        (tuple(data.batch_size), {key: value.numpy() for key, value in found.items()})
-        if is_plain
-        else data
-    )
+def unpacked(sent: tuple[np.ndarray, torch.dtype]) -> torch.Tensor:
+    """Return a tensor on the CPU, in its own memory: Ray's is read-only."""
+    array, dtype = sent
+    return torch.tensor(array, device="cpu").view(dtype)
 
 
 def _end_with(parent: int) -> None:

@@ -20,9 +20,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Self
 
-import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from tensordict import (
+    LazyStackedTensorDict,
+    TensorDict,
+    TensorDictBase,
+    is_leaf_nontensor,
+)
 
 from envherd.executor.batches.arguments import (
     as_count,
@@ -57,7 +61,7 @@ try:
     from ray.util import placement_group, placement_group_table, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    from envherd.executor.cluster.node import Node, versions
+    from envherd.executor.cluster.node import Node, packed, versions
 except ModuleNotFoundError as missing:
     if missing.name != "ray":  # Ray is installed, and lacks a package
         raise
@@ -327,8 +331,7 @@ class RayRollouts:
                     )
                 for share in waiting:
                     begin(share)
-                share, part = self._next_answer()
-                data = _join([part])
+                share, data = self._next_answer()
                 data["env_ids"] = (
                     torch.tensor(share.env_ids, device="cpu")[:, None]
                     .expand(data.batch_size[:2])
@@ -392,13 +395,13 @@ class RayRollouts:
         policy = self._policy
         is_module = isinstance(policy, torch.nn.Module)
         weights = (
-            [_as_array(tensor) for tensor in (*policy.parameters(), *policy.buffers())]
+            [packed(tensor) for tensor in (*policy.parameters(), *policy.buffers())]
             if is_module
             else []
         )
         present = (
             policy if is_module else self._pickle(),
-            [array.tobytes() for array in weights],
+            [array.tobytes() for array, _ in weights],
         )
         if present[0] != self._sent[0]:
             self._made = ray.put(self._pickle())
@@ -661,28 +664,13 @@ def _nodes() -> list[dict[str, Any]]:
     return [node for node in found if node["Alive"]]
 
 
-def _as_array(tensor: torch.Tensor) -> np.ndarray:
-    """Return a tensor of any device as an array; numpy has no bfloat16, and float32 has all of its values."""
-    found = tensor.detach().cpu()
-    return (found.float() if found.dtype == torch.bfloat16 else found).numpy()
-
-
-def _join(parts: Sequence[Any]) -> TensorDictBase:
-    """Return rollouts of nodes as one batch, in its own memory; see `as_arrays`."""
-    if len(parts) == 1 and isinstance(parts[0], TensorDictBase):
-        return parts[0]
-    if any(
-        isinstance(part, TensorDictBase) or part[1].keys() != parts[0][1].keys()
+def _join(parts: Sequence[TensorDictBase]) -> TensorDictBase:
+    """Return rollouts of nodes as one batch, in its own memory; unlike ones as a lazy stack of their rows."""
+    keys = [
+        set(part.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor))
         for part in parts
-    ):
-        rows = [row for part in parts for row in _join([part]).unbind(0)]
-        return LazyStackedTensorDict(*rows, stack_dim=0)
-    shapes = [shape for shape, _ in parts]
-    data = TensorDict({}, (sum(shape[0] for shape in shapes), *shapes[0][1:]))
-    for key in parts[0][1]:
-        data.set(
-            key,
-            torch.from_numpy(np.concatenate([arrays[key] for _, arrays in parts])),
-        )
-    data.refine_names(None, "time", ...)
-    return data
+    ]
+    if all(type(part) is TensorDict for part in parts) and keys == keys[:1] * len(keys):
+        return torch.cat(parts)
+    rows = [row for part in parts for row in part.unbind(0)]
+    return LazyStackedTensorDict(*rows, stack_dim=0)
