@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -28,7 +28,6 @@ from envherd.executor.guests.collectors.policy import Placed
 from envherd.executor.machine.machine import usable_cores
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.processes.error_messages import numbering
-from envherd.shm.specs import EnvSpec
 from envherd.workers.errors import EnvherdError
 from envherd.workers.sending import registries
 
@@ -54,7 +53,7 @@ class Node:
         *task: the arguments of `_build`.
     """
 
-    _env: Any = None
+    env: Any = None
     _is_current = False
     #: Ray's references of what made the policy, and of its weights.
     _made: Any = None
@@ -79,39 +78,36 @@ class Node:
         self._place = f"node {socket.gethostname()}/{node_id}, pid {os.getpid()}"
         self._task = task
 
-    def do(self, call: str, state: bytes | None, *args: Any, **how: Any) -> Any:
+    def do(
+        self,
+        call: Callable[..., Any],
+        state: bytes | None,
+        *args: Any,
+        **how: Any,
+    ) -> Any:
         """Make a call; return its result, where this is, and the state after the call; or the error.
 
         Args:
-            call: the name of a method.
+            call: called with this object; a method, for example.
             state: that the latest answer has returned; None for the first call.
-            *args: of the method.
-            **how: of the method.
+            *args: further arguments of the call.
+            **how: likewise.
         """
         try:
-            if self._env is None:
-                self._env = self._build(*self._task)
+            if self.env is None:
+                self.env = self._build(*self._task)
             # An actor before this one was lost.
-            if state is not None and not self._is_current and call != "load":
-                self._continue_from(pickle.loads(state))
+            if state is not None and not self._is_current and call != Node.load:
+                self.load(pickle.loads(state))
             self._is_current = True
-            result = getattr(self, call)(*args, **how)
+            result = call(self, *args, **how)
             return (
                 result,
                 self._place,
                 pickle.dumps({**self.save(with_envs=False), "rows": self._rows}),
             )
         except EnvherdError as error:
-            error.partial = None
             return error
-
-    def _continue_from(self, state: dict[str, Any]) -> None:
-        """Continue from the state of a lost actor; envs that were in an episode begin with an interrupted row."""
-        self.load(state)
-        rows = self._rows = state.get("rows")
-        if rows is not None:
-            roots = [row.to_dict() for row in rows.unbind(0)]
-            self._env.engine.take_over(roots, np.array(state["ended"]))
 
     def _build(
         self,
@@ -171,10 +167,6 @@ class Node:
                 remote_traceback=traceback.format_exc(),
             ) from error
 
-    def report(self) -> tuple[tuple[EnvSpec, ...], int]:
-        """Return the specs of the envs, and the number of workers."""
-        return self._env.specs, self._env.num_workers
-
     def roll(
         self,
         num_steps: int,
@@ -194,7 +186,7 @@ class Node:
         policy = None if acting is None else self._take(*acting)
         if keeps_state:
             how["tensordict"] = self._rows
-        data = self._env.rollout(num_steps, policy, break_when_any_done=False, **how)
+        data = self.env.rollout(num_steps, policy, break_when_any_done=False, **how)
         self._rows = data[:, -1]["next"].clone()
         return data
 
@@ -219,29 +211,34 @@ class Node:
             ):
                 mine.copy_(unpacked(sent))
 
-    def save(self, with_envs: bool | None) -> dict[str, Any]:  # noqa: FBT001
-        """Return the state: that of `ParallelEnv`, the policy's generator, which envs have ended, and the place."""
-        ended = self._env.engine.states.needs_reset.tolist()
-        others = {"torch": torch.get_rng_state(), "ended": ended, "place": self._place}
-        return {**self._env.state_dict(with_envs=with_envs), **others}
+    def save(self, *, with_envs: bool | None) -> dict[str, Any]:
+        """Return the state: that of `ParallelEnv`, of the policy's generator, and which envs have ended."""
+        return {
+            **self.env.state_dict(with_envs=with_envs),
+            "torch": torch.get_rng_state(),
+            "ended": self.env.engine.states.needs_reset.tolist(),
+        }
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Restore a state."""
-        self._env.load_state_dict(state)
-        self._rows = None
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restore a state.
+
+        After the loss of an actor it has the latest rows of the envs. Those that were in an episode then begin with an
+        interrupted row.
+        """
+        self.env.load_state_dict(state)
         torch.set_rng_state(state["torch"].clone())
-
-    def statistics(self) -> Any:
-        """Return the statistics of the envs."""
-        return self._env.statistics()
+        self._rows = state.get("rows")
+        if self._rows is not None:
+            roots = [row.to_dict() for row in self._rows.unbind(0)]
+            self.env.engine.take_over(roots, np.array(state["ended"]))
 
     def ping(self) -> None:
         """Return, as a sign of life."""
 
     def close(self) -> None:
         """Close the envs."""
-        if self._env is not None:
-            self._env.close()
+        if self.env is not None:
+            self.env.close()
 
 
 def packed(tensor: torch.Tensor) -> tuple[np.ndarray, torch.dtype]:

@@ -225,7 +225,7 @@ class RayRollouts:
                 self._shares.append(
                     _Share(env_ids=env_ids, actor=actor, place=_place_of(group, index))
                 )
-            reports = self._ask("report")
+            reports = self._ask(lambda node: (node.env.specs, node.env.num_workers))
             self.specs = tuple(spec for specs, _ in reports for spec in specs)
             check_agreement(self.specs, factories, kwargs)
         except BaseException:
@@ -371,7 +371,7 @@ class RayRollouts:
         share.version = self.version
         self._begin(
             share,
-            "roll",
+            Node.roll,
             max_steps,
             acting,
             {"auto_reset": auto_reset, **own},
@@ -424,17 +424,20 @@ class RayRollouts:
 
     # ---- calls of nodes ----------------------------------------------------------------------
 
-    def _begin(self, share: _Share, call: str, *args: Any, **how: Any) -> None:
+    def _begin(
+        self,
+        share: _Share,
+        call: Callable[..., Any],
+        *args: Any,
+        **how: Any,
+    ) -> None:
         # The state is for an actor that Ray starts in the place of this one.
         self._pending[share.actor.do.remote(call, share.state, *args, **how)] = share
 
     def _answers(self) -> list[Any]:
         """Wait for the answers of all nodes; return them in the order of the shares."""
-        found: dict[int, Any] = {}
-        while self._pending:
-            share, answer = self._next_answer()
-            found[share.env_ids[0]] = answer
-        return [found[first] for first in sorted(found)]
+        found = [self._next_answer() for _ in self._shares]
+        return [answer for _, answer in sorted(found, key=lambda one: one[0].env_ids)]
 
     def _next_answer(self) -> tuple[_Share, Any]:
         """Wait for an answer: that to the oldest of the calls whose answers have arrived."""
@@ -510,7 +513,7 @@ class RayRollouts:
 
         The policy is not included. See `ParallelEnv.state_dict`.
         """
-        return {"nodes": self._ask("save", [with_envs] * len(self._shares))}
+        return {"nodes": self._ask(functools.partial(Node.save, with_envs=with_envs))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state from `state_dict`, of as many nodes with as many envs: the next rollouts return equal data.
@@ -524,21 +527,21 @@ class RayRollouts:
             raise ValueError(
                 f"load_state_dict failed: expected a state of nodes with {sizes} envs, got another."
             )
-        self._ask("load", parts=parts)
+        self._ask(Node.load, parts)
         for share, part in zip(self._shares, parts, strict=True):
             share.state = pickle.dumps(part)
         self.is_resumed = all("roots" in part["executor"] for part in parts)
 
     def statistics(self) -> list[Statistics]:
         """Return the statistics of each node; those of a node that was replaced begin anew."""
-        return self._ask("statistics")
+        return self._ask(lambda node: node.env.statistics())
 
-    def _ask(self, call: str, parts: Sequence[Any] | None = None) -> list[Any]:
-        """Make a call of all nodes, each with its part of an argument, and wait for the answers."""
+    def _ask(self, call: Callable[..., Any], *parts: Sequence[Any]) -> list[Any]:
+        """Make a call of all nodes, each with its part of each argument, and wait for the answers."""
         with self._guard:
             self._take(self._policy)
-            for index, share in enumerate(self._shares):
-                self._begin(share, call, *([] if parts is None else [parts[index]]))
+            for share, *own in zip(self._shares, *parts, strict=True):
+                self._begin(share, call, *own)
             return self._answers()
 
     def close(self) -> None:
