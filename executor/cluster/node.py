@@ -6,10 +6,10 @@ Threads: Ray makes the calls of `do` in one thread, in their order, and `ping` a
 """
 
 import dataclasses
+import functools
 import os
 import pickle
 import platform
-import socket
 import threading
 import time
 import traceback
@@ -29,11 +29,12 @@ from envherd.executor.machine.machine import usable_cores
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.processes.error_messages import numbering
 from envherd.workers.errors import EnvherdError
+from envherd.workers.seeding import episode_seed
 from envherd.workers.sending import registries
 
 #: Seconds between checks of the parent.
 _PARENT_S = 0.5
-# spawn_key of the policy's generator: different from those of envs and of random actions.
+# In the place of an env's id, for the seed of the policy's generator.
 _STREAM = 2**32 - 3
 
 
@@ -56,8 +57,7 @@ class Node:
     env: Any = None
     _is_current = False
     #: Ray's references of what made the policy, and of its weights.
-    _made: Any = None
-    _weights: Any = None
+    _acting: tuple[Any, Any] = (None, None)
     #: The latest rows of the envs, `[n]`; None if these are not in the middle of episodes.
     _rows: TensorDictBase | None = None
 
@@ -75,7 +75,7 @@ class Node:
             deserializer=unpacked,
         )
         node_id = ray.get_runtime_context().get_node_id()[:8]
-        self._place = f"node {socket.gethostname()}/{node_id}, pid {os.getpid()}"
+        self._place = f"node {platform.node()}/{node_id}, pid {os.getpid()}"
         self._task = task
 
     def do(
@@ -124,7 +124,7 @@ class Node:
             expected: the driver's versions.
             registered: names of envs; see `workers.sending.registries`.
             factories: one per env, pickled.
-            cores: of the share; 0 for all.
+            cores: of the share; infinity for all.
             first: id in the batch of env 0.
             how: further arguments of `ParallelEnv`.
         """
@@ -139,24 +139,14 @@ class Node:
             how["options"],
             first_env_id=how["options"].first_env_id + first,
         )
-        cores = min(usable_cores(), cores or usable_cores())
-        num_workers = how["num_workers"] or min(max(1, int(cores)), len(factories))
-        spawn_key = (_STREAM, options.first_env_id)
-        torch.manual_seed(
-            int(
-                np.random.SeedSequence(how["seed"], spawn_key=spawn_key).generate_state(
-                    1
-                )[0]
-            )
-        )
+        num_workers = how["num_workers"] or max(1, int(min(cores, usable_cores())))
+        torch.manual_seed(episode_seed(how["seed"], _STREAM, options.first_env_id))
         try:
             registries.install(registered)
-            made = {
-                pickled: pickle.loads(pickled) for pickled in dict.fromkeys(factories)
-            }
-            own = [made[pickled] for pickled in factories]
+            # Envs of one factory share it here as well.
+            made = functools.cache(pickle.loads)
             return ParallelEnv(
-                own,
+                [made(pickled) for pickled in factories],
                 **{**how, "options": options, "num_workers": num_workers},
             )
         except EnvherdError:
@@ -192,24 +182,18 @@ class Node:
 
     def _take(self, made: Any, weights: Any) -> Placed:
         """Return the policy with these weights; what the node lacks is fetched."""
-        if made != self._made:
+        if made != self._acting[0]:
             self._policy = Placed(pickle.loads(ray.get(made))())
-            self._made = made
-        if weights != self._weights:
-            self._load_weights(ray.get(weights))
-            self._weights = weights
+        if weights != self._acting[1]:
+            policy: Any = self._policy.policy
+            sent = ray.get(weights)
+            # A policy that is no module has none.
+            tensors = [*policy.parameters(), *policy.buffers()] if sent else []
+            with torch.no_grad():
+                for mine, value in zip(tensors, sent, strict=True):
+                    mine.copy_(unpacked(value))
+        self._acting = made, weights
         return self._policy
-
-    def _load_weights(self, weights: Sequence[Any]) -> None:
-        """Write a module's parameters, then its buffers; a policy that is no module has none."""
-        policy: Any = self._policy.policy
-        with torch.no_grad():
-            for mine, sent in zip(
-                (*policy.parameters(), *policy.buffers()) if weights else (),
-                weights,
-                strict=True,
-            ):
-                mine.copy_(unpacked(sent))
 
     def save(self, *, with_envs: bool | None) -> dict[str, Any]:
         """Return the state: that of `ParallelEnv`, of the policy's generator, and which envs have ended."""

@@ -9,8 +9,10 @@ Guarantees:
 - An interrupt leaves all nodes usable: the answer to the interrupted call is dropped when the next call is made.
 """
 
+import contextlib
 import functools
 import logging
+import math
 import os
 import pickle
 import socket
@@ -95,15 +97,6 @@ class _Share(SimpleNamespace):
         return f"{self.place} (envs {self.env_ids[0]}-{self.env_ids[-1]})"
 
 
-class _Call:
-    """What a `CallGuard` uses of an engine. An interrupt needs no repair: the next call drops the answers."""
-
-    is_dirty = is_rolling = is_in_flight = False
-
-    def recover(self) -> None:
-        self.is_dirty = False
-
-
 class RayRollouts:
     """N envs on the nodes of a Ray cluster, with a copy of the policy on each; a `Collector` takes it as its executor.
 
@@ -186,7 +179,15 @@ class RayRollouts:
         self._node_timeout_s, self._logged_at = node_timeout_s, time.monotonic()
         self._pending: dict[Any, _Share] = {}
         self._shares: list[_Share] = []
-        self._guard = CallGuard(_Call())
+        # An interrupt leaves nothing to repair: the next call drops the answers.
+        self._guard = CallGuard(
+            SimpleNamespace(
+                is_dirty=False,
+                is_rolling=False,
+                is_in_flight=False,
+                recover=lambda: None,
+            )
+        )
         groups: list[Any] = []
         begun = _connect(address)
         self._finalizer = weakref.finalize(
@@ -199,12 +200,15 @@ class RayRollouts:
             has_begun_ray=begun,
         )
         how = {"num_workers": num_workers, "seed": self.seed, "options": self._options}
-        try:
-            free = [dict(node["Resources"]) for node in _nodes()]
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            nodes = ray.nodes()  # type: ignore[no-untyped-call]  # Ray's
+            free = [dict(node["Resources"]) for node in nodes if node["Alive"]]
             bundles = bundles_for(free, self.num_envs, num_nodes, resources_per_node)
             group = placement_group(bundles, strategy=strategy)
             groups.append(group)
-            _await_room(group, bundles, placement_timeout_s)
+            if not group.wait(placement_timeout_s):
+                raise no_room(bundles, free, placement_timeout_s)
             for index, env_ids in enumerate(
                 spread(self.num_envs, [bundle.get("CPU") or 1.0 for bundle in bundles])
             ):
@@ -218,7 +222,7 @@ class RayRollouts:
                     versions(),
                     registries.collect(),
                     [pickled[id(factories[i])] for i in env_ids],
-                    bundles[index].get("CPU", 0),
+                    bundles[index].get("CPU") or math.inf,
                     env_ids[0],
                     {**how, "env_kwargs": [kwargs[i] for i in env_ids]},
                 )
@@ -228,9 +232,7 @@ class RayRollouts:
             reports = self._ask(lambda node: (node.env.specs, node.env.num_workers))
             self.specs = tuple(spec for specs, _ in reports for spec in specs)
             check_agreement(self.specs, factories, kwargs)
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
         self.num_workers = sum(number for _, number in reports)
 
     # ---- rollouts ----------------------------------------------------------------------------
@@ -583,24 +585,10 @@ def _connect(address: str | None) -> bool:
     return True
 
 
-def _await_room(
-    group: Any,
-    bundles: Sequence[Mapping[str, float]],
-    timeout_s: float,
-) -> None:
-    """Wait until Ray has reserved a placement group; raise a `ClusterError` if that takes too long."""
-    if not group.wait(timeout_s):
-        raise no_room(
-            bundles,
-            [dict(node["Resources"]) for node in _nodes()],
-            timeout_s,
-        )
-
-
 def _place_of(group: Any, index: int) -> str:
     """Return the name of the node where Ray has placed a bundle."""
     node_id = placement_group_table(group)["bundles_to_node_id"][index]
-    hosts = {node["NodeID"]: node["NodeManagerHostname"] for node in _nodes()}
+    hosts = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}  # type: ignore[no-untyped-call]  # Ray's
     return f"node {hosts.get(node_id)}/{node_id[:8]}"
 
 
@@ -613,8 +601,8 @@ def _actor(
 ) -> Any:
     """Return the class of actors that run in a bundle of a placement group."""
     restarts = options.max_restarts if options.on_worker_loss == "restart" else 0
-    remote: Any = ray.remote  # its types know no concurrency groups
-    return remote(concurrency_groups={"watch": 1})(Node).options(
+    # Ray's types know no concurrency groups.
+    return ray.remote(concurrency_groups={"watch": 1})(Node).options(  # type: ignore[call-overload]
         num_cpus=bundle.get("CPU", 0),
         num_gpus=bundle.get("GPU", 0),
         memory=bundle.get("memory"),
@@ -661,13 +649,7 @@ def _release(
             ray.shutdown()
 
 
-def _nodes() -> list[dict[str, Any]]:
-    """Return the living nodes."""
-    found: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]  # Ray says nothing of its type
-    return [node for node in found if node["Alive"]]
-
-
-def _join(parts: Sequence[TensorDictBase]) -> TensorDictBase:
+def _join(parts: list[Any]) -> TensorDictBase:
     """Return rollouts of nodes as one batch, in its own memory; unlike ones as a lazy stack of their rows."""
     keys = [
         set(part.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor))
