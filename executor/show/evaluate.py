@@ -202,7 +202,7 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
     try:
         with torch.random.fork_rng(devices=list(devices)):
             if executor is not None:
-                play.play_in(next(iter(tasks)), executor)
+                play.play_in(executor)
             elif play.num_left:
                 chosen = default_options() if options is None else _with_infos(options)
                 seats = choose_workers(play.num_left, num_workers)
