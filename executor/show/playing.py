@@ -61,7 +61,7 @@ from envherd.workers.seeding import episode_seed
 
 #: What takes long; the generator that yields it gets its result or its exception.
 _Operation = Callable[[], Any]
-_Work = Generator["_Operation | _Turn", Any, None]
+_Work = Generator["_Operation | _Session", Any, None]
 #: Seconds after the end of a run for the commands that its envs carry out.
 _LAST_COMMAND_S = 1.0
 #: What ends an episode as failed. All other errors end the evaluation: they are of the policy or of the caller. An env
@@ -170,38 +170,6 @@ class _Episode:
     film: Video | None = None
 
 
-@dataclass
-class _Turn:
-    """Episodes of one session that wait for their policy; a generator that yields it gets their actions.
-
-    Attributes:
-        session: of the episodes.
-        root: batch `[k]`, where they are.
-        episodes: one for each row.
-        began: monotonic seconds.
-    """
-
-    session: _Session
-    root: TensorDictBase
-    episodes: list[_Episode]
-    began: float = field(default_factory=time.monotonic)
-
-    @property
-    def kind(self) -> Any:
-        """What the turns have in common that one call of a policy can take."""
-        placed: Any = self.session.part.policy
-        leaves = {key: self.root.get(key) for key in leaf_keys(self.root)}
-        shapes = [
-            (key, getattr(leaf, "shape", ())[1:], getattr(leaf, "dtype", None))
-            for key, leaf in leaves.items()
-        ]
-        return (
-            id(getattr(placed, "policy", placed)),
-            shapes,
-            self.episodes[0].state is None,
-        )
-
-
 class _Seat(threading.Thread):
     """A thread that carries out operations one after the other, and has at most one env.
 
@@ -255,7 +223,7 @@ def _advance(
     work: _Work,
     result: Any = None,
     error: BaseException | None = None,
-) -> _Operation | _Turn | None:
+) -> _Operation | _Session | None:
     """Hand over the outcome of an operation; return the next operation, None at the end."""
     try:
         return work.send(result) if error is None else work.throw(error)
@@ -327,7 +295,7 @@ class Play:
             options = replace(options, preload=modules)
             helper.callback(helper_for(self, options, modules).close, self)
         outcomes: SimpleQueue[Any] = SimpleQueue()
-        waiting: dict[_Seat, _Turn] = {}
+        waiting: dict[_Seat, _Session] = {}
         seats = [
             _Seat(i, one, outcomes)
             for i, one in enumerate(_options_of_seats(options, num_seats))
@@ -345,7 +313,7 @@ class Play:
                         len(works),
                     ):
                         operation = _advance(works[seat], result, error)
-                        if isinstance(operation, _Turn):
+                        if isinstance(operation, _Session):
                             waiting[seat] = operation
                             continue
                         if operation is None:
@@ -359,7 +327,7 @@ class Play:
     def _next_outcomes(
         self,
         outcomes: SimpleQueue[Any],
-        waiting: dict[_Seat, _Turn],
+        waiting: dict[_Seat, _Session],
         num_seats: int,
     ) -> Sequence[tuple[_Seat, Any, BaseException | None]]:
         """Wait for an operation, or act for seats that wait for a policy; return the outcome of each seat concerned.
@@ -371,10 +339,13 @@ class Play:
         first = next(iter(waiting.values()))
         seats = [
             seat
-            for seat, turn in waiting.items()
-            if turn is first or turn.kind == first.kind
+            for seat, session in waiting.items()
+            if session is first or session.kind == first.kind
         ]
-        limit, end = self.rules.max_batch or 1, first.began + self.rules.deadline_s
+        limit, end = (
+            self.rules.max_batch or 1,
+            first.waits_since + self.rules.deadline_s,
+        )
         if len(seats) < limit and len(waiting) < num_seats:
             with contextlib.suppress(Empty):
                 return [outcomes.get(timeout=max(0.0, end - time.monotonic()))]
@@ -488,11 +459,18 @@ class Play:
 class _Session:
     """One executor that plays episodes of one task.
 
+    A generator that yields the session waits for the policy, and gets the actions; see `_act`.
+
     Args:
         play: the run.
         task: of the episodes.
         env: the executor.
         is_own: it is a seat's, which builds another one after an error, whatever state the env is in.
+
+    Attributes:
+        playing: episodes under way, by env.
+        root: batch with a row for each of these, in this order.
+        waits_since: when it began to wait for the policy (monotonic seconds).
 
     Raises:
         EnvherdError: of an env, after which it cannot play on. The episodes that it concerns are recorded as failed.
@@ -512,6 +490,18 @@ class _Session:
         self._camera = Camera(env)
         self.playing: dict[int, _Episode] = {}
         self._sent: list[int] = []  # latest; some or all have answered
+
+    @property
+    def kind(self) -> Any:
+        """What the sessions have in common for which one call of a policy can act."""
+        placed: Any = self.part.policy
+        leaves = {key: self.root.get(key) for key in leaf_keys(self.root)}
+        shapes = [
+            (key, getattr(leaf, "shape", ())[1:], getattr(leaf, "dtype", None))
+            for key, leaf in leaves.items()
+        ]
+        is_first = next(iter(self.playing.values())).state is None
+        return id(getattr(placed, "policy", placed)), shapes, is_first
 
     def play(self) -> _Work:
         """Play until no episode is left."""
@@ -576,9 +566,10 @@ class _Session:
     def _step(self) -> _Work:
         """Act once in each env that plays, and count it. Episodes whose env fails are recorded."""
         env, ids = self.env, list(self.playing)
-        turn = _Turn(self, env.current(ids), list(self.playing.values()))
+        self.root = env.current(ids)
+        self.waits_since = time.monotonic()
         is_shared = self._rules.max_batch is not None and self._is_own
-        actions = (yield turn) if is_shared else _act([turn])[0]
+        actions = (yield self) if is_shared else _act([self])[0]
         self._sent = ids
         env.send(actions, ids, maybe_reset=False)
         while ids:
@@ -674,12 +665,14 @@ class _Session:
             film.add(enlarged(frame))
 
 
-def _act(turns: Sequence[_Turn]) -> list[TensorDictBase]:
-    """Call the policy of some turns of one kind once, and keep its state; return the actions of each."""
-    episodes = [episode for turn in turns for episode in turn.episodes]
-    first, session = episodes[0], turns[0].session
+def _act(sessions: Sequence[_Session]) -> list[TensorDictBase]:
+    """Call the policy of some sessions of one kind once, and keep its state; return the actions of each."""
+    episodes = [episode for one in sessions for episode in one.playing.values()]
+    first, session = episodes[0], sessions[0]
     root: Any = (
-        turns[0].root if len(turns) == 1 else torch.cat([turn.root for turn in turns])
+        session.root
+        if len(sessions) == 1
+        else torch.cat([one.root for one in sessions])
     )
     states = [one.state for one in episodes if one.state is not None]
     if states and len(states) < len(episodes):
@@ -708,8 +701,8 @@ def _act(turns: Sequence[_Turn]) -> list[TensorDictBase]:
     )
     parts = (
         [inputs]
-        if len(turns) == 1
-        else inputs.split([len(turn.episodes) for turn in turns])
+        if len(sessions) == 1
+        else inputs.split([len(one.playing) for one in sessions])
     )
     # The policy may reuse its memory, as CUDA graphs do.
     return [part.clone() for part in parts]
