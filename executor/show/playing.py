@@ -289,40 +289,35 @@ class Play:
         is_shared = (
             options.start_method == "zygote" and options.worker_output == "capture"
         )
-        helper = contextlib.ExitStack()
-        if is_shared and not options.differ_by_worker and not platforms.missing():
-            # One helper for all tasks, so that a worker starts in 0.1 s.
-            options = replace(options, preload=modules)
-            helper.callback(helper_for(self, options, modules).close, self)
         outcomes: SimpleQueue[Any] = SimpleQueue()
         waiting: dict[_Seat, _Session] = {}
-        seats = [
-            _Seat(i, one, outcomes)
-            for i, one in enumerate(_options_of_seats(options, num_seats))
-        ]
-        works = {seat: self._work_of(seat) for seat in seats}
-        with helper:
-            try:
-                for seat in seats:
-                    outcomes.put((seat, None, None))
-                    seat.start()
-                while works:
-                    for seat, result, error in self._next_outcomes(
-                        outcomes,
-                        waiting,
-                        len(works),
-                    ):
-                        operation = _advance(works[seat], result, error)
-                        if isinstance(operation, _Session):
-                            waiting[seat] = operation
-                            continue
-                        if operation is None:
-                            del works[seat]
+        works: dict[_Seat, _Work] = {}
+        with contextlib.ExitStack() as at_end:
+            if is_shared and not options.differ_by_worker and not platforms.missing():
+                # One helper for all tasks, so that a worker starts in 0.1 s.
+                options = replace(options, preload=modules)
+                at_end.callback(helper_for(self, options, modules).close, self)
+            for i, one in enumerate(_options_of_seats(options, num_seats)):
+                seat = _Seat(i, one, outcomes)
+                works[seat] = self._work_of(seat)
+                at_end.callback(works[seat].close)  # completes its videos
+            at_end.callback(self._end, list(works))
+            for seat in works:
+                outcomes.put((seat, None, None))
+                seat.start()
+            while works:
+                for seat, result, error in self._next_outcomes(
+                    outcomes,
+                    waiting,
+                    len(works),
+                ):
+                    operation = _advance(works[seat], result, error)
+                    if isinstance(operation, _Session):
+                        waiting[seat] = operation
+                    else:
                         seat.todo.put(operation)
-            finally:
-                self._end(seats)
-                for work in works.values():  # completes their videos
-                    work.close()
+                    if operation is None:
+                        del works[seat]
 
     def _next_outcomes(
         self,
@@ -415,10 +410,10 @@ class Play:
         while task.left and not task.num_seats:
             self.note(task, self.take(task), error)
 
-    def take(self, task: _Task) -> _Episode:
-        """Return the next episode of a task, which has one left."""
+    def take(self, task: _Task, state: TensorDictBase | None = None) -> _Episode:
+        """Return the next episode of a task, which has one left, with the policy's first state."""
         number = task.left.popleft()
-        return _Episode(number, episode_seed(self.rules.seed, number, 0))
+        return _Episode(number, episode_seed(self.rules.seed, number, 0), state)
 
     def note(
         self,
@@ -529,20 +524,18 @@ class _Session:
             engine.give_up(np.array(sent))
 
     def _begin(self) -> dict[int, _Episode]:
-        begun: dict[int, _Episode] = {}
-        for env_id in range(self.env.num_envs):
-            if env_id not in self.playing and self.task.left:
-                episode = self._play.take(self.task)
-                episode.state = self.part.primed
-                begun[env_id] = episode
+        begun = {
+            env_id: self._play.take(self.task, self.part.primed)
+            for env_id in range(self.env.num_envs)
+            if env_id not in self.playing and self.task.left
+        }
         self.playing |= begun
         return begun
 
     def _reset(self, begun: Mapping[int, _Episode]) -> _Work:
         """Reset envs, and begin videos."""
         num_envs = self.env.num_envs
-        mask = torch.zeros(num_envs, dtype=torch.bool, device="cpu")
-        mask[list(begun)] = True
+        mask = torch.tensor([i in begun for i in range(num_envs)], device="cpu")
         seeds = [
             begun[env_id].seed if env_id in begun else None
             for env_id in range(num_envs)
@@ -592,12 +585,8 @@ class _Session:
             axis=1,
         )
         is_over = following.get("done").flatten().tolist()
-        interrupted = following.get("interrupted", None)
-        is_lost = (
-            [False] * len(ids)
-            if interrupted is None
-            else interrupted.flatten().tolist()
-        )
+        interrupted = following.get("interrupted", torch.zeros(len(ids)))
+        is_lost = interrupted.flatten().tolist()
         infos = (
             self.env.infos("next") if self.env.options.info_policy != "drop" else None
         )
