@@ -184,7 +184,12 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
     )
     executor = env if isinstance(env, BatchedEnv) else None
     if executor is not None:
-        _refuse_settings(num_workers=num_workers, options=options, max_batch=max_batch)
+        _refuse(
+            "with an executor, which has its own",
+            num_workers=num_workers,
+            options=options,
+            max_batch=max_batch,
+        )
         rules = replace(rules, seed=executor.seed)
     by_task = _by_task(policies, policy_for, tuple(tasks))
     policies_of = policy_for or (lambda name, _: by_task.get(name, policies))
@@ -276,7 +281,10 @@ def _tasks(env: Any, **how: bool) -> dict[str, Any]:
     for name, one in (
         env.items()
         if isinstance(env, Mapping)
-        else ((_name(one, i), one) for i, one in enumerate(env))
+        else (
+            (one if isinstance(one, str) else f"task_{i}", one)
+            for i, one in enumerate(env)
+        )
     ):
         if isinstance(one, BatchedEnv):
             raise TypeError(
@@ -292,20 +300,14 @@ def _tasks(env: Any, **how: bool) -> dict[str, Any]:
     return tasks
 
 
-def _name(env: Any, index: int) -> str:
-    return env if isinstance(env, str) else f"task_{index}"
-
-
 def _factory(env: Any, **how: bool) -> Any:
     """Return the factory that a name stands for; anything else is returned itself."""
     return named_task(env, None, **how) if isinstance(env, str) else env
 
 
-def _refuse_settings(**settings: Any) -> None:
+def _refuse(where: str, **settings: Any) -> None:
     if passed := [name for name, value in settings.items() if value is not None]:
-        raise ValueError(
-            f"evaluate failed: expected no {' or '.join(passed)} with an executor, which has its own."
-        )
+        raise ValueError(f"evaluate failed: expected no {' or '.join(passed)} {where}.")
 
 
 def default_options() -> ExecutorOptions:
@@ -459,10 +461,7 @@ def join_policies(
 def _single(policies: Any, spec: EnvSpec, **of_players: Any) -> Policy:
     """Return the policy of envs of one agent, or of several groups of agents, for all of which it acts."""
     kind = "several groups of agents" if spec.groups else "one agent"
-    if passed := [name for name, value in of_players.items() if value is not None]:
-        raise ValueError(
-            f"evaluate failed: expected no {' or '.join(passed)} for envs of {kind}, got {spec.family} envs."
-        )
+    _refuse(f"for envs of {kind}, got {spec.family} envs", **of_players)
     if policies is None:
         return RandomActions(spec)
     return as_policy("evaluate", policies, spec)
