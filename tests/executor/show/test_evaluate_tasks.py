@@ -180,12 +180,10 @@ def test_a_task_with_many_episodes_left_gets_another_env():
     )
     assert [play._choose().name for _ in range(3)] == ["a", "b", "a"]
     for task, episode_s in zip(play._tasks, (1.0, 0.1), strict=True):
-        task.episode_s = episode_s
-        task.build_s = 2.0
-    a = play._choose()
-    assert a.name == "a", "10 s of episodes for two seats"
+        vars(task).update(episode_s=episode_s, build_s=2.0)
+    assert play._choose().name == "a", "10 s of episodes for two seats"
     for _ in range(8):
-        play.take(a)
+        play.take(play._tasks[0])
     assert play._choose() is None, (
         "2 s of episodes for three seats, and another build takes 2 s"
     )
