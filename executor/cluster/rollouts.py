@@ -188,17 +188,10 @@ class RayRollouts:
                 recover=lambda: None,
             )
         )
-        groups: list[Any] = []
-        begun = _connect(address)
-        self._finalizer = weakref.finalize(
-            self,
-            _release,
-            groups,
-            self._shares,
-            self._options,
-            os.getpid(),
-            has_begun_ray=begun,
-        )
+        at_end = contextlib.ExitStack()
+        self._finalizer = weakref.finalize(self, _release, at_end, os.getpid())
+        if _connect(address):
+            at_end.callback(ray.shutdown)
         how = {"num_workers": num_workers, "seed": self.seed, "options": self._options}
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
@@ -206,7 +199,7 @@ class RayRollouts:
             free = [dict(node["Resources"]) for node in nodes if node["Alive"]]
             bundles = bundles_for(free, self.num_envs, num_nodes, resources_per_node)
             group = placement_group(bundles, strategy=strategy)
-            groups.append(group)
+            at_end.callback(remove_placement_group, group)
             if not group.wait(placement_timeout_s):
                 raise no_room(bundles, free, placement_timeout_s)
             for index, env_ids in enumerate(
@@ -226,9 +219,11 @@ class RayRollouts:
                     env_ids[0],
                     {**how, "env_kwargs": [kwargs[i] for i in env_ids]},
                 )
+                at_end.callback(ray.kill, actor)
                 self._shares.append(
                     _Share(env_ids=env_ids, actor=actor, place=_place_of(group, index))
                 )
+            at_end.callback(_close, self._shares, self._options.close_timeout_s)
             reports = self._ask(lambda node: (node.env.specs, node.env.num_workers))
             self.specs = tuple(spec for specs, _ in reports for spec in specs)
             check_agreement(self.specs, factories, kwargs)
@@ -619,34 +614,19 @@ def _actor(
     )
 
 
-def _release(
-    groups: Sequence[Any],
-    shares: Sequence[_Share],
-    options: ExecutorOptions,
-    owner: int,
-    *,
-    has_begun_ray: bool,
-) -> None:
-    """Close the envs, end the actors, and release the reservation; end Ray if it was started for it."""
-    if not ray.is_initialized() or os.getpid() != owner:  # in a fork of the owner
-        return
-    try:
-        calls = [
-            share.actor.close.options(concurrency_group="watch").remote()
-            for share in shares
-        ]
-        ray.wait(
-            calls,
-            num_returns=len(calls),
-            timeout=options.close_timeout_s,
-        ) if calls else None
-    finally:
-        for share in shares:
-            ray.kill(share.actor)
-        for group in groups:
-            remove_placement_group(group)
-        if has_begun_ray:
-            ray.shutdown()
+def _close(shares: Sequence[_Share], timeout_s: float) -> None:
+    """Close the envs of all nodes, as far as they do so in time."""
+    calls = [
+        share.actor.close.options(concurrency_group="watch").remote()
+        for share in shares
+    ]
+    ray.wait(calls, num_returns=len(calls), timeout=timeout_s)
+
+
+def _release(at_end: contextlib.ExitStack, owner: int) -> None:
+    """Release all, unless Ray has done so or this process is a fork of the owner."""
+    if ray.is_initialized() and os.getpid() == owner:
+        at_end.close()
 
 
 def _join(parts: list[Any]) -> TensorDictBase:
