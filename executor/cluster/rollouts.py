@@ -143,7 +143,6 @@ class RayRollouts:
     num_losses = 0
     version = -1
     _policy: Any = None
-    _stream: object = None
     _sent: Any = (None, None)  # the policy and the contents of its weights
     _made: Any = None  # Ray's reference of what makes the policy
     _weights: Any = None  # Ray's reference of its weights
@@ -318,11 +317,11 @@ class RayRollouts:
         )
         with self._guard:
             self._take(policy)
-            stream = self._stream = object()
+            pending = self._pending
         waiting = self._shares
         while True:
             with self._guard:
-                if self._stream is not stream:
+                if self._pending is not pending:
                     raise Busy(
                         "stream failed: another call was made since. Iterate over a new stream."
                     )
@@ -378,8 +377,7 @@ class RayRollouts:
     def _take(self, policy: Any) -> None:
         """Use a policy from now on; answers to earlier calls are dropped."""
         self._policy = policy.policy if isinstance(policy, Placed) else policy
-        self._pending.clear()
-        self._stream = None
+        self._pending = {}
 
     def _refreshed(self) -> tuple[Any, Any]:
         """Send what has changed of the policy: its weights, or all of another policy, or of one that is no module.
