@@ -2,7 +2,8 @@
 
 Guarantees: errors of envs, workers and arguments are returned, because Ray would wrap them; others are raised. An actor
 that Ray has started in the place of a lost one continues from what the driver knows of that. It ends with its raylet.
-Threads: Ray makes the calls of `do` in one thread, in their order, and `ping` and `close` in a second one.
+Threads: Ray makes the calls of `do` in one thread, in their order. It answers for a sign of life, and calls `close`, in
+a second one.
 """
 
 import dataclasses
@@ -215,9 +216,6 @@ class Node:
         if self._rows is not None:
             roots = [row.to_dict() for row in self._rows.unbind(0)]
             self.env.engine.take_over(roots, np.array(state["ended"]))
-
-    def ping(self) -> None:
-        """Return, as a sign of life."""
 
     def close(self) -> None:
         """Close the envs."""

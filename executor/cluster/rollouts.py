@@ -472,7 +472,9 @@ class RayRollouts:
                 now - share.heard_at > _LOOK_S and ray.wait([share.ping], timeout=0)[0]
             ):
                 share.ping, share.heard_at = (
-                    share.actor.ping.options(concurrency_group="watch").remote(),
+                    share.actor.__ray_ready__.options(
+                        concurrency_group="watch"
+                    ).remote(),
                     now,
                 )
             if now - share.heard_at > self._node_timeout_s:
