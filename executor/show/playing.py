@@ -279,7 +279,7 @@ class Play:
         with contextlib.closing(session.play()) as work:
             operation = _advance(work)
             while operation is not None:
-                operation = _advance(work, *_outcome_of(operation))  # type: ignore[arg-type]  # it has no turns
+                operation = _advance(work, *_outcome_of(operation))  # type: ignore[arg-type]  # no session of a passed executor is yielded
 
     def run(self, num_seats: int, options: ExecutorOptions) -> None:
         """Play all episodes, in envs of at most `num_seats` worker processes; an exception closes the envs."""
