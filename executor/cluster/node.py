@@ -2,38 +2,40 @@
 
 Guarantees: errors of envs, workers and arguments are returned, because Ray would wrap them; others are raised. An actor
 that Ray has started in the place of a lost one continues from what the driver knows of that. It ends with its raylet.
-Threads: Ray makes the calls of `do` in one thread, in their order, and `ping` and `close` in a second one.
+Threads: Ray makes the calls of `do` in one thread, in their order. It answers for a sign of life, and calls `close`, in
+a second one.
 """
 
 import dataclasses
+import functools
 import os
 import pickle
 import platform
-import socket
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
 import numpy as np
 import ray
 import torch
-from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
+from tensordict import TensorDictBase
 
+from envherd.executor.batches.transfer import as_array
 from envherd.executor.cluster.shares import ClusterError
 from envherd.executor.guests.collectors.policy import Placed
 from envherd.executor.machine.machine import usable_cores
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.processes.error_messages import numbering
-from envherd.shm.specs import EnvSpec
 from envherd.workers.errors import EnvherdError
+from envherd.workers.seeding import episode_seed
 from envherd.workers.sending import registries
 
 #: Seconds between checks of the parent.
 _PARENT_S = 0.5
-# spawn_key of the policy's generator: different from those of envs and of random actions.
+# In the place of an env's id, for the seed of the policy's generator.
 _STREAM = 2**32 - 3
 
 
@@ -53,11 +55,10 @@ class Node:
         *task: the arguments of `_build`.
     """
 
-    _env: Any = None
+    env: Any = None
     _is_current = False
     #: Ray's references of what made the policy, and of its weights.
-    _made: Any = None
-    _weights: Any = None
+    _acting: tuple[Any, Any] = (None, None)
     #: The latest rows of the envs, `[n]`; None if these are not in the middle of episodes.
     _rows: TensorDictBase | None = None
 
@@ -68,43 +69,46 @@ class Node:
             name="envherd-parent",
             daemon=True,
         ).start()
+        # Of the data that this actor returns.
+        ray.util.register_serializer(
+            torch.Tensor,
+            serializer=packed,
+            deserializer=unpacked,
+        )
         node_id = ray.get_runtime_context().get_node_id()[:8]
-        self._place = f"node {socket.gethostname()}/{node_id}, pid {os.getpid()}"
+        self._place = f"node {platform.node()}/{node_id}, pid {os.getpid()}"
         self._task = task
 
-    def do(self, call: str, state: bytes | None, *args: Any, **how: Any) -> Any:
+    def do(
+        self,
+        call: Callable[..., Any],
+        state: bytes | None,
+        *args: Any,
+        **how: Any,
+    ) -> Any:
         """Make a call; return its result, where this is, and the state after the call; or the error.
 
         Args:
-            call: the name of a method.
+            call: called with this object; a method, for example.
             state: that the latest answer has returned; None for the first call.
-            *args: of the method.
-            **how: of the method.
+            *args: further arguments of the call.
+            **how: likewise.
         """
         try:
-            if self._env is None:
-                self._env = self._build(*self._task)
+            if self.env is None:
+                self.env = self._build(*self._task)
             # An actor before this one was lost.
-            if state is not None and not self._is_current and call != "load":
-                self._continue_from(pickle.loads(state))
+            if state is not None and not self._is_current and call != Node.load:
+                self.load(pickle.loads(state))
             self._is_current = True
-            result = getattr(self, call)(*args, **how)
+            result = call(self, *args, **how)
             return (
                 result,
                 self._place,
                 pickle.dumps({**self.save(with_envs=False), "rows": self._rows}),
             )
         except EnvherdError as error:
-            error.partial = None
             return error
-
-    def _continue_from(self, state: dict[str, Any]) -> None:
-        """Continue from the state of a lost actor; envs that were in an episode begin with an interrupted row."""
-        self.load(state)
-        rows = self._rows = state.get("rows")
-        if rows is not None:
-            roots = [row.to_dict() for row in rows.unbind(0)]
-            self._env.engine.take_over(roots, np.array(state["ended"]))
 
     def _build(
         self,
@@ -121,7 +125,7 @@ class Node:
             expected: the driver's versions.
             registered: names of envs; see `workers.sending.registries`.
             factories: one per env, pickled.
-            cores: of the share; 0 for all.
+            cores: of the share; infinity for all.
             first: id in the batch of env 0.
             how: further arguments of `ParallelEnv`.
         """
@@ -136,24 +140,14 @@ class Node:
             how["options"],
             first_env_id=how["options"].first_env_id + first,
         )
-        cores = min(usable_cores(), cores or usable_cores())
-        num_workers = how["num_workers"] or min(max(1, int(cores)), len(factories))
-        spawn_key = (_STREAM, options.first_env_id)
-        torch.manual_seed(
-            int(
-                np.random.SeedSequence(how["seed"], spawn_key=spawn_key).generate_state(
-                    1
-                )[0]
-            )
-        )
+        num_workers = how["num_workers"] or max(1, int(min(cores, usable_cores())))
+        torch.manual_seed(episode_seed(how["seed"], _STREAM, options.first_env_id))
         try:
             registries.install(registered)
-            made = {
-                pickled: pickle.loads(pickled) for pickled in dict.fromkeys(factories)
-            }
-            own = [made[pickled] for pickled in factories]
+            # Envs of one factory share it here as well.
+            made = functools.cache(pickle.loads)
             return ParallelEnv(
-                own,
+                [made(pickled) for pickled in factories],
                 **{**how, "options": options, "num_workers": num_workers},
             )
         except EnvherdError:
@@ -164,10 +158,6 @@ class Node:
                 remote_traceback=traceback.format_exc(),
             ) from error
 
-    def report(self) -> tuple[tuple[EnvSpec, ...], int]:
-        """Return the specs of the envs, and the number of workers."""
-        return self._env.specs, self._env.num_workers
-
     def roll(
         self,
         num_steps: int,
@@ -175,7 +165,7 @@ class Node:
         how: dict[str, Any],
         *,
         keeps_state: bool,
-    ) -> Any:
+    ) -> TensorDictBase:
         """Make a rollout.
 
         Args:
@@ -183,85 +173,65 @@ class Node:
             acting: Ray's references of what makes the policy and of its weights; None for random actions.
             how: further arguments of `rollout`.
             keeps_state: continue with the policy's own state after the latest rollout.
-
-        Returns:
-            The data; see `as_arrays`.
         """
         policy = None if acting is None else self._take(*acting)
         if keeps_state:
             how["tensordict"] = self._rows
-        data = self._env.rollout(num_steps, policy, break_when_any_done=False, **how)
+        data = self.env.rollout(num_steps, policy, break_when_any_done=False, **how)
         self._rows = data[:, -1]["next"].clone()
-        return as_arrays(data)
+        return data
 
     def _take(self, made: Any, weights: Any) -> Placed:
         """Return the policy with these weights; what the node lacks is fetched."""
-        if made != self._made:
+        if made != self._acting[0]:
             self._policy = Placed(pickle.loads(ray.get(made))())
-            self._made = made
-        if weights != self._weights:
-            load_weights(self._policy.policy, ray.get(weights))
-            self._weights = weights
+        if weights != self._acting[1]:
+            policy: Any = self._policy.policy
+            sent = ray.get(weights)
+            # A policy that is no module has none.
+            tensors = [*policy.parameters(), *policy.buffers()] if sent else []
+            with torch.no_grad():
+                for mine, value in zip(tensors, sent, strict=True):
+                    mine.copy_(unpacked(value))
+        self._acting = made, weights
         return self._policy
 
-    def save(self, with_envs: bool | None) -> dict[str, Any]:  # noqa: FBT001
-        """Return the state: that of `ParallelEnv`, the policy's generator, which envs have ended, and the place."""
-        ended = self._env.engine.states.needs_reset.tolist()
-        others = {"torch": torch.get_rng_state(), "ended": ended, "place": self._place}
-        return {**self._env.state_dict(with_envs=with_envs), **others}
+    def save(self, *, with_envs: bool | None) -> dict[str, Any]:
+        """Return the state: that of `ParallelEnv`, of the policy's generator, and which envs have ended."""
+        return {
+            **self.env.state_dict(with_envs=with_envs),
+            "torch": torch.get_rng_state(),
+            "ended": self.env.engine.states.needs_reset.tolist(),
+        }
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Restore a state."""
-        self._env.load_state_dict(state)
-        self._rows = None
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restore a state.
+
+        After the loss of an actor it has the latest rows of the envs. Those that were in an episode then begin with an
+        interrupted row.
+        """
+        self.env.load_state_dict(state)
         torch.set_rng_state(state["torch"].clone())
-
-    def statistics(self) -> Any:
-        """Return the statistics of the envs."""
-        return self._env.statistics()
-
-    def ping(self) -> None:
-        """Return, as a sign of life."""
+        self._rows = state.get("rows")
+        if self._rows is not None:
+            roots = [row.to_dict() for row in self._rows.unbind(0)]
+            self.env.engine.take_over(roots, np.array(state["ended"]))
 
     def close(self) -> None:
         """Close the envs."""
-        if self._env is not None:
-            self._env.close()
+        if self.env is not None:
+            self.env.close()
 
 
-def load_weights(policy: Any, weights: Sequence[np.ndarray]) -> None:
-    """Write a module's parameters, then its buffers; a policy that is no module has none."""
-    with torch.no_grad():
-        for mine, array in zip(
-            (*policy.parameters(), *policy.buffers()) if weights else (),
-            weights,
-            strict=True,
-        ):
-            mine.copy_(torch.tensor(array, device="cpu"))
+def packed(tensor: torch.Tensor) -> tuple[np.ndarray, torch.dtype]:
+    """Return a tensor of any device as what `unpacked` takes, which Ray sends without pickling the values."""
+    return as_array(tensor.detach().cpu()), tensor.dtype
 
 
-def as_arrays(data: TensorDictBase) -> Any:
-    """Return a batch as its shape and its arrays by key, which Ray sends without pickling them.
-
-    A batch of different tasks, or with anything but tensors, is returned unchanged.
-    """
-    found = {
-        key: data.get(key)
-        for key in data.keys(
-            include_nested=True,
-            leaves_only=True,
-            is_leaf=is_leaf_nontensor,
-        )
-    }
-    is_plain = type(data) is TensorDict and all(
-        isinstance(value, torch.Tensor) and value.dtype != torch.bfloat16
-        for value in found.values()
-    )
-    return (
-        (tuple(data.batch_size), {key: value.numpy() for key, value in found.items()})
-        if is_plain
-        else data
-    )
+def unpacked(sent: tuple[np.ndarray, torch.dtype]) -> torch.Tensor:
+    """Return a tensor on the CPU, in its own memory: Ray's is read-only."""
+    array, dtype = sent
+    return torch.tensor(array, device="cpu").view(dtype)
 
 
 def _end_with(parent: int) -> None:

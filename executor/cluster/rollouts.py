@@ -9,8 +9,10 @@ Guarantees:
 - An interrupt leaves all nodes usable: the answer to the interrupted call is dropped when the next call is made.
 """
 
+import contextlib
 import functools
 import logging
+import math
 import os
 import pickle
 import socket
@@ -20,9 +22,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Self
 
-import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from tensordict import (
+    LazyStackedTensorDict,
+    TensorDict,
+    TensorDictBase,
+    is_leaf_nontensor,
+)
 
 from envherd.executor.batches.arguments import (
     as_count,
@@ -57,7 +63,7 @@ try:
     from ray.util import placement_group, placement_group_table, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    from envherd.executor.cluster.node import Node, versions
+    from envherd.executor.cluster.node import Node, packed, versions
 except ModuleNotFoundError as missing:
     if missing.name != "ray":  # Ray is installed, and lacks a package
         raise
@@ -89,15 +95,6 @@ class _Share(SimpleNamespace):
 
     def __str__(self) -> str:
         return f"{self.place} (envs {self.env_ids[0]}-{self.env_ids[-1]})"
-
-
-class _Call:
-    """What a `CallGuard` uses of an engine. An interrupt needs no repair: the next call drops the answers."""
-
-    is_dirty = is_rolling = is_in_flight = False
-
-    def recover(self) -> None:
-        self.is_dirty = False
 
 
 class RayRollouts:
@@ -146,7 +143,6 @@ class RayRollouts:
     num_losses = 0
     version = -1
     _policy: Any = None
-    _stream: object = None
     _sent: Any = (None, None)  # the policy and the contents of its weights
     _made: Any = None  # Ray's reference of what makes the policy
     _weights: Any = None  # Ray's reference of its weights
@@ -182,25 +178,29 @@ class RayRollouts:
         self._node_timeout_s, self._logged_at = node_timeout_s, time.monotonic()
         self._pending: dict[Any, _Share] = {}
         self._shares: list[_Share] = []
-        self._guard = CallGuard(_Call())
-        groups: list[Any] = []
-        begun = _connect(address)
-        self._finalizer = weakref.finalize(
-            self,
-            _release,
-            groups,
-            self._shares,
-            self._options,
-            os.getpid(),
-            has_begun_ray=begun,
+        # An interrupt leaves nothing to repair: the next call drops the answers.
+        self._guard = CallGuard(
+            SimpleNamespace(
+                is_dirty=False,
+                is_rolling=False,
+                is_in_flight=False,
+                recover=lambda: None,
+            )
         )
+        at_end = contextlib.ExitStack()
+        self._finalizer = weakref.finalize(self, _release, at_end, os.getpid())
+        if _connect(address):
+            at_end.callback(ray.shutdown)
         how = {"num_workers": num_workers, "seed": self.seed, "options": self._options}
-        try:
-            free = [dict(node["Resources"]) for node in _nodes()]
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            nodes = ray.nodes()  # type: ignore[no-untyped-call]  # Ray's
+            free = [dict(node["Resources"]) for node in nodes if node["Alive"]]
             bundles = bundles_for(free, self.num_envs, num_nodes, resources_per_node)
             group = placement_group(bundles, strategy=strategy)
-            groups.append(group)
-            _await_room(group, bundles, placement_timeout_s)
+            at_end.callback(remove_placement_group, group)
+            if not group.wait(placement_timeout_s):
+                raise no_room(bundles, free, placement_timeout_s)
             for index, env_ids in enumerate(
                 spread(self.num_envs, [bundle.get("CPU") or 1.0 for bundle in bundles])
             ):
@@ -214,19 +214,19 @@ class RayRollouts:
                     versions(),
                     registries.collect(),
                     [pickled[id(factories[i])] for i in env_ids],
-                    bundles[index].get("CPU", 0),
+                    bundles[index].get("CPU") or math.inf,
                     env_ids[0],
                     {**how, "env_kwargs": [kwargs[i] for i in env_ids]},
                 )
+                at_end.callback(ray.kill, actor)
                 self._shares.append(
                     _Share(env_ids=env_ids, actor=actor, place=_place_of(group, index))
                 )
-            reports = self._ask("report")
+            at_end.callback(_close, self._shares, self._options.close_timeout_s)
+            reports = self._ask(lambda node: (node.env.specs, node.env.num_workers))
             self.specs = tuple(spec for specs, _ in reports for spec in specs)
             check_agreement(self.specs, factories, kwargs)
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
         self.num_workers = sum(number for _, number in reports)
 
     # ---- rollouts ----------------------------------------------------------------------------
@@ -317,18 +317,17 @@ class RayRollouts:
         )
         with self._guard:
             self._take(policy)
-            stream = self._stream = object()
+            pending = self._pending
         waiting = self._shares
         while True:
             with self._guard:
-                if self._stream is not stream:
+                if self._pending is not pending:
                     raise Busy(
                         "stream failed: another call was made since. Iterate over a new stream."
                     )
                 for share in waiting:
                     begin(share)
-                share, part = self._next_answer()
-                data = _join([part])
+                share, data = self._next_answer()
                 data["env_ids"] = (
                     torch.tensor(share.env_ids, device="cpu")[:, None]
                     .expand(data.batch_size[:2])
@@ -368,7 +367,7 @@ class RayRollouts:
         share.version = self.version
         self._begin(
             share,
-            "roll",
+            Node.roll,
             max_steps,
             acting,
             {"auto_reset": auto_reset, **own},
@@ -378,8 +377,7 @@ class RayRollouts:
     def _take(self, policy: Any) -> None:
         """Use a policy from now on; answers to earlier calls are dropped."""
         self._policy = policy.policy if isinstance(policy, Placed) else policy
-        self._pending.clear()
-        self._stream = None
+        self._pending = {}
 
     def _refreshed(self) -> tuple[Any, Any]:
         """Send what has changed of the policy: its weights, or all of another policy, or of one that is no module.
@@ -392,13 +390,13 @@ class RayRollouts:
         policy = self._policy
         is_module = isinstance(policy, torch.nn.Module)
         weights = (
-            [_as_array(tensor) for tensor in (*policy.parameters(), *policy.buffers())]
+            [packed(tensor) for tensor in (*policy.parameters(), *policy.buffers())]
             if is_module
             else []
         )
         present = (
             policy if is_module else self._pickle(),
-            [array.tobytes() for array in weights],
+            [array.tobytes() for array, _ in weights],
         )
         if present[0] != self._sent[0]:
             self._made = ray.put(self._pickle())
@@ -421,17 +419,20 @@ class RayRollouts:
 
     # ---- calls of nodes ----------------------------------------------------------------------
 
-    def _begin(self, share: _Share, call: str, *args: Any, **how: Any) -> None:
+    def _begin(
+        self,
+        share: _Share,
+        call: Callable[..., Any],
+        *args: Any,
+        **how: Any,
+    ) -> None:
         # The state is for an actor that Ray starts in the place of this one.
         self._pending[share.actor.do.remote(call, share.state, *args, **how)] = share
 
     def _answers(self) -> list[Any]:
         """Wait for the answers of all nodes; return them in the order of the shares."""
-        found: dict[int, Any] = {}
-        while self._pending:
-            share, answer = self._next_answer()
-            found[share.env_ids[0]] = answer
-        return [found[first] for first in sorted(found)]
+        found = [self._next_answer() for _ in self._shares]
+        return [answer for _, answer in sorted(found, key=lambda one: one[0].env_ids)]
 
     def _next_answer(self) -> tuple[_Share, Any]:
         """Wait for an answer: that to the oldest of the calls whose answers have arrived."""
@@ -471,7 +472,9 @@ class RayRollouts:
                 now - share.heard_at > _LOOK_S and ray.wait([share.ping], timeout=0)[0]
             ):
                 share.ping, share.heard_at = (
-                    share.actor.ping.options(concurrency_group="watch").remote(),
+                    share.actor.__ray_ready__.options(
+                        concurrency_group="watch"
+                    ).remote(),
                     now,
                 )
             if now - share.heard_at > self._node_timeout_s:
@@ -507,7 +510,7 @@ class RayRollouts:
 
         The policy is not included. See `ParallelEnv.state_dict`.
         """
-        return {"nodes": self._ask("save", [with_envs] * len(self._shares))}
+        return {"nodes": self._ask(functools.partial(Node.save, with_envs=with_envs))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state from `state_dict`, of as many nodes with as many envs: the next rollouts return equal data.
@@ -521,21 +524,21 @@ class RayRollouts:
             raise ValueError(
                 f"load_state_dict failed: expected a state of nodes with {sizes} envs, got another."
             )
-        self._ask("load", parts=parts)
+        self._ask(Node.load, parts)
         for share, part in zip(self._shares, parts, strict=True):
             share.state = pickle.dumps(part)
         self.is_resumed = all("roots" in part["executor"] for part in parts)
 
     def statistics(self) -> list[Statistics]:
         """Return the statistics of each node; those of a node that was replaced begin anew."""
-        return self._ask("statistics")
+        return self._ask(lambda node: node.env.statistics())
 
-    def _ask(self, call: str, parts: Sequence[Any] | None = None) -> list[Any]:
-        """Make a call of all nodes, each with its part of an argument, and wait for the answers."""
+    def _ask(self, call: Callable[..., Any], *parts: Sequence[Any]) -> list[Any]:
+        """Make a call of all nodes, each with its part of each argument, and wait for the answers."""
         with self._guard:
             self._take(self._policy)
-            for index, share in enumerate(self._shares):
-                self._begin(share, call, *([] if parts is None else [parts[index]]))
+            for share, *own in zip(self._shares, *parts, strict=True):
+                self._begin(share, call, *own)
             return self._answers()
 
     def close(self) -> None:
@@ -577,24 +580,10 @@ def _connect(address: str | None) -> bool:
     return True
 
 
-def _await_room(
-    group: Any,
-    bundles: Sequence[Mapping[str, float]],
-    timeout_s: float,
-) -> None:
-    """Wait until Ray has reserved a placement group; raise a `ClusterError` if that takes too long."""
-    if not group.wait(timeout_s):
-        raise no_room(
-            bundles,
-            [dict(node["Resources"]) for node in _nodes()],
-            timeout_s,
-        )
-
-
 def _place_of(group: Any, index: int) -> str:
     """Return the name of the node where Ray has placed a bundle."""
     node_id = placement_group_table(group)["bundles_to_node_id"][index]
-    hosts = {node["NodeID"]: node["NodeManagerHostname"] for node in _nodes()}
+    hosts = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}  # type: ignore[no-untyped-call]  # Ray's
     return f"node {hosts.get(node_id)}/{node_id[:8]}"
 
 
@@ -607,8 +596,8 @@ def _actor(
 ) -> Any:
     """Return the class of actors that run in a bundle of a placement group."""
     restarts = options.max_restarts if options.on_worker_loss == "restart" else 0
-    remote: Any = ray.remote  # its types know no concurrency groups
-    return remote(concurrency_groups={"watch": 1})(Node).options(
+    # Ray's types know no concurrency groups.
+    return ray.remote(concurrency_groups={"watch": 1})(Node).options(  # type: ignore[call-overload]
         num_cpus=bundle.get("CPU", 0),
         num_gpus=bundle.get("GPU", 0),
         memory=bundle.get("memory"),
@@ -625,64 +614,28 @@ def _actor(
     )
 
 
-def _release(
-    groups: Sequence[Any],
-    shares: Sequence[_Share],
-    options: ExecutorOptions,
-    owner: int,
-    *,
-    has_begun_ray: bool,
-) -> None:
-    """Close the envs, end the actors, and release the reservation; end Ray if it was started for it."""
-    if not ray.is_initialized() or os.getpid() != owner:  # in a fork of the owner
-        return
-    try:
-        calls = [
-            share.actor.close.options(concurrency_group="watch").remote()
-            for share in shares
-        ]
-        ray.wait(
-            calls,
-            num_returns=len(calls),
-            timeout=options.close_timeout_s,
-        ) if calls else None
-    finally:
-        for share in shares:
-            ray.kill(share.actor)
-        for group in groups:
-            remove_placement_group(group)
-        if has_begun_ray:
-            ray.shutdown()
+def _close(shares: Sequence[_Share], timeout_s: float) -> None:
+    """Close the envs of all nodes, as far as they do so in time."""
+    calls = [
+        share.actor.close.options(concurrency_group="watch").remote()
+        for share in shares
+    ]
+    ray.wait(calls, num_returns=len(calls), timeout=timeout_s)
 
 
-def _nodes() -> list[dict[str, Any]]:
-    """Return the living nodes."""
-    found: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]  # Ray says nothing of its type
-    return [node for node in found if node["Alive"]]
+def _release(at_end: contextlib.ExitStack, owner: int) -> None:
+    """Release all, unless Ray has done so or this process is a fork of the owner."""
+    if ray.is_initialized() and os.getpid() == owner:
+        at_end.close()
 
 
-def _as_array(tensor: torch.Tensor) -> np.ndarray:
-    """Return a tensor of any device as an array; numpy has no bfloat16, and float32 has all of its values."""
-    found = tensor.detach().cpu()
-    return (found.float() if found.dtype == torch.bfloat16 else found).numpy()
-
-
-def _join(parts: Sequence[Any]) -> TensorDictBase:
-    """Return rollouts of nodes as one batch, in its own memory; see `as_arrays`."""
-    if len(parts) == 1 and isinstance(parts[0], TensorDictBase):
-        return parts[0]
-    if any(
-        isinstance(part, TensorDictBase) or part[1].keys() != parts[0][1].keys()
+def _join(parts: list[Any]) -> TensorDictBase:
+    """Return rollouts of nodes as one batch, in its own memory; unlike ones as a lazy stack of their rows."""
+    keys = [
+        set(part.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor))
         for part in parts
-    ):
-        rows = [row for part in parts for row in _join([part]).unbind(0)]
-        return LazyStackedTensorDict(*rows, stack_dim=0)
-    shapes = [shape for shape, _ in parts]
-    data = TensorDict({}, (sum(shape[0] for shape in shapes), *shapes[0][1:]))
-    for key in parts[0][1]:
-        data.set(
-            key,
-            torch.from_numpy(np.concatenate([arrays[key] for _, arrays in parts])),
-        )
-    data.refine_names(None, "time", ...)
-    return data
+    ]
+    if all(type(part) is TensorDict for part in parts) and keys == keys[:1] * len(keys):
+        return torch.cat(parts)
+    rows = [row for part in parts for row in part.unbind(0)]
+    return LazyStackedTensorDict(*rows, stack_dim=0)

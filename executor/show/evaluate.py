@@ -184,17 +184,33 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
     )
     executor = env if isinstance(env, BatchedEnv) else None
     if executor is not None:
-        _refuse_settings(num_workers=num_workers, options=options, max_batch=max_batch)
+        _refuse(
+            "with an executor, which has its own",
+            num_workers=num_workers,
+            options=options,
+            max_batch=max_batch,
+        )
         rules = replace(rules, seed=executor.seed)
-    choice = _Choice(policies, policy_for, background, focal, primer, tuple(tasks))
-    played_by = choice.settings() if label is None else {"label": label}
+    by_task = _by_task(policies, policy_for, tuple(tasks))
+    policies_of = policy_for or (lambda name, _: by_task.get(name, policies))
+    played_by = (
+        _who_plays(policy_for or policies, by_task, background, focal)
+        if label is None
+        else {"label": label}
+    )
     settings = {"seed": rules.seed, "max_steps": max_steps, **played_by}
     if max_batch is not None:
         settings["max_batch"] = max_batch
     records = RecordFile(out, settings, tuple(tasks))
 
     def prepare(name: str, built: BatchedEnv) -> Part:
-        part, records.tasks[name].cast = choice.part_of(name, built)
+        part, records.tasks[name].cast = _part_of(
+            policies_of(name, built),
+            built.spec,
+            background,
+            focal,
+            primer,
+        )
         return part
 
     play = Play(tasks, rules, records, prepare)
@@ -202,7 +218,7 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
     try:
         with torch.random.fork_rng(devices=list(devices)):
             if executor is not None:
-                play.play_in(next(iter(tasks)), executor)
+                play.play_in(executor)
             elif play.num_left:
                 chosen = default_options() if options is None else _with_infos(options)
                 seats = choose_workers(play.num_left, num_workers)
@@ -265,7 +281,10 @@ def _tasks(env: Any, **how: bool) -> dict[str, Any]:
     for name, one in (
         env.items()
         if isinstance(env, Mapping)
-        else ((_name(one, i), one) for i, one in enumerate(env))
+        else (
+            (one if isinstance(one, str) else f"task_{i}", one)
+            for i, one in enumerate(env)
+        )
     ):
         if isinstance(one, BatchedEnv):
             raise TypeError(
@@ -281,20 +300,14 @@ def _tasks(env: Any, **how: bool) -> dict[str, Any]:
     return tasks
 
 
-def _name(env: Any, index: int) -> str:
-    return env if isinstance(env, str) else f"task_{index}"
-
-
 def _factory(env: Any, **how: bool) -> Any:
     """Return the factory that a name stands for; anything else is returned itself."""
     return named_task(env, None, **how) if isinstance(env, str) else env
 
 
-def _refuse_settings(**settings: Any) -> None:
+def _refuse(where: str, **settings: Any) -> None:
     if passed := [name for name, value in settings.items() if value is not None]:
-        raise ValueError(
-            f"evaluate failed: expected no {' or '.join(passed)} with an executor, which has its own."
-        )
+        raise ValueError(f"evaluate failed: expected no {' or '.join(passed)} {where}.")
 
 
 def default_options() -> ExecutorOptions:
@@ -316,88 +329,71 @@ def _with_infos(options: ExecutorOptions) -> ExecutorOptions:
     )
 
 
-class _Choice:
-    """Who plays: the arguments of `evaluate` that concern policies."""
-
-    def __init__(
-        self,
-        policies: Any,
-        policy_for: Callable[[str, BatchedEnv], Policies] | None,
-        background: Policies,
-        focal: Sequence[int | str] | None,
-        primer: Mapping[str, torch.Tensor] | None,
-        tasks: tuple[str, ...],
-    ) -> None:
-        if policy_for is not None and policies is not None:
-            raise ValueError(
-                "evaluate failed: expected policies=None with policy_for, got both. Leave one out."
-            )
-        self._policies, self._policy_for, self._background, self._focal = (
-            policies,
-            policy_for,
-            background,
-            focal,
+def _by_task(
+    policies: Any,
+    policy_for: object,
+    tasks: Sequence[str],
+) -> dict[str, Any]:
+    """Return the policies by task; an empty dict if they are not by task."""
+    if policy_for is not None and policies is not None:
+        raise ValueError(
+            "evaluate failed: expected policies=None with policy_for, got both. Leave one out."
         )
-        self._primer = primer
-        self._is_by_task = isinstance(policies, Mapping) and set(
-            map(str, policies)
-        ).issuperset(tasks)
-        if self._is_by_task:
-            self._policies = {str(name): one for name, one in policies.items()}
+    if isinstance(policies, Mapping) and {*map(str, policies)}.issuperset(tasks):
+        return {str(name): one for name, one in policies.items()}
+    return {}
 
-    def settings(self) -> dict[str, Any]:
-        """Return plain data that differs between choices."""
-        focal = None if self._focal is None else [str(one) for one in self._focal]
-        found = {"background": fingerprint(self._background), "focal": focal}
-        if self._is_by_task:
-            return found | {
-                f"policies of {name}": fingerprint(one)
-                for name, one in self._policies.items()
-            }
-        return found | {
-            "policies": fingerprint(
-                self._policies if self._policy_for is None else self._policy_for
-            )
-        }
 
-    def part_of(self, name: str, env: BatchedEnv) -> tuple[Part, Cast]:
-        """Return what acts in a task's envs, and who plays there."""
-        spec = env.spec
-        if spec.batch_shape:
-            raise ValueError(
-                f"evaluate failed: expected envs of one row, got {spec.family} envs of {[*spec.batch_shape]}."
-            )
-        policies = self._policies[name] if self._is_by_task else self._policies
-        if self._policy_for is not None:
-            policies = self._policy_for(name, env)
-        title = str(
-            spec.metadata.get("name") or spec.metadata.get("env_id") or spec.family
+def _who_plays(
+    policies: Any,
+    by_task: Mapping[str, Any],
+    background: Policies,
+    focal: Sequence[int | str] | None,
+) -> dict[str, Any]:
+    """Return plain data that differs between choices of policies."""
+    found = {
+        "background": fingerprint(background),
+        "focal": None if focal is None else [str(one) for one in focal],
+    }
+    if not by_task:
+        return found | {"policies": fingerprint(policies)}
+    return found | {
+        f"policies of {name}": fingerprint(one) for name, one in by_task.items()
+    }
+
+
+def _part_of(
+    policies: Policies,
+    spec: EnvSpec,
+    background: Policies,
+    focal: Sequence[int | str] | None,
+    primer: Mapping[str, torch.Tensor] | None,
+) -> tuple[Part, Cast]:
+    """Return what acts in the envs of a task, and who plays there."""
+    if spec.batch_shape:
+        raise ValueError(
+            f"evaluate failed: expected envs of one row, got {spec.family} envs of {[*spec.batch_shape]}."
         )
-        policy = join_policies(policies, spec, self._background, self._focal)
-        if isinstance(policy, PerPlayer):
-            is_focal = _focal(self._focal, spec.metadata.get("is_focal"), policy.names)
-            cast = Cast(
-                env=title,
-                players=policy.names,
-                roles=policy.roles,
-                is_focal=is_focal,
-            )
-            primed = None if self._primer is None else policy.primer(1, **self._primer)
-            return Part(Placed(policy), primed, [(*policy.group, "reward")]), cast
-        names = tuple(spec.reward_names())
+    title = str(spec.metadata.get("name") or spec.metadata.get("env_id") or spec.family)
+    policy = join_policies(policies, spec, background, focal)
+    if isinstance(policy, PerPlayer):
         cast = Cast(
             env=title,
-            players=names,
-            roles=("default",) * len(names),
-            is_focal=(True,) * len(names),
+            players=policy.names,
+            roles=policy.roles,
+            is_focal=_focal(focal, spec.metadata.get("is_focal"), policy.names),
         )
-        primed = None
-        if self._primer is not None:
-            primed = TensorDict(
-                {key: value.unsqueeze(0) for key, value in self._primer.items()},
-                [1],
-            )
-        return Part(Placed(policy), primed, [leaf.key for leaf in spec.reward]), cast
+        primed = None if primer is None else policy.primer(1, **primer)
+        return Part(Placed(policy), primed, [(*policy.group, "reward")]), cast
+    names = tuple(spec.reward_names())
+    cast = Cast(
+        env=title,
+        players=names,
+        roles=("default",) * len(names),
+        is_focal=(True,) * len(names),
+    )
+    primed = None if primer is None else TensorDict(dict(primer)).unsqueeze(0)
+    return Part(Placed(policy), primed, [leaf.key for leaf in spec.reward]), cast
 
 
 def _focal(
@@ -465,10 +461,7 @@ def join_policies(
 def _single(policies: Any, spec: EnvSpec, **of_players: Any) -> Policy:
     """Return the policy of envs of one agent, or of several groups of agents, for all of which it acts."""
     kind = "several groups of agents" if spec.groups else "one agent"
-    if passed := [name for name, value in of_players.items() if value is not None]:
-        raise ValueError(
-            f"evaluate failed: expected no {' or '.join(passed)} for envs of {kind}, got {spec.family} envs."
-        )
+    _refuse(f"for envs of {kind}, got {spec.family} envs", **of_players)
     if policies is None:
         return RandomActions(spec)
     return as_policy("evaluate", policies, spec)

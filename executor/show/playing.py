@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import re
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -60,7 +61,7 @@ from envherd.workers.seeding import episode_seed
 
 #: What takes long; the generator that yields it gets its result or its exception.
 _Operation = Callable[[], Any]
-_Work = Generator["_Operation | _Turn", Any, None]
+_Work = Generator["_Operation | _Session", Any, None]
 #: Seconds after the end of a run for the commands that its envs carry out.
 _LAST_COMMAND_S = 1.0
 #: What ends an episode as failed. All other errors end the evaluation: they are of the policy or of the caller. An env
@@ -130,6 +131,31 @@ class RandomActions:
 
 
 @dataclass
+class _Task:
+    """A task of a run.
+
+    Attributes:
+        name: of the task.
+        env: the factory of its envs, or the executor that plays them.
+        left: numbers of the episodes that have not begun.
+        part: what acts in its envs; None before the first env is built, and after the last episode.
+        num_seats: number of seats that have an env of it or are building one.
+        build_s: seconds of the latest build of an env; infinite if that failed.
+        episode_s: seconds of the latest episode; infinite before the first.
+        is_reported: a warning has named an episode that may never end.
+    """
+
+    name: str
+    env: Any
+    left: deque[int]
+    part: Part | None = None
+    num_seats: int = 0
+    build_s: float = 0.0
+    episode_s: float = math.inf
+    is_reported: bool = False
+
+
+@dataclass
 class _Episode:
     """An episode under way."""
 
@@ -142,38 +168,6 @@ class _Episode:
     successes: list[bool | None] = field(default_factory=list)
     info: Mapping[str, Any] = field(default_factory=dict)
     film: Video | None = None
-
-
-@dataclass
-class _Turn:
-    """Episodes of one session that wait for their policy; a generator that yields it gets their actions.
-
-    Attributes:
-        session: of the episodes.
-        root: batch `[k]`, where they are.
-        episodes: one for each row.
-        began: monotonic seconds.
-    """
-
-    session: _Session
-    root: TensorDictBase
-    episodes: list[_Episode]
-    began: float = field(default_factory=time.monotonic)
-
-    @property
-    def kind(self) -> Any:
-        """What the turns have in common that one call of a policy can take."""
-        placed: Any = self.session.part.policy
-        leaves = {key: self.root.get(key) for key in leaf_keys(self.root)}
-        shapes = [
-            (key, getattr(leaf, "shape", ())[1:], getattr(leaf, "dtype", None))
-            for key, leaf in leaves.items()
-        ]
-        return (
-            id(getattr(placed, "policy", placed)),
-            shapes,
-            self.episodes[0].state is None,
-        )
 
 
 class _Seat(threading.Thread):
@@ -229,7 +223,7 @@ def _advance(
     work: _Work,
     result: Any = None,
     error: BaseException | None = None,
-) -> _Operation | _Turn | None:
+) -> _Operation | _Session | None:
     """Hand over the outcome of an operation; return the next operation, None at the end."""
     try:
         return work.send(result) if error is None else work.throw(error)
@@ -246,6 +240,10 @@ class Play:
         records: of the episodes that have been played, and of those that will be.
         prepare: returns what acts in a task, from its name and an executor of its envs; called in the caller's thread,
             once for each task.
+
+    Attributes:
+        num_left: number of episodes that have not been played, at the beginning.
+        build_error: of the first env that could not be built.
     """
 
     def __init__(
@@ -255,92 +253,76 @@ class Play:
         records: RecordFile,
         prepare: Callable[[str, BatchedEnv], Part],
     ) -> None:
-        self._tasks, self.rules, self._records, self._prepare = (
-            tasks,
-            rules,
-            records,
-            prepare,
-        )
-        self._todo = {
-            name: deque(
-                number
-                for number in range(rules.episodes)
-                if number not in records.tasks[name].episodes
+        self.rules, self._records, self.prepare = rules, records, prepare
+        self._tasks = [
+            _Task(
+                name,
+                env,
+                deque(
+                    number
+                    for number in range(rules.episodes)
+                    if number not in records.tasks[name].episodes
+                ),
             )
-            for name in tasks
-        }
-        self.parts: dict[str, Part] = {}
-        self._num_seats_at: Counter[str] = Counter()
-        self._unbuildable: set[str] = set()
-        self._build_s: dict[str, float] = {}
-        #: Tasks of which no long episode is reported: one was, or all end at `max_steps`.
-        self.long_tasks = set() if rules.max_steps is None else set(tasks)
-        self._episode_s: dict[str, float] = {}
+            for name, env in tasks.items()
+        ]
+        self.num_left = sum(len(task.left) for task in self._tasks)
         self.build_error: EnvherdError | None = None
 
-    @property
-    def num_left(self) -> int:
-        """Number of episodes that have not begun."""
-        return sum(map(len, self._todo.values()))
-
-    def play_in(self, name: str, env: BatchedEnv) -> None:
-        """Play all episodes of a task in an executor, in this thread.
+    def play_in(self, env: BatchedEnv) -> None:
+        """Play all episodes of the only task in an executor, in this thread.
 
         Raises:
             WorkerLost, WorkerTimeout: a worker was lost and is not replaced. Its episodes are recorded as failed.
         """
-        with contextlib.closing(_Session(self, name, env, is_own=False).play()) as work:
+        session = _Session(self, self._tasks[0], env, is_own=False)
+        with contextlib.closing(session.play()) as work:
             operation = _advance(work)
             while operation is not None:
-                operation = _advance(work, *_outcome_of(operation))  # type: ignore[arg-type]  # it has no turns
+                operation = _advance(work, *_outcome_of(operation))  # type: ignore[arg-type]  # no session of a passed executor is yielded
 
     def run(self, num_seats: int, options: ExecutorOptions) -> None:
         """Play all episodes, in envs of at most `num_seats` worker processes; an exception closes the envs."""
-        factories = as_factories(len(self._tasks), list(self._tasks.values()))
+        factories = as_factories(len(self._tasks), [task.env for task in self._tasks])
         # Refuses factories that cannot be pickled.
         modules = draw(factories, None, 1, 0, options).preload
         is_shared = (
             options.start_method == "zygote" and options.worker_output == "capture"
         )
-        helper = contextlib.ExitStack()
-        if is_shared and not options.differ_by_worker and not platforms.missing():
-            # One helper for all tasks, so that a worker starts in 0.1 s.
-            options = replace(options, preload=modules)
-            helper.callback(helper_for(self, options, modules).close, self)
         outcomes: SimpleQueue[Any] = SimpleQueue()
-        waiting: dict[_Seat, _Turn] = {}
-        seats = [
-            _Seat(i, one, outcomes)
-            for i, one in enumerate(_options_of_seats(options, num_seats))
-        ]
-        works = {seat: self._work_of(seat) for seat in seats}
-        with helper:
-            try:
-                for seat in seats:
-                    outcomes.put((seat, None, None))
-                    seat.start()
-                while works:
-                    for seat, result, error in self._next_outcomes(
-                        outcomes,
-                        waiting,
-                        len(works),
-                    ):
-                        operation = _advance(works[seat], result, error)
-                        if isinstance(operation, _Turn):
-                            waiting[seat] = operation
-                            continue
-                        if operation is None:
-                            del works[seat]
+        waiting: dict[_Seat, _Session] = {}
+        works: dict[_Seat, _Work] = {}
+        with contextlib.ExitStack() as at_end:
+            if is_shared and not options.differ_by_worker and not platforms.missing():
+                # One helper for all tasks, so that a worker starts in 0.1 s.
+                options = replace(options, preload=modules)
+                at_end.callback(helper_for(self, options, modules).close, self)
+            for i, one in enumerate(_options_of_seats(options, num_seats)):
+                seat = _Seat(i, one, outcomes)
+                works[seat] = self._work_of(seat)
+                at_end.callback(works[seat].close)  # completes its videos
+            at_end.callback(self._end, list(works))
+            for seat in works:
+                outcomes.put((seat, None, None))
+                seat.start()
+            while works:
+                for seat, result, error in self._next_outcomes(
+                    outcomes,
+                    waiting,
+                    len(works),
+                ):
+                    operation = _advance(works[seat], result, error)
+                    if isinstance(operation, _Session):
+                        waiting[seat] = operation
+                    else:
                         seat.todo.put(operation)
-            finally:
-                self._end(seats)
-                for work in works.values():  # completes their videos
-                    work.close()
+                    if operation is None:
+                        del works[seat]
 
     def _next_outcomes(
         self,
         outcomes: SimpleQueue[Any],
-        waiting: dict[_Seat, _Turn],
+        waiting: dict[_Seat, _Session],
         num_seats: int,
     ) -> Sequence[tuple[_Seat, Any, BaseException | None]]:
         """Wait for an operation, or act for seats that wait for a policy; return the outcome of each seat concerned.
@@ -352,10 +334,13 @@ class Play:
         first = next(iter(waiting.values()))
         seats = [
             seat
-            for seat, turn in waiting.items()
-            if turn is first or turn.kind == first.kind
+            for seat, session in waiting.items()
+            if session is first or session.kind == first.kind
         ]
-        limit, end = self.rules.max_batch or 1, first.began + self.rules.deadline_s
+        limit, end = (
+            self.rules.max_batch or 1,
+            first.waits_since + self.rules.deadline_s,
+        )
         if len(seats) < limit and len(waiting) < num_seats:
             with contextlib.suppress(Empty):
                 return [outcomes.get(timeout=max(0.0, end - time.monotonic()))]
@@ -383,76 +368,61 @@ class Play:
 
     def _work_of(self, seat: _Seat) -> _Work:
         """Build and play until no episode is left."""
-        while (name := self._choose()) is not None:
+        while (task := self._choose()) is not None:
             began = time.monotonic()
             try:
-                env = yield partial(seat.build, self._tasks[name], self.rules.seed)
+                env = yield partial(seat.build, task.env, self.rules.seed)
             except EnvherdError as error:
-                self._fail_task(name, error)
+                self._fail_task(task, error)
                 continue
-            self._build_s[name] = time.monotonic() - began
+            task.build_s = time.monotonic() - began
             with contextlib.suppress(*_FAULTS):  # the next episode gets a new env
-                yield from _Session(self, name, env, is_own=True).play()
+                yield from _Session(self, task, env, is_own=True).play()
             yield seat.close  # its memory is free before this seat builds another
-            self._num_seats_at[name] -= 1
+            task.num_seats -= 1
 
-    def _choose(self) -> str | None:
+    def _choose(self) -> _Task | None:
         """Return the task that a seat shall play, None for none.
 
         The first task without a seat. If all have one: the task with most episodes left, if these take longer than to
         build another env.
         """
-        left = {name: len(todo) for name, todo in self._todo.items() if todo}
-        name = next((one for one in left if not self._num_seats_at[one]), None)
-        if name is None:
-            shared = [
-                one
-                for one in left
-                if one not in self._unbuildable and self._is_worth_sharing(one)
-            ]
-            name = max(shared, key=left.__getitem__, default=None)
-        if name is not None:
-            self._num_seats_at[name] += 1
-        return name
+        found = [
+            task
+            for task in self._tasks
+            if task.left
+            and (
+                not task.num_seats
+                or len(task.left) * task.episode_s / task.num_seats > task.build_s
+            )
+        ]
+        first = [task for task in found if not task.num_seats][:1]
+        chosen = max(first or found, key=lambda task: len(task.left), default=None)
+        if chosen is not None:
+            chosen.num_seats += 1
+        return chosen
 
-    def _is_worth_sharing(self, name: str) -> bool:
-        if name not in self._episode_s:
-            return True
-        seconds = (
-            len(self._todo[name]) * self._episode_s[name] / self._num_seats_at[name]
-        )
-        return seconds > self._build_s.get(name, 0.0)
-
-    def _fail_task(self, name: str, error: EnvherdError) -> None:
+    def _fail_task(self, task: _Task, error: EnvherdError) -> None:
         """Record the episodes of a task as failed, unless another seat has an env for them or is building one."""
-        self._unbuildable.add(name)
-        self._num_seats_at[name] -= 1
+        task.build_s = math.inf
+        task.num_seats -= 1
         self.build_error = self.build_error or error
-        while not self._num_seats_at[name] and (episode := self.take(name)) is not None:
-            self.note(name, episode, error)
+        while task.left and not task.num_seats:
+            self.note(task, self.take(task), error)
 
-    def part_of(self, name: str, env: BatchedEnv) -> Part:
-        """Return what acts in a task."""
-        return self.parts.get(name) or self.parts.setdefault(
-            name,
-            self._prepare(name, env),
-        )
-
-    def take(self, name: str) -> _Episode | None:
-        """Return the next episode of a task, None for none."""
-        if not self._todo[name]:
-            return None
-        number = self._todo[name].popleft()
-        return _Episode(number, episode_seed(self.rules.seed, number, 0))
+    def take(self, task: _Task, state: TensorDictBase | None = None) -> _Episode:
+        """Return the next episode of a task, which has one left, with the policy's first state."""
+        number = task.left.popleft()
+        return _Episode(number, episode_seed(self.rules.seed, number, 0), state)
 
     def note(
         self,
-        name: str,
+        task: _Task,
         episode: _Episode,
         error: EnvherdError | None = None,
     ) -> None:
         """Record an episode that has ended or, with an error, failed."""
-        self._episode_s[name] = time.monotonic() - episode.began
+        task.episode_s = time.monotonic() - episode.began
         if episode.film is not None:
             episode.film.close()
         known = [one for one in episode.successes if one is not None]
@@ -475,37 +445,63 @@ class Play:
                 success=bool(self.rules.success(episode.info, record)),
                 success_once=None,
             )
-        self._records.add(name, record)
-        if not (self._todo[name] or self._num_seats_at[name] > 1):
+        self._records.add(task.name, record)
+        if not (task.left or task.num_seats > 1):
             # A policy of this task alone is not needed any more.
-            self.parts.pop(name, None)
+            task.part = None
 
 
 class _Session:
     """One executor that plays episodes of one task.
 
+    A generator that yields the session waits for the policy, and gets the actions; see `_act`.
+
     Args:
         play: the run.
-        name: of the task.
+        task: of the episodes.
         env: the executor.
         is_own: it is a seat's, which builds another one after an error, whatever state the env is in.
+
+    Attributes:
+        playing: episodes under way, by env.
+        root: batch with a row for each of these, in this order.
+        waits_since: when it began to wait for the policy (monotonic seconds).
 
     Raises:
         EnvherdError: of an env, after which it cannot play on. The episodes that it concerns are recorded as failed.
     """
 
-    def __init__(self, play: Play, name: str, env: BatchedEnv, *, is_own: bool) -> None:
-        self._play, self.name, self.env, self._is_own = play, name, env, is_own
+    def __init__(
+        self,
+        play: Play,
+        task: _Task,
+        env: BatchedEnv,
+        *,
+        is_own: bool,
+    ) -> None:
+        self._play, self.task, self.env, self._is_own = play, task, env, is_own
         self._rules = play.rules
-        self.part = play.part_of(name, env)
+        self.part = task.part = task.part or play.prepare(task.name, env)
         self._camera = Camera(env)
-        self._playing: dict[int, _Episode] = {}  # by env
+        self.playing: dict[int, _Episode] = {}
         self._sent: list[int] = []  # latest; some or all have answered
+
+    @property
+    def kind(self) -> Any:
+        """What the sessions have in common for which one call of a policy can act."""
+        placed: Any = self.part.policy
+        leaves = {key: self.root.get(key) for key in leaf_keys(self.root)}
+        shapes = [
+            (key, getattr(leaf, "shape", ())[1:], getattr(leaf, "dtype", None))
+            for key, leaf in leaves.items()
+        ]
+        is_first = next(iter(self.playing.values())).state is None
+        return id(getattr(placed, "policy", placed)), shapes, is_first
 
     def play(self) -> _Work:
         """Play until no episode is left."""
         try:
-            while (begun := self._begin()) or self._playing:
+            while (begun := self._begin()) or self.playing:
                 try:
                     if begun:
                         yield from self._reset(begun)
@@ -513,7 +509,7 @@ class _Session:
                 except _FAULTS as error:
                     self._fail(error)
         finally:
-            for episode in self._playing.values():  # of a run that ends early
+            for episode in self.playing.values():  # of a run that ends early
                 if episode.film is not None:
                     episode.film.close()
             if not self._is_own:
@@ -528,22 +524,18 @@ class _Session:
             engine.give_up(np.array(sent))
 
     def _begin(self) -> dict[int, _Episode]:
-        begun: dict[int, _Episode] = {}
-        for env_id in range(self.env.num_envs):
-            if (
-                env_id not in self._playing
-                and (episode := self._play.take(self.name)) is not None
-            ):
-                episode.state = self.part.primed
-                begun[env_id] = episode
-        self._playing |= begun
+        begun = {
+            env_id: self._play.take(self.task, self.part.primed)
+            for env_id in range(self.env.num_envs)
+            if env_id not in self.playing and self.task.left
+        }
+        self.playing |= begun
         return begun
 
     def _reset(self, begun: Mapping[int, _Episode]) -> _Work:
         """Reset envs, and begin videos."""
         num_envs = self.env.num_envs
-        mask = torch.zeros(num_envs, dtype=torch.bool, device="cpu")
-        mask[list(begun)] = True
+        mask = torch.tensor([i in begun for i in range(num_envs)], device="cpu")
         seeds = [
             begun[env_id].seed if env_id in begun else None
             for env_id in range(num_envs)
@@ -559,17 +551,18 @@ class _Session:
                 name = re.sub(
                     r"[^\w.-]+",
                     "_",
-                    f"{self.name}_episode{episode.number}.mp4",
+                    f"{self.task.name}_episode{episode.number}.mp4",
                 )
                 episode.film = Video(self._rules.videos / name, self._rules.fps)
                 yield partial(self._film, episode.film, root, env_id, env_id)
 
     def _step(self) -> _Work:
         """Act once in each env that plays, and count it. Episodes whose env fails are recorded."""
-        env, ids = self.env, list(self._playing)
-        turn = _Turn(self, env.current(ids), list(self._playing.values()))
+        env, ids = self.env, list(self.playing)
+        self.root = env.current(ids)
+        self.waits_since = time.monotonic()
         is_shared = self._rules.max_batch is not None and self._is_own
-        actions = (yield turn) if is_shared else _act([turn])[0]
+        actions = (yield self) if is_shared else _act([self])[0]
         self._sent = ids
         env.send(actions, ids, maybe_reset=False)
         while ids:
@@ -577,7 +570,7 @@ class _Session:
                 received = yield partial(env.recv, env_ids=ids, with_root=False)
             except _FAULTS as error:  # the other envs are still under way
                 self._fail(error)
-                ids = [env_id for env_id in ids if env_id in self._playing]
+                ids = [env_id for env_id in ids if env_id in self.playing]
             else:
                 yield from self._count(ids, received.get("next"))
                 break
@@ -592,17 +585,13 @@ class _Session:
             axis=1,
         )
         is_over = following.get("done").flatten().tolist()
-        interrupted = following.get("interrupted", None)
-        is_lost = (
-            [False] * len(ids)
-            if interrupted is None
-            else interrupted.flatten().tolist()
-        )
+        interrupted = following.get("interrupted", torch.zeros(len(ids)))
+        is_lost = interrupted.flatten().tolist()
         infos = (
             self.env.infos("next") if self.env.options.info_policy != "drop" else None
         )
         for at, env_id in enumerate(ids):
-            episode = self._playing[env_id]
+            episode = self.playing[env_id]
             if is_lost[at]:
                 self._fail(self._interruption(env_id))
                 continue
@@ -614,17 +603,18 @@ class _Session:
             if episode.film is not None:
                 yield partial(self._film, episode.film, following, at, env_id)
             if is_over[at] or episode.length == self._rules.max_steps:
-                self._play.note(self.name, self._playing.pop(env_id))
+                self._play.note(self.task, self.playing.pop(env_id))
             elif (
                 time.monotonic() - episode.began > _LONG_S
-                and self.name not in self._play.long_tasks
+                and self._rules.max_steps is None
+                and not self.task.is_reported
             ):
-                self._play.long_tasks.add(self.name)
+                self.task.is_reported = True
                 logging.getLogger("envherd").warning(
                     "evaluate: episode %d of %r has not ended in %.0f s and %d steps. If it may never end, pass "
                     "max_steps= (--max-steps).",
                     episode.number,
-                    self.name,
+                    self.task.name,
                     _LONG_S,
                     episode.length,
                 )
@@ -643,9 +633,9 @@ class _Session:
 
     def _fail(self, error: EnvherdError) -> None:
         """Record the episodes of the envs that an error concerns as failed."""
-        for env_id in error.env_ids or list(self._playing):
-            if env_id in self._playing:
-                self._play.note(self.name, self._playing.pop(env_id), error)
+        for env_id in error.env_ids or list(self.playing):
+            if env_id in self.playing:
+                self._play.note(self.task, self.playing.pop(env_id), error)
         is_lost = (
             isinstance(error, (WorkerLost, WorkerTimeout))
             and self.env.options.on_worker_loss == "raise"
@@ -664,12 +654,14 @@ class _Session:
             film.add(enlarged(frame))
 
 
-def _act(turns: Sequence[_Turn]) -> list[TensorDictBase]:
-    """Call the policy of some turns of one kind once, and keep its state; return the actions of each."""
-    episodes = [episode for turn in turns for episode in turn.episodes]
-    first, session = episodes[0], turns[0].session
+def _act(sessions: Sequence[_Session]) -> list[TensorDictBase]:
+    """Call the policy of some sessions of one kind once, and keep its state; return the actions of each."""
+    episodes = [episode for one in sessions for episode in one.playing.values()]
+    first, session = episodes[0], sessions[0]
     root: Any = (
-        turns[0].root if len(turns) == 1 else torch.cat([turn.root for turn in turns])
+        session.root
+        if len(sessions) == 1
+        else torch.cat([one.root for one in sessions])
     )
     states = [one.state for one in episodes if one.state is not None]
     if states and len(states) < len(episodes):
@@ -684,7 +676,7 @@ def _act(turns: Sequence[_Turn]) -> list[TensorDictBase]:
         acted = run_policy(session.part.policy, root)
     except Exception as error:
         error.add_note(
-            f"The policy acted in step {first.length} of episode {first.number} of task {session.name!r}."
+            f"The policy acted in step {first.length} of episode {first.number} of task {session.task.name!r}."
         )
         raise
     written = get_leaf(acted, "next")
@@ -698,8 +690,8 @@ def _act(turns: Sequence[_Turn]) -> list[TensorDictBase]:
     )
     parts = (
         [inputs]
-        if len(turns) == 1
-        else inputs.split([len(turn.episodes) for turn in turns])
+        if len(sessions) == 1
+        else inputs.split([len(one.playing) for one in sessions])
     )
     # The policy may reuse its memory, as CUDA graphs do.
     return [part.clone() for part in parts]

@@ -117,9 +117,7 @@ def test_rollouts_are_those_of_one_machine_on_any_number_of_nodes(num_nodes):
             data.zero_()  # it is the caller's
             with torch.no_grad():
                 policy.shift += 1
-        places = {
-            one["place"].partition(",")[0] for one in rollouts.state_dict()["nodes"]
-        }
+        places = {share.place.partition(",")[0] for share in rollouts._shares}
         assert len(places) == num_nodes
         assert sum(one.env_steps for one in rollouts.statistics()) == 27 * N
 
@@ -384,9 +382,7 @@ LOST = [2, 3]
 
 
 def pid_of(rollouts, index):
-    return int(
-        rollouts.state_dict(with_envs=False)["nodes"][index]["place"].rpartition(" ")[2]
-    )
+    return int(rollouts._shares[index].place.rpartition(" ")[2])
 
 
 def test_envs_lost_with_their_node_continue_as_those_lost_with_their_workers():

@@ -178,12 +178,12 @@ def test_a_task_with_many_episodes_left_gets_another_env():
         records("a", "b"),
         None,
     )
-    assert [play._choose() for _ in range(3)] == ["a", "b", "a"]
-    play._episode_s.update(a=1.0, b=0.1)
-    play._build_s.update(a=2.0, b=2.0)
-    assert play._choose() == "a", "10 s of episodes for two seats"
+    assert [play._choose().name for _ in range(3)] == ["a", "b", "a"]
+    for task, episode_s in zip(play._tasks, (1.0, 0.1), strict=True):
+        vars(task).update(episode_s=episode_s, build_s=2.0)
+    assert play._choose().name == "a", "10 s of episodes for two seats"
     for _ in range(8):
-        play.take("a")
+        play.take(play._tasks[0])
     assert play._choose() is None, (
         "2 s of episodes for three seats, and another build takes 2 s"
     )
