@@ -10,16 +10,20 @@ from typing import Any
 from mkdocs.structure.files import File, InclusionLevel
 
 _EXAMPLES = Path(__file__).parents[1] / "examples"
+# A file has one heading and long lines, so it takes the room of the table of contents.
+_WIDE = "---\nhide: [toc]\n---\n\n"
 
 
 def on_files(files: Any, *, config: Any, **_: Any) -> Any:
     """Return the site's files, with a page for each example."""
     for path in sorted(_EXAMPLES.iterdir()):
         if path.suffix in (".py", ".ipynb"):
-            text = (
-                _notebook(path) if path.suffix == ".ipynb" else _block(path.read_text())
-            )
-            content = f"# {path.name}\n\nThe file `examples/{path.name}`.\n\n{text}\n"
+            name = f"The file `examples/{path.name}`."
+            if path.suffix == ".ipynb":
+                content = f"{_notebook(path)}\n\n{name}\n"
+            else:
+                content = f"# {path.name}\n\n{name}\n\n{_block(path.read_text())}\n"
+            content = _WIDE + content
             page = File.generated(config, f"examples/{path.name}.md", content=content)
             page.inclusion = InclusionLevel.NOT_IN_NAV
             files.append(page)
