@@ -10,16 +10,20 @@ from typing import Any
 from mkdocs.structure.files import File, InclusionLevel
 
 _EXAMPLES = Path(__file__).parents[1] / "examples"
+# A file has one heading and long lines, so it takes the room of the table of contents. Guides are found before it.
+_WIDE = "---\nhide: [toc]\nsearch: {boost: 0.3}\n---\n\n"
 
 
 def on_files(files: Any, *, config: Any, **_: Any) -> Any:
     """Return the site's files, with a page for each example."""
     for path in sorted(_EXAMPLES.iterdir()):
         if path.suffix in (".py", ".ipynb"):
-            text = (
-                _notebook(path) if path.suffix == ".ipynb" else _block(path.read_text())
-            )
-            content = f"# {path.name}\n\nThe file `examples/{path.name}`.\n\n{text}\n"
+            name = f"This page shows the file `examples/{path.name}`."
+            if path.suffix == ".ipynb":
+                content = f"{_notebook(path)}\n\n{name}\n"
+            else:
+                content = f"# {path.name}\n\n{name}\n\n{_block(path.read_text())}\n"
+            content = _WIDE + content
             page = File.generated(config, f"examples/{path.name}.md", content=content)
             page.inclusion = InclusionLevel.NOT_IN_NAV
             files.append(page)
@@ -28,6 +32,8 @@ def on_files(files: Any, *, config: Any, **_: Any) -> Any:
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Return a page's text with links that stay on the site."""
+    if page.file.src_uri.startswith("reference/"):
+        markdown = _nested(markdown)
     up = "../" * page.file.src_uri.count("/")
     markdown = re.sub(
         rf"\]\({re.escape(up)}\.\./examples/([\w.]+)\)",
@@ -39,11 +45,14 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     )
 
 
-def on_page_content(html: str, **_: Any) -> str:
+def on_page_content(html: str, *, page: Any, **_: Any) -> str:
     """Return a page's HTML: no line ends at the hyphen of an option or a range, and pictures open in full size.
 
-    What a function returns is shown as code by mkdocstrings, so the backquotes of the docstring go.
+    What a function returns is shown as code by mkdocstrings, so the backquotes of the docstring go. Docstrings name
+    pages by their files, which become links. Long names in tables have places for a break.
     """
+    up = "../" * page.url.count("/")
+    html = re.sub(r"\bdocs/([\w/]+)\.md\b", rf'<a href="{up}\1/">docs/\1.md</a>', html)
     html = re.sub(
         r"<code>[^<]*`[^<]*</code>", lambda found: found[0].replace("`", ""), html
     )
@@ -52,6 +61,7 @@ def on_page_content(html: str, **_: Any) -> str:
         _with_whole_words,
         html,
     )
+    html = re.sub(r"<t[dh][ >].*?</t[dh]>", _with_breaks, html, flags=re.DOTALL)
     return re.sub(r'<img [^>]*src="([^"]+)"[^>]*>', r'<a href="\1">\g<0></a>', html)
 
 
@@ -60,6 +70,26 @@ def _with_whole_words(found: re.Match[str]) -> str:
         r"(?<!\S)(?=\S{,32}(?!\S))\S*-\S*", r'<span class="word">\g<0></span>', found[2]
     )
     return found[1] + words
+
+
+def _with_breaks(cell: re.Match[str]) -> str:
+    """Return a cell of a table in which names of 24 characters or more may be broken after their parts."""
+    return re.sub(
+        r"[\w/.,{}*]{24,}(?=[^<>]*<)",
+        lambda name: re.sub(
+            r"(?<=[a-zA-Z*}])[_/.,]+(?=[a-zA-Z{*])(?!(py|c|md)\b)",
+            r"\g<0><wbr>",
+            name[0],
+        ),
+        cell[0],
+    )
+
+
+def _nested(markdown: str) -> str:
+    """Return a page of the reference in which the objects after a heading are one level below it."""
+    start, *groups = re.split(r"(?m)^(?=## )", markdown)
+    deeper = r"\g<0>\n    options:\n      heading_level: 3"
+    return start + re.sub(r"(?m)^::: \S+$(?!\n +)", deeper, "".join(groups))
 
 
 def _block(code: str) -> str:

@@ -226,7 +226,10 @@ class BatchedEnv:
             The root batch `[N]`: observation, done, terminated, truncated. Own memory.
 
         Raises:
-            EnvError: an env raised; the others were reset. WorkerLost, WorkerTimeout, Busy, Closed.
+            EnvError: an env raised; the others were reset.
+            (WorkerLost, WorkerTimeout): a worker ended or passed a deadline.
+            Busy: an env has an answer that was not received yet, or another thread makes a call.
+            Closed: the executor is closed.
         """
         engine = self._engine
         if td is not None:

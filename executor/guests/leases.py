@@ -472,7 +472,8 @@ class LeasePool(
             name: of the lessee, for `envherd top`; by default that of the thread.
 
         Raises:
-            Closed: the pool was closed. WorkerLost, FactoryError, ...: no env can be built any more.
+            Closed: the pool was closed.
+            (WorkerLost, FactoryError): no env can be built any more.
         """
         return Lease(self, str(name or threading.current_thread().name))
 

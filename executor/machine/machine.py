@@ -40,7 +40,8 @@ class Machine:
         cgroup: see `Cgroup`.
         memory_total: of the machine.
         memory_free: memory of the machine that is available without swapping, to any process (MemAvailable).
-        shm_total, shm_free: of /dev/shm; None where there is none.
+        shm_total: size of /dev/shm; None where there is none.
+        shm_free: free space of /dev/shm; None where there is none.
         limits: soft limits by name, "nofile", "nproc", "as"; None for unlimited.
         open_files: descriptors that this process has open.
         user_threads: threads of this user, which is what "nproc" counts (not for root).

@@ -117,7 +117,7 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
     built is recorded as failed as a whole.
 
     Args:
-        policies: one policy for all tasks and agents; or a dict by agent, role and "*" (see `PerPlayer`); or, with
+        policies: one policy for all tasks and agents; or a dict by agent, role and `"*"` (see `PerPlayer`); or, with
             several tasks, a dict by task of these. None draws random actions.
         env: a factory of any env, or a name as on the command line, such as "gymnasium:CartPole-v1". A dict of them by
             task, or a list. Or an executor: `evaluate` resets its envs and leaves it open, and a policy gets a batch of

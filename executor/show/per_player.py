@@ -87,8 +87,8 @@ class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
     The same object for several names is one policy with shared parameters; different objects are separate.
 
     Args:
-        policies: policy by agent (its name or index), role, or "*" for all others. An agent takes precedence over a
-            role, and a role over "*". None draws random actions.
+        policies: policy by agent (its name or index), role, or `"*"` for all others. An agent takes precedence over
+            a role, and a role over `"*"`. None draws random actions.
         spec: of the envs, `env.spec`, with the names and roles of the agents. Without a spec, pass None and `roles`.
         roles: one role per agent; None for those of the spec.
         group: key of the group of agents; None for the first group of the spec that acts, without a spec `"agents"`.

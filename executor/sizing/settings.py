@@ -98,7 +98,8 @@ class Measurement:
         build_further_s: a further build in the same process; `build_s` if there was none.
         first_reset_s: the first reset.
         reset_mean_s: mean of the resets after the first, without the share of `contention`.
-        step_median_s, step_p99_s: of a step, with its row, to 10 %.
+        step_median_s: median of a step, with its row, to 10 %.
+        step_p99_s: 99th percentile of a step, with its row, to 10 %.
         step_mean_s: of a step, with its row, without the time in which the worker waited for a processor.
         cpu_per_step_s: processor seconds of a step, of all threads and child processes.
         hidden_cpu_share: share of `cpu_per_step_s` that the env's threads and processes use.

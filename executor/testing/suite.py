@@ -15,7 +15,11 @@ class PartialResetContract:
     """The contract as pytest tests, one for each rule: subclass it as `Test...`, and define `make_env`.
 
     Attributes:
-        num_steps, seed, is_deterministic, ends_where_it_starts, make_batch: see `Contract`.
+        num_steps: see `Contract`.
+        seed: see `Contract`.
+        is_deterministic: see `Contract`.
+        ends_where_it_starts: see `Contract`.
+        make_batch: see `Contract`.
     """
 
     num_steps: ClassVar[int] = 100

@@ -29,8 +29,8 @@ class SmallPictures:
             world view keeps its size.
 
     Raises:
-        FactoryError: from the constructor: a number below 1. SpecError: from the worker: no such picture, or sides that
-            `shrink` does not divide.
+        FactoryError: from the constructor: a number below 1.
+        SpecError: from the worker: no such picture, or sides that `shrink` does not divide.
     """
 
     make_env: Callable[..., Any]

@@ -35,9 +35,10 @@ class AgentRowsEnv(VectorEnv[Any, Any, np.ndarray]):
     Attributes:
         envs: the `ParallelVectorEnv`.
         num_envs: rows, N * A.
-        observation_space, action_space: of ONE row, as in SuperSuit; `batched_observation_space` and
-            `batched_action_space` are those of all rows.
-        single_observation_space, single_action_space: of one row.
+        observation_space: of ONE row, as in SuperSuit; `batched_observation_space` is that of all rows.
+        action_space: of ONE row, as in SuperSuit; `batched_action_space` is that of all rows.
+        single_observation_space: of one row.
+        single_action_space: of one row.
 
     Raises:
         ValueError: agents have different spaces.

@@ -104,7 +104,8 @@ class ParallelVectorEnv(OverAgentDicts):
         num_envs: N.
         possible_agents: all agents, of each env.
         agents: the same list: every agent has a part in every batch. `active` marks the present agents.
-        metadata, render_mode: of the envs.
+        metadata: of the envs.
+        render_mode: of the envs.
 
     Raises:
         RuntimeError: agents or spaces of the envs differ.
@@ -230,7 +231,8 @@ class ParallelVectorEnv(OverAgentDicts):
         Raises:
             ActionError: an agent that is present has no action, an agent is unknown, or actions do not fit its space.
                 No env was stepped.
-            EnvError: an env raised; it is also of the type that was raised. WorkerLost, WorkerTimeout.
+            EnvError: an env raised; it is also of the type that was raised.
+            (WorkerLost, WorkerTimeout): see `BatchedEnv.step`.
         """
         return self._results(self._envs.step(self._complete(actions)))
 

@@ -89,8 +89,10 @@ class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[
     Attributes:
         num_envs: N.
         envs: N times the agents and spaces of one env; the envs themselves are in the workers.
-        single_observation_spaces, single_action_spaces: spaces by agent; without the `s` at the end as a `Dict`.
-        metadata, render_mode: of the envs.
+        single_observation_spaces: observation spaces by agent; `single_observation_space` is their `Dict`.
+        single_action_spaces: action spaces by agent; `single_action_space` is their `Dict`.
+        metadata: of the envs.
+        render_mode: of the envs.
 
     Raises:
         RuntimeError: agents or spaces of the envs differ.
@@ -174,7 +176,8 @@ class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[
 
         Raises:
             ActionError: not one dict for each env, or an agent that acts has no action. No env was stepped.
-            EnvError: an env raised; it is also of the type that was raised. WorkerLost, WorkerTimeout.
+            EnvError: an env raised; it is also of the type that was raised.
+            (WorkerLost, WorkerTimeout): see `BatchedEnv.step`.
         """
         self._check_complete(actions)
         was_reset = self._resets_next

@@ -190,7 +190,8 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
             actions: `[num_envs, ...]` according to the action space, or a sequence of its samples. Read at once.
 
         Raises:
-            ActionError: they do not fit. ResetNeeded: an env has failed since the last reset. No env was stepped.
+            ActionError: they do not fit. No env was stepped.
+            ResetNeeded: an env has failed since the last reset. No env was stepped.
             Busy: the last step was not waited for.
         """
         self._begin(actions, is_parked=True)

@@ -184,7 +184,8 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
         """Return the ids of the envs that an index selects.
 
         Raises:
-            NotImplementedError: it is a boolean mask. IndexError: it is out of bounds, empty or of several dimensions.
+            NotImplementedError: it is a boolean mask.
+            IndexError: it is out of bounds, empty or of several dimensions.
         """
         index = item if isinstance(item, slice) else torch.as_tensor(item, device="cpu")
         if getattr(index, "dtype", None) == torch.bool:

@@ -196,7 +196,8 @@ class BatchedData(Batched):
             `tensordict` itself. The caller owns the memory of `next`.
 
         Raises:
-            EnvError: an env raised; all others were stepped. WorkerLost, WorkerTimeout.
+            EnvError: an env raised; all others were stepped.
+            (WorkerLost, WorkerTimeout): see `BatchedEnv.step`.
         """
         if self._step_fast(tensordict, Op.STEP) is not None:
             return tensordict

@@ -76,14 +76,18 @@ class AsyncStatistics:
 
     Attributes:
         frames: transitions that were received.
-        wait_s, policy_s, other_s: seconds spent waiting for envs, in the policy, and on handling data.
+        wait_s: seconds spent waiting for envs.
+        policy_s: seconds spent in the policy.
+        other_s: seconds spent on handling data.
         learner_s: seconds between batches in which nothing was collected because the learner ran; with `in_background`,
             because all batches ahead were waiting for the learner.
-        queue_p50_s, queue_p99_s: median and 99th percentile of the seconds from an env's answer until the policy was
-            called for it, over the latest 65,536 transitions. Over a Ray cluster from the arrival of the answer.
+        queue_p50_s: median of the seconds from an env's answer until the policy was called for it, over the latest
+            65,536 transitions. Over a Ray cluster from the arrival of the answer.
+        queue_p99_s: the 99th percentile of these seconds.
         batch_sizes: number of envs in one call of the policy -> number of such calls.
         version: of the policy's present weights.
-        lag_mean, lag_max: staleness: the version when the batch was handed out minus the version that had acted.
+        lag_mean: mean staleness: the version when the batch was handed out minus the version that had acted.
+        lag_max: largest staleness.
     """
 
     frames: int

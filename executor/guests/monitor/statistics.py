@@ -43,7 +43,8 @@ class WorkerStatistics:
         resets: of its envs.
         reset_share: of the time, spent on commands with a reset; estimated from samples.
         wait_share: of the time, spent waiting for commands.
-        step_p50_s, step_p99_s: of sampled steps, to 10 %; None if there was none, as for a `SerialEnv`.
+        step_p50_s: median of sampled steps, to 10 %; None if there was none, as for a `SerialEnv`.
+        step_p99_s: 99th percentile of sampled steps, likewise.
         phase: "idle", "step" or "reset", now.
         phase_env_id: the env that it works on, or None.
         phase_s: seconds for which it has been at work, or idle.
