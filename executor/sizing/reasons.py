@@ -3,13 +3,7 @@
 from collections.abc import Sequence
 
 from envherd.executor.sizing.rule import WAITS, Limits, steps_are_uneven
-from envherd.executor.sizing.settings import (
-    OF_MACHINE,
-    Run,
-    counted,
-    size_text,
-    time_text,
-)
+from envherd.executor.sizing.settings import Run, counted, size_text, time_text
 
 #: Least share of a batch that is worth a sentence.
 _WORTH_A_SENTENCE = 0.15
@@ -32,21 +26,14 @@ def bottleneck(limits: Limits, chosen: Run, runs: Sequence[Run]) -> tuple[str, s
         chosen: the run of the chosen setting.
         runs: all settings that were considered.
     """
-    goal, machine, measured = limits.goal, limits.machine, limits.measured
-    num_workers, cores = chosen.setting.num_workers, machine.cores
+    goal = limits.goal
+    machine = limits.machine
+    measured = limits.measured
+    num_workers = chosen.setting.num_workers
+    cores = machine.cores
     is_idle = num_workers > 0 and chosen.busy_share < _BUSY
     busy = f"workers are busy for {chosen.busy_share:.0%} of the time"
     batch = time_text(chosen.batch_s)
-    refused = [
-        (
-            one.refusal.kind,
-            f"{one.refusal.kind} binds: {one.setting} {one.refusal.text}.",
-        )
-        for one in runs
-        if one.refusal
-        and one.refusal.kind in OF_MACHINE
-        and one.setting.num_workers >= num_workers
-    ]
     threads = len(machine.cpus) - machine.physical_cores
     smt = f", {threads} of them hyper-threads" if threads else ""
     rows = (
@@ -60,7 +47,15 @@ def bottleneck(limits: Limits, chosen: Run, runs: Sequence[Run]) -> tuple[str, s
             "policy",
             f"the policy binds: it takes {time_text(goal.policy_s)} of a batch's {batch}.",
         ),
-        *((True, kind, sentence) for kind, sentence in refused),
+        *(
+            (
+                one.setting.num_workers >= num_workers,
+                one.too_little,
+                f"{one.too_little} binds: {one.setting} {one.refusal}.",
+            )
+            for one in runs
+            if one.too_little is not None
+        ),
         (
             is_idle and steps_are_uneven(measured),
             "step variance",
@@ -124,8 +119,10 @@ def facts(
         ran: the settings that were run.
         others_share: of the processors' time, that other programs took meanwhile.
     """
-    goal, measured, setting = limits.goal, limits.measured, chosen.setting
-    target, grown = goal.target_steps_per_s or 0.0, measured.grown_per_1000_steps_bytes
+    measured = limits.measured
+    setting = chosen.setting
+    target = limits.goal.target_steps_per_s or 0.0
+    grown = measured.grown_per_1000_steps_bytes
     reset = time_text(measured.reset_mean_s)
     others = "".join(
         f", {one.setting} {one.steps_per_s:,.0f}" for one in ran if one is not chosen
@@ -138,7 +135,7 @@ def facts(
     quota = "the CPU quota was used up, or " if limits.machine.is_throttled else ""
     rows = (
         (
-            goal.is_met_by(chosen) is False,
+            limits.goal.is_met_by(chosen) is False,
             (
                 f"the target of {target:,.0f} env-steps/s is out of reach here by a factor of "
                 f"{target / chosen.steps_per_s:.1f}."
