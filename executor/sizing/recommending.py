@@ -19,16 +19,12 @@ from envherd.executor.sizing.rule import Limits, settings_for
 from envherd.executor.sizing.settings import Goal, Measurement, Run
 
 _log = logging.getLogger("envherd")
-#: Seconds of measurement for `recommend`.
-BUDGET_S = 20.0
 #: Seconds of measurement for `"auto"`, which delays a program's start.
 AUTO_BUDGET_S = 5.0
 #: A smaller setting is chosen if it reaches this share of the best one's speed.
 _GOOD_ENOUGH = 0.95
 #: Share of the budget that the probe may take.
 _PROBE_SHARE = 0.25
-
-Auto = Literal["auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +36,8 @@ class Sizing:
         measured: of the env.
         runs: every setting that was considered, as it was run, or with the reason why it was not run.
         chosen: the run of the chosen setting; with 0 workers it is `SerialEnv`.
-        binding: its bottleneck, in one or two words.
+        binding: its bottleneck, in one or two words; "target" if the wanted speed is reached.
         why: sentences, the most important first.
-        meets_target: whether the target in steps per second is reached; None without a target.
     """
 
     machine: Machine
@@ -51,7 +46,6 @@ class Sizing:
     chosen: Run
     binding: str
     why: tuple[str, ...]
-    meets_target: bool | None
 
 
 def recommend(  # the env, the goal and the limits
@@ -59,7 +53,7 @@ def recommend(  # the env, the goal and the limits
     *,
     env_kwargs: dict[str, Any] | None = None,
     goal: Goal | None = None,
-    budget_s: float = BUDGET_S,
+    budget_s: float = 20.0,
     options: ExecutorOptions | None = None,
     progress: Callable[[str, float], None] = lambda _text, _share: None,
 ) -> Sizing:
@@ -79,12 +73,13 @@ def recommend(  # the env, the goal and the limits
         ValueError, OSError: the goal has more envs or workers than this machine can hold.
     """
     goal = goal or Goal()
-    options = options or ExecutorOptions()
-    num_workers = goal.num_workers or 0
-    require_room(goal.num_envs or 1, min(num_workers, goal.num_envs or num_workers))
+    require_room(
+        goal.num_envs or 1,
+        min(goal.num_workers or 0, goal.num_envs or goal.num_workers or 0),
+    )
     began = time.monotonic()
     machine = read_machine()
-    subject = Subject(make_env, env_kwargs or {}, options)
+    subject = Subject(make_env, env_kwargs or {}, options or ExecutorOptions())
 
     def show(text: str) -> None:
         progress(text, min(1.0, (time.monotonic() - began) / budget_s))
@@ -94,7 +89,7 @@ def recommend(  # the env, the goal and the limits
         measured = probe(subject, _PROBE_SHARE * budget_s, show)
         if goal.episode_steps is not None:
             measured = replace(measured, end_share=1 / goal.episode_steps)
-        limits = Limits(measured, machine, goal, options.num_frames)
+        limits = Limits(measured, machine, goal, subject.options.num_frames)
         runs = limits.fitting(settings_for(measured, machine.cores, goal))
         Confirmation(
             subject,
@@ -107,7 +102,7 @@ def recommend(  # the env, the goal and the limits
 
 
 def decide(limits: Limits, runs: Sequence[Run], others_share: float = 0.0) -> Sizing:
-    """Return the decision from what was run: the smallest setting that is fast enough. Pure, but for `Run.relative`.
+    """Return the decision from what was run: the smallest setting that is fast enough. Pure.
 
     Fast enough is the target if one setting reaches it, else 5 % less than the fastest.
 
@@ -117,8 +112,6 @@ def decide(limits: Limits, runs: Sequence[Run], others_share: float = 0.0) -> Si
         others_share: of the processors' time, that other programs took meanwhile.
     """
     most = max(one.steps_per_s for one in runs)
-    for one in runs:
-        one.relative = one.steps_per_s / most
     target = limits.goal.target_steps_per_s
     enough = target if target is not None and most >= target else _GOOD_ENOUGH * most
     ran = [one for one in runs if one.refusal is None]
@@ -139,13 +132,12 @@ def decide(limits: Limits, runs: Sequence[Run], others_share: float = 0.0) -> Si
         chosen=chosen,
         binding=binding,
         why=(sentence, *facts(limits, chosen, ran, others_share)),
-        meets_target=limits.goal.is_met_by(chosen),
     )
 
 
 def resolve(
-    num_envs: int | Auto,
-    num_workers: int | Auto | None,
+    num_envs: int | Literal["auto"],
+    num_workers: int | Literal["auto"] | None,
     make_env: MakeEnv,
     env_kwargs: Any,
     options: ExecutorOptions,

@@ -4,7 +4,7 @@ docs/reports/sizing.md has it in words.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 
 from envherd.executor.machine.machine import Machine
@@ -228,7 +228,7 @@ class Limits:
                 run.too_little = resource
         return run
 
-    def fitting(self, wanted: Iterable[Setting]) -> list[Run]:
+    def fitting(self, wanted: Sequence[Setting]) -> list[Run]:
         """Return the wanted settings, judged; for those that do not fit also the largest that does.
 
         Raises:
@@ -244,18 +244,18 @@ class Limits:
         runs = list(found.values())
         if any(one.refusal is None for one in runs):
             return runs
+        # All that are wanted shrink to the same one.
+        smallest = self.judged(self._down_from(wanted[-1])[-1])
+        num_envs = smallest.setting.num_envs
         one = self.measured
         room = self.machine.memory_available
-        num_envs = self.goal.num_envs or 1
-        num_workers = min(self.goal.num_workers or 1, num_envs)
-        needed = self.memory_bytes(Setting(num_envs=num_envs, num_workers=num_workers))
         raise DoesNotFit(
-            f"sizing failed: expected room for {counted(num_envs, 'env')}, got too little ({runs[0].too_little}). "
-            f"{num_envs} would take {size_text(needed)}; {size_text(room)} are available, of which "
+            f"sizing failed: expected room for {counted(num_envs, 'env')}, got too little ({smallest.too_little}). "
+            f"{num_envs} would take {size_text(smallest.memory_bytes)}; {size_text(room)} are available, of which "
             f"{self.goal.headroom:.0%} are left alone. Raise the limit, ask for fewer envs, or make the env smaller. "
             f"Measured: {size_text(one.shared_bytes)} shared, {size_text(one.worker_bytes)} for a worker with its "
             f"first env, {size_text(one.further_env_bytes)} for each further one.",
-            needed_bytes=needed,
+            needed_bytes=smallest.memory_bytes,
             room_bytes=room,
         )
 

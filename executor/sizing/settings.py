@@ -61,14 +61,6 @@ class Goal:
     headroom: float = 0.2
     workers_only: bool = False
 
-    def is_met_by(self, run: Run) -> bool | None:
-        """Return whether a run reaches the target; None without one."""
-        return (
-            None
-            if self.target_steps_per_s is None
-            else run.steps_per_s >= self.target_steps_per_s
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
@@ -152,7 +144,6 @@ class Run:
         refusal: why it was not run, with the numbers; None if it was run.
         too_little: what the machine has too little of, for a setting that does not fit; else None.
         steps_per_s: env-steps per second, with the usual number of resets, and with the policy.
-        relative: speed relative to the fastest setting.
         busy_share: of its workers' time, spent on commands, 0..1.
         rounds: number of its turns.
     """
@@ -163,7 +154,6 @@ class Run:
     refusal: str | None = None
     too_little: str | None = None
     steps_per_s: float = 0.0
-    relative: float = 0.0
     busy_share: float = 0.0
     rounds: int = 0
 

@@ -128,7 +128,6 @@ KEYS = {
     *(
         "binding",
         "why",
-        "meets_target",
         "settings",
         "measured",
         "machine",

@@ -278,10 +278,6 @@ def test_the_decision(case):
     done = decided(measured, machine, goal, rates)
     assert (str(done.chosen.setting), done.binding) == (chosen, binding)
     assert reported in " ".join(done.why)
-    assert max(one.relative for one in done.runs) == 1
-    assert done.meets_target == (
-        None if goal.target_steps_per_s is None else binding == "target"
-    )
 
 
 def test_other_programs_are_reported():
