@@ -201,7 +201,6 @@ def plain_report(env: str, sizing: Sizing) -> dict[str, Any]:
         "machine": {
             **asdict(sizing.machine),
             **_plain(sizing.machine, "cores", "memory_available"),
-            **_plain(sizing.machine, "files_left", "processes_left"),
         },
     }
 

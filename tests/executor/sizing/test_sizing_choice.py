@@ -28,7 +28,7 @@ def machine_of(num_cpus=8, *, memory=64 * GIB, **changes):
     plain = Machine(
         cpus=cpus, num_cpus=num_cpus, physical_cores=num_cpus, cgroup=Cgroup(),
         memory_total=memory, memory_free=memory, shm_total=None, shm_free=None,
-        limits={"nofile": 1024}, open_files=10, user_threads=10, load=0.0, cpu_pressure=0.0,
+        files_left=1014, processes_left=None, address_space=None, load=0.0, cpu_pressure=0.0,
     )  # fmt: skip
     return replace(plain, **changes)
 
@@ -217,12 +217,12 @@ DECISIONS = {
         "SerialEnv of 2 envs", "memory", "",
     ),
     "few files": (
-        PLAIN, machine_of(8, limits={"nofile": 30}), replace(WORKERS_ONLY, num_envs=8),
+        PLAIN, machine_of(8, files_left=20), replace(WORKERS_ONLY, num_envs=8),
         {"8 envs on 8 workers": None, "8 envs on 2 workers": 2.0, "8 envs on 4 workers": None},
         "8 envs on 2 workers", "open files", "takes 36 open files, 20 are left",
     ),
     "few processes": (
-        replace(PLAIN, num_threads=4), machine_of(2, cgroup=Cgroup(pids_room=10)), EIGHT_ENVS,
+        replace(PLAIN, num_threads=4), machine_of(2, processes_left=10), EIGHT_ENVS,
         {"8 envs on 2 workers": None, "8 envs on 1 worker": 1.0, "SerialEnv of 8 envs": 0.9},
         "8 envs on 1 worker", "processes", "takes 11 processes and threads, 10 are left",
     ),
