@@ -18,26 +18,33 @@ _GROWS = 2 * 2**20
 DISTURBED = 0.2
 
 
-def bottleneck(limits: Limits, chosen: Run, runs: Sequence[Run]) -> tuple[str, str]:
-    """Return what binds, in one or two words, and the sentence: the first row that applies.
+def explain(
+    limits: Limits,
+    chosen: Run,
+    runs: Sequence[Run],
+    others_share: float,
+) -> tuple[str, list[str]]:
+    """Return what binds, in one or two words; and sentences: on that, on the choice, the env, and other programs.
 
     Args:
         limits: of the machine.
         chosen: the run of the chosen setting.
         runs: all settings that were considered.
+        others_share: of the processors' time, that other programs took meanwhile.
     """
     goal = limits.goal
     target = goal.target_steps_per_s
     machine = limits.machine
     measured = limits.measured
-    num_workers = chosen.setting.num_workers
+    setting = chosen.setting
+    num_workers = setting.num_workers
     cores = machine.cores
     is_idle = num_workers > 0 and chosen.busy_share < _BUSY
     busy = f"workers are busy for {chosen.busy_share:.0%} of the time"
     batch = time_text(chosen.batch_s)
     threads = len(machine.cpus) - machine.physical_cores
     smt = f", {threads} of them hyper-threads" if threads else ""
-    rows = (
+    bottlenecks = (
         (
             target is not None and chosen.steps_per_s >= target,
             "target",
@@ -103,43 +110,25 @@ def bottleneck(limits: Limits, chosen: Run, runs: Sequence[Run]) -> tuple[str, s
         ),
         (True, "cores", f"cores bind: {cores:g} may be used{smt}; {busy}."),
     )
-    return next((name, sentence) for applies, name, sentence in rows if applies)
-
-
-def facts(
-    limits: Limits,
-    chosen: Run,
-    ran: Sequence[Run],
-    others_share: float,
-) -> list[str]:
-    """Return what else a reader should know: about the choice, the env, and other programs.
-
-    Args:
-        limits: of the machine.
-        chosen: the run of the chosen setting.
-        ran: the settings that were run.
-        others_share: of the processors' time, that other programs took meanwhile.
-    """
-    measured = limits.measured
-    setting = chosen.setting
-    target = limits.goal.target_steps_per_s or 0.0
     grown = measured.grown_per_1000_steps_bytes
     reset = time_text(measured.reset_mean_s)
     others = "".join(
-        f", {one.setting} {one.steps_per_s:,.0f}" for one in ran if one is not chosen
+        f", {one.setting} {one.steps_per_s:,.0f}"
+        for one in runs
+        if one.refusal is None and one is not chosen
     )
     left = (
-        max(0, limits.machine.memory_available - chosen.memory_bytes)
+        max(0, machine.memory_available - chosen.memory_bytes)
         * 1000
         / max(1, grown * setting.num_envs)
     )
-    quota = "the CPU quota was used up, or " if limits.machine.is_throttled else ""
-    rows = (
+    quota = "the CPU quota was used up, or " if machine.is_throttled else ""
+    facts = (
         (
-            chosen.steps_per_s < target,
+            target is not None and chosen.steps_per_s < target,
             (
-                f"the target of {target:,.0f} env-steps/s is out of reach here by a factor of "
-                f"{target / chosen.steps_per_s:.1f}."
+                f"the target of {target or 0:,.0f} env-steps/s is out of reach here by a factor of "
+                f"{(target or 0) / chosen.steps_per_s:.1f}."
             ),
         ),
         (
@@ -195,4 +184,6 @@ def facts(
             ),
         ),
     )
-    return [sentence for applies, sentence in rows if applies]
+    # The last one always applies.
+    _, binding, sentence = next(row for row in bottlenecks if row[0])
+    return binding, [sentence, *(text for applies, text in facts if applies)]

@@ -14,7 +14,7 @@ from envherd.executor.sending.blueprint import MakeEnv
 from envherd.executor.sizing.confirming import Confirmation
 from envherd.executor.sizing.driving import Subject
 from envherd.executor.sizing.probe import probe
-from envherd.executor.sizing.reasons import DISTURBED, bottleneck, facts
+from envherd.executor.sizing.reasons import DISTURBED, explain
 from envherd.executor.sizing.rule import Limits, settings_for
 from envherd.executor.sizing.settings import Goal, Measurement, Run
 
@@ -124,14 +124,14 @@ def decide(limits: Limits, runs: Sequence[Run], others_share: float = 0.0) -> Si
             one.setting.num_envs,
         ),
     )
-    binding, sentence = bottleneck(limits, chosen, runs)
+    binding, why = explain(limits, chosen, runs, others_share)
     return Sizing(
         machine=limits.machine,
         measured=limits.measured,
         runs=tuple(runs),
         chosen=chosen,
         binding=binding,
-        why=(sentence, *facts(limits, chosen, ran, others_share)),
+        why=tuple(why),
     )
 
 
@@ -152,31 +152,21 @@ def resolve(
         num_envs = len(make_env)  # type: ignore[arg-type]  # a list
     if "auto" not in (num_envs, num_workers):
         return num_envs, num_workers  # type: ignore[return-value]
-    fixed: dict[str, int | None] = {}
-    for name, value in (("num_envs", num_envs), ("num_workers", num_workers)):
-        if isinstance(value, str) and value != "auto":
-            raise ValueError(
-                f"{name} failed: expected an int or 'auto', got {value!r}."
-            )
-        fixed[name] = (
-            None
-            if value == "auto"
-            else as_count("ParallelEnv", name, value, or_none=name == "num_workers")
-        )
     factory: Any = make_env[0] if is_list else make_env  # type: ignore[index]  # a list
     first_kwargs = (
         env_kwargs
         if env_kwargs is None or isinstance(env_kwargs, dict)
         else env_kwargs[0]
     )
+    goal = Goal(
+        num_envs=_fixed("num_envs", num_envs),
+        num_workers=_fixed("num_workers", num_workers, or_none=True),
+        workers_only=True,
+    )
     done = recommend(
         factory,
         env_kwargs=first_kwargs,
-        goal=Goal(
-            num_envs=fixed["num_envs"],
-            num_workers=fixed["num_workers"],
-            workers_only=True,
-        ),
+        goal=goal,
         budget_s=AUTO_BUDGET_S,
         options=options,
     )
@@ -188,3 +178,8 @@ def resolve(
         " ".join(done.why),
     )
     return chosen.num_envs, chosen.num_workers
+
+
+def _fixed(name: str, value: Any, **how: bool) -> int | None:
+    """Return an argument of `ParallelEnv`, None for `"auto"`."""
+    return None if value == "auto" else as_count("ParallelEnv", name, value, **how)

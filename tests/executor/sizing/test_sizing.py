@@ -269,6 +269,6 @@ def test_auto_measures_and_decides(monkeypatch):
     with ParallelEnv("auto", CountingEnv, num_workers=1, seed=0) as env:
         assert (env.num_workers, env.num_envs > 0) == (1, True)
     with pytest.raises(
-        ValueError, match="num_envs failed: expected an int or 'auto', got 'many'"
+        ValueError, match="expected num_envs as an int of at least 1, got str 'many'"
     ):
         ParallelEnv("many", CountingEnv, num_workers="auto")
