@@ -332,12 +332,10 @@ class _Choice:
             raise ValueError(
                 "evaluate failed: expected policies=None with policy_for, got both. Leave one out."
             )
-        self._policies, self._policy_for, self._background, self._focal = (
-            policies,
-            policy_for,
-            background,
-            focal,
-        )
+        self._policies = policies
+        self._policy_for = policy_for
+        self._background = background
+        self._focal = focal
         self._primer = primer
         self._is_by_task = isinstance(policies, Mapping) and set(
             map(str, policies)

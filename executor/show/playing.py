@@ -192,7 +192,8 @@ class _Seat(threading.Thread):
         outcomes: SimpleQueue[Any],
     ) -> None:
         super().__init__(name=f"evaluate-{number}", daemon=True)
-        self._options, self._outcomes = options, outcomes
+        self._options = options
+        self._outcomes = outcomes
         self._env: ParallelEnv | None = None
         self.todo: SimpleQueue[_Operation | None] = SimpleQueue()
 
@@ -255,12 +256,10 @@ class Play:
         records: RecordFile,
         prepare: Callable[[str, BatchedEnv], Part],
     ) -> None:
-        self._tasks, self.rules, self._records, self._prepare = (
-            tasks,
-            rules,
-            records,
-            prepare,
-        )
+        self._tasks = tasks
+        self.rules = rules
+        self._records = records
+        self._prepare = prepare
         self._todo = {
             name: deque(
                 number
@@ -355,10 +354,11 @@ class Play:
             for seat, turn in waiting.items()
             if turn is first or turn.kind == first.kind
         ]
-        limit, end = self.rules.max_batch or 1, first.began + self.rules.deadline_s
+        limit = self.rules.max_batch or 1
         if len(seats) < limit and len(waiting) < num_seats:
+            left_s = first.began + self.rules.deadline_s - time.monotonic()
             with contextlib.suppress(Empty):
-                return [outcomes.get(timeout=max(0.0, end - time.monotonic()))]
+                return [outcomes.get(timeout=max(0.0, left_s))]
         seats = seats[:limit]
         acted = _act([waiting.pop(seat) for seat in seats])
         return [
@@ -495,7 +495,10 @@ class _Session:
     """
 
     def __init__(self, play: Play, name: str, env: BatchedEnv, *, is_own: bool) -> None:
-        self._play, self.name, self.env, self._is_own = play, name, env, is_own
+        self._play = play
+        self.name = name
+        self.env = env
+        self._is_own = is_own
         self._rules = play.rules
         self.part = play.part_of(name, env)
         self._camera = Camera(env)
@@ -566,7 +569,8 @@ class _Session:
 
     def _step(self) -> _Work:
         """Act once in each env that plays, and count it. Episodes whose env fails are recorded."""
-        env, ids = self.env, list(self._playing)
+        env = self.env
+        ids = list(self._playing)
         turn = _Turn(self, env.current(ids), list(self._playing.values()))
         is_shared = self._rules.max_batch is not None and self._is_own
         actions = (yield turn) if is_shared else _act([turn])[0]
@@ -667,7 +671,8 @@ class _Session:
 def _act(turns: Sequence[_Turn]) -> list[TensorDictBase]:
     """Call the policy of some turns of one kind once, and keep its state; return the actions of each."""
     episodes = [episode for turn in turns for episode in turn.episodes]
-    first, session = episodes[0], turns[0].session
+    first = episodes[0]
+    session = turns[0].session
     root: Any = (
         turns[0].root if len(turns) == 1 else torch.cat([turn.root for turn in turns])
     )
