@@ -126,15 +126,14 @@ class Subject:
             with self.start(setting.num_envs, setting.num_workers, patience_s) as env:
                 yield Driver(env, span_s, policy_s).turn
             return
-        own = self.options
         # The other options concern the envs: they are those of the `SerialEnv`.
         options = ExecutorOptions(
-            start_method=own.start_method,
-            preload=own.preload,
-            worker_threads=own.worker_threads,
-            worker_output=own.worker_output,
-            env_vars=own.env_vars,
-            gpus=own.gpus,
+            start_method=self.options.start_method,
+            preload=self.options.preload,
+            worker_threads=self.options.worker_threads,
+            worker_output=self.options.worker_output,
+            env_vars=self.options.env_vars,
+            gpus=self.options.gpus,
         )
         host = functools.partial(
             SerialHost,
@@ -144,7 +143,7 @@ class Subject:
             policy_s,
         )
         with Subject(host, {}, options).start(1, 1, patience_s) as env:
-            yield lambda _mode: Turn(*env.call("turn")[0])
+            yield lambda mode: Turn(*env.call("driver.turn", mode)[0])
 
 
 class Turn(NamedTuple):
@@ -300,7 +299,7 @@ class Driver:
 
 
 class SerialHost(CountingEnv):
-    """An env that has a `SerialEnv` of other envs, and steps it in turns.
+    """An env that has a `SerialEnv` of other envs, and its driver.
 
     It is in a worker: no env is built in this process, and one that crashes or hangs there excludes only its setting.
 
@@ -325,12 +324,8 @@ class SerialHost(CountingEnv):
             seed=0,
             options=subject.options,
         )
-        self._driver = Driver(env, span_s, policy_s)
-
-    def turn(self) -> list[Any]:
-        """Run for a turn; return the values of a `Turn`."""
-        return list(self._driver.turn("sync"))
+        self.driver = Driver(env, span_s, policy_s)
 
     def close(self) -> None:
         """Close the executor."""
-        self._driver.env.close()
+        self.driver.env.close()

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from envherd.executor.batched import BatchedEnv
 from envherd.executor.guests.monitor.statistics import quantile
 from envherd.executor.machine.gpus import memory_used_by
 from envherd.executor.sizing.driving import Driver, Subject
@@ -89,18 +88,19 @@ def probe(
     began = time.monotonic()
     patience_s = _PATIENCE_S + _PATIENCE_FACTOR * budget_s
     # One process for all of the time: its figures are read.
-    options = replace(
-        subject.options,
-        on_worker_loss="raise",
-        on_env_error="raise",
-        recycle_after=None,
-        max_worker_memory=None,
+    subject = replace(
+        subject,
+        options=replace(
+            subject.options,
+            on_worker_loss="raise",
+            on_env_error="raise",
+            recycle_after=None,
+            max_worker_memory=None,
+        ),
     )
-    subject = replace(subject, options=options)
-    show("probe: build")
     with subject.start(1, 1, patience_s) as env:
         build_s = further_s = time.monotonic() - began
-        one = Probe(env)
+        one = Probe(env, _SPAN_S)
         first_reset_s = one.read()["reset_s"]
         early = one.memory_after_resets(_RESETS_SHARE * budget_s)
         show("probe: step")
@@ -108,6 +108,11 @@ def probe(
         figures = one.measure_steps(_STEPS_SHARE * budget_s)
         threads = num_threads(one.pid)
         late = one.memory_after_resets(_RESETS_SHARE * budget_s)
+        # What it and its helper have once for all workers.
+        shared_bytes = late["pss"] - late["dirty"]
+        helper = parent_of(one.pid)
+        if helper != os.getpid():  # which is the parent in the portable pool
+            shared_bytes += memory_of(helper, is_alone=True)["pss"]
         gpu_bytes = memory_used_by(descendants(one.pid))
         all_of = one.read()
     # A worker counts the step before a reset with the reset.
@@ -117,7 +122,7 @@ def probe(
     reset_mean_s = max(0.0, resets_s / (all_of["resets"] - 1)) * (
         1 - figures["contention"]
     )
-    why_alone = "ExecutorOptions(alone=True)" if options.alone else ""
+    why_alone = "ExecutorOptions(alone=True)" if subject.options.alone else ""
     further_bytes = late["dirty"]
     if not why_alone and build_s + first_reset_s < budget_s:
         is_short = (
@@ -129,7 +134,7 @@ def probe(
         try:
             with subject.start(count, 1, patience_s) as env:
                 further_s = max(0.0, time.monotonic() - began - build_s) / (count - 1)
-                several = Probe(env)
+                several = Probe(env, _SPAN_S)
                 all_bytes = several.memory_after_resets(_RESETS_SHARE * budget_s)[
                     "dirty"
                 ]
@@ -149,7 +154,7 @@ def probe(
         num_threads=max(0, threads - 1),
         worker_bytes=late["dirty"],
         further_env_bytes=further_bytes,
-        shared_bytes=late["shared"],
+        shared_bytes=shared_bytes,
         gpu_bytes=gpu_bytes,
         why_alone=why_alone,
         **figures,
@@ -157,15 +162,12 @@ def probe(
 
 
 class Probe(Driver):
-    """Steps the envs of one worker, and reads what the worker and the kernel count of it.
+    """Steps the envs of one worker, and reads what the worker and the kernel count of it."""
 
-    Attributes:
-        pid: of the worker.
-    """
-
-    def __init__(self, env: BatchedEnv) -> None:
-        super().__init__(env, _SPAN_S)
-        self.pid = env.engine.pool.pid_of(0)
+    @property
+    def pid(self) -> int:
+        """Process id of the worker."""
+        return self.env.engine.pool.pid_of(0)
 
     def read(self) -> dict[str, Any]:
         """Return what the worker has done and taken so far.
@@ -215,7 +217,7 @@ class Probe(Driver):
         An env's memory may differ by a half from one episode to the next (Melting Pot, by when Lua collects garbage).
 
         Returns:
-            "dirty": private data of the worker; "shared": what it and its helper have once for all workers.
+            "dirty": private data of the worker. "pss": the same, libraries, and its part of shared memory.
         """
         states: list[dict[str, int]] = []
         end = time.monotonic() + seconds
@@ -223,12 +225,10 @@ class Probe(Driver):
             self.reset()
             self.step()
             states.append(memory_of(self.pid))
-        dirty = sum(state["dirty"] for state in states) // len(states)
-        shared = sum(state["pss"] for state in states) // len(states) - dirty
-        helper = parent_of(self.pid)
-        if helper != os.getpid():  # which is the parent in the portable pool
-            shared += memory_of(helper, is_alone=True)["pss"]
-        return {"dirty": dirty, "shared": shared}
+        return {
+            key: sum(state[key] for state in states) // len(states)
+            for key in ("dirty", "pss")
+        }
 
 
 def step_figures(made: Mapping[str, Any]) -> dict[str, Any]:

@@ -63,9 +63,8 @@ def settings_for(measured: Measurement, cores: float, goal: Goal) -> list[Settin
     count = most
     if is_free and is_short:  # waking a second worker takes longer than the steps
         count = 1
-    elif (
-        is_free and goal.target_steps_per_s is not None
-    ):  # as many workers as make it, by the probe
+    elif is_free and goal.target_steps_per_s is not None:
+        # As many as make it, by the probe.
         count = min(
             most,
             max(1, math.ceil(goal.target_steps_per_s * measured.whole_step_s)),
@@ -163,18 +162,6 @@ class Limits:
         self._row_bytes = measured.row_bytes * num_frames
         self.usable = int(machine.memory_available * (1 - goal.headroom))
 
-    def memory_bytes(self, setting: Setting) -> int:
-        """Return bytes of workers, helper and shared memory, without the learner's."""
-        one = self.measured
-        processes = max(1, setting.num_workers)
-        further_envs = setting.num_envs - processes
-        return (
-            one.shared_bytes
-            + processes * one.worker_bytes
-            + further_envs * one.further_env_bytes
-            + setting.num_envs * self._row_bytes
-        )
-
     def judged(self, setting: Setting) -> Run:
         """Return what a setting needs, and why it does not fit, if it does not.
 
@@ -183,6 +170,14 @@ class Limits:
         one = self.measured
         machine = self.machine
         processes = setting.num_workers
+        # With `SerialEnv` the caller's process counts as a worker.
+        holders = max(1, processes)
+        memory_bytes = (
+            one.shared_bytes
+            + holders * one.worker_bytes
+            + (setting.num_envs - holders) * one.further_env_bytes
+            + setting.num_envs * self._row_bytes
+        )
         worker_s = (
             one.build_s
             + one.first_reset_s
@@ -190,7 +185,7 @@ class Limits:
         )
         run = Run(
             setting=setting,
-            memory_bytes=self.memory_bytes(setting),
+            memory_bytes=memory_bytes,
             start_s=worker_s * max(1.0, processes / machine.cores),
         )
         gpus = [
@@ -218,7 +213,7 @@ class Limits:
             ),
             (
                 "GPU memory",
-                max(1, processes) * (one.gpu_bytes or 0) / _MIB,
+                holders * (one.gpu_bytes or 0) / _MIB,
                 sum(gpus) / _MIB if gpus else None,
                 "takes {:,.0f} MiB of GPU memory, {:,.0f} are free",
             ),

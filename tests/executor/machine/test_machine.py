@@ -99,6 +99,7 @@ def test_bare_metal(tmp_path, monkeypatch):
     machine = read_machine(tree(tmp_path, BARE))
     assert machine.cores == 8.0
     assert machine.cgroup.pids_room == 10_000
+    assert machine.processes_left <= 10_000
     assert machine.memory_available == machine.memory_free
     assert (machine.cgroup.cpu_quota, machine.cgroup.memory_limit) == (None, None)
 
