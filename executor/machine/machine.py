@@ -153,15 +153,12 @@ class Others:
 
     def _read(self) -> float:
         """Return seconds that the processors have run programs other than this one, its children and theirs."""
-        seconds = 0.0
-        for cpu, times in enumerate(psutil.cpu_times(percpu=True)):
-            if cpu in self._cpus:
-                seconds += (
-                    times.user
-                    + times.system
-                    + getattr(times, "nice", 0.0)
-                    + getattr(times, "steal", 0.0)
-                )
+        seconds: float = sum(
+            getattr(times, kind, 0.0)
+            for cpu, times in enumerate(psutil.cpu_times(percpu=True))
+            if cpu in self._cpus
+            for kind in ("user", "system", "nice", "steal")
+        )
         own = psutil.Process()
         for process in (own, *own.children(recursive=True)):
             with contextlib.suppress(psutil.Error):
@@ -194,13 +191,10 @@ def _cpu_pressure() -> float | None:
 
 
 def _user_threads() -> int:
-    own = user_id()
     count = 0
-    if own is None:
-        return 0
     for process in psutil.process_iter(["uids", "num_threads"]):
         with contextlib.suppress(psutil.Error, AttributeError, TypeError):
             info: dict[str, Any] = process.info
-            if info["uids"].real == own:
+            if info["uids"].real == user_id():
                 count += info["num_threads"]
     return count

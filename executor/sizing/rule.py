@@ -213,7 +213,7 @@ class Limits:
             ),
             (
                 "GPU memory",
-                holders * (one.gpu_bytes or 0) / _MIB,
+                holders * one.gpu_bytes / _MIB,
                 sum(gpus) / _MIB if gpus else None,
                 "takes {:,.0f} MiB of GPU memory, {:,.0f} are free",
             ),

@@ -84,7 +84,7 @@ class Measurement:
         worker_bytes: memory of a worker with its first env.
         further_env_bytes: added by each further env.
         shared_bytes: what exists once for all workers: the helper, and libraries.
-        gpu_bytes: memory of GPUs that the probe used; None without a GPU.
+        gpu_bytes: memory of GPUs that the probe used; 0 if it is unknown.
         why_alone: why a process can have only one such env: the error of several in one process; empty if it can.
     """
 
@@ -106,7 +106,7 @@ class Measurement:
     worker_bytes: int
     further_env_bytes: int
     shared_bytes: int
-    gpu_bytes: int | None = None
+    gpu_bytes: int = 0
     why_alone: str = ""
 
     @property
