@@ -68,7 +68,7 @@ def run_one(name: str, num_rounds: int) -> dict[str, Any]:
     """Size an env and sweep it; return the figures."""
     began, others = time.monotonic(), Others(read_machine().cpus)
     sizing = recommend(ENVS[name], goal=Goal(num_envs=NUM_ENVS))
-    took_s, chosen = time.monotonic() - began, sizing.setting
+    took_s, chosen = time.monotonic() - began, sizing.chosen.setting
     settings = dict.fromkeys((*SETTINGS, chosen))
     rates = sweep(ENVS[name], list(settings), sizing.measured, num_rounds, others)
     typical = {setting: float(np.median(values)) for setting, values in rates.items()}

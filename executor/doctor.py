@@ -442,7 +442,7 @@ def limits(machine: Machine) -> Iterator[Finding]:
         else f"{room:,} more processes and threads are allowed"
     )
     yield _judged("processes", found, is_ok=room is None or room >= 64)
-    space = machine.limits.get("as")
+    space = machine.address_space
     if space is not None:
         found = f"{space / _GIB:.1f} GiB of address space: libraries reserve far more than they use"
         yield _judged("address space", found, is_ok=False)

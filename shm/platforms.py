@@ -181,10 +181,10 @@ def open_descriptors() -> int:
     return 0
 
 
-def files_limit() -> int | None:
-    """Return how many files this process may have open; None without a limit."""
+def soft_limit(name: str) -> int | None:
+    """Return a limit of this process, such as "NOFILE" of its open files; None without one, or if it is unknown."""
     with contextlib.suppress(AttributeError, OSError):
-        limit: int = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        limit: int = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[0]
         if limit != resource.RLIM_INFINITY:
             return limit
     return None

@@ -63,12 +63,21 @@ def processor_ns(pid: int) -> tuple[int, int, int]:
     delay = others = 0
     for one in descendants(pid):
         for task in _entries(f"/proc/{one}/task"):
-            fields = _text(f"/proc/{one}/task/{task}/schedstat").split()
-            if len(fields) > 1 and int(task) == pid:
-                own, delay = int(fields[0]), int(fields[1])
-            elif fields:
-                others += int(fields[0])
+            scheduled = scheduled_ns(f"{one}/task/{task}")
+            if scheduled and int(task) == pid:
+                own, delay = scheduled
+            elif scheduled:
+                others += scheduled[0]
     return own, delay, others
+
+
+def scheduled_ns(thread: str) -> list[int]:
+    """Return nanoseconds of a thread on a processor and waiting for one; empty if the kernel does not count them.
+
+    Args:
+        thread: its folder in /proc: `PID/task/ID`, `PID` for a main thread, or `thread-self`.
+    """
+    return [int(field) for field in _text(f"/proc/{thread}/schedstat").split()[:2]]
 
 
 def cpu_ns(pid: int) -> int:

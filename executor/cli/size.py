@@ -1,5 +1,6 @@
 """`envherd size ENV`: measures an env, and recommends numbers of envs and workers, with reasons."""
 
+import functools
 import json
 from dataclasses import asdict
 from typing import Any
@@ -14,49 +15,35 @@ from envherd.executor.cli.option_values import write_text
 from envherd.executor.cli.options import Size
 from envherd.executor.machine.machine import Machine
 from envherd.executor.sizing.recommending import Sizing, recommend
-from envherd.executor.sizing.settings import (
-    Goal,
-    Measurement,
-    counted,
-    size_text,
-    time_text,
-)
+from envherd.executor.sizing.settings import Goal, counted, size_text, time_text
 from envherd.workers.adapters.env_names import Factory, factory_for
 
-SCHEMA = "envherd.size/6"
-#: Figures of the chosen setting, in the JSON.
-_CHOSEN = ("num_envs", "num_workers", "mode", "steps_per_s", "memory_bytes", "start_s")
+SCHEMA = "envherd.size/7"
 
 
 def run(options: Size) -> int:
     """Size the env and report it; return the exit code."""
     return carry_out(
-        lambda: _prepare(options), lambda prepared: _work(options, *prepared)
+        lambda: factory_for(options.env),
+        functools.partial(_work, options),
     )
 
 
-def _prepare(options: Size) -> tuple[Factory, Goal]:
-    """Check the options before anything is measured; return the factory and the goal."""
-    goal = Goal(
-        num_envs=options.envs,
-        num_workers=options.workers,
-        policy_s=options.policy_ms / 1e3,
-        target_steps_per_s=options.target_steps_per_s,
-        episode_steps=options.episode_steps,
-        headroom=options.headroom,
-    )
-    goal.require_room()
-    return factory_for(options.env), goal
-
-
-def _work(options: Size, factory: Factory, goal: Goal) -> int:
+def _work(options: Size, factory: Factory) -> int:
     """Size the env and report the result; return the exit code."""
     console = Console(stderr=options.json == "-", quiet=options.quiet)
     with Console(stderr=True, quiet=options.quiet).status("starting") as status:
         sizing = recommend(
             factory,
             env_kwargs=options.env_kwargs or None,
-            goal=goal,
+            goal=Goal(
+                num_envs=options.envs,
+                num_workers=options.workers,
+                policy_s=options.policy_ms / 1e3,
+                target_steps_per_s=options.target_steps_per_s,
+                episode_steps=options.episode_steps,
+                headroom=options.headroom,
+            ),
             budget_s=options.budget,
             progress=lambda text, share: status.update(
                 f"{text} ({share:.0%} of {options.budget:g} s)"
@@ -66,7 +53,7 @@ def _work(options: Size, factory: Factory, goal: Goal) -> int:
     for index, line in enumerate(sizing.why):
         reasons.add_row("" if index else "why:", Text(line))
     refused = [
-        f"not run: {one.setting}: {one.refusal.text}"
+        Text(f"not run: {one.setting}: {one.refusal}", "dim")
         for one in sizing.runs
         if one.refusal is not None
     ]
@@ -74,7 +61,7 @@ def _work(options: Size, factory: Factory, goal: Goal) -> int:
         _advice(options.env, sizing),
         reasons,
         _runs(sizing),
-        *(Text(line, "dim") for line in refused),
+        *refused,
         sep="\n",
     )
     write_text(
@@ -85,7 +72,8 @@ def _work(options: Size, factory: Factory, goal: Goal) -> int:
 
 
 def _advice(env: str, sizing: Sizing) -> Table:
-    chosen, setting, machine = sizing.chosen, sizing.setting, sizing.machine
+    chosen = sizing.chosen
+    measured = sizing.measured
     grid = Table(
         title=Text(env, "bold"),
         title_justify="left",
@@ -94,24 +82,50 @@ def _advice(env: str, sizing: Sizing) -> Table:
     )
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
-    in_process = f"{counted(setting.num_envs, 'env')} in the caller's process: SerialEnv({setting.num_envs}, make_env)"
-    grid.add_row(
-        "run",
-        Text(str(setting) if setting.num_workers else in_process, "bold green"),
-    )
-    grid.add_row(
-        "env-steps/s",
-        f"{chosen.steps_per_s:,.0f} measured ({time_text(chosen.batch_s)} a batch)",
-    )
-    grid.add_row(
-        "memory",
-        f"{size_text(chosen.memory_bytes)} of {size_text(sizing.machine.memory_available)} available",
-    )
-    grid.add_row("start-up", time_text(chosen.start_s))
-    grid.add_row("machine", machine_text(machine))
-    grid.add_section()
-    for name, value in _measured(sizing.measured):
-        grid.add_row(name, value)
+    advice = str(chosen.setting)
+    if not chosen.setting.num_workers:
+        envs = chosen.setting.num_envs
+        advice = f"{counted(envs, 'env')} in the caller's process: SerialEnv({envs}, make_env)"
+    cpu = f"{time_text(measured.cpu_per_step_s)} of processors"
+    if measured.num_threads:
+        cpu += f", {measured.hidden_cpu_share:.0%} in {counted(measured.num_threads, 'further thread')}"
+    for name, value in (
+        ("run", Text(advice, "bold green")),
+        (
+            "env-steps/s",
+            f"{chosen.steps_per_s:,.0f} measured ({time_text(chosen.batch_s)} a batch)",
+        ),
+        (
+            "memory",
+            f"{size_text(chosen.memory_bytes)} of {size_text(sizing.machine.memory_available)} available",
+        ),
+        ("start-up", time_text(chosen.start_s)),
+        ("machine", machine_text(sizing.machine)),
+        (
+            "build",
+            f"{time_text(measured.build_s)} first, {time_text(measured.build_further_s)} further",
+        ),
+        (
+            "reset",
+            f"{time_text(measured.first_reset_s)} first, {time_text(measured.reset_mean_s)} later",
+        ),
+        (
+            "step",
+            f"{time_text(measured.step_median_s)} median, {time_text(measured.step_p99_s)} p99",
+        ),
+        ("cpu of a step", cpu),
+        (
+            "memory of envs",
+            (
+                f"{size_text(measured.worker_bytes)} a worker with its first env, "
+                f"{size_text(measured.further_env_bytes)} each further env, "
+                f"{size_text(measured.shared_bytes)} shared by all"
+            ),
+        ),
+        ("row of a batch", size_text(measured.row_bytes)),
+    ):
+        # A line separates the advice from what was measured.
+        grid.add_row(name, value, end_section=name == "machine")
     return grid
 
 
@@ -131,33 +145,6 @@ def machine_text(machine: Machine) -> str:
     return ", ".join(parts)
 
 
-def _measured(measured: Measurement) -> list[tuple[str, str]]:
-    cpu = f"{time_text(measured.cpu_per_step_s)} of processors"
-    if measured.num_threads:
-        cpu += f", {measured.hidden_cpu_share:.0%} in {counted(measured.num_threads, 'further thread')}"
-    memory = (
-        f"{size_text(measured.worker_bytes)} a worker with its first env, "
-        f"{size_text(measured.further_env_bytes)} each further env, {size_text(measured.shared_bytes)} shared by all"
-    )
-    return [
-        (
-            "build",
-            f"{time_text(measured.build_s)} first, {time_text(measured.build_further_s)} further",
-        ),
-        (
-            "reset",
-            f"{time_text(measured.first_reset_s)} first, {time_text(measured.reset_mean_s)} later",
-        ),
-        (
-            "step",
-            f"{time_text(measured.step_median_s)} median, {time_text(measured.step_p99_s)} p99",
-        ),
-        ("cpu of a step", cpu),
-        ("memory of envs", memory),
-        ("row of a batch", size_text(measured.row_bytes)),
-    ]
-
-
 def _runs(sizing: Sizing) -> Table:
     """Return a table of the settings that were run."""
     title = Text("compared on this machine", "bold")
@@ -174,37 +161,50 @@ def _runs(sizing: Sizing) -> Table:
             justify="left" if name == "setting" else "right",
             no_wrap=True,
         )
-    for one in sorted(
-        (one for one in sizing.runs if one.refusal is None),
-        key=lambda one: -one.relative,
-    ):
-        figures = (
+    ran = [one for one in sizing.runs if one.refusal is None]
+    ran.sort(key=lambda one: -one.steps_per_s)
+    for one in ran:
+        grid.add_row(
+            str(one.setting),
             f"{one.steps_per_s:,.0f}",
-            f"{one.relative:.0%}",
+            f"{one.steps_per_s / ran[0].steps_per_s:.0%}",
             f"{one.busy_share:.0%}",
             size_text(one.memory_bytes),
+            str(one.rounds),
+            style="bold" if one is sizing.chosen else "",
         )
-        style = "bold" if one.setting == sizing.setting else ""
-        grid.add_row(str(one.setting), *figures, str(one.rounds), style=style)
     return grid
 
 
 def plain_report(env: str, sizing: Sizing) -> dict[str, Any]:
     """Return the report as documented in docs/reference/json.md, ready for `json.dump`."""
-    machine = asdict(sizing.machine)
-    for name in ("cores", "memory_available", "files_left", "processes_left"):
-        machine[name] = getattr(sizing.machine, name)
-    chosen = sizing.chosen.to_plain()
+    chosen = sizing.chosen
     return {
         "schema": SCHEMA,
         "env": env,
-        "executor": "ParallelEnv" if sizing.setting.num_workers else "SerialEnv",
-        **{name: chosen[name] for name in _CHOSEN},
-        **{
-            name: getattr(sizing, name)
-            for name in ("binding", "why", "most_envs_in_memory", "meets_target")
+        "executor": "ParallelEnv" if chosen.setting.num_workers else "SerialEnv",
+        **vars(chosen.setting),
+        **_plain(chosen, "steps_per_s", "memory_bytes", "start_s"),
+        **_plain(sizing, "binding", "why"),
+        "settings": [
+            {
+                **vars(one.setting),
+                **_plain(one, "steps_per_s", "busy_share", "rounds"),
+                **_plain(one, "memory_bytes", "start_s", "refusal"),
+            }
+            for one in sizing.runs
+        ],
+        "measured": {
+            **vars(sizing.measured),
+            **_plain(sizing.measured, "waits_share", "reset_share"),
         },
-        "settings": [one.to_plain() for one in sizing.runs],
-        "measured": sizing.measured.to_plain(),
-        "machine": machine,
+        "machine": {
+            **asdict(sizing.machine),
+            **_plain(sizing.machine, "cores", "memory_available"),
+        },
     }
+
+
+def _plain(values: Any, *names: str) -> dict[str, Any]:
+    """Return some attributes by name."""
+    return {name: getattr(values, name) for name in names}

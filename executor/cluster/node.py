@@ -135,7 +135,8 @@ class Node:
                     f"RayRollouts failed: expected {name} {expected[name]} on every node, as in the driver, got "
                     f"{version} on {self._place}. Install the same environment on all nodes."
                 )
-        numbering.first_env_id, numbering.place = first, self._place.partition(",")[0]
+        numbering.first_env_id = first
+        numbering.place = self._place.partition(",")[0]
         options = dataclasses.replace(
             how["options"],
             first_env_id=how["options"].first_env_id + first,

@@ -73,7 +73,8 @@ _log = logging.getLogger("envherd")
 #: Seconds for the head of a cluster to accept a connection; Ray itself would try for minutes.
 _CONNECT_S = 5.0
 #: Seconds between checks of nodes that owe an answer, and between lines of the log about those that are not heard.
-_LOOK_S, _LOG_S = 1.0, 10.0
+_LOOK_S = 1.0
+_LOG_S = 10.0
 #: Characters of Ray's error texts that are kept.
 _MAX_LENGTH = 800
 
@@ -173,9 +174,12 @@ class RayRollouts:
         factories = as_factories(count, make_env)
         kwargs = as_kwargs(len(factories), env_kwargs)
         pickled = {id(factory): pickle_factory(factory) for factory in factories}
-        self.num_envs, self.seed = len(factories), as_root_seed(seed)
-        self._options, self._factory = checked_options(options), policy_factory
-        self._node_timeout_s, self._logged_at = node_timeout_s, time.monotonic()
+        self.num_envs = len(factories)
+        self.seed = as_root_seed(seed)
+        self._options = checked_options(options)
+        self._factory = policy_factory
+        self._node_timeout_s = node_timeout_s
+        self._logged_at = time.monotonic()
         self._pending: dict[Any, _Share] = {}
         self._shares: list[_Share] = []
         # An interrupt leaves nothing to repair: the next call drops the answers.
@@ -471,12 +475,10 @@ class RayRollouts:
             if share.ping is None or (
                 now - share.heard_at > _LOOK_S and ray.wait([share.ping], timeout=0)[0]
             ):
-                share.ping, share.heard_at = (
-                    share.actor.__ray_ready__.options(
-                        concurrency_group="watch"
-                    ).remote(),
-                    now,
-                )
+                share.ping = share.actor.__ray_ready__.options(
+                    concurrency_group="watch"
+                ).remote()
+                share.heard_at = now
             if now - share.heard_at > self._node_timeout_s:
                 share.ping = None  # the next call reports that the actor has died
                 ray.kill(share.actor)

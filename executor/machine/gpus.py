@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Collection
@@ -32,12 +31,10 @@ class Gpu:
 
 def read_gpus() -> tuple[Gpu, ...]:
     """Return the GPUs that `nvidia-smi` lists and `CUDA_VISIBLE_DEVICES` allows, or torch's if it is imported."""
-    if shutil.which("nvidia-smi") is None:
+    text = _ask(f"--query-gpu={_QUERY}")
+    if not text:
         return _torch_gpus()
-    return parse_smi(
-        _ask(f"--query-gpu={_QUERY}"),
-        os.environ.get("CUDA_VISIBLE_DEVICES"),
-    )
+    return parse_smi(text, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def parse_smi(text: str, visible: str | None) -> tuple[Gpu, ...]:
@@ -73,10 +70,8 @@ def parse_smi(text: str, visible: str | None) -> tuple[Gpu, ...]:
     return tuple(found)
 
 
-def memory_used_by(pids: Collection[int]) -> int | None:
-    """Return bytes of GPU memory that processes use together; None if there is no GPU, or it is unknown."""
-    if shutil.which("nvidia-smi") is None:
-        return None
+def memory_used_by(pids: Collection[int]) -> int:
+    """Return bytes of GPU memory that processes use together; 0 if it is unknown."""
     return parse_apps(_ask("--query-compute-apps=pid,used_memory"), pids)
 
 
@@ -91,6 +86,7 @@ def parse_apps(text: str, pids: Collection[int]) -> int:
 
 
 def _ask(query: str) -> str:
+    """Return what `nvidia-smi` prints; empty if there is none, or if it fails."""
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     with contextlib.suppress(subprocess.TimeoutExpired), ignoring_refusals():
         done = subprocess.run(

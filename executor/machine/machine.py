@@ -21,7 +21,7 @@ from envherd.shm.cgroups import read_count, read_word
 from envherd.shm.platforms import (
     bytes_of_disk,
     open_descriptors,
-    resource,
+    soft_limit,
     usable_cpus,
     user_id,
 )
@@ -42,9 +42,9 @@ class Machine:
         memory_free: memory of the machine that is available without swapping, to any process (MemAvailable).
         shm_total: size of /dev/shm; None where there is none.
         shm_free: free space of /dev/shm; None where there is none.
-        limits: soft limits by name, "nofile", "nproc", "as"; None for unlimited.
-        open_files: descriptors that this process has open.
-        user_threads: threads of this user, which is what "nproc" counts (not for root).
+        files_left: descriptors that this process may still open; None without a limit.
+        processes_left: processes and threads that may still be created; None without a limit.
+        address_space: bytes that this process may map; None without a limit.
         load: runnable processes, mean of the last minute.
         cpu_pressure: share of the last 10 s in which some task waited for a processor, 0..1; None if unknown.
         gpus: see `Gpu`.
@@ -58,9 +58,9 @@ class Machine:
     memory_free: int
     shm_total: int | None
     shm_free: int | None
-    limits: dict[str, int | None]
-    open_files: int
-    user_threads: int
+    files_left: int | None
+    processes_left: int | None
+    address_space: int | None
     load: float
     cpu_pressure: float | None
     gpus: tuple[Gpu, ...] = field(default=())
@@ -86,17 +86,6 @@ class Machine:
         room = self.cgroup.memory_room
         return self.memory_free if room is None else min(self.memory_free, room)
 
-    @property
-    def files_left(self) -> int | None:
-        """Descriptors this process may still open."""
-        limit = self.limits.get("nofile")
-        return None if limit is None else max(0, limit - self.open_files)
-
-    @property
-    def processes_left(self) -> int | None:
-        """Processes and threads that may still be created; None without a limit."""
-        return _least_left(self.cgroup, self.limits, self.user_threads)
-
 
 def read_machine(root: Path = _ROOT) -> Machine:
     """Read what this process may use.
@@ -104,47 +93,46 @@ def read_machine(root: Path = _ROOT) -> Machine:
     Args:
         root: of the control groups; see `read_cgroup`.
     """
-    cpus, memory = usable_cpus(), psutil.virtual_memory()
+    cpus = usable_cpus()
+    memory = psutil.virtual_memory()
+    cgroup = read_cgroup(root)
     shm_total, shm_free = bytes_of_disk("/dev/shm")
     return Machine(
         cpus=cpus,
         num_cpus=os.cpu_count() or len(cpus),
         physical_cores=_physical_cores(cpus),
-        cgroup=read_cgroup(root),
+        cgroup=cgroup,
         memory_total=memory.total,
         memory_free=memory.available,
         shm_total=shm_total,
         shm_free=shm_free,
-        limits=_limits(),
-        open_files=open_descriptors(),
-        user_threads=_user_threads(),
+        files_left=files_left(),
+        processes_left=processes_left(cgroup),
+        address_space=soft_limit("AS"),
         load=psutil.getloadavg()[0],
         cpu_pressure=_cpu_pressure(),
         gpus=read_gpus(),
     )
 
 
-def processes_left() -> int | None:
-    """Return how many processes and threads this process may still create, at most; None without a limit."""
-    rooms = (
-        _least_left(read_cgroup(), _limits(), _user_threads()),
-        read_count(Path("/proc/sys/kernel/pid_max")),
-    )
+def files_left() -> int | None:
+    """Return how many descriptors this process may still open; None without a limit."""
+    limit = soft_limit("NOFILE")
+    return None if limit is None else max(0, limit - open_descriptors())
+
+
+def processes_left(cgroup: Cgroup) -> int | None:
+    """Return how many processes and threads this process may still create; None without a limit.
+
+    Args:
+        cgroup: of this process.
+    """
+    rooms = [cgroup.pids_room, read_count(Path("/proc/sys/kernel/pid_max"))]
+    # It counts the threads of this user. Root is not held to it.
+    of_user = soft_limit("NPROC")
+    if of_user is not None and user_id() != 0:
+        rooms.append(max(0, of_user - _user_threads()))
     return min((room for room in rooms if room is not None), default=None)
-
-
-def _least_left(
-    cgroup: Cgroup,
-    limits: dict[str, int | None],
-    user_threads: int,
-) -> int | None:
-    """Return how many processes and threads the tightest limit leaves; root is not held to "nproc"."""
-    nproc = None if user_id() == 0 else limits.get("nproc")
-    own = None if nproc is None else max(0, nproc - user_threads)
-    return min(
-        (room for room in (cgroup.pids_room, own) if room is not None),
-        default=None,
-    )
 
 
 class Others:
@@ -156,7 +144,8 @@ class Others:
 
     def __init__(self, cpus: tuple[int, ...]) -> None:
         self._cpus = cpus
-        self._began, self._taken_s = time.monotonic(), self._read()
+        self._began = time.monotonic()
+        self._taken_s = self._read()
 
     def share(self) -> float:
         """Return the share so far, 0..1. What has run is known to 10 ms for each process."""
@@ -165,15 +154,12 @@ class Others:
 
     def _read(self) -> float:
         """Return seconds that the processors have run programs other than this one, its children and theirs."""
-        seconds = 0.0
-        for cpu, times in enumerate(psutil.cpu_times(percpu=True)):
-            if cpu in self._cpus:
-                seconds += (
-                    times.user
-                    + times.system
-                    + getattr(times, "nice", 0.0)
-                    + getattr(times, "steal", 0.0)
-                )
+        seconds: float = sum(
+            getattr(times, kind, 0.0)
+            for cpu, times in enumerate(psutil.cpu_times(percpu=True))
+            if cpu in self._cpus
+            for kind in ("user", "system", "nice", "steal")
+        )
         own = psutil.Process()
         for process in (own, *own.children(recursive=True)):
             with contextlib.suppress(psutil.Error):
@@ -184,19 +170,9 @@ class Others:
 
 def usable_cores(root: Path = _ROOT) -> int:
     """Return how many cores this process may use: its affinity, or its cgroup's CPU quota if that is less."""
-    allowed, quota = len(usable_cpus()), read_cgroup(root).cpu_quota
+    allowed = len(usable_cpus())
+    quota = read_cgroup(root).cpu_quota
     return allowed if quota is None else max(1, min(allowed, math.ceil(quota)))
-
-
-def _limits() -> dict[str, int | None]:
-    """Return the soft limits that the system has; None for unlimited."""
-    limits: dict[str, int | None] = {}
-    for name in ("nofile", "nproc", "as"):
-        # There may be no such limit, or no module for limits.
-        with contextlib.suppress(OSError, AttributeError):
-            soft = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[0]
-            limits[name] = None if soft == resource.RLIM_INFINITY else soft
-    return limits
 
 
 def _physical_cores(cpus: Iterable[int]) -> int:
@@ -216,12 +192,10 @@ def _cpu_pressure() -> float | None:
 
 
 def _user_threads() -> int:
-    own, count = user_id(), 0
-    if own is None:
-        return 0
+    count = 0
     for process in psutil.process_iter(["uids", "num_threads"]):
         with contextlib.suppress(psutil.Error, AttributeError, TypeError):
             info: dict[str, Any] = process.info
-            if info["uids"].real == own:
+            if info["uids"].real == user_id():
                 count += info["num_threads"]
     return count

@@ -7,17 +7,21 @@ built (`shm.segment.admit`), and `envherd size` measures how many fit.
 
 import errno
 
-from envherd.executor.machine.machine import processes_left
-from envherd.shm import platforms
+from envherd.executor.machine.cgroups import read_cgroup
+from envherd.executor.machine.machine import files_left, processes_left
 from envherd.shm.segment import available_bytes
 from envherd.workers.errors import EnvherdError
 
-#: Descriptors of the owner: for each worker (socket, log, pidfd), and once for an executor (the helper's socket,
-#: lifeline and log; the slab; temporary ones while a process is started).
-FILES_PER_WORKER, FILES_FIXED = 3, 12
-#: Bytes of the smallest env in all processes together, and of the smallest worker, below what `CountingEnv` takes (27
-#: KiB in `SerialEnv`, 55 in workers of 6.4 MiB; 2026-11-28).
-_ENV_BYTES, _WORKER_BYTES = 24 * 2**10, 2 * 2**20
+#: Descriptors of the owner for each worker: socket, log, pidfd.
+FILES_PER_WORKER = 3
+#: Descriptors of the owner once for an executor: the helper's socket, lifeline and log; the slab; temporary ones while
+#: a process is started.
+FILES_FIXED = 12
+#: Bytes of the smallest env in all processes together, below what `CountingEnv` takes (27 KiB in `SerialEnv`, 55 in
+#: workers; 2026-11-28).
+_ENV_BYTES = 24 * 2**10
+#: Bytes of the smallest worker, below what one with a `CountingEnv` takes (6.4 MiB; 2026-11-28).
+_WORKER_BYTES = 2 * 2**20
 #: No more than this many are always tried: reading the limits on processes takes milliseconds.
 _FEW = 16
 
@@ -48,23 +52,20 @@ def require_room(num_envs: int = 1, num_workers: int = 0) -> None:
                 f"memory are available and each takes at least {each / 2**10:,.0f} KiB, got {_shown(count)}. Use "
                 f"fewer; `envherd size` measures how many fit."
             )
-    left = processes_left() if num_workers > _FEW else None
+    left = processes_left(read_cgroup()) if num_workers > _FEW else None
     if left is not None and num_workers > left:
         raise TooMany(
             f"num_workers failed: expected at most {left:,}, the number of processes and threads that the limits here "
             f"leave, got {_shown(num_workers)}. Use fewer workers, or raise the limit (ulimit -u, docker --pids-limit, "
             f"TasksMax=, kernel.pid_max)."
         )
-    limit = platforms.files_limit()
-    num_open, num_wanted = (
-        platforms.open_descriptors(),
-        num_workers * FILES_PER_WORKER + FILES_FIXED,
-    )
-    if num_workers and limit is not None and num_open + num_wanted > limit:
+    num_files = num_workers * FILES_PER_WORKER + FILES_FIXED
+    files = files_left()
+    if num_workers and files is not None and num_files > files:
         raise OSError(
             errno.EMFILE,
-            f"starting workers failed: expected room for {num_wanted} more open files ({num_workers} workers), got a "
-            f"limit of {limit} of which {num_open} are open. Raise it (ulimit -n), or use fewer workers",
+            f"starting workers failed: expected room for {num_files} more open files ({num_workers} workers), got a "
+            f"limit that leaves {files}. Raise it (ulimit -n), or use fewer workers",
         )
 
 

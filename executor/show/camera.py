@@ -35,7 +35,8 @@ class Camera:
     """
 
     def __init__(self, env: BatchedEnv, agent: int | None = None) -> None:
-        self._env, self._agent = env, agent
+        self._env = env
+        self._agent = agent
         found = (
             env.spec.metadata.get("frame_key")
             if agent is None

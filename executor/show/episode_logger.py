@@ -161,10 +161,8 @@ def _episodes_of(data: TensorDictBase) -> Iterator[Episode]:
         and key[-1].endswith("return")
     ]
     sums = {"/".join(key): following.get(key)[mask].double().flatten(1) for key in keys}
-    lengths, seconds = (
-        length[mask].flatten().tolist(),
-        following.get(("episode", "time"))[mask].flatten().tolist(),
-    )
+    lengths = length[mask].flatten().tolist()
+    seconds = following.get(("episode", "time"))[mask].flatten().tolist()
     for row, (steps, elapsed) in enumerate(zip(lengths, seconds, strict=True)):
         yield Episode(
             _by_tag({tag: values[row] for tag, values in sums.items()}),

@@ -47,7 +47,8 @@ class PrometheusCollector:
     """
 
     def __init__(self, env: BatchedEnv, prefix: str = "envherd") -> None:
-        self._env, self._prefix = env, prefix
+        self._env = env
+        self._prefix = prefix
 
     def collect(self) -> Iterator[Any]:
         """Yield the metrics: `PREFIX_env_steps_total`, `PREFIX_worker_busy_share{worker="0"}`, ... ."""

@@ -68,7 +68,8 @@ class Part(NamedTuple):
     @property
     def at(self) -> slice | list[int]:
         """The agents as an index: a slice, which copies nothing, if possible."""
-        first, last = self.players[0], self.players[-1]
+        first = self.players[0]
+        last = self.players[-1]
         return (
             slice(first, last + 1)
             if last - first + 1 == len(self.players)
@@ -118,7 +119,8 @@ class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
             )
         self.group = _group(spec, group)
         # TorchRL reads these to see that it can be called with a batch.
-        self.in_keys, self.out_keys = [self.group], [(*self.group, "action")]
+        self.in_keys = [self.group]
+        self.out_keys = [(*self.group, "action")]
         self.names, self.roles = _names_and_roles(spec, self.group, roles)
         chosen = choose_policies(policies, self.names, self.roles)
         by_policy: dict[int, list[int]] = {}
@@ -227,7 +229,8 @@ class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
         part: Part,
     ) -> TensorDictBase:
         """Return the rows `[*lead, p]` of some agents, with the flags and numbers of their envs."""
-        lead, count = root.batch_size, len(part.players)
+        lead = root.batch_size
+        count = len(part.players)
         rows: Any = group[(..., part.at)] if count < len(self.names) else group.copy()
         for key, value in root.items():
             is_of_env = isinstance(value, torch.Tensor) and value.shape in (
@@ -282,16 +285,11 @@ def as_policy(call: str, given: Any, spec: EnvSpec) -> Policy:
     if not callable(given) or (
         isinstance(given, (Mapping, PerPlayer)) and not has_players
     ):
-        kind = (
-            "one agent"
-            if not spec.groups
-            else "agents"
-            if has_players
-            else "several groups of agents"
-        )
-        expected = (
-            "a callable or a dict of them by agent" if has_players else "a callable"
-        )
+        expected = "a callable or a dict of them by agent"
+        kind = "agents"
+        if not has_players:
+            expected = "a callable"
+            kind = "several groups of agents" if spec.groups else "one agent"
         advice = WRAP_MODEL if hasattr(given, "predict") else WRAP
         raise TypeError(
             f"{call} failed: expected {expected} as the policy of {spec.family} envs of {kind}, got "

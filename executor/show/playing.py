@@ -186,7 +186,8 @@ class _Seat(threading.Thread):
         outcomes: SimpleQueue[Any],
     ) -> None:
         super().__init__(name=f"evaluate-{number}", daemon=True)
-        self._options, self._outcomes = options, outcomes
+        self._options = options
+        self._outcomes = outcomes
         self._env: ParallelEnv | None = None
         self.todo: SimpleQueue[_Operation | None] = SimpleQueue()
 
@@ -253,7 +254,9 @@ class Play:
         records: RecordFile,
         prepare: Callable[[str, BatchedEnv], Part],
     ) -> None:
-        self.rules, self._records, self.prepare = rules, records, prepare
+        self.rules = rules
+        self._records = records
+        self.prepare = prepare
         self._tasks = [
             _Task(
                 name,
@@ -337,10 +340,8 @@ class Play:
             for seat, session in waiting.items()
             if session is first or session.kind == first.kind
         ]
-        limit, end = (
-            self.rules.max_batch or 1,
-            first.waits_since + self.rules.deadline_s,
-        )
+        limit = self.rules.max_batch or 1
+        end = first.waits_since + self.rules.deadline_s
         if len(seats) < limit and len(waiting) < num_seats:
             with contextlib.suppress(Empty):
                 return [outcomes.get(timeout=max(0.0, end - time.monotonic()))]
@@ -479,7 +480,10 @@ class _Session:
         *,
         is_own: bool,
     ) -> None:
-        self._play, self.task, self.env, self._is_own = play, task, env, is_own
+        self._play = play
+        self.task = task
+        self.env = env
+        self._is_own = is_own
         self._rules = play.rules
         self.part = task.part = task.part or play.prepare(task.name, env)
         self._camera = Camera(env)
@@ -558,7 +562,8 @@ class _Session:
 
     def _step(self) -> _Work:
         """Act once in each env that plays, and count it. Episodes whose env fails are recorded."""
-        env, ids = self.env, list(self.playing)
+        env = self.env
+        ids = list(self.playing)
         self.root = env.current(ids)
         self.waits_since = time.monotonic()
         is_shared = self._rules.max_batch is not None and self._is_own
@@ -657,7 +662,8 @@ class _Session:
 def _act(sessions: Sequence[_Session]) -> list[TensorDictBase]:
     """Call the policy of some sessions of one kind once, and keep its state; return the actions of each."""
     episodes = [episode for one in sessions for episode in one.playing.values()]
-    first, session = episodes[0], sessions[0]
+    first = episodes[0]
+    session = sessions[0]
     root: Any = (
         session.root
         if len(sessions) == 1

@@ -66,7 +66,8 @@ class VideoRecorder:
             raise ValueError(
                 f"VideoRecorder failed: expected fps above 0, got {fps!r}."
             )
-        self._folder, self._fps = Path(folder), fps
+        self._folder = Path(folder)
+        self._fps = fps
         self._folder.mkdir(parents=True, exist_ok=True)
         self._camera = Camera(env, agent)
         # Env -> its episode and its video.

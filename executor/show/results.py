@@ -87,7 +87,8 @@ def rate_of(num_successes: int, num_episodes: int) -> Rate:
     """Return a success rate and its interval."""
     if not num_episodes:
         return Rate(math.nan, math.nan, math.nan, 0, 0)
-    rate, spread = num_successes / num_episodes, _Z**2 / num_episodes
+    rate = num_successes / num_episodes
+    spread = _Z**2 / num_episodes
     middle = (rate + spread / 2) / (1 + spread)
     half = math.sqrt(rate * (1 - rate) * spread + spread**2 / 4) / (1 + spread)
     return Rate(

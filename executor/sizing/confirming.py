@@ -11,28 +11,32 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from envherd.executor.sizing.driving import Driver, HostDriver, Subject, Turn
+from envherd.executor.sizing.driving import Subject, Turn
 from envherd.executor.sizing.rule import Limits, resets_are_costly, steps_are_uneven
-from envherd.executor.sizing.settings import Refusal, Run, Setting
+from envherd.executor.sizing.settings import Mode, Run
 from envherd.workers.errors import EnvherdError, WorkerTimeout
 
-#: A smaller setting is chosen if it reaches this share of the best one's speed.
-GOOD_ENOUGH = 0.95
-#: Rounds; in each, every setting has one turn, so other load affects all alike. And rounds if other programs use the
-#: machine.
-NUM_ROUNDS, _NUM_BUSY_ROUNDS = 5, 15
-#: Seconds of a turn; and of a turn under a CPU quota, which usually stops all processes ten times a second.
-_SPAN_S, _THROTTLED_SPAN_S = 0.1, 0.5
+#: In each round every setting has one turn, so other load affects all alike.
+_NUM_ROUNDS = 5
+#: Rounds if other programs use the machine.
+_NUM_BUSY_ROUNDS = 15
+_SPAN_S = 0.1  # of a turn
+#: Seconds of a turn under a CPU quota, which usually stops all processes ten times a second.
+_THROTTLED_SPAN_S = 0.5
 #: Seconds in which the worker of a `SerialEnv` imports torch; on a busy machine.
 _IMPORT_S = 10.0
-#: Largest share of the remaining time for the start of a further executor; and the share of the whole budget below
-#: which a start is quick: it is made even if no time remains.
-_START_SHARE, _QUICK_SHARE = 0.5, 0.1
-#: A call that takes this many times as long as expected, plus this many seconds, counts as hanging.
-_PATIENCE_FACTOR, _PATIENCE_S = 10.0, 20.0
+#: Largest share of the remaining time for the start of a further executor.
+_START_SHARE = 0.5
+#: Share of the whole budget below which a start is quick: it is made even if no time remains.
+_QUICK_SHARE = 0.1
+#: Expected times that a call may take, in addition to `_PATIENCE_S`, before it counts as hanging.
+_PATIENCE_FACTOR = 10.0
+#: Seconds that any call may take.
+_PATIENCE_S = 20.0
 
 
 class Confirmation:
@@ -54,85 +58,67 @@ class Confirmation:
         show: Callable[[str], None],
         is_busy: Callable[[], bool],
     ) -> None:
-        self._subject, self._limits = subject, limits
+        self._subject = subject
+        self._limits = limits
         self._end, self._budget_s = budget
-        self._show, self._is_busy = show, is_busy
-        self._refusals: dict[Setting, Refusal | None] = {}
-        self._drivers: dict[tuple[int, int], Driver] = {}
-        self._error: Exception | None = None
+        self._show = show
+        self._is_busy = is_busy
+        self._turns: dict[tuple[int, int], Callable[[Mode], Turn]] = {}
+        self._taken_bytes = 0
 
-    def run(self, settings: Mapping[Setting, Refusal | None]) -> list[Run]:
-        """Run settings in rounds.
+    def run(self, runs: Sequence[Run]) -> None:
+        """Run settings in rounds, and write into each what it makes, or why it was not run.
 
         Args:
-            settings: the most promising first; with reasons not to run some.
-
-        Returns:
-            One entry for each setting; at least one was run.
+            runs: the most promising first; some may have reasons not to run them.
 
         Raises:
             EnvherdError, OSError: every setting failed; the error of the last.
         """
-        rounds: list[dict[Setting, Turn]] = []
+        self._runs = runs
+        rounds: list[dict[Run, Turn]] = []
         # Closes all executors, even if one raises.
         with contextlib.ExitStack() as stack:
-            for setting, refusal in settings.items():
-                self._refusals[setting] = refusal or self._refusal_now(setting)
-                if (
-                    self._refusals[setting] is None
-                    and _executor(setting) not in self._drivers
-                ):
-                    self._try(setting, functools.partial(self._start, setting, stack))
+            for run in runs:
+                run.refusal = run.refusal or self._refusal_now(run)
+                if run.refusal is None and _executor(run) not in self._turns:
+                    self._try(run, functools.partial(self._start, run, stack))
             while self._alive:
                 rounds.append({})
                 self._show(f"round {len(rounds)}")
-                for setting in self._alive:
-                    self._try(
-                        setting,
-                        functools.partial(self._turn, setting, rounds[-1]),
-                    )
-                most = _NUM_BUSY_ROUNDS if self._is_busy() else NUM_ROUNDS
+                for run in self._alive:
+                    self._try(run, functools.partial(self._turn, run, rounds[-1]))
+                most = _NUM_BUSY_ROUNDS if self._is_busy() else _NUM_ROUNDS
                 if len(rounds) >= most or time.monotonic() > self._end:
                     break
         if not self._alive:
-            assert self._error is not None
             raise self._error
-        return self._runs(rounds)
+        self._write(rounds)
 
     @property
-    def _alive(self) -> list[Setting]:
-        return [
-            setting for setting, refusal in self._refusals.items() if refusal is None
-        ]
+    def _alive(self) -> list[Run]:
+        return [run for run in self._runs if run.refusal is None]
 
-    def _refusal_now(self, setting: Setting) -> Refusal | None:
+    def _refusal_now(self, run: Run) -> str | None:
         """Return why a fitting setting cannot be started next to the others."""
-        others = {_executor(one): self._limits.memory_bytes(one) for one in self._alive}
-        if not others or _executor(setting) in others:
+        if not self._turns or _executor(run) in self._turns:
             return None
-        if (
-            sum(others.values()) + self._limits.memory_bytes(setting)
-            > self._limits.usable
-        ):
-            return Refusal("budget", "does not fit the memory next to the others")
-        start_s = self._limits.start_s(setting)
+        if self._taken_bytes + run.memory_bytes > self._limits.usable:
+            return "does not fit the memory next to the others"
         left_s = self._end - time.monotonic()
-        if start_s > max(_START_SHARE * left_s, _QUICK_SHARE * self._budget_s):
-            return Refusal(
-                "budget",
-                f"takes {start_s:,.1f} s to start; a longer --budget allows for it",
+        if run.start_s > max(_START_SHARE * left_s, _QUICK_SHARE * self._budget_s):
+            return (
+                f"takes {run.start_s:,.1f} s to start; a longer --budget allows for it"
             )
         return None
 
-    def _patience_s(self, setting: Setting) -> float:
+    def _patience_s(self, run: Run) -> float:
         """Return the seconds after which a call counts as hanging."""
-        batch_s = setting.most_per_worker * self._limits.measured.whole_step_s
-        import_s = 0.0 if setting.num_workers else _IMPORT_S
-        return _PATIENCE_S + _PATIENCE_FACTOR * (
-            self._limits.start_s(setting) + batch_s + import_s
-        )
+        batch_s = run.setting.most_per_worker * self._limits.measured.whole_step_s
+        import_s = 0.0 if run.setting.num_workers else _IMPORT_S
+        return _PATIENCE_S + _PATIENCE_FACTOR * (run.start_s + batch_s + import_s)
 
-    def _try(self, setting: Setting, action: Callable[[], None]) -> None:
+    def _try(self, run: Run, action: Callable[[], None]) -> None:
         """Do something with a setting; if it fails, exclude all settings of its executor."""
         try:
             action()
@@ -142,37 +128,31 @@ class Confirmation:
             self._error = error
             text = f"failed: {str(error).split(chr(10), 1)[0] or type(error).__name__}"
             if isinstance(error, WorkerTimeout):
-                text = (
-                    f"hung: a call took longer than {self._patience_s(setting):,.0f} s"
-                )
-            alike = [one for one in self._alive if _executor(one) == _executor(setting)]
-            self._refusals |= dict.fromkeys(alike, Refusal("failure", text))
+                text = f"hung: a call took longer than {self._patience_s(run):,.0f} s"
+            for one in self._alive:
+                if _executor(one) == _executor(run):
+                    one.refusal = text
 
-    def _start(self, setting: Setting, stack: contextlib.ExitStack) -> None:
-        start_s, goal, patience_s = (
-            self._limits.start_s(setting),
-            self._limits.goal,
-            self._patience_s(setting),
+    def _start(self, run: Run, stack: contextlib.ExitStack) -> None:
+        self._show(f"starting {run.setting}, about {run.start_s:,.0f} s")
+        turn = self._subject.turns(
+            run.setting,
+            _THROTTLED_SPAN_S if self._limits.machine.is_throttled else _SPAN_S,
+            self._limits.goal.policy_s,
+            self._patience_s(run),
         )
-        self._show(f"starting {setting}, about {start_s:,.0f} s")
-        span_s = _THROTTLED_SPAN_S if self._limits.machine.is_throttled else _SPAN_S
-        subject, size, kind = self._subject, _executor(setting), Driver
-        if not setting.num_workers:
-            subject, size, kind = (
-                subject.hosted(setting.num_envs, span_s, goal.policy_s),
-                (1, 1),
-                HostDriver,
-            )
-        env = stack.enter_context(subject.start(*size, patience_s))
-        self._drivers[_executor(setting)] = kind(env, span_s, goal.policy_s)
+        self._turns[_executor(run)] = stack.enter_context(turn)
+        self._taken_bytes += run.memory_bytes
 
-    def _turn(self, setting: Setting, turns: dict[Setting, Turn]) -> None:
+    def _turn(self, run: Run, turns: dict[Run, Turn]) -> None:
         # It has not failed in this round, in the other mode.
-        if self._refusals[setting] is None:
-            turns[setting] = self._drivers[_executor(setting)].turn(setting.mode)
+        if run.refusal is None:
+            turns[run] = self._turns[_executor(run)](run.setting.mode)
 
-    def _runs(self, rounds: Sequence[Mapping[Setting, Turn]]) -> list[Run]:
-        measured, alive, is_busy = self._limits.measured, self._alive, self._is_busy()
+    def _write(self, rounds: Sequence[Mapping[Run, Turn]]) -> None:
+        """Write what was measured into the runs."""
+        measured = self._limits.measured
+        is_busy = self._is_busy()
         is_even = not (steps_are_uneven(measured) or resets_are_costly(measured))
 
         def rate(turn: Turn) -> float:
@@ -180,25 +160,17 @@ class Confirmation:
             return measured.whole_steps(turn.steps, turn.resets) / seconds
 
         rate_of = speeds(
-            [{setting: rate(turns[setting]) for setting in alive} for turns in rounds]
+            [{run: rate(turns[run]) for run in self._alive} for turns in rounds]
         )
-        runs = []
-        for setting, refusal in self._refusals.items():
-            turns = [one[setting] for one in rounds] if setting in rate_of else []
-            run = Run(
-                setting=setting,
-                steps_per_s=rate_of.get(setting, 0.0),
-                busy_share=sum(turn.busy_share for turn in turns) / max(1, len(turns)),
-                rounds=len(turns),
-                memory_bytes=self._limits.memory_bytes(setting),
-                start_s=self._limits.start_s(setting),
-                refusal=refusal,
+        for run, steps_per_s in rate_of.items():
+            run.steps_per_s = steps_per_s
+            run.busy_share = sum(turns[run].busy_share for turns in rounds) / len(
+                rounds
             )
-            runs.append(run)
-        return runs
+            run.rounds = len(rounds)
 
 
-def speeds(rounds: Sequence[Mapping[Setting, float]]) -> dict[Setting, float]:
+def speeds(rounds: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
     """Return the speed of each setting, env-steps per second.
 
     In a round every setting has one turn, so a disturbance of some seconds affects all of them. A speed is the first
@@ -218,21 +190,6 @@ def speeds(rounds: Sequence[Mapping[Setting, float]]) -> dict[Setting, float]:
     }
 
 
-def choose(runs: Sequence[Run], target: float | None = None) -> Run:
-    """Return the smallest setting within 5 % of the fastest, or the smallest one that reaches a target.
-
-    Args:
-        runs: those without a refusal; at least one.
-        target: env-steps per second. If no setting reaches it, the fastest counts.
-    """
-    most = max(one.steps_per_s for one in runs)
-    enough = target if target is not None and most >= target else GOOD_ENOUGH * most
-    return min(
-        (one for one in runs if one.steps_per_s >= enough),
-        key=lambda one: one.setting.rank,
-    )
-
-
-def _executor(setting: Setting) -> tuple[int, int]:
+def _executor(run: Run) -> tuple[int, int]:
     """Return what settings with one executor have in common; it runs both modes."""
-    return setting.num_envs, setting.num_workers
+    return run.setting.num_envs, run.setting.num_workers

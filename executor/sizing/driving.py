@@ -8,7 +8,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,17 +19,20 @@ from envherd.executor.machine.machine import usable_cores
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.sending.blueprint import as_factories, draw
 from envherd.executor.serial import SerialEnv
-from envherd.executor.sizing.settings import Mode
+from envherd.executor.sizing.settings import Mode, Setting
 from envherd.executor.start.preloading import preloading
-from envherd.shm.cgroups import read_word
 from envherd.shm.platforms import require
+from envherd.workers.processes import scheduled_ns
 from envherd.workers.testing import CountingEnv
 
 #: Number of batches of random actions that are drawn in advance and used cyclically.
 _NUM_DRAWN = 16
-#: Uncounted batches before a turn, least number of batches of a turn, and the largest number of seconds for reaching
-#: it.
-_WARM_UP, _LEAST_BATCHES, _LEAST_S = 2, 4, 1.0
+#: Uncounted batches before a turn.
+_WARM_UP = 2
+#: Least number of batches of a turn, unless they take more than `_LEAST_S`.
+_LEAST_BATCHES = 4
+#: Seconds after which a turn may have fewer batches.
+_LEAST_S = 1.0
 #: Seconds of a batch that is usually over before the kernel gives the processor to another program.
 _SHORT_S = 1e-3
 
@@ -104,23 +106,44 @@ class Subject:
             pool.close(timeout_s=0)
             raise
 
-    def hosted(self, num_envs: int, span_s: float, policy_s: float) -> Subject:
-        """Return an env that has a `SerialEnv` of these envs: see `SerialHost`."""
-        own = self.options
+    @contextlib.contextmanager
+    def turns(
+        self,
+        setting: Setting,
+        span_s: float,
+        policy_s: float,
+        patience_s: float,
+    ) -> Iterator[Callable[[Mode], Turn]]:
+        """Start the executor of a setting; yield what runs it for a turn in a mode.
+
+        Args:
+            setting: a `SerialEnv` runs in a worker; see `SerialHost`.
+            span_s: see `Driver`.
+            policy_s: see `Driver`.
+            patience_s: see `start`.
+        """
+        if setting.num_workers:
+            with self.start(setting.num_envs, setting.num_workers, patience_s) as env:
+                yield Driver(env, span_s, policy_s).turn
+            return
         # The other options concern the envs: they are those of the `SerialEnv`.
         options = ExecutorOptions(
-            start_method=own.start_method,
-            preload=own.preload,
-            worker_threads=own.worker_threads,
-            worker_output=own.worker_output,
-            env_vars=own.env_vars,
-            gpus=own.gpus,
+            start_method=self.options.start_method,
+            preload=self.options.preload,
+            worker_threads=self.options.worker_threads,
+            worker_output=self.options.worker_output,
+            env_vars=self.options.env_vars,
+            gpus=self.options.gpus,
         )
-        return Subject(
-            functools.partial(SerialHost, self, num_envs, span_s, policy_s),
-            {},
-            options,
+        host = functools.partial(
+            SerialHost,
+            self,
+            setting.num_envs,
+            span_s,
+            policy_s,
         )
+        with Subject(host, {}, options).start(1, 1, patience_s) as env:
+            yield lambda mode: Turn(*env.call("driver.turn", mode)[0])
 
 
 class Turn(NamedTuple):
@@ -181,26 +204,6 @@ class Turn(NamedTuple):
         )
 
 
-def random_actions(env: BatchedEnv) -> Callable[..., TensorDictBase]:
-    """Return a function that sets actions of some envs, or of all, in the batch to act on: `(batch, env_ids=None)`.
-
-    They are legal if the envs have masks, else from batches that were drawn in advance.
-    """
-    has_masks = any(leaf.key[-1] == "action_mask" for leaf in env.observation_spec)
-    keys = [leaf.key for leaf in env.action_spec]
-    drawn = itertools.cycle(
-        [env.rand_action().select(*keys) for _ in range(0 if has_masks else _NUM_DRAWN)]
-    )
-
-    def set_in(td: TensorDictBase, env_ids: Any = None) -> TensorDictBase:
-        if has_masks:
-            return env.rand_action(td)
-        actions = next(drawn)
-        return td.update(actions if env_ids is None else actions[env_ids])
-
-    return set_in
-
-
 class Driver:
     """Steps an executor in turns; between turns no env is stepping.
 
@@ -212,10 +215,19 @@ class Driver:
 
     def __init__(self, env: BatchedEnv, span_s: float, policy_s: float = 0.0) -> None:
         self.env = env
-        self._span_s, self._policy_s = span_s, policy_s
+        self._span_s = span_s
+        self._policy_s = policy_s
         self.reset()
-        self._set_actions = random_actions(env)
-        self._half = max(1, env.num_envs // 2)
+        keys = [leaf.key for leaf in env.action_spec]
+        self._has_masks = any(
+            leaf.key[-1] == "action_mask" for leaf in env.observation_spec
+        )
+        self._drawn = itertools.cycle(
+            [
+                env.rand_action().select(*keys)
+                for _ in range(0 if self._has_masks else _NUM_DRAWN)
+            ]
+        )
 
     def reset(self) -> None:
         """Reset all envs."""
@@ -234,7 +246,8 @@ class Driver:
         for _ in range(_WARM_UP):
             batch()
         resets, times = self._counters()
-        steps, ticks = 0, [time.perf_counter()]
+        steps = 0
+        ticks = [time.perf_counter()]
         while (seconds := ticks[-1] - ticks[0]) < self._span_s or (
             len(ticks) <= _LEAST_BATCHES and seconds < _LEAST_S
         ):
@@ -244,7 +257,8 @@ class Driver:
         if mode == "first-k":
             self.env.recv(with_root=False)
             self._root = self.env.current()
-        times_s, batches_s = (times_after - times).tolist(), np.diff(ticks).tolist()
+        times_s = (times_after - times).tolist()
+        batches_s = np.diff(ticks).tolist()
         times_s[0][2] = self._policy_s * len(batches_s)
         return Turn(steps, resets_after - resets, batches_s, times_s)
 
@@ -258,33 +272,34 @@ class Driver:
         # The words of a `SerialEnv` are those of one worker, and are left out.
         busy_ns = [0, *pool.slab.words["busy_ns"].tolist()]
         times = [
-            [*_scheduled_ns(pid), busy]
+            [*(scheduled_ns(pid) or (0, 0)), busy]
             for pid, busy in zip(pids, busy_ns, strict=False)
         ]
         return int(pool.slab.words["resets"].sum()), np.array(times) / 1e9
 
     def _act(self, td: TensorDictBase, env_ids: Any = None) -> TensorDictBase:
-        """Set actions, after the policy's time."""
+        """Set actions of some envs, or of all, after the policy's time.
+
+        They are legal if the envs have masks, else from batches that were drawn in advance.
+        """
         if self._policy_s:
             time.sleep(self._policy_s)
-        return self._set_actions(td, env_ids)
+        if self._has_masks:
+            return self.env.rand_action(td)
+        actions = next(self._drawn)
+        return td.update(actions if env_ids is None else actions[env_ids])
 
     def _exchange(self) -> int:
-        ids: Any = self.env.recv(min_envs=self._half, with_root=False)["env_ids"]
+        half = max(1, self.env.num_envs // 2)
+        ids: Any = self.env.recv(min_envs=half, with_root=False)["env_ids"]
         # Envs that are batches have one for each row.
         env_ids = ids.reshape(len(ids), -1)[:, 0]
         self.env.send(self._act(self.env.current(env_ids), env_ids), env_ids)
         return len(env_ids)
 
 
-def _scheduled_ns(pid: str) -> list[int]:
-    """Return ns of a thread on a processor and waiting for one; zeros if the kernel does not count them."""
-    fields = (read_word(Path("/proc", pid, "schedstat")) or "0 0").split()
-    return [int(field) for field in fields[:2]]
-
-
 class SerialHost(CountingEnv):
-    """An env that has a `SerialEnv` of other envs, and steps it in turns.
+    """An env that has a `SerialEnv` of other envs, and its driver.
 
     It is in a worker: no env is built in this process, and one that crashes or hangs there excludes only its setting.
 
@@ -309,20 +324,8 @@ class SerialHost(CountingEnv):
             seed=0,
             options=subject.options,
         )
-        self._driver = Driver(env, span_s, policy_s)
-
-    def turn(self) -> list[Any]:
-        """Run for a turn; return the values of a `Turn`."""
-        return list(self._driver.turn("sync"))
+        self.driver = Driver(env, span_s, policy_s)
 
     def close(self) -> None:
         """Close the executor."""
-        self._driver.env.close()
-
-
-class HostDriver(Driver):
-    """Makes a `SerialHost`, the env of an executor, run its turns."""
-
-    def turn(self, _mode: Mode) -> Turn:
-        """Run for a turn."""
-        return Turn(*self.env.call("turn")[0])
+        self.driver.env.close()

@@ -7,18 +7,17 @@ Does not know: the load of other processes. It measures how long the worker wait
 Platforms: Linux (/proc).
 """
 
-import functools
 import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from envherd.executor.batched import BatchedEnv
 from envherd.executor.guests.monitor.statistics import quantile
 from envherd.executor.machine.gpus import memory_used_by
 from envherd.executor.sizing.driving import Driver, Subject
 from envherd.executor.sizing.settings import Measurement
+from envherd.shm.slab import plan_slab
 from envherd.workers.errors import EnvherdError
 from envherd.workers.processes import (
     descendants,
@@ -28,23 +27,35 @@ from envherd.workers.processes import (
     processor_ns,
 )
 
-#: Shares of the budget for steps, and for the resets before and after them and those of several envs.
-_STEPS_SHARE, _RESETS_SHARE = 0.4, 0.08
-#: Seconds of a turn.
-_SPAN_S = 0.02
-#: Steps, seconds and ended episodes that are enough; and a number of resets.
-_ENOUGH_STEPS, _ENOUGH_S, _ENOUGH_EPISODES, _ENOUGH_RESETS = 500, 0.2, 2, 8
-#: Steps that take less are measured again with this number of envs in the worker: one after the other, as in every
+#: Share of the budget for steps.
+_STEPS_SHARE = 0.4
+#: Share of the budget for the resets before the steps. Those after the steps and those of several envs have as much.
+_RESETS_SHARE = 0.08
+_SPAN_S = 0.02  # of a turn
+#: Least steps of a measurement that ends before its time is spent.
+_ENOUGH_STEPS = 500
+#: Least seconds of such a measurement.
+_ENOUGH_S = 0.2
+#: Least number of episodes that end in such a measurement.
+_ENOUGH_EPISODES = 2
+#: Most resets of a measurement of memory.
+_ENOUGH_RESETS = 8
+#: Steps that take fewer seconds are measured again with several envs in the worker: one after the other, as in every
 #: executor of such envs. A worker that is woken for each step has cold caches (CartPole on one processor: 37 us, with
 #: eight envs 23 us; 2026-11-27).
-#: That is not done with envs that take more memory than this: eight might be too many for the machine.
-_SHORT_STEP_S, _SHORT_ENVS, _LIGHT_BYTES = 0.2e-3, 8, 128 * 2**20
-#: A call that takes this many budgets longer, plus this many seconds, counts as hanging.
-_PATIENCE_FACTOR, _PATIENCE_S = 4.0, 30.0
-#: Bytes by which a process may grow because of Python itself.
-_NOISE_BYTES = 64 * 1024
-#: Most seconds until a worker has counted its last command, and seconds between looks.
-_IDLE_S, _NAP_S = 1.0, 1e-4
+_SHORT_STEP_S = 0.2e-3
+#: Number of envs in that second measurement.
+_SHORT_ENVS = 8
+#: Most memory of an env that is measured again: several that take more might be too many for the machine.
+_LIGHT_BYTES = 128 * 2**20
+#: Budgets that a call may take, in addition to `_PATIENCE_S`, before it counts as hanging.
+_PATIENCE_FACTOR = 4.0
+#: Seconds that any call may take.
+_PATIENCE_S = 30.0
+#: Most seconds until a worker has counted its last command.
+_IDLE_S = 1.0
+#: Seconds between two looks at its words.
+_NAP_S = 1e-4
 #: No step takes less: all figures are times, and none is 0.
 _LEAST_STEP_S = 1e-8
 #: Most seconds of the mean step, in seconds of the 99th percentile: a step that is much longer than all others is a
@@ -55,9 +66,6 @@ _LEAST_HIDDEN = 0.02
 #: Parts of an episode that the one under way adds to those that have ended, in the mean: half of one if all have the
 #: same length, nothing if every step is equally likely to end it.
 _UNDER_WAY = 0.25
-#: Keys of what a worker counts -> its words; and keys of times: its words, and what the kernel counts.
-_COUNTED = {"steps": "env_steps", "ends": "ends", "resets": "resets"}
-_TIMES = ("busy_s", "reset_s", "cpu_s", "delay_s", "hidden_s")
 
 
 def probe(
@@ -77,33 +85,34 @@ def probe(
         EnvError: the env raised.
         WorkerLost, WorkerTimeout: the worker died, or a call took too long.
     """
-    began, patience_s = time.monotonic(), _PATIENCE_S + _PATIENCE_FACTOR * budget_s
+    began = time.monotonic()
+    patience_s = _PATIENCE_S + _PATIENCE_FACTOR * budget_s
     # One process for all of the time: its figures are read.
-    options = replace(
-        subject.options,
-        on_worker_loss="raise",
-        on_env_error="raise",
-        recycle_after=None,
-        max_worker_memory=None,
+    subject = replace(
+        subject,
+        options=replace(
+            subject.options,
+            on_worker_loss="raise",
+            on_env_error="raise",
+            recycle_after=None,
+            max_worker_memory=None,
+        ),
     )
-    subject = replace(subject, options=options)
-    show("probe: build")
     with subject.start(1, 1, patience_s) as env:
         build_s = further_s = time.monotonic() - began
-        one = Probe(env)
+        one = Probe(env, _SPAN_S)
         first_reset_s = one.read()["reset_s"]
         early = one.memory_after_resets(_RESETS_SHARE * budget_s)
         show("probe: step")
-        one.step()  # caches, lazy imports and compilers warm up
-        dirty = memory_of(one.pid)["dirty"]
+        one.turn("sync")  # caches, lazy imports and compilers warm up
         figures = one.measure_steps(_STEPS_SHARE * budget_s)
-        grown = (
-            max(0, memory_of(one.pid)["dirty"] - dirty - _NOISE_BYTES)
-            * 1000
-            / figures["steps_measured"]
-        )
         threads = num_threads(one.pid)
         late = one.memory_after_resets(_RESETS_SHARE * budget_s)
+        # What it and its helper have once for all workers.
+        shared_bytes = late["pss"] - late["dirty"]
+        helper = parent_of(one.pid)
+        if helper != os.getpid():  # which is the parent in the portable pool
+            shared_bytes += memory_of(helper, is_alone=True)["pss"]
         gpu_bytes = memory_used_by(descendants(one.pid))
         all_of = one.read()
     # A worker counts the step before a reset with the reset.
@@ -113,18 +122,19 @@ def probe(
     reset_mean_s = max(0.0, resets_s / (all_of["resets"] - 1)) * (
         1 - figures["contention"]
     )
-    why_alone = "ExecutorOptions(alone=True)" if options.alone else ""
+    why_alone = "ExecutorOptions(alone=True)" if subject.options.alone else ""
     further_bytes = late["dirty"]
     if not why_alone and build_s + first_reset_s < budget_s:
         is_short = (
             figures["step_mean_s"] < _SHORT_STEP_S and late["dirty"] < _LIGHT_BYTES
         )
-        count, began = _SHORT_ENVS if is_short else 2, time.monotonic()
+        count = _SHORT_ENVS if is_short else 2
+        began = time.monotonic()
         show(f"probe: {count} envs")
         try:
             with subject.start(count, 1, patience_s) as env:
                 further_s = max(0.0, time.monotonic() - began - build_s) / (count - 1)
-                several = Probe(env)
+                several = Probe(env, _SPAN_S)
                 all_bytes = several.memory_after_resets(_RESETS_SHARE * budget_s)[
                     "dirty"
                 ]
@@ -133,8 +143,10 @@ def probe(
                     figures = several.measure_steps(_STEPS_SHARE * budget_s)
         except EnvherdError as error:
             why_alone = f"several in one failed: {error.message.partition(chr(10))[0]}"
+    group = plan_slab([env.spec], 1, 1).groups[0]
     return Measurement(
-        spec=env.spec,
+        row_bytes=group.frame.nbytes + sum(leaf.nbytes for leaf in group.inputs),
+        is_batch=bool(env.spec.batch_shape),
         build_s=build_s,
         build_further_s=further_s,
         first_reset_s=first_reset_s,
@@ -142,26 +154,20 @@ def probe(
         num_threads=max(0, threads - 1),
         worker_bytes=late["dirty"],
         further_env_bytes=further_bytes,
-        shared_bytes=late["shared"],
-        grown_per_1000_steps_bytes=int(grown),
+        shared_bytes=shared_bytes,
         gpu_bytes=gpu_bytes,
         why_alone=why_alone,
         **figures,
     )
 
 
-class Probe:
-    """The envs of one worker, and what the worker and the kernel count of it.
+class Probe(Driver):
+    """Steps the envs of one worker, and reads what the worker and the kernel count of it."""
 
-    Attributes:
-        pid: of the worker.
-    """
-
-    def __init__(self, env: BatchedEnv) -> None:
-        pool = env.engine.pool
-        self.pid, self._words = pool.pid_of(0), pool.slab.words
-        self._driver = Driver(env, _SPAN_S)
-        self.step = functools.partial(self._driver.turn, "sync")
+    @property
+    def pid(self) -> int:
+        """Process id of the worker."""
+        return self.env.engine.pool.pid_of(0)
 
     def read(self) -> dict[str, Any]:
         """Return what the worker has done and taken so far.
@@ -171,20 +177,30 @@ class Probe:
             time `cpu_s` on a processor, `delay_s` waiting for one, `hidden_s` on one in other threads. `bins`: the
             histogram of sampled steps, int `[NUM_BINS]`.
         """
-        words, end = self._words, time.monotonic() + _IDLE_S
+        words = self.env.engine.pool.slab.words
+        end = time.monotonic() + _IDLE_S
         # A worker counts the time of a command after its answer.
         while words["phase"][0] and time.monotonic() < end:
             time.sleep(_NAP_S)
-        counts = {key: int(words[name].sum()) for key, name in _COUNTED.items()}
-        times = (words["busy_ns"][0], words["reset_ns"][0], *processor_ns(self.pid))
-        seconds = {key: int(ns) / 1e9 for key, ns in zip(_TIMES, times, strict=True)}
-        return {**counts, **seconds, "bins": words["step_bins"].copy()}
+        cpu_ns, delay_ns, hidden_ns = processor_ns(self.pid)
+        return {
+            "steps": int(words["env_steps"].sum()),
+            "ends": int(words["ends"].sum()),
+            "resets": int(words["resets"].sum()),
+            "busy_s": int(words["busy_ns"][0]) / 1e9,
+            "reset_s": int(words["reset_ns"][0]) / 1e9,
+            "cpu_s": cpu_ns / 1e9,
+            "delay_s": delay_ns / 1e9,
+            "hidden_s": hidden_ns / 1e9,
+            "bins": words["step_bins"].copy(),
+        }
 
     def measure_steps(self, seconds: float) -> dict[str, Any]:
         """Step until enough is known; return the attributes of `Measurement` that are of steps."""
-        began, before = time.monotonic(), self.read()
+        began = time.monotonic()
+        before = self.read()
         while True:
-            self.step()
+            self.turn("sync")
             made = {key: value - before[key] for key, value in self.read().items()}
             spent_s = time.monotonic() - began
             is_known = (
@@ -201,25 +217,17 @@ class Probe:
         An env's memory may differ by a half from one episode to the next (Melting Pot, by when Lua collects garbage).
 
         Returns:
-            "dirty": private data of the worker; "shared": what it and its helper have once for all workers.
+            "dirty": private data of the worker. "pss": the same, libraries, and its part of shared memory.
         """
-        began, states = time.monotonic(), list[dict[str, int]]()
-        while not states or (
-            len(states) < _ENOUGH_RESETS and time.monotonic() - began < seconds
-        ):
-            self._driver.reset()
-            self._driver.step()
+        states: list[dict[str, int]] = []
+        end = time.monotonic() + seconds
+        while not states or (len(states) < _ENOUGH_RESETS and time.monotonic() < end):
+            self.reset()
+            self.step()
             states.append(memory_of(self.pid))
-        mean = {
-            key: sum(state[key] for state in states) // len(states) for key in states[0]
-        }
-        helper = parent_of(self.pid)  # of a worker of the portable pool, this process
-        helper_pss = (
-            0 if helper == os.getpid() else memory_of(helper, is_alone=True)["pss"]
-        )
         return {
-            "dirty": mean["dirty"],
-            "shared": helper_pss + mean["pss"] - mean["dirty"],
+            key: sum(state[key] for state in states) // len(states)
+            for key in ("dirty", "pss")
         }
 
 
@@ -229,34 +237,32 @@ def step_figures(made: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         made: steps and what they took; see `Probe.read`.
     """
-    steps, ends, reset_s, cpu_s, delay_s = (
-        made[key] for key in ("steps", "ends", "reset_s", "cpu_s", "delay_s")
-    )
-    median_s, p99_s, least_s = (
-        quantile(made["bins"], share) or 0.0 for share in (0.5, 0.99, 0.1)
-    )
+    steps = made["steps"]
+    bins = made["bins"]
+    p99_s = quantile(bins, 0.99) or 0.0
     # A worker counts the step before a reset with the reset.
-    alone = max(1, steps - ends)
-    steps_s = max(made["busy_s"] - reset_s, steps * _LEAST_STEP_S)
+    alone = max(1, steps - made["ends"])
+    steps_s = max(made["busy_s"] - made["reset_s"], steps * _LEAST_STEP_S)
     if p99_s:
         steps_s = min(steps_s, _PAUSE_FACTOR * p99_s * alone)
-    busy_s = steps_s + reset_s
+    busy_s = steps_s + made["reset_s"]
     # Between commands the worker also computes, as it looks for the next one, and waits for a processor: it may have
     # waited for longer than it was busy, while the kernel has counted no time on a processor and no step was sampled.
+    least_s = max(_LEAST_STEP_S, quantile(bins, 0.1) or 0.0)
     undisturbed_s = min(
         busy_s,
-        max(busy_s - delay_s, cpu_s, steps * max(_LEAST_STEP_S, least_s)),
+        max(busy_s - made["delay_s"], made["cpu_s"], steps * least_s),
     )
-    own_s = min(cpu_s, undisturbed_s)
+    own_s = min(made["cpu_s"], undisturbed_s)
     hidden_s = made["hidden_s"] if made["hidden_s"] > _LEAST_HIDDEN * own_s else 0.0
     mean_s = steps_s / alone * undisturbed_s / busy_s
     return {
         "steps_measured": steps,
-        "step_median_s": median_s,
+        "step_median_s": quantile(bins, 0.5) or 0.0,
         "step_p99_s": p99_s,
         "step_mean_s": mean_s,
         "cpu_per_step_s": mean_s * (own_s + hidden_s) / undisturbed_s,
         "hidden_cpu_share": hidden_s / max(own_s + hidden_s, 1e-9),
         "contention": 1 - undisturbed_s / busy_s,
-        "end_share": (ends + _UNDER_WAY) / steps if ends else 0.0,
+        "end_share": (made["ends"] + _UNDER_WAY) / steps if made["ends"] else 0.0,
     }

@@ -3,13 +3,7 @@
 from collections.abc import Sequence
 
 from envherd.executor.sizing.rule import WAITS, Limits, steps_are_uneven
-from envherd.executor.sizing.settings import (
-    OF_MACHINE,
-    Run,
-    counted,
-    size_text,
-    time_text,
-)
+from envherd.executor.sizing.settings import Run, counted, time_text
 
 #: Least share of a batch that is worth a sentence.
 _WORTH_A_SENTENCE = 0.15
@@ -17,50 +11,57 @@ _WORTH_A_SENTENCE = 0.15
 _BUSY = 0.6
 #: Resets bind from this share of an env's time on.
 _MOSTLY_RESETS = 0.5
-#: Least growth of one env in 1,000 steps that is not noise, in bytes.
-_GROWS = 2 * 2**20
 #: Share of the probe's time spent waiting for a processor, and of the processors' time that other programs took, above
 #: which measurements are doubtful.
 DISTURBED = 0.2
 
 
-def bottleneck(limits: Limits, chosen: Run, runs: Sequence[Run]) -> tuple[str, str]:
-    """Return what binds, in one or two words, and the sentence: the first row that applies.
+def explain(
+    limits: Limits,
+    chosen: Run,
+    runs: Sequence[Run],
+    others_share: float,
+) -> tuple[str, list[str]]:
+    """Return what binds, in one or two words; and sentences: on that, on the choice, the env, and other programs.
 
     Args:
         limits: of the machine.
         chosen: the run of the chosen setting.
         runs: all settings that were considered.
+        others_share: of the processors' time, that other programs took meanwhile.
     """
-    goal, machine, measured = limits.goal, limits.machine, limits.measured
-    num_workers, cores = chosen.setting.num_workers, machine.cores
+    goal = limits.goal
+    target = goal.target_steps_per_s
+    machine = limits.machine
+    measured = limits.measured
+    setting = chosen.setting
+    num_workers = setting.num_workers
+    cores = machine.cores
     is_idle = num_workers > 0 and chosen.busy_share < _BUSY
     busy = f"workers are busy for {chosen.busy_share:.0%} of the time"
     batch = time_text(chosen.batch_s)
-    refused = [
-        (
-            one.refusal.kind,
-            f"{one.refusal.kind} binds: {one.setting} {one.refusal.text}.",
-        )
-        for one in runs
-        if one.refusal
-        and one.refusal.kind in OF_MACHINE
-        and one.setting.num_workers >= num_workers
-    ]
     threads = len(machine.cpus) - machine.physical_cores
     smt = f", {threads} of them hyper-threads" if threads else ""
-    rows = (
+    bottlenecks = (
         (
-            bool(goal.is_met_by(chosen)),
+            target is not None and chosen.steps_per_s >= target,
             "target",
-            f"{goal.target_steps_per_s or 0:,.0f} env-steps/s are wanted: this is the smallest that makes them.",
+            f"{target or 0:,.0f} env-steps/s are wanted: this is the smallest that makes them.",
         ),
         (
             goal.policy_s > chosen.batch_s / 2,
             "policy",
             f"the policy binds: it takes {time_text(goal.policy_s)} of a batch's {batch}.",
         ),
-        *((True, kind, sentence) for kind, sentence in refused),
+        *(
+            (
+                one.setting.num_workers >= num_workers,
+                one.too_little,
+                f"{one.too_little} binds: {one.setting} {one.refusal}.",
+            )
+            for one in runs
+            if one.too_little is not None
+        ),
         (
             is_idle and steps_are_uneven(measured),
             "step variance",
@@ -107,41 +108,19 @@ def bottleneck(limits: Limits, chosen: Run, runs: Sequence[Run]) -> tuple[str, s
         ),
         (True, "cores", f"cores bind: {cores:g} may be used{smt}; {busy}."),
     )
-    return next((name, sentence) for applies, name, sentence in rows if applies)
-
-
-def facts(
-    limits: Limits,
-    chosen: Run,
-    ran: Sequence[Run],
-    others_share: float,
-) -> list[str]:
-    """Return what else a reader should know: about the choice, the env, and other programs.
-
-    Args:
-        limits: of the machine.
-        chosen: the run of the chosen setting.
-        ran: the settings that were run.
-        others_share: of the processors' time, that other programs took meanwhile.
-    """
-    goal, measured, setting = limits.goal, limits.measured, chosen.setting
-    target, grown = goal.target_steps_per_s or 0.0, measured.grown_per_1000_steps_bytes
     reset = time_text(measured.reset_mean_s)
     others = "".join(
-        f", {one.setting} {one.steps_per_s:,.0f}" for one in ran if one is not chosen
+        f", {one.setting} {one.steps_per_s:,.0f}"
+        for one in runs
+        if one.refusal is None and one is not chosen
     )
-    left = (
-        max(0, limits.machine.memory_available - chosen.memory_bytes)
-        * 1000
-        / max(1, grown * setting.num_envs)
-    )
-    quota = "the CPU quota was used up, or " if limits.machine.is_throttled else ""
-    rows = (
+    quota = "the CPU quota was used up, or " if machine.is_throttled else ""
+    facts = (
         (
-            goal.is_met_by(chosen) is False,
+            target is not None and chosen.steps_per_s < target,
             (
-                f"the target of {target:,.0f} env-steps/s is out of reach here by a factor of "
-                f"{target / chosen.steps_per_s:.1f}."
+                f"the target of {target or 0:,.0f} env-steps/s is out of reach here by a factor of "
+                f"{(target or 0) / chosen.steps_per_s:.1f}."
             ),
         ),
         (
@@ -181,13 +160,6 @@ def facts(
             ),
         ),
         (
-            grown > _GROWS,
-            (
-                f"the env grows by {size_text(grown)} per 1,000 steps: at this rate memory is full after about "
-                f"{left:,.0f} steps of each env."
-            ),
-        ),
-        (
             max(measured.contention, others_share) > DISTURBED,
             (
                 f"{quota}other programs used the machine: they took {others_share:.0%} of the processors' time, and "
@@ -197,4 +169,6 @@ def facts(
             ),
         ),
     )
-    return [sentence for applies, sentence in rows if applies]
+    # The last one always applies.
+    _, binding, sentence = next(row for row in bottlenecks if row[0])
+    return binding, [sentence, *(text for applies, text in facts if applies)]

@@ -8,28 +8,23 @@ from typing import Any, Literal
 
 from envherd.executor.batches.arguments import as_count
 from envherd.executor.machine.machine import Machine, Others, read_machine
+from envherd.executor.machine.room import require_room
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.sending.blueprint import MakeEnv
-from envherd.executor.sizing.confirming import Confirmation, choose
+from envherd.executor.sizing.confirming import Confirmation
 from envherd.executor.sizing.driving import Subject
 from envherd.executor.sizing.probe import probe
-from envherd.executor.sizing.reasons import DISTURBED, bottleneck, facts
+from envherd.executor.sizing.reasons import DISTURBED, explain
 from envherd.executor.sizing.rule import Limits, settings_for
-from envherd.executor.sizing.settings import (
-    WORKERS_ONLY,
-    Goal,
-    Measurement,
-    Run,
-    Setting,
-)
+from envherd.executor.sizing.settings import Goal, Measurement, Run
 
 _log = logging.getLogger("envherd")
-#: Seconds of measurement for `recommend`, and for `"auto"`, which delays a program's start.
-BUDGET_S, AUTO_BUDGET_S = 20.0, 5.0
+#: Seconds of measurement for `"auto"`, which delays a program's start.
+AUTO_BUDGET_S = 5.0
+#: A smaller setting is chosen if it reaches this share of the best one's speed.
+_GOOD_ENOUGH = 0.95
 #: Share of the budget that the probe may take.
 _PROBE_SHARE = 0.25
-
-Auto = Literal["auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +36,8 @@ class Sizing:
         measured: of the env.
         runs: every setting that was considered, as it was run, or with the reason why it was not run.
         chosen: the run of the chosen setting; with 0 workers it is `SerialEnv`.
-        binding: its bottleneck, in one or two words.
+        binding: its bottleneck, in one or two words; "target" if the wanted speed is reached.
         why: sentences, the most important first.
-        most_envs_in_memory: envs that fit with that number of workers; None for more than a thousand per worker.
-        meets_target: whether the target in steps per second is reached; None without a target.
     """
 
     machine: Machine
@@ -53,13 +46,6 @@ class Sizing:
     chosen: Run
     binding: str
     why: tuple[str, ...]
-    most_envs_in_memory: int | None
-    meets_target: bool | None
-
-    @property
-    def setting(self) -> Setting:
-        """The chosen setting."""
-        return self.chosen.setting
 
 
 def recommend(  # the env, the goal and the limits
@@ -67,7 +53,7 @@ def recommend(  # the env, the goal and the limits
     *,
     env_kwargs: dict[str, Any] | None = None,
     goal: Goal | None = None,
-    budget_s: float = BUDGET_S,
+    budget_s: float = 20.0,
     options: ExecutorOptions | None = None,
     progress: Callable[[str, float], None] = lambda _text, _share: None,
 ) -> Sizing:
@@ -86,10 +72,14 @@ def recommend(  # the env, the goal and the limits
         DoesNotFit: not even one fits.
         ValueError, OSError: the goal has more envs or workers than this machine can hold.
     """
-    goal, options = goal or Goal(), options or ExecutorOptions()
-    goal.require_room()
-    began, machine = time.monotonic(), read_machine()
-    subject = Subject(make_env, env_kwargs or {}, options)
+    goal = goal or Goal()
+    require_room(
+        goal.num_envs or 1,
+        min(goal.num_workers or 0, goal.num_envs or goal.num_workers or 0),
+    )
+    began = time.monotonic()
+    machine = read_machine()
+    subject = Subject(make_env, env_kwargs or {}, options or ExecutorOptions())
 
     def show(text: str) -> None:
         progress(text, min(1.0, (time.monotonic() - began) / budget_s))
@@ -99,22 +89,22 @@ def recommend(  # the env, the goal and the limits
         measured = probe(subject, _PROBE_SHARE * budget_s, show)
         if goal.episode_steps is not None:
             measured = replace(measured, end_share=1 / goal.episode_steps)
-        limits = Limits(measured, machine, goal, options.num_frames)
-        confirmation = Confirmation(
+        limits = Limits(measured, machine, goal, subject.options.num_frames)
+        runs = limits.fitting(settings_for(measured, machine.cores, goal))
+        Confirmation(
             subject,
             limits,
             (began + budget_s, budget_s),
             show,
             lambda: others.share() > DISTURBED,
-        )
-        runs = confirmation.run(
-            limits.fitting(settings_for(measured, machine.cores, goal))
-        )
+        ).run(runs)
         return decide(limits, runs, others.share())
 
 
 def decide(limits: Limits, runs: Sequence[Run], others_share: float = 0.0) -> Sizing:
-    """Return the decision from what was run; pure.
+    """Return the decision from what was run: the smallest setting that is fast enough. Pure.
+
+    Fast enough is the target if one setting reaches it, else 5 % less than the fastest.
 
     Args:
         limits: of the machine.
@@ -122,25 +112,32 @@ def decide(limits: Limits, runs: Sequence[Run], others_share: float = 0.0) -> Si
         others_share: of the processors' time, that other programs took meanwhile.
     """
     most = max(one.steps_per_s for one in runs)
-    runs = tuple(replace(one, relative=one.steps_per_s / most) for one in runs)
+    target = limits.goal.target_steps_per_s
+    enough = target if target is not None and most >= target else _GOOD_ENOUGH * most
     ran = [one for one in runs if one.refusal is None]
-    chosen = choose(ran, limits.goal.target_steps_per_s)
-    binding, sentence = bottleneck(limits, chosen, runs)
+    # Small are few processes, then little effort in user code, then few envs.
+    chosen = min(
+        (one for one in ran if one.steps_per_s >= enough),
+        key=lambda one: (
+            one.setting.num_workers,
+            one.setting.mode != "sync",
+            one.setting.num_envs,
+        ),
+    )
+    binding, why = explain(limits, chosen, runs, others_share)
     return Sizing(
         machine=limits.machine,
         measured=limits.measured,
-        runs=runs,
+        runs=tuple(runs),
         chosen=chosen,
         binding=binding,
-        why=(sentence, *facts(limits, chosen, ran, others_share)),
-        most_envs_in_memory=limits.most_envs(chosen.setting.num_workers),
-        meets_target=limits.goal.is_met_by(chosen),
+        why=tuple(why),
     )
 
 
 def resolve(
-    num_envs: int | Auto,
-    num_workers: int | Auto | None,
+    num_envs: int | Literal["auto"],
+    num_workers: int | Literal["auto"] | None,
     make_env: MakeEnv,
     env_kwargs: Any,
     options: ExecutorOptions,
@@ -155,27 +152,16 @@ def resolve(
         num_envs = len(make_env)  # type: ignore[arg-type]  # a list
     if "auto" not in (num_envs, num_workers):
         return num_envs, num_workers  # type: ignore[return-value]
-    fixed: dict[str, int | None] = {}
-    for name, value in (("num_envs", num_envs), ("num_workers", num_workers)):
-        if isinstance(value, str) and value != "auto":
-            raise ValueError(
-                f"{name} failed: expected an int or 'auto', got {value!r}."
-            )
-        fixed[name] = (
-            None
-            if value == "auto"
-            else as_count("ParallelEnv", name, value, or_none=name == "num_workers")
-        )
     factory: Any = make_env[0] if is_list else make_env  # type: ignore[index]  # a list
     first_kwargs = (
         env_kwargs
         if env_kwargs is None or isinstance(env_kwargs, dict)
         else env_kwargs[0]
     )
-    goal = replace(
-        WORKERS_ONLY,
-        num_envs=fixed["num_envs"],
-        num_workers=fixed["num_workers"],
+    goal = Goal(
+        num_envs=_fixed("num_envs", num_envs),
+        num_workers=_fixed("num_workers", num_workers, or_none=True),
+        workers_only=True,
     )
     done = recommend(
         factory,
@@ -184,11 +170,16 @@ def resolve(
         budget_s=AUTO_BUDGET_S,
         options=options,
     )
-    setting = done.setting
+    chosen = done.chosen.setting
     _log.info(
         "auto: %d envs on %d workers; %s",
-        setting.num_envs,
-        setting.num_workers,
+        chosen.num_envs,
+        chosen.num_workers,
         " ".join(done.why),
     )
-    return setting.num_envs, setting.num_workers
+    return chosen.num_envs, chosen.num_workers
+
+
+def _fixed(name: str, value: Any, **how: bool) -> int | None:
+    """Return an argument of `ParallelEnv`, None for `"auto"`."""
+    return None if value == "auto" else as_count("ParallelEnv", name, value, **how)

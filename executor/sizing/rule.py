@@ -4,7 +4,7 @@ docs/reports/sizing.md has it in words.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 
 from envherd.executor.machine.machine import Machine
@@ -12,27 +12,38 @@ from envherd.executor.machine.room import FILES_FIXED, FILES_PER_WORKER
 from envherd.executor.sizing.settings import (
     Goal,
     Measurement,
-    Refusal,
+    Run,
     Setting,
     counted,
     size_text,
 )
 from envherd.workers.errors import EnvherdError
 
+_MIB = 2**20
 #: An env waits if the processor is free for more than this share of its steps.
 WAITS = 0.2
-#: Most workers per core, only for envs that wait; and most workers in all.
-_MOST_PER_CORE, _MOST_WAITING_WORKERS = 16, 128
+#: Most workers per core, only for envs that wait.
+_MOST_PER_CORE = 16
+#: Most workers in all, only for envs that wait.
+_MOST_WAITING_WORKERS = 128
 #: Seconds of the steps of all envs below which a second worker costs more than it gains (CartPole, 2 processors: 8
 #: envs, 0.12 ms: equal; 32 envs, 0.4 ms: two workers make 1.3 times the steps; 2026-11-27).
 _SHORT_BATCH_S = 0.25e-3
-#: Steps are uneven if their 99th percentile is more than this many medians and this many seconds, and the mean is more
-#: than this many medians: if other programs stop the worker, only the percentile is.
-_UNEVEN, _UNEVEN_S, _UNEVEN_MEAN = 4.0, 1e-3, 1.1
-#: Resets are costly from this share of an env's time and this duration of one reset on.
-_COSTLY_SHARE, _COSTLY_S = 0.1, 2e-3
-#: Seconds of a worker's work in a batch that hide the batch's cost; least and most envs per worker.
-_HIDES_S, _LEAST_ENVS, _MOST_ENVS = 1e-3, 4, 64
+#: The 99th percentile of uneven steps is more than this number of medians.
+_UNEVEN = 4.0
+#: The 99th percentile of uneven steps is more than this number of seconds.
+_UNEVEN_S = 1e-3
+#: The mean of uneven steps is more than this number of medians. If other programs stop the worker, only the percentile
+#: grows.
+_UNEVEN_MEAN = 1.1
+#: Least share of an env's time that costly resets take.
+_COSTLY_SHARE = 0.1
+#: Least seconds of a costly reset.
+_COSTLY_S = 2e-3
+#: Seconds of a worker's work in a batch that hide the batch's cost.
+_HIDES_S = 1e-3
+_LEAST_ENVS = 4  # per worker
+_MOST_ENVS = 64  # per worker
 
 
 def settings_for(measured: Measurement, cores: float, goal: Goal) -> list[Setting]:
@@ -43,7 +54,8 @@ def settings_for(measured: Measurement, cores: float, goal: Goal) -> list[Settin
         cores: processors that may be used.
         goal: fixed and wanted numbers.
     """
-    each, most = _envs_per_worker(measured), _most_workers(measured, cores, goal)
+    each = _envs_per_worker(measured)
+    most = _most_workers(measured, cores, goal)
     is_free = goal.num_workers is None and (
         goal.num_envs == 1 or not measured.why_alone
     )
@@ -51,9 +63,8 @@ def settings_for(measured: Measurement, cores: float, goal: Goal) -> list[Settin
     count = most
     if is_free and is_short:  # waking a second worker takes longer than the steps
         count = 1
-    elif (
-        is_free and goal.target_steps_per_s is not None
-    ):  # as many workers as make it, by the probe
+    elif is_free and goal.target_steps_per_s is not None:
+        # As many as make it, by the probe.
         count = min(
             most,
             max(1, math.ceil(goal.target_steps_per_s * measured.whole_step_s)),
@@ -91,21 +102,20 @@ def settings_for(measured: Measurement, cores: float, goal: Goal) -> list[Settin
 
 def _most_workers(measured: Measurement, cores: float, goal: Goal) -> int:
     """Return the fixed number of workers; or one per core, or more if envs wait, but at most one per env."""
-    most = goal.num_envs or _MOST_WAITING_WORKERS * math.ceil(cores)
-    if goal.num_workers is not None:
-        return min(goal.num_workers, most)
-    if goal.num_envs and measured.why_alone:
-        return goal.num_envs
     count = math.ceil(cores)
     if measured.waits_share > WAITS:  # as many as keep the processors busy
         busy_share = max(1 / _MOST_PER_CORE, 1 - measured.waits_share)
         count = max(count, min(_MOST_WAITING_WORKERS, round(cores / busy_share)))
-    return min(count, most)
+    if goal.num_envs and measured.why_alone:
+        count = goal.num_envs
+    if goal.num_workers is not None:
+        count = goal.num_workers
+    return min(count, goal.num_envs or _MOST_WAITING_WORKERS * math.ceil(cores))
 
 
 def _envs_per_worker(measured: Measurement) -> int:
     """Return as many envs as hide a batch's cost, if their number is free; 1 if envs must be alone."""
-    if measured.why_alone or measured.spec.batch_shape:
+    if measured.why_alone or measured.is_batch:
         return 1
     needed = math.ceil(_HIDES_S / max(measured.step_mean_s, 1e-9))
     return min(_MOST_ENVS, max(_LEAST_ENVS, 2 ** math.ceil(math.log2(needed))))
@@ -146,133 +156,116 @@ class Limits:
         goal: Goal,
         num_frames: int = 4,
     ) -> None:
-        self.measured, self.machine, self.goal = measured, machine, goal
+        self.measured = measured
+        self.machine = machine
+        self.goal = goal
         self._row_bytes = measured.row_bytes * num_frames
         self.usable = int(machine.memory_available * (1 - goal.headroom))
 
-    def memory_bytes(self, setting: Setting) -> int:
-        """Return bytes of workers, helper and shared memory, without the learner's."""
-        one, processes = self.measured, max(1, setting.num_workers)
-        further = (setting.num_envs - processes) * one.further_env_bytes
-        return (
+    def judged(self, setting: Setting) -> Run:
+        """Return what a setting needs, and why it does not fit, if it does not.
+
+        It is ready when an executor has started, with a running helper, and its envs are reset.
+        """
+        one = self.measured
+        machine = self.machine
+        processes = setting.num_workers
+        # With `SerialEnv` the caller's process counts as a worker.
+        holders = max(1, processes)
+        memory_bytes = (
             one.shared_bytes
-            + processes * one.worker_bytes
-            + further
+            + holders * one.worker_bytes
+            + (setting.num_envs - holders) * one.further_env_bytes
             + setting.num_envs * self._row_bytes
         )
-
-    def start_s(self, setting: Setting) -> float:
-        """Return seconds until an executor is ready and its envs are reset, with a running helper."""
-        one, rest = self.measured, setting.most_per_worker - 1
-        each = (
+        worker_s = (
             one.build_s
             + one.first_reset_s
-            + rest * (one.build_further_s + one.reset_mean_s)
+            + (setting.most_per_worker - 1) * (one.build_further_s + one.reset_mean_s)
         )
-        return each * max(1.0, setting.num_workers / self.machine.cores)
-
-    def refusal(self, setting: Setting) -> Refusal | None:
-        """Return why a setting does not fit, or None if it does."""
-        one, machine, processes = self.measured, self.machine, setting.num_workers
+        run = Run(
+            setting=setting,
+            memory_bytes=memory_bytes,
+            start_s=worker_s * max(1.0, processes / machine.cores),
+        )
         gpus = [
             gpu.memory_bytes if gpu.free_bytes is None else gpu.free_bytes
             for gpu in machine.gpus
         ]
-        for kind, taken, left, unit, of in (
-            ("memory", self.memory_bytes(setting), self.usable, 2**20, "may be used"),
+        for resource, taken, left, text in (
+            (
+                "memory",
+                run.memory_bytes / _MIB,
+                self.usable / _MIB,
+                "takes {:,.0f} MiB of memory, {:,.0f} may be used",
+            ),
             (
                 "open files",
                 FILES_FIXED + FILES_PER_WORKER * processes,
                 machine.files_left,
-                1,
-                "are left",
+                "takes {:,} open files, {:,} are left",
             ),
             (
                 "processes",
                 1 + processes * (1 + one.num_threads),
                 machine.processes_left,
-                1,
-                "are left",
+                "takes {:,} processes and threads, {:,} are left",
             ),
             (
                 "GPU memory",
-                max(1, processes) * (one.gpu_bytes or 0),
-                sum(gpus) if gpus else None,
-                2**20,
-                "are free",
+                holders * one.gpu_bytes / _MIB,
+                sum(gpus) / _MIB if gpus else None,
+                "takes {:,.0f} MiB of GPU memory, {:,.0f} are free",
             ),
         ):
-            if left is not None and taken > left:
-                what = (
-                    f"MiB of {kind}"
-                    if unit > 1
-                    else f"{kind}{' and threads' * (kind == 'processes')}"
-                )
-                return Refusal(
-                    kind,
-                    f"takes {taken / unit:,.0f} {what}, {left / unit:,.0f} {of}",
-                )
-        return None
+            if run.refusal is None and left is not None and taken > left:
+                run.refusal = text.format(taken, left)
+                run.too_little = resource
+        return run
 
-    def fitting(self, wanted: Iterable[Setting]) -> dict[Setting, Refusal | None]:
-        """Return the wanted settings with the reasons of those that do not fit; for these also the largest that fits.
+    def fitting(self, wanted: Sequence[Setting]) -> list[Run]:
+        """Return the wanted settings, judged; for those that do not fit also the largest that does.
 
         Raises:
             DoesNotFit: one env, or the wanted number of envs, does not fit.
         """
-        found: dict[Setting, Refusal | None] = {}
+        found: dict[Setting, Run] = {}
         for setting in wanted:
-            found[setting] = self.refusal(setting)
-            fitted = self.fitted(setting)
-            if fitted is not None:
-                found.setdefault(fitted, None)
-        refusals = [refusal for refusal in found.values() if refusal is not None]
-        if len(refusals) < len(found):
-            return found
-        one, goal, room = self.measured, self.goal, self.machine.memory_available
-        num_envs = goal.num_envs or 1
-        needed = self.memory_bytes(
-            Setting(num_envs=num_envs, num_workers=min(goal.num_workers or 1, num_envs))
-        )
+            found.setdefault(setting, self.judged(setting))
+            smaller = map(self.judged, self._down_from(setting))
+            fitting = next((one for one in smaller if one.refusal is None), None)
+            if fitting is not None:
+                found.setdefault(fitting.setting, fitting)
+        runs = list(found.values())
+        if any(one.refusal is None for one in runs):
+            return runs
+        # All that are wanted shrink to the same one.
+        smallest = self.judged(self._down_from(wanted[-1])[-1])
+        num_envs = smallest.setting.num_envs
+        one = self.measured
+        room = self.machine.memory_available
         raise DoesNotFit(
-            f"sizing failed: expected room for {counted(num_envs, 'env')}, got too little ({refusals[0].kind}). "
-            f"{num_envs} would take {size_text(needed)}; {size_text(room)} are available, of which {goal.headroom:.0%} "
-            f"are left alone. Raise the limit, ask for fewer envs, or make the env smaller. Measured: "
-            f"{size_text(one.shared_bytes)} shared, {size_text(one.worker_bytes)} for a worker with its first env, "
-            f"{size_text(one.further_env_bytes)} for each further one.",
-            needed_bytes=needed,
+            f"sizing failed: expected room for {counted(num_envs, 'env')}, got too little ({smallest.too_little}). "
+            f"{num_envs} would take {size_text(smallest.memory_bytes)}; {size_text(room)} are available, of which "
+            f"{self.goal.headroom:.0%} are left alone. Raise the limit, ask for fewer envs, or make the env smaller. "
+            f"Measured: {size_text(one.shared_bytes)} shared, {size_text(one.worker_bytes)} for a worker with its "
+            f"first env, {size_text(one.further_env_bytes)} for each further one.",
+            needed_bytes=smallest.memory_bytes,
             room_bytes=room,
         )
 
-    def fitted(self, setting: Setting) -> Setting | None:
-        """Return the largest setting that fits, reducing first envs per worker and then workers; None if none fits."""
-
-        def of(workers: int, each: int) -> Setting:
-            return replace(
+    def _down_from(self, setting: Setting) -> list[Setting]:
+        """Return a setting and smaller ones, the largest first: with fewer envs per worker, then fewer workers."""
+        most = setting.num_workers
+        each = setting.most_per_worker
+        sizes = [(most, each >> power) for power in range(each.bit_length())]
+        if self.goal.num_workers is None:
+            sizes += [(workers, 1) for workers in range(most - 1, 0, -1)]
+        return [
+            replace(
                 setting,
                 num_workers=workers,
-                num_envs=self.goal.num_envs or max(1, workers) * each,
+                num_envs=self.goal.num_envs or max(1, workers) * size,
             )
-
-        if self.refusal(setting) is None:
-            return setting
-        most, each = setting.num_workers, setting.most_per_worker
-        fewest = min(1, most) if self.goal.num_workers is None else most
-        fewer_envs = (of(most, each >> power) for power in range(1, each.bit_length()))
-        fewer_workers = (of(workers, 1) for workers in range(most - 1, fewest - 1, -1))
-        return next(
-            (one for one in (*fewer_envs, *fewer_workers) if self.refusal(one) is None),
-            None,
-        )
-
-    def most_envs(self, num_workers: int) -> int | None:
-        """Return how many envs fit the memory with `num_workers` workers; None for more than a thousand per worker."""
-        workers = max(1, num_workers)
-        left = self.usable - self.memory_bytes(
-            Setting(num_envs=workers, num_workers=workers)
-        )
-        most = workers + left // max(
-            1,
-            self.measured.further_env_bytes + self._row_bytes,
-        )
-        return most if most < 1000 * workers else None
+            for workers, size in sizes
+        ]

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
-
-from envherd.executor.machine.room import require_room
-from envherd.shm.slab import plan_slab
-from envherd.shm.specs import EnvSpec
+from dataclasses import dataclass
+from typing import Literal
 
 #: "sync": a step of all envs at a time. "first-k": `send`, and `recv` of the half that is ready first.
 Mode = Literal["sync", "first-k"]
@@ -31,11 +27,6 @@ class Setting:
     def most_per_worker(self) -> int:
         """Envs of the worker that has most."""
         return -(-self.num_envs // max(1, self.num_workers))
-
-    @property
-    def rank(self) -> tuple[int, bool, int]:
-        """Sort key from small to large: processes, then the effort in user code, then envs."""
-        return self.num_workers, self.mode != "sync", self.num_envs
 
     def __str__(self) -> str:
         """Describe it in words."""
@@ -70,30 +61,14 @@ class Goal:
     headroom: float = 0.2
     workers_only: bool = False
 
-    def require_room(self) -> None:
-        """Refuse fixed numbers that this machine cannot hold; see `machine.room`."""
-        num_workers = self.num_workers or 0
-        require_room(self.num_envs or 1, min(num_workers, self.num_envs or num_workers))
-
-    def is_met_by(self, run: Run) -> bool | None:
-        """Return whether a run reaches the target; None without one."""
-        return (
-            None
-            if self.target_steps_per_s is None
-            else run.steps_per_s >= self.target_steps_per_s
-        )
-
-
-#: For executors with worker processes, stepped and reset in the usual way.
-WORKERS_ONLY = Goal(workers_only=True)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
     """One env, measured alone in a worker process. Times are seconds, sizes bytes.
 
     Attributes:
-        spec: its observations and actions.
+        row_bytes: of one env in a batch: its transition, its next root, its inputs.
+        is_batch: whether the env is itself a batch of envs.
         build_s: the first build in a process, including imports that the factory does not announce.
         build_further_s: a further build in the same process; `build_s` if there was none.
         first_reset_s: the first reset.
@@ -110,12 +85,12 @@ class Measurement:
         worker_bytes: memory of a worker with its first env.
         further_env_bytes: added by each further env.
         shared_bytes: what exists once for all workers: the helper, and libraries.
-        grown_per_1000_steps_bytes: of one env; small ones are noise.
-        gpu_bytes: memory of GPUs that the probe used; None without a GPU.
+        gpu_bytes: memory of GPUs that the probe used; 0 if it is unknown.
         why_alone: why a process can have only one such env: the error of several in one process; empty if it can.
     """
 
-    spec: EnvSpec = field(repr=False)
+    row_bytes: int
+    is_batch: bool
     build_s: float
     build_further_s: float
     first_reset_s: float
@@ -132,15 +107,8 @@ class Measurement:
     worker_bytes: int
     further_env_bytes: int
     shared_bytes: int
-    grown_per_1000_steps_bytes: int
-    gpu_bytes: int | None = None
+    gpu_bytes: int = 0
     why_alone: str = ""
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one env in a batch: its transition, its next root, its inputs."""
-        group = plan_slab([self.spec], 1, 1).groups[0]
-        return group.frame.nbytes + sum(leaf.nbytes for leaf in group.inputs)
 
     @property
     def waits_share(self) -> float:
@@ -163,69 +131,35 @@ class Measurement:
             steps * self.step_mean_s + resets * self.reset_mean_s
         ) / self.whole_step_s
 
-    def to_plain(self) -> dict[str, Any]:
-        """Return the figures as documented in docs/reference/json.md."""
-        further = {
-            name: getattr(self, name)
-            for name in ("row_bytes", "waits_share", "reset_share")
-        }
-        plain = {**vars(self), **further, "is_alone": bool(self.why_alone)}
-        del plain["spec"]
-        return plain
 
-
-#: Kinds of `Refusal` for which the machine is too small.
-OF_MACHINE = ("memory", "open files", "processes", "GPU memory")
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Why a setting is not run.
-
-    Attributes:
-        kind: one of `OF_MACHINE`, "failure" or "budget".
-        text: the reason, with the numbers.
-    """
-
-    kind: str
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Run:
-    """What a setting makes, as it was run; or why it was not run.
+    """A setting that is considered: what it needs, and what it makes or why it was not run.
 
     Attributes:
         setting: see `Setting`.
-        steps_per_s: env-steps per second, with the usual number of resets, and with the policy.
-        relative: speed relative to the fastest setting.
-        busy_share: of its workers' time, spent on commands, 0..1.
-        rounds: number of its turns.
         memory_bytes: of workers, helper and shared memory, from the probe's measurement.
         start_s: until it is ready and its envs are reset.
-        refusal: why it was not run, or does not fit; None if it was run.
+        refusal: why it was not run, with the numbers; None if it was run.
+        too_little: what the machine has too little of, for a setting that does not fit; else None.
+        steps_per_s: env-steps per second, with the usual number of resets, and with the policy.
+        busy_share: of its workers' time, spent on commands, 0..1.
+        rounds: number of its turns.
     """
 
     setting: Setting
+    memory_bytes: int
+    start_s: float
+    refusal: str | None = None
+    too_little: str | None = None
     steps_per_s: float = 0.0
-    relative: float = 0.0
     busy_share: float = 0.0
     rounds: int = 0
-    memory_bytes: int = 0
-    start_s: float = 0.0
-    refusal: Refusal | None = None
 
     @property
     def batch_s(self) -> float:
         """Seconds of one step of all envs, with the policy."""
         return self.setting.num_envs / self.steps_per_s
-
-    def to_plain(self) -> dict[str, Any]:
-        """Return it as documented in docs/reference/json.md."""
-        refusal = None if self.refusal is None else self.refusal.text
-        plain = {**vars(self.setting), **vars(self), "refusal": refusal}
-        del plain["setting"]
-        return plain
 
 
 def counted(count: int, noun: str) -> str:

@@ -34,8 +34,9 @@ def test_limits_that_are_too_low_are_reported():
     machine = replace(
         read_machine(),
         cpu_pressure=0.0,
-        limits={"nofile": 100},
-        open_files=10,
+        files_left=90,
+        processes_left=None,
+        address_space=None,
         cgroup=Cgroup(),
     )
     assert levels(doctor.limits, machine) == ["fail", "ok"]
@@ -45,11 +46,12 @@ def test_limits_that_are_too_low_are_reported():
         "ulimit -n 65536",
     )
     assert levels(
-        doctor.limits, replace(machine, limits={"nofile": 600, "as": 2**32})
+        doctor.limits, replace(machine, files_left=590, address_space=2**32)
     ) == ["warn", "ok", "warn"]
     starved = replace(
         machine,
-        cgroup=Cgroup(cpu_quota=0.5, oom_kills=2, pids_room=5, memory_room=2**20),
+        processes_left=5,
+        cgroup=Cgroup(cpu_quota=0.5, oom_kills=2, memory_room=2**20),
     )
     assert levels(doctor.cores, starved) == ["warn", "ok"]
     assert levels(doctor.cores, replace(machine, cpu_pressure=0.9))[1] == "warn"

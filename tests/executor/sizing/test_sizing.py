@@ -31,14 +31,11 @@ def probed(make_env, budget_s=20.0, **options):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_helper")
-def test_a_probe_measures_memory_and_growth():
+def test_a_probe_measures_memory():
     heavy = probed(sized_envs.HeavyMemoryEnv)
     # The rest is what a worker's first steps touch: pages that it no longer shares with the helper.
     assert 48 * MIB <= heavy.worker_bytes < 72 * MIB
     assert 48 * MIB <= heavy.further_env_bytes < 64 * MIB
-    assert heavy.grown_per_1000_steps_bytes < MIB
-    leaking = probed(sized_envs.LeakingEnv)
-    assert 5 * MIB < leaking.grown_per_1000_steps_bytes < 9 * MIB
 
 
 @pytest.mark.slow
@@ -128,8 +125,6 @@ KEYS = {
     *(
         "binding",
         "why",
-        "most_envs_in_memory",
-        "meets_target",
         "settings",
         "measured",
         "machine",
@@ -151,7 +146,7 @@ def test_size_as_a_table_and_json(tmp_path):
     assert "why: " in done.stdout
     assert "…" not in done.stdout
     report = json.loads(path.read_text())
-    assert report["schema"] == "envherd.size/6"
+    assert report["schema"] == "envherd.size/7"
     assert set(report) == KEYS
     assert {one["num_workers"] for one in report["settings"]} == {0, 1, 2}
     for one in report["settings"]:
@@ -271,6 +266,6 @@ def test_auto_measures_and_decides(monkeypatch):
     with ParallelEnv("auto", CountingEnv, num_workers=1, seed=0) as env:
         assert (env.num_workers, env.num_envs > 0) == (1, True)
     with pytest.raises(
-        ValueError, match="num_envs failed: expected an int or 'auto', got 'many'"
+        ValueError, match="expected num_envs as an int of at least 1, got str 'many'"
     ):
         ParallelEnv("many", CountingEnv, num_workers="auto")
