@@ -52,6 +52,8 @@ _LIGHT_BYTES = 128 * 2**20
 _PATIENCE_FACTOR = 4.0
 #: Seconds that any call may take.
 _PATIENCE_S = 30.0
+#: Bytes by which a process may grow because of Python itself.
+_NOISE_BYTES = 64 * 1024
 #: Most seconds until a worker has counted its last command.
 _IDLE_S = 1.0
 #: Seconds between two looks at its words.
@@ -105,7 +107,13 @@ def probe(
         early = one.memory_after_resets(_RESETS_SHARE * budget_s)
         show("probe: step")
         one.turn("sync")  # caches, lazy imports and compilers warm up
+        dirty = memory_of(one.pid)["dirty"]
         figures = one.measure_steps(_STEPS_SHARE * budget_s)
+        grown = (
+            max(0, memory_of(one.pid)["dirty"] - dirty - _NOISE_BYTES)
+            * 1000
+            / figures["steps_measured"]
+        )
         threads = num_threads(one.pid)
         late = one.memory_after_resets(_RESETS_SHARE * budget_s)
         # What it and its helper have once for all workers.
@@ -155,6 +163,7 @@ def probe(
         worker_bytes=late["dirty"],
         further_env_bytes=further_bytes,
         shared_bytes=shared_bytes,
+        grown_per_1000_steps_bytes=int(grown),
         gpu_bytes=gpu_bytes,
         why_alone=why_alone,
         **figures,

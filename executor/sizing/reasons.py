@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from envherd.executor.sizing.rule import WAITS, Limits, steps_are_uneven
-from envherd.executor.sizing.settings import Run, counted, time_text
+from envherd.executor.sizing.settings import Run, counted, size_text, time_text
 
 #: Least share of a batch that is worth a sentence.
 _WORTH_A_SENTENCE = 0.15
@@ -11,6 +11,8 @@ _WORTH_A_SENTENCE = 0.15
 _BUSY = 0.6
 #: Resets bind from this share of an env's time on.
 _MOSTLY_RESETS = 0.5
+#: Least growth of one env in 1,000 steps that is not noise, in bytes.
+_GROWS = 2 * 2**20
 #: Share of the probe's time spent waiting for a processor, and of the processors' time that other programs took, above
 #: which measurements are doubtful.
 DISTURBED = 0.2
@@ -108,11 +110,17 @@ def explain(
         ),
         (True, "cores", f"cores bind: {cores:g} may be used{smt}; {busy}."),
     )
+    grown = measured.grown_per_1000_steps_bytes
     reset = time_text(measured.reset_mean_s)
     others = "".join(
         f", {one.setting} {one.steps_per_s:,.0f}"
         for one in runs
         if one.refusal is None and one is not chosen
+    )
+    left = (
+        max(0, machine.memory_available - chosen.memory_bytes)
+        * 1000
+        / max(1, grown * setting.num_envs)
     )
     quota = "the CPU quota was used up, or " if machine.is_throttled else ""
     facts = (
@@ -157,6 +165,13 @@ def explain(
             (
                 f"the env computes in {counted(measured.num_threads, 'thread')} besides the worker's, "
                 f"{measured.hidden_cpu_share:.0%} of its processor time: workers compete for cores earlier."
+            ),
+        ),
+        (
+            grown > _GROWS,
+            (
+                f"the env grows by {size_text(grown)} per 1,000 steps: at this rate memory is full after about "
+                f"{left:,.0f} steps of each env. The options recycle_after and max_worker_memory bound it."
             ),
         ),
         (

@@ -85,6 +85,7 @@ class Measurement:
         worker_bytes: memory of a worker with its first env.
         further_env_bytes: added by each further env.
         shared_bytes: what exists once for all workers: the helper, and libraries.
+        grown_per_1000_steps_bytes: of one env; small ones are noise.
         gpu_bytes: memory of GPUs that the probe used; 0 if it is unknown.
         why_alone: why a process can have only one such env: the error of several in one process; empty if it can.
     """
@@ -107,6 +108,7 @@ class Measurement:
     worker_bytes: int
     further_env_bytes: int
     shared_bytes: int
+    grown_per_1000_steps_bytes: int
     gpu_bytes: int = 0
     why_alone: str = ""
 

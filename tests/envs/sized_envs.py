@@ -69,6 +69,18 @@ class BreathingEnv(CountingEnv):
         return super().reset(seed, options)
 
 
+class LeakingEnv(CountingEnv):
+    """Takes 8 KiB more in each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def step(self, action):
+        self.kept.append(np.ones(8192, np.uint8))
+        return super().step(action)
+
+
 class DyingEnv(CountingEnv):
     """Ends its process in a step."""
 

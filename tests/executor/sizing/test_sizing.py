@@ -31,11 +31,14 @@ def probed(make_env, budget_s=20.0, **options):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_helper")
-def test_a_probe_measures_memory():
+def test_a_probe_measures_memory_and_growth():
     heavy = probed(sized_envs.HeavyMemoryEnv)
     # The rest is what a worker's first steps touch: pages that it no longer shares with the helper.
     assert 48 * MIB <= heavy.worker_bytes < 72 * MIB
     assert 48 * MIB <= heavy.further_env_bytes < 64 * MIB
+    assert heavy.grown_per_1000_steps_bytes < MIB
+    leaking = probed(sized_envs.LeakingEnv)
+    assert 5 * MIB < leaking.grown_per_1000_steps_bytes < 9 * MIB
 
 
 @pytest.mark.slow

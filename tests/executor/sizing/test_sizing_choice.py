@@ -39,7 +39,7 @@ def measured_of(step_s=1e-3, **changes):
         first_reset_s=10 * step_s, reset_mean_s=10 * step_s,
         step_median_s=step_s, step_p99_s=step_s, step_mean_s=step_s, cpu_per_step_s=step_s,
         hidden_cpu_share=0.0, num_threads=0, steps_measured=1000, end_share=0.001, contention=0.0,
-        worker_bytes=25 * MIB, further_env_bytes=10 * MIB, shared_bytes=30 * MIB,
+        worker_bytes=25 * MIB, further_env_bytes=10 * MIB, shared_bytes=30 * MIB, grown_per_1000_steps_bytes=0,
     )  # fmt: skip
     return replace(plain, **changes)
 
@@ -232,6 +232,10 @@ DECISIONS = {
         "8 envs on 1 worker", "GPU memory", "takes 6,144 MiB of GPU memory, 4,096 are free",
     ),
     # ---- what else is reported ----
+    "an env that grows": (
+        replace(PLAIN, grown_per_1000_steps_bytes=9 * MIB), TWO_CPUS, EIGHT_ENVS, two(1000.0),
+        "8 envs on 2 workers", "cores", "grows by 9.0 MiB per 1,000 steps: at this rate memory is full after about 9",
+    ),
     "an env with threads": (
         replace(PLAIN, num_threads=2, hidden_cpu_share=0.4), TWO_CPUS, EIGHT_ENVS, two(1000.0),
         "8 envs on 2 workers", "cores", "computes in 2 threads besides the worker's, 40% of its processor time",
