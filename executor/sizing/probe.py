@@ -107,13 +107,7 @@ def probe(
         early = one.memory_after_resets(_RESETS_SHARE * budget_s)
         show("probe: step")
         one.turn("sync")  # caches, lazy imports and compilers warm up
-        dirty = memory_of(one.pid)["dirty"]
         figures = one.measure_steps(_STEPS_SHARE * budget_s)
-        grown = (
-            max(0, memory_of(one.pid)["dirty"] - dirty - _NOISE_BYTES)
-            * 1000
-            / figures["steps_measured"]
-        )
         threads = num_threads(one.pid)
         late = one.memory_after_resets(_RESETS_SHARE * budget_s)
         # What it and its helper have once for all workers.
@@ -163,7 +157,6 @@ def probe(
         worker_bytes=late["dirty"],
         further_env_bytes=further_bytes,
         shared_bytes=shared_bytes,
-        grown_per_1000_steps_bytes=int(grown),
         gpu_bytes=gpu_bytes,
         why_alone=why_alone,
         **figures,
@@ -208,6 +201,7 @@ class Probe(Driver):
         """Step until enough is known; return the attributes of `Measurement` that are of steps."""
         began = time.monotonic()
         before = self.read()
+        dirty = memory_of(self.pid)["dirty"]
         while True:
             self.turn("sync")
             made = {key: value - before[key] for key, value in self.read().items()}
@@ -218,7 +212,11 @@ class Probe(Driver):
                 and made["ends"] >= _ENOUGH_EPISODES
             )
             if spent_s >= seconds or is_known:
-                return step_figures(made)
+                break
+        figures = step_figures(made)
+        grown = max(0, memory_of(self.pid)["dirty"] - dirty - _NOISE_BYTES)
+        figures["grown_per_1000_steps_bytes"] = grown * 1000 // made["steps"]
+        return figures
 
     def memory_after_resets(self, seconds: float) -> dict[str, int]:
         """Reset and step for this time, and at least once; return the mean memory after a reset and steps.
