@@ -199,17 +199,14 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
 
     play = Play(tasks, rules, records, prepare)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]  # torch's
-    try:
-        with torch.random.fork_rng(devices=list(devices)):
-            if executor is not None:
-                play.play_in(next(iter(tasks)), executor)
-            elif play.num_left:
-                chosen = default_options() if options is None else _with_infos(options)
-                seats = choose_workers(play.num_left, num_workers)
-                require_room(num_workers=seats)
-                play.run(seats, chosen)
-    finally:
-        records.write()
+    with records, torch.random.fork_rng(devices=list(devices)):
+        if executor is not None:
+            play.play_in(next(iter(tasks)), executor)
+        elif play.num_left:
+            chosen = default_options() if options is None else _with_infos(options)
+            seats = choose_workers(play.num_left, num_workers)
+            require_room(num_workers=seats)
+            play.run(seats, chosen)
     if play.build_error is not None and all(
         records.tasks[name].cast is None for name in tasks
     ):
@@ -265,7 +262,10 @@ def _tasks(env: Any, **how: bool) -> dict[str, Any]:
     for name, one in (
         env.items()
         if isinstance(env, Mapping)
-        else ((_name(one, i), one) for i, one in enumerate(env))
+        else (
+            (one if isinstance(one, str) else f"task_{i}", one)
+            for i, one in enumerate(env)
+        )
     ):
         if isinstance(one, BatchedEnv):
             raise TypeError(
@@ -279,10 +279,6 @@ def _tasks(env: Any, **how: bool) -> dict[str, Any]:
     if not tasks:
         raise ValueError("evaluate failed: expected tasks, got none.")
     return tasks
-
-
-def _name(env: Any, index: int) -> str:
-    return env if isinstance(env, str) else f"task_{index}"
 
 
 def _factory(env: Any, **how: bool) -> Any:

@@ -184,7 +184,8 @@ def facts(
             grown > _GROWS,
             (
                 f"the env grows by {size_text(grown)} per 1,000 steps: at this rate memory is full after about "
-                f"{left:,.0f} steps of each env."
+                f"{left:,.0f} steps of each env. ExecutorOptions(max_worker_memory=...) replaces workers that "
+                f"have grown; SerialEnv cannot."
             ),
         ),
         (
