@@ -457,7 +457,7 @@ class BatchedEnv:
         """Step some envs without waiting for them.
 
         Args:
-            td: batch `[k]` with their actions.
+            td: batch `[k]` with their actions. Other keys that the policy has added are not in what `recv` returns.
             env_ids: int `[k]`, or bool `[N]`, a mask; default: td's own `env_ids`, else all envs.
             maybe_reset: also reset the envs that end, as `step_and_maybe_reset` does.
 

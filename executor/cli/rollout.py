@@ -410,7 +410,7 @@ def _workers(found: Mapping[str, Any]) -> Table:
     busy = sum(worker["busy_share"] for worker in workers) / max(1, len(workers))
     grid = Table(box=box.ROUNDED, show_footer=True)
     grid.add_column("process", "all", no_wrap=True)
-    grid.add_column("envs", str(found["num_envs"]), justify="right")
+    grid.add_column("env ids", f"of {found['num_envs']}", justify="right")
     grid.add_column("busy", f"{busy:.0%}", justify="right")
     for name, kind in (("own memory (USS)", "uss"), ("with shared part (PSS)", "pss")):
         total = memory[f"workers_{kind}_bytes"] + memory[f"parent_{kind}_bytes"]
@@ -429,6 +429,11 @@ def _workers(found: Mapping[str, Any]) -> Table:
             f"{worker['busy_share']:.0%}",
             *sizes,
         )
-    own = (size_text(memory[f"parent_{kind}_bytes"]) for kind in ("uss", "pss"))
-    grid.add_row("parent", "", "", *own, style="dim")
+    grid.add_row(
+        "parent",
+        "",
+        "",
+        *(size_text(memory[f"parent_{kind}_bytes"]) for kind in ("uss", "pss")),
+        style="dim",
+    )
     return grid

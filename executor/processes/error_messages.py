@@ -43,6 +43,10 @@ numbering = Numbering()
 
 #: The types whose messages are written by this package.
 _OURS = ("FactoryError", "SpecError")
+#: Advice by the type of an env's exception.
+_ADVICE = {
+    "BdbQuit": " A debugger needs envs in this process: SerialEnv. There `q` raises this error, and `c` continues."
+}
 _REMEDY = (
     "Use fewer envs or workers (`envherd size` says how many fit), or raise the limit."
 )
@@ -259,7 +263,8 @@ def env_error(
     elif phase in ("step", "reset", "restore") and not is_interrupted:
         advice = f"The other envs go on; {again}."
     return kind(
-        f"{phase} failed: {what} (env {env_id}, worker {worker_id}, pid {pid}{_place(gpu)}).{also} {advice}",
+        f"{phase} failed: {what} (env {env_id}, worker {worker_id}, pid {pid}{_place(gpu)}).{also} {advice}"
+        f"{_ADVICE.get(type_name, '')}",
         remote_traceback=without_own_frames(fault["traceback"]),
         env_ids=(env_id, *others),
         worker_id=worker_id,

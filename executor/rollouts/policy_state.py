@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase, is_leaf_nontensor
 
 from envherd.executor.batches.arguments import WRAP, WRAP_MODEL
 from envherd.executor.batches.fast_tensordict import get_leaf
@@ -123,7 +123,8 @@ def run_policy(
     except KeyError as error:
         if "tensordict" in str(error).lower():
             error.add_note(
-                f"The policy was called with a batch of these keys: {', '.join(map(str, _names(root)))}."
+                f"The policy was called with a batch of these keys: "
+                f"{', '.join(str(short(key)) for key in leaf_keys(root, is_leaf_nontensor))}."
             )
         raise
     if not isinstance(acted, TensorDictBase):
@@ -143,11 +144,6 @@ def _is_of_call(error: Exception) -> bool:
     return "positional argument" in str(error) and modules <= {"envherd", "torch"}
 
 
-def _names(td: TensorDictBase) -> list[str | Key]:
-    """Return the keys of a batch's leaves as a policy would write them."""
-    return list(map(short, leaf_keys(td)))
-
-
 def short(key: Key) -> str | Key:
     """Return a key as a policy would write it: a name alone at the root."""
     if len(key) == 1:
@@ -155,13 +151,21 @@ def short(key: Key) -> str | Key:
     return key
 
 
-def leaf_keys(td: TensorDictBase) -> list[Key]:
-    """Return the keys of a batch's leaves, each as a tuple; of different tasks, those that all rows have."""
+def leaf_keys(
+    td: TensorDictBase,
+    is_leaf: Callable[[type], bool] | None = None,
+) -> list[Key]:
+    """Return the keys of a batch's leaves, each as a tuple; of different tasks, those that all rows have.
+
+    Args:
+        td: the batch.
+        is_leaf: TensorDict's, by the class of an entry; None leaves out texts and other values that are no tensors.
+    """
     # The keys of a stack itself fail if a row has a leaf where another has a group.
     if isinstance(td, LazyStackedTensorDict):
-        rows = list(map(leaf_keys, td.tensordicts))
+        rows = [leaf_keys(row, is_leaf) for row in td.tensordicts]
         return [key for key in rows[0] if all(key in keys for keys in rows)]
-    keys: Any = td.keys(include_nested=True, leaves_only=True)
+    keys: Any = td.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf)
     return [key if isinstance(key, tuple) else (key,) for key in keys]
 
 

@@ -215,17 +215,14 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
 
     play = Play(tasks, rules, records, prepare)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]  # torch's
-    try:
-        with torch.random.fork_rng(devices=list(devices)):
-            if executor is not None:
-                play.play_in(executor)
-            elif play.num_left:
-                chosen = default_options() if options is None else _with_infos(options)
-                seats = choose_workers(play.num_left, num_workers)
-                require_room(num_workers=seats)
-                play.run(seats, chosen)
-    finally:
-        records.write()
+    with records, torch.random.fork_rng(devices=list(devices)):
+        if executor is not None:
+            play.play_in(executor)
+        elif play.num_left:
+            chosen = default_options() if options is None else _with_infos(options)
+            seats = choose_workers(play.num_left, num_workers)
+            require_room(num_workers=seats)
+            play.run(seats, chosen)
     if play.build_error is not None and all(
         records.tasks[name].cast is None for name in tasks
     ):

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -120,6 +120,24 @@ class RecordFile:
         if self._path is not None and not self._path.exists():
             # A path that cannot be written is refused before an episode is played.
             self.write()
+
+    def __enter__(self) -> Self:
+        """Return this object."""
+        return self
+
+    def __exit__(
+        self,
+        _type: object,
+        error: BaseException | None,
+        _traceback: object,
+    ) -> None:
+        """Write the file. An exception that has ended the block gets a note of what the file holds."""
+        self.write()
+        if error is not None and self._path is not None:
+            error.add_note(
+                f"{self._path} holds the {sum(len(one.episodes) for one in self.tasks.values())} episodes that were "
+                f"played; the same call plays the others."
+            )
 
     def add(self, task: str, record: EpisodeRecord) -> None:
         """Keep a record; write the file unless it was written less than a second ago."""

@@ -171,7 +171,8 @@ def explain(
             grown > _GROWS,
             (
                 f"the env grows by {size_text(grown)} per 1,000 steps: at this rate memory is full after about "
-                f"{left:,.0f} steps of each env. The options recycle_after and max_worker_memory bound it."
+                f"{left:,.0f} steps of each env. ExecutorOptions(max_worker_memory=...) replaces workers that "
+                f"have grown; SerialEnv cannot."
             ),
         ),
         (

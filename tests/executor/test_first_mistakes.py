@@ -197,6 +197,35 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         KeyError,
         r"called with a batch of these keys: .*observation",
     ),
+    "a key that the batch lacks, next to a text": (
+        lambda _: serial(
+            1,
+            type(
+                "Reads",
+                (Outside,),
+                {
+                    "observation_space": gymnasium.spaces.Dict(
+                        sign=gymnasium.spaces.Text(8)
+                    ),
+                    "reset": lambda *_, **_options: ({"sign": "left"}, {}),
+                },
+            ),
+        ).rollout(3, lambda td: td["place"]),
+        KeyError,
+        r"called with a batch of these keys: .*sign",
+    ),
+    "a breakpoint that is left": (
+        lambda _: serial(
+            1,
+            type(
+                "Stops",
+                (Outside,),
+                {"step": lambda *_: exec("import bdb; raise bdb.BdbQuit")},
+            ),
+        ).rollout(3),
+        EnvError,
+        r"raised BdbQuit .* A debugger needs envs in this process: SerialEnv\.",
+    ),
     "a network of one's own": (lambda env: env.rollout(3, Argmax()), TypeError, WRAP),
     "a list of another length": (
         lambda env: env.set("x", [1, 2]),

@@ -631,7 +631,7 @@ def test_ctrl_c_ends_the_run_and_keeps_its_episodes(tmp_path, is_signal):
         return press(td)
 
     slow = suite(step_s=0.02)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match=r"found\.json holds the \d+ episodes"):
         evaluate(policy, slow, 10, num_workers=2, out=out, label="press")
     assert 0 < num_recorded(out) < 30
     found = evaluate(press, suite(), 10, num_workers=2, out=out, label="press")

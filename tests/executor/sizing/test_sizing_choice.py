@@ -234,7 +234,7 @@ DECISIONS = {
     # ---- what else is reported ----
     "an env that grows": (
         replace(PLAIN, grown_per_1000_steps_bytes=9 * MIB), TWO_CPUS, EIGHT_ENVS, two(1000.0),
-        "8 envs on 2 workers", "cores", "grows by 9.0 MiB per 1,000 steps: at this rate memory is full after about 9",
+        "8 envs on 2 workers", "cores", "memory=...) replaces workers that have grown",
     ),
     "an env with threads": (
         replace(PLAIN, num_threads=2, hidden_cpu_share=0.4), TWO_CPUS, EIGHT_ENVS, two(1000.0),
