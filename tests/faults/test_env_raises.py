@@ -31,8 +31,6 @@ from envherd.workers.testing.faults import BAD_OBSERVATIONS, EXCEPTIONS
 from tests.envs.faulty_envs import Faulty
 from tests.executor.calls import ENDLESS, act, both, counters, only
 
-FATES = ("raises", "dies")
-
 
 def reset_and_step(env, env_id):
     env.reset(only(env, env_id))
@@ -68,15 +66,13 @@ def test_exception_names_its_env_alone_and_workers_continue(at):
 
 
 class DiesRebuilt(Faulty):
-    """Its reset raises if its folder has a file `raises`; the next instance then kills its worker in its reset."""
+    """Its reset kills its worker if its folder has a file `fatal` and no file `wrecked`, at which resets raise."""
 
     def reset(self, **kwargs):
-        present = [p for p in map(Path(self._folder).joinpath, FATES) if p.exists()]
-        if present:
-            present[0].unlink()
-            if present[0].name == "dies":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise ArithmeticError("no reset")
+        fatal = Path(self._folder, "fatal")
+        if fatal.exists() and not Path(self._folder, "wrecked").exists():
+            fatal.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
         return super().reset(**kwargs)
 
 
@@ -90,10 +86,9 @@ def test_a_worker_that_dies_as_an_env_is_rebuilt_leaves_no_lost_env(tmp_path):
     options = ExecutorOptions(on_worker_loss="restart", on_env_error="interrupt")
     with ParallelEnv(2, make, num_workers=1, options=options) as env:
         env.reset()
-        for name in FATES:
+        for name in ("wrecked", "fatal"):
             (tmp_path / name).touch()
         assert not env.reset()["done"].any()
-        assert not [*tmp_path.glob("*s")]
         assert env.statistics().worker_losses == 1
         goes_on = torch.zeros(2, dtype=torch.int64)
         _, root = env.step_and_maybe_reset(TensorDict({"action": goes_on}, [2]))

@@ -23,14 +23,12 @@ from envherd.workers.testing import CountingEnv, FaultyEnv
 NUM_ENVS = 3
 
 
-@pytest.fixture(params=["serial", "parallel"])
+@pytest.fixture(
+    params=[SerialEnv, functools.partial(ParallelEnv, num_workers=2)],
+    ids=["serial", "parallel"],
+)
 def env(request):
-    kind = (
-        SerialEnv
-        if request.param == "serial"
-        else functools.partial(ParallelEnv, num_workers=2)
-    )
-    with kind(NUM_ENVS, CountingEnv, seed=0) as env:
+    with request.param(NUM_ENVS, CountingEnv, seed=0) as env:
         yield env
 
 

@@ -276,28 +276,26 @@ def own_group(controller: str) -> Path | None:
     )
 
 
+def figures_in(controller, limits):
+    """Return `figures_under` a new cgroup (v1) with limits."""
+    folder = own_group(controller)
+    if folder is None:
+        pytest.skip(f"no v1 {controller} controller that can be written")
+    with group(folder / f"envherd-test-{os.getpid()}", limits) as own:
+        enter = f'echo $$ > {own}/cgroup.procs && exec "$@"'
+        return figures_under(["sh", "-c", enter, "sh"])
+
+
 @pytest.mark.slow
 def test_a_real_cpu_quota_is_seen():
-    folder = own_group("cpu")
-    if folder is None:
-        pytest.skip("no v1 cpu controller that can be written")
-    with group(
-        folder / f"envherd-test-{os.getpid()}", {"cpu.cfs_quota_us": "50000"}
-    ) as own:
-        enter = f'echo $$ > {own}/cgroup.procs && exec "$@"'
-        cores, workers, *_ = figures_under(["sh", "-c", enter, "sh"])
+    cores, workers, *_ = figures_in("cpu", {"cpu.cfs_quota_us": "50000"})
     assert (cores, workers) == (0.5, 1)
 
 
 @pytest.mark.slow
 def test_a_real_memory_limit_is_seen():
-    folder = own_group("memory")
-    if folder is None:
-        pytest.skip("no v1 memory controller that can be written")
-    with group(
-        folder / f"envherd-test-{os.getpid()}", {"memory.limit_in_bytes": str(GIB)}
-    ) as own:
-        enter = f'echo $$ > {own}/cgroup.procs && exec "$@"'
-        _, _, limit, available, _ = figures_under(["sh", "-c", enter, "sh"])
+    _, _, limit, available, _ = figures_in(
+        "memory", {"memory.limit_in_bytes": str(GIB)}
+    )
     assert limit == GIB
     assert GIB // 2 < available < GIB

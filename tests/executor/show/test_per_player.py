@@ -51,14 +51,12 @@ class Counting(nn.Module):
         )
 
 
-@pytest.fixture(params=["serial", "parallel"])
+@pytest.fixture(
+    params=[SerialEnv, functools.partial(ParallelEnv, num_workers=2)],
+    ids=["serial", "parallel"],
+)
 def env(request):
-    kind = (
-        SerialEnv
-        if request.param == "serial"
-        else functools.partial(ParallelEnv, num_workers=2)
-    )
-    with kind(NUM_ENVS, Team, seed=0) as env:
+    with request.param(NUM_ENVS, Team, seed=0) as env:
         yield env
 
 
