@@ -431,7 +431,8 @@ class BatchedEnv:
             Busy: a rollout or a facade's step is in progress.
         """
         with self._guard:
-            ids, old = self._exchange.as_ids(env_ids), self._pool.blueprint
+            ids = self._exchange.as_ids(env_ids)
+            old = self._pool.blueprint
             made = [old.callables[i] for i in ids.tolist()]
             if factories is not None and len(ids):
                 made = [

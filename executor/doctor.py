@@ -31,8 +31,11 @@ from envherd.workers.adapters.meltingpot.factory import scenario_names, substrat
 from envherd.workers.build import Factory
 
 Level = Literal["ok", "warn", "fail"]
-_GIB, _MIB = 2**30, 2**20
-_FEWEST_FILES, _LEAST_MEMORY, _LEAST_SHM = 1024, _GIB, _GIB
+_GIB = 2**30
+_MIB = 2**20
+_FEWEST_FILES = 1024
+_LEAST_MEMORY = _GIB
+_LEAST_SHM = _GIB
 _BUSY = 0.3
 #: Packages of the extras, looked up by name without importing them.
 _OPTIONAL = (
@@ -272,7 +275,8 @@ def _meltingpot() -> Iterator[Finding]:
             "python -m envherd.install_meltingpot",
         )
         return
-    substrates, scenarios = len(substrate_names()), len(scenario_names())
+    substrates = len(substrate_names())
+    scenarios = len(scenario_names())
     yield _judged(
         "meltingpot",
         f"{version}, {substrates} substrates",
@@ -401,7 +405,8 @@ def torch_threads(machine: Machine) -> Iterator[Finding]:
     """Compare the number of torch's threads in this process with the free processors."""
     import torch
 
-    num_threads, free = torch.get_num_threads(), max(0.0, machine.cores - machine.load)
+    num_threads = torch.get_num_threads()
+    free = max(0.0, machine.cores - machine.load)
     found = f"{num_threads}, with {free:.1f} of {machine.cores:g} processors free"
     # It is never quite idle.
     yield _judged("torch threads", found, is_ok=num_threads <= max(1.0, free + 0.5))

@@ -152,10 +152,8 @@ class ParallelEnv(BatchedEnv):
             raise ValueError(
                 f"branch failed: expected targets other than the source, got env {source} as both."
             )
-        blocks, worker_of = (
-            self._branch_pool.blueprint.blocks,
-            self._branch_pool.worker_of,
-        )
+        blocks = self._branch_pool.blueprint.blocks
+        worker_of = self._branch_pool.worker_of
         if not all(
             len(blocks[worker_of[env_id]]) == 1 for env_id in (source, *targets)
         ):

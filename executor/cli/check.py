@@ -39,7 +39,8 @@ def _prepare(options: Check) -> Contract:
 
 def _check(options: Check, contract: Contract) -> int:
     """Check and report every rule; return the exit code."""
-    console, rules = Console(stderr=options.json == "-"), list[dict[str, Any]]()
+    console = Console(stderr=options.json == "-")
+    rules = list[dict[str, Any]]()
     code = _check_rules(options.env, contract, console, rules)
     report = {
         "schema": SCHEMA,

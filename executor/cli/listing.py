@@ -33,7 +33,8 @@ def list_envs(
             err=True,
         )
         raise typer.Exit(EXIT_USAGE)
-    is_empty, absent = True, []
+    is_empty = True
+    absent = []
     for one in LISTED if family is None else (family,):
         try:
             names = known_names(one)

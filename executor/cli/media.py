@@ -67,7 +67,8 @@ class Film:
     """
 
     def __init__(self, max_frames: int, num_steps: int) -> None:
-        self._max_frames, self._num_steps = max_frames, num_steps
+        self._max_frames = max_frames
+        self._num_steps = num_steps
         self.stride = 1
         self.moments: list[tuple[int, Any]] = []
 
@@ -78,7 +79,8 @@ class Film:
     def add(self, step: int, frame: Any) -> None:
         """Keep the frame of a step that `wants` accepts."""
         if len(self.moments) > self._max_frames:
-            self.moments, self.stride = self.moments[::2], 2 * self.stride
+            self.moments = self.moments[::2]
+            self.stride = 2 * self.stride
             if not self.wants(step):
                 return
         self.moments.append((step, frame))
@@ -119,8 +121,12 @@ class Pictures:
         agent: int | None = None,
         fps: float = 20.0,
     ) -> None:
-        self._gif, self._png, self._mp4 = gif, png, mp4
-        self._has_views, self._agent, self._fps = views, agent, fps
+        self._gif = gif
+        self._png = png
+        self._mp4 = mp4
+        self._has_views = views
+        self._agent = agent
+        self._fps = fps
         self._is_kept = gif is not None or png is not None
         self._is_alone = alone or views or agent is not None
         self.are_wanted = self._is_kept or mp4 is not None
@@ -186,7 +192,8 @@ class Pictures:
     def write(self, title: str) -> dict[str, str]:
         """Write the files, and complete the video; return name -> path."""
         self.close()
-        moments, env_ids = self._film.moments, sorted(self._latest)
+        moments = self._film.moments
+        env_ids = sorted(self._latest)
         if self._gif is not None and self._is_alone:
             alone = [
                 require_pillow().Image.fromarray(frames[0]) for _, frames in moments
@@ -236,12 +243,12 @@ class _Views:
     """
 
     def __init__(self, env: BatchedEnv) -> None:
-        self._world, self._players = Camera(env), Camera(env, 0).key
-        self._returns, self._reward = Returns(env.spec, 1), env.spec.reward[0].key
-        names, roles = (
-            self._returns.agents,
-            list(env.spec.metadata.get("agent_roles") or ()),
-        )
+        self._world = Camera(env)
+        self._players = Camera(env, 0).key
+        self._returns = Returns(env.spec, 1)
+        self._reward = env.spec.reward[0].key
+        names = self._returns.agents
+        roles = list(env.spec.metadata.get("agent_roles") or ())
         has_roles = len(roles) == len(names) and set(roles) != {"default"}
         self._names = (
             [f"{name} {role}" for name, role in zip(names, roles, strict=True)]
@@ -330,16 +337,20 @@ def grid(
         1,
         min(ENLARGED_PX // max(height, width), width_px // (columns * width)),
     )
-    height, width = height * factor, width * factor
+    height = height * factor
+    width = width * factor
     top = GAP_PX + (CAPTION_PX if title else 0)
-    step_x, step_y = width + GAP_PX, height + CAPTION_PX + GAP_PX
+    step_x = width + GAP_PX
+    step_y = height + CAPTION_PX + GAP_PX
     size = (GAP_PX + columns * step_x, top + math.ceil(len(tiles) / columns) * step_y)
     canvas: Image.Image = pillow.Image.new("RGB", size, BACKGROUND)
-    draw, font = pillow.ImageDraw.Draw(canvas), pillow.ImageFont.load_default(FONT_PX)
+    draw = pillow.ImageDraw.Draw(canvas)
+    font = pillow.ImageFont.load_default(FONT_PX)
     draw.text((GAP_PX, GAP_PX / 2 + CAPTION_PX / 2), title, INK, font, anchor="lm")
     for index, (left, right, frame) in enumerate(tiles):
         row, column = divmod(index, columns)
-        x, y = GAP_PX + column * step_x, top + row * step_y
+        x = GAP_PX + column * step_x
+        y = top + row * step_y
         draw.rectangle((x, y, x + width - 1, y + height + CAPTION_PX - 1), PANEL)
         draw.text((x + 6, y + CAPTION_PX / 2), left, INK, font, anchor="lm")
         draw.text((x + width - 6, y + CAPTION_PX / 2), right, FAINT, font, anchor="rm")

@@ -33,7 +33,8 @@ from envherd.executor.cli.option_values import (
 )
 
 #: The largest durations, and more processors than any machine has.
-_DAY_S, _MINUTE_MS = 86_400, 60_000
+_DAY_S = 86_400
+_MINUTE_MS = 60_000
 #: `check` keeps all steps in memory.
 _MOST_CHECKED = 1_000_000
 

@@ -72,7 +72,8 @@ def _report(
     pictures: Pictures,
 ) -> int:
     """Run the rollout again and report; return the exit code."""
-    console, env = Console(quiet=options.quiet), facts["env"]
+    console = Console(quiet=options.quiet)
+    env = facts["env"]
     difference = _replay(options, data, facts, made, pictures)
     for path in pictures.write(f"{env}, again").values():
         console.print(f"{path} written", highlight=False)
@@ -93,7 +94,8 @@ def _replay(
     pictures: Pictures,
 ) -> str:
     """Run the rollout again; return the first difference as text, or an empty string."""
-    console, (num_envs, num_steps) = Console(quiet=options.quiet), data.shape[:2]
+    console = Console(quiet=options.quiet)
+    num_envs, num_steps = data.shape[:2]
     how: dict[str, Any] = {"num_workers": options.workers, "seed": facts["seed"]}
     difference = ""
     with console.status(f"starting {num_envs} envs"):
@@ -140,7 +142,8 @@ def _difference(
         )
         if key in without or not is_compared:
             continue
-        name, other = prefix + "/".join(key), stored.get(key, None)
+        name = prefix + "/".join(key)
+        other = stored.get(key, None)
         if not isinstance(other, torch.Tensor) or other.shape != value.shape:
             got = (
                 "none"

@@ -40,7 +40,8 @@ class Rerun:
     """The command for one capsule."""
 
     def __init__(self, options: Replay) -> None:
-        self._options, self._path = options, options.directory
+        self._options = options
+        self._path = options.directory
 
     def prepare(self) -> tuple[Capsule, Made, ExecutorOptions]:
         """Read the capsule and find its env; build nothing.
@@ -75,7 +76,8 @@ class Rerun:
 
     def _made(self, capsule: Capsule) -> Made:
         """Return the factory and its arguments that the command line, or else the capsule, names."""
-        facts, name = capsule.facts, self._options.env or capsule.facts["env"]
+        facts = capsule.facts
+        name = self._options.env or capsule.facts["env"]
         kwargs: dict[str, Any] = (
             facts["env_kwargs"]
             if self._options.env_kwargs is None
@@ -151,19 +153,17 @@ class Rerun:
         if self._options.record is not None:
             console.print(f"{self._options.record} written", highlight=False)
         if not found:
-            code, text = (
-                EXIT_NO_FAILURE,
-                f"It did not fail: {facts['num_steps']} steps went through.",
-            )
+            code = EXIT_NO_FAILURE
+            text = f"It did not fail: {facts['num_steps']} steps went through."
             if difference:
-                code, text = (
-                    EXIT_FAILED,
-                    f"It did not fail, and differed before: {difference}",
-                )
+                code = EXIT_FAILED
+                text = f"It did not fail, and differed before: {difference}"
         elif found == failure:
-            code, text = 0, f"It failed again: {found}"
+            code = 0
+            text = f"It failed again: {found}"
         else:
-            code, text = EXIT_FAILED, f"It failed otherwise: {found}"
+            code = EXIT_FAILED
+            text = f"It failed otherwise: {found}"
         if code != EXIT_FAILED and difference and found:
             text += f" (But {difference})"
         where = Console(stderr=self._options.quiet) if code else console
@@ -235,13 +235,12 @@ class _Episode:
         stops: bool,  # noqa: FBT001
         pictures: Pictures,
     ) -> None:
-        self._facts, self._env, self._stops, self._pictures = (
-            capsule.facts,
-            env,
-            stops,
-            pictures,
-        )
-        self.num_steps, self.difference = 0, ""
+        self._facts = capsule.facts
+        self._env = env
+        self._stops = stops
+        self._pictures = pictures
+        self.num_steps = 0
+        self.difference = ""
         leaves = [*env.spec.action, *env.spec.state]
         stored = [
             (array.shape[1:], str(array.dtype)) for array in capsule.inputs.values()
@@ -261,7 +260,9 @@ class _Episode:
         Raises:
             EnvError, WorkerLost, WorkerTimeout: the failure.
         """
-        facts, env, last = self._facts, self._env, self._facts["num_steps"]
+        facts = self._facts
+        env = self._env
+        last = self._facts["num_steps"]
         root = self._stopping(
             lambda: env.reset(
                 seed=[facts["seed"]],
@@ -310,7 +311,8 @@ def _in_words(facts: Mapping[str, Any], phase: Any, step: int) -> str:
         phase: in which it failed.
         step: in which it failed, from 1.
     """
-    error, exit_code = facts.get("error", ""), facts.get("exit_code")
+    error = facts.get("error", "")
+    exit_code = facts.get("exit_code")
     if error == WorkerLost.__name__:
         what = f"{error} ({describe_exit(exit_code if isinstance(exit_code, int) else None)})"
     elif error == WorkerTimeout.__name__:

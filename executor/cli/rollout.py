@@ -232,7 +232,8 @@ def _collect(
     }
     returns = Returns(env.specs[0], env.num_envs)
     failure: EnvherdError | None = None
-    clock, shown = time.perf_counter, 0.0
+    clock = time.perf_counter
+    shown = 0.0
     speed = TextColumn(
         "{task.fields[rate]:,.0f} env-steps/s  {task.fields[episodes]} episodes",
         style="green",
@@ -265,10 +266,8 @@ def _collect(
                     counted["collect_s"] += stepped - start
                     counted["keep_s"] += clock() - stepped
                     if clock() - shown > _REFRESH_S or step == options.steps:
-                        shown, rate = (
-                            clock(),
-                            step * env.num_envs / counted["collect_s"],
-                        )
+                        shown = clock()
+                        rate = step * env.num_envs / counted["collect_s"]
                         bar.update(
                             task,
                             completed=step,
@@ -284,7 +283,8 @@ def _collect(
             except EnvherdError as error:
                 if not counted["steps_done"]:
                     raise
-                failure, counted["error"] = error, str(error)
+                failure = error
+                counted["error"] = str(error)
     return counted, returns, failure
 
 
@@ -364,7 +364,9 @@ def _summary(found: Mapping[str, Any]) -> Table:
         if found["error"]
         else "enough episodes"
     )
-    done, collect_s, keep_s = found["steps_done"], found["collect_s"], found["keep_s"]
+    done = found["steps_done"]
+    collect_s = found["collect_s"]
+    keep_s = found["keep_s"]
     asked = f" of {found['steps']} ({why})" if done < found["steps"] else ""
     keep = f", and {keep_s:.2f} s to draw and store" if keep_s > 0.1 * collect_s else ""
     names = list(found["mean_return"].items())
@@ -396,7 +398,8 @@ def _summary(found: Mapping[str, Any]) -> Table:
 
 
 def _workers(found: Mapping[str, Any]) -> Table:
-    workers, memory = found["workers"], found["memory"]
+    workers = found["workers"]
+    memory = found["memory"]
     has_own = memory["workers_uss_bytes"] > 0
     busy = sum(worker["busy_share"] for worker in workers) / max(1, len(workers))
     grid = Table(box=box.ROUNDED, show_footer=True)

@@ -85,7 +85,9 @@ def _work(options: Size, factory: Factory, goal: Goal) -> int:
 
 
 def _advice(env: str, sizing: Sizing) -> Table:
-    chosen, setting, machine = sizing.chosen, sizing.setting, sizing.machine
+    chosen = sizing.chosen
+    setting = sizing.setting
+    machine = sizing.machine
     grid = Table(
         title=Text(env, "bold"),
         title_justify="left",

@@ -24,7 +24,9 @@ Space = spaces.Space[Any]
 
 def space_of(leaf: LeafSpec, lead: int) -> Space:
     """Return the space of a leaf without its first `lead` dimensions, which are those of the agents."""
-    shape, dtype, domain = leaf.shape[lead:], np.dtype(leaf.dtype), leaf.domain
+    shape = leaf.shape[lead:]
+    dtype = np.dtype(leaf.dtype)
+    domain = leaf.domain
     if isinstance(domain, Discrete) and shape == ():
         return spaces.Discrete(domain.n, start=domain.start)
     if isinstance(domain, MultiDiscrete) and dtype.kind in "iu":

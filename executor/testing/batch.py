@@ -61,7 +61,8 @@ class ExecutorBatch:
         if resets_ended:
             td, root = self.env.step_and_maybe_reset(td)
         else:
-            td, root = self.env.step(td), self.env.current()
+            td = self.env.step(td)
+            root = self.env.current()
         return self._rows(td["next"], "next"), self._rows(root, "root")
 
     def save(self) -> list[Any] | None:

@@ -216,7 +216,8 @@ class Contract:
                 )
             if (saved := batch.save()) is None:
                 return None
-            drawn, first = [], []
+            drawn = []
+            first = []
             for _ in range(self.num_steps):
                 drawn.append(self._draw_actions(batch, rng, roots))
                 nexts, roots = batch.step(drawn[-1], resets_ended=True)

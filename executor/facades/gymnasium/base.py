@@ -105,7 +105,8 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
         self.closed = False
 
     def _take_spaces(self, descriptions: list[Description]) -> None:
-        first, engine = descriptions[0], self.executor.engine
+        first = descriptions[0]
+        engine = self.executor.engine
         self.metadata = {**first.metadata, "autoreset_mode": self.autoreset_mode}
         self.render_mode = first.render_mode
         spaces = batch(self._name, descriptions, self.observation_mode)
@@ -280,7 +281,8 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
             raise as_gymnasium(error) from error.__cause__
 
     def _finish_step(self, timeout: float | None) -> StepResult:
-        flight, was_reset = self._flight, self._ended
+        flight = self._flight
+        was_reset = self._ended
         try:
             if not flight.has_landed:
                 with self._guard:
@@ -292,7 +294,8 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
             self._ended = None  # the caller must reset all of them
             raise
         self._move("land")
-        column, ended = flight.at, flight.ended
+        column = flight.at
+        ended = flight.ended
         if self._resets_next:
             self._ended = ended
             infos = self._infos(None, column)
@@ -369,7 +372,8 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
         column: int,
     ) -> list[Part]:
         """Return parts in which each env that has ended, or was interrupted, has separate parts, with more entries."""
-        positions, reader = self._engine.positions, self._engine.side.infos
+        positions = self._engine.positions
+        reader = self._engine.side.infos
         is_interrupted = positions.interrupted[:, 0] & positions.has_interrupted
         has_ended = np.zeros(self.num_envs, bool)
         has_ended[[] if ended is None else ended] = True

@@ -79,7 +79,8 @@ class Actions:
             raise ValueError(
                 f"step failed: expected {num_envs} actions, one for each env, got {len(given)}."
             )
-        engine, ids = self._engine, list(range(num_envs))
+        engine = self._engine
+        ids = list(range(num_envs))
         while True:
             try:
                 engine.ask("each", ids, name="give", args=tuple(given[i] for i in ids))
@@ -112,7 +113,8 @@ class Observations:
         *,
         is_copy: bool,
     ) -> None:
-        self._positions, self._side = engine.positions, engine.side
+        self._positions = engine.positions
+        self._side = engine.side
         self._ids = engine.all_ids
         seen = leaf_spaces(single_space)
         self._columns = [

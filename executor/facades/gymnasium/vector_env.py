@@ -92,12 +92,10 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
                 "AsyncVectorEnv failed: expected no `worker`, got a function. Workers here have no such function: wrap "
                 "the env instead, or use gymnasium.vector.AsyncVectorEnv."
             )
-        self.shared_memory, self.context, self.daemon, self.worker = (
-            shared_memory,
-            context,
-            daemon,
-            worker,
-        )
+        self.shared_memory = shared_memory
+        self.context = context
+        self.daemon = daemon
+        self.worker = worker
         self.max_concurrency = _checked_limit(max_concurrency)
         self._question: dict[int, Any] = {}
         self._called = ""
@@ -203,10 +201,8 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
         return self._answers(timeout)
 
     def _answers(self, timeout: float | None) -> tuple[Any, ...]:
-        pool, end = (
-            self._engine.pool,
-            None if timeout is None else time.monotonic() + timeout,
-        )
+        pool = self._engine.pool
+        end = None if timeout is None else time.monotonic() + timeout
         with raising_gymnasiums(f"call {self._called}"), self._guard:
             while end is not None and not pool.has_answered(self._question):
                 if time.monotonic() >= end:

@@ -80,7 +80,8 @@ class NativeEnv:
 
     def next_action(self, build: Callable[[list[Any]], Any], values: list[Any]) -> Any:
         """Return the raw action and forget it; without one, what `build` makes of the values in shared memory."""
-        action, self.raw_action = self.raw_action, _NO_ACTION
+        action = self.raw_action
+        self.raw_action = _NO_ACTION
         return build(values) if action is _NO_ACTION else action
 
     def begin_reset(self, options: Mapping[str, Any] | None) -> Any:
@@ -108,10 +109,8 @@ class NativeFactory:
     def __init__(self, env_fn: Callable[[], Any], *, keeps_final: bool = False) -> None:
         self.env_fn = env_fn
         self.keeps_final = keeps_final
-        self.preload, self.interpreter = (
-            tuple(modules_of(env_fn)),
-            interpreter_of(env_fn),
-        )
+        self.preload = tuple(modules_of(env_fn))
+        self.interpreter = interpreter_of(env_fn)
         self.reference = reference_of(env_fn)
         self.__qualname__ = describe(env_fn)  # for messages
 

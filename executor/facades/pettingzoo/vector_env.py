@@ -50,7 +50,8 @@ class AgentDictEnv(AsyncVectorEnv):
             columns["next", *AGENTS, name][..., 0]
             for name in ("terminated", "truncated")
         ]
-        positions, size = self._engine.positions, self._agent_rewards.shape[-1]
+        positions = self._engine.positions
+        size = self._agent_rewards.shape[-1]
         self._active = LatestColumn(positions, ACTIVE, self.num_envs, (size,))
 
     def active(self) -> np.ndarray:
@@ -131,7 +132,8 @@ class ParallelVectorEnv(OverAgentDicts):
         )
         self.num_envs = self._envs.num_envs
         self.possible_agents = self.agents = list(self._envs.single_observation_space)  # type: ignore[call-overload]  # a Dict
-        self.metadata, self.render_mode = self._envs.metadata, self._envs.render_mode
+        self.metadata = self._envs.metadata
+        self.render_mode = self._envs.render_mode
         self._actions: Any = self._envs.single_action_space
 
     # ---- what it is --------------------------------------------------------------------------
@@ -270,7 +272,8 @@ class ParallelVectorEnv(OverAgentDicts):
         for agent in self.possible_agents:
             space = self._actions[agent]
             if agent in actions:
-                given, batched = actions[agent], self.action_space(agent)
+                given = actions[agent]
+                batched = self.action_space(agent)
                 if (
                     isinstance(given, (Mapping, tuple))
                     or batched.dtype is None

@@ -126,7 +126,8 @@ class ParallelNativeAdapter(ParallelAdapter):
     def __init__(self, env: HostedParallelEnv) -> None:
         observed, acted = env.spaces()
         size = len(observed)
-        rewards, flags = np.zeros(size), np.zeros((3, size, 1), bool)
+        rewards = np.zeros(size)
+        flags = np.zeros((3, size, 1), bool)
         super().__init__(
             env,
             env.env,
@@ -135,11 +136,9 @@ class ParallelNativeAdapter(ParallelAdapter):
                 for i, (agent, space) in enumerate(observed.items())
             },
         )
-        self._rewards, self._done_values, self._active = (
-            [rewards],
-            list(flags),
-            np.zeros(size, bool),
-        )
+        self._rewards = [rewards]
+        self._done_values = list(flags)
+        self._active = np.zeros(size, bool)
         action = native_tree(acted, "action", batch_space(acted, 1))
         self._build = builder(action)
         actions = leaf_specs(action)

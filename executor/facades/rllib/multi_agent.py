@@ -72,7 +72,8 @@ class _Agents(MultiAgentEnv):  # type: ignore[misc]  # has no types
     """The agents and spaces of one env, for RLlib."""
 
     def __init__(self, observation_spaces: ByAgent, action_spaces: ByAgent) -> None:
-        self.observation_spaces, self.action_spaces = observation_spaces, action_spaces
+        self.observation_spaces = observation_spaces
+        self.action_spaces = action_spaces
         self.possible_agents = self.agents = list(observation_spaces)
         super().__init__()
 
@@ -115,7 +116,8 @@ class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[
         )
         self.closed = False
         self.num_envs = self._envs.num_envs
-        self.metadata, self.render_mode = self._envs.metadata, self._envs.render_mode
+        self.metadata = self._envs.metadata
+        self.render_mode = self._envs.render_mode
         self.single_observation_space = cast(
             "spaces.Dict",
             self._envs.single_observation_space,

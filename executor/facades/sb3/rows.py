@@ -29,8 +29,10 @@ class Writer:
 
     def __init__(self, slab: Slab, space: Space, num_agents: int) -> None:
         tree = native_tree(space, "")
-        self._split, self._is_leaf = flattener(tree, None), isinstance(tree, Leaf)
-        self._num_agents, self._num_rows = num_agents, slab.plan.num_envs * num_agents
+        self._split = flattener(tree, None)
+        self._is_leaf = isinstance(tree, Leaf)
+        self._num_agents = num_agents
+        self._num_rows = slab.plan.num_envs * num_agents
         groups = slab.groups
         leaves = groups[0].spec.action
         side = next(
@@ -83,7 +85,8 @@ class Writer:
 
     def _fit(self, index: int, values: Any) -> np.ndarray:
         """Return the values of one leaf, one row per env."""
-        target, start = self._targets[index][0][1], self._starts[index]
+        target = self._targets[index][0][1]
+        start = self._starts[index]
         rest = target.shape[1:] if self._num_agents == 1 else target.shape[2:]
         array = as_array(values)
         return fitted(
@@ -120,7 +123,8 @@ def mask_reader(
         A function without arguments, which returns bool `[num_rows, actions]`, a copy.
     """
     slab = positions.slab
-    specs, groups = [group.spec for group in slab.groups], slab.groups[0].spec.groups
+    specs = [group.spec for group in slab.groups]
+    groups = slab.groups[0].spec.groups
     keys = [(*groups[0][0], NAME)] if groups else [("info", NAME), ("info", f"_{NAME}")]
     if not all(keys[0] in {leaf.key for leaf in spec.observation} for spec in specs):
         return None

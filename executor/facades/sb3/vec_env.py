@@ -108,11 +108,9 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
         )
         observation_space, action_space = self._find_spaces()
         check_observed(observation_space)
-        slab, num_envs, num_rows = (
-            self._positions.slab,
-            executor.num_envs,
-            executor.num_envs * self.num_agents,
-        )
+        slab = self._positions.slab
+        num_envs = executor.num_envs
+        num_rows = executor.num_envs * self.num_agents
         self._observations = Observations(
             self._engine,
             observation_space,
@@ -162,10 +160,8 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
         if self.waiting:
             self._move("step_wait")  # and so the next line drops the step
         self._move("begin")
-        seeds, options = (
-            self._seeds[:: self.num_agents],
-            self._options[:: self.num_agents],
-        )
+        seeds = self._seeds[:: self.num_agents]
+        options = self._options[:: self.num_agents]
         try:
             if any(seed is not None for seed in seeds) or any(options):
                 self.executor.reset(
@@ -236,12 +232,12 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
         except EnvError as error:
             self._raise_for_env(error)
         self._move("land")
-        column, ended, agents = self._flight.at, self._flight.ended, self.num_agents
-        rewards, dones, infos = (
-            self._rewards.look(column),
-            np.zeros(self.num_envs, bool),
-            self._step_infos(),
-        )
+        column = self._flight.at
+        ended = self._flight.ended
+        agents = self.num_agents
+        rewards = self._rewards.look(column)
+        dones = np.zeros(self.num_envs, bool)
+        infos = self._step_infos()
         if ended is not None:
             ended = (
                 ended
@@ -259,7 +255,8 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
 
     def _step_infos(self) -> list[Info]:
         """Return a fresh info for every row."""
-        infos, rows = self._infos_of("next"), range(self.num_envs)
+        infos = self._infos_of("next")
+        rows = range(self.num_envs)
         if not infos or (self.num_agents == 1 and not self._agents):
             return [
                 {**infos.get(row, {}), "TimeLimit.truncated": False} for row in rows
@@ -288,14 +285,10 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
         infos: list[Info],
     ) -> None:
         """Put the last observations of ended episodes into their infos, and take the infos of new episodes."""
-        terminated, truncated = (
-            self._terminated.look(column),
-            self._truncated.look(column),
-        )
-        has_interrupted, interrupted = (
-            self._positions.has_interrupted,
-            self._positions.interrupted,
-        )
+        terminated = self._terminated.look(column)
+        truncated = self._truncated.look(column)
+        has_interrupted = self._positions.has_interrupted
+        interrupted = self._positions.interrupted
         infos_of_reset = self._infos_of("root")
         self.reset_infos = list(self.reset_infos)
         if self._episodes is not None:
@@ -586,7 +579,8 @@ class DummyVecEnv(ExecutorVecEnv, VecEnv):  # type: ignore[misc]  # mypy is not 
             super()._raise_for_env(error)
         adapter = self._adapters[error.env_ids[0]]
         # A later error may not be the env's: of what it returned.
-        own, adapter.error = adapter.error, None
+        own = adapter.error
+        adapter.error = None
         if own is None:
             super()._raise_for_env(error)
         raise own
@@ -601,7 +595,8 @@ class DummyVecEnv(ExecutorVecEnv, VecEnv):  # type: ignore[misc]  # mypy is not 
             return super()._ask(what, env_ids, **question)
         if what == "get":
             return [env.get_wrapper_attr(question["name"]) for env in envs]
-        args, kwargs = question.get("args", ()), question.get("kwargs", {})
+        args = question.get("args", ())
+        kwargs = question.get("kwargs", {})
         return [env.get_wrapper_attr(question["name"])(*args, **kwargs) for env in envs]
 
 

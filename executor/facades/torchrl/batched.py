@@ -74,7 +74,8 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
         self._fixed_shapes = False if metadata_from_workers else use_buffers
         self.share_individual_td = share_individual_td
         self._asks_all = metadata_from_workers
-        self.num_threads, self.num_sub_threads = num_threads, num_sub_threads
+        self.num_threads = num_threads
+        self.num_sub_threads = num_sub_threads
         self._start_method = mp_start_method
         self.shutdown_timeout = float(shutdown_timeout)
         self._env_seeds: list[int | None] | None = None
@@ -110,10 +111,8 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
         if self._one_task:
             first = found[0]
             self.meta_data = first.expand(self.num_workers, *first.batch_size)
-            batch_size, specs = (
-                self.meta_data.batch_size,
-                [_not_empty(self.meta_data.specs, type(self))],
-            )
+            batch_size = self.meta_data.batch_size
+            specs = [_not_empty(self.meta_data.specs, type(self))]
             self._env_text = first.env_str
         else:
             self.meta_data = found

@@ -141,7 +141,8 @@ class HostedEnvs:
                 name="perform",
                 args=asked,
             )
-        results, faults = {}, {}
+        results = {}
+        faults = {}
         for env_id in env_ids:
             has_worked, value = loads(answers[env_id]["plain"])
             if not has_worked:
@@ -163,11 +164,13 @@ class HostedEnvs:
         Raises:
             EnvError: they do not, or other calls have raised.
         """
-        engine, pool = self._engine, self.pool
+        engine = self._engine
+        pool = self.pool
         worker_id = int(pool.worker_of[min(faults)])
         are_resets = all(name == "reset" for name, _, _ in calls.values())
         is_interrupted = engine.flights.losses.may_interrupt(faults) and are_resets
-        pid, gpu = pool.pid_of(worker_id), pool.gpu_of(worker_id)
+        pid = pool.pid_of(worker_id)
+        gpu = pool.gpu_of(worker_id)
         error = env_error(
             [*faults.values()],
             worker_id,
@@ -298,7 +301,8 @@ class WorkerHandle:
 
     def __init__(self, pool: Pool, worker_id: int) -> None:
         self._pool = pool
-        self._worker_id, self._generation = worker_id, pool.generation_of(worker_id)
+        self._worker_id = worker_id
+        self._generation = pool.generation_of(worker_id)
         self.pid = pool.pid_of(worker_id)
 
     def is_alive(self) -> bool:

@@ -85,9 +85,11 @@ class Shells:
 
     def _shell(self, section: str, places: Iterable[int]) -> Shell:
         """Return the nesting of `next` or the root over a list of leaves, given each leaf's place in that list."""
-        keys, template = self._root_keys, self._template
+        keys = self._root_keys
+        template = self._template
         if section == "next":
-            keys, template = self._next_keys, template.get("next")
+            keys = self._next_keys
+            template = template.get("next")
         paths = [(key,) if isinstance(key, str) else key for key in keys]
         prefixes = {path[:depth] for path in paths for depth in range(1, len(path))}
         groups = {prefix: tuple(template.get(prefix).batch_size) for prefix in prefixes}
@@ -386,7 +388,8 @@ class BatchedData(Batched):
         self,
         td: TensorDictBase,
     ) -> tuple[TensorDictBase, TensorDictBase]:
-        crew, ids = self._open(), self._env_ids
+        crew = self._open()
+        ids = self._env_ids
         rows = [self._step_row(td[i]) for i in range(self.num_workers)]
         answers = crew.tell(ids, [("step_and_maybe_reset", (row,), {}) for row in rows])
         following = self._stacked([answer[0] for answer in answers])
@@ -410,7 +413,8 @@ class BatchedData(Batched):
         tensordict: TensorDictBase | None = None,
         **kwargs: Any,
     ) -> TensorDictBase:
-        crew, ids = self._open(), self._env_ids
+        crew = self._open()
+        ids = self._env_ids
         if (shells := self.__dict__["_shells"]) is not None:
             shells.stale_roots.forget()
         listed = kwargs.pop("list_of_kwargs", None) or [{}] * self.num_workers

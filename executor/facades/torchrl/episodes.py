@@ -37,10 +37,8 @@ class EpisodeStatistics(Transform):  # type: ignore[misc]  # untyped
 
     def __init__(self, env: EnvBase) -> None:
         super().__init__()
-        rewards, ends = (
-            place_leaves(env.full_reward_spec),
-            topmost(place_leaves(env.full_done_spec)),
-        )
+        rewards = place_leaves(env.full_reward_spec)
+        ends = topmost(place_leaves(env.full_done_spec))
         require_dense(rewards)
         self.sums = EpisodeSums(tuple(env.batch_size), [leaf.spec for leaf in rewards])
         observed = [

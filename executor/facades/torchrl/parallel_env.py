@@ -114,7 +114,8 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         ):
             check_factory(factory, "GymEnv('CartPole-v1')")
         for name, why in _REFUSED.items() if options is not None else ():
-            default, value = getattr(ExecutorOptions, name), getattr(options, name)
+            default = getattr(ExecutorOptions, name)
+            value = getattr(options, name)
             if value != default:
                 raise ValueError(
                     f"ParallelEnv failed: expected options with {name}={default}, got {value}: {why}"
@@ -291,7 +292,8 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return `{"worker0": ..., ...}`, each env's own."""
-        crew, ids = self._open(), self._env_ids
+        crew = self._open()
+        ids = self._env_ids
         states = crew.tell(ids, [("state_dict", (), {})] * len(ids))
         return OrderedDict((f"worker{i}", state) for i, state in enumerate(states))
 
@@ -301,7 +303,8 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         Raises:
             EnvError: an env refused it.
         """
-        crew, ids = self._open(), self._env_ids
+        crew = self._open()
+        ids = self._env_ids
         if "worker0" not in state_dict:
             state_dict = {f"worker{i}": state_dict for i in range(len(ids))}
         crew.tell(
@@ -412,7 +415,8 @@ class Attributes(_Attribute, list[Any]):
 
     def __init__(self, values: list[Any], path: tuple[str, ...], find: FindAll) -> None:
         super().__init__(values)
-        self._path, self._find = path, find
+        self._path = path
+        self._find = find
 
     def __call__(self) -> list[Any]:
         """Return the values."""
@@ -423,7 +427,9 @@ class Dispatcher(_Attribute):
     """A method of each env, or an object in it that cannot be pickled; calls return one result per env."""
 
     def __init__(self, path: tuple[str, ...], find: FindAll, call: CallAll) -> None:
-        self._path, self._find, self._call = path, find, call
+        self._path = path
+        self._find = find
+        self._call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Call it in all envs."""

@@ -418,7 +418,8 @@ class HostedAdapter(Adapter):
 
     def step(self, action: list[Any]) -> StepValues:
         """Make one transition; see `Adapter.step`. It counts as terminated when TorchRL would reset the env."""
-        hosted, env = self.env, self._torchrl_env
+        hosted = self.env
+        env = self._torchrl_env
         direct = hosted.direct
         if direct is not None:
             if not direct.is_ahead:
