@@ -436,7 +436,7 @@ class BatchedEnv:
             made = [old.callables[i] for i in ids.tolist()]
             if factories is not None and len(ids):
                 made = [
-                    *map(self.hosted, as_factories(len(ids), factories), ids.tolist())
+                    *map(self.hosted, as_factories(len(ids), factories), ids.tolist()),
                 ]
             elif env_kwargs is None:
                 env_kwargs = [old.env_kwargs[i] for i in ids.tolist()]

@@ -250,9 +250,8 @@ def _dmlab2d() -> Iterator[Finding]:
     version = version_of("dmlab2d")
     if version is None:
         return
-    command = [sys.executable, "-P", "-c", "import dmlab2d"]
     done = subprocess.run(
-        command,
+        [sys.executable, "-P", "-c", "import dmlab2d"],
         capture_output=True,
         text=True,
         timeout=_IMPORT_TIMEOUT_S,
@@ -371,8 +370,7 @@ def _starter(name: Any) -> Callable[[], Iterator[Finding]]:
             num_workers=2,
             options=ExecutorOptions(start_method=name),
         ) as env:
-            root = env.reset()
-            env.step_and_maybe_reset(env.rand_action(root))
+            env.step_and_maybe_reset(env.rand_action(env.reset()))
             took = time.monotonic() - began
         yield Finding(
             f"start method {name}",

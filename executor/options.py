@@ -303,8 +303,11 @@ class ExecutorOptions:
             raise _refusal("affinity", "a sequence of CPU ids, or None", self.affinity)
         each: Any = self.env_vars if self.has_list else [self.env_vars]
         if not callable(self.env_vars) and not all(map(are_texts, each)):
-            expected = "a dict of names and values, or pairs of them, all texts (or a list of dicts, or a function)"
-            raise _refusal("env_vars", expected, self.env_vars)
+            raise _refusal(
+                "env_vars",
+                "a dict of names and values, or pairs of them, all texts (or a list of dicts, or a function)",
+                self.env_vars,
+            )
         gpus: Any = self.gpus
         if gpus not in (None, "all"):
             is_list = _is_list_of(int, gpus) and len(gpus) > 0

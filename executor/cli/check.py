@@ -22,7 +22,8 @@ SCHEMA = "envherd.check/1"
 def run(options: Check) -> int:
     """Check every rule and print a line for each; return the exit code."""
     return carry_out(
-        lambda: _prepare(options), lambda contract: _check(options, contract)
+        lambda: _prepare(options),
+        lambda contract: _check(options, contract),
     )
 
 
@@ -101,8 +102,13 @@ def _check_rules(
         )
         console.print(mark.append(what, "default"), soft_wrap=True)
     if num_broken:
-        broken = f"{env} breaks {num_broken} of {len(contract.rules)} rules."
-        console.print(Text(broken, "bold red"), soft_wrap=True)
+        console.print(
+            Text(
+                f"{env} breaks {num_broken} of {len(contract.rules)} rules.",
+                "bold red",
+            ),
+            soft_wrap=True,
+        )
         return EXIT_FAILED
     proof = (
         f"{contract.num_steps} steps of 2 envs, {contract.num_ends} ends of episodes."

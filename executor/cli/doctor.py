@@ -30,7 +30,8 @@ def doctor(
 
     raise typer.Exit(
         carry_out(
-            lambda: factory_for(env), lambda make_env: _report(env, make_env, json)
+            lambda: factory_for(env),
+            lambda make_env: _report(env, make_env, json),
         )
     )
 

@@ -31,7 +31,8 @@ _RANDOM = "random"
 def run(options: Evaluate) -> int:
     """Evaluate and report; return the exit code."""
     return carry_out(
-        lambda: _prepare(options), lambda prepared: _work(options, *prepared)
+        lambda: _prepare(options),
+        lambda prepared: _work(options, *prepared),
     )
 
 
@@ -132,9 +133,11 @@ def _player(name: str) -> int | str:
 
 def table(found: Evaluation) -> Table:
     """Return the results of one env as a table for the terminal."""
-    title = f"{found.env}: {found.num_episodes} episodes, seed {found.seed}"
     grid = Table(
-        title=Text(title, "bold"),
+        title=Text(
+            f"{found.env}: {found.num_episodes} episodes, seed {found.seed}",
+            "bold",
+        ),
         title_justify="left",
         box=box.ROUNDED,
         show_header=False,

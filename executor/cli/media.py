@@ -224,13 +224,12 @@ class Pictures:
                 for at in picked
                 for frame in [moments[at][1].get(i)]
             ]
-            sheet = grid(
+            grid(
                 tiles,
                 columns=len(picked),
                 title=title,
                 width_px=SHEET_WIDTH_PX,
-            )
-            sheet.save(self._png, optimize=True)
+            ).save(self._png, optimize=True)
         files = {"gif": self._gif, "png": self._png, "mp4": self._mp4}
         return {name: str(path) for name, path in files.items() if path is not None}
 
@@ -267,10 +266,14 @@ class _Views:
         tiles: list[Tile] = [
             (self._title, caption, world) for world in self._world.look(td, env_ids)
         ]
-        views = td[0][self._players].numpy(force=True)
         tiles += [
             (name, f"return {value:.1f}", view)
-            for name, value, view in zip(self._names, returns, views, strict=True)
+            for name, value, view in zip(
+                self._names,
+                returns,
+                td[0][self._players].numpy(force=True),
+                strict=True,
+            )
         ]
         if td["done"][0].any():
             self._step = 0
@@ -356,11 +359,13 @@ def grid(
         draw.text((x + width - 6, y + CAPTION_PX / 2), right, FAINT, font, anchor="rm")
         if frame is not None:
             picture = pillow.Image.fromarray(enlarged(frame, height, width))
-            at = (
-                x + (width - picture.width) // 2,
-                y + CAPTION_PX + (height - picture.height) // 2,
+            canvas.paste(
+                picture,
+                (
+                    x + (width - picture.width) // 2,
+                    y + CAPTION_PX + (height - picture.height) // 2,
+                ),
             )
-            canvas.paste(picture, at)
     return canvas
 
 

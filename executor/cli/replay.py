@@ -78,11 +78,18 @@ def _report(
     for path in pictures.write(f"{env}, again").values():
         console.print(f"{path} written", highlight=False)
     if difference:
-        text = Text(f"{env} differs: {difference}", "bold red")
-        Console(stderr=options.quiet).print(text, soft_wrap=True)
+        Console(stderr=options.quiet).print(
+            Text(f"{env} differs: {difference}", "bold red"),
+            soft_wrap=True,
+        )
         return EXIT_FAILED
-    same = f"{env}: {data.shape[1]} steps of {data.shape[0]} envs are equal to those stored."
-    console.print(Text(same, "green"), soft_wrap=True)
+    console.print(
+        Text(
+            f"{env}: {data.shape[1]} steps of {data.shape[0]} envs are equal to those stored.",
+            "green",
+        ),
+        soft_wrap=True,
+    )
     return 0
 
 

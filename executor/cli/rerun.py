@@ -108,12 +108,11 @@ class Rerun:
                     f"replay failed: expected resets without texts, which may name code, but {self._path} has "
                     f"{facts['reset_options']}. If you trust it, pass --trust."
                 )
-            or_trust = f"\nor\n  envherd replay {shlex.quote(str(self._path))} --trust"
             refuse_code(
                 self._path,
                 (name, kwargs),
                 (self._options.env, self._options.env_kwargs),
-                or_trust,
+                f"\nor\n  envherd replay {shlex.quote(str(self._path))} --trust",
             )
         factory, kwargs = made_for(
             name,

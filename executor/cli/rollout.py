@@ -68,7 +68,8 @@ _REFRESH_S = 0.1
 def run(options: Rollout) -> int:
     """Run a rollout and report it; return the exit code."""
     return carry_out(
-        lambda: _prepare(options), lambda prepared: _work(options, *prepared)
+        lambda: _prepare(options),
+        lambda prepared: _work(options, *prepared),
     )
 
 
@@ -201,8 +202,11 @@ def _stepped(
                 yield td
         return
     for first in range(0, num_steps, _CHUNK):
-        data = env.rollout(min(_CHUNK, num_steps - first), act, auto_reset=not first)
-        yield from data.unbind(1)
+        yield from env.rollout(
+            min(_CHUNK, num_steps - first),
+            act,
+            auto_reset=not first,
+        ).unbind(1)
 
 
 def _collect(
@@ -234,14 +238,13 @@ def _collect(
     failure: EnvherdError | None = None
     clock = time.perf_counter
     shown = 0.0
-    speed = TextColumn(
-        "{task.fields[rate]:,.0f} env-steps/s  {task.fields[episodes]} episodes",
-        style="green",
-    )
     bar = Progress(
         *Progress.get_default_columns(),
         MofNCompleteColumn(),
-        speed,
+        TextColumn(
+            "{task.fields[rate]:,.0f} env-steps/s  {task.fields[episodes]} episodes",
+            style="green",
+        ),
         console=console,
     )
     task = bar.add_task("steps", total=options.steps, rate=0.0, episodes=0)
@@ -267,11 +270,10 @@ def _collect(
                     counted["keep_s"] += clock() - stepped
                     if clock() - shown > _REFRESH_S or step == options.steps:
                         shown = clock()
-                        rate = step * env.num_envs / counted["collect_s"]
                         bar.update(
                             task,
                             completed=step,
-                            rate=rate,
+                            rate=step * env.num_envs / counted["collect_s"],
                             episodes=returns.num_episodes,
                         )
                     if pressed:
@@ -407,8 +409,11 @@ def _workers(found: Mapping[str, Any]) -> Table:
     grid.add_column("envs", str(found["num_envs"]), justify="right")
     grid.add_column("busy", f"{busy:.0%}", justify="right")
     for name, kind in (("own memory (USS)", "uss"), ("with shared part (PSS)", "pss")):
-        total = memory[f"workers_{kind}_bytes"] + memory[f"parent_{kind}_bytes"]
-        grid.add_column(name, size_text(total), justify="right")
+        grid.add_column(
+            name,
+            size_text(memory[f"workers_{kind}_bytes"] + memory[f"parent_{kind}_bytes"]),
+            justify="right",
+        )
     for worker in workers:
         sizes = (
             (size_text(worker["uss_bytes"]), size_text(worker["pss_bytes"]))

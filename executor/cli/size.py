@@ -31,7 +31,8 @@ _CHOSEN = ("num_envs", "num_workers", "mode", "steps_per_s", "memory_bytes", "st
 def run(options: Size) -> int:
     """Size the env and report it; return the exit code."""
     return carry_out(
-        lambda: _prepare(options), lambda prepared: _work(options, *prepared)
+        lambda: _prepare(options),
+        lambda prepared: _work(options, *prepared),
     )
 
 
@@ -162,12 +163,11 @@ def _measured(measured: Measurement) -> list[tuple[str, str]]:
 
 def _runs(sizing: Sizing) -> Table:
     """Return a table of the settings that were run."""
-    title = Text("compared on this machine", "bold")
     grid = Table(
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,
-        title=title,
+        title=Text("compared on this machine", "bold"),
         title_justify="left",
     )
     for name in ("setting", "env-steps/s", "of best", "busy", "memory", "turns"):

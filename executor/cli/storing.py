@@ -76,12 +76,15 @@ class RolloutStore:
         if self.num_stored == 0:
             self._require_room(td.bytes() * self.num_steps)
             if not has_odd_leaves(td):
-                whole = td.unsqueeze(1).expand(
-                    td.shape[0],
-                    self.num_steps,
-                    *td.shape[1:],
+                self._on_disk = (
+                    td.unsqueeze(1)
+                    .expand(
+                        td.shape[0],
+                        self.num_steps,
+                        *td.shape[1:],
+                    )
+                    .memmap_like(self.directory)
                 )
-                self._on_disk = whole.memmap_like(self.directory)
         if self._on_disk is None:
             self._in_memory.append(td.clone())
         else:

@@ -176,9 +176,12 @@ def _executor(watch: Watch, width: int) -> Table:
     for name in _DROPPED:
         if _width_of(names, rows) > width:
             names.remove(name)
-    heading = Text(f"{title}   {watch.command[:60]}", overflow="ellipsis", no_wrap=True)
     table = Table(
-        title=heading,
+        title=Text(
+            f"{title}   {watch.command[:60]}",
+            overflow="ellipsis",
+            no_wrap=True,
+        ),
         caption=watch.path,
         title_justify="left",
         caption_justify="left",

@@ -53,14 +53,13 @@ def check_values(row: Row, spec: EnvSpec, where: str) -> None:
             continue
         outside = (value < leaf.domain.low) | (value > leaf.domain.high)
         if outside.any():
-            advice = "Mend the env's observation_space, or clip its observations."
             raise _violation(
                 leaf.key,
                 f"in {leaf.domain}",
                 value,
                 outside,
                 where,
-                advice,
+                "Mend the env's observation_space, or clip its observations.",
             )
     for leaf in spec.reward:
         if leaf.key in row and (infinite := ~np.isfinite(row[leaf.key])).any():

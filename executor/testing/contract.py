@@ -274,8 +274,13 @@ class Contract:
     def _check_masks(self) -> None:
         apart = self._spread[1]
         if self.is_deterministic:
-            why = "it changed when env 0 was reset. Do the envs share state (a class attribute, a global)?"
-            compare(2, self._pair[0], apart, why, env_ids=(1,))
+            compare(
+                2,
+                self._pair[0],
+                apart,
+                "it changed when env 0 was reset. Do the envs share state (a class attribute, a global)?",
+                env_ids=(1,),
+            )
 
     def _check_ends(self) -> None:
         within, by_hand = self._pair
@@ -313,8 +318,12 @@ class Contract:
     def _check_copies(self) -> None:
         within, by_hand = self._pair
         if self.is_deterministic:
-            why = "the reset has overwritten the last observation. Does the adapter hand out what the env changes?"
-            compare_ends(7, within, by_hand, why)
+            compare_ends(
+                7,
+                within,
+                by_hand,
+                "the reset has overwritten the last observation. Does the adapter hand out what the env changes?",
+            )
         assert self._spread  # taking the trace has checked that masks are unchanged
 
     def _check_values(self) -> None:

@@ -109,21 +109,19 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
         engine = self.executor.engine
         self.metadata = {**first.metadata, "autoreset_mode": self.autoreset_mode}
         self.render_mode = first.render_mode
-        spaces = batch(self._name, descriptions, self.observation_mode)
         (
             self.single_observation_space,
             self.observation_space,
             self.single_action_space,
             self.action_space,
-        ) = spaces
+        ) = batch(self._name, descriptions, self.observation_mode)
         self._engine = engine
         self._guard = engine.guard
         self._actions = Actions(engine, first.action_space, self.action_space)
-        leaves = engine.pool.slab.groups[0].spec.observation
         self._observations = Observations(
             engine,
             first.observation_space,
-            leaves,
+            engine.pool.slab.groups[0].spec.observation,
             self.num_envs,
             is_copy=self.copy,
         )
@@ -239,10 +237,14 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
                 key: value for key, value in options.items() if key != "reset_mask"
             }
         with raising_gymnasiums(), self._guard:
-            extras = self._engine.extras_of(env_ids, seeds, None, {"options": options})
             self._flight = self._engine.flights.begin_resets(
                 env_ids,
-                extras=extras,
+                extras=self._engine.extras_of(
+                    env_ids,
+                    seeds,
+                    None,
+                    {"options": options},
+                ),
                 is_parked=True,
             )
         self._resetting = env_ids

@@ -163,23 +163,25 @@ class Observations:
 
     def now(self) -> Any:
         """Return a copy of the envs' present observations, from any column."""
-        leaves = [
-            self._objects(index) if leaf is None else leaf.read()
-            for index, leaf in enumerate(self._columns)
-        ]
-        return self._join(leaves)
+        return self._join(
+            [
+                self._objects(index) if leaf is None else leaf.read()
+                for index, leaf in enumerate(self._columns)
+            ]
+        )
 
     def last_of(self, row: int, column: int) -> Any:
         """Return a copy of the observation of one row's latest step, not batched; call it before `after`."""
-        leaves = [
-            loads(self._side.next[row][index])
-            if leaf is None
-            else leaf.after.look(column)[row, *tail].copy()
-            for index, (leaf, tail) in enumerate(
-                zip(self._columns, self._tails, strict=True)
-            )
-        ]
-        return self._join(leaves)
+        return self._join(
+            [
+                loads(self._side.next[row][index])
+                if leaf is None
+                else leaf.after.look(column)[row, *tail].copy()
+                for index, (leaf, tail) in enumerate(
+                    zip(self._columns, self._tails, strict=True)
+                )
+            ]
+        )
 
     def _objects(self, index: int, _column: int = 0) -> tuple[Any, ...]:
         latest = self._side.latest(self._positions.in_root)

@@ -342,11 +342,13 @@ def make_vec(
 
 def installed() -> contextlib.AbstractContextManager[None]:
     """Make `gymnasium.make_vec` (and all of Gymnasium) use the vector envs of this module for a block."""
-    ours = {
-        gymnasium.vector.AsyncVectorEnv: AsyncVectorEnv,
-        gymnasium.vector.SyncVectorEnv: SyncVectorEnv,
-    }
-    return replaced("gymnasium", ours)
+    return replaced(
+        "gymnasium",
+        {
+            gymnasium.vector.AsyncVectorEnv: AsyncVectorEnv,
+            gymnasium.vector.SyncVectorEnv: SyncVectorEnv,
+        },
+    )
 
 
 @contextlib.contextmanager

@@ -135,12 +135,11 @@ class AgentRowsEnv(VectorEnv[Any, Any, np.ndarray]):
         has_ended = (flags[0] | flags[1]).all(1)
         # A flag counts when the agent leaves, and at the episode's end.
         is_new = self._was_active | has_ended[:, None]
-        rows = self._infos(infos)
         return (
             self._rows(observations),
             self._stacked(rewards).astype(np.float32).reshape(-1),
             *((flag & is_new).reshape(-1) for flag in flags),
-            rows,
+            self._infos(infos),
         )
 
     def _stacked(self, values: ByAgent) -> np.ndarray:

@@ -51,8 +51,12 @@ class AgentDictEnv(AsyncVectorEnv):
             for name in ("terminated", "truncated")
         ]
         positions = self._engine.positions
-        size = self._agent_rewards.shape[-1]
-        self._active = LatestColumn(positions, ACTIVE, self.num_envs, (size,))
+        self._active = LatestColumn(
+            positions,
+            ACTIVE,
+            self.num_envs,
+            (self._agent_rewards.shape[-1],),
+        )
 
     def active(self) -> np.ndarray:
         """Return which agents act in the next step, bool `[N, A]`, a copy."""

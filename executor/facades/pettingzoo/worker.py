@@ -157,7 +157,7 @@ class ParallelNativeAdapter(ParallelAdapter):
     def _begin(self, seed: int | None, options: Mapping[str, Any] | None) -> Any:
         own = self.env.begin_reset(options)
         return self._parallel.reset(
-            **({"seed": seed} if own is None else {"seed": seed, "options": own})
+            **({"seed": seed} if own is None else {"seed": seed, "options": own}),
         )
 
     def _actions(self, action: list[Any], acting: list[Any]) -> dict[Any, Any]:

@@ -129,7 +129,7 @@ class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[
         self.single_action_spaces = dict(self.single_action_space.spaces)
         self._agents = list(self.single_observation_spaces)
         self.envs = [
-            _Agents(self.single_observation_spaces, self.single_action_spaces)
+            _Agents(self.single_observation_spaces, self.single_action_spaces),
         ] * self.num_envs
         self._blanks = {
             agent: next(

@@ -123,8 +123,13 @@ class MultiAgentAdapter(ParallelNativeAdapter):
     def __init__(self, env: HostedParallelEnv) -> None:
         super().__init__(env)
         self._present = np.zeros(len(self._seats), np.uint8)
-        leaf = LeafSpec(PRESENT, self._present.shape, "uint8")
-        self.spec = replace(self.spec, observation=(*self.spec.observation, leaf))
+        self.spec = replace(
+            self.spec,
+            observation=(
+                *self.spec.observation,
+                LeafSpec(PRESENT, self._present.shape, "uint8"),
+            ),
+        )
 
     def _acting(self) -> list[Any]:
         return [

@@ -34,7 +34,6 @@ class Writer:
         self._num_agents = num_agents
         self._num_rows = slab.plan.num_envs * num_agents
         groups = slab.groups
-        leaves = groups[0].spec.action
         side = next(
             (leaf for group in groups for leaf in group.spec.action if leaf.is_side),
             None,
@@ -51,7 +50,7 @@ class Writer:
             ]
             for own in zip(*(group.spec.action for group in groups), strict=True)
         ]
-        self._starts = [_start(leaf) for leaf in leaves]
+        self._starts = [_start(leaf) for leaf in groups[0].spec.action]
         has_one_target = len(self._targets) == 1 and len(groups) == 1
         self._is_single = has_one_target and num_agents == 1 and self._starts[0] is None
         self._only = self._targets[0][0][1]
@@ -89,8 +88,10 @@ class Writer:
         start = self._starts[index]
         rest = target.shape[1:] if self._num_agents == 1 else target.shape[2:]
         array = as_array(values)
+        if start is not None:
+            array = array - start
         return fitted(
-            array if start is None else array - start,
+            array,
             (self._num_rows, *rest),
             target.dtype,
         ).reshape(-1, *target.shape[1:])
@@ -131,14 +132,14 @@ def mask_reader(
     widths = [
         slab.groups[0].columns["next", *key][0, 0].size // num_agents for key in keys
     ]
-    masks, *given = (
+    columns = [
         LatestColumn(positions, key, slab.plan.num_envs * num_agents, (width,))
         for key, width in zip(keys, widths, strict=True)
-    )
+    ]
 
     def read() -> np.ndarray:
-        legal = masks.read().astype(bool)
-        for has_mask in given:
+        legal = columns[0].read().astype(bool)
+        for has_mask in columns[1:]:
             legal[~has_mask.read()[:, 0].astype(bool)] = True
         return legal
 

@@ -64,13 +64,6 @@ _CALLS = {"get": "get_attr", "set": "set_attr", "has": "has_attr", "call": "env_
 Indices = None | int | Iterable[int]
 Info = dict[str, Any]
 
-_SAME_INSTANCE = (
-    "You tried to create multiple environments, but the function to create them returned the same instance instead "
-    "of a new one: expected {expected} different envs, got {got}. Build the env inside the function that you pass, "
-    "e.g. DummyVecEnv([lambda: gymnasium.make('CartPole-v1')] * 4)."
-)
-_NO_PICTURES = "The render mode is {mode}, but this method assumes it is `rgb_array` to obtain images."
-
 
 class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's types
     """An SB3 vec env over an executor; made as `SubprocVecEnv` or `DummyVecEnv`.
@@ -109,7 +102,6 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
         observation_space, action_space = self._find_spaces()
         check_observed(observation_space)
         slab = self._positions.slab
-        num_envs = executor.num_envs
         num_rows = executor.num_envs * self.num_agents
         self._observations = Observations(
             self._engine,
@@ -125,10 +117,16 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
             num_rows,
             (),
         )
-        self._terminated, self._truncated = (
-            Column(slab, "next", [(name,)] * len(slab.groups), num_envs, ())
+        self._ends = {
+            name: Column(
+                slab,
+                "next",
+                [(name,)] * len(slab.groups),
+                executor.num_envs,
+                (),
+            )
             for name in ("terminated", "truncated")
-        )
+        }
         self._writer = Writer(slab, action_space, self.num_agents)
         self._masks = mask_reader(self._positions, self.num_agents)
         self._episodes = episode_reader(slab, self.num_agents)
@@ -143,11 +141,10 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
     def _find_spaces(self) -> tuple[Space, Space]:
         if not self._is_gymnasium:
             return spaces_of(self.executor.spec)
-        observation, action = (
-            self._ask("get", [0], name=f"{what}_space")[0]
-            for what in ("observation", "action")
+        return (
+            self._ask("get", [0], name="observation_space")[0],
+            self._ask("get", [0], name="action_space")[0],
         )
-        return observation, action
 
     # ---- reset and step ----------------------------------------------------------------------
 
@@ -235,20 +232,16 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
         column = self._flight.at
         ended = self._flight.ended
         agents = self.num_agents
-        rewards = self._rewards.look(column)
         dones = np.zeros(self.num_envs, bool)
         infos = self._step_infos()
         if ended is not None:
-            ended = (
-                ended
-                if agents == 1
-                else (ended[:, None] * agents + np.arange(agents)).ravel()
-            )
+            if agents > 1:
+                ended = (ended[:, None] * agents + np.arange(agents)).ravel()
             dones[ended] = True
             self._finish_episodes(ended, column, infos)
         return (
             self._observations.after(column, ended),
-            rewards.astype(np.float32),
+            self._rewards.look(column).astype(np.float32),
             dones,
             infos,
         )
@@ -285,8 +278,8 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
         infos: list[Info],
     ) -> None:
         """Put the last observations of ended episodes into their infos, and take the infos of new episodes."""
-        terminated = self._terminated.look(column)
-        truncated = self._truncated.look(column)
+        terminated = self._ends["terminated"].look(column)
+        truncated = self._ends["truncated"].look(column)
         has_interrupted = self._positions.has_interrupted
         interrupted = self._positions.interrupted
         infos_of_reset = self._infos_of("root")
@@ -421,7 +414,10 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
     def get_images(self) -> Sequence[np.ndarray | None]:
         """Return a picture of each env, if their render mode is "rgb_array"; else warn, and return Nones."""
         if self.render_mode != "rgb_array":
-            warnings.warn(_NO_PICTURES.format(mode=self.render_mode), stacklevel=2)
+            warnings.warn(
+                f"The render mode is {self.render_mode}, but this method assumes it is `rgb_array` to obtain images.",
+                stacklevel=2,
+            )
             return [None] * self.executor.num_envs
         if not self._is_gymnasium:
             return self._ask("render", self._env_ids(None))
@@ -469,9 +465,9 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
         try:
             return self.executor.ask(what, env_ids, **question)
         except EnvError as error:
-            call = (
-                f"{_CALLS[what]} {question['name']}".strip() if what in _CALLS else what
-            )
+            call = what
+            if what in _CALLS:
+                call = f"{_CALLS[what]} {question['name']}"
             raise as_raised(error, call) from error.__cause__
 
 
@@ -503,9 +499,9 @@ class SubprocVecEnv(ExecutorVecEnv, VecEnv):  # type: ignore[misc]  # mypy is no
         options: ExecutorOptions | None = None,
     ) -> None:
         options = _as_sb3(checked_options(options), start_method)
-        env_fns = listed("SubprocVecEnv", env_fns)
         factories = [
-            Sb3Factory(env_fn, env_id) for env_id, env_fn in enumerate(env_fns)
+            Sb3Factory(env_fn, env_id)
+            for env_id, env_fn in enumerate(listed("SubprocVecEnv", env_fns))
         ]
         super().__init__(
             ParallelEnv(
@@ -542,15 +538,23 @@ class DummyVecEnv(ExecutorVecEnv, VecEnv):  # type: ignore[misc]  # mypy is not 
         different = {id(getattr(env, "unwrapped", env)) for env in self.envs}
         if len(different) != len(self.envs):
             raise ValueError(
-                _SAME_INSTANCE.format(expected=len(self.envs), got=len(different))
+                f"You tried to create multiple environments, but the function to create them returned the same "
+                f"instance instead of a new one: expected {len(self.envs)} different envs, got {len(different)}. "
+                f"Build the env inside the function that you pass, e.g. "
+                f"DummyVecEnv([lambda: gymnasium.make('CartPole-v1')] * 4)."
             )
         self._adapters = [one for one in made if isinstance(one, Sb3DirectAdapter)]
         options = dataclasses.replace(
             _as_sb3(ExecutorOptions(), None),
             infos="drop" if self._adapters else "pickle",
         )
-        factories = [partial(made.__getitem__, i) for i in range(len(made))]
-        super().__init__(SerialEnv(len(made), factories, options=options))
+        super().__init__(
+            SerialEnv(
+                len(made),
+                [partial(made.__getitem__, i) for i in range(len(made))],
+                options=options,
+            )
+        )
 
     def _write(self, actions: Any) -> None:
         if not self._adapters:
@@ -606,12 +610,12 @@ def _check_alike(specs: Sequence[EnvSpec]) -> None:
     Raises:
         SpecError: with the first difference.
     """
-    first, *others = [
+    rows = [
         [(leaf.key, leaf.shape, leaf.dtype) for leaf in (*s.observation, *s.action)]
         for s in specs
     ]
-    for env_id, rows in enumerate(others, 1):
-        if rows != first:
+    for env_id, own in enumerate(rows):
+        if own != rows[0]:
             raise SpecError(
                 f"making the envs failed: expected envs with equal spaces, got different ones for env 0 and env "
                 f"{env_id}: {specs[0].difference(specs[env_id])}.",
@@ -655,10 +659,13 @@ def _as_sb3(options: ExecutorOptions, start_method: str | None) -> ExecutorOptio
 
 
 def _has_layer(layers: list[list[str]], name: str) -> bool:
-    wrappers = takewhile(
-        lambda layer: f"{Wrapper.__module__}.{Wrapper.__qualname__}" in layer, layers
+    return any(
+        name in layer
+        for layer in takewhile(
+            lambda layer: f"{Wrapper.__module__}.{Wrapper.__qualname__}" in layer,
+            layers,
+        )
     )
-    return any(name in layer for layer in wrappers)
 
 
 def installed() -> contextlib.AbstractContextManager[None]:

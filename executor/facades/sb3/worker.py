@@ -30,14 +30,13 @@ class Sb3Adapter(NativeAdapter):
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
         self.hosted = NativeEnv(env)
-        observation = tree_below(
-            env.observation_space,
-            "observation",
-            make_leaf=_cast_leaf,
-        )
         self._describe(
             env,
-            observation,
+            tree_below(
+                env.observation_space,
+                "observation",
+                make_leaf=_cast_leaf,
+            ),
             tree_below(env.action_space, "action"),
             "float32",
             {"render_mode": env.render_mode},

@@ -30,7 +30,6 @@ _WITHOUT_EFFECT = {
     "memmap",
     "non_blocking",
     "pin_memory",
-} | {
     "policy_proof",
     "shared_memory",
 }
@@ -131,14 +130,13 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
         self.has_lazy_inputs = contains_lazy_spec(self.input_spec)
 
     def _common_device(self, found: list[EnvMetaData]) -> torch.device | None:
-        devices = {one.device for one in found}
+        devices: set[torch.device | None] = {one.device for one in found}
         if len(devices) > 1:
             raise ValueError(
                 f"The device wasn't passed to {type(self)}, but more than one device was found in the "
                 f"sub-environments. Please indicate a device to be used for collection."
             )
-        device: torch.device | None = devices.pop()
-        return device
+        return devices.pop()
 
     def _choose_layout(self, found: list[EnvMetaData]) -> None:
         """Choose `use_buffers` and `share_individual_td` unless the caller has."""
@@ -283,9 +281,8 @@ def _require_alike(found: list[EnvMetaData]) -> None:
 
 
 def _schema(one: EnvMetaData) -> tuple[Any, ...]:
-    specs = one.specs.items(include_nested=True, leaves_only=True)
     leaves = [
         (key, type(spec), tuple(spec.shape), getattr(spec, "dtype", None))
-        for key, spec in specs
+        for key, spec in one.specs.items(include_nested=True, leaves_only=True)
     ]
     return one.batch_size, one.device, one.batch_locked, leaves

@@ -76,41 +76,23 @@ class HostedEnvs:
     ) -> None:
         options.refuse_capsules("ParallelEnv of the TorchRL facade")
         self.num_envs = len(factories)
-        self._finalizer: Callable[[], Any]
-        self.pool: Pool
         by_id = {
             id(factory): _hosted_factory(factory, options) for factory in factories
         }
-        hosted = [by_id[id(factory)] for factory in factories]
         options = replace(options, episode_statistics=False)  # the hosted envs add them
-        self._start(
-            hosted,
+        blueprint = draw(
+            [by_id[id(factory)] for factory in factories],
             list(env_kwargs),
             choose_workers(self.num_envs, num_processes, "num_processes"),
+            None,
             options,
         )
-        # In TorchRL the env decides whether it may be stepped before a reset.
-        self._engine.allow_steps()
-        specs = self.pool.specs
-        self.ways = tuple(dict.fromkeys(str(spec.metadata["way"]) for spec in specs))
-        self.is_dense = bool(specs[0].metadata["is_dense"]) and all(
-            spec == specs[0] for spec in specs
-        )
-
-    def _start(
-        self,
-        hosted: list[Any],
-        env_kwargs: list[dict[str, Any]],
-        num_workers: int,
-        options: ExecutorOptions,
-    ) -> None:
-        blueprint = draw(hosted, env_kwargs, num_workers, None, options)
-        self.pool = pool = make_pool(blueprint, options)
-        self._finalizer = Finalizer(self, _close, pool, os.getpid())
-        pool.start()
+        self.pool = make_pool(blueprint, options)
+        self._finalizer = Finalizer(self, _close, self.pool, os.getpid())
+        self.pool.start()
         try:
             self._engine = Engine(
-                pool,
+                self.pool,
                 seed=blueprint.root_seed,
                 device=None,
                 copy=True,
@@ -122,6 +104,13 @@ class HostedEnvs:
         except BaseException:
             self.close()
             raise
+        # In TorchRL the env decides whether it may be stepped before a reset.
+        self._engine.allow_steps()
+        specs = self.pool.specs
+        self.ways = tuple(dict.fromkeys(str(spec.metadata["way"]) for spec in specs))
+        self.is_dense = bool(specs[0].metadata["is_dense"]) and all(
+            spec == specs[0] for spec in specs
+        )
 
     def tell(self, env_ids: Sequence[int], calls: Sequence[Call]) -> list[Any]:
         """Make a different call to each env; return the results in that order.
@@ -134,12 +123,11 @@ class HostedEnvs:
         """
         with self._engine.guard:
             self._replace_lost(env_ids, calls)
-            asked = tuple(dumps(call) for call in calls)
             answers = self._engine.ask(
                 "each",
                 list(env_ids),
                 name="perform",
-                args=asked,
+                args=tuple(dumps(call) for call in calls),
             )
         results = {}
         faults = {}
@@ -169,23 +157,21 @@ class HostedEnvs:
         worker_id = int(pool.worker_of[min(faults)])
         are_resets = all(name == "reset" for name, _, _ in calls.values())
         is_interrupted = engine.flights.losses.may_interrupt(faults) and are_resets
-        pid = pool.pid_of(worker_id)
-        gpu = pool.gpu_of(worker_id)
         error = env_error(
             [*faults.values()],
             worker_id,
-            pid,
-            gpu,
+            pool.pid_of(worker_id),
+            pool.gpu_of(worker_id),
             is_interrupted=is_interrupted,
         )
         if not is_interrupted:
             raise error
         engine.flights.losses.log(error, len(faults))
         with engine.guard:
-            extras = {
-                env_id: Prepare(env_id=env_id, rebuilds=True) for env_id in faults
-            }
-            engine.reset_envs(np.array([*faults], np.int64), extras)
+            engine.reset_envs(
+                np.array([*faults], np.int64),
+                {env_id: Prepare(env_id=env_id, rebuilds=True) for env_id in faults},
+            )
 
     def _replace_lost(self, env_ids: Sequence[int], calls: Sequence[Call]) -> None:
         """Replace lost workers all of whose envs will be reset, if the options allow it; else keep their loss."""
@@ -279,9 +265,11 @@ def _hosted_factory(
     options: ExecutorOptions,
 ) -> HostedFactory:
     modules = modules_of(factory)
-    brought_in = [name for module in modules for name in _BACKENDS.get(module, ())]
     backends = [
-        name for name in brought_in if find_spec(name.partition(".")[0]) is not None
+        name
+        for module in modules
+        for name in _BACKENDS.get(module, ())
+        if find_spec(name.partition(".")[0]) is not None
     ]
     return HostedFactory(
         pickle_factory(factory),

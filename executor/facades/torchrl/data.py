@@ -24,7 +24,7 @@ from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.batches.hand_out import GroupBatch
 from envherd.executor.batches.step_data import StepBatches
 from envherd.executor.facades.torchrl.batched import Batched
-from envherd.executor.facades.torchrl.worker import dense_leaves
+from envherd.executor.facades.torchrl.worker import dense_leaves, on_device
 from envherd.executor.protocol.fast_step import FastStep
 from envherd.executor.protocol.stale_roots import StaleRoots
 from envherd.workers.adapters.torchrl.private_api import (
@@ -54,33 +54,29 @@ class Shells:
     def __init__(self, env: Any, specs: Any) -> None:
         leaves = dense_leaves(specs)
         assert leaves is not None
-        template = env.fake_tensordict()
+        self._template = env.fake_tensordict()
         self.device = env.device
         self.is_on_cpu = env.device is None or env.device.type == "cpu"
         self.input_keys = [key for key, _ in leaves["input"]]
-        state_keys = set(
+        self.state_keys = set(
             env.full_state_spec.keys(include_nested=True, leaves_only=True)
         )
-        self.has_own_state = bool(
-            state_keys
-            - set(env.full_observation_spec.keys(include_nested=True, leaves_only=True))
+        self.has_own_state = not self.state_keys.issubset(
+            env.full_observation_spec.keys(include_nested=True, leaves_only=True)
         )
-        self.state_keys = list(state_keys)
         observed = [*leaves["observation"], *leaves["done"]]
         self._observed = [(key, leaf.key[0]) for key, leaf in leaves["observation"]]
         self._next_names = [leaf.key[0] for _, leaf in (*observed, *leaves["reward"])]
         self._root_names = [leaf.key[0] for _, leaf in observed]
         self._root_keys = [key for key, _ in observed]
         self._next_keys = [*self._root_keys, *(key for key, _ in leaves["reward"])]
-        keys = [key for key, _ in self._observed]
         self.stale_roots = StaleRoots(
-            [keys] * env.num_workers,
+            [[key for key, _ in self._observed]] * env.num_workers,
             self.input_keys[:1] * env.num_workers,
         )
-        self._template = template
         self._next = self._shell("next", range(len(self._next_keys)))
         self._root = self._shell("root", range(len(self._root_keys)))
-        self.batch_size = tuple(template.batch_size)
+        self.batch_size = tuple(self._template.batch_size)
         self.fast_steps: dict[Op, FastStep] = {}
 
     def _shell(self, section: str, places: Iterable[int]) -> Shell:
@@ -278,32 +274,29 @@ class BatchedData(Batched):
             return skipped_step(self, td)
         out = self._step_by_message(td, selected)
         if self._keys_without_tensors:
-            skipped = skipped_step(self, td)
-            skipped = (
-                skipped.clear_device_()
-                if out.device is None
-                else skipped.to(out.device)
+            skipped = on_device(skipped_step(self, td), out.device)
+            return self._stacked(
+                [
+                    out[selected.index(i)] if i in selected else skipped[i]
+                    for i in range(self.num_workers)
+                ]
             )
-            rows = [
-                out[selected.index(i)] if i in selected else skipped[i]
-                for i in range(self.num_workers)
-            ]
-            return self._stacked(rows)
         result = out.new_zeros(td.shape)
-        before = td.select(
-            *result.keys(include_nested=True, leaves_only=True),
-            strict=False,
+        result.update(
+            td.select(
+                *result.keys(include_nested=True, leaves_only=True),
+                strict=False,
+            ).clone()
         )
-        result.update(before.clone())
         result[mask] = out
         return result
 
     def _step_by_message(self, td: TensorDictBase, selected: Any) -> TensorDictBase:
         crew = self._open()
         ids = [self._env_ids[i] for i in selected]
-        rows = [self._step_row(td[i]) for i in selected]
         how = {"is_whole": not self._fixed_shapes}
-        out = self._stacked(crew.tell(ids, [("step", (row,), how) for row in rows]))
+        calls = [("step", (self._step_row(td[i]),), how) for i in selected]
+        out = self._stacked(crew.tell(ids, calls))
         preset = td.get("next", None)
         if preset is not None:
             unknown = [
@@ -321,8 +314,7 @@ class BatchedData(Batched):
     def _step_row(self, row: TensorDictBase) -> TensorDictBase:
         """Return the row to send to an env for a step: its inputs, and the entries under `next` that its specs name."""
         if self._fixed_shapes:
-            inputs = [*self.action_keys, *self.state_keys]
-            sent = row.select(*inputs, strict=False)
+            sent = row.select(*self.action_keys, *self.state_keys, strict=False)
         else:
             sent = row.exclude("next", "_step", *self.reset_keys)
         preset = row.get("next", None)
@@ -369,11 +361,8 @@ class BatchedData(Batched):
         tensordict: TensorDictBase,
     ) -> tuple[TensorDictBase, TensorDictBase]:
         if tensordict.device != self.device:
-            tensordict = (
-                tensordict.to(self.device)
-                if self.device is not None
-                else tensordict.copy().clear_device_()
-            )
+            # Copied, because without a device it would be changed in place.
+            tensordict = on_device(tensordict.copy(), self.device)
         self._open()
         shells = self._slab_shells(tensordict)
         if shells is None or shells.has_own_state or is_compiled(self):
@@ -389,9 +378,11 @@ class BatchedData(Batched):
         td: TensorDictBase,
     ) -> tuple[TensorDictBase, TensorDictBase]:
         crew = self._open()
-        ids = self._env_ids
         rows = [self._step_row(td[i]) for i in range(self.num_workers)]
-        answers = crew.tell(ids, [("step_and_maybe_reset", (row,), {}) for row in rows])
+        answers = crew.tell(
+            self._env_ids,
+            [("step_and_maybe_reset", (row,), {}) for row in rows],
+        )
         following = self._stacked([answer[0] for answer in answers])
         preset = td.get("next", None)
         if preset is not None:
@@ -401,8 +392,11 @@ class BatchedData(Batched):
         td.set("next", following)
         root = self.step_mdp(td)
         if self.any_done(root):
-            roots = self._stacked([answer[1] for answer in answers])
-            root = merge_reset(roots, root, self.reset_keys)
+            root = merge_reset(
+                self._stacked([answer[1] for answer in answers]),
+                root,
+                self.reset_keys,
+            )
         return td, root
 
     # ---- reset -------------------------------------------------------------------------------
@@ -414,23 +408,17 @@ class BatchedData(Batched):
         **kwargs: Any,
     ) -> TensorDictBase:
         crew = self._open()
-        ids = self._env_ids
         if (shells := self.__dict__["_shells"]) is not None:
             shells.stale_roots.forget()
         listed = kwargs.pop("list_of_kwargs", None) or [{}] * self.num_workers
         calls: list[Any] = []
         for i, is_reset in enumerate(self._reset_mask(tensordict)):
-            row = (
-                self._reset_row(tensordict[i])
-                if is_reset and tensordict is not None
-                else None
-            )
-            calls.append(
-                ("reset", (row, {**listed[i], **kwargs}), {})
-                if is_reset
-                else ("current", (), {})
-            )
-        return self._stacked(crew.tell(ids, calls))
+            if is_reset:
+                row = None if tensordict is None else self._reset_row(tensordict[i])
+                calls.append(("reset", (row, {**listed[i], **kwargs}), {}))
+            else:
+                calls.append(("current", (), {}))
+        return self._stacked(crew.tell(self._env_ids, calls))
 
     def _reset_mask(self, td: TensorDictBase | None) -> list[bool]:
         if td is None:
@@ -446,14 +434,14 @@ class BatchedData(Batched):
     def _reset_row(self, row: TensorDictBase) -> TensorDictBase | None:
         """Return the row to send to an env for a reset: its own leaves and masks."""
         if self._fixed_shapes:
-            known = [
+            row = row.select(
                 *self.observation_keys,
                 *self.done_keys,
                 *self.reset_keys,
                 *self.action_keys,
                 *self.state_keys,
-            ]
-            row = row.select(*known, strict=False)
+                strict=False,
+            )
         else:
             row = row.exclude("next")
         return None if row.is_empty() else row
@@ -461,8 +449,15 @@ class BatchedData(Batched):
     def _with_missing(self, td: TensorDictBase, rows: TensorDictBase) -> TensorDictBase:
         """Return all envs' rows to a caller that passed only masks."""
         have = set(td.keys(include_nested=True, leaves_only=True, is_leaf=_is_leaf))
-        keys = rows.keys(include_nested=True, leaves_only=True, is_leaf=_is_leaf)
-        missing = [key for key in keys if key not in have]
+        missing = [
+            key
+            for key in rows.keys(
+                include_nested=True,
+                leaves_only=True,
+                is_leaf=_is_leaf,
+            )
+            if key not in have
+        ]
         if missing and not isinstance(td, LazyStackedTensorDict):
             added = rows.select(*missing)
             if isinstance(added, LazyStackedTensorDict):
@@ -474,15 +469,11 @@ class BatchedData(Batched):
 
     def _stacked(self, rows: list[TensorDictBase]) -> TensorDictBase:
         """Return the rows of envs as one batch on this env's device."""
-        is_lazy = self.share_individual_td
-        batch = (
-            LazyStackedTensorDict.lazy_stack
-            if is_lazy
-            else LazyStackedTensorDict.maybe_dense_stack
-        )(rows, 0)
-        if batch.device == self.device:
-            return batch
-        return batch.clear_device_() if self.device is None else batch.to(self.device)
+        if self.share_individual_td:
+            batch = LazyStackedTensorDict.lazy_stack(rows, 0)
+        else:
+            batch = LazyStackedTensorDict.maybe_dense_stack(rows, 0)
+        return on_device(batch, self.device)
 
     # ---- views -------------------------------------------------------------------------------
 

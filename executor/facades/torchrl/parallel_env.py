@@ -120,8 +120,12 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
                 raise ValueError(
                     f"ParallelEnv failed: expected options with {name}={default}, got {value}: {why}"
                 )
-        self.__dict__.update(_num_processes=num_processes, _options=options)
-        self.__dict__.update(_crew=None, _shells=None)
+        self.__dict__.update(
+            _num_processes=num_processes,
+            _options=options,
+            _crew=None,
+            _shells=None,
+        )
         try:
             super().__init__(num_workers, create_env_fn, **kwargs)
         except BaseException:
@@ -144,12 +148,13 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
                 )
             except FactoryError as error:
                 if "type_name" in error.context:
-                    failed = BuildFailed(
-                        error.message,
-                        remote_traceback=error.remote_traceback,
-                        **error.context,
-                    )
-                    raise as_raised(failed) from error
+                    raise as_raised(
+                        BuildFailed(
+                            error.message,
+                            remote_traceback=error.remote_traceback,
+                            **error.context,
+                        )
+                    ) from error
                 raise
         return crew
 
@@ -292,9 +297,7 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return `{"worker0": ..., ...}`, each env's own."""
-        crew = self._open()
-        ids = self._env_ids
-        states = crew.tell(ids, [("state_dict", (), {})] * len(ids))
+        states = self._tell_all("state_dict")
         return OrderedDict((f"worker{i}", state) for i, state in enumerate(states))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
@@ -304,15 +307,13 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
             EnvError: an env refused it.
         """
         crew = self._open()
-        ids = self._env_ids
-        if "worker0" not in state_dict:
-            state_dict = {f"worker{i}": state_dict for i in range(len(ids))}
+        states = [
+            state_dict[f"worker{i}"] if "worker0" in state_dict else state_dict
+            for i in range(self.num_workers)
+        ]
         crew.tell(
-            ids,
-            [
-                ("load_state_dict", (state_dict[f"worker{i}"], kwargs), {})
-                for i in range(len(ids))
-            ],
+            self._env_ids,
+            [("load_state_dict", (state, kwargs), {}) for state in states],
         )
 
     def __setitem__(self, item: Any, source: Any) -> None:
@@ -338,9 +339,8 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         return self._find_all((attr,))
 
     def _find_all(self, path: tuple[str, ...]) -> Any:
-        ids = self._env_ids
         try:
-            found = self._open().tell(ids, [("look_up", (path,), {})] * len(ids))
+            found = self._tell_all("look_up", path)
         except RuntimeError as error:
             if getattr(error, "context", {}).get("type_name") != "AttributeError":
                 raise
@@ -358,12 +358,11 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         kwargs: dict[str, Any],
     ) -> list[Any]:
         args = tuple(arg for arg in args if arg is not self)
-        ids = self._env_ids
-        results: list[Any] = self._open().tell(
-            ids,
-            [("call", (path, args, kwargs), {})] * len(ids),
-        )
-        return results
+        return self._tell_all("call", path, args, kwargs)
+
+    def _tell_all(self, name: str, *args: Any) -> list[Any]:
+        """Call a method of each hosted env, all with the same arguments; return the results."""
+        return self._open().tell(self._env_ids, [(name, args, {})] * self.num_workers)
 
     @property
     def _worker_handles(self) -> list[WorkerHandle]:

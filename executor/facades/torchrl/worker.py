@@ -21,7 +21,7 @@ import importlib
 import io
 import pickle
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -177,7 +177,7 @@ class HostedEnv:
     ) -> TensorDictBase:
         """Reset the env, or the parts of it that the row's masks name; return observation and done leaves."""
         if row is not None:
-            row = self._placed(row)
+            row = on_device(row, self.env.device)
             masks = [row.get(key, None) for key in self.env.reset_keys]
             if self.root is not None and any(
                 mask is not None and not mask.all() for mask in masks
@@ -196,11 +196,10 @@ class HostedEnv:
         """Reset the parts of the env that have ended (all, if it was never reset); return its root."""
         root = self.root
         has_ended = root is not None and self.env.any_done(root)
-        self.root = (
-            self.env.reset(root, select_reset_only=True)
-            if has_ended
-            else self.env.reset()
-        )
+        if has_ended:
+            self.root = self.env.reset(root, select_reset_only=True)
+        else:
+            self.root = self.env.reset()
         return self.root
 
     def step(self, row: TensorDictBase, *, is_whole: bool) -> TensorDictBase:
@@ -238,14 +237,7 @@ class HostedEnv:
             if self.root is None
             else self.root.copy()
         )
-        return root.update(self._placed(row))
-
-    def _placed(self, row: TensorDictBase) -> TensorDictBase:
-        if row.device == self.env.device:
-            return row
-        return (
-            row.clear_device_() if self.env.device is None else row.to(self.env.device)
-        )
+        return root.update(on_device(row, self.env.device))
 
     # ---- everything else ---------------------------------------------------------------------
 
@@ -293,15 +285,19 @@ class HostedEnv:
         self.env.close(raise_if_closed=False)
 
 
-def _without_locks(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: _without_locks(item)
-        if isinstance(item, dict)
-        else None
-        if type(item).__name__ == "Lock"
-        else item
-        for key, item in state.items()
-    }
+def _without_locks(state: Any) -> Any:
+    """Return a state dict with None in place of each lock."""
+    if isinstance(state, dict):
+        return {key: _without_locks(item) for key, item in state.items()}
+    # Of multiprocessing: such a lock can be pickled only while a process is started.
+    return None if type(state).__name__ == "Lock" else state
+
+
+def on_device(td: TensorDictBase, device: torch.device | None) -> TensorDictBase:
+    """Return a tensordict on a device; with None it has no device, and its leaves stay where they are."""
+    if td.device == device:
+        return td
+    return td.clear_device_() if device is None else td.to(device)
 
 
 # ---- the way to the slab ---------------------------------------------------------------------
@@ -441,9 +437,8 @@ class HostedAdapter(Adapter):
             has_ended = bool(env.any_done(hosted.root))
             if has_ended:
                 hosted.root = hosted.root.exclude(*env.reset_keys)
-        observed = [to_numpy(following.get(key)) for key in self._observed]
         return (
-            observed,
+            [to_numpy(following.get(key)) for key in self._observed],
             [to_numpy(following.get(key)) for key in self._rewards],
             has_ended,
             False,
@@ -494,6 +489,5 @@ def dumps(value: Any) -> bytes:
     return file.getvalue()
 
 
-def loads(data: bytes) -> Any:
-    """Return the value that `dumps` packed."""
-    return pickle.loads(data)
+#: Returns the value that `dumps` packed.
+loads = pickle.loads
