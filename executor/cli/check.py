@@ -1,7 +1,6 @@
 """`envherd check ENV`: checks each rule of the partial-reset contract on an env."""
 
 import functools
-import json
 from typing import Any
 
 from rich.console import Console
@@ -9,7 +8,7 @@ from rich.text import Text
 
 from envherd.executor.cli.commands import carry_out
 from envherd.executor.cli.exit_codes import EXIT_FAILED
-from envherd.executor.cli.option_values import write_text
+from envherd.executor.cli.option_values import write_json
 from envherd.executor.cli.options import Check
 from envherd.executor.machine.room import require_room
 from envherd.executor.testing.compare import ContractViolation
@@ -43,14 +42,16 @@ def _check(options: Check, contract: Contract) -> int:
     console = Console(stderr=options.json == "-")
     rules = list[dict[str, Any]]()
     code = _check_rules(options.env, contract, console, rules)
-    report = {
-        "schema": SCHEMA,
-        "env": options.env,
-        "is_ok": code == 0,
-        "num_steps": contract.num_steps,
-        "rules": rules,
-    }
-    write_text(options.json, json.dumps(report, indent=2) + "\n")
+    write_json(
+        options.json,
+        {
+            "schema": SCHEMA,
+            "env": options.env,
+            "is_ok": code == 0,
+            "num_steps": contract.num_steps,
+            "rules": rules,
+        },
+    )
     return code
 
 
@@ -96,10 +97,7 @@ def _check_rules(
             continue
         is_partial = not contract.is_deterministic and rule in contract.COMPARES
         note(rule, "skipped" if is_partial else "ok")
-        mark = Text(
-            "skipped " if is_partial else "ok      ",
-            "yellow" if is_partial else "green",
-        )
+        mark = Text("skipped ", "yellow") if is_partial else Text("ok      ", "green")
         console.print(mark.append(what, "default"), soft_wrap=True)
     if num_broken:
         console.print(
@@ -110,8 +108,11 @@ def _check_rules(
             soft_wrap=True,
         )
         return EXIT_FAILED
-    proof = (
-        f"{contract.num_steps} steps of 2 envs, {contract.num_ends} ends of episodes."
+    console.print(
+        Text(
+            f"{env} keeps the contract: {contract.num_steps} steps of 2 envs, {contract.num_ends} ends of episodes.",
+            "green",
+        ),
+        soft_wrap=True,
     )
-    console.print(Text(f"{env} keeps the contract: {proof}", "green"), soft_wrap=True)
     return 0

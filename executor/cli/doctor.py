@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from envherd.executor.cli.option_values import Json, write_text
+from envherd.executor.cli.option_values import Json, write_json
 
 
 def doctor(
@@ -38,8 +38,6 @@ def doctor(
 
 def _report(env: str, make_env: Any, path: str | None) -> int:
     """Print all findings; return the exit code."""
-    import json as json_module
-
     from rich.console import Console
     from rich.text import Text
 
@@ -59,10 +57,12 @@ def _report(env: str, make_env: Any, path: str | None) -> int:
         if finding.fix and finding.level != "ok":
             console.print(Text(f"      fix: {finding.fix}", "cyan"), soft_wrap=True)
     has_failed = any(finding.level == "fail" for finding in findings)
-    report = {
-        "schema": "envherd.doctor/1",
-        "is_ok": not has_failed,
-        "findings": [vars(one) for one in findings],
-    }
-    write_text(path, json_module.dumps(report, indent=2) + "\n")
+    write_json(
+        path,
+        {
+            "schema": "envherd.doctor/1",
+            "is_ok": not has_failed,
+            "findings": [vars(one) for one in findings],
+        },
+    )
     return EXIT_FAILED if has_failed else 0

@@ -1,6 +1,5 @@
 """`envherd evaluate ENV...`: plays whole episodes of one env or of several tasks, and reports success and returns."""
 
-import json
 from typing import Any
 
 from rich import box
@@ -11,7 +10,7 @@ from rich.text import Text
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.cli.commands import carry_out, drawing, policy_maker
 from envherd.executor.cli.exit_codes import EXIT_FAILED
-from envherd.executor.cli.option_values import write_text
+from envherd.executor.cli.option_values import write_json
 from envherd.executor.cli.options import Evaluate
 from envherd.executor.show.camera import require_imageio
 from envherd.executor.show.evaluate import (
@@ -78,10 +77,7 @@ def _work(
                 highlight=False,
                 markup=False,
             )
-    write_text(
-        options.json,
-        json.dumps((one if is_single else found).to_dict(), indent=2) + "\n",
-    )
+    write_json(options.json, (one if is_single else found).to_dict())
     return EXIT_FAILED if found.num_failed else 0
 
 
@@ -189,23 +185,25 @@ def table_of_tasks(found: Evaluations) -> Table:
     for name in ("episodes", "failed", "success", "return", "length"):
         grid.add_column(name, justify="right")
     for name, one in found.tasks.items():
-        success = "" if one.success is None else str(one.success)
-        measures = (success, str(one.focal_per_capita), str(one.length))
         grid.add_row(
             name,
             str(one.num_episodes),
             str(one.num_failed),
-            *measures,
+            _or_blank(one.success),
+            str(one.focal_per_capita),
+            str(one.length),
             end_section=name == next(reversed(found.tasks)),
         )
-    number = sum(one.num_episodes for one in found.tasks.values())
-    success = "" if found.success is None else str(found.success)
     grid.add_row(
         "all",
-        str(number),
+        str(sum(one.num_episodes for one in found.tasks.values())),
         str(found.num_failed),
-        success,
+        _or_blank(found.success),
         str(found.focal_per_capita),
         "",
     )
     return grid
+
+
+def _or_blank(measure: Any) -> str:
+    return "" if measure is None else str(measure)

@@ -161,14 +161,9 @@ class Pictures:
             self._look = (
                 _Views(env).look if self._has_views else Camera(env, self._agent).look
             )
-        env_ids = list(
-            range(
-                min(
-                    env.num_envs,
-                    1 if self._is_alone or not self._is_kept else MAX_GIF_ENVS,
-                )
-            )
-        )
+        shows_one = self._is_alone or not self._is_kept
+        num_shown = 1 if shows_one else min(env.num_envs, MAX_GIF_ENVS)
+        env_ids = list(range(num_shown))
         frames = self._look(td, env_ids)
         if self._mp4 is not None and frames[0] is not None:
             self._video = self._video or Video(self._mp4, self._fps)
@@ -303,9 +298,8 @@ def reduced(frame: np.ndarray, largest_px: int = KEPT_PX) -> np.ndarray:
     if longest <= largest_px:
         return array.copy()
     pillow = require_pillow()
-    height, width = (
-        max(1, round(side * largest_px / longest)) for side in array.shape[:2]
-    )
+    height = max(1, round(array.shape[0] * largest_px / longest))
+    width = max(1, round(array.shape[1] * largest_px / longest))
     return np.asarray(
         pillow.Image.fromarray(np.ascontiguousarray(array)).resize(
             (width, height),
@@ -402,14 +396,14 @@ def save_animation(
     for index, picture in enumerate(picked):
         strip.paste(picture, (0, height * index))
     palette = strip.quantize(method=pillow.Image.Quantize.MEDIANCUT)
-    first, *rest = (
+    frames = [
         picture.quantize(palette=palette, dither=pillow.Image.Dither.NONE)
         for picture in pictures
-    )
-    first.save(
+    ]
+    frames[0].save(
         path,
         save_all=True,
-        append_images=rest,
+        append_images=frames[1:],
         duration=round(1000 / frames_per_s),
         loop=0,
     )

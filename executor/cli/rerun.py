@@ -77,12 +77,10 @@ class Rerun:
     def _made(self, capsule: Capsule) -> Made:
         """Return the factory and its arguments that the command line, or else the capsule, names."""
         facts = capsule.facts
-        name = self._options.env or capsule.facts["env"]
-        kwargs: dict[str, Any] = (
-            facts["env_kwargs"]
-            if self._options.env_kwargs is None
-            else self._options.env_kwargs
-        )
+        name = self._options.env or facts["env"]
+        kwargs: dict[str, Any] | None = self._options.env_kwargs
+        if kwargs is None:
+            kwargs = facts["env_kwargs"]
         if self._options.trust:
             sys.path += [folder for folder in facts["search"] if folder not in sys.path]
         if (
@@ -93,11 +91,9 @@ class Rerun:
             factory, kwargs = pickle.loads(capsule.pickled)  # which the user trusts
             return pickle.loads(factory), kwargs
         if name is None:
-            trusted = (
-                ", or --trust, which loads the pickled factory"
-                if capsule.pickled is not None
-                else ""
-            )
+            trusted = ""
+            if capsule.pickled is not None:
+                trusted = ", or --trust, which loads the pickled factory"
             raise CapsuleError(
                 f"replay failed: expected the name of an env, but {self._path} has none: its factory is not a function "
                 f"of a module. Pass --env MODULE:CALLABLE{trusted}. (Capsules(pickle=True) keeps such factories.)"
@@ -210,13 +206,10 @@ class Rerun:
                     "error": type(error).__name__,
                     "type": known.get("type_name"),
                     "message": known.get("reason"),
+                    "exit_code": known.get("exit_code"),
                 }
-                found["exit_code"] = known.get("exit_code")
-                return _in_words(
-                    found,
-                    known["phase"],
-                    episode.num_steps,
-                ), episode.difference
+                failure = _in_words(found, known["phase"], episode.num_steps)
+                return failure, episode.difference
 
 
 class _Episode:
@@ -261,7 +254,7 @@ class _Episode:
         """
         facts = self._facts
         env = self._env
-        last = self._facts["num_steps"]
+        last = facts["num_steps"]
         root = self._stopping(
             lambda: env.reset(
                 seed=[facts["seed"]],

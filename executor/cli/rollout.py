@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import time
@@ -30,7 +29,7 @@ from envherd.executor.cli.commands import (
 )
 from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
 from envherd.executor.cli.media import Pictures
-from envherd.executor.cli.option_values import write_text
+from envherd.executor.cli.option_values import write_json
 from envherd.executor.cli.options import Rollout
 from envherd.executor.cli.returns import Returns
 from envherd.executor.cli.storing import RolloutStore
@@ -129,14 +128,14 @@ def _work(
             console,
         )
         memory = memory_of(os.getpid(), is_alone=True)
-        requested = {
-            "env": options.env,
-            "num_envs": options.envs,
-            "num_workers": env.num_workers,
-            "seed": env.seed,
-        }
         found = figures(
-            {**requested, "steps": options.steps},
+            {
+                "env": options.env,
+                "num_envs": options.envs,
+                "num_workers": env.num_workers,
+                "seed": env.seed,
+                "steps": options.steps,
+            },
             counted,
             returns,
             _totals(env),
@@ -147,18 +146,20 @@ def _work(
         if counted["steps_done"]:
             with console.status("writing"):
                 if store is not None:
-                    facts = {
-                        "env": full_name(options.env),
-                        "env_kwargs": options.env_kwargs or {},
-                        "seed": env.seed,
-                    }
-                    store.finish({**facts, "max_steps": options.max_steps})
+                    store.finish(
+                        {
+                            "env": full_name(options.env),
+                            "env_kwargs": options.env_kwargs or {},
+                            "seed": env.seed,
+                            "max_steps": options.max_steps,
+                        }
+                    )
                     found["files"]["out"] = str(options.out)
                 found["files"] |= pictures.write(options.env)
     except (MediaError, OSError) as error:  # the figures are reported anyway
         unwritten = error
     console.print(table(found))
-    write_text(options.json, json.dumps(found, indent=2) + "\n")
+    write_json(options.json, found)
     failures = [one for one in (failure, unwritten) if one is not None]
     for one in failures:
         complain(Console(stderr=True), one)
@@ -236,7 +237,6 @@ def _collect(
     }
     returns = Returns(env.specs[0], env.num_envs)
     failure: EnvherdError | None = None
-    clock = time.perf_counter
     shown = 0.0
     bar = Progress(
         *Progress.get_default_columns(),
@@ -257,9 +257,9 @@ def _collect(
         with noting_interrupt() as pressed:
             try:
                 for step in range(1, options.steps + 1):
-                    start = clock()
+                    start = time.perf_counter()
                     td = next(steps)
-                    stepped = clock()
+                    stepped = time.perf_counter()
                     returns.add(td["next"])
                     if store is not None:
                         store.add(td)
@@ -267,9 +267,10 @@ def _collect(
                         pictures.look(env, step, td["next"])
                     counted["steps_done"] = step
                     counted["collect_s"] += stepped - start
-                    counted["keep_s"] += clock() - stepped
-                    if clock() - shown > _REFRESH_S or step == options.steps:
-                        shown = clock()
+                    now = time.perf_counter()
+                    counted["keep_s"] += now - stepped
+                    if now - shown > _REFRESH_S or step == options.steps:
+                        shown = now
                         bar.update(
                             task,
                             completed=step,
@@ -359,13 +360,11 @@ def _summary(found: Mapping[str, Any]) -> Table:
     )
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
-    why = (
-        "interrupted"
-        if found["interrupted"]
-        else "failed"
-        if found["error"]
-        else "enough episodes"
-    )
+    why = "enough episodes"
+    if found["interrupted"]:
+        why = "interrupted"
+    elif found["error"]:
+        why = "failed"
     done = found["steps_done"]
     collect_s = found["collect_s"]
     keep_s = found["keep_s"]

@@ -1,6 +1,5 @@
 """`envherd size ENV`: measures an env, and recommends numbers of envs and workers, with reasons."""
 
-import json
 from dataclasses import asdict
 from typing import Any
 
@@ -10,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from envherd.executor.cli.commands import carry_out
-from envherd.executor.cli.option_values import write_text
+from envherd.executor.cli.option_values import write_json
 from envherd.executor.cli.options import Size
 from envherd.executor.machine.machine import Machine
 from envherd.executor.sizing.recommending import Sizing, recommend
@@ -78,17 +77,13 @@ def _work(options: Size, factory: Factory, goal: Goal) -> int:
         *(Text(line, "dim") for line in refused),
         sep="\n",
     )
-    write_text(
-        options.json,
-        json.dumps(plain_report(options.env, sizing), indent=2) + "\n",
-    )
+    write_json(options.json, plain_report(options.env, sizing))
     return 0
 
 
 def _advice(env: str, sizing: Sizing) -> Table:
     chosen = sizing.chosen
     setting = sizing.setting
-    machine = sizing.machine
     grid = Table(
         title=Text(env, "bold"),
         title_justify="left",
@@ -111,7 +106,7 @@ def _advice(env: str, sizing: Sizing) -> Table:
         f"{size_text(chosen.memory_bytes)} of {size_text(sizing.machine.memory_available)} available",
     )
     grid.add_row("start-up", time_text(chosen.start_s))
-    grid.add_row("machine", machine_text(machine))
+    grid.add_row("machine", machine_text(sizing.machine))
     grid.add_section()
     for name, value in _measured(sizing.measured):
         grid.add_row(name, value)
@@ -180,14 +175,15 @@ def _runs(sizing: Sizing) -> Table:
         (one for one in sizing.runs if one.refusal is None),
         key=lambda one: -one.relative,
     ):
-        figures = (
+        grid.add_row(
+            str(one.setting),
             f"{one.steps_per_s:,.0f}",
             f"{one.relative:.0%}",
             f"{one.busy_share:.0%}",
             size_text(one.memory_bytes),
+            str(one.rounds),
+            style="bold" if one.setting == sizing.setting else "",
         )
-        style = "bold" if one.setting == sizing.setting else ""
-        grid.add_row(str(one.setting), *figures, str(one.rounds), style=style)
     return grid
 
 

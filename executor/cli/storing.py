@@ -76,15 +76,9 @@ class RolloutStore:
         if self.num_stored == 0:
             self._require_room(td.bytes() * self.num_steps)
             if not has_odd_leaves(td):
-                self._on_disk = (
-                    td.unsqueeze(1)
-                    .expand(
-                        td.shape[0],
-                        self.num_steps,
-                        *td.shape[1:],
-                    )
-                    .memmap_like(self.directory)
-                )
+                shape = (td.shape[0], self.num_steps, *td.shape[1:])
+                whole = td.unsqueeze(1).expand(shape)
+                self._on_disk = whole.memmap_like(self.directory)
         if self._on_disk is None:
             self._in_memory.append(td.clone())
         else:
@@ -244,7 +238,8 @@ def refuse_code(
     Raises:
         StoreError: with the command that accepts it.
     """
-    (env, kwargs), (given_env, given_kwargs) = stored, given
+    env, kwargs = stored
+    given_env, given_kwargs = given
     is_env_safe = given_env is not None or is_only_looked_up(env)
     if is_env_safe and (given_kwargs is not None or not has_text(kwargs)):
         return
@@ -261,6 +256,6 @@ def has_text(value: Any) -> bool:
     """Return whether there is a text in plain data, other than the keys of dicts."""
     if isinstance(value, dict):
         return any(map(has_text, value.values()))
-    return (
-        any(map(has_text, value)) if isinstance(value, list) else isinstance(value, str)
-    )
+    if isinstance(value, list):
+        return any(map(has_text, value))
+    return isinstance(value, str)

@@ -1,7 +1,6 @@
 """`envherd top`: shows what running executors and their workers are doing."""
 
 import contextlib
-import json
 import time
 from typing import Any
 
@@ -12,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from envherd.executor.cli.exit_codes import EXIT_INTERRUPTED, EXIT_USAGE
-from envherd.executor.cli.option_values import write_text
+from envherd.executor.cli.option_values import write_json
 from envherd.executor.cli.options import Top
 from envherd.executor.guests.monitor.statistics import WorkerStatistics
 from envherd.executor.guests.monitor.watching import Watch, plates, stack_of
@@ -87,10 +86,8 @@ def _write_json(options: Top, watches: list[Watch], stack: str) -> None:
         "executors": [watch.to_plain() for watch in watches],
     }
     plain |= {"stack": stack} if stack else {}
-    write_text(
-        options.json,
-        json.dumps(plain, indent=2 if options.once else None) + "\n",
-    )
+    # One line for each reading, unless there is only one.
+    write_json(options.json, plain, indent=2 if options.once else None)
 
 
 class Watcher:

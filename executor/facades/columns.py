@@ -37,21 +37,21 @@ class Column:
         shape: tuple[int, ...],
         loans: Loans | None = None,
     ) -> None:
-        arrays = [
-            group.columns[section, *key]
+        # One view for each column of the ring: indexing a list is faster than indexing an array in each step.
+        self._views = [
+            list(group.columns[section, *key])
             for group, key in zip(slab.groups, keys, strict=True)
         ]
-        self._views = [list(array) for array in arrays]
         self._env_ids = [np.array(group.plan.env_ids) for group in slab.groups]
         self._shape = (num_rows, *shape)
         self._num_envs = slab.plan.num_envs
         self._only = self._views[0]
-        self._is_plain = len(arrays) == 1 and all(
+        self._is_plain = len(self._views) == 1 and all(
             view.flags.c_contiguous for view in self._only
         )
         if self._is_plain:
             self._only = [view.reshape(self._shape) for view in self._only]
-        self._loans = loans if self._is_plain and section == "next" else None
+        self._loans = loans if self._is_plain else None
         if self._loans is not None:
             self._index = [leaf.key for leaf in next_leaves(slab.groups[0].spec)].index(
                 tuple(keys[0])
@@ -110,10 +110,16 @@ class LatestColumn:
         self._positions = positions
         self._repeats = num_rows // positions.slab.plan.num_envs
         keys = [key] * len(positions.slab.groups)
-        self.after, self.fresh = (
-            Column(positions.slab, section, keys, num_rows, shape, positions.loans)
-            for section in ("next", "root")
+        self.after = Column(
+            positions.slab,
+            "next",
+            keys,
+            num_rows,
+            shape,
+            positions.loans,
         )
+        # Only frames of "next" can be lent.
+        self.fresh = Column(positions.slab, "root", keys, num_rows, shape)
 
     def read(self) -> np.ndarray:
         """Return all rows, copied."""

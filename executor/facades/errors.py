@@ -6,6 +6,7 @@ imported modules; nothing is unpickled.
 """
 
 import contextlib
+import functools
 import multiprocessing
 import sys
 from collections.abc import Iterator
@@ -20,8 +21,6 @@ from envherd.workers.errors import (
     ResetNeeded,
 )
 
-_kinds: dict[tuple[type[EnvherdError], type[Exception]], type[EnvherdError] | None] = {}
-
 
 def listed(operation: str, env_fns: Any) -> tuple[Any, ...]:
     """Return the factories of a vector env; some may be passed as names of envs.
@@ -32,13 +31,11 @@ def listed(operation: str, env_fns: Any) -> tuple[Any, ...]:
         FactoryError: an entry is no factory.
     """
     if callable(env_fns) or isinstance(env_fns, str):
-        got, entry = (
-            ("one name", repr(env_fns))
-            if isinstance(env_fns, str)
-            else ("one function", "make_env")
-        )
+        got = "one function. Write [make_env] * 8."
+        if isinstance(env_fns, str):
+            got = f"one name. Write [{env_fns!r}] * 8."
         raise TypeError(
-            f"{operation} failed: expected a list of functions, one per env, got {got}. Write [{entry}] * 8."
+            f"{operation} failed: expected a list of functions, one per env, got {got}"
         )
     if not (found := tuple(map(as_factory, env_fns))):
         raise ValueError(
@@ -83,10 +80,7 @@ def _find_type(module: str, name: str) -> type[Exception] | None:
 
 def twin(error: EnvherdError, native: type[Exception]) -> EnvherdError:
     """Return an error that is also of a native type; the error itself if Python cannot create such a class."""
-    ours = type(error)
-    if (ours, native) not in _kinds:
-        _kinds[ours, native] = _joined(ours, native)
-    kind = _kinds[ours, native]
+    kind = _joined(type(error), native)
     twin = None if kind is None else _blank(kind, native, error.message)
     if twin is None:
         return error
@@ -110,6 +104,7 @@ def _blank(
     return None
 
 
+@functools.cache
 def _joined(
     ours: type[EnvherdError],
     native: type[Exception],
@@ -141,11 +136,10 @@ class CallTimeout(multiprocessing.TimeoutError, TimeoutError):
 
 def as_gymnasium(error: EnvherdError, call: str = "") -> EnvherdError:
     """Return an error that is also an instance of Gymnasium's type, or the error itself; `call` as of `as_raised`."""
-    return (
-        twin(error, AssertionError)
-        if isinstance(error, ResetNeeded)
-        else as_raised(error, call)
-    )
+    # Without autoreset, Gymnasium's `SyncVectorEnv` asserts that no env has ended.
+    if isinstance(error, ResetNeeded):
+        return twin(error, AssertionError)
+    return as_raised(error, call)
 
 
 @contextlib.contextmanager

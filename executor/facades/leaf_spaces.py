@@ -35,11 +35,11 @@ def space_of(leaf: LeafSpec, lead: int) -> Space:
         )
     if isinstance(domain, Binary) and dtype.kind in "iu":
         return spaces.MultiBinary(shape)
-    low, high = (
-        np.broadcast_to(bound, leaf.shape)[(0,) * lead]
+    bounds = [
+        np.broadcast_to(bound, leaf.shape)[(0,) * lead].astype(dtype)
         for bound in _bounds(domain, dtype)
-    )
-    return spaces.Box(low.astype(dtype), high.astype(dtype), shape, dtype.type)
+    ]
+    return spaces.Box(bounds[0], bounds[1], shape, dtype.type)
 
 
 def _bounds(domain: Domain, dtype: np.dtype) -> tuple[Any, Any]:

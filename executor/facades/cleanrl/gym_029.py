@@ -64,9 +64,11 @@ class OldVectorEnv(AsyncVectorEnv, VectorEnv[Any, Any, np.ndarray]):
                     np.full(self.num_envs, None, object),
                 )
                 finals[env_num] = rest.pop(name)
-                vector_infos.setdefault(f"_{old_name}", np.zeros(self.num_envs, bool))[
-                    env_num
-                ] = True
+                has_ended = vector_infos.setdefault(
+                    f"_{old_name}",
+                    np.zeros(self.num_envs, bool),
+                )
+                has_ended[env_num] = True
         return super()._add_info(vector_infos, rest, env_num)
 
 

@@ -135,14 +135,14 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
         )
         # In Gymnasium the env decides whether it may be stepped before a reset.
         engine.allow_steps()
-        self._rewards, self._terminations, self._truncations = (
-            list(group["next", name][:, :, 0])
-            for name in ("reward", "terminated", "truncated")
-        )
-        self._step_op = (
-            Op.STEP_RESET if self.autoreset_mode is AutoresetMode.SAME_STEP else Op.STEP
-        )
-        self._command = compile_command(engine, self._step_op)
+        # Lists of one array `[N]` for each column of the ring.
+        self._rewards = list(group["next", "reward"][:, :, 0])
+        self._terminations = list(group["next", "terminated"][:, :, 0])
+        self._truncations = list(group["next", "truncated"][:, :, 0])
+        step_op = Op.STEP
+        if self.autoreset_mode is AutoresetMode.SAME_STEP:
+            step_op = Op.STEP_RESET
+        self._command = compile_command(engine, step_op)
         self._resets_next = self.autoreset_mode is AutoresetMode.NEXT_STEP
         self._columns = Columns(self.num_envs)
         # Int [k], the envs that the next step resets; None for none.
@@ -386,12 +386,10 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
         for env_id in np.flatnonzero(is_special).tolist():
             own = dict(stepped.get(env_id, {}))
             if has_ended[env_id]:
-                has_final = FINAL_OBSERVATION in own
-                last = (
-                    own.pop(FINAL_OBSERVATION)
-                    if has_final
-                    else self._observations.last_of(env_id, column)
-                )
+                if FINAL_OBSERVATION in own:
+                    last = own.pop(FINAL_OBSERVATION)
+                else:
+                    last = self._observations.last_of(env_id, column)
                 own = {"final_obs": last, "final_info": own}
             root = fresh.get(env_id, {})
             if is_interrupted[env_id]:

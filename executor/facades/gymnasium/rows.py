@@ -4,14 +4,14 @@ Guarantees: an env gets the action that Gymnasium would pass to it; observations
 `gymnasium.vector.utils.concatenate`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 from gymnasium.vector.utils import iterate
 
-from envherd.executor.facades.columns import LatestColumn
+from envherd.executor.facades.columns import Column, LatestColumn
 from envherd.executor.facades.gymnasium.worker import loads
 from envherd.executor.facades.leaf_spaces import Space, leaf_spaces, tails
 from envherd.executor.protocol.engine import Engine
@@ -128,13 +128,12 @@ class Observations:
             )
             for leaf, space in zip(leaves, seen, strict=False)
         ]
+        rows_at = Column.own if is_copy else Column.look
         #: Of each leaf: column of a step -> its rows.
-        self._takes = [
+        self._takes: list[Callable[[int], Any]] = [
             partial(self._objects, index)
             if leaf is None
-            else leaf.after.own
-            if is_copy
-            else leaf.after.look
+            else partial(rows_at, leaf.after)
             for index, leaf in enumerate(self._columns)
         ]
         self._tails = tails(seen)

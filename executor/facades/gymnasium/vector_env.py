@@ -221,13 +221,13 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
             ValueError: not one value for each env.
         """
         self._move("begin", "set_attr")
-        args = tuple((name, value) for value in _one_each(values, self.num_envs))
+        given = _one_each(values, self.num_envs)
         with raising_gymnasiums(f"set_attr {name}"), self._guard:
             self._engine.ask(
                 "each",
                 list(range(self.num_envs)),
                 name="assign",
-                args=args,
+                args=tuple((name, value) for value in given),
             )
 
     def close_extras(
@@ -287,13 +287,10 @@ class SyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
             autoreset_mode=autoreset_mode,
         )
         keeps_final = self.autoreset_mode is AutoresetMode.SAME_STEP
-        factories = [
-            NativeFactory(env_fn, keeps_final=keeps_final) for env_fn in self.env_fns
-        ]
         with raising_gymnasiums():
             executor = SerialEnv(
                 self.num_envs,
-                factories,
+                [NativeFactory(fn, keeps_final=keeps_final) for fn in self.env_fns],
                 copy=copy,
                 options=self._options(options),
             )

@@ -159,11 +159,9 @@ class NativeAdapter(GymnasiumAdapter):
 
     def env_call(self) -> EnvCall | None:
         """See `Adapter.env_call`. An observation that C stores is an array that its row holds completely."""
-        return (
-            None
-            if self.hosted.keeps_final and self._row_dtype is None
-            else super().env_call()
-        )
+        if self.hosted.keeps_final and self._row_dtype is None:
+            return None
+        return super().env_call()
 
     def _accept(self, result: Any) -> StepValues:
         """Check what `env.step` returned; keep a last observation that its row does not hold completely."""
@@ -185,6 +183,5 @@ class NativeAdapter(GymnasiumAdapter):
         )
 
 
-def loads(data: bytes) -> Any:
-    """Return the value that `dumps` pickled."""
-    return pickle.loads(data)
+#: Returns the value that `dumps` of `sending.pickling` pickled.
+loads = pickle.loads

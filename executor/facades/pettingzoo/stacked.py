@@ -73,9 +73,8 @@ class StackedParallelEnv(ParallelEnv):  # type: ignore[misc]  # mypy is not show
         self.adapter = adapter
         spec = adapter.spec
         group, size = _only_group(spec)
-        name = str(spec.metadata.get("name") or spec.family)
         self.metadata = {
-            "name": name,
+            "name": str(spec.metadata.get("name") or spec.family),
             "render_modes": ["rgb_array"],
             "is_parallelizable": True,
         }
@@ -99,10 +98,7 @@ class StackedParallelEnv(ParallelEnv):  # type: ignore[misc]  # mypy is not show
             ),
             None,
         )
-        self._acted = list(acted)
-        self._dtypes = [np.dtype(leaf.dtype) for leaf in spec.action]
-        self._starts = [getattr(space, "start", 0) for space in acted.values()]
-        self._shapes = [leaf.shape for leaf in spec.action]
+        self._acted = acted
         seen = {name: space for name, (_, space) in observed.items()}
         self.observation_spaces = {
             agent: single_or_dict(seen) for agent in self.possible_agents
@@ -194,23 +190,22 @@ class StackedParallelEnv(ParallelEnv):  # type: ignore[misc]  # mypy is not show
             )
         refuse_unknown(actions, self.possible_agents)
         stacked = []
-        for name, dtype, start, shape in zip(
-            self._acted,
-            self._dtypes,
-            self._starts,
-            self._shapes,
-            strict=True,
-        ):
-            own = [
-                actions[agent] if len(self._acted) == 1 else actions[agent][name]
-                for agent in self.possible_agents
-            ]
-            array = np.asarray(own)
+        leaves = self.adapter.spec.action
+        for (name, space), leaf in zip(self._acted.items(), leaves, strict=True):
+            dtype = np.dtype(leaf.dtype)
+            array = np.asarray(
+                [
+                    actions[agent] if len(self._acted) == 1 else actions[agent][name]
+                    for agent in self.possible_agents
+                ]
+            )
             if dtype.kind in "iu" and array.dtype.kind not in "iu":
                 raise ActionError(
                     f"step failed: expected {dtype} actions, got {array.dtype}. The env was not stepped."
                 )
-            stacked.append((array - start).astype(dtype).reshape(shape))
+            # A row holds indices; those of a space begin at its `start`.
+            array = array - getattr(space, "start", 0)
+            stacked.append(array.astype(dtype).reshape(leaf.shape))
         return stacked
 
 

@@ -50,12 +50,11 @@ class AgentDictEnv(AsyncVectorEnv):
             columns["next", *AGENTS, name][..., 0]
             for name in ("terminated", "truncated")
         ]
-        positions = self._engine.positions
         self._active = LatestColumn(
-            positions,
+            self._engine.positions,
             ACTIVE,
             self.num_envs,
-            (self._agent_rewards.shape[-1],),
+            self._agent_rewards.shape[-1:],
         )
 
     def active(self) -> np.ndarray:
@@ -65,8 +64,11 @@ class AgentDictEnv(AsyncVectorEnv):
     def agent_results(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return rewards float64, terminations and truncations bool of the latest step, `[N, A]` each, copies."""
         column = self._flight.at
-        terminations, truncations = (flag[column].copy() for flag in self._agent_flags)
-        return self._agent_rewards[column].copy(), terminations, truncations
+        return (
+            self._agent_rewards[column].copy(),
+            self._agent_flags[0][column].copy(),
+            self._agent_flags[1][column].copy(),
+        )
 
 
 class OverAgentDicts:
@@ -274,7 +276,6 @@ class ParallelVectorEnv(OverAgentDicts):
         refuse_unknown(actions, self.possible_agents)
         complete = {}
         for agent in self.possible_agents:
-            space = self._actions[agent]
             if agent in actions:
                 given = actions[agent]
                 batched = self.action_space(agent)
@@ -297,7 +298,10 @@ class ParallelVectorEnv(OverAgentDicts):
                     f"No env was stepped."
                 )
             else:
-                complete[agent] = create_empty_array(space, self.num_envs)
+                complete[agent] = create_empty_array(
+                    self._actions[agent],
+                    self.num_envs,
+                )
         return complete
 
     # ---- calls -------------------------------------------------------------------------------

@@ -49,12 +49,13 @@ class HostedParallelEnv(NativeEnv):
     def spaces(self) -> tuple[spaces.Dict, spaces.Dict]:
         """Return the spaces of all agents, as dicts by agent in the order of `possible_agents`."""
         agents: list[Any] = possible_agents(self.env)
-        methods = (getattr(self.env, name) for name in self._spaces_of)
-        observed, acted = (
-            spaces.Dict(OrderedDict((agent, method(agent)) for agent in agents))
-            for method in methods
-        )
-        return observed, acted
+        found = []
+        for name in self._spaces_of:
+            method = getattr(self.env, name)
+            # `spaces.Dict` sorts the keys of any other dict.
+            own = OrderedDict((agent, method(agent)) for agent in agents)
+            found.append(spaces.Dict(own))
+        return found[0], found[1]
 
     def describe(self) -> bytes:
         """Return `(observation spaces, action spaces, metadata, render mode)`, pickled."""
@@ -156,9 +157,9 @@ class ParallelNativeAdapter(ParallelAdapter):
 
     def _begin(self, seed: int | None, options: Mapping[str, Any] | None) -> Any:
         own = self.env.begin_reset(options)
-        return self._parallel.reset(
-            **({"seed": seed} if own is None else {"seed": seed, "options": own}),
-        )
+        # Some envs take no options: they get them only from a caller that passes some.
+        arguments = {} if own is None else {"options": own}
+        return self._parallel.reset(seed=seed, **arguments)
 
     def _actions(self, action: list[Any], acting: list[Any]) -> dict[Any, Any]:
         given = self.env.next_action(self._build, action)

@@ -191,14 +191,14 @@ class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[
             present[lost] &= OBSERVED
             present[lost] |= REWARDED * present[lost]
         bits = present.tolist()
-        rewards, *ends = (values.tolist() for values in self._envs.agent_results())
+        results = [values.tolist() for values in self._envs.agent_results()]
         flags = [
             [
                 {**self._those(row, mask, bit), ALL: bool(ended)}
                 for row, mask, ended in zip(rows, bits, over, strict=True)
             ]
             for rows, over, bit in zip(
-                ends,
+                results[1:],
                 (terminations, truncations),
                 (TERMINATED, TRUNCATED),
                 strict=True,
@@ -206,7 +206,7 @@ class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[
         ]
         gained = [
             self._those(row, mask, REWARDED)
-            for row, mask in zip(rewards, bits, strict=True)
+            for row, mask in zip(results[0], bits, strict=True)
         ]
         infos = self._envs.env_infos()
         for env_id in np.flatnonzero(was_reset).tolist():

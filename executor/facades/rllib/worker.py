@@ -26,7 +26,12 @@ from envherd.workers.errors import SpecError
 
 #: Key of the rows: uint8 `[A]`, the bits of the dicts of the latest step or reset that had an entry for the agent.
 PRESENT: Key = ("present",)
-OBSERVED, REWARDED, TERMINATED, TRUNCATED = _BITS = 1, 2, 4, 8
+OBSERVED = 1
+REWARDED = 2
+TERMINATED = 4
+TRUNCATED = 8
+#: In the order of the dicts that `step` returns.
+_BITS = (OBSERVED, REWARDED, TERMINATED, TRUNCATED)
 
 #: The entry of RLlib's flags for the whole episode.
 ALL = "__all__"
@@ -100,12 +105,11 @@ class _ParallelAgents:
         has_terminated = is_over and all(
             terminations.get(agent, True) for agent in self.env.possible_agents
         )
-        ends = {ALL: has_terminated}, {ALL: is_over and not has_terminated}
         return (
             observations,
             rewards,
-            {**terminations, **ends[0]},
-            {**truncations, **ends[1]},
+            {**terminations, ALL: has_terminated},
+            {**truncations, ALL: is_over and not has_terminated},
             infos,
         )
 
@@ -123,13 +127,8 @@ class MultiAgentAdapter(ParallelNativeAdapter):
     def __init__(self, env: HostedParallelEnv) -> None:
         super().__init__(env)
         self._present = np.zeros(len(self._seats), np.uint8)
-        self.spec = replace(
-            self.spec,
-            observation=(
-                *self.spec.observation,
-                LeafSpec(PRESENT, self._present.shape, "uint8"),
-            ),
-        )
+        leaf = LeafSpec(PRESENT, self._present.shape, "uint8")
+        self.spec = replace(self.spec, observation=(*self.spec.observation, leaf))
 
     def _acting(self) -> list[Any]:
         return [
