@@ -34,8 +34,6 @@ Level = Literal["ok", "warn", "fail"]
 _GIB = 2**30
 _MIB = 2**20
 _FEWEST_FILES = 1024
-_LEAST_MEMORY = _GIB
-_LEAST_SHM = _GIB
 _BUSY = 0.3
 #: Packages of the extras, looked up by name without importing them.
 _OPTIONAL = (
@@ -49,7 +47,6 @@ _OPTIONAL = (
     "matplotlib",
 )
 _CORE = ("torch", "tensordict", "numpy", "cloudpickle", "psutil", "torchrl")
-_IMPORT_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -254,7 +251,7 @@ def _dmlab2d() -> Iterator[Finding]:
         [sys.executable, "-P", "-c", "import dmlab2d"],
         capture_output=True,
         text=True,
-        timeout=_IMPORT_TIMEOUT_S,
+        timeout=120.0,
         check=False,
     )
     is_ok = done.returncode == 0
@@ -415,7 +412,7 @@ def memory(machine: Machine) -> Iterator[Finding]:
     found = f"{machine.memory_available / _GIB:.1f} of {machine.memory_total / _GIB:.1f} GiB available"
     if machine.cgroup.memory_limit is not None:
         found += f", a limit of {machine.cgroup.memory_limit / _GIB:.1f} GiB"
-    yield _judged("memory", found, is_ok=machine.memory_available >= _LEAST_MEMORY)
+    yield _judged("memory", found, is_ok=machine.memory_available >= _GIB)
     if machine.cgroup.oom_kills:
         found = f"the kernel has killed {machine.cgroup.oom_kills} processes for the memory limit so far"
         yield _judged("killed for memory", found, is_ok=False)
@@ -461,7 +458,7 @@ def dev_shm(machine: Machine) -> Iterator[Finding]:
         if total
         else "there is none"
     )
-    yield _judged("/dev/shm", found, is_ok=total >= _LEAST_SHM)
+    yield _judged("/dev/shm", found, is_ok=total >= _GIB)
 
 
 def gpus(machine: Machine) -> Iterator[Finding]:

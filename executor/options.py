@@ -223,13 +223,6 @@ class ExecutorOptions:
             return infos
         return Infos(policy=infos) if infos in _INFO_POLICIES else Infos(keys=infos)
 
-    def _check_threads(self) -> None:
-        if self.env_threads and self.isolate_rng:
-            raise ValueError(
-                "ExecutorOptions failed: expected isolate_rng=False with env_threads, got True: the process's "
-                "generators are shared."
-            )
-
     @property
     def recycles(self) -> bool:
         """Whether workers are replaced between episodes."""
@@ -271,7 +264,11 @@ class ExecutorOptions:
             )
         if not isinstance(self.infos, Infos) and self.infos not in _INFO_POLICIES:
             check_keys(self.infos)
-        self._check_threads()
+        if self.env_threads and self.isolate_rng:
+            raise ValueError(
+                "ExecutorOptions failed: expected isolate_rng=False with env_threads, got True: the process's "
+                "generators are shared."
+            )
 
     def check_here(self) -> None:
         """Refuse options that do not fit the machine of the workers.

@@ -39,9 +39,13 @@ def _prepare(options: Check) -> Contract:
 
 def _check(options: Check, contract: Contract) -> int:
     """Check and report every rule; return the exit code."""
-    console = Console(stderr=options.json == "-")
     rules = list[dict[str, Any]]()
-    code = _check_rules(options.env, contract, console, rules)
+    code = _check_rules(
+        options.env,
+        contract,
+        Console(stderr=options.json == "-"),
+        rules,
+    )
     write_json(
         options.json,
         {

@@ -154,18 +154,14 @@ def table(found: Evaluation) -> Table:
     if len(found.players) == 1:
         rows |= {"return": found.collective}
     else:
-        kinds = {
-            (role, "focal" if is_focal else "background"): one
-            for (role, is_focal), one in found.by_role.items()
-        }
         rows |= {
             "focal return per capita": found.focal_per_capita,
             "background return per capita": found.background_per_capita,
             "collective return": found.collective,
             "equality": found.equality,
             **{
-                f"role {role}, {kind}, per capita": one
-                for (role, kind), one in kinds.items()
+                f"role {role}, {'focal' if is_focal else 'background'}, per capita": one
+                for (role, is_focal), one in found.by_role.items()
             },
         }
     for name, measure in rows.items():

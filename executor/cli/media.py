@@ -190,10 +190,11 @@ class Pictures:
         moments = self._film.moments
         env_ids = sorted(self._latest)
         if self._gif is not None and self._is_alone:
-            alone = [
-                require_pillow().Image.fromarray(frames[0]) for _, frames in moments
-            ]
-            save_animation(self._gif, alone, frames_per_s=self._fps / self._film.stride)
+            save_animation(
+                self._gif,
+                [require_pillow().Image.fromarray(frames[0]) for _, frames in moments],
+                frames_per_s=self._fps / self._film.stride,
+            )
         elif self._gif is not None:
             frames = [
                 grid(

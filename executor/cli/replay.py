@@ -103,10 +103,15 @@ def _replay(
     """Run the rollout again; return the first difference as text, or an empty string."""
     console = Console(quiet=options.quiet)
     num_envs, num_steps = data.shape[:2]
-    how: dict[str, Any] = {"num_workers": options.workers, "seed": facts["seed"]}
     difference = ""
     with console.status(f"starting {num_envs} envs"):
-        env = started(made, num_envs, is_drawn=pictures.are_wanted, **how)
+        env = started(
+            made,
+            num_envs,
+            is_drawn=pictures.are_wanted,
+            num_workers=options.workers,
+            seed=facts["seed"],
+        )
     with env, console.status("stepping"), torch.no_grad():
         inputs = [leaf.key for leaf in (*env.spec.action, *env.spec.state)]
         if missing := [key for key in inputs if data.get(key, None) is None]:

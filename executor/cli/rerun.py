@@ -142,8 +142,13 @@ class Rerun:
             markup=False,
             soft_wrap=True,
         )
-        for warning in _warnings(facts):
-            console.print(Text(f"note: {warning}", "yellow"), soft_wrap=True)
+        notes = [f"note: the capsule lacks {what}." for what in facts["missing"]]
+        if facts["episode"]:
+            notes.append(
+                "note: its env had earlier episodes; an env whose state outlives a reset may behave otherwise here."
+            )
+        for note in notes:
+            console.print(Text(note, "yellow"), soft_wrap=True)
         found, difference = self._run(capsule, made, options)
         if self._options.record is not None:
             console.print(f"{self._options.record} written", highlight=False)
@@ -318,16 +323,6 @@ def _in_words(facts: Mapping[str, Any], phase: Any, step: int) -> str:
         what = f"{error} ({facts.get('type', '')}: {message})"
     shown = "".join(one if one.isprintable() else " " for one in what)
     return f"{shown} in step {step}." if phase == "step" else f"{shown} in the reset."
-
-
-def _warnings(facts: dict[str, Any]) -> list[str]:
-    """Return why the episode may be another one this time."""
-    found = [f"the capsule lacks {what}." for what in facts["missing"]]
-    if facts["episode"]:
-        found.append(
-            "its env had earlier episodes; an env whose state outlives a reset may behave otherwise here."
-        )
-    return found
 
 
 def _stop_before(call: Callable[[], Any], env: Any, step: int) -> Any:

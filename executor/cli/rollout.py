@@ -78,11 +78,16 @@ def _prepare(options: Rollout) -> tuple[Made, Any, Pictures, RolloutStore | None
     Returns:
         The factory and its arguments, what makes the policy or None, the pictures, and the store or None.
     """
-    how = {
-        name: getattr(options, name)
-        for name in ("mp4", "alone", "views", "agent", "fps")
-    }
-    pictures = Pictures(options.gif, options.png, options.steps, **how)
+    pictures = Pictures(
+        options.gif,
+        options.png,
+        options.steps,
+        mp4=options.mp4,
+        alone=options.alone,
+        views=options.views,
+        agent=options.agent,
+        fps=options.fps,
+    )
     if pictures.are_wanted and options.ray is not None:
         raise MediaError(
             "--gif, --png or --mp4 failed: expected envs on this machine, got --ray. Leave one out."
@@ -127,7 +132,6 @@ def _work(
             store,
             console,
         )
-        memory = memory_of(os.getpid(), is_alone=True)
         found = figures(
             {
                 "env": options.env,
@@ -139,7 +143,7 @@ def _work(
             counted,
             returns,
             _totals(env),
-            memory,
+            memory_of(os.getpid(), is_alone=True),
         )
     unwritten: Exception | None = None
     try:
@@ -401,6 +405,7 @@ def _summary(found: Mapping[str, Any]) -> Table:
 def _workers(found: Mapping[str, Any]) -> Table:
     workers = found["workers"]
     memory = found["memory"]
+    # Workers in this process have no memory of their own; see `figures`.
     has_own = memory["workers_uss_bytes"] > 0
     busy = sum(worker["busy_share"] for worker in workers) / max(1, len(workers))
     grid = Table(box=box.ROUNDED, show_footer=True)
@@ -414,11 +419,10 @@ def _workers(found: Mapping[str, Any]) -> Table:
             justify="right",
         )
     for worker in workers:
-        sizes = (
-            (size_text(worker["uss_bytes"]), size_text(worker["pss_bytes"]))
-            if has_own
-            else ("", "")
-        )
+        sizes = [
+            size_text(worker[f"{kind}_bytes"]) if has_own else ""
+            for kind in ("uss", "pss")
+        ]
         ids = worker["env_ids"]
         shown = str(ids[0]) if len(ids) == 1 else f"{ids[0]}-{ids[-1]}"
         grid.add_row(
@@ -427,6 +431,12 @@ def _workers(found: Mapping[str, Any]) -> Table:
             f"{worker['busy_share']:.0%}",
             *sizes,
         )
-    own = (size_text(memory[f"parent_{kind}_bytes"]) for kind in ("uss", "pss"))
-    grid.add_row("parent", "", "", *own, style="dim")
+    grid.add_row(
+        "parent",
+        "",
+        "",
+        size_text(memory["parent_uss_bytes"]),
+        size_text(memory["parent_pss_bytes"]),
+        style="dim",
+    )
     return grid

@@ -51,7 +51,6 @@ def _prepare(options: Size) -> tuple[Factory, Goal]:
 
 def _work(options: Size, factory: Factory, goal: Goal) -> int:
     """Size the env and report the result; return the exit code."""
-    console = Console(stderr=options.json == "-", quiet=options.quiet)
     with Console(stderr=True, quiet=options.quiet).status("starting") as status:
         sizing = recommend(
             factory,
@@ -70,7 +69,7 @@ def _work(options: Size, factory: Factory, goal: Goal) -> int:
         for one in sizing.runs
         if one.refusal is not None
     ]
-    console.print(
+    Console(stderr=options.json == "-", quiet=options.quiet).print(
         _advice(options.env, sizing),
         reasons,
         _runs(sizing),

@@ -74,7 +74,14 @@ class RolloutStore:
             StoreError: at the first step, if the disk has no room for `num_steps` such batches.
         """
         if self.num_stored == 0:
-            self._require_room(td.bytes() * self.num_steps)
+            # Checked first, because writing to a memory map on a full disk kills the process.
+            size = td.bytes() * self.num_steps
+            free = shutil.disk_usage(self.directory.parent).free
+            if size > free:
+                raise StoreError(
+                    f"writing {self.directory} failed: expected room for {size / 1e9:,.1f} GB, got {free / 1e9:,.1f} "
+                    f"GB. Collect fewer steps or envs, or name a directory on another disk."
+                )
             if not has_odd_leaves(td):
                 shape = (td.shape[0], self.num_steps, *td.shape[1:])
                 whole = td.unsqueeze(1).expand(shape)
@@ -109,15 +116,6 @@ class RolloutStore:
         (self.directory / _FACTS).write_text(
             json.dumps({"schema": SCHEMA, **facts}, indent=2) + "\n"
         )
-
-    def _require_room(self, size: int) -> None:
-        # Checked first, because writing to a memory map on a full disk kills the process.
-        free = shutil.disk_usage(self.directory.parent).free
-        if size > free:
-            raise StoreError(
-                f"writing {self.directory} failed: expected room for {size / 1e9:,.1f} GB, got {free / 1e9:,.1f} GB. "
-                f"Collect fewer steps or envs, or name a directory on another disk."
-            )
 
 
 def load_rollout(directory: Path) -> tuple[TensorDictBase, dict[str, Any]]:

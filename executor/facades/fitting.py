@@ -35,9 +35,9 @@ def fitted(
     array = array.reshape(shape)
     cast = as_array(array, dtype, of_agent)
     if dtype.kind in "iub" and not (cast == array).all():
-        wrong = array[cast != array].flat[0]
         raise ActionError(
-            f"step failed: expected {dtype} actions{of_agent}, got {array.dtype} {wrong}. No env was stepped."
+            f"step failed: expected {dtype} actions{of_agent}, got {array.dtype} {array[cast != array].flat[0]}. "
+            f"No env was stepped."
         )
     return cast
 

@@ -287,9 +287,14 @@ class Contract:
         for event in (*within.events, *by_hand.events):
             _check_root(event)
         if self.is_deterministic:
-            why = "step_and_maybe_reset gave another root than step and reset."
             for mine, theirs in zip(within.events, by_hand.events, strict=True):
-                demand(3, mine.root, theirs.root, f"root, {mine}", why)
+                demand(
+                    3,
+                    mine.root,
+                    theirs.root,
+                    f"root, {mine}",
+                    "step_and_maybe_reset gave another root than step and reset.",
+                )
         if not self.ends_where_it_starts:
             _check_that_ends_differ(within)
 
@@ -338,7 +343,6 @@ class Contract:
         assert self._pair  # an episode has ended
         if self._saving is None or not self.is_deterministic:
             return
-        why = "something that the env's future depends on is not in its state."
         for number, (first, again) in enumerate(zip(*self._saving, strict=True)):
             step = 1 + number // (2 * NUM_ENVS)
             demand(
@@ -346,7 +350,7 @@ class Contract:
                 first,
                 again,
                 f"step {step} after the restore, env {number % NUM_ENVS}",
-                why,
+                "something that the env's future depends on is not in its state.",
             )
 
     def _check_together(self) -> None:

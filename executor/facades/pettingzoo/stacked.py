@@ -138,9 +138,10 @@ class StackedParallelEnv(ParallelEnv):  # type: ignore[misc]  # mypy is not show
         Raises:
             ActionError: an agent has no action, or is unknown. The env was not stepped.
         """
-        given = self._stacked(actions)
         agents = self.possible_agents
-        self._latest, rewards, terminated, truncated = self.adapter.step(given)
+        self._latest, rewards, terminated, truncated = self.adapter.step(
+            self._stacked(actions)
+        )
         paid = np.asarray(rewards[0]).reshape(len(agents), -1)
         if terminated or truncated:
             self.agents = []

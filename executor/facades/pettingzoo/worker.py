@@ -53,8 +53,9 @@ class HostedParallelEnv(NativeEnv):
         for name in self._spaces_of:
             method = getattr(self.env, name)
             # `spaces.Dict` sorts the keys of any other dict.
-            own = OrderedDict((agent, method(agent)) for agent in agents)
-            found.append(spaces.Dict(own))
+            found.append(
+                spaces.Dict(OrderedDict((agent, method(agent)) for agent in agents))
+            )
         return found[0], found[1]
 
     def describe(self) -> bytes:

@@ -226,9 +226,11 @@ class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[
         }
 
     def _seen(self, observations: ByAgent, bits: list[list[int]]) -> list[ByAgent]:
-        space = self._observation_space
         of_envs = zip(
-            *(iterate(space[agent], observations[agent]) for agent in self._agents),
+            *(
+                iterate(self._observation_space[agent], observations[agent])
+                for agent in self._agents
+            ),
             strict=True,
         )
         return [

@@ -124,10 +124,12 @@ def mask_reader(
         A function without arguments, which returns bool `[num_rows, actions]`, a copy.
     """
     slab = positions.slab
-    specs = [group.spec for group in slab.groups]
     groups = slab.groups[0].spec.groups
     keys = [(*groups[0][0], NAME)] if groups else [("info", NAME), ("info", f"_{NAME}")]
-    if not all(keys[0] in {leaf.key for leaf in spec.observation} for spec in specs):
+    if not all(
+        keys[0] in {leaf.key for leaf in group.spec.observation}
+        for group in slab.groups
+    ):
         return None
     widths = [
         slab.groups[0].columns["next", *key][0, 0].size // num_agents for key in keys

@@ -599,9 +599,13 @@ class DummyVecEnv(ExecutorVecEnv, VecEnv):  # type: ignore[misc]  # mypy is not 
             return super()._ask(what, env_ids, **question)
         if what == "get":
             return [env.get_wrapper_attr(question["name"]) for env in envs]
-        args = question.get("args", ())
-        kwargs = question.get("kwargs", {})
-        return [env.get_wrapper_attr(question["name"])(*args, **kwargs) for env in envs]
+        return [
+            env.get_wrapper_attr(question["name"])(
+                *question.get("args", ()),
+                **question.get("kwargs", {}),
+            )
+            for env in envs
+        ]
 
 
 def _check_alike(specs: Sequence[EnvSpec]) -> None:
@@ -643,11 +647,10 @@ def _as_sb3(options: ExecutorOptions, start_method: str | None) -> ExecutorOptio
             "fork": "zygote",
             "spawn": "spawn",
         }
-        preload = () if start_method == "fork" else options.preload
         options = dataclasses.replace(
             options,
             start_method=ours[start_method],
-            preload=preload,
+            preload=() if start_method == "fork" else options.preload,
         )
     return dataclasses.replace(
         options,

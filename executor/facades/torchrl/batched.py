@@ -39,6 +39,7 @@ _MISMATCH = "len({}) and num_workers mismatch, got {} and {}."
 class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
     """Arguments, specs and views; the constructor's arguments are TorchRL's.
 
+    A subclass has `_learn_specs`, which reads the envs' metadata and calls `_set_specs` with it, and `_begin`.
     Its additional attributes have private names, because unknown public names are looked up in the envs: `_env_ids` (of
     a view: the ids of its envs in the whole), `_is_whole` (it is no view), `_whole` (of an open view: the whole).
     """
@@ -84,10 +85,6 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
         self._learn_specs()
         if metadata_from_workers:
             self._begin()
-
-    def _learn_specs(self) -> None:
-        """Read the envs' metadata, and call `_set_specs` with it."""
-        raise NotImplementedError
 
     # ---- specs -------------------------------------------------------------------------------
 
@@ -168,9 +165,6 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
             else ""
         )
         return f"{type(self).__name__}(\n\tenv={self._env_text}, \n\tbatch_size={self.batch_size}{ways})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__.copy()
 
     def _set_seed(self, seed: int | None) -> None:
         """Unused: TorchRL requires this method; `set_seed` of a batched env calls its envs."""

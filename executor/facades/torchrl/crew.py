@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from envherd.executor.assembly import make_pool, recycle
+from envherd.executor.assembly import close_in_owner, make_pool, recycle
 from envherd.executor.facades.torchrl.worker import HostedFactory, dumps, loads
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
@@ -88,7 +88,7 @@ class HostedEnvs:
             options,
         )
         self.pool = make_pool(blueprint, options)
-        self._finalizer = Finalizer(self, _close, self.pool, os.getpid())
+        self._finalizer = Finalizer(self, close_in_owner, self.pool, os.getpid())
         self.pool.start()
         try:
             self._engine = Engine(
@@ -253,11 +253,6 @@ class HostedEnvs:
         if engine is not None:
             engine.guard.shut()
         self._finalizer()
-
-
-def _close(pool: Pool, owner: int) -> None:
-    if os.getpid() == owner:
-        pool.close()
 
 
 def _hosted_factory(

@@ -89,13 +89,12 @@ class Shells:
         paths = [(key,) if isinstance(key, str) else key for key in keys]
         prefixes = {path[:depth] for path in paths for depth in range(1, len(path))}
         groups = {prefix: tuple(template.get(prefix).batch_size) for prefix in prefixes}
-        device = self.device if self.is_on_cpu else None
         return Shell(
             list(zip(places, paths, strict=True)),
             groups,
             (),
             tuple(template.batch_size),
-            device,
+            self.device if self.is_on_cpu else None,
         )
 
     def over(self, batch: GroupBatch) -> StepBatches:
@@ -274,7 +273,12 @@ class BatchedData(Batched):
             return skipped_step(self, td)
         out = self._step_by_message(td, selected)
         if self._keys_without_tensors:
-            skipped = on_device(skipped_step(self, td), out.device)
+            skipped = skipped_step(self, td)
+            # In any case, unlike `on_device`: leaves without tensors may have another device than their tensordict.
+            if out.device is None:
+                skipped.clear_device_()
+            else:
+                skipped = skipped.to(out.device)
             return self._stacked(
                 [
                     out[selected.index(i)] if i in selected else skipped[i]
@@ -294,8 +298,10 @@ class BatchedData(Batched):
     def _step_by_message(self, td: TensorDictBase, selected: Any) -> TensorDictBase:
         crew = self._open()
         ids = [self._env_ids[i] for i in selected]
-        how = {"is_whole": not self._fixed_shapes}
-        calls = [("step", (self._step_row(td[i]),), how) for i in selected]
+        calls = [
+            ("step", (self._step_row(td[i]),), {"is_whole": not self._fixed_shapes})
+            for i in selected
+        ]
         out = self._stacked(crew.tell(ids, calls))
         preset = td.get("next", None)
         if preset is not None:

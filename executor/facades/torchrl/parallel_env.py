@@ -246,7 +246,7 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         self.is_closed = True
 
     def __getstate__(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().__getstate__()
+        state = self.__dict__.copy()
         state["_crew"] = None
         state["_shells"] = None
         state["create_env_fn"] = [_by_value(factory) for factory in self.create_env_fn]
@@ -297,8 +297,10 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return `{"worker0": ..., ...}`, each env's own."""
-        states = self._tell_all("state_dict")
-        return OrderedDict((f"worker{i}", state) for i, state in enumerate(states))
+        return OrderedDict(
+            (f"worker{i}", state)
+            for i, state in enumerate(self._tell_all("state_dict"))
+        )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
         """Load a state from `state_dict`; a state dict of one env is loaded into all envs.
