@@ -166,8 +166,11 @@ def examine(name: str = "", make_env: Factory | None = None) -> Iterator[Finding
 
 
 def _python() -> Iterator[Finding]:
-    found = f"{platform.python_implementation()} {platform.python_version()} on {platform.platform()}"
-    yield Finding("python", "ok", found)
+    yield Finding(
+        "python",
+        "ok",
+        f"{platform.python_implementation()} {platform.python_version()} on {platform.platform()}",
+    )
     lacks = ", ".join(platforms.missing())
     found = (
         f"the portable pool: this system lacks {lacks}"
@@ -300,8 +303,12 @@ def _meltingpot() -> Iterator[Finding]:
         if reason
         else "its Lua runs with faster resets"
     )
-    fix = f"install {' and '.join(map('=='.join, lua_edits.VERSIONS.items()))}; a reset takes up to twice as long now"
-    yield _judged("meltingpot's Lua", found, fix, is_ok=not reason)
+    yield _judged(
+        "meltingpot's Lua",
+        found,
+        f"install {' and '.join(map('=='.join, lua_edits.VERSIONS.items()))}; a reset takes up to twice as long now",
+        is_ok=not reason,
+    )
 
 
 def _mujoco() -> Iterator[Finding]:
@@ -402,9 +409,12 @@ def torch_threads(machine: Machine) -> Iterator[Finding]:
 
     num_threads = torch.get_num_threads()
     free = max(0.0, machine.cores - machine.load)
-    found = f"{num_threads}, with {free:.1f} of {machine.cores:g} processors free"
-    # It is never quite idle.
-    yield _judged("torch threads", found, is_ok=num_threads <= max(1.0, free + 0.5))
+    yield _judged(
+        "torch threads",
+        f"{num_threads}, with {free:.1f} of {machine.cores:g} processors free",
+        # 0.5, because a machine is never quite idle.
+        is_ok=num_threads <= max(1.0, free + 0.5),
+    )
 
 
 def memory(machine: Machine) -> Iterator[Finding]:
@@ -414,18 +424,20 @@ def memory(machine: Machine) -> Iterator[Finding]:
         found += f", a limit of {machine.cgroup.memory_limit / _GIB:.1f} GiB"
     yield _judged("memory", found, is_ok=machine.memory_available >= _GIB)
     if machine.cgroup.oom_kills:
-        found = f"the kernel has killed {machine.cgroup.oom_kills} processes for the memory limit so far"
-        yield _judged("killed for memory", found, is_ok=False)
+        yield _judged(
+            "killed for memory",
+            f"the kernel has killed {machine.cgroup.oom_kills} processes for the memory limit so far",
+            is_ok=False,
+        )
 
 
 def limits(machine: Machine) -> Iterator[Finding]:
     """Check limits on descriptors, processes and address space."""
     left = machine.files_left
     if left is not None and left < _FEWEST_FILES - 64:
-        found = f"{left} left: enough for {max(0, left - FILES_FIXED) // FILES_PER_WORKER} workers"
         yield _judged(
             "open files",
-            found,
+            f"{left} left: enough for {max(0, left - FILES_FIXED) // FILES_PER_WORKER} workers",
             is_ok=False,
             otherwise="fail" if left < _FEWEST_FILES // 8 else "warn",
         )
@@ -444,8 +456,11 @@ def limits(machine: Machine) -> Iterator[Finding]:
     yield _judged("processes", found, is_ok=room is None or room >= 64)
     space = machine.limits.get("as")
     if space is not None:
-        found = f"{space / _GIB:.1f} GiB of address space: libraries reserve far more than they use"
-        yield _judged("address space", found, is_ok=False)
+        yield _judged(
+            "address space",
+            f"{space / _GIB:.1f} GiB of address space: libraries reserve far more than they use",
+            is_ok=False,
+        )
 
 
 def dev_shm(machine: Machine) -> Iterator[Finding]:

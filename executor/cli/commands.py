@@ -154,27 +154,6 @@ def started(
     return ParallelEnv(num_envs, factory, env_kwargs=kwargs or None, **how)
 
 
-def started_on_ray(made: Made, num_envs: int, address: str, **how: Any) -> RayRollouts:
-    """Return rollouts of a named env on the nodes of a Ray cluster.
-
-    Args:
-        made: of the env.
-        num_envs: N.
-        address: of the cluster's head, `auto` for the cluster in use, or `local` for a new one.
-        **how: further arguments of `RayRollouts`.
-    """
-    from envherd.executor.cluster.rollouts import RayRollouts
-
-    factory, kwargs = made
-    return RayRollouts(
-        num_envs,
-        factory,
-        env_kwargs=kwargs or None,
-        address=address,
-        **how,
-    )
-
-
 def drawing(options: ExecutorOptions) -> ExecutorOptions:
     """Return options of envs that will be drawn. Without a display, MuJoCo needs MUJOCO_GL when workers start."""
     has_display = platforms.has_display() or "MUJOCO_GL" in os.environ

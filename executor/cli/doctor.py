@@ -49,11 +49,12 @@ def _report(env: str, make_env: Any, path: str | None) -> int:
     findings: list[Finding] = []
     for finding in examine(env, make_env):
         findings.append(finding)
-        line = Text(f"{finding.level:>4}  ", styles[finding.level]).append(
-            f"{finding.name}: ",
-            "bold",
+        console.print(
+            Text(f"{finding.level:>4}  ", styles[finding.level])
+            .append(f"{finding.name}: ", "bold")
+            .append(finding.found, "default"),
+            soft_wrap=True,
         )
-        console.print(line.append(finding.found, "default"), soft_wrap=True)
         if finding.fix and finding.level != "ok":
             console.print(Text(f"      fix: {finding.fix}", "cyan"), soft_wrap=True)
     has_failed = any(finding.level == "fail" for finding in findings)

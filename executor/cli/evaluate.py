@@ -40,16 +40,17 @@ def _prepare(options: Evaluate) -> tuple[dict[str, Any], Any, Any]:
     if options.videos is not None:
         require_imageio()
     tasks: dict[str, Any] = {}
-    how = {
-        "has_background": options.background is not None,
-        "with_frames": options.videos is not None,
-    }
     for name in options.env:
         if name in tasks:
             raise FactoryError(
                 f"evaluate failed: expected each ENV once, got {name!r} again."
             )
-        tasks[name] = named_task(name, options.env_kwargs, **how)
+        tasks[name] = named_task(
+            name,
+            options.env_kwargs,
+            has_background=options.background is not None,
+            with_frames=options.videos is not None,
+        )
     names = [
         None if name == _RANDOM else name
         for name in (options.policy, options.background)
@@ -87,11 +88,12 @@ def _evaluate(
     maker: Any,
     background_maker: Any,
 ) -> Evaluations:
-    focal = (
-        None
-        if options.focal is None
-        else [_player(name) for name in options.focal.split(",")]
-    )
+    focal: list[int | str] | None = None
+    if options.focal is not None:
+        focal = [
+            int(name) if name.isdecimal() else name
+            for name in map(str.strip, options.focal.split(","))
+        ]
 
     def policy_for(_task: str, env: BatchedEnv) -> Any:
         background: Any = None
@@ -121,10 +123,6 @@ def _evaluate(
         videos=options.videos,
         filmed=options.filmed,
     )
-
-
-def _player(name: str) -> int | str:
-    return int(name) if name.strip().isdecimal() else name.strip()
 
 
 def table(found: Evaluation) -> Table:

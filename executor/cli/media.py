@@ -46,8 +46,7 @@ MAX_GIF_ENVS = 16
 MAX_SHEET_ENVS = 8
 SHEET_COLUMNS = 5
 GIF_FRAMES_PER_S = 12.0
-#: Most moments in a GIF of one env, and the longest side of its frames.
-_ALONE_FRAMES = 240
+#: Longest side of the frames in a GIF of one env.
 _ALONE_PX = 1600
 
 #: A left caption, a right caption, and a frame or None.
@@ -131,7 +130,7 @@ class Pictures:
         self._is_alone = alone or views or agent is not None
         self.are_wanted = self._is_kept or mp4 is not None
         self.are_drawn = self.are_wanted and agent is None
-        self._film = Film(_ALONE_FRAMES if self._is_alone else 120, num_steps)
+        self._film = Film(240 if self._is_alone else 120, num_steps)
         self._look: (
             Callable[[TensorDictBase, list[int]], list[np.ndarray | None]] | None
         ) = None
@@ -226,8 +225,15 @@ class Pictures:
                 title=title,
                 width_px=SHEET_WIDTH_PX,
             ).save(self._png, optimize=True)
-        files = {"gif": self._gif, "png": self._png, "mp4": self._mp4}
-        return {name: str(path) for name, path in files.items() if path is not None}
+        return {
+            name: str(path)
+            for name, path in (
+                ("gif", self._gif),
+                ("png", self._png),
+                ("mp4", self._mp4),
+            )
+            if path is not None
+        }
 
 
 class _Views:
@@ -340,8 +346,11 @@ def grid(
     top = GAP_PX + (CAPTION_PX if title else 0)
     step_x = width + GAP_PX
     step_y = height + CAPTION_PX + GAP_PX
-    size = (GAP_PX + columns * step_x, top + math.ceil(len(tiles) / columns) * step_y)
-    canvas: Image.Image = pillow.Image.new("RGB", size, BACKGROUND)
+    canvas: Image.Image = pillow.Image.new(
+        "RGB",
+        (GAP_PX + columns * step_x, top + math.ceil(len(tiles) / columns) * step_y),
+        BACKGROUND,
+    )
     draw = pillow.ImageDraw.Draw(canvas)
     font = pillow.ImageFont.load_default(FONT_PX)
     draw.text((GAP_PX, GAP_PX / 2 + CAPTION_PX / 2), title, INK, font, anchor="lm")

@@ -55,13 +55,17 @@ def _prepare(options: Replay) -> tuple[TensorDictBase, dict[str, Any], Made, Pic
     pictures = Pictures(options.gif, options.png, data.shape[1])
     facts["env"] = facts["env"] if options.env is None else options.env
     kwargs = facts["env_kwargs"] if options.env_kwargs is None else options.env_kwargs
-    made = made_for(
-        facts["env"],
-        kwargs,
-        facts["max_steps"],
-        with_frames=pictures.are_wanted,
+    return (
+        data,
+        facts,
+        made_for(
+            facts["env"],
+            kwargs,
+            facts["max_steps"],
+            with_frames=pictures.are_wanted,
+        ),
+        pictures,
     )
-    return data, facts, made, pictures
 
 
 def _report(

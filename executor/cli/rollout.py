@@ -25,7 +25,6 @@ from envherd.executor.cli.commands import (
     noting_interrupt,
     policy_maker,
     started,
-    started_on_ray,
 )
 from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
 from envherd.executor.cli.media import Pictures
@@ -121,7 +120,16 @@ def _work(
         if options.ray is None:
             env = started(made, options.envs, is_drawn=pictures.are_drawn, **how)
         else:
-            env = started_on_ray(made, options.envs, options.ray, **how)
+            from envherd.executor.cluster.rollouts import RayRollouts
+
+            factory, kwargs = made
+            env = RayRollouts(
+                options.envs,
+                factory,
+                env_kwargs=kwargs or None,
+                address=options.ray,
+                **how,
+            )
     with env, contextlib.closing(pictures):
         act = None if make_policy is None else acting(make_policy, env)
         counted, returns, failure = _collect(

@@ -84,8 +84,9 @@ class RolloutStore:
                 )
             if not has_odd_leaves(td):
                 shape = (td.shape[0], self.num_steps, *td.shape[1:])
-                whole = td.unsqueeze(1).expand(shape)
-                self._on_disk = whole.memmap_like(self.directory)
+                self._on_disk = (
+                    td.unsqueeze(1).expand(shape).memmap_like(self.directory)
+                )
         if self._on_disk is None:
             self._in_memory.append(td.clone())
         else:

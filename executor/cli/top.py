@@ -164,7 +164,6 @@ _DROPPED = ("PSS", "p50", "cpu", "errors", "restarts", "reset", "p99", "resets",
 
 
 def _executor(watch: Watch, width: int) -> Table:
-    title = f"{watch.env} x {watch.num_envs}, process {watch.pid}: {watch.steps_per_s:,.0f} env-steps/s"
     rows = [
         dict(zip(_COLUMNS, _cells(worker), strict=True)) for worker in watch.workers
     ]
@@ -175,7 +174,8 @@ def _executor(watch: Watch, width: int) -> Table:
             names.remove(name)
     table = Table(
         title=Text(
-            f"{title}   {watch.command[:60]}",
+            f"{watch.env} x {watch.num_envs}, process {watch.pid}: {watch.steps_per_s:,.0f} env-steps/s   "
+            f"{watch.command[:60]}",
             overflow="ellipsis",
             no_wrap=True,
         ),

@@ -80,7 +80,7 @@ def _find_type(module: str, name: str) -> type[Exception] | None:
 
 def twin(error: EnvherdError, native: type[Exception]) -> EnvherdError:
     """Return an error that is also of a native type; the error itself if Python cannot create such a class."""
-    kind = _joined(type(error), native)
+    kind = _joined(type(error), native)  # type: ignore[arg-type]  # mypy looks at the `__hash__` of their instances
     twin = None if kind is None else _blank(kind, native, error.message)
     if twin is None:
         return error

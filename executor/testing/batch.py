@@ -159,16 +159,15 @@ class _CountingEnv(SerialEnv):
 
 
 def _row(td: TensorDictBase, spec: EnvSpec, section: str) -> Row:
-    leaves = (
-        *spec.observation,
-        *spec.done,
-        *(spec.reward if section == "next" else ()),
-    )
     return {
         leaf.key: td.get(leaf.key).data
         if leaf.is_side
         else td.get(leaf.key).numpy().copy()
-        for leaf in leaves
+        for leaf in (
+            *spec.observation,
+            *spec.done,
+            *(spec.reward if section == "next" else ()),
+        )
     }
 
 

@@ -155,22 +155,17 @@ class Contract:
         """Check every rule; see `check`."""
         for rule in self.rules:
             self.check(rule)
-        trace = self._pair[0]
         return ContractReport(
             self.rules,
             self.num_steps,
-            trace.num_ends,
-            trace.calls is not None,
+            self.num_ends,
+            self._pair[0].calls is not None,
         )
 
     @property
     def rules(self) -> tuple[int, ...]:
         """The rules to check: `RULES`, without 9 if the env cannot be saved, and 10 if asked for."""
-        found = (
-            self.RULES
-            if self._saving
-            else tuple(rule for rule in self.RULES if rule != 9)
-        )
+        found = tuple(rule for rule in self.RULES if rule != 9 or self._saving)
         return (*found, 10) if self.together > 1 else found
 
     @property
@@ -344,12 +339,11 @@ class Contract:
         if self._saving is None or not self.is_deterministic:
             return
         for number, (first, again) in enumerate(zip(*self._saving, strict=True)):
-            step = 1 + number // (2 * NUM_ENVS)
             demand(
                 9,
                 first,
                 again,
-                f"step {step} after the restore, env {number % NUM_ENVS}",
+                f"step {1 + number // (2 * NUM_ENVS)} after the restore, env {number % NUM_ENVS}",
                 "something that the env's future depends on is not in its state.",
             )
 

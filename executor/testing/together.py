@@ -213,10 +213,11 @@ def _pictures(env: ParallelEnv) -> list[Row]:
         pictures = env.ask("render", None)
     except EnvError:  # of an env that draws none
         pictures = [None] * env.num_envs
-    is_drawn = [isinstance(picture, np.ndarray) for picture in pictures]
     return [
-        {_PICTURE: zlib.crc32(np.ascontiguousarray(picture).tobytes())} if drawn else {}
-        for picture, drawn in zip(pictures, is_drawn, strict=True)
+        {_PICTURE: zlib.crc32(np.ascontiguousarray(picture).tobytes())}
+        if isinstance(picture, np.ndarray)
+        else {}
+        for picture in pictures
     ]
 
 

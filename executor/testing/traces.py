@@ -88,10 +88,9 @@ def draw_actions(
 def _legal_values(spec: EnvSpec, rng: np.random.Generator, root: Row) -> list[Any]:
     """Return values of one env's actions and states, aligned with `spec.action` and then `spec.state`."""
     keys = [mask_key(spec, leaf) for leaf in spec.action] + [None] * len(spec.state)
-    leaves = (*spec.action, *spec.state)
     return [
         draw(leaf, rng) if key is None else draw_masked(rng, root[key], leaf)
-        for leaf, key in zip(leaves, keys, strict=True)
+        for leaf, key in zip((*spec.action, *spec.state), keys, strict=True)
     ]
 
 

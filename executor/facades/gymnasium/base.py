@@ -325,14 +325,11 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
         is_over[ended] = True
         returns, lengths, seconds = read(column)
         returns = np.where(is_over[:, None], returns, 0)
-        figures = {
-            name: np.where(is_over, value, 0)
-            for name, value in (("l", lengths), ("t", seconds))
-        }
         return {
             "episode": {
                 "r": returns[:, 0] if returns.shape[1] == 1 else returns,
-                **figures,
+                "l": np.where(is_over, lengths, 0),
+                "t": np.where(is_over, seconds, 0),
             },
             "_episode": is_over,
         }

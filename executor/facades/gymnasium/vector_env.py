@@ -285,11 +285,16 @@ class SyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
             observation_mode=observation_mode,
             autoreset_mode=autoreset_mode,
         )
-        keeps_final = self.autoreset_mode is AutoresetMode.SAME_STEP
         with raising_gymnasiums():
             executor = SerialEnv(
                 self.num_envs,
-                [NativeFactory(fn, keeps_final=keeps_final) for fn in self.env_fns],
+                [
+                    NativeFactory(
+                        env_fn,
+                        keeps_final=self.autoreset_mode is AutoresetMode.SAME_STEP,
+                    )
+                    for env_fn in self.env_fns
+                ],
                 copy=copy,
                 options=self._options(options),
             )

@@ -80,16 +80,14 @@ class StackedParallelEnv(ParallelEnv):  # type: ignore[misc]  # mypy is not show
         }
         self.possible_agents = spec.agent_names(group, size)
         self.agents: list[str] = []
-        observed = {
-            name_below(leaf.key, (*group, "observation"), group): (
-                index,
-                space_of(leaf, 1),
-            )
+        self._observed = {
+            name_below(leaf.key, (*group, "observation"), group): index
             for index, leaf in enumerate(spec.observation)
             if leaf.key[: len(group)] == group and not leaf.is_side
         }
-        acted = {name_below(leaf.key, group): space_of(leaf, 1) for leaf in spec.action}
-        self._observed = {name: index for name, (index, _) in observed.items()}
+        self._acted = {
+            name_below(leaf.key, group): space_of(leaf, 1) for leaf in spec.action
+        }
         self._state = next(
             (
                 i
@@ -98,13 +96,15 @@ class StackedParallelEnv(ParallelEnv):  # type: ignore[misc]  # mypy is not show
             ),
             None,
         )
-        self._acted = acted
-        seen = {name: space for name, (_, space) in observed.items()}
+        seen = {
+            name: space_of(spec.observation[index], 1)
+            for name, index in self._observed.items()
+        }
         self.observation_spaces = {
             agent: single_or_dict(seen) for agent in self.possible_agents
         }
         self.action_spaces = {
-            agent: single_or_dict(acted) for agent in self.possible_agents
+            agent: single_or_dict(self._acted) for agent in self.possible_agents
         }
         self._latest: list[Any] = []
 

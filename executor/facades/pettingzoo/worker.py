@@ -60,8 +60,13 @@ class HostedParallelEnv(NativeEnv):
 
     def describe(self) -> bytes:
         """Return `(observation spaces, action spaces, metadata, render mode)`, pickled."""
-        metadata = dict(getattr(self.env, "metadata", None) or {})
-        return dumps((*self.spaces(), metadata, getattr(self.env, "render_mode", None)))
+        return dumps(
+            (
+                *self.spaces(),
+                dict(getattr(self.env, "metadata", None) or {}),
+                getattr(self.env, "render_mode", None),
+            )
+        )
 
     def ask(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
         """Return an attribute of the env, pickled; if it is a method, its result."""

@@ -242,9 +242,12 @@ class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[
         """Return actions `[N, ...]` by agent; those of agents that do not act are zeros."""
         batch = {}
         for agent, space in self.single_action_spaces.items():
-            given = [one.get(agent, self._blanks[agent]) for one in actions]
             out: Any = create_empty_array(space, self.num_envs)
-            batch[agent] = concatenate(space, given, out)
+            batch[agent] = concatenate(
+                space,
+                [one.get(agent, self._blanks[agent]) for one in actions],
+                out,
+            )
         return batch
 
     def _check_complete(self, actions: Sequence[Mapping[Any, Any]]) -> None:

@@ -498,7 +498,6 @@ class SubprocVecEnv(ExecutorVecEnv, VecEnv):  # type: ignore[misc]  # mypy is no
         num_workers: int | Literal["auto"] | None = None,
         options: ExecutorOptions | None = None,
     ) -> None:
-        options = _as_sb3(checked_options(options), start_method)
         factories = [
             Sb3Factory(env_fn, env_id)
             for env_id, env_fn in enumerate(listed("SubprocVecEnv", env_fns))
@@ -508,7 +507,7 @@ class SubprocVecEnv(ExecutorVecEnv, VecEnv):  # type: ignore[misc]  # mypy is no
                 len(factories),
                 factories,
                 num_workers=num_workers,
-                options=options,
+                options=_as_sb3(checked_options(options), start_method),
             )
         )
         self.executor.hosted = Sb3Factory
@@ -544,15 +543,15 @@ class DummyVecEnv(ExecutorVecEnv, VecEnv):  # type: ignore[misc]  # mypy is not 
                 f"DummyVecEnv([lambda: gymnasium.make('CartPole-v1')] * 4)."
             )
         self._adapters = [one for one in made if isinstance(one, Sb3DirectAdapter)]
-        options = dataclasses.replace(
-            _as_sb3(ExecutorOptions(), None),
-            infos="drop" if self._adapters else "pickle",
-        )
         super().__init__(
             SerialEnv(
                 len(made),
                 [partial(made.__getitem__, i) for i in range(len(made))],
-                options=options,
+                options=dataclasses.replace(
+                    _as_sb3(ExecutorOptions(), None),
+                    # With adapters, `_infos_of` reads infos from these.
+                    infos="drop" if self._adapters else "pickle",
+                ),
             )
         )
 

@@ -333,10 +333,13 @@ class BatchedData(Batched):
     @property
     def _keys_without_tensors(self) -> list[Any]:
         """Keys of leaves that are not tensors."""
-        full = (self.full_observation_spec, self.full_action_spec, self.full_state_spec)
         leaves = [
             item
-            for spec in full
+            for spec in (
+                self.full_observation_spec,
+                self.full_action_spec,
+                self.full_state_spec,
+            )
             for item in spec.items(include_nested=True, leaves_only=True)
         ]
         members = [

@@ -83,8 +83,11 @@ class HostedFactory:
             if self._num_threads is not None:
                 torch.set_num_threads(self._num_threads)
             self._make = pickle.loads(self._pickled)
-        env = own_env(self._make(**kwargs), self.__qualname__)
-        return adapter_of(HostedEnv(env, has_statistics=self._has_statistics))
+        hosted = HostedEnv(
+            own_env(self._make(**kwargs), self.__qualname__),
+            has_statistics=self._has_statistics,
+        )
+        return adapter_of(hosted)
 
 
 _known: weakref.WeakSet[EnvBase] = weakref.WeakSet()
