@@ -84,6 +84,7 @@ def _check_rules(
             with console.status(what):
                 contract.check(rule)
         except NoEpisodeEnd as error:
+            # Without an end of an episode, no other rule can be checked either.
             note(rule, "unknown", str(error))
             console.print(
                 Text("error: ", "bold red").append(str(error), "default"),

@@ -39,6 +39,7 @@ def list_envs(
         try:
             names = known_names(one)
         except FactoryError as error:
+            # Printed at the end, if no installed family has such a name.
             absent.append(f"error: {error}")
             if family is not None:
                 typer.echo(absent[0], err=True)

@@ -126,6 +126,7 @@ def _replay(
         pictures.look(env, 0, root)
         for step in range(num_steps):
             then = data[:, step]
+            # Inputs are repeated, so they cannot differ.
             difference = difference or _difference(step, then, root, {*inputs})
             for key in inputs:
                 root.set(key, then[key].clone())
@@ -138,6 +139,7 @@ def _replay(
                 "next/",
             )
             pictures.look(env, step + 1, td["next"])
+            # Pictures show the whole rollout.
             if difference and not pictures.are_wanted:
                 break
     return difference

@@ -116,6 +116,7 @@ class Rerun:
             None,
             with_frames=self._pictures.are_drawn,
         )
+        # Another env that the command line names has other fields.
         if name == facts["env"] and facts["fields"]:
             try:
                 factory = replace(factory, **facts["fields"])  # type: ignore[type-var]  # those with fields are

@@ -214,6 +214,7 @@ def _stepped(
                 td, root = env.step_and_maybe_reset(act(root))
                 yield td
         return
+    # The first chunk resets the envs; the others continue their episodes.
     for first in range(0, num_steps, _CHUNK):
         yield from env.rollout(
             min(_CHUNK, num_steps - first),
@@ -296,6 +297,7 @@ def _collect(
                     ):
                         break
             except EnvherdError as error:
+                # There is nothing to report or to write.
                 if not counted["steps_done"]:
                     raise
                 failure = error

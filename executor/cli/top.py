@@ -46,6 +46,7 @@ def run(options: Top) -> int:
             )
         try:
             while True:
+                # Speeds and shares are those between two looks; the first look was made above.
                 time.sleep(options.interval)
                 watches = watcher.look()
                 stack = _stack(watches, options.stack)

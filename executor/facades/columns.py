@@ -75,6 +75,7 @@ class Column:
 
     def read_each(self, columns: np.ndarray) -> np.ndarray:
         """Return the rows of each env at its own column, int64 `[num_envs]`, copied."""
+        # Most often, all envs are at the same column.
         read = self.read(int(columns[0]))
         for column in set(columns.tolist()) - {int(columns[0])}:
             is_there = np.repeat(columns == column, len(read) // self._num_envs)
@@ -145,6 +146,7 @@ def episode_reader(slab: Slab, num_agents: int = 1) -> ReadEpisodes | None:
     keys: list[Any] = [group.spec.metadata.get(EPISODE_KEYS) for group in slab.groups]
     if not keys[0]:
         return None
+    # The place among an env's keys: returns are first, length and time last.
     kinds = ((0, (num_agents,), np.float64), (-2, (), np.int64), (-1, (), np.float64))
     columns = [
         (

@@ -123,6 +123,7 @@ def _joined(
 
 
 def _reduce(error: EnvherdError) -> tuple[Any, ...]:
+    # The joined class has no name to import it by: `twin` makes it again where it is unpickled.
     ours, native = type(error).__bases__
     return twin, (
         ours(error.message, remote_traceback=error.remote_traceback, **error.context),

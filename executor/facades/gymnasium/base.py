@@ -74,6 +74,7 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
         self.copy = copy
         self.observation_mode = observation_mode
         modes = [mode.value for mode in AutoresetMode]
+        # Gymnasium takes a mode or its value.
         if autoreset_mode not in (*AutoresetMode, *modes):
             raise ValueError(
                 f"{type(self).__name__} failed: expected autoreset_mode as an AutoresetMode or one of "
@@ -253,6 +254,7 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
         with raising_gymnasiums(), self._guard:
             self._flight.land(timeout)
         self._move("land")
+        # The next step does not reset an env once more that the caller has reset.
         if self._ended is not None:
             self._ended = _some(self._ended[~np.isin(self._ended, self._resetting)])
         is_reset = np.zeros(self.num_envs, bool)
@@ -300,6 +302,7 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
         ended = flight.ended
         if self._resets_next:
             self._ended = ended
+            # The resets of this call are of episodes that an earlier step has ended.
             infos = self._infos(None, column)
         else:
             was_reset = ended if flight.was_reset is not None else None
@@ -324,6 +327,7 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
         is_over = np.zeros(self.num_envs, bool)
         is_over[ended] = True
         returns, lengths, seconds = read(column)
+        # 0 for the other envs, as in `RecordEpisodeStatistics`.
         returns = np.where(is_over[:, None], returns, 0)
         return {
             "episode": {
@@ -339,6 +343,7 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
         if self._resets_next:
             flight = self._flight
             ended = self._terminations[flight.at] | self._truncations[flight.at]
+            # An env that has failed waits for a reset by the caller.
             ended[flight.dead] = False
             self._ended = _some(np.flatnonzero(ended))
 
@@ -360,6 +365,7 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
         if has_more:
             parts = self._with_ends(parts, ended, column)
         infos: dict[str, Any] = {}
+        # In the order of the envs: the first value of a key decides the type of its array.
         for part in parts if len(parts) < 2 else sorted(parts, key=first_env):
             infos = self._add_part(infos, part)
         return infos

@@ -58,11 +58,13 @@ class Actions:
 
     def _take_arrays(self, targets: list[np.ndarray], actions: Any) -> bool:
         try:
+            # Raises if the actions are not nested as the space is.
             values = self._split(actions)
         except (TypeError, LookupError):
             return False
         for target, value in zip(targets, values, strict=True):
             if (
+                # Any other dtype goes as objects: a cast could change what the env gets.
                 value.__class__ is not np.ndarray
                 or value.dtype != target.dtype
                 or value.shape != target.shape
@@ -157,6 +159,7 @@ class Observations:
                 self._objects(index) if leaf is None else leaf.after.own(column)
             )
             if leaf is not None:
+                # The memory is the caller's: `own` never returns a view of a frame that is used again.
                 leaves[-1][reset_ids] = leaf.fresh.look(column)[reset_ids]
         return self._join(leaves)
 

@@ -101,6 +101,7 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
         self._called = ""
         keeps_final = self.autoreset_mode is AutoresetMode.SAME_STEP
         factories = {
+            # One for each function: envs of one factory are known to be built by equal calls.
             id(env_fn): self._factory(env_fn, keeps_final=keeps_final)
             for env_fn in self.env_fns
         }
@@ -125,6 +126,7 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
                 options=self._options(options),
                 copy=bool(copy),
             )
+        # For `rebuild`, which gets functions of the user.
         made.hosted = lambda env_fn, _: self._factory(env_fn, keeps_final=keeps_final)
         self._host(made, self._check_shareable)
 
@@ -204,6 +206,7 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
         pool = self._engine.pool
         end = None if timeout is None else time.monotonic() + timeout
         with raising_gymnasiums(f"call {self._called}"), self._guard:
+            # Without a deadline, `answers` waits.
             while end is not None and not pool.has_answered(self._question):
                 if time.monotonic() >= end:
                     raise CallTimeout(

@@ -91,6 +91,7 @@ class NativeEnv:
             options: None, or `{"options": what the caller passes}`.
         """
         self.raw_action = _NO_ACTION
+        # Copied, because the envs of a worker get the same object.
         return copy.deepcopy(options["options"]) if options else None
 
     def close(self) -> None:
@@ -117,6 +118,7 @@ class NativeFactory:
     def __call__(self) -> Any:
         """Return the env, behind its adapter; anything else as it is, to be refused."""
         env = self.env_fn()
+        # A class of envs has `step` as well.
         if isinstance(env, type) or not hasattr(env, "step"):
             return env
         return NativeAdapter(NativeEnv(env, keeps_final=self.keeps_final))

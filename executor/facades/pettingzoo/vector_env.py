@@ -280,6 +280,7 @@ class ParallelVectorEnv(OverAgentDicts):
                 given = actions[agent]
                 batched = self.action_space(agent)
                 if (
+                    # Nested actions have no single dtype; `Actions` takes them apart.
                     isinstance(given, (Mapping, tuple))
                     or batched.dtype is None
                     or batched.shape is None

@@ -139,6 +139,7 @@ class ParallelNativeAdapter(ParallelAdapter):
             env,
             env.env,
             {
+                # Views: an agent writes its parts of the rows.
                 agent: Seat(agent, space, rewards[i : i + 1], flags[:, i, 0])
                 for i, (agent, space) in enumerate(observed.items())
             },
@@ -154,6 +155,7 @@ class ParallelNativeAdapter(ParallelAdapter):
                 *leaf_specs(native_tree(observed, "observation")),
                 LeafSpec(ACTIVE, (size,), "bool", Binary()),
             ),
+            # Without a place in shared memory, all actions are given; see `NativeEnv.give`.
             action=() if any(leaf.is_side for leaf in actions) else actions,
             reward=(LeafSpec(REWARD, (size,), "float64"),),
             done=done_leaves(groups=((AGENTS, (size, 1)),)),

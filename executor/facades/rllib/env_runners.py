@@ -89,6 +89,7 @@ class SingleAgentEnvRunner(_Hosted, single_agent_env_runner.SingleAgentEnvRunner
             super().make_env()
             return
         config = self.config
+        # RLlib makes its vector env from the config, which names ours while it does so.
         before = config.env, config.gym_env_vectorize_mode
         config.env = functools.partial(
             _vector_env,

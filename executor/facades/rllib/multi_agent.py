@@ -131,6 +131,7 @@ class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[
         self.envs = [
             _Agents(self.single_observation_spaces, self.single_action_spaces),
         ] * self.num_envs
+        # `concatenate` needs an action of each agent for each env.
         self._blanks = {
             agent: next(
                 iter(
@@ -189,6 +190,7 @@ class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[
         # Agents that acted or are observed have rewards; only the episode's flags are set.
         if lost is not None:
             present[lost] &= OBSERVED
+            # `OBSERVED` is 1: each agent that is observed gets the bit.
             present[lost] |= REWARDED * present[lost]
         bits = present.tolist()
         results = [values.tolist() for values in self._envs.agent_results()]

@@ -43,6 +43,7 @@ class Context(dict[str, Any]):
     """RLlib's `EnvContext` in a worker that has not imported RLlib, which takes seconds; its methods import it."""
 
     def __getattr__(self, name: str) -> Any:
+        # Copying and pickling look for special methods; RLlib is not imported for them.
         if name.startswith("__"):
             raise AttributeError(name)
         from ray.rllib.env.env_context import EnvContext

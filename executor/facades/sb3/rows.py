@@ -70,6 +70,7 @@ class Writer:
             and actions.__class__ is np.ndarray
             and actions.shape == self._shape
         ):
+            # The usual batch, in less time.
             self._only[...] = fitted(actions, self._shape, self._only.dtype)
             return
         if self._is_leaf or isinstance(actions, Mapping):
@@ -77,6 +78,7 @@ class Writer:
         else:
             rows = [self._split(action) for action in actions]
             leaves = [[row[i] for row in rows] for i in range(len(self._targets))]
+        # All leaves are checked before the first is written.
         checked = [self._fit(i, leaf) for i, leaf in enumerate(leaves)]
         for targets, values in zip(self._targets, checked, strict=True):
             for env_ids, target in targets:

@@ -130,6 +130,7 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
         self._writer = Writer(slab, action_space, self.num_agents)
         self._masks = mask_reader(self._positions, self.num_agents)
         self._episodes = episode_reader(slab, self.num_agents)
+        # `Monitor` counts the time `t` of an episode from its own start.
         self._began = time.time()
         super().__init__(num_rows, observation_space, action_space)
         if executor.spec.family in ("gymnasium", "pettingzoo") and self.has_attr(
@@ -283,6 +284,7 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
         has_interrupted = self._positions.has_interrupted
         interrupted = self._positions.interrupted
         infos_of_reset = self._infos_of("root")
+        # A new list: the caller may have kept the latest one.
         self.reset_infos = list(self.reset_infos)
         if self._episodes is not None:
             self._note_episodes(self._episodes, rows, infos)
@@ -305,6 +307,7 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
     ) -> None:
         """Put what SB3's `Monitor` reports of an episode into the infos of rows that have ended."""
         returns, lengths, _ = read(self._flight.at)
+        # Rounded as by `Monitor`.
         elapsed = round(time.time() - self._began, 6)
         for row in rows.tolist():
             env_id, agent = divmod(row, self.num_agents)
@@ -510,6 +513,7 @@ class SubprocVecEnv(ExecutorVecEnv, VecEnv):  # type: ignore[misc]  # mypy is no
                 options=_as_sb3(checked_options(options), start_method),
             )
         )
+        # For `rebuild`, which gets functions of the user.
         self.executor.hosted = Sb3Factory
 
 
@@ -534,6 +538,7 @@ class DummyVecEnv(ExecutorVecEnv, VecEnv):  # type: ignore[misc]  # mypy is not 
         self.envs = [
             one.env if isinstance(one, Sb3DirectAdapter) else one for one in made
         ]
+        # As SB3 compares them: two wrappers may be around one env.
         different = {id(getattr(env, "unwrapped", env)) for env in self.envs}
         if len(different) != len(self.envs):
             raise ValueError(

@@ -191,6 +191,7 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
 
     def _view_of(self, indices: list[int]) -> Any:
         """Return a view: a separate env that shows some of this one's envs, and ends with it."""
+        # Without the constructor, which would start workers.
         view = type(self).__new__(type(self))
         view.__dict__.update(
             self.__dict__,
@@ -258,6 +259,7 @@ def _can_be_stacked(tds: list[TensorDictBase]) -> bool:
     ):
         return False
     try:
+        # A lazy stack takes any shapes; only a contiguous one needs equal ones.
         LazyStackedTensorDict(*tds, stack_dim=0).contiguous()
     except RuntimeError:
         return False

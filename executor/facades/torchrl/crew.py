@@ -77,7 +77,9 @@ class HostedEnvs:
         options.refuse_capsules("ParallelEnv of the TorchRL facade")
         self.num_envs = len(factories)
         by_id = {
-            id(factory): _hosted_factory(factory, options) for factory in factories
+            # One for each function: envs of one factory are known to be built by equal calls.
+            id(factory): _hosted_factory(factory, options)
+            for factory in factories
         }
         options = replace(options, episode_statistics=False)  # the hosted envs add them
         blueprint = draw(
@@ -143,6 +145,7 @@ class HostedEnvs:
                 if env_id in faults
             }
             self._rebuild(faults, again)
+            # A new instance may raise as well: `may_interrupt` counts how often.
             results |= zip(again, self.tell([*again], [*again.values()]), strict=True)
         return [*results.values()]
 

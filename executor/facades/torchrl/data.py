@@ -285,6 +285,7 @@ class BatchedData(Batched):
                     for i in range(self.num_workers)
                 ]
             )
+        # Zeros are the rewards and flags of envs that are not stepped.
         result = out.new_zeros(td.shape)
         result.update(
             td.select(
@@ -311,6 +312,7 @@ class BatchedData(Batched):
                 if key not in self._next_keys()
             ]
             if unknown:
+                # TorchRL keeps them: a policy may have written its state there.
                 kept = preset.select(*unknown)
                 out.update(
                     kept if len(ids) == self.num_workers else kept[list(selected)]
@@ -479,6 +481,7 @@ class BatchedData(Batched):
     def _stacked(self, rows: list[TensorDictBase]) -> TensorDictBase:
         """Return the rows of envs as one batch on this env's device."""
         if self.share_individual_td:
+            # Rows of different shapes stay apart.
             batch = LazyStackedTensorDict.lazy_stack(rows, 0)
         else:
             batch = LazyStackedTensorDict.maybe_dense_stack(rows, 0)

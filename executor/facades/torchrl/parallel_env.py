@@ -131,6 +131,7 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         except BaseException:
             self._dismiss()
             raise
+        # If TorchRL now refuses the env, `_ParallelMeta` closes it.
         _newborn.env = self
 
     # ---- lifecycle ---------------------------------------------------------------------------
@@ -175,6 +176,7 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         self.__dict__["_crew"] = self.__dict__["_shells"] = None
 
     def _learn_specs(self) -> None:
+        # Envs of one task have equal specs, unless the caller wants to be sure.
         asked = (
             range(1)
             if self._one_task and not self._asks_all
@@ -291,6 +293,7 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         crew = self._open()
         self._env_seeds = []
         for env_id in self._env_ids:
+            # An env returns the seed of the next one, so they are seeded in turn.
             self._env_seeds.append(seed)
             seed = crew.tell([env_id], [("seed", (seed,), {"static": static_seed})])[0]
         return seed

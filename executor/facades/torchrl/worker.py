@@ -79,6 +79,7 @@ class HostedFactory:
     def __call__(self, **kwargs: Any) -> Adapter:
         """Build an env and return it as a hosted env, behind its adapter."""
         if self._make is None:
+            # First: unpickling the factory may import Stable-Baselines3, and with it TensorBoard.
             importlib.import_module("envherd.workers.adapters.light_tensorboard")
             if self._num_threads is not None:
                 torch.set_num_threads(self._num_threads)
@@ -106,6 +107,7 @@ def own_env(env: Any, origin: str) -> EnvBase:
         )
     refuse_late_resets(env)
     if env in _known:
+        # An env that cannot be copied is shared.
         with contextlib.suppress(Exception):
             env = copy.deepcopy(env)
     _known.add(env)
