@@ -68,6 +68,7 @@ def carry_out(
     errors = Console(stderr=True)
     code = EXIT_USAGE
     try:
+        # Until this returns, an error is one of usage.
         prepared = prepare()
         code = EXIT_FAILED
         return work(prepared)

@@ -165,6 +165,7 @@ class Pictures:
         env_ids = list(range(num_shown))
         frames = self._look(td, env_ids)
         if self._mp4 is not None and frames[0] is not None:
+            # Made with its first frame: a run without any leaves no file.
             self._video = self._video or Video(self._mp4, self._fps)
             self._video.add(enlarged(frames[0]))
         if is_kept:

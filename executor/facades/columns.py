@@ -50,6 +50,7 @@ class Column:
             view.flags.c_contiguous for view in self._only
         )
         if self._is_plain:
+            # With one group of equal envs, a column of its array has all rows in order.
             self._only = [view.reshape(self._shape) for view in self._only]
         self._loans = loans if self._is_plain else None
         if self._loans is not None:
@@ -78,6 +79,7 @@ class Column:
         # Most often, all envs are at the same column.
         read = self.read(int(columns[0]))
         for column in set(columns.tolist()) - {int(columns[0])}:
+            # An env has several consecutive rows if its agents have rows.
             is_there = np.repeat(columns == column, len(read) // self._num_envs)
             read[is_there] = self.look(column)[is_there]
         return read

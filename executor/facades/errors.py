@@ -54,6 +54,7 @@ def as_raised(error: EnvherdError, call: str = "") -> EnvherdError:
     if not isinstance(error, (EnvError, FactoryError)):
         return error
     if call:
+        # Messages begin with the name of the call; users know the host's.
         error.message = call + error.message.removeprefix(
             error.context.get("phase", "")
         )
@@ -85,6 +86,7 @@ def twin(error: EnvherdError, native: type[Exception]) -> EnvherdError:
     if twin is None:
         return error
     BaseException.__init__(twin, error.message)
+    # No constructor of ours has set the attributes.
     vars(twin).update(vars(error))
     twin.__cause__ = error.__cause__
     return twin
@@ -117,6 +119,7 @@ def _joined(
         "__doc__": ours.__doc__,
     }
     try:
+        # Refused, for example, if instances of the two are laid out differently in memory.
         return type(f"{ours.__name__}[{native.__name__}]", (ours, native), namespace)
     except TypeError:
         return None

@@ -27,6 +27,7 @@ def space_of(leaf: LeafSpec, lead: int) -> Space:
     shape = leaf.shape[lead:]
     dtype = np.dtype(leaf.dtype)
     domain = leaf.domain
+    # Several indices of one range become a Box.
     if isinstance(domain, Discrete) and shape == ():
         return spaces.Discrete(domain.n, start=domain.start)
     if isinstance(domain, MultiDiscrete) and dtype.kind in "iu":

@@ -35,6 +35,7 @@ class OldVectorEnv(AsyncVectorEnv, VectorEnv[Any, Any, np.ndarray]):
     def __init__(
         self,
         env_fns: Sequence[Callable[[], Any]],
+        # Arguments of 0.29 that have no effect here, such as `shared_memory` and `context`.
         *_: Any,
         copy: bool = True,
         num_workers: int | Literal["auto"] | None = None,

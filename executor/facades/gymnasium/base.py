@@ -108,6 +108,7 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
     def _take_spaces(self, descriptions: list[Description]) -> None:
         first = descriptions[0]
         engine = self.executor.engine
+        # Gymnasium's wrappers of vector envs read the mode there.
         self.metadata = {**first.metadata, "autoreset_mode": self.autoreset_mode}
         self.render_mode = first.render_mode
         (
@@ -234,6 +235,7 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
             env_ids = np.flatnonzero(
                 _checked_mask(options["reset_mask"], self.num_envs)
             )
+            # The mask is for this class; envs do not get it.
             options = {
                 key: value for key, value in options.items() if key != "reset_mask"
             }
@@ -278,6 +280,7 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
             with self._guard:
                 self._flight = self._command(
                     write_inputs=partial(self._actions.take, actions),
+                    # None unless the mode is NEXT_STEP.
                     resets=self._ended,
                     is_parked=is_parked,
                 )
@@ -383,6 +386,7 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
         has_ended = np.zeros(self.num_envs, bool)
         has_ended[[] if ended is None else ended] = True
         is_special = has_ended | is_interrupted
+        # `of` returns None if no env is left in a part.
         changed = [*filter(None, (part.of(~is_special) for part in parts))]
         stepped = reader.read("next", is_special)
         fresh = reader.read("root", is_special)

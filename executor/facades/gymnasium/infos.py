@@ -68,6 +68,7 @@ class Columns:
                 mask[others] = False
             for key, mask_key, read_one in entries:
                 infos[key] = read_one(records, env_ids, others)
+                # The caller owns each mask.
                 infos[mask_key] = mask.copy()
             return infos
 

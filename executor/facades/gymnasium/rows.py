@@ -39,6 +39,7 @@ class Actions:
         tree = native_tree(single_space, "action", space)
         inputs = engine.pool.slab.groups[0].inputs
         keys = [("input", *leaf.key) for leaf in leaf_specs(tree) if not leaf.is_side]
+        # If one leaf has no place in shared memory, all leaves of a batch go as objects.
         self._targets = (
             [inputs[key] for key in keys]
             if len(keys) == len(leaf_specs(tree))

@@ -301,6 +301,7 @@ class SyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
                 copy=copy,
                 options=self._options(options),
             )
+        # A `SerialPool`, which has the adapters in this process.
         pool: Any = executor.engine.pool
         self.envs: list[Any] = [adapter.env.env for adapter in pool.adapters.values()]
         self._host(executor)

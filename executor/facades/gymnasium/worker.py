@@ -152,6 +152,7 @@ class NativeAdapter(GymnasiumAdapter):
         mask: Mask = None,  # noqa: ARG002
     ) -> list[Any]:
         """Start a new episode; see `Adapter.reset`. `options` are nothing, or `{"options": what the env gets}`."""
+        # In any case: it also forgets an action that was given for a step.
         own = self.hosted.begin_reset(options)
         arguments: dict[str, Any] = {"options": own} if options else {}
         if arguments or seed is not None:

@@ -128,6 +128,7 @@ class StackedParallelEnv(ParallelEnv):  # type: ignore[misc]  # mypy is not show
             options: not used: these envs have none. PettingZoo's own envs ignore what they do not know.
         """
         self.agents = []
+        # No agent is there if this raises.
         self._latest = self.adapter.reset(seed)
         self.agents = list(self.possible_agents)
         return self._seen(), {agent: {} for agent in self.agents}
@@ -200,6 +201,7 @@ class StackedParallelEnv(ParallelEnv):  # type: ignore[misc]  # mypy is not show
                     for agent in self.possible_agents
                 ]
             )
+            # A cast would cut off fractions.
             if dtype.kind in "iu" and array.dtype.kind not in "iu":
                 raise ActionError(
                     f"step failed: expected {dtype} actions, got {array.dtype}. The env was not stepped."

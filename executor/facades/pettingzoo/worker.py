@@ -174,6 +174,7 @@ class ParallelNativeAdapter(ParallelAdapter):
         return {agent: given[agent] for agent in acting}
 
     def _observe(self, *dicts: Mapping[Any, Any]) -> None:
+        # Raises for agents that are not among the possible ones.
         for agent in (*dicts[0], *self._parallel.agents):
             self._seat(agent)
         for seat in self._seats.values():

@@ -138,6 +138,7 @@ class MultiAgentEnvRunner(_Hosted, multi_agent_env_runner.MultiAgentEnvRunner): 
             **self._arguments(),
         )
         self.num_envs = env.num_envs
+        # From here on as RLlib's method does.
         self._needs_initial_reset = True
         make_callback(
             "on_environment_created",

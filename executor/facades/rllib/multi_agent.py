@@ -211,6 +211,7 @@ class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[
             for row, mask in zip(results[0], bits, strict=True)
         ]
         infos = self._envs.env_infos()
+        # For these envs, the step was a reset.
         for env_id in np.flatnonzero(was_reset).tolist():
             gained[env_id] = dict.fromkeys(self._agents, 0.0)
             for rows in flags:

@@ -63,6 +63,7 @@ def with_context(
         if rllib is None
         else rllib.EnvContext(dict(entries), attributes["worker_index"])
     )
+    # RLlib's context has entries and, for the index of the runner and the like, attributes.
     vars(context).update(attributes)
     return make_env(context)
 
@@ -87,6 +88,7 @@ class MultiAgentFactory(ParallelFactory):
         # Only with PettingZoo.
         from envherd.executor.facades.pettingzoo.stacked import parallel_env
 
+        # `parallel_env` takes a factory, and this env is built already.
         made: Any = _ParallelAgents(parallel_env(lambda: env))
         return MultiAgentAdapter(HostedParallelEnv(made))
 

@@ -158,6 +158,7 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
         if self.waiting:
             self._move("step_wait")  # and so the next line drops the step
         self._move("begin")
+        # SB3 has a seed and options for each row; an env gets those of its first agent.
         seeds = self._seeds[:: self.num_agents]
         options = self._options[:: self.num_agents]
         try:
@@ -237,6 +238,7 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
         infos = self._step_infos()
         if ended is not None:
             if agents > 1:
+                # The rows of an env's agents are consecutive.
                 ended = (ended[:, None] * agents + np.arange(agents)).ravel()
             dones[ended] = True
             self._finish_episodes(ended, column, infos)
@@ -429,6 +431,7 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
     def _rows_of(self, indices: Indices) -> list[int]:
         rows = [
             int(i)
+            # As a single index, SB3 takes only integers of Python.
             for i in self._get_indices(
                 int(indices) if isinstance(indices, np.integer) else indices
             )
@@ -646,6 +649,7 @@ def _as_sb3(options: ExecutorOptions, start_method: str | None) -> ExecutorOptio
     if start_method is not None:
         # Raises ValueError for an unknown method.
         multiprocessing.get_context(start_method)
+        # A `fork` is made by a helper process that has imported nothing.
         ours: dict[str, StartMethod] = {
             "forkserver": "zygote",
             "fork": "zygote",

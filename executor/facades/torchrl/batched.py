@@ -158,6 +158,7 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
             self.share_individual_td = is_unlike
 
     def __repr__(self) -> str:
+        # A missing attribute would be looked up in the envs.
         crew = self.__dict__.get("_crew")
         ways = (
             f", \n\tsteps={'; '.join(crew.ways)}"

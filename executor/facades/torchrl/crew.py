@@ -252,6 +252,7 @@ class HostedEnvs:
 
     def close(self) -> None:
         """Close the envs and end the workers. Idempotent, never raises."""
+        # The constructor may have failed before it made one.
         engine = self.__dict__.get("_engine")
         if engine is not None:
             engine.guard.shut()

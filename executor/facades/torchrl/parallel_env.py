@@ -54,6 +54,7 @@ class _ParallelMeta(type(torchrl.envs.ParallelEnv)):  # type: ignore[misc]  # un
     # A class, seen from its metaclass.
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         kwargs.pop("auto_wrap_envs", None)
+        # TorchRL builds a single env in this process if it is asked to.
         is_single = (
             kwargs.pop("serial_for_single", False)
             and kwargs.get("num_workers", args[0] if args else None) == 1
@@ -265,6 +266,7 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
 
         The envs stay where they are.
         """
+        # A tensor's device has an index: "cuda" becomes "cuda:0".
         is_moved = torch.empty(0, device=device).device != self.device
         self.__dict__["_shells"] = None
         EnvBase.to(self, device)
@@ -280,6 +282,7 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
     def __reduce__(self) -> Any:
         if not self.is_closed:
             self.close()
+        # The copy starts workers of its own.
         return EnvBase.__reduce__(self)
 
     # ---- control -----------------------------------------------------------------------------

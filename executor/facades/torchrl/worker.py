@@ -441,6 +441,7 @@ class HostedAdapter(Adapter):
             hosted.root = env.step_mdp(stepped)
             has_ended = bool(env.any_done(hosted.root))
             if has_ended:
+                # `any_done` has written the masks of a reset into it.
                 hosted.root = hosted.root.exclude(*env.reset_keys)
         return (
             [to_numpy(following.get(key)) for key in self._observed],
@@ -471,6 +472,7 @@ def adapter_of(hosted: HostedEnv) -> Adapter:
 class _Pickler(Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if (
+            # Subclasses have more state than their values, and numpy lacks bfloat16.
             type(obj) is torch.Tensor
             and not obj.is_nested
             and obj.dtype is not torch.bfloat16
