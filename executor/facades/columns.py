@@ -69,6 +69,7 @@ class Column:
         first = self._only[column]
         if len(self._views) == 1:
             return first.copy().reshape(self._shape)
+        # The envs of a group need not be consecutive.
         gathered = np.empty((self._num_envs, *first.shape[1:]), first.dtype)
         for views, env_ids in zip(self._views, self._env_ids, strict=True):
             gathered[env_ids] = views[column]

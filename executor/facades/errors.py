@@ -74,6 +74,7 @@ def as_raised(error: EnvherdError, call: str = "") -> EnvherdError:
 def _find_type(module: str, name: str) -> type[Exception] | None:
     """Return the exception class of that name, if this process has imported it."""
     found: Any = sys.modules.get(module)
+    # A class may be defined in another one.
     for part in name.split("."):
         found = getattr(found, part, None)
     return found if isinstance(found, type) and issubclass(found, Exception) else None

@@ -295,6 +295,7 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
                 with self._guard:
                     flight.land(timeout)
         except EnvherdError as error:
+            # All envs that have not failed were stepped.
             self._note_failed_step()
             raise as_gymnasium(error) from error.__cause__
         except BaseException:

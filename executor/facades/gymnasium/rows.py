@@ -129,6 +129,7 @@ class Observations:
                 num_rows,
                 tuple(space.shape or ()),
             )
+            # Leaves of infos and statistics come after those of the space.
             for leaf, space in zip(leaves, seen, strict=False)
         ]
         rows_at = Column.own if is_copy else Column.look

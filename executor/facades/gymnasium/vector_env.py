@@ -243,6 +243,7 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
             timeout: seconds.
             terminate: by force at once.
         """
+        # A call waits for its end; Gymnasium warns as well.
         if self._state not in FOLLOWS["begin"]:
             logger.warn(
                 f"Calling `close` while waiting for a pending call to `{self._state.value}` to complete."

@@ -31,6 +31,7 @@ from envherd.workers.sending.pickling import dumps
 #: Key under which the infos carry the last observation of an episode; no env uses it.
 FINAL_OBSERVATION = "\0final observation"
 
+# None may be an action.
 _NO_ACTION = object()
 
 

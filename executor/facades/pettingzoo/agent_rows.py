@@ -120,6 +120,7 @@ class AgentRowsEnv(VectorEnv[Any, Any, np.ndarray]):
 
     def _taken(self, actions: Any) -> ByAgent:
         """Return the actions of a step that begins, by agent."""
+        # Read before the step: after it, agents that it ends are no longer active.
         self._was_active = self._stacked(self.envs.active)
         leaves = [self._by_env(leaf) for leaf in self._split(actions)]
         return {

@@ -107,6 +107,7 @@ class Seat(Place):
         tree = native_tree(space, "")
         self._flatten = flattener(tree, None)
         self._absent = [
+            # Values without a fixed shape travel as pickles.
             dumps(None) if leaf.is_side else np.zeros(leaf.shape, leaf.dtype)
             for leaf in leaf_specs(tree)
         ]
@@ -207,6 +208,7 @@ class OneGroupFactory(NativeFactory):
         env = self.env_fn()
         agents = getattr(env, "possible_agents", None)
         if agents:
+            # The adapter of PettingZoo envs reads there how agents are grouped.
             env.envherd_options = PettingZooFactory(
                 self.env_fn,
                 group_map={"agents": list(agents)},

@@ -118,6 +118,7 @@ class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[
         self.num_envs = self._envs.num_envs
         self.metadata = self._envs.metadata
         self.render_mode = self._envs.render_mode
+        # These spaces are Dicts by agent, which the type of the base class does not show.
         self.single_observation_space = cast(
             "spaces.Dict",
             self._envs.single_observation_space,

@@ -91,6 +91,7 @@ def _cast_leaf(space: Space, key: tuple[str, ...]) -> Leaf:
 
 def _caster(dtype: np.dtype, take: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
     def cast(value: Any) -> Any:
+        # Most values have the dtype already.
         if not (value.__class__ is np.ndarray and value.dtype == dtype):
             value = np.asarray(value).astype(dtype)
         return value if take is None else take(value)

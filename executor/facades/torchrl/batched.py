@@ -121,6 +121,7 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
             self.device if self.device is not None else self._common_device(found),
         )
         for name in _SPECS:
+            # Actions and states are inputs.
             side = "input_spec" if name in _SPECS[:2] else "output_spec"
             parts = [one[side][f"full_{name}"] for one in specs]
             setattr(self, name, parts[0] if self._one_task else torch.stack(parts, 0))

@@ -90,6 +90,7 @@ class HostedEnvs:
             options,
         )
         self.pool = make_pool(blueprint, options)
+        # A fork of this process must not end the workers.
         self._finalizer = Finalizer(self, close_in_owner, self.pool, os.getpid())
         self.pool.start()
         try:

@@ -168,6 +168,7 @@ class BatchedData(Batched):
         if shells is None:
             crew = self._open()
             if (
+                # A view, or envs with leaves of changing shapes, are stepped by messages.
                 not (self._fixed_shapes and crew.is_dense and self._is_whole)
                 or self.share_individual_td
             ):
@@ -344,6 +345,7 @@ class BatchedData(Batched):
             )
             for item in spec.items(include_nested=True, leaves_only=True)
         ]
+        # Specs that differ between envs are a stack; one of them shows the kind of leaf.
         members = [
             (key, spec.unbind(spec.stack_dim)[0] if isinstance(spec, Stacked) else spec)
             for key, spec in leaves

@@ -62,6 +62,7 @@ class EpisodeStatistics(Transform):  # type: ignore[misc]  # untyped
         """Add the leaves."""
         device = observation_spec.device
         for path, shape in self._shapes.items():
+            # A group may have rewards without an observation.
             if observation_spec.get(path, None) is None:
                 observation_spec[path] = Composite(shape=shape, device=device)
         for leaf in self.sums.leaves:

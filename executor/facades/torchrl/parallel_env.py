@@ -350,6 +350,7 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         try:
             found = self._tell_all("look_up", path)
         except RuntimeError as error:
+            # `hasattr` needs the type that the env has raised.
             if getattr(error, "context", {}).get("type_name") != "AttributeError":
                 raise
             raise AttributeError(

@@ -91,6 +91,7 @@ class HostedFactory:
         return adapter_of(hosted)
 
 
+# The envs of this process that are hosted.
 _known: weakref.WeakSet[EnvBase] = weakref.WeakSet()
 
 
@@ -336,6 +337,7 @@ def dense_leaves(specs: Composite) -> dict[str, list[tuple[Any, LeafSpec]]] | No
             dtype = str(spec.dtype).removeprefix("torch.")
             if (
                 type(spec).__name__ in ("NonTensor", "Stacked")
+                # -1 stands for a size that changes.
                 or -1 in shape
                 or dtype not in DTYPES
             ):
