@@ -46,7 +46,8 @@ MAX_GIF_ENVS = 16
 MAX_SHEET_ENVS = 8
 SHEET_COLUMNS = 5
 GIF_FRAMES_PER_S = 12.0
-#: Longest side of the frames in a GIF of one env.
+#: Most moments in a GIF of one env, and the longest side of its frames.
+_ALONE_FRAMES = 240
 _ALONE_PX = 1600
 
 #: A left caption, a right caption, and a frame or None.
@@ -130,7 +131,7 @@ class Pictures:
         self._is_alone = alone or views or agent is not None
         self.are_wanted = self._is_kept or mp4 is not None
         self.are_drawn = self.are_wanted and agent is None
-        self._film = Film(240 if self._is_alone else 120, num_steps)
+        self._film = Film(_ALONE_FRAMES if self._is_alone else 120, num_steps)
         self._look: (
             Callable[[TensorDictBase, list[int]], list[np.ndarray | None]] | None
         ) = None

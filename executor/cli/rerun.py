@@ -214,8 +214,10 @@ class Rerun:
                     "message": known.get("reason"),
                     "exit_code": known.get("exit_code"),
                 }
-                failure = _in_words(found, known["phase"], episode.num_steps)
-                return failure, episode.difference
+                return (
+                    _in_words(found, known["phase"], episode.num_steps),
+                    episode.difference,
+                )
 
 
 class _Episode:
