@@ -5,6 +5,8 @@ worker `block` and `process`). It imports no module of `guests`, and works witho
 `parallel` and `serial` import a guest when an option or a call asks for it.
 """
 
+import os
+
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
 from envherd.executor.pools.worker_pool import WorkerPool
@@ -38,6 +40,12 @@ def make_pool(blueprint: Blueprint, options: ExecutorOptions) -> WorkerPool:
     pool = kind(blueprint, options)
     watch(pool, options)
     return pool
+
+
+def close_in_owner(pool: Pool, owner: int) -> None:
+    """Close a pool, unless this process is a fork of the one that made it."""
+    if os.getpid() == owner:
+        pool.close()
 
 
 def watch(pool: Pool, options: ExecutorOptions) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from envherd.executor.assembly import recycle
+from envherd.executor.assembly import close_in_owner, recycle
 from envherd.executor.batches.actions import reset_mask
 from envherd.executor.batches.arguments import (
     as_count,
@@ -90,7 +90,7 @@ class BatchedEnv:
         parts: Parts = Parts(),  # noqa: B008  # a tuple
     ) -> None:
         self._pool = pool
-        self._finalizer = Finalizer(self, _close_pool, pool, os.getpid())
+        self._finalizer = Finalizer(self, close_in_owner, pool, os.getpid())
         self._engine: Engine = parts.engine(
             pool,
             seed=seed,
@@ -115,9 +115,8 @@ class BatchedEnv:
 
     def compile(self) -> None:
         """Compile steps, sends and receives; to be called again after a part of the engine was replaced (in tests)."""
-        self._fast_step, self._fast_step_reset = (
-            compile_step(self._engine, op) for op in (Op.STEP, Op.STEP_RESET)
-        )
+        self._fast_step = compile_step(self._engine, Op.STEP)
+        self._fast_step_reset = compile_step(self._engine, Op.STEP_RESET)
         if not self._engine.plain.recv:
             self._exchange.fast = FastExchange(self._engine)
 
@@ -434,11 +433,12 @@ class BatchedEnv:
             Busy: a rollout or a facade's step is in progress.
         """
         with self._guard:
-            ids, old = self._exchange.as_ids(env_ids), self._pool.blueprint
+            ids = self._exchange.as_ids(env_ids)
+            old = self._pool.blueprint
             made = [old.callables[i] for i in ids.tolist()]
             if factories is not None and len(ids):
                 made = [
-                    *map(self.hosted, as_factories(len(ids), factories), ids.tolist())
+                    *map(self.hosted, as_factories(len(ids), factories), ids.tolist()),
                 ]
             elif env_kwargs is None:
                 env_kwargs = [old.env_kwargs[i] for i in ids.tolist()]
@@ -751,11 +751,6 @@ class BatchedEnv:
             ids = self._exchange.as_ids(env_ids).tolist()
             answers = self._engine.ask(what, ids, **question)
             return [crossed(answers[i]) for i in ids]
-
-
-def _close_pool(pool: Pool, owner: int) -> None:
-    if os.getpid() == owner:
-        pool.close()
 
 
 def _seeds_or_root(seed: Any) -> tuple[Any, int | None]:

@@ -31,8 +31,9 @@ from envherd.workers.adapters.meltingpot.factory import scenario_names, substrat
 from envherd.workers.build import Factory
 
 Level = Literal["ok", "warn", "fail"]
-_GIB, _MIB = 2**30, 2**20
-_FEWEST_FILES, _LEAST_MEMORY, _LEAST_SHM = 1024, _GIB, _GIB
+_GIB = 2**30
+_MIB = 2**20
+_FEWEST_FILES = 1024
 _BUSY = 0.3
 #: Packages of the extras, looked up by name without importing them.
 _OPTIONAL = (
@@ -46,7 +47,6 @@ _OPTIONAL = (
     "matplotlib",
 )
 _CORE = ("torch", "tensordict", "numpy", "cloudpickle", "psutil", "torchrl")
-_IMPORT_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -166,8 +166,11 @@ def examine(name: str = "", make_env: Factory | None = None) -> Iterator[Finding
 
 
 def _python() -> Iterator[Finding]:
-    found = f"{platform.python_implementation()} {platform.python_version()} on {platform.platform()}"
-    yield Finding("python", "ok", found)
+    yield Finding(
+        "python",
+        "ok",
+        f"{platform.python_implementation()} {platform.python_version()} on {platform.platform()}",
+    )
     lacks = ", ".join(platforms.missing())
     found = (
         f"the portable pool: this system lacks {lacks}"
@@ -247,12 +250,11 @@ def _dmlab2d() -> Iterator[Finding]:
     version = version_of("dmlab2d")
     if version is None:
         return
-    command = [sys.executable, "-P", "-c", "import dmlab2d"]
     done = subprocess.run(
-        command,
+        [sys.executable, "-P", "-c", "import dmlab2d"],
         capture_output=True,
         text=True,
-        timeout=_IMPORT_TIMEOUT_S,
+        timeout=120.0,
         check=False,
     )
     is_ok = done.returncode == 0
@@ -272,7 +274,8 @@ def _meltingpot() -> Iterator[Finding]:
             "python -m envherd.install_meltingpot",
         )
         return
-    substrates, scenarios = len(substrate_names()), len(scenario_names())
+    substrates = len(substrate_names())
+    scenarios = len(scenario_names())
     yield _judged(
         "meltingpot",
         f"{version}, {substrates} substrates",
@@ -300,8 +303,12 @@ def _meltingpot() -> Iterator[Finding]:
         if reason
         else "its Lua runs with faster resets"
     )
-    fix = f"install {' and '.join(map('=='.join, lua_edits.VERSIONS.items()))}; a reset takes up to twice as long now"
-    yield _judged("meltingpot's Lua", found, fix, is_ok=not reason)
+    yield _judged(
+        "meltingpot's Lua",
+        found,
+        f"install {' and '.join(map('=='.join, lua_edits.VERSIONS.items()))}; a reset takes up to twice as long now",
+        is_ok=not reason,
+    )
 
 
 def _mujoco() -> Iterator[Finding]:
@@ -367,8 +374,7 @@ def _starter(name: Any) -> Callable[[], Iterator[Finding]]:
             num_workers=2,
             options=ExecutorOptions(start_method=name),
         ) as env:
-            root = env.reset()
-            env.step_and_maybe_reset(env.rand_action(root))
+            env.step_and_maybe_reset(env.rand_action(env.reset()))
             took = time.monotonic() - began
         yield Finding(
             f"start method {name}",
@@ -401,10 +407,14 @@ def torch_threads(machine: Machine) -> Iterator[Finding]:
     """Compare the number of torch's threads in this process with the free processors."""
     import torch
 
-    num_threads, free = torch.get_num_threads(), max(0.0, machine.cores - machine.load)
-    found = f"{num_threads}, with {free:.1f} of {machine.cores:g} processors free"
-    # It is never quite idle.
-    yield _judged("torch threads", found, is_ok=num_threads <= max(1.0, free + 0.5))
+    num_threads = torch.get_num_threads()
+    free = max(0.0, machine.cores - machine.load)
+    yield _judged(
+        "torch threads",
+        f"{num_threads}, with {free:.1f} of {machine.cores:g} processors free",
+        # 0.5, because a machine is never quite idle.
+        is_ok=num_threads <= max(1.0, free + 0.5),
+    )
 
 
 def memory(machine: Machine) -> Iterator[Finding]:
@@ -412,20 +422,22 @@ def memory(machine: Machine) -> Iterator[Finding]:
     found = f"{machine.memory_available / _GIB:.1f} of {machine.memory_total / _GIB:.1f} GiB available"
     if machine.cgroup.memory_limit is not None:
         found += f", a limit of {machine.cgroup.memory_limit / _GIB:.1f} GiB"
-    yield _judged("memory", found, is_ok=machine.memory_available >= _LEAST_MEMORY)
+    yield _judged("memory", found, is_ok=machine.memory_available >= _GIB)
     if machine.cgroup.oom_kills:
-        found = f"the kernel has killed {machine.cgroup.oom_kills} processes for the memory limit so far"
-        yield _judged("killed for memory", found, is_ok=False)
+        yield _judged(
+            "killed for memory",
+            f"the kernel has killed {machine.cgroup.oom_kills} processes for the memory limit so far",
+            is_ok=False,
+        )
 
 
 def limits(machine: Machine) -> Iterator[Finding]:
     """Check limits on descriptors, processes and address space."""
     left = machine.files_left
     if left is not None and left < _FEWEST_FILES - 64:
-        found = f"{left} left: enough for {max(0, left - FILES_FIXED) // FILES_PER_WORKER} workers"
         yield _judged(
             "open files",
-            found,
+            f"{left} left: enough for {max(0, left - FILES_FIXED) // FILES_PER_WORKER} workers",
             is_ok=False,
             otherwise="fail" if left < _FEWEST_FILES // 8 else "warn",
         )
@@ -444,8 +456,11 @@ def limits(machine: Machine) -> Iterator[Finding]:
     yield _judged("processes", found, is_ok=room is None or room >= 64)
     space = machine.address_space
     if space is not None:
-        found = f"{space / _GIB:.1f} GiB of address space: libraries reserve far more than they use"
-        yield _judged("address space", found, is_ok=False)
+        yield _judged(
+            "address space",
+            f"{space / _GIB:.1f} GiB of address space: libraries reserve far more than they use",
+            is_ok=False,
+        )
 
 
 def dev_shm(machine: Machine) -> Iterator[Finding]:
@@ -458,7 +473,7 @@ def dev_shm(machine: Machine) -> Iterator[Finding]:
         if total
         else "there is none"
     )
-    yield _judged("/dev/shm", found, is_ok=total >= _LEAST_SHM)
+    yield _judged("/dev/shm", found, is_ok=total >= _GIB)
 
 
 def gpus(machine: Machine) -> Iterator[Finding]:

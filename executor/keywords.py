@@ -39,10 +39,8 @@ _NAMES_ELSEWHERE = {
     "env_fn_kwargs": "env_kwargs",
 }
 _SPACES = "Spaces are attributes of AsyncVectorEnv of envherd.gymnasium."
-_ACTION_SPEC, _OBSERVATION_SPEC = (
-    f"Use action_spec. {_SPACES}",
-    f"Use observation_spec. {_SPACES}",
-)
+_ACTION_SPEC = f"Use action_spec. {_SPACES}"
+_OBSERVATION_SPEC = f"Use observation_spec. {_SPACES}"
 #: Attribute of envs of Gymnasium, SB3, TorchRL and PufferLib -> what to use instead.
 _ATTRIBUTES_ELSEWHERE = {
     "action_space": _ACTION_SPEC,

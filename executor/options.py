@@ -223,13 +223,6 @@ class ExecutorOptions:
             return infos
         return Infos(policy=infos) if infos in _INFO_POLICIES else Infos(keys=infos)
 
-    def _check_threads(self) -> None:
-        if self.env_threads and self.isolate_rng:
-            raise ValueError(
-                "ExecutorOptions failed: expected isolate_rng=False with env_threads, got True: the process's "
-                "generators are shared."
-            )
-
     @property
     def recycles(self) -> bool:
         """Whether workers are replaced between episodes."""
@@ -271,7 +264,11 @@ class ExecutorOptions:
             )
         if not isinstance(self.infos, Infos) and self.infos not in _INFO_POLICIES:
             check_keys(self.infos)
-        self._check_threads()
+        if self.env_threads and self.isolate_rng:
+            raise ValueError(
+                "ExecutorOptions failed: expected isolate_rng=False with env_threads, got True: the process's "
+                "generators are shared."
+            )
 
     def check_here(self) -> None:
         """Refuse options that do not fit the machine of the workers.
@@ -303,8 +300,11 @@ class ExecutorOptions:
             raise _refusal("affinity", "a sequence of CPU ids, or None", self.affinity)
         each: Any = self.env_vars if self.has_list else [self.env_vars]
         if not callable(self.env_vars) and not all(map(are_texts, each)):
-            expected = "a dict of names and values, or pairs of them, all texts (or a list of dicts, or a function)"
-            raise _refusal("env_vars", expected, self.env_vars)
+            raise _refusal(
+                "env_vars",
+                "a dict of names and values, or pairs of them, all texts (or a list of dicts, or a function)",
+                self.env_vars,
+            )
         gpus: Any = self.gpus
         if gpus not in (None, "all"):
             is_list = _is_list_of(int, gpus) and len(gpus) > 0

@@ -127,10 +127,8 @@ class ParallelEnv(BatchedEnv):
         need_bools("branch", reseed=reseed)
         as_count("branch", "source_id", source_id, least=0)
         with self._guard:
-            (source,), targets = (
-                self._exchange.as_ids(source_id).tolist(),
-                self._exchange.as_ids(target_ids),
-            )
+            source = int(self._exchange.as_ids(source_id)[0])
+            targets = self._exchange.as_ids(target_ids)
             self._check_branch(source, targets.tolist())
             if len(targets):
                 branch(
@@ -152,12 +150,10 @@ class ParallelEnv(BatchedEnv):
             raise ValueError(
                 f"branch failed: expected targets other than the source, got env {source} as both."
             )
-        blocks, worker_of = (
-            self._branch_pool.blueprint.blocks,
-            self._branch_pool.worker_of,
-        )
+        pool = self._branch_pool
         if not all(
-            len(blocks[worker_of[env_id]]) == 1 for env_id in (source, *targets)
+            len(pool.blueprint.blocks[pool.worker_of[env_id]]) == 1
+            for env_id in (source, *targets)
         ):
             raise ValueError(
                 f"branch failed: expected a worker process for each env, got {self.num_envs} envs in "

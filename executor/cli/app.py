@@ -23,9 +23,6 @@ from envherd.executor.cli.options import (
     Top,
 )
 
-#: What `record` did without options.
-_RECORD = ("--alone", "--envs", "1", "--episodes", "1", "--steps", "1000")
-
 
 class _Commands(TyperGroup):
     """The commands; all take `--json` without a value, which stands for `--json -`."""
@@ -107,9 +104,11 @@ app.command()(doctor)
 )
 def record(ctx: typer.Context) -> None:
     """Print the options of `rollout` that replace this command."""
-    line = shlex.join(["envherd", "rollout", *_RECORD, *ctx.args])
+    # What `record` did without options.
+    defaults = ["--alone", "--envs", "1", "--episodes", "1", "--steps", "1000"]
     typer.echo(
-        f"error: record failed: expected rollout, which makes videos now, got record. Run\n  {line}",
+        f"error: record failed: expected rollout, which makes videos now, got record. Run\n  "
+        f"{shlex.join(['envherd', 'rollout', *defaults, *ctx.args])}",
         err=True,
     )
     raise typer.Exit(EXIT_USAGE)

@@ -1,7 +1,6 @@
 """`envherd check ENV`: checks each rule of the partial-reset contract on an env."""
 
 import functools
-import json
 from typing import Any
 
 from rich.console import Console
@@ -9,7 +8,7 @@ from rich.text import Text
 
 from envherd.executor.cli.commands import carry_out
 from envherd.executor.cli.exit_codes import EXIT_FAILED
-from envherd.executor.cli.option_values import write_text
+from envherd.executor.cli.option_values import write_json
 from envherd.executor.cli.options import Check
 from envherd.executor.machine.room import require_room
 from envherd.executor.testing.compare import ContractViolation
@@ -22,7 +21,8 @@ SCHEMA = "envherd.check/1"
 def run(options: Check) -> int:
     """Check every rule and print a line for each; return the exit code."""
     return carry_out(
-        lambda: _prepare(options), lambda contract: _check(options, contract)
+        lambda: _prepare(options),
+        lambda contract: _check(options, contract),
     )
 
 
@@ -39,16 +39,23 @@ def _prepare(options: Check) -> Contract:
 
 def _check(options: Check, contract: Contract) -> int:
     """Check and report every rule; return the exit code."""
-    console, rules = Console(stderr=options.json == "-"), list[dict[str, Any]]()
-    code = _check_rules(options.env, contract, console, rules)
-    report = {
-        "schema": SCHEMA,
-        "env": options.env,
-        "is_ok": code == 0,
-        "num_steps": contract.num_steps,
-        "rules": rules,
-    }
-    write_text(options.json, json.dumps(report, indent=2) + "\n")
+    rules = list[dict[str, Any]]()
+    code = _check_rules(
+        options.env,
+        contract,
+        Console(stderr=options.json == "-"),
+        rules,
+    )
+    write_json(
+        options.json,
+        {
+            "schema": SCHEMA,
+            "env": options.env,
+            "is_ok": code == 0,
+            "num_steps": contract.num_steps,
+            "rules": rules,
+        },
+    )
     return code
 
 
@@ -77,6 +84,7 @@ def _check_rules(
             with console.status(what):
                 contract.check(rule)
         except NoEpisodeEnd as error:
+            # Without an end of an episode, no other rule can be checked either.
             note(rule, "unknown", str(error))
             console.print(
                 Text("error: ", "bold red").append(str(error), "default"),
@@ -94,17 +102,22 @@ def _check_rules(
             continue
         is_partial = not contract.is_deterministic and rule in contract.COMPARES
         note(rule, "skipped" if is_partial else "ok")
-        mark = Text(
-            "skipped " if is_partial else "ok      ",
-            "yellow" if is_partial else "green",
-        )
+        mark = Text("skipped ", "yellow") if is_partial else Text("ok      ", "green")
         console.print(mark.append(what, "default"), soft_wrap=True)
     if num_broken:
-        broken = f"{env} breaks {num_broken} of {len(contract.rules)} rules."
-        console.print(Text(broken, "bold red"), soft_wrap=True)
+        console.print(
+            Text(
+                f"{env} breaks {num_broken} of {len(contract.rules)} rules.",
+                "bold red",
+            ),
+            soft_wrap=True,
+        )
         return EXIT_FAILED
-    proof = (
-        f"{contract.num_steps} steps of 2 envs, {contract.num_ends} ends of episodes."
+    console.print(
+        Text(
+            f"{env} keeps the contract: {contract.num_steps} steps of 2 envs, {contract.num_ends} ends of episodes.",
+            "green",
+        ),
+        soft_wrap=True,
     )
-    console.print(Text(f"{env} keeps the contract: {proof}", "green"), soft_wrap=True)
     return 0

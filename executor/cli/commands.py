@@ -65,8 +65,10 @@ def carry_out(
     """
     if searches_here and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    errors, code = Console(stderr=True), EXIT_USAGE
+    errors = Console(stderr=True)
+    code = EXIT_USAGE
     try:
+        # Until this returns, an error is one of usage.
         prepared = prepare()
         code = EXIT_FAILED
         return work(prepared)

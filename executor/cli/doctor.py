@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from envherd.executor.cli.option_values import Json, write_text
+from envherd.executor.cli.option_values import Json, write_json
 
 
 def doctor(
@@ -30,15 +30,14 @@ def doctor(
 
     raise typer.Exit(
         carry_out(
-            lambda: factory_for(env), lambda make_env: _report(env, make_env, json)
+            lambda: factory_for(env),
+            lambda make_env: _report(env, make_env, json),
         )
     )
 
 
 def _report(env: str, make_env: Any, path: str | None) -> int:
     """Print all findings; return the exit code."""
-    import json as json_module
-
     from rich.console import Console
     from rich.text import Text
 
@@ -50,18 +49,21 @@ def _report(env: str, make_env: Any, path: str | None) -> int:
     findings: list[Finding] = []
     for finding in examine(env, make_env):
         findings.append(finding)
-        line = Text(f"{finding.level:>4}  ", styles[finding.level]).append(
-            f"{finding.name}: ",
-            "bold",
+        console.print(
+            Text(f"{finding.level:>4}  ", styles[finding.level])
+            .append(f"{finding.name}: ", "bold")
+            .append(finding.found, "default"),
+            soft_wrap=True,
         )
-        console.print(line.append(finding.found, "default"), soft_wrap=True)
         if finding.fix and finding.level != "ok":
             console.print(Text(f"      fix: {finding.fix}", "cyan"), soft_wrap=True)
     has_failed = any(finding.level == "fail" for finding in findings)
-    report = {
-        "schema": "envherd.doctor/1",
-        "is_ok": not has_failed,
-        "findings": [vars(one) for one in findings],
-    }
-    write_text(path, json_module.dumps(report, indent=2) + "\n")
+    write_json(
+        path,
+        {
+            "schema": "envherd.doctor/1",
+            "is_ok": not has_failed,
+            "findings": [vars(one) for one in findings],
+        },
+    )
     return EXIT_FAILED if has_failed else 0

@@ -20,7 +20,9 @@ class MyEnv:
     """A walk from 0 to a goal, in which a fifth of the steps go back by one."""
 
     def __init__(self, goal: int = 10) -> None:
-        self.goal, self.position, self.random = goal, 0, random.Random()
+        self.goal = goal
+        self.position = 0
+        self.random = random.Random()
 
     def begin(self, seed: int | None) -> None:
         """Start an episode at 0. A seed determines its random steps."""
@@ -40,7 +42,8 @@ class MyAdapter(Adapter):
     family = "my_env"
 
     def __init__(self, env: MyEnv) -> None:
-        self.env, self.num_steps = env, 0
+        self.env = env
+        self.num_steps = 0
         self.spec = EnvSpec(
             observation=(LeafSpec(("position",), (1,), "float32"),),
             action=(LeafSpec(("action",), (), "int64", Discrete(3)),),  # 0, 1 or 2

@@ -1,6 +1,5 @@
 """`envherd evaluate ENV...`: plays whole episodes of one env or of several tasks, and reports success and returns."""
 
-import json
 from typing import Any
 
 from rich import box
@@ -11,7 +10,7 @@ from rich.text import Text
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.cli.commands import carry_out, drawing, policy_maker
 from envherd.executor.cli.exit_codes import EXIT_FAILED
-from envherd.executor.cli.option_values import write_text
+from envherd.executor.cli.option_values import write_json
 from envherd.executor.cli.options import Evaluate
 from envherd.executor.show.camera import require_imageio
 from envherd.executor.show.evaluate import (
@@ -31,7 +30,8 @@ _RANDOM = "random"
 def run(options: Evaluate) -> int:
     """Evaluate and report; return the exit code."""
     return carry_out(
-        lambda: _prepare(options), lambda prepared: _work(options, *prepared)
+        lambda: _prepare(options),
+        lambda prepared: _work(options, *prepared),
     )
 
 
@@ -40,16 +40,17 @@ def _prepare(options: Evaluate) -> tuple[dict[str, Any], Any, Any]:
     if options.videos is not None:
         require_imageio()
     tasks: dict[str, Any] = {}
-    how = {
-        "has_background": options.background is not None,
-        "with_frames": options.videos is not None,
-    }
     for name in options.env:
         if name in tasks:
             raise FactoryError(
                 f"evaluate failed: expected each ENV once, got {name!r} again."
             )
-        tasks[name] = named_task(name, options.env_kwargs, **how)
+        tasks[name] = named_task(
+            name,
+            options.env_kwargs,
+            has_background=options.background is not None,
+            with_frames=options.videos is not None,
+        )
     names = [
         None if name == _RANDOM else name
         for name in (options.policy, options.background)
@@ -77,10 +78,7 @@ def _work(
                 highlight=False,
                 markup=False,
             )
-    write_text(
-        options.json,
-        json.dumps((one if is_single else found).to_dict(), indent=2) + "\n",
-    )
+    write_json(options.json, (one if is_single else found).to_dict())
     return EXIT_FAILED if found.num_failed else 0
 
 
@@ -90,11 +88,12 @@ def _evaluate(
     maker: Any,
     background_maker: Any,
 ) -> Evaluations:
-    focal = (
-        None
-        if options.focal is None
-        else [_player(name) for name in options.focal.split(",")]
-    )
+    focal: list[int | str] | None = None
+    if options.focal is not None:
+        focal = [
+            int(name) if name.isdecimal() else name
+            for name in map(str.strip, options.focal.split(","))
+        ]
 
     def policy_for(_task: str, env: BatchedEnv) -> Any:
         background: Any = None
@@ -126,15 +125,13 @@ def _evaluate(
     )
 
 
-def _player(name: str) -> int | str:
-    return int(name) if name.strip().isdecimal() else name.strip()
-
-
 def table(found: Evaluation) -> Table:
     """Return the results of one env as a table for the terminal."""
-    title = f"{found.env}: {found.num_episodes} episodes, seed {found.seed}"
     grid = Table(
-        title=Text(title, "bold"),
+        title=Text(
+            f"{found.env}: {found.num_episodes} episodes, seed {found.seed}",
+            "bold",
+        ),
         title_justify="left",
         box=box.ROUNDED,
         show_header=False,
@@ -155,18 +152,14 @@ def table(found: Evaluation) -> Table:
     if len(found.players) == 1:
         rows |= {"return": found.collective}
     else:
-        kinds = {
-            (role, "focal" if is_focal else "background"): one
-            for (role, is_focal), one in found.by_role.items()
-        }
         rows |= {
             "focal return per capita": found.focal_per_capita,
             "background return per capita": found.background_per_capita,
             "collective return": found.collective,
             "equality": found.equality,
             **{
-                f"role {role}, {kind}, per capita": one
-                for (role, kind), one in kinds.items()
+                f"role {role}, {'focal' if is_focal else 'background'}, per capita": one
+                for (role, is_focal), one in found.by_role.items()
             },
         }
     for name, measure in rows.items():
@@ -186,23 +179,25 @@ def table_of_tasks(found: Evaluations) -> Table:
     for name in ("episodes", "failed", "success", "return", "length"):
         grid.add_column(name, justify="right")
     for name, one in found.tasks.items():
-        success = "" if one.success is None else str(one.success)
-        measures = (success, str(one.focal_per_capita), str(one.length))
         grid.add_row(
             name,
             str(one.num_episodes),
             str(one.num_failed),
-            *measures,
+            _or_blank(one.success),
+            str(one.focal_per_capita),
+            str(one.length),
             end_section=name == next(reversed(found.tasks)),
         )
-    number = sum(one.num_episodes for one in found.tasks.values())
-    success = "" if found.success is None else str(found.success)
     grid.add_row(
         "all",
-        str(number),
+        str(sum(one.num_episodes for one in found.tasks.values())),
         str(found.num_failed),
-        success,
+        _or_blank(found.success),
         str(found.focal_per_capita),
         "",
     )
     return grid
+
+
+def _or_blank(measure: Any) -> str:
+    return "" if measure is None else str(measure)

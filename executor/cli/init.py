@@ -42,7 +42,8 @@ def init(
 
 def _module(file: Path) -> str:
     """Return the dotted module name of a file below the current folder; of other files, only the file's own name."""
-    here, path = Path.cwd(), file.resolve()
+    here = Path.cwd()
+    path = file.resolve()
     is_below = path.is_relative_to(here) and all(
         part.isidentifier() for part in path.relative_to(here).parent.parts
     )

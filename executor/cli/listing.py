@@ -33,11 +33,13 @@ def list_envs(
             err=True,
         )
         raise typer.Exit(EXIT_USAGE)
-    is_empty, absent = True, []
+    is_empty = True
+    absent = []
     for one in LISTED if family is None else (family,):
         try:
             names = known_names(one)
         except FactoryError as error:
+            # Printed at the end, if no installed family has such a name.
             absent.append(f"error: {error}")
             if family is not None:
                 typer.echo(absent[0], err=True)

@@ -67,7 +67,8 @@ class Film:
     """
 
     def __init__(self, max_frames: int, num_steps: int) -> None:
-        self._max_frames, self._num_steps = max_frames, num_steps
+        self._max_frames = max_frames
+        self._num_steps = num_steps
         self.stride = 1
         self.moments: list[tuple[int, Any]] = []
 
@@ -78,7 +79,8 @@ class Film:
     def add(self, step: int, frame: Any) -> None:
         """Keep the frame of a step that `wants` accepts."""
         if len(self.moments) > self._max_frames:
-            self.moments, self.stride = self.moments[::2], 2 * self.stride
+            self.moments = self.moments[::2]
+            self.stride = 2 * self.stride
             if not self.wants(step):
                 return
         self.moments.append((step, frame))
@@ -119,8 +121,12 @@ class Pictures:
         agent: int | None = None,
         fps: float = 20.0,
     ) -> None:
-        self._gif, self._png, self._mp4 = gif, png, mp4
-        self._has_views, self._agent, self._fps = views, agent, fps
+        self._gif = gif
+        self._png = png
+        self._mp4 = mp4
+        self._has_views = views
+        self._agent = agent
+        self._fps = fps
         self._is_kept = gif is not None or png is not None
         self._is_alone = alone or views or agent is not None
         self.are_wanted = self._is_kept or mp4 is not None
@@ -155,16 +161,12 @@ class Pictures:
             self._look = (
                 _Views(env).look if self._has_views else Camera(env, self._agent).look
             )
-        env_ids = list(
-            range(
-                min(
-                    env.num_envs,
-                    1 if self._is_alone or not self._is_kept else MAX_GIF_ENVS,
-                )
-            )
-        )
+        shows_one = self._is_alone or not self._is_kept
+        num_shown = 1 if shows_one else min(env.num_envs, MAX_GIF_ENVS)
+        env_ids = list(range(num_shown))
         frames = self._look(td, env_ids)
         if self._mp4 is not None and frames[0] is not None:
+            # Made with its first frame: a run without any leaves no file.
             self._video = self._video or Video(self._mp4, self._fps)
             self._video.add(enlarged(frames[0]))
         if is_kept:
@@ -186,12 +188,14 @@ class Pictures:
     def write(self, title: str) -> dict[str, str]:
         """Write the files, and complete the video; return name -> path."""
         self.close()
-        moments, env_ids = self._film.moments, sorted(self._latest)
+        moments = self._film.moments
+        env_ids = sorted(self._latest)
         if self._gif is not None and self._is_alone:
-            alone = [
-                require_pillow().Image.fromarray(frames[0]) for _, frames in moments
-            ]
-            save_animation(self._gif, alone, frames_per_s=self._fps / self._film.stride)
+            save_animation(
+                self._gif,
+                [require_pillow().Image.fromarray(frames[0]) for _, frames in moments],
+                frames_per_s=self._fps / self._film.stride,
+            )
         elif self._gif is not None:
             frames = [
                 grid(
@@ -217,15 +221,21 @@ class Pictures:
                 for at in picked
                 for frame in [moments[at][1].get(i)]
             ]
-            sheet = grid(
+            grid(
                 tiles,
                 columns=len(picked),
                 title=title,
                 width_px=SHEET_WIDTH_PX,
+            ).save(self._png, optimize=True)
+        return {
+            name: str(path)
+            for name, path in (
+                ("gif", self._gif),
+                ("png", self._png),
+                ("mp4", self._mp4),
             )
-            sheet.save(self._png, optimize=True)
-        files = {"gif": self._gif, "png": self._png, "mp4": self._mp4}
-        return {name: str(path) for name, path in files.items() if path is not None}
+            if path is not None
+        }
 
 
 class _Views:
@@ -236,12 +246,12 @@ class _Views:
     """
 
     def __init__(self, env: BatchedEnv) -> None:
-        self._world, self._players = Camera(env), Camera(env, 0).key
-        self._returns, self._reward = Returns(env.spec, 1), env.spec.reward[0].key
-        names, roles = (
-            self._returns.agents,
-            list(env.spec.metadata.get("agent_roles") or ()),
-        )
+        self._world = Camera(env)
+        self._players = Camera(env, 0).key
+        self._returns = Returns(env.spec, 1)
+        self._reward = env.spec.reward[0].key
+        names = self._returns.agents
+        roles = list(env.spec.metadata.get("agent_roles") or ())
         has_roles = len(roles) == len(names) and set(roles) != {"default"}
         self._names = (
             [f"{name} {role}" for name, role in zip(names, roles, strict=True)]
@@ -260,10 +270,14 @@ class _Views:
         tiles: list[Tile] = [
             (self._title, caption, world) for world in self._world.look(td, env_ids)
         ]
-        views = td[0][self._players].numpy(force=True)
         tiles += [
             (name, f"return {value:.1f}", view)
-            for name, value, view in zip(self._names, returns, views, strict=True)
+            for name, value, view in zip(
+                self._names,
+                returns,
+                td[0][self._players].numpy(force=True),
+                strict=True,
+            )
         ]
         if td["done"][0].any():
             self._step = 0
@@ -293,9 +307,8 @@ def reduced(frame: np.ndarray, largest_px: int = KEPT_PX) -> np.ndarray:
     if longest <= largest_px:
         return array.copy()
     pillow = require_pillow()
-    height, width = (
-        max(1, round(side * largest_px / longest)) for side in array.shape[:2]
-    )
+    height = max(1, round(array.shape[0] * largest_px / longest))
+    width = max(1, round(array.shape[1] * largest_px / longest))
     return np.asarray(
         pillow.Image.fromarray(np.ascontiguousarray(array)).resize(
             (width, height),
@@ -330,26 +343,35 @@ def grid(
         1,
         min(ENLARGED_PX // max(height, width), width_px // (columns * width)),
     )
-    height, width = height * factor, width * factor
+    height = height * factor
+    width = width * factor
     top = GAP_PX + (CAPTION_PX if title else 0)
-    step_x, step_y = width + GAP_PX, height + CAPTION_PX + GAP_PX
-    size = (GAP_PX + columns * step_x, top + math.ceil(len(tiles) / columns) * step_y)
-    canvas: Image.Image = pillow.Image.new("RGB", size, BACKGROUND)
-    draw, font = pillow.ImageDraw.Draw(canvas), pillow.ImageFont.load_default(FONT_PX)
+    step_x = width + GAP_PX
+    step_y = height + CAPTION_PX + GAP_PX
+    canvas: Image.Image = pillow.Image.new(
+        "RGB",
+        (GAP_PX + columns * step_x, top + math.ceil(len(tiles) / columns) * step_y),
+        BACKGROUND,
+    )
+    draw = pillow.ImageDraw.Draw(canvas)
+    font = pillow.ImageFont.load_default(FONT_PX)
     draw.text((GAP_PX, GAP_PX / 2 + CAPTION_PX / 2), title, INK, font, anchor="lm")
     for index, (left, right, frame) in enumerate(tiles):
         row, column = divmod(index, columns)
-        x, y = GAP_PX + column * step_x, top + row * step_y
+        x = GAP_PX + column * step_x
+        y = top + row * step_y
         draw.rectangle((x, y, x + width - 1, y + height + CAPTION_PX - 1), PANEL)
         draw.text((x + 6, y + CAPTION_PX / 2), left, INK, font, anchor="lm")
         draw.text((x + width - 6, y + CAPTION_PX / 2), right, FAINT, font, anchor="rm")
         if frame is not None:
             picture = pillow.Image.fromarray(enlarged(frame, height, width))
-            at = (
-                x + (width - picture.width) // 2,
-                y + CAPTION_PX + (height - picture.height) // 2,
+            canvas.paste(
+                picture,
+                (
+                    x + (width - picture.width) // 2,
+                    y + CAPTION_PX + (height - picture.height) // 2,
+                ),
             )
-            canvas.paste(picture, at)
     return canvas
 
 
@@ -386,14 +408,14 @@ def save_animation(
     for index, picture in enumerate(picked):
         strip.paste(picture, (0, height * index))
     palette = strip.quantize(method=pillow.Image.Quantize.MEDIANCUT)
-    first, *rest = (
+    frames = [
         picture.quantize(palette=palette, dither=pillow.Image.Dither.NONE)
         for picture in pictures
-    )
-    first.save(
+    ]
+    frames[0].save(
         path,
         save_all=True,
-        append_images=rest,
+        append_images=frames[1:],
         duration=round(1000 / frames_per_s),
         loop=0,
     )

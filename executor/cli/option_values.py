@@ -45,8 +45,9 @@ def text_file(path: str | None) -> str | None:
     return path
 
 
-def write_text(path: str | None, text: str) -> None:
-    """Write a text to a file, or to standard output if `path` is `-`. If it is None, write nothing."""
+def write_json(path: str | None, report: Any, indent: int | None = 2) -> None:
+    """Write a report as JSON to a file, or to standard output if `path` is `-`. If it is None, write nothing."""
+    text = json.dumps(report, indent=indent) + "\n"
     if path == "-":
         sys.stdout.write(text)
         # An error belongs to the command, and a reader of `envherd top` waits for each line.
@@ -134,31 +135,42 @@ ENV_HELP = (
     "envpool:TASK[:ROWS], torchrl:MODULE:CALLABLE or python:MODULE:CALLABLE (a callable that "
     "returns an env)."
 )
-_ENV_KWARGS_HELP = (
-    "Keyword arguments of the env as a JSON object, "
-    "e.g. '{\"max_episode_steps\": 50}', or @FILE that holds one."
-)
-_MAX_STEPS_HELP = (
-    "Truncate episodes after this number of steps (meltingpot, gymnasium, pettingzoo)."
-)
-_WORKERS_HELP = "Number of worker processes; default: one per usable core."
-_POLICY_HELP = "FACTORY(env) returns the policy; default: random actions."
 
 Env = Annotated[str, typer.Argument(metavar="ENV", help=ENV_HELP, show_default=False)]
 EnvKwargs = Annotated[
     dict[str, Any] | None,
-    typer.Option(metavar="JSON", parser=_json_object, help=_ENV_KWARGS_HELP),
+    typer.Option(
+        metavar="JSON",
+        parser=_json_object,
+        help="Keyword arguments of the env as a JSON object, "
+        "e.g. '{\"max_episode_steps\": 50}', or @FILE that holds one.",
+    ),
 ]
-MaxSteps = Annotated[int | None, typer.Option(min=1, help=_MAX_STEPS_HELP)]
+MaxSteps = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Truncate episodes after this number of steps (meltingpot, gymnasium, pettingzoo).",
+    ),
+]
 NumEnvs = Annotated[int, typer.Option(min=1, help="Number of envs.")]
-Workers = Annotated[int | None, typer.Option(min=1, help=_WORKERS_HELP)]
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Number of worker processes; default: one per usable core.",
+    ),
+]
 Seed = Annotated[
     int | None,
     typer.Option(min=0, help="Root seed; default: drawn and printed."),
 ]
 Policy = Annotated[
     str | None,
-    typer.Option(metavar="MODULE:FACTORY", help=_POLICY_HELP),
+    typer.Option(
+        metavar="MODULE:FACTORY",
+        help="FACTORY(env) returns the policy; default: random actions.",
+    ),
 ]
 Gif = Annotated[
     Path | None,

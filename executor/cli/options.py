@@ -32,10 +32,8 @@ from envherd.executor.cli.option_values import (
     text_file,
 )
 
-#: The largest durations, and more processors than any machine has.
-_DAY_S, _MINUTE_MS = 86_400, 60_000
-#: `check` keeps all steps in memory.
-_MOST_CHECKED = 1_000_000
+#: The largest duration, in seconds.
+_DAY_S = 86_400
 
 
 class Command:
@@ -305,7 +303,7 @@ class Check(Command):
         int,
         typer.Option(
             min=1,
-            max=_MOST_CHECKED,
+            max=1_000_000,  # the command keeps all steps in memory
             help="Steps of each of two envs; episodes must end within them.",
         ),
     ] = 200
@@ -347,7 +345,7 @@ class Size(Command):
         float,
         typer.Option(
             min=0.0,
-            max=_MINUTE_MS,
+            max=60_000,
             help="Milliseconds that the policy takes per batch.",
         ),
     ] = 0.0

@@ -55,13 +55,17 @@ def _prepare(options: Replay) -> tuple[TensorDictBase, dict[str, Any], Made, Pic
     pictures = Pictures(options.gif, options.png, data.shape[1])
     facts["env"] = facts["env"] if options.env is None else options.env
     kwargs = facts["env_kwargs"] if options.env_kwargs is None else options.env_kwargs
-    made = made_for(
-        facts["env"],
-        kwargs,
-        facts["max_steps"],
-        with_frames=pictures.are_wanted,
+    return (
+        data,
+        facts,
+        made_for(
+            facts["env"],
+            kwargs,
+            facts["max_steps"],
+            with_frames=pictures.are_wanted,
+        ),
+        pictures,
     )
-    return data, facts, made, pictures
 
 
 def _report(
@@ -72,16 +76,24 @@ def _report(
     pictures: Pictures,
 ) -> int:
     """Run the rollout again and report; return the exit code."""
-    console, env = Console(quiet=options.quiet), facts["env"]
+    console = Console(quiet=options.quiet)
+    env = facts["env"]
     difference = _replay(options, data, facts, made, pictures)
     for path in pictures.write(f"{env}, again").values():
         console.print(f"{path} written", highlight=False)
     if difference:
-        text = Text(f"{env} differs: {difference}", "bold red")
-        Console(stderr=options.quiet).print(text, soft_wrap=True)
+        Console(stderr=options.quiet).print(
+            Text(f"{env} differs: {difference}", "bold red"),
+            soft_wrap=True,
+        )
         return EXIT_FAILED
-    same = f"{env}: {data.shape[1]} steps of {data.shape[0]} envs are equal to those stored."
-    console.print(Text(same, "green"), soft_wrap=True)
+    console.print(
+        Text(
+            f"{env}: {data.shape[1]} steps of {data.shape[0]} envs are equal to those stored.",
+            "green",
+        ),
+        soft_wrap=True,
+    )
     return 0
 
 
@@ -93,11 +105,17 @@ def _replay(
     pictures: Pictures,
 ) -> str:
     """Run the rollout again; return the first difference as text, or an empty string."""
-    console, (num_envs, num_steps) = Console(quiet=options.quiet), data.shape[:2]
-    how: dict[str, Any] = {"num_workers": options.workers, "seed": facts["seed"]}
+    console = Console(quiet=options.quiet)
+    num_envs, num_steps = data.shape[:2]
     difference = ""
     with console.status(f"starting {num_envs} envs"):
-        env = started(made, num_envs, is_drawn=pictures.are_wanted, **how)
+        env = started(
+            made,
+            num_envs,
+            is_drawn=pictures.are_wanted,
+            num_workers=options.workers,
+            seed=facts["seed"],
+        )
     with env, console.status("stepping"), torch.no_grad():
         inputs = [leaf.key for leaf in (*env.spec.action, *env.spec.state)]
         if missing := [key for key in inputs if data.get(key, None) is None]:
@@ -108,6 +126,7 @@ def _replay(
         pictures.look(env, 0, root)
         for step in range(num_steps):
             then = data[:, step]
+            # Inputs are repeated, so they cannot differ.
             difference = difference or _difference(step, then, root, {*inputs})
             for key in inputs:
                 root.set(key, then[key].clone())
@@ -120,6 +139,7 @@ def _replay(
                 "next/",
             )
             pictures.look(env, step + 1, td["next"])
+            # Pictures show the whole rollout.
             if difference and not pictures.are_wanted:
                 break
     return difference
@@ -140,7 +160,8 @@ def _difference(
         )
         if key in without or not is_compared:
             continue
-        name, other = prefix + "/".join(key), stored.get(key, None)
+        name = prefix + "/".join(key)
+        other = stored.get(key, None)
         if not isinstance(other, torch.Tensor) or other.shape != value.shape:
             got = (
                 "none"

@@ -40,7 +40,8 @@ class Rerun:
     """The command for one capsule."""
 
     def __init__(self, options: Replay) -> None:
-        self._options, self._path = options, options.directory
+        self._options = options
+        self._path = options.directory
 
     def prepare(self) -> tuple[Capsule, Made, ExecutorOptions]:
         """Read the capsule and find its env; build nothing.
@@ -75,12 +76,11 @@ class Rerun:
 
     def _made(self, capsule: Capsule) -> Made:
         """Return the factory and its arguments that the command line, or else the capsule, names."""
-        facts, name = capsule.facts, self._options.env or capsule.facts["env"]
-        kwargs: dict[str, Any] = (
-            facts["env_kwargs"]
-            if self._options.env_kwargs is None
-            else self._options.env_kwargs
-        )
+        facts = capsule.facts
+        name = self._options.env or facts["env"]
+        kwargs: dict[str, Any] | None = self._options.env_kwargs
+        if kwargs is None:
+            kwargs = facts["env_kwargs"]
         if self._options.trust:
             sys.path += [folder for folder in facts["search"] if folder not in sys.path]
         if (
@@ -91,11 +91,9 @@ class Rerun:
             factory, kwargs = pickle.loads(capsule.pickled)  # which the user trusts
             return pickle.loads(factory), kwargs
         if name is None:
-            trusted = (
-                ", or --trust, which loads the pickled factory"
-                if capsule.pickled is not None
-                else ""
-            )
+            trusted = ""
+            if capsule.pickled is not None:
+                trusted = ", or --trust, which loads the pickled factory"
             raise CapsuleError(
                 f"replay failed: expected the name of an env, but {self._path} has none: its factory is not a function "
                 f"of a module. Pass --env MODULE:CALLABLE{trusted}. (Capsules(pickle=True) keeps such factories.)"
@@ -106,12 +104,11 @@ class Rerun:
                     f"replay failed: expected resets without texts, which may name code, but {self._path} has "
                     f"{facts['reset_options']}. If you trust it, pass --trust."
                 )
-            or_trust = f"\nor\n  envherd replay {shlex.quote(str(self._path))} --trust"
             refuse_code(
                 self._path,
                 (name, kwargs),
                 (self._options.env, self._options.env_kwargs),
-                or_trust,
+                f"\nor\n  envherd replay {shlex.quote(str(self._path))} --trust",
             )
         factory, kwargs = made_for(
             name,
@@ -119,6 +116,7 @@ class Rerun:
             None,
             with_frames=self._pictures.are_drawn,
         )
+        # Another env that the command line names has other fields.
         if name == facts["env"] and facts["fields"]:
             try:
                 factory = replace(factory, **facts["fields"])  # type: ignore[type-var]  # those with fields are
@@ -145,25 +143,28 @@ class Rerun:
             markup=False,
             soft_wrap=True,
         )
-        for warning in _warnings(facts):
-            console.print(Text(f"note: {warning}", "yellow"), soft_wrap=True)
+        notes = [f"note: the capsule lacks {what}." for what in facts["missing"]]
+        if facts["episode"]:
+            notes.append(
+                "note: its env had earlier episodes; an env whose state outlives a reset may behave otherwise here."
+            )
+        for note in notes:
+            console.print(Text(note, "yellow"), soft_wrap=True)
         found, difference = self._run(capsule, made, options)
         if self._options.record is not None:
             console.print(f"{self._options.record} written", highlight=False)
         if not found:
-            code, text = (
-                EXIT_NO_FAILURE,
-                f"It did not fail: {facts['num_steps']} steps went through.",
-            )
+            code = EXIT_NO_FAILURE
+            text = f"It did not fail: {facts['num_steps']} steps went through."
             if difference:
-                code, text = (
-                    EXIT_FAILED,
-                    f"It did not fail, and differed before: {difference}",
-                )
+                code = EXIT_FAILED
+                text = f"It did not fail, and differed before: {difference}"
         elif found == failure:
-            code, text = 0, f"It failed again: {found}"
+            code = 0
+            text = f"It failed again: {found}"
         else:
-            code, text = EXIT_FAILED, f"It failed otherwise: {found}"
+            code = EXIT_FAILED
+            text = f"It failed otherwise: {found}"
         if code != EXIT_FAILED and difference and found:
             text += f" (But {difference})"
         where = Console(stderr=self._options.quiet) if code else console
@@ -211,13 +212,12 @@ class Rerun:
                     "error": type(error).__name__,
                     "type": known.get("type_name"),
                     "message": known.get("reason"),
+                    "exit_code": known.get("exit_code"),
                 }
-                found["exit_code"] = known.get("exit_code")
-                return _in_words(
-                    found,
-                    known["phase"],
-                    episode.num_steps,
-                ), episode.difference
+                return (
+                    _in_words(found, known["phase"], episode.num_steps),
+                    episode.difference,
+                )
 
 
 class _Episode:
@@ -235,13 +235,12 @@ class _Episode:
         stops: bool,  # noqa: FBT001
         pictures: Pictures,
     ) -> None:
-        self._facts, self._env, self._stops, self._pictures = (
-            capsule.facts,
-            env,
-            stops,
-            pictures,
-        )
-        self.num_steps, self.difference = 0, ""
+        self._facts = capsule.facts
+        self._env = env
+        self._stops = stops
+        self._pictures = pictures
+        self.num_steps = 0
+        self.difference = ""
         leaves = [*env.spec.action, *env.spec.state]
         stored = [
             (array.shape[1:], str(array.dtype)) for array in capsule.inputs.values()
@@ -261,7 +260,9 @@ class _Episode:
         Raises:
             EnvError, WorkerLost, WorkerTimeout: the failure.
         """
-        facts, env, last = self._facts, self._env, self._facts["num_steps"]
+        facts = self._facts
+        env = self._env
+        last = facts["num_steps"]
         root = self._stopping(
             lambda: env.reset(
                 seed=[facts["seed"]],
@@ -310,7 +311,8 @@ def _in_words(facts: Mapping[str, Any], phase: Any, step: int) -> str:
         phase: in which it failed.
         step: in which it failed, from 1.
     """
-    error, exit_code = facts.get("error", ""), facts.get("exit_code")
+    error = facts.get("error", "")
+    exit_code = facts.get("exit_code")
     if error == WorkerLost.__name__:
         what = f"{error} ({describe_exit(exit_code if isinstance(exit_code, int) else None)})"
     elif error == WorkerTimeout.__name__:
@@ -324,16 +326,6 @@ def _in_words(facts: Mapping[str, Any], phase: Any, step: int) -> str:
         what = f"{error} ({facts.get('type', '')}: {message})"
     shown = "".join(one if one.isprintable() else " " for one in what)
     return f"{shown} in step {step}." if phase == "step" else f"{shown} in the reset."
-
-
-def _warnings(facts: dict[str, Any]) -> list[str]:
-    """Return why the episode may be another one this time."""
-    found = [f"the capsule lacks {what}." for what in facts["missing"]]
-    if facts["episode"]:
-        found.append(
-            "its env had earlier episodes; an env whose state outlives a reset may behave otherwise here."
-        )
-    return found
 
 
 def _stop_before(call: Callable[[], Any], env: Any, step: int) -> Any:

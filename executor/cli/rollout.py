@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import time
@@ -29,7 +28,7 @@ from envherd.executor.cli.commands import (
 )
 from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
 from envherd.executor.cli.media import Pictures
-from envherd.executor.cli.option_values import write_text
+from envherd.executor.cli.option_values import write_json
 from envherd.executor.cli.options import Rollout
 from envherd.executor.cli.returns import Returns
 from envherd.executor.cli.storing import RolloutStore
@@ -67,7 +66,8 @@ _REFRESH_S = 0.1
 def run(options: Rollout) -> int:
     """Run a rollout and report it; return the exit code."""
     return carry_out(
-        lambda: _prepare(options), lambda prepared: _work(options, *prepared)
+        lambda: _prepare(options),
+        lambda prepared: _work(options, *prepared),
     )
 
 
@@ -77,11 +77,16 @@ def _prepare(options: Rollout) -> tuple[Made, Any, Pictures, RolloutStore | None
     Returns:
         The factory and its arguments, what makes the policy or None, the pictures, and the store or None.
     """
-    how = {
-        name: getattr(options, name)
-        for name in ("mp4", "alone", "views", "agent", "fps")
-    }
-    pictures = Pictures(options.gif, options.png, options.steps, **how)
+    pictures = Pictures(
+        options.gif,
+        options.png,
+        options.steps,
+        mp4=options.mp4,
+        alone=options.alone,
+        views=options.views,
+        agent=options.agent,
+        fps=options.fps,
+    )
     if pictures.are_wanted and options.ray is not None:
         raise MediaError(
             "--gif, --png or --mp4 failed: expected envs on this machine, got --ray. Leave one out."
@@ -136,37 +141,38 @@ def _work(
             store,
             console,
         )
-        memory = memory_of(os.getpid(), is_alone=True)
-        requested = {
-            "env": options.env,
-            "num_envs": options.envs,
-            "num_workers": env.num_workers,
-            "seed": env.seed,
-        }
         found = figures(
-            {**requested, "steps": options.steps},
+            {
+                "env": options.env,
+                "num_envs": options.envs,
+                "num_workers": env.num_workers,
+                "seed": env.seed,
+                "steps": options.steps,
+            },
             counted,
             returns,
             _totals(env),
-            memory,
+            memory_of(os.getpid(), is_alone=True),
         )
     unwritten: Exception | None = None
     try:
         if counted["steps_done"]:
             with console.status("writing"):
                 if store is not None:
-                    facts = {
-                        "env": full_name(options.env),
-                        "env_kwargs": options.env_kwargs or {},
-                        "seed": env.seed,
-                    }
-                    store.finish({**facts, "max_steps": options.max_steps})
+                    store.finish(
+                        {
+                            "env": full_name(options.env),
+                            "env_kwargs": options.env_kwargs or {},
+                            "seed": env.seed,
+                            "max_steps": options.max_steps,
+                        }
+                    )
                     found["files"]["out"] = str(options.out)
                 found["files"] |= pictures.write(options.env)
     except (MediaError, OSError) as error:  # the figures are reported anyway
         unwritten = error
     console.print(table(found))
-    write_text(options.json, json.dumps(found, indent=2) + "\n")
+    write_json(options.json, found)
     failures = [one for one in (failure, unwritten) if one is not None]
     for one in failures:
         complain(Console(stderr=True), one)
@@ -209,9 +215,13 @@ def _stepped(
                 td, root = env.step_and_maybe_reset(act(root))
                 yield td
         return
+    # The first chunk resets the envs; the others continue their episodes.
     for first in range(0, num_steps, _CHUNK):
-        data = env.rollout(min(_CHUNK, num_steps - first), act, auto_reset=not first)
-        yield from data.unbind(1)
+        yield from env.rollout(
+            min(_CHUNK, num_steps - first),
+            act,
+            auto_reset=not first,
+        ).unbind(1)
 
 
 def _collect(
@@ -241,15 +251,14 @@ def _collect(
     }
     returns = Returns(env.specs[0], env.num_envs)
     failure: EnvherdError | None = None
-    clock, shown = time.perf_counter, 0.0
-    speed = TextColumn(
-        "{task.fields[rate]:,.0f} env-steps/s  {task.fields[episodes]} episodes",
-        style="green",
-    )
+    shown = 0.0
     bar = Progress(
         *Progress.get_default_columns(),
         MofNCompleteColumn(),
-        speed,
+        TextColumn(
+            "{task.fields[rate]:,.0f} env-steps/s  {task.fields[episodes]} episodes",
+            style="green",
+        ),
         console=console,
     )
     task = bar.add_task("steps", total=options.steps, rate=0.0, episodes=0)
@@ -262,9 +271,9 @@ def _collect(
         with noting_interrupt() as pressed:
             try:
                 for step in range(1, options.steps + 1):
-                    start = clock()
+                    start = time.perf_counter()
                     td = next(steps)
-                    stepped = clock()
+                    stepped = time.perf_counter()
                     returns.add(td["next"])
                     if store is not None:
                         store.add(td)
@@ -272,16 +281,14 @@ def _collect(
                         pictures.look(env, step, td["next"])
                     counted["steps_done"] = step
                     counted["collect_s"] += stepped - start
-                    counted["keep_s"] += clock() - stepped
-                    if clock() - shown > _REFRESH_S or step == options.steps:
-                        shown, rate = (
-                            clock(),
-                            step * env.num_envs / counted["collect_s"],
-                        )
+                    now = time.perf_counter()
+                    counted["keep_s"] += now - stepped
+                    if now - shown > _REFRESH_S or step == options.steps:
+                        shown = now
                         bar.update(
                             task,
                             completed=step,
-                            rate=rate,
+                            rate=step * env.num_envs / counted["collect_s"],
                             episodes=returns.num_episodes,
                         )
                     if pressed:
@@ -291,9 +298,11 @@ def _collect(
                     ):
                         break
             except EnvherdError as error:
+                # There is nothing to report or to write.
                 if not counted["steps_done"]:
                     raise
-                failure, counted["error"] = error, str(error)
+                failure = error
+                counted["error"] = str(error)
     return counted, returns, failure
 
 
@@ -366,14 +375,14 @@ def _summary(found: Mapping[str, Any]) -> Table:
     )
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
-    why = (
-        "interrupted"
-        if found["interrupted"]
-        else "failed"
-        if found["error"]
-        else "enough episodes"
-    )
-    done, collect_s, keep_s = found["steps_done"], found["collect_s"], found["keep_s"]
+    why = "enough episodes"
+    if found["interrupted"]:
+        why = "interrupted"
+    elif found["error"]:
+        why = "failed"
+    done = found["steps_done"]
+    collect_s = found["collect_s"]
+    keep_s = found["keep_s"]
     asked = f" of {found['steps']} ({why})" if done < found["steps"] else ""
     keep = f", and {keep_s:.2f} s to draw and store" if keep_s > 0.1 * collect_s else ""
     names = list(found["mean_return"].items())
@@ -405,7 +414,9 @@ def _summary(found: Mapping[str, Any]) -> Table:
 
 
 def _workers(found: Mapping[str, Any]) -> Table:
-    workers, memory = found["workers"], found["memory"]
+    workers = found["workers"]
+    memory = found["memory"]
+    # Workers in this process have no memory of their own; see `figures`.
     has_own = memory["workers_uss_bytes"] > 0
     busy = sum(worker["busy_share"] for worker in workers) / max(1, len(workers))
     grid = Table(box=box.ROUNDED, show_footer=True)
@@ -413,14 +424,16 @@ def _workers(found: Mapping[str, Any]) -> Table:
     grid.add_column("env ids", f"of {found['num_envs']}", justify="right")
     grid.add_column("busy", f"{busy:.0%}", justify="right")
     for name, kind in (("own memory (USS)", "uss"), ("with shared part (PSS)", "pss")):
-        total = memory[f"workers_{kind}_bytes"] + memory[f"parent_{kind}_bytes"]
-        grid.add_column(name, size_text(total), justify="right")
-    for worker in workers:
-        sizes = (
-            (size_text(worker["uss_bytes"]), size_text(worker["pss_bytes"]))
-            if has_own
-            else ("", "")
+        grid.add_column(
+            name,
+            size_text(memory[f"workers_{kind}_bytes"] + memory[f"parent_{kind}_bytes"]),
+            justify="right",
         )
+    for worker in workers:
+        sizes = [
+            size_text(worker[f"{kind}_bytes"]) if has_own else ""
+            for kind in ("uss", "pss")
+        ]
         ids = worker["env_ids"]
         shown = str(ids[0]) if len(ids) == 1 else f"{ids[0]}-{ids[-1]}"
         grid.add_row(
@@ -433,7 +446,8 @@ def _workers(found: Mapping[str, Any]) -> Table:
         "parent",
         "",
         "",
-        *(size_text(memory[f"parent_{kind}_bytes"]) for kind in ("uss", "pss")),
+        size_text(memory["parent_uss_bytes"]),
+        size_text(memory["parent_pss_bytes"]),
         style="dim",
     )
     return grid

@@ -1,7 +1,6 @@
 """`envherd size ENV`: measures an env, and recommends numbers of envs and workers, with reasons."""
 
 import functools
-import json
 from dataclasses import asdict
 from typing import Any
 
@@ -11,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from envherd.executor.cli.commands import carry_out
-from envherd.executor.cli.option_values import write_text
+from envherd.executor.cli.option_values import write_json
 from envherd.executor.cli.options import Size
 from envherd.executor.machine.machine import Machine
 from envherd.executor.sizing.recommending import Sizing, recommend
@@ -31,7 +30,6 @@ def run(options: Size) -> int:
 
 def _work(options: Size, factory: Factory) -> int:
     """Size the env and report the result; return the exit code."""
-    console = Console(stderr=options.json == "-", quiet=options.quiet)
     with Console(stderr=True, quiet=options.quiet).status("starting") as status:
         sizing = recommend(
             factory,
@@ -57,17 +55,14 @@ def _work(options: Size, factory: Factory) -> int:
         for one in sizing.runs
         if one.refusal is not None
     ]
-    console.print(
+    Console(stderr=options.json == "-", quiet=options.quiet).print(
         _advice(options.env, sizing),
         reasons,
         _runs(sizing),
         *refused,
         sep="\n",
     )
-    write_text(
-        options.json,
-        json.dumps(plain_report(options.env, sizing), indent=2) + "\n",
-    )
+    write_json(options.json, plain_report(options.env, sizing))
     return 0
 
 
@@ -147,12 +142,11 @@ def machine_text(machine: Machine) -> str:
 
 def _runs(sizing: Sizing) -> Table:
     """Return a table of the settings that were run."""
-    title = Text("compared on this machine", "bold")
     grid = Table(
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,
-        title=title,
+        title=Text("compared on this machine", "bold"),
         title_justify="left",
     )
     for name in ("setting", "env-steps/s", "of best", "busy", "memory", "turns"):

@@ -74,14 +74,19 @@ class RolloutStore:
             StoreError: at the first step, if the disk has no room for `num_steps` such batches.
         """
         if self.num_stored == 0:
-            self._require_room(td.bytes() * self.num_steps)
-            if not has_odd_leaves(td):
-                whole = td.unsqueeze(1).expand(
-                    td.shape[0],
-                    self.num_steps,
-                    *td.shape[1:],
+            # Checked first, because writing to a memory map on a full disk kills the process.
+            size = td.bytes() * self.num_steps
+            free = shutil.disk_usage(self.directory.parent).free
+            if size > free:
+                raise StoreError(
+                    f"writing {self.directory} failed: expected room for {size / 1e9:,.1f} GB, got {free / 1e9:,.1f} "
+                    f"GB. Collect fewer steps or envs, or name a directory on another disk."
                 )
-                self._on_disk = whole.memmap_like(self.directory)
+            if not has_odd_leaves(td):
+                shape = (td.shape[0], self.num_steps, *td.shape[1:])
+                self._on_disk = (
+                    td.unsqueeze(1).expand(shape).memmap_like(self.directory)
+                )
         if self._on_disk is None:
             self._in_memory.append(td.clone())
         else:
@@ -112,15 +117,6 @@ class RolloutStore:
         (self.directory / _FACTS).write_text(
             json.dumps({"schema": SCHEMA, **facts}, indent=2) + "\n"
         )
-
-    def _require_room(self, size: int) -> None:
-        # Checked first, because writing to a memory map on a full disk kills the process.
-        free = shutil.disk_usage(self.directory.parent).free
-        if size > free:
-            raise StoreError(
-                f"writing {self.directory} failed: expected room for {size / 1e9:,.1f} GB, got {free / 1e9:,.1f} GB. "
-                f"Collect fewer steps or envs, or name a directory on another disk."
-            )
 
 
 def load_rollout(directory: Path) -> tuple[TensorDictBase, dict[str, Any]]:
@@ -241,7 +237,8 @@ def refuse_code(
     Raises:
         StoreError: with the command that accepts it.
     """
-    (env, kwargs), (given_env, given_kwargs) = stored, given
+    env, kwargs = stored
+    given_env, given_kwargs = given
     is_env_safe = given_env is not None or is_only_looked_up(env)
     if is_env_safe and (given_kwargs is not None or not has_text(kwargs)):
         return
@@ -258,6 +255,6 @@ def has_text(value: Any) -> bool:
     """Return whether there is a text in plain data, other than the keys of dicts."""
     if isinstance(value, dict):
         return any(map(has_text, value.values()))
-    return (
-        any(map(has_text, value)) if isinstance(value, list) else isinstance(value, str)
-    )
+    if isinstance(value, list):
+        return any(map(has_text, value))
+    return isinstance(value, str)

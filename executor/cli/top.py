@@ -1,7 +1,6 @@
 """`envherd top`: shows what running executors and their workers are doing."""
 
 import contextlib
-import json
 import time
 from typing import Any
 
@@ -12,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from envherd.executor.cli.exit_codes import EXIT_INTERRUPTED, EXIT_USAGE
-from envherd.executor.cli.option_values import write_text
+from envherd.executor.cli.option_values import write_json
 from envherd.executor.cli.options import Top
 from envherd.executor.guests.monitor.statistics import WorkerStatistics
 from envherd.executor.guests.monitor.watching import Watch, plates, stack_of
@@ -47,6 +46,7 @@ def run(options: Top) -> int:
             )
         try:
             while True:
+                # Speeds and shares are those between two looks; the first look was made above.
                 time.sleep(options.interval)
                 watches = watcher.look()
                 stack = _stack(watches, options.stack)
@@ -87,10 +87,8 @@ def _write_json(options: Top, watches: list[Watch], stack: str) -> None:
         "executors": [watch.to_plain() for watch in watches],
     }
     plain |= {"stack": stack} if stack else {}
-    write_text(
-        options.json,
-        json.dumps(plain, indent=2 if options.once else None) + "\n",
-    )
+    # One line for each reading, unless there is only one.
+    write_json(options.json, plain, indent=2 if options.once else None)
 
 
 class Watcher:
@@ -167,7 +165,6 @@ _DROPPED = ("PSS", "p50", "cpu", "errors", "restarts", "reset", "p99", "resets",
 
 
 def _executor(watch: Watch, width: int) -> Table:
-    title = f"{watch.env} x {watch.num_envs}, process {watch.pid}: {watch.steps_per_s:,.0f} env-steps/s"
     rows = [
         dict(zip(_COLUMNS, _cells(worker), strict=True)) for worker in watch.workers
     ]
@@ -176,9 +173,13 @@ def _executor(watch: Watch, width: int) -> Table:
     for name in _DROPPED:
         if _width_of(names, rows) > width:
             names.remove(name)
-    heading = Text(f"{title}   {watch.command[:60]}", overflow="ellipsis", no_wrap=True)
     table = Table(
-        title=heading,
+        title=Text(
+            f"{watch.env} x {watch.num_envs}, process {watch.pid}: {watch.steps_per_s:,.0f} env-steps/s   "
+            f"{watch.command[:60]}",
+            overflow="ellipsis",
+            no_wrap=True,
+        ),
         caption=watch.path,
         title_justify="left",
         caption_justify="left",

@@ -19,6 +19,7 @@ def needing(install: str, *packages: str) -> Iterator[None]:
     try:
         for package in packages:
             if package not in sys.modules and importlib.util.find_spec(package) is None:
+                # Raises the error that names the package.
                 importlib.import_module(package)
         yield
     except Exception as error:
@@ -45,6 +46,7 @@ def older_path(package: str) -> Callable[[str], Any]:
     public = f"envherd.{package.rpartition('.')[2]}"
 
     def find(name: str) -> Any:
+        # Python itself asks packages for names such as `__path__`.
         if name.startswith("_") and name != "__all__":
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(importlib.import_module(public), name)

@@ -37,21 +37,22 @@ class Column:
         shape: tuple[int, ...],
         loans: Loans | None = None,
     ) -> None:
-        arrays = [
-            group.columns[section, *key]
+        # One view for each column of the ring: indexing a list is faster than indexing an array in each step.
+        self._views = [
+            list(group.columns[section, *key])
             for group, key in zip(slab.groups, keys, strict=True)
         ]
-        self._views = [list(array) for array in arrays]
         self._env_ids = [np.array(group.plan.env_ids) for group in slab.groups]
         self._shape = (num_rows, *shape)
         self._num_envs = slab.plan.num_envs
         self._only = self._views[0]
-        self._is_plain = len(arrays) == 1 and all(
+        self._is_plain = len(self._views) == 1 and all(
             view.flags.c_contiguous for view in self._only
         )
         if self._is_plain:
+            # With one group of equal envs, a column of its array has all rows in order.
             self._only = [view.reshape(self._shape) for view in self._only]
-        self._loans = loans if self._is_plain and section == "next" else None
+        self._loans = loans if self._is_plain else None
         if self._loans is not None:
             self._index = [leaf.key for leaf in next_leaves(slab.groups[0].spec)].index(
                 tuple(keys[0])
@@ -68,6 +69,7 @@ class Column:
         first = self._only[column]
         if len(self._views) == 1:
             return first.copy().reshape(self._shape)
+        # The envs of a group need not be consecutive.
         gathered = np.empty((self._num_envs, *first.shape[1:]), first.dtype)
         for views, env_ids in zip(self._views, self._env_ids, strict=True):
             gathered[env_ids] = views[column]
@@ -75,8 +77,10 @@ class Column:
 
     def read_each(self, columns: np.ndarray) -> np.ndarray:
         """Return the rows of each env at its own column, int64 `[num_envs]`, copied."""
+        # Most often, all envs are at the same column.
         read = self.read(int(columns[0]))
         for column in set(columns.tolist()) - {int(columns[0])}:
+            # An env has several consecutive rows if its agents have rows.
             is_there = np.repeat(columns == column, len(read) // self._num_envs)
             read[is_there] = self.look(column)[is_there]
         return read
@@ -110,10 +114,16 @@ class LatestColumn:
         self._positions = positions
         self._repeats = num_rows // positions.slab.plan.num_envs
         keys = [key] * len(positions.slab.groups)
-        self.after, self.fresh = (
-            Column(positions.slab, section, keys, num_rows, shape, positions.loans)
-            for section in ("next", "root")
+        self.after = Column(
+            positions.slab,
+            "next",
+            keys,
+            num_rows,
+            shape,
+            positions.loans,
         )
+        # Only frames of "next" can be lent.
+        self.fresh = Column(positions.slab, "root", keys, num_rows, shape)
 
     def read(self) -> np.ndarray:
         """Return all rows, copied."""
@@ -139,6 +149,7 @@ def episode_reader(slab: Slab, num_agents: int = 1) -> ReadEpisodes | None:
     keys: list[Any] = [group.spec.metadata.get(EPISODE_KEYS) for group in slab.groups]
     if not keys[0]:
         return None
+    # The place among an env's keys: returns are first, length and time last.
     kinds = ((0, (num_agents,), np.float64), (-2, (), np.int64), (-1, (), np.float64))
     columns = [
         (

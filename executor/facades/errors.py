@@ -6,6 +6,7 @@ imported modules; nothing is unpickled.
 """
 
 import contextlib
+import functools
 import multiprocessing
 import sys
 from collections.abc import Iterator
@@ -20,8 +21,6 @@ from envherd.workers.errors import (
     ResetNeeded,
 )
 
-_kinds: dict[tuple[type[EnvherdError], type[Exception]], type[EnvherdError] | None] = {}
-
 
 def listed(operation: str, env_fns: Any) -> tuple[Any, ...]:
     """Return the factories of a vector env; some may be passed as names of envs.
@@ -32,13 +31,11 @@ def listed(operation: str, env_fns: Any) -> tuple[Any, ...]:
         FactoryError: an entry is no factory.
     """
     if callable(env_fns) or isinstance(env_fns, str):
-        got, entry = (
-            ("one name", repr(env_fns))
-            if isinstance(env_fns, str)
-            else ("one function", "make_env")
-        )
+        got = "one function. Write [make_env] * 8."
+        if isinstance(env_fns, str):
+            got = f"one name. Write [{env_fns!r}] * 8."
         raise TypeError(
-            f"{operation} failed: expected a list of functions, one per env, got {got}. Write [{entry}] * 8."
+            f"{operation} failed: expected a list of functions, one per env, got {got}"
         )
     if not (found := tuple(map(as_factory, env_fns))):
         raise ValueError(
@@ -57,6 +54,7 @@ def as_raised(error: EnvherdError, call: str = "") -> EnvherdError:
     if not isinstance(error, (EnvError, FactoryError)):
         return error
     if call:
+        # Messages begin with the name of the call; users know the host's.
         error.message = call + error.message.removeprefix(
             error.context.get("phase", "")
         )
@@ -76,6 +74,7 @@ def as_raised(error: EnvherdError, call: str = "") -> EnvherdError:
 def _find_type(module: str, name: str) -> type[Exception] | None:
     """Return the exception class of that name, if this process has imported it."""
     found: Any = sys.modules.get(module)
+    # A class may be defined in another one.
     for part in name.split("."):
         found = getattr(found, part, None)
     return found if isinstance(found, type) and issubclass(found, Exception) else None
@@ -83,14 +82,12 @@ def _find_type(module: str, name: str) -> type[Exception] | None:
 
 def twin(error: EnvherdError, native: type[Exception]) -> EnvherdError:
     """Return an error that is also of a native type; the error itself if Python cannot create such a class."""
-    ours = type(error)
-    if (ours, native) not in _kinds:
-        _kinds[ours, native] = _joined(ours, native)
-    kind = _kinds[ours, native]
+    kind = _joined(type(error), native)  # type: ignore[arg-type]  # mypy looks at the `__hash__` of their instances
     twin = None if kind is None else _blank(kind, native, error.message)
     if twin is None:
         return error
     BaseException.__init__(twin, error.message)
+    # No constructor of ours has set the attributes.
     vars(twin).update(vars(error))
     twin.__cause__ = error.__cause__
     return twin
@@ -110,6 +107,7 @@ def _blank(
     return None
 
 
+@functools.cache
 def _joined(
     ours: type[EnvherdError],
     native: type[Exception],
@@ -122,12 +120,14 @@ def _joined(
         "__doc__": ours.__doc__,
     }
     try:
+        # Refused, for example, if instances of the two are laid out differently in memory.
         return type(f"{ours.__name__}[{native.__name__}]", (ours, native), namespace)
     except TypeError:
         return None
 
 
 def _reduce(error: EnvherdError) -> tuple[Any, ...]:
+    # The joined class has no name to import it by: `twin` makes it again where it is unpickled.
     ours, native = type(error).__bases__
     return twin, (
         ours(error.message, remote_traceback=error.remote_traceback, **error.context),
@@ -141,11 +141,10 @@ class CallTimeout(multiprocessing.TimeoutError, TimeoutError):
 
 def as_gymnasium(error: EnvherdError, call: str = "") -> EnvherdError:
     """Return an error that is also an instance of Gymnasium's type, or the error itself; `call` as of `as_raised`."""
-    return (
-        twin(error, AssertionError)
-        if isinstance(error, ResetNeeded)
-        else as_raised(error, call)
-    )
+    # Without autoreset, Gymnasium's `SyncVectorEnv` asserts that no env has ended.
+    if isinstance(error, ResetNeeded):
+        return twin(error, AssertionError)
+    return as_raised(error, call)
 
 
 @contextlib.contextmanager

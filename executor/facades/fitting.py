@@ -26,6 +26,7 @@ def fitted(
         ActionError: the wrong number of values, or values that an integer or bool dtype cannot hold.
     """
     array = as_array(values, of_agent=of_agent)
+    # Batches of the space's own dtype are not copied.
     if array.dtype == dtype and array.shape == shape:
         return array
     if array.shape[:1] != shape[:1] or array.size != np.prod(shape, dtype=int):
@@ -34,10 +35,11 @@ def fitted(
         )
     array = array.reshape(shape)
     cast = as_array(array, dtype, of_agent)
+    # Floats may be rounded.
     if dtype.kind in "iub" and not (cast == array).all():
-        wrong = array[cast != array].flat[0]
         raise ActionError(
-            f"step failed: expected {dtype} actions{of_agent}, got {array.dtype} {wrong}. No env was stepped."
+            f"step failed: expected {dtype} actions{of_agent}, got {array.dtype} {array[cast != array].flat[0]}. "
+            f"No env was stepped."
         )
     return cast
 

@@ -24,7 +24,10 @@ Space = spaces.Space[Any]
 
 def space_of(leaf: LeafSpec, lead: int) -> Space:
     """Return the space of a leaf without its first `lead` dimensions, which are those of the agents."""
-    shape, dtype, domain = leaf.shape[lead:], np.dtype(leaf.dtype), leaf.domain
+    shape = leaf.shape[lead:]
+    dtype = np.dtype(leaf.dtype)
+    domain = leaf.domain
+    # Several indices of one range become a Box.
     if isinstance(domain, Discrete) and shape == ():
         return spaces.Discrete(domain.n, start=domain.start)
     if isinstance(domain, MultiDiscrete) and dtype.kind in "iu":
@@ -33,11 +36,11 @@ def space_of(leaf: LeafSpec, lead: int) -> Space:
         )
     if isinstance(domain, Binary) and dtype.kind in "iu":
         return spaces.MultiBinary(shape)
-    low, high = (
-        np.broadcast_to(bound, leaf.shape)[(0,) * lead]
+    bounds = [
+        np.broadcast_to(bound, leaf.shape)[(0,) * lead].astype(dtype)
         for bound in _bounds(domain, dtype)
-    )
-    return spaces.Box(low.astype(dtype), high.astype(dtype), shape, dtype.type)
+    ]
+    return spaces.Box(bounds[0], bounds[1], shape, dtype.type)
 
 
 def _bounds(domain: Domain, dtype: np.dtype) -> tuple[Any, Any]:

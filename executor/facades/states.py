@@ -62,6 +62,7 @@ FOLLOWS: dict[str, dict[AsyncState, AsyncState]] = {
 class Stateful:
     """A vector env that moves by the table."""
 
+    # A constructor that fails leaves nothing to close.
     _state = AsyncState.CLOSED
     _engine: Any  # of the executor
 
@@ -87,6 +88,7 @@ class Stateful:
         following = FOLLOWS[event].get(self._state)
         if following is None:
             self._refuse(event, call or event)
+        # The call before was broken off; see `*` in the table.
         if following is self._state is AsyncState.BEGUN:
             with self._engine.guard:
                 self._engine.drop_parked()

@@ -61,7 +61,8 @@ class ExecutorBatch:
         if resets_ended:
             td, root = self.env.step_and_maybe_reset(td)
         else:
-            td, root = self.env.step(td), self.env.current()
+            td = self.env.step(td)
+            root = self.env.current()
         return self._rows(td["next"], "next"), self._rows(root, "root")
 
     def save(self) -> list[Any] | None:
@@ -158,16 +159,15 @@ class _CountingEnv(SerialEnv):
 
 
 def _row(td: TensorDictBase, spec: EnvSpec, section: str) -> Row:
-    leaves = (
-        *spec.observation,
-        *spec.done,
-        *(spec.reward if section == "next" else ()),
-    )
     return {
         leaf.key: td.get(leaf.key).data
         if leaf.is_side
         else td.get(leaf.key).numpy().copy()
-        for leaf in leaves
+        for leaf in (
+            *spec.observation,
+            *spec.done,
+            *(spec.reward if section == "next" else ()),
+        )
     }
 
 

@@ -33,7 +33,9 @@ def check_done(row: Row, where: str) -> None:
             (*key[:-1], *last) in row for last in DONE_KEYS
         ):
             continue
-        done, terminated, truncated = (row[(*key[:-1], *last)] for last in DONE_KEYS)
+        done = row[key]
+        terminated = row[*key[:-1], "terminated"]
+        truncated = row[*key[:-1], "truncated"]
         if not np.array_equal(done, terminated | truncated):
             raise ContractViolation(
                 f"rule 5 is broken: expected {show_key(key)} to be terminated | truncated, got {show(done)} for "
@@ -53,14 +55,13 @@ def check_values(row: Row, spec: EnvSpec, where: str) -> None:
             continue
         outside = (value < leaf.domain.low) | (value > leaf.domain.high)
         if outside.any():
-            advice = "Mend the env's observation_space, or clip its observations."
             raise _violation(
                 leaf.key,
                 f"in {leaf.domain}",
                 value,
                 outside,
                 where,
-                advice,
+                "Mend the env's observation_space, or clip its observations.",
             )
     for leaf in spec.reward:
         if leaf.key in row and (infinite := ~np.isfinite(row[leaf.key])).any():
@@ -83,9 +84,8 @@ def _violation(
     advice: str,
 ) -> ContractViolation:
     at = tuple(map(int, np.argwhere(is_broken)[0]))
-    got = f"got {value[at]} at {at} ({where})"
     return ContractViolation(
-        f"rule 8 is broken: expected {show_key(key)} {expected}, {got}. {advice}"
+        f"rule 8 is broken: expected {show_key(key)} {expected}, got {value[at]} at {at} ({where}). {advice}"
     )
 
 

@@ -155,22 +155,17 @@ class Contract:
         """Check every rule; see `check`."""
         for rule in self.rules:
             self.check(rule)
-        trace = self._pair[0]
         return ContractReport(
             self.rules,
             self.num_steps,
-            trace.num_ends,
-            trace.calls is not None,
+            self.num_ends,
+            self._pair[0].calls is not None,
         )
 
     @property
     def rules(self) -> tuple[int, ...]:
         """The rules to check: `RULES`, without 9 if the env cannot be saved, and 10 if asked for."""
-        found = (
-            self.RULES
-            if self._saving
-            else tuple(rule for rule in self.RULES if rule != 9)
-        )
+        found = tuple(rule for rule in self.RULES if rule != 9 or self._saving)
         return (*found, 10) if self.together > 1 else found
 
     @property
@@ -216,7 +211,8 @@ class Contract:
                 )
             if (saved := batch.save()) is None:
                 return None
-            drawn, first = [], []
+            drawn = []
+            first = []
             for _ in range(self.num_steps):
                 drawn.append(self._draw_actions(batch, rng, roots))
                 nexts, roots = batch.step(drawn[-1], resets_ended=True)
@@ -273,17 +269,27 @@ class Contract:
     def _check_masks(self) -> None:
         apart = self._spread[1]
         if self.is_deterministic:
-            why = "it changed when env 0 was reset. Do the envs share state (a class attribute, a global)?"
-            compare(2, self._pair[0], apart, why, env_ids=(1,))
+            compare(
+                2,
+                self._pair[0],
+                apart,
+                "it changed when env 0 was reset. Do the envs share state (a class attribute, a global)?",
+                env_ids=(1,),
+            )
 
     def _check_ends(self) -> None:
         within, by_hand = self._pair
         for event in (*within.events, *by_hand.events):
             _check_root(event)
         if self.is_deterministic:
-            why = "step_and_maybe_reset gave another root than step and reset."
             for mine, theirs in zip(within.events, by_hand.events, strict=True):
-                demand(3, mine.root, theirs.root, f"root, {mine}", why)
+                demand(
+                    3,
+                    mine.root,
+                    theirs.root,
+                    f"root, {mine}",
+                    "step_and_maybe_reset gave another root than step and reset.",
+                )
         if not self.ends_where_it_starts:
             _check_that_ends_differ(within)
 
@@ -312,8 +318,12 @@ class Contract:
     def _check_copies(self) -> None:
         within, by_hand = self._pair
         if self.is_deterministic:
-            why = "the reset has overwritten the last observation. Does the adapter hand out what the env changes?"
-            compare_ends(7, within, by_hand, why)
+            compare_ends(
+                7,
+                within,
+                by_hand,
+                "the reset has overwritten the last observation. Does the adapter hand out what the env changes?",
+            )
         assert self._spread  # taking the trace has checked that masks are unchanged
 
     def _check_values(self) -> None:
@@ -328,15 +338,13 @@ class Contract:
         assert self._pair  # an episode has ended
         if self._saving is None or not self.is_deterministic:
             return
-        why = "something that the env's future depends on is not in its state."
         for number, (first, again) in enumerate(zip(*self._saving, strict=True)):
-            step = 1 + number // (2 * NUM_ENVS)
             demand(
                 9,
                 first,
                 again,
-                f"step {step} after the restore, env {number % NUM_ENVS}",
-                why,
+                f"step {1 + number // (2 * NUM_ENVS)} after the restore, env {number % NUM_ENVS}",
+                "something that the env's future depends on is not in its state.",
             )
 
     def _check_together(self) -> None:

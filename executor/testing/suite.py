@@ -44,8 +44,11 @@ class PartialResetContract:
     def pytest_generate_tests(self, metafunc: Any) -> None:
         """Make a test of each rule; pytest calls this."""
         if "rule" in metafunc.fixturenames:
-            titles = [f"rule_{n}: {Contract.TITLES[n]}" for n in sorted(Contract.RULES)]
-            metafunc.parametrize("rule", sorted(Contract.RULES), ids=titles)
+            metafunc.parametrize(
+                "rule",
+                sorted(Contract.RULES),
+                ids=[f"rule_{n}: {Contract.TITLES[n]}" for n in sorted(Contract.RULES)],
+            )
 
     def test_rule(self, rule: int) -> None:
         """Check one rule."""

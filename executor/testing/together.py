@@ -84,9 +84,9 @@ def check_together(
         raise ContractViolation(f"{_RULE}: {error}") from error
     for env_id in range(num_envs):
         if found := _first_difference(alone[env_id], together, env_id):
-            cause = _cause(found, alone, together, take)
             raise ContractViolation(
-                f"{_RULE}: with {num_envs} envs in one worker, env {env_id} gave another {found}. {cause}"
+                f"{_RULE}: with {num_envs} envs in one worker, env {env_id} gave another {found}. "
+                f"{_cause(found, alone, together, take)}"
             )
 
 
@@ -163,14 +163,13 @@ def _take(
     Raises:
         ContractViolation: the worker died.
     """
-    options = ExecutorOptions(first_env_id=env_ids[0], isolate_rng=isolates)
     try:
         with ParallelEnv(
             len(env_ids),
             factory,
             num_workers=1,
             seed=seed,
-            options=options,
+            options=ExecutorOptions(first_env_id=env_ids[0], isolate_rng=isolates),
         ) as env:
             batch = ExecutorBatch(env)
             before = _shared(env)
@@ -214,10 +213,11 @@ def _pictures(env: ParallelEnv) -> list[Row]:
         pictures = env.ask("render", None)
     except EnvError:  # of an env that draws none
         pictures = [None] * env.num_envs
-    is_drawn = [isinstance(picture, np.ndarray) for picture in pictures]
     return [
-        {_PICTURE: zlib.crc32(np.ascontiguousarray(picture).tobytes())} if drawn else {}
-        for picture, drawn in zip(pictures, is_drawn, strict=True)
+        {_PICTURE: zlib.crc32(np.ascontiguousarray(picture).tobytes())}
+        if isinstance(picture, np.ndarray)
+        else {}
+        for picture in pictures
     ]
 
 

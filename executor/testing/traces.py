@@ -88,10 +88,9 @@ def draw_actions(
 def _legal_values(spec: EnvSpec, rng: np.random.Generator, root: Row) -> list[Any]:
     """Return values of one env's actions and states, aligned with `spec.action` and then `spec.state`."""
     keys = [mask_key(spec, leaf) for leaf in spec.action] + [None] * len(spec.state)
-    leaves = (*spec.action, *spec.state)
     return [
         draw(leaf, rng) if key is None else draw_masked(rng, root[key], leaf)
-        for leaf, key in zip(leaves, keys, strict=True)
+        for leaf, key in zip((*spec.action, *spec.state), keys, strict=True)
     ]
 
 
@@ -108,8 +107,11 @@ def take_trace(
     first = roots = batch.reset(None)
     events = []
     for step in range(num_steps):
-        actions = draw_actions(drawn_by, batch.specs, rngs, roots)
-        nexts, roots = advance(batch, actions, step)
+        nexts, roots = advance(
+            batch,
+            draw_actions(drawn_by, batch.specs, rngs, roots),
+            step,
+        )
         events += [
             TraceEvent(step, env_id, *rows)
             for env_id, rows in enumerate(zip(nexts, roots, strict=True))
@@ -122,20 +124,18 @@ def take_trace(
 def fused(
     batch: ExecutorBatch,
     actions: list[list[Any]],
-    step: int,
+    step: int,  # noqa: ARG001  # see `Advance`
 ) -> tuple[list[Row], list[Row]]:
     """Step, and reset within the same command."""
-    del step
     return batch.step(actions, resets_ended=True)
 
 
 def separate(
     batch: ExecutorBatch,
     actions: list[list[Any]],
-    step: int,
+    step: int,  # noqa: ARG001
 ) -> tuple[list[Row], list[Row]]:
     """Step, then reset what ended."""
-    del step
     nexts, roots = batch.step(actions, resets_ended=False)
     if any(map(has_ended, nexts)):
         roots = batch.reset(np.stack([row[("done",)] for row in nexts]))

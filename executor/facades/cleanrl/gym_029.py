@@ -35,6 +35,7 @@ class OldVectorEnv(AsyncVectorEnv, VectorEnv[Any, Any, np.ndarray]):
     def __init__(
         self,
         env_fns: Sequence[Callable[[], Any]],
+        # Arguments of 0.29 that have no effect here, such as `shared_memory` and `context`.
         *_: Any,
         copy: bool = True,
         num_workers: int | Literal["auto"] | None = None,
@@ -64,9 +65,11 @@ class OldVectorEnv(AsyncVectorEnv, VectorEnv[Any, Any, np.ndarray]):
                     np.full(self.num_envs, None, object),
                 )
                 finals[env_num] = rest.pop(name)
-                vector_infos.setdefault(f"_{old_name}", np.zeros(self.num_envs, bool))[
-                    env_num
-                ] = True
+                has_ended = vector_infos.setdefault(
+                    f"_{old_name}",
+                    np.zeros(self.num_envs, bool),
+                )
+                has_ended[env_num] = True
         return super()._add_info(vector_infos, rest, env_num)
 
 

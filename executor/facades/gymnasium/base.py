@@ -74,6 +74,7 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
         self.copy = copy
         self.observation_mode = observation_mode
         modes = [mode.value for mode in AutoresetMode]
+        # Gymnasium takes a mode or its value.
         if autoreset_mode not in (*AutoresetMode, *modes):
             raise ValueError(
                 f"{type(self).__name__} failed: expected autoreset_mode as an AutoresetMode or one of "
@@ -105,24 +106,24 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
         self.closed = False
 
     def _take_spaces(self, descriptions: list[Description]) -> None:
-        first, engine = descriptions[0], self.executor.engine
+        first = descriptions[0]
+        engine = self.executor.engine
+        # Gymnasium's wrappers of vector envs read the mode there.
         self.metadata = {**first.metadata, "autoreset_mode": self.autoreset_mode}
         self.render_mode = first.render_mode
-        spaces = batch(self._name, descriptions, self.observation_mode)
         (
             self.single_observation_space,
             self.observation_space,
             self.single_action_space,
             self.action_space,
-        ) = spaces
+        ) = batch(self._name, descriptions, self.observation_mode)
         self._engine = engine
         self._guard = engine.guard
         self._actions = Actions(engine, first.action_space, self.action_space)
-        leaves = engine.pool.slab.groups[0].spec.observation
         self._observations = Observations(
             engine,
             first.observation_space,
-            leaves,
+            engine.pool.slab.groups[0].spec.observation,
             self.num_envs,
             is_copy=self.copy,
         )
@@ -136,14 +137,14 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
         )
         # In Gymnasium the env decides whether it may be stepped before a reset.
         engine.allow_steps()
-        self._rewards, self._terminations, self._truncations = (
-            list(group["next", name][:, :, 0])
-            for name in ("reward", "terminated", "truncated")
-        )
-        self._step_op = (
-            Op.STEP_RESET if self.autoreset_mode is AutoresetMode.SAME_STEP else Op.STEP
-        )
-        self._command = compile_command(engine, self._step_op)
+        # Lists of one array `[N]` for each column of the ring.
+        self._rewards = list(group["next", "reward"][:, :, 0])
+        self._terminations = list(group["next", "terminated"][:, :, 0])
+        self._truncations = list(group["next", "truncated"][:, :, 0])
+        step_op = Op.STEP
+        if self.autoreset_mode is AutoresetMode.SAME_STEP:
+            step_op = Op.STEP_RESET
+        self._command = compile_command(engine, step_op)
         self._resets_next = self.autoreset_mode is AutoresetMode.NEXT_STEP
         self._columns = Columns(self.num_envs)
         # Int [k], the envs that the next step resets; None for none.
@@ -234,14 +235,19 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
             env_ids = np.flatnonzero(
                 _checked_mask(options["reset_mask"], self.num_envs)
             )
+            # The mask is for this class; envs do not get it.
             options = {
                 key: value for key, value in options.items() if key != "reset_mask"
             }
         with raising_gymnasiums(), self._guard:
-            extras = self._engine.extras_of(env_ids, seeds, None, {"options": options})
             self._flight = self._engine.flights.begin_resets(
                 env_ids,
-                extras=extras,
+                extras=self._engine.extras_of(
+                    env_ids,
+                    seeds,
+                    None,
+                    {"options": options},
+                ),
                 is_parked=True,
             )
         self._resetting = env_ids
@@ -250,6 +256,7 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
         with raising_gymnasiums(), self._guard:
             self._flight.land(timeout)
         self._move("land")
+        # The next step does not reset an env once more that the caller has reset.
         if self._ended is not None:
             self._ended = _some(self._ended[~np.isin(self._ended, self._resetting)])
         is_reset = np.zeros(self.num_envs, bool)
@@ -273,6 +280,7 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
             with self._guard:
                 self._flight = self._command(
                     write_inputs=partial(self._actions.take, actions),
+                    # None unless the mode is NEXT_STEP.
                     resets=self._ended,
                     is_parked=is_parked,
                 )
@@ -280,21 +288,25 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
             raise as_gymnasium(error) from error.__cause__
 
     def _finish_step(self, timeout: float | None) -> StepResult:
-        flight, was_reset = self._flight, self._ended
+        flight = self._flight
+        was_reset = self._ended
         try:
             if not flight.has_landed:
                 with self._guard:
                     flight.land(timeout)
         except EnvherdError as error:
+            # All envs that have not failed were stepped.
             self._note_failed_step()
             raise as_gymnasium(error) from error.__cause__
         except BaseException:
             self._ended = None  # the caller must reset all of them
             raise
         self._move("land")
-        column, ended = flight.at, flight.ended
+        column = flight.at
+        ended = flight.ended
         if self._resets_next:
             self._ended = ended
+            # The resets of this call are of episodes that an earlier step has ended.
             infos = self._infos(None, column)
         else:
             was_reset = ended if flight.was_reset is not None else None
@@ -319,15 +331,13 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
         is_over = np.zeros(self.num_envs, bool)
         is_over[ended] = True
         returns, lengths, seconds = read(column)
+        # 0 for the other envs, as in `RecordEpisodeStatistics`.
         returns = np.where(is_over[:, None], returns, 0)
-        figures = {
-            name: np.where(is_over, value, 0)
-            for name, value in (("l", lengths), ("t", seconds))
-        }
         return {
             "episode": {
                 "r": returns[:, 0] if returns.shape[1] == 1 else returns,
-                **figures,
+                "l": np.where(is_over, lengths, 0),
+                "t": np.where(is_over, seconds, 0),
             },
             "_episode": is_over,
         }
@@ -337,6 +347,7 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
         if self._resets_next:
             flight = self._flight
             ended = self._terminations[flight.at] | self._truncations[flight.at]
+            # An env that has failed waits for a reset by the caller.
             ended[flight.dead] = False
             self._ended = _some(np.flatnonzero(ended))
 
@@ -358,6 +369,7 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
         if has_more:
             parts = self._with_ends(parts, ended, column)
         infos: dict[str, Any] = {}
+        # In the order of the envs: the first value of a key decides the type of its array.
         for part in parts if len(parts) < 2 else sorted(parts, key=first_env):
             infos = self._add_part(infos, part)
         return infos
@@ -369,23 +381,23 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
         column: int,
     ) -> list[Part]:
         """Return parts in which each env that has ended, or was interrupted, has separate parts, with more entries."""
-        positions, reader = self._engine.positions, self._engine.side.infos
+        positions = self._engine.positions
+        reader = self._engine.side.infos
         is_interrupted = positions.interrupted[:, 0] & positions.has_interrupted
         has_ended = np.zeros(self.num_envs, bool)
         has_ended[[] if ended is None else ended] = True
         is_special = has_ended | is_interrupted
+        # `of` returns None if no env is left in a part.
         changed = [*filter(None, (part.of(~is_special) for part in parts))]
         stepped = reader.read("next", is_special)
         fresh = reader.read("root", is_special)
         for env_id in np.flatnonzero(is_special).tolist():
             own = dict(stepped.get(env_id, {}))
             if has_ended[env_id]:
-                has_final = FINAL_OBSERVATION in own
-                last = (
-                    own.pop(FINAL_OBSERVATION)
-                    if has_final
-                    else self._observations.last_of(env_id, column)
-                )
+                if FINAL_OBSERVATION in own:
+                    last = own.pop(FINAL_OBSERVATION)
+                else:
+                    last = self._observations.last_of(env_id, column)
                 own = {"final_obs": last, "final_info": own}
             root = fresh.get(env_id, {})
             if is_interrupted[env_id]:

@@ -34,7 +34,8 @@ class Columns:
         if len(part.env_ids) < self._num_envs:
             is_other = np.ones(self._num_envs, bool)
             is_other[part.env_ids] = False
-            env_ids, others = part.env_ids, np.flatnonzero(is_other)
+            env_ids = part.env_ids
+            others = np.flatnonzero(is_other)
         own = read(part.records, env_ids, others)
         # Envs with other infos may have some of the keys, as after a reset.
         shared = infos.keys() & own.keys()
@@ -61,11 +62,13 @@ class Columns:
             env_ids: np.ndarray | None,
             others: np.ndarray | None,
         ) -> dict[str, Any]:
-            mask, infos = everybody.copy(), {}
+            mask = everybody.copy()
+            infos = {}
             if others is not None:
                 mask[others] = False
             for key, mask_key, read_one in entries:
                 infos[key] = read_one(records, env_ids, others)
+                # The caller owns each mask.
                 infos[mask_key] = mask.copy()
             return infos
 

@@ -4,14 +4,14 @@ Guarantees: an env gets the action that Gymnasium would pass to it; observations
 `gymnasium.vector.utils.concatenate`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 from gymnasium.vector.utils import iterate
 
-from envherd.executor.facades.columns import LatestColumn
+from envherd.executor.facades.columns import Column, LatestColumn
 from envherd.executor.facades.gymnasium.worker import loads
 from envherd.executor.facades.leaf_spaces import Space, leaf_spaces, tails
 from envherd.executor.protocol.engine import Engine
@@ -39,6 +39,7 @@ class Actions:
         tree = native_tree(single_space, "action", space)
         inputs = engine.pool.slab.groups[0].inputs
         keys = [("input", *leaf.key) for leaf in leaf_specs(tree) if not leaf.is_side]
+        # If one leaf has no place in shared memory, all leaves of a batch go as objects.
         self._targets = (
             [inputs[key] for key in keys]
             if len(keys) == len(leaf_specs(tree))
@@ -58,11 +59,13 @@ class Actions:
 
     def _take_arrays(self, targets: list[np.ndarray], actions: Any) -> bool:
         try:
+            # Raises if the actions are not nested as the space is.
             values = self._split(actions)
         except (TypeError, LookupError):
             return False
         for target, value in zip(targets, values, strict=True):
             if (
+                # Any other dtype goes as objects: a cast could change what the env gets.
                 value.__class__ is not np.ndarray
                 or value.dtype != target.dtype
                 or value.shape != target.shape
@@ -79,7 +82,8 @@ class Actions:
             raise ValueError(
                 f"step failed: expected {num_envs} actions, one for each env, got {len(given)}."
             )
-        engine, ids = self._engine, list(range(num_envs))
+        engine = self._engine
+        ids = list(range(num_envs))
         while True:
             try:
                 engine.ask("each", ids, name="give", args=tuple(given[i] for i in ids))
@@ -112,7 +116,8 @@ class Observations:
         *,
         is_copy: bool,
     ) -> None:
-        self._positions, self._side = engine.positions, engine.side
+        self._positions = engine.positions
+        self._side = engine.side
         self._ids = engine.all_ids
         seen = leaf_spaces(single_space)
         self._columns = [
@@ -124,15 +129,15 @@ class Observations:
                 num_rows,
                 tuple(space.shape or ()),
             )
+            # Leaves of infos and statistics come after those of the space.
             for leaf, space in zip(leaves, seen, strict=False)
         ]
+        rows_at = Column.own if is_copy else Column.look
         #: Of each leaf: column of a step -> its rows.
-        self._takes = [
+        self._takes: list[Callable[[int], Any]] = [
             partial(self._objects, index)
             if leaf is None
-            else leaf.after.own
-            if is_copy
-            else leaf.after.look
+            else partial(rows_at, leaf.after)
             for index, leaf in enumerate(self._columns)
         ]
         self._tails = tails(seen)
@@ -156,28 +161,31 @@ class Observations:
                 self._objects(index) if leaf is None else leaf.after.own(column)
             )
             if leaf is not None:
+                # The memory is the caller's: `own` never returns a view of a frame that is used again.
                 leaves[-1][reset_ids] = leaf.fresh.look(column)[reset_ids]
         return self._join(leaves)
 
     def now(self) -> Any:
         """Return a copy of the envs' present observations, from any column."""
-        leaves = [
-            self._objects(index) if leaf is None else leaf.read()
-            for index, leaf in enumerate(self._columns)
-        ]
-        return self._join(leaves)
+        return self._join(
+            [
+                self._objects(index) if leaf is None else leaf.read()
+                for index, leaf in enumerate(self._columns)
+            ]
+        )
 
     def last_of(self, row: int, column: int) -> Any:
         """Return a copy of the observation of one row's latest step, not batched; call it before `after`."""
-        leaves = [
-            loads(self._side.next[row][index])
-            if leaf is None
-            else leaf.after.look(column)[row, *tail].copy()
-            for index, (leaf, tail) in enumerate(
-                zip(self._columns, self._tails, strict=True)
-            )
-        ]
-        return self._join(leaves)
+        return self._join(
+            [
+                loads(self._side.next[row][index])
+                if leaf is None
+                else leaf.after.look(column)[row, *tail].copy()
+                for index, (leaf, tail) in enumerate(
+                    zip(self._columns, self._tails, strict=True)
+                )
+            ]
+        )
 
     def _objects(self, index: int, _column: int = 0) -> tuple[Any, ...]:
         latest = self._side.latest(self._positions.in_root)

@@ -70,7 +70,8 @@ def batch(
         RuntimeError: the envs' spaces do not fit together.
         ValueError, TypeError: they cannot be batched.
     """
-    first, num_envs = descriptions[0], len(descriptions)
+    first = descriptions[0]
+    num_envs = len(descriptions)
     own = [one.observation_space for one in descriptions]
     if isinstance(observation_mode, tuple):
         observation_space, single = observation_mode

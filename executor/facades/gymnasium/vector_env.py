@@ -92,17 +92,16 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
                 "AsyncVectorEnv failed: expected no `worker`, got a function. Workers here have no such function: wrap "
                 "the env instead, or use gymnasium.vector.AsyncVectorEnv."
             )
-        self.shared_memory, self.context, self.daemon, self.worker = (
-            shared_memory,
-            context,
-            daemon,
-            worker,
-        )
+        self.shared_memory = shared_memory
+        self.context = context
+        self.daemon = daemon
+        self.worker = worker
         self.max_concurrency = _checked_limit(max_concurrency)
         self._question: dict[int, Any] = {}
         self._called = ""
         keeps_final = self.autoreset_mode is AutoresetMode.SAME_STEP
         factories = {
+            # One for each function: envs of one factory are known to be built by equal calls.
             id(env_fn): self._factory(env_fn, keeps_final=keeps_final)
             for env_fn in self.env_fns
         }
@@ -127,6 +126,7 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
                 options=self._options(options),
                 copy=bool(copy),
             )
+        # For `rebuild`, which gets functions of the user.
         made.hosted = lambda env_fn, _: self._factory(env_fn, keeps_final=keeps_final)
         self._host(made, self._check_shareable)
 
@@ -203,11 +203,10 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
         return self._answers(timeout)
 
     def _answers(self, timeout: float | None) -> tuple[Any, ...]:
-        pool, end = (
-            self._engine.pool,
-            None if timeout is None else time.monotonic() + timeout,
-        )
+        pool = self._engine.pool
+        end = None if timeout is None else time.monotonic() + timeout
         with raising_gymnasiums(f"call {self._called}"), self._guard:
+            # Without a deadline, `answers` waits.
             while end is not None and not pool.has_answered(self._question):
                 if time.monotonic() >= end:
                     raise CallTimeout(
@@ -225,13 +224,12 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
             ValueError: not one value for each env.
         """
         self._move("begin", "set_attr")
-        args = tuple((name, value) for value in _one_each(values, self.num_envs))
         with raising_gymnasiums(f"set_attr {name}"), self._guard:
             self._engine.ask(
                 "each",
                 list(range(self.num_envs)),
                 name="assign",
-                args=args,
+                args=tuple((name, one) for one in _one_each(values, self.num_envs)),
             )
 
     def close_extras(
@@ -245,6 +243,7 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
             timeout: seconds.
             terminate: by force at once.
         """
+        # A call waits for its end; Gymnasium warns as well.
         if self._state not in FOLLOWS["begin"]:
             logger.warn(
                 f"Calling `close` while waiting for a pending call to `{self._state.value}` to complete."
@@ -290,17 +289,20 @@ class SyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
             observation_mode=observation_mode,
             autoreset_mode=autoreset_mode,
         )
-        keeps_final = self.autoreset_mode is AutoresetMode.SAME_STEP
-        factories = [
-            NativeFactory(env_fn, keeps_final=keeps_final) for env_fn in self.env_fns
-        ]
         with raising_gymnasiums():
             executor = SerialEnv(
                 self.num_envs,
-                factories,
+                [
+                    NativeFactory(
+                        env_fn,
+                        keeps_final=self.autoreset_mode is AutoresetMode.SAME_STEP,
+                    )
+                    for env_fn in self.env_fns
+                ],
                 copy=copy,
                 options=self._options(options),
             )
+        # A `SerialPool`, which has the adapters in this process.
         pool: Any = executor.engine.pool
         self.envs: list[Any] = [adapter.env.env for adapter in pool.adapters.values()]
         self._host(executor)
@@ -346,11 +348,13 @@ def make_vec(
 
 def installed() -> contextlib.AbstractContextManager[None]:
     """Make `gymnasium.make_vec` (and all of Gymnasium) use the vector envs of this module for a block."""
-    ours = {
-        gymnasium.vector.AsyncVectorEnv: AsyncVectorEnv,
-        gymnasium.vector.SyncVectorEnv: SyncVectorEnv,
-    }
-    return replaced("gymnasium", ours)
+    return replaced(
+        "gymnasium",
+        {
+            gymnasium.vector.AsyncVectorEnv: AsyncVectorEnv,
+            gymnasium.vector.SyncVectorEnv: SyncVectorEnv,
+        },
+    )
 
 
 @contextlib.contextmanager

@@ -31,6 +31,7 @@ from envherd.workers.sending.pickling import dumps
 #: Key under which the infos carry the last observation of an episode; no env uses it.
 FINAL_OBSERVATION = "\0final observation"
 
+# None may be an action.
 _NO_ACTION = object()
 
 
@@ -80,7 +81,8 @@ class NativeEnv:
 
     def next_action(self, build: Callable[[list[Any]], Any], values: list[Any]) -> Any:
         """Return the raw action and forget it; without one, what `build` makes of the values in shared memory."""
-        action, self.raw_action = self.raw_action, _NO_ACTION
+        action = self.raw_action
+        self.raw_action = _NO_ACTION
         return build(values) if action is _NO_ACTION else action
 
     def begin_reset(self, options: Mapping[str, Any] | None) -> Any:
@@ -90,6 +92,7 @@ class NativeEnv:
             options: None, or `{"options": what the caller passes}`.
         """
         self.raw_action = _NO_ACTION
+        # Copied, because the envs of a worker get the same object.
         return copy.deepcopy(options["options"]) if options else None
 
     def close(self) -> None:
@@ -108,16 +111,15 @@ class NativeFactory:
     def __init__(self, env_fn: Callable[[], Any], *, keeps_final: bool = False) -> None:
         self.env_fn = env_fn
         self.keeps_final = keeps_final
-        self.preload, self.interpreter = (
-            tuple(modules_of(env_fn)),
-            interpreter_of(env_fn),
-        )
+        self.preload = tuple(modules_of(env_fn))
+        self.interpreter = interpreter_of(env_fn)
         self.reference = reference_of(env_fn)
         self.__qualname__ = describe(env_fn)  # for messages
 
     def __call__(self) -> Any:
         """Return the env, behind its adapter; anything else as it is, to be refused."""
         env = self.env_fn()
+        # A class of envs has `step` as well.
         if isinstance(env, type) or not hasattr(env, "step"):
             return env
         return NativeAdapter(NativeEnv(env, keeps_final=self.keeps_final))
@@ -151,6 +153,7 @@ class NativeAdapter(GymnasiumAdapter):
         mask: Mask = None,  # noqa: ARG002
     ) -> list[Any]:
         """Start a new episode; see `Adapter.reset`. `options` are nothing, or `{"options": what the env gets}`."""
+        # In any case: it also forgets an action that was given for a step.
         own = self.hosted.begin_reset(options)
         arguments: dict[str, Any] = {"options": own} if options else {}
         if arguments or seed is not None:
@@ -160,11 +163,9 @@ class NativeAdapter(GymnasiumAdapter):
 
     def env_call(self) -> EnvCall | None:
         """See `Adapter.env_call`. An observation that C stores is an array that its row holds completely."""
-        return (
-            None
-            if self.hosted.keeps_final and self._row_dtype is None
-            else super().env_call()
-        )
+        if self.hosted.keeps_final and self._row_dtype is None:
+            return None
+        return super().env_call()
 
     def _accept(self, result: Any) -> StepValues:
         """Check what `env.step` returned; keep a last observation that its row does not hold completely."""
@@ -186,6 +187,5 @@ class NativeAdapter(GymnasiumAdapter):
         )
 
 
-def loads(data: bytes) -> Any:
-    """Return the value that `dumps` pickled."""
-    return pickle.loads(data)
+#: Returns the value that `dumps` of `sending.pickling` pickled.
+loads = pickle.loads

@@ -72,11 +72,12 @@ class AgentRowsEnv(VectorEnv[Any, Any, np.ndarray]):
         self.single_action_space = self.action_space = acted
         self.batched_observation_space = batch_space(observed, self.num_envs)
         self.batched_action_space = batch_space(acted, self.num_envs)
-        trees = [native_tree(space, "", take=None) for space in (observed, acted)]
-        (self._split_seen, self._split), (self._join, self._join_action) = (
-            [make(tree) for tree in trees]
-            for make in (lambda tree: flattener(tree, None), builder)
-        )
+        seen = native_tree(observed, "", take=None)
+        self._split_seen = flattener(seen, None)
+        self._join = builder(seen)
+        action = native_tree(acted, "", take=None)
+        self._split = flattener(action, None)
+        self._join_action = builder(action)
         self.closed = False
 
     def _only_space(self, what: str, space_of: Callable[[Any], Any]) -> Any:
@@ -120,6 +121,7 @@ class AgentRowsEnv(VectorEnv[Any, Any, np.ndarray]):
 
     def _taken(self, actions: Any) -> ByAgent:
         """Return the actions of a step that begins, by agent."""
+        # Read before the step: after it, agents that it ends are no longer active.
         self._was_active = self._stacked(self.envs.active)
         leaves = [self._by_env(leaf) for leaf in self._split(actions)]
         return {
@@ -136,12 +138,11 @@ class AgentRowsEnv(VectorEnv[Any, Any, np.ndarray]):
         has_ended = (flags[0] | flags[1]).all(1)
         # A flag counts when the agent leaves, and at the episode's end.
         is_new = self._was_active | has_ended[:, None]
-        rows = self._infos(infos)
         return (
             self._rows(observations),
             self._stacked(rewards).astype(np.float32).reshape(-1),
             *((flag & is_new).reshape(-1) for flag in flags),
-            rows,
+            self._infos(infos),
         )
 
     def _stacked(self, values: ByAgent) -> np.ndarray:
@@ -242,9 +243,6 @@ def _unmasked(infos: Mapping[str, Any], env_id: int) -> dict[str, Any]:
     own = {}
     for name, values in infos.items():
         if f"_{name}" in infos and infos[f"_{name}"][env_id]:
-            own[name] = (
-                _unmasked(values, env_id)
-                if isinstance(values, dict)
-                else values[env_id]
-            )
+            is_nested = isinstance(values, dict)
+            own[name] = _unmasked(values, env_id) if is_nested else values[env_id]
     return own

@@ -73,24 +73,21 @@ class StackedParallelEnv(ParallelEnv):  # type: ignore[misc]  # mypy is not show
         self.adapter = adapter
         spec = adapter.spec
         group, size = _only_group(spec)
-        name = str(spec.metadata.get("name") or spec.family)
         self.metadata = {
-            "name": name,
+            "name": str(spec.metadata.get("name") or spec.family),
             "render_modes": ["rgb_array"],
             "is_parallelizable": True,
         }
         self.possible_agents = spec.agent_names(group, size)
         self.agents: list[str] = []
-        observed = {
-            name_below(leaf.key, (*group, "observation"), group): (
-                index,
-                space_of(leaf, 1),
-            )
+        self._observed = {
+            name_below(leaf.key, (*group, "observation"), group): index
             for index, leaf in enumerate(spec.observation)
             if leaf.key[: len(group)] == group and not leaf.is_side
         }
-        acted = {name_below(leaf.key, group): space_of(leaf, 1) for leaf in spec.action}
-        self._observed = {name: index for name, (index, _) in observed.items()}
+        self._acted = {
+            name_below(leaf.key, group): space_of(leaf, 1) for leaf in spec.action
+        }
         self._state = next(
             (
                 i
@@ -99,16 +96,15 @@ class StackedParallelEnv(ParallelEnv):  # type: ignore[misc]  # mypy is not show
             ),
             None,
         )
-        self._acted = list(acted)
-        self._dtypes = [np.dtype(leaf.dtype) for leaf in spec.action]
-        self._starts = [getattr(space, "start", 0) for space in acted.values()]
-        self._shapes = [leaf.shape for leaf in spec.action]
-        seen = {name: space for name, (_, space) in observed.items()}
+        seen = {
+            name: space_of(spec.observation[index], 1)
+            for name, index in self._observed.items()
+        }
         self.observation_spaces = {
             agent: single_or_dict(seen) for agent in self.possible_agents
         }
         self.action_spaces = {
-            agent: single_or_dict(acted) for agent in self.possible_agents
+            agent: single_or_dict(self._acted) for agent in self.possible_agents
         }
         self._latest: list[Any] = []
 
@@ -132,6 +128,7 @@ class StackedParallelEnv(ParallelEnv):  # type: ignore[misc]  # mypy is not show
             options: not used: these envs have none. PettingZoo's own envs ignore what they do not know.
         """
         self.agents = []
+        # No agent is there if this raises.
         self._latest = self.adapter.reset(seed)
         self.agents = list(self.possible_agents)
         return self._seen(), {agent: {} for agent in self.agents}
@@ -142,9 +139,10 @@ class StackedParallelEnv(ParallelEnv):  # type: ignore[misc]  # mypy is not show
         Raises:
             ActionError: an agent has no action, or is unknown. The env was not stepped.
         """
-        given = self._stacked(actions)
         agents = self.possible_agents
-        self._latest, rewards, terminated, truncated = self.adapter.step(given)
+        self._latest, rewards, terminated, truncated = self.adapter.step(
+            self._stacked(actions)
+        )
         paid = np.asarray(rewards[0]).reshape(len(agents), -1)
         if terminated or truncated:
             self.agents = []
@@ -194,23 +192,23 @@ class StackedParallelEnv(ParallelEnv):  # type: ignore[misc]  # mypy is not show
             )
         refuse_unknown(actions, self.possible_agents)
         stacked = []
-        for name, dtype, start, shape in zip(
-            self._acted,
-            self._dtypes,
-            self._starts,
-            self._shapes,
-            strict=True,
-        ):
-            own = [
-                actions[agent] if len(self._acted) == 1 else actions[agent][name]
-                for agent in self.possible_agents
-            ]
-            array = np.asarray(own)
+        leaves = self.adapter.spec.action
+        for (name, space), leaf in zip(self._acted.items(), leaves, strict=True):
+            dtype = np.dtype(leaf.dtype)
+            array = np.asarray(
+                [
+                    actions[agent] if len(self._acted) == 1 else actions[agent][name]
+                    for agent in self.possible_agents
+                ]
+            )
+            # A cast would cut off fractions.
             if dtype.kind in "iu" and array.dtype.kind not in "iu":
                 raise ActionError(
                     f"step failed: expected {dtype} actions, got {array.dtype}. The env was not stepped."
                 )
-            stacked.append((array - start).astype(dtype).reshape(shape))
+            # A row holds indices; those of a space begin at its `start`.
+            array = array - getattr(space, "start", 0)
+            stacked.append(array.astype(dtype).reshape(leaf.shape))
         return stacked
 
 

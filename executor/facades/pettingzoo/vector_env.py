@@ -50,8 +50,12 @@ class AgentDictEnv(AsyncVectorEnv):
             columns["next", *AGENTS, name][..., 0]
             for name in ("terminated", "truncated")
         ]
-        positions, size = self._engine.positions, self._agent_rewards.shape[-1]
-        self._active = LatestColumn(positions, ACTIVE, self.num_envs, (size,))
+        self._active = LatestColumn(
+            self._engine.positions,
+            ACTIVE,
+            self.num_envs,
+            self._agent_rewards.shape[-1:],
+        )
 
     def active(self) -> np.ndarray:
         """Return which agents act in the next step, bool `[N, A]`, a copy."""
@@ -60,8 +64,11 @@ class AgentDictEnv(AsyncVectorEnv):
     def agent_results(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return rewards float64, terminations and truncations bool of the latest step, `[N, A]` each, copies."""
         column = self._flight.at
-        terminations, truncations = (flag[column].copy() for flag in self._agent_flags)
-        return self._agent_rewards[column].copy(), terminations, truncations
+        return (
+            self._agent_rewards[column].copy(),
+            self._agent_flags[0][column].copy(),
+            self._agent_flags[1][column].copy(),
+        )
 
 
 class OverAgentDicts:
@@ -132,7 +139,8 @@ class ParallelVectorEnv(OverAgentDicts):
         )
         self.num_envs = self._envs.num_envs
         self.possible_agents = self.agents = list(self._envs.single_observation_space)  # type: ignore[call-overload]  # a Dict
-        self.metadata, self.render_mode = self._envs.metadata, self._envs.render_mode
+        self.metadata = self._envs.metadata
+        self.render_mode = self._envs.render_mode
         self._actions: Any = self._envs.single_action_space
 
     # ---- what it is --------------------------------------------------------------------------
@@ -270,10 +278,11 @@ class ParallelVectorEnv(OverAgentDicts):
         refuse_unknown(actions, self.possible_agents)
         complete = {}
         for agent in self.possible_agents:
-            space = self._actions[agent]
             if agent in actions:
-                given, batched = actions[agent], self.action_space(agent)
+                given = actions[agent]
+                batched = self.action_space(agent)
                 if (
+                    # Nested actions have no single dtype; `Actions` takes them apart.
                     isinstance(given, (Mapping, tuple))
                     or batched.dtype is None
                     or batched.shape is None
@@ -292,7 +301,10 @@ class ParallelVectorEnv(OverAgentDicts):
                     f"No env was stepped."
                 )
             else:
-                complete[agent] = create_empty_array(space, self.num_envs)
+                complete[agent] = create_empty_array(
+                    self._actions[agent],
+                    self.num_envs,
+                )
         return complete
 
     # ---- calls -------------------------------------------------------------------------------

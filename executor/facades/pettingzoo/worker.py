@@ -49,17 +49,24 @@ class HostedParallelEnv(NativeEnv):
     def spaces(self) -> tuple[spaces.Dict, spaces.Dict]:
         """Return the spaces of all agents, as dicts by agent in the order of `possible_agents`."""
         agents: list[Any] = possible_agents(self.env)
-        methods = (getattr(self.env, name) for name in self._spaces_of)
-        observed, acted = (
-            spaces.Dict(OrderedDict((agent, method(agent)) for agent in agents))
-            for method in methods
-        )
-        return observed, acted
+        found = []
+        for name in self._spaces_of:
+            method = getattr(self.env, name)
+            # `spaces.Dict` sorts the keys of any other dict.
+            found.append(
+                spaces.Dict(OrderedDict((agent, method(agent)) for agent in agents))
+            )
+        return found[0], found[1]
 
     def describe(self) -> bytes:
         """Return `(observation spaces, action spaces, metadata, render mode)`, pickled."""
-        metadata = dict(getattr(self.env, "metadata", None) or {})
-        return dumps((*self.spaces(), metadata, getattr(self.env, "render_mode", None)))
+        return dumps(
+            (
+                *self.spaces(),
+                dict(getattr(self.env, "metadata", None) or {}),
+                getattr(self.env, "render_mode", None),
+            )
+        )
 
     def ask(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
         """Return an attribute of the env, pickled; if it is a method, its result."""
@@ -100,6 +107,7 @@ class Seat(Place):
         tree = native_tree(space, "")
         self._flatten = flattener(tree, None)
         self._absent = [
+            # Values without a fixed shape travel as pickles.
             dumps(None) if leaf.is_side else np.zeros(leaf.shape, leaf.dtype)
             for leaf in leaf_specs(tree)
         ]
@@ -126,20 +134,20 @@ class ParallelNativeAdapter(ParallelAdapter):
     def __init__(self, env: HostedParallelEnv) -> None:
         observed, acted = env.spaces()
         size = len(observed)
-        rewards, flags = np.zeros(size), np.zeros((3, size, 1), bool)
+        rewards = np.zeros(size)
+        flags = np.zeros((3, size, 1), bool)
         super().__init__(
             env,
             env.env,
             {
+                # Views: an agent writes its parts of the rows.
                 agent: Seat(agent, space, rewards[i : i + 1], flags[:, i, 0])
                 for i, (agent, space) in enumerate(observed.items())
             },
         )
-        self._rewards, self._done_values, self._active = (
-            [rewards],
-            list(flags),
-            np.zeros(size, bool),
-        )
+        self._rewards = [rewards]
+        self._done_values = list(flags)
+        self._active = np.zeros(size, bool)
         action = native_tree(acted, "action", batch_space(acted, 1))
         self._build = builder(action)
         actions = leaf_specs(action)
@@ -148,6 +156,7 @@ class ParallelNativeAdapter(ParallelAdapter):
                 *leaf_specs(native_tree(observed, "observation")),
                 LeafSpec(ACTIVE, (size,), "bool", Binary()),
             ),
+            # Without a place in shared memory, all actions are given; see `NativeEnv.give`.
             action=() if any(leaf.is_side for leaf in actions) else actions,
             reward=(LeafSpec(REWARD, (size,), "float64"),),
             done=done_leaves(groups=((AGENTS, (size, 1)),)),
@@ -157,15 +166,16 @@ class ParallelNativeAdapter(ParallelAdapter):
 
     def _begin(self, seed: int | None, options: Mapping[str, Any] | None) -> Any:
         own = self.env.begin_reset(options)
-        return self._parallel.reset(
-            **({"seed": seed} if own is None else {"seed": seed, "options": own})
-        )
+        # Some envs take no options: they get them only from a caller that passes some.
+        arguments = {} if own is None else {"options": own}
+        return self._parallel.reset(seed=seed, **arguments)
 
     def _actions(self, action: list[Any], acting: list[Any]) -> dict[Any, Any]:
         given = self.env.next_action(self._build, action)
         return {agent: given[agent] for agent in acting}
 
     def _observe(self, *dicts: Mapping[Any, Any]) -> None:
+        # Raises for agents that are not among the possible ones.
         for agent in (*dicts[0], *self._parallel.agents):
             self._seat(agent)
         for seat in self._seats.values():
@@ -198,6 +208,7 @@ class OneGroupFactory(NativeFactory):
         env = self.env_fn()
         agents = getattr(env, "possible_agents", None)
         if agents:
+            # The adapter of PettingZoo envs reads there how agents are grouped.
             env.envherd_options = PettingZooFactory(
                 self.env_fn,
                 group_map={"agents": list(agents)},

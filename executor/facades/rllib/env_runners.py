@@ -66,18 +66,12 @@ class _Hosted:
                 "make_env failed: expected an env in the config, got none. Call config.environment('CartPole-v1'), or "
                 "with a class, a function, or a name that ray.tune.register_env knows."
             )
-        if not isinstance(env, str):
-            return functools.partial(with_context, env, dict(context), vars(context))
-        if _global_registry.contains(ENV_CREATOR, env):
-            creator = _global_registry.get(ENV_CREATOR, env)
-            return functools.partial(
-                with_context,
-                creator,
-                dict(context),
-                vars(context),
-            )
-        # Pass the spec: workers do not know ids that the user's script has registered.
-        return functools.partial(gymnasium.make, gymnasium.spec(env), **context)
+        if isinstance(env, str):
+            if not _global_registry.contains(ENV_CREATOR, env):
+                # Pass the spec: workers do not know ids that the user's script has registered.
+                return functools.partial(gymnasium.make, gymnasium.spec(env), **context)
+            env = _global_registry.get(ENV_CREATOR, env)
+        return functools.partial(with_context, env, dict(context), vars(context))
 
     def _arguments(self) -> dict[str, Any]:
         num_workers = self.num_env_workers
@@ -95,6 +89,7 @@ class SingleAgentEnvRunner(_Hosted, single_agent_env_runner.SingleAgentEnvRunner
             super().make_env()
             return
         config = self.config
+        # RLlib makes its vector env from the config, which names ours while it does so.
         before = config.env, config.gym_env_vectorize_mode
         config.env = functools.partial(
             _vector_env,
@@ -143,6 +138,7 @@ class MultiAgentEnvRunner(_Hosted, multi_agent_env_runner.MultiAgentEnvRunner): 
             **self._arguments(),
         )
         self.num_envs = env.num_envs
+        # From here on as RLlib's method does.
         self._needs_initial_reset = True
         make_callback(
             "on_environment_created",

@@ -72,7 +72,8 @@ class _Agents(MultiAgentEnv):  # type: ignore[misc]  # has no types
     """The agents and spaces of one env, for RLlib."""
 
     def __init__(self, observation_spaces: ByAgent, action_spaces: ByAgent) -> None:
-        self.observation_spaces, self.action_spaces = observation_spaces, action_spaces
+        self.observation_spaces = observation_spaces
+        self.action_spaces = action_spaces
         self.possible_agents = self.agents = list(observation_spaces)
         super().__init__()
 
@@ -117,7 +118,9 @@ class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[
         )
         self.closed = False
         self.num_envs = self._envs.num_envs
-        self.metadata, self.render_mode = self._envs.metadata, self._envs.render_mode
+        self.metadata = self._envs.metadata
+        self.render_mode = self._envs.render_mode
+        # These spaces are Dicts by agent, which the type of the base class does not show.
         self.single_observation_space = cast(
             "spaces.Dict",
             self._envs.single_observation_space,
@@ -129,8 +132,9 @@ class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[
         self.single_action_spaces = dict(self.single_action_space.spaces)
         self._agents = list(self.single_observation_spaces)
         self.envs = [
-            _Agents(self.single_observation_spaces, self.single_action_spaces)
+            _Agents(self.single_observation_spaces, self.single_action_spaces),
         ] * self.num_envs
+        # `concatenate` needs an action of each agent for each env.
         self._blanks = {
             agent: next(
                 iter(
@@ -190,16 +194,17 @@ class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[
         # Agents that acted or are observed have rewards; only the episode's flags are set.
         if lost is not None:
             present[lost] &= OBSERVED
+            # `OBSERVED` is 1: each agent that is observed gets the bit.
             present[lost] |= REWARDED * present[lost]
         bits = present.tolist()
-        rewards, *ends = (values.tolist() for values in self._envs.agent_results())
+        results = [values.tolist() for values in self._envs.agent_results()]
         flags = [
             [
                 {**self._those(row, mask, bit), ALL: bool(ended)}
                 for row, mask, ended in zip(rows, bits, over, strict=True)
             ]
             for rows, over, bit in zip(
-                ends,
+                results[1:],
                 (terminations, truncations),
                 (TERMINATED, TRUNCATED),
                 strict=True,
@@ -207,9 +212,10 @@ class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[
         ]
         gained = [
             self._those(row, mask, REWARDED)
-            for row, mask in zip(rewards, bits, strict=True)
+            for row, mask in zip(results[0], bits, strict=True)
         ]
         infos = self._envs.env_infos()
+        # For these envs, the step was a reset.
         for env_id in np.flatnonzero(was_reset).tolist():
             gained[env_id] = dict.fromkeys(self._agents, 0.0)
             for rows in flags:
@@ -227,9 +233,11 @@ class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[
         }
 
     def _seen(self, observations: ByAgent, bits: list[list[int]]) -> list[ByAgent]:
-        space = self._observation_space
         of_envs = zip(
-            *(iterate(space[agent], observations[agent]) for agent in self._agents),
+            *(
+                iterate(self._observation_space[agent], observations[agent])
+                for agent in self._agents
+            ),
             strict=True,
         )
         return [
@@ -241,9 +249,12 @@ class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[
         """Return actions `[N, ...]` by agent; those of agents that do not act are zeros."""
         batch = {}
         for agent, space in self.single_action_spaces.items():
-            given = [one.get(agent, self._blanks[agent]) for one in actions]
             out: Any = create_empty_array(space, self.num_envs)
-            batch[agent] = concatenate(space, given, out)
+            batch[agent] = concatenate(
+                space,
+                [one.get(agent, self._blanks[agent]) for one in actions],
+                out,
+            )
         return batch
 
     def _check_complete(self, actions: Sequence[Mapping[Any, Any]]) -> None:

@@ -26,7 +26,12 @@ from envherd.workers.errors import SpecError
 
 #: Key of the rows: uint8 `[A]`, the bits of the dicts of the latest step or reset that had an entry for the agent.
 PRESENT: Key = ("present",)
-OBSERVED, REWARDED, TERMINATED, TRUNCATED = _BITS = 1, 2, 4, 8
+OBSERVED = 1
+REWARDED = 2
+TERMINATED = 4
+TRUNCATED = 8
+#: In the order of the dicts that `step` returns.
+_BITS = (OBSERVED, REWARDED, TERMINATED, TRUNCATED)
 
 #: The entry of RLlib's flags for the whole episode.
 ALL = "__all__"
@@ -38,6 +43,7 @@ class Context(dict[str, Any]):
     """RLlib's `EnvContext` in a worker that has not imported RLlib, which takes seconds; its methods import it."""
 
     def __getattr__(self, name: str) -> Any:
+        # Copying and pickling look for special methods; RLlib is not imported for them.
         if name.startswith("__"):
             raise AttributeError(name)
         from ray.rllib.env.env_context import EnvContext
@@ -57,6 +63,7 @@ def with_context(
         if rllib is None
         else rllib.EnvContext(dict(entries), attributes["worker_index"])
     )
+    # RLlib's context has entries and, for the index of the runner and the like, attributes.
     vars(context).update(attributes)
     return make_env(context)
 
@@ -81,6 +88,7 @@ class MultiAgentFactory(ParallelFactory):
         # Only with PettingZoo.
         from envherd.executor.facades.pettingzoo.stacked import parallel_env
 
+        # `parallel_env` takes a factory, and this env is built already.
         made: Any = _ParallelAgents(parallel_env(lambda: env))
         return MultiAgentAdapter(HostedParallelEnv(made))
 
@@ -100,12 +108,11 @@ class _ParallelAgents:
         has_terminated = is_over and all(
             terminations.get(agent, True) for agent in self.env.possible_agents
         )
-        ends = {ALL: has_terminated}, {ALL: is_over and not has_terminated}
         return (
             observations,
             rewards,
-            {**terminations, **ends[0]},
-            {**truncations, **ends[1]},
+            {**terminations, ALL: has_terminated},
+            {**truncations, ALL: is_over and not has_terminated},
             infos,
         )
 

@@ -37,10 +37,8 @@ class Sb3Factory:
     def __init__(self, env_fn: Factory, env_id: int) -> None:
         self._pickled = pickle_factory(env_fn)
         self._env_id = env_id
-        self.preload, self.interpreter = (
-            (_LIGHT, *modules_of(env_fn)),
-            interpreter_of(env_fn),
-        )
+        self.preload = (_LIGHT, *modules_of(env_fn))
+        self.interpreter = interpreter_of(env_fn)
         self.reference = reference_of(env_fn)
         self.__qualname__ = describe(env_fn)
 

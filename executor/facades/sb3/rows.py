@@ -29,10 +29,11 @@ class Writer:
 
     def __init__(self, slab: Slab, space: Space, num_agents: int) -> None:
         tree = native_tree(space, "")
-        self._split, self._is_leaf = flattener(tree, None), isinstance(tree, Leaf)
-        self._num_agents, self._num_rows = num_agents, slab.plan.num_envs * num_agents
+        self._split = flattener(tree, None)
+        self._is_leaf = isinstance(tree, Leaf)
+        self._num_agents = num_agents
+        self._num_rows = slab.plan.num_envs * num_agents
         groups = slab.groups
-        leaves = groups[0].spec.action
         side = next(
             (leaf for group in groups for leaf in group.spec.action if leaf.is_side),
             None,
@@ -49,7 +50,7 @@ class Writer:
             ]
             for own in zip(*(group.spec.action for group in groups), strict=True)
         ]
-        self._starts = [_start(leaf) for leaf in leaves]
+        self._starts = [_start(leaf) for leaf in groups[0].spec.action]
         has_one_target = len(self._targets) == 1 and len(groups) == 1
         self._is_single = has_one_target and num_agents == 1 and self._starts[0] is None
         self._only = self._targets[0][0][1]
@@ -69,6 +70,7 @@ class Writer:
             and actions.__class__ is np.ndarray
             and actions.shape == self._shape
         ):
+            # The usual batch, in less time.
             self._only[...] = fitted(actions, self._shape, self._only.dtype)
             return
         if self._is_leaf or isinstance(actions, Mapping):
@@ -76,6 +78,7 @@ class Writer:
         else:
             rows = [self._split(action) for action in actions]
             leaves = [[row[i] for row in rows] for i in range(len(self._targets))]
+        # All leaves are checked before the first is written.
         checked = [self._fit(i, leaf) for i, leaf in enumerate(leaves)]
         for targets, values in zip(self._targets, checked, strict=True):
             for env_ids, target in targets:
@@ -83,11 +86,14 @@ class Writer:
 
     def _fit(self, index: int, values: Any) -> np.ndarray:
         """Return the values of one leaf, one row per env."""
-        target, start = self._targets[index][0][1], self._starts[index]
+        target = self._targets[index][0][1]
+        start = self._starts[index]
         rest = target.shape[1:] if self._num_agents == 1 else target.shape[2:]
         array = as_array(values)
+        if start is not None:
+            array = array - start
         return fitted(
-            array if start is None else array - start,
+            array,
             (self._num_rows, *rest),
             target.dtype,
         ).reshape(-1, *target.shape[1:])
@@ -120,21 +126,24 @@ def mask_reader(
         A function without arguments, which returns bool `[num_rows, actions]`, a copy.
     """
     slab = positions.slab
-    specs, groups = [group.spec for group in slab.groups], slab.groups[0].spec.groups
+    groups = slab.groups[0].spec.groups
     keys = [(*groups[0][0], NAME)] if groups else [("info", NAME), ("info", f"_{NAME}")]
-    if not all(keys[0] in {leaf.key for leaf in spec.observation} for spec in specs):
+    if not all(
+        keys[0] in {leaf.key for leaf in group.spec.observation}
+        for group in slab.groups
+    ):
         return None
     widths = [
         slab.groups[0].columns["next", *key][0, 0].size // num_agents for key in keys
     ]
-    masks, *given = (
+    columns = [
         LatestColumn(positions, key, slab.plan.num_envs * num_agents, (width,))
         for key, width in zip(keys, widths, strict=True)
-    )
+    ]
 
     def read() -> np.ndarray:
-        legal = masks.read().astype(bool)
-        for has_mask in given:
+        legal = columns[0].read().astype(bool)
+        for has_mask in columns[1:]:
             legal[~has_mask.read()[:, 0].astype(bool)] = True
         return legal
 

@@ -64,10 +64,13 @@ def check_observed(space: Space) -> None:
 
 def spaces_of(spec: EnvSpec) -> tuple[Space, Space]:
     """Return the observation and action space of a row of an env that has none itself (no Gymnasium env)."""
-    lead, prefix = (1, (*spec.groups[0][0], "observation")) if spec.groups else (0, ())
-    seen = [leaf for leaf in observed_leaves(spec) if not leaf.is_side]
-    observed, acted = (
-        {name_below(leaf.key, prefix): space_of(leaf, lead) for leaf in leaves}
-        for leaves in (seen, spec.action)
-    )
+    # The agents of the group, if there is one, are the first dimension of its leaves.
+    lead = len(spec.groups)
+    prefix = (*spec.groups[0][0], "observation") if spec.groups else ()
+    observed = {
+        name_below(leaf.key, prefix): space_of(leaf, lead)
+        for leaf in observed_leaves(spec)
+        if not leaf.is_side
+    }
+    acted = {name_below(leaf.key, prefix): space_of(leaf, lead) for leaf in spec.action}
     return single_or_dict(observed), single_or_dict(acted)

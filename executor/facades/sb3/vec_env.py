@@ -64,13 +64,6 @@ _CALLS = {"get": "get_attr", "set": "set_attr", "has": "has_attr", "call": "env_
 Indices = None | int | Iterable[int]
 Info = dict[str, Any]
 
-_SAME_INSTANCE = (
-    "You tried to create multiple environments, but the function to create them returned the same instance instead "
-    "of a new one: expected {expected} different envs, got {got}. Build the env inside the function that you pass, "
-    "e.g. DummyVecEnv([lambda: gymnasium.make('CartPole-v1')] * 4)."
-)
-_NO_PICTURES = "The render mode is {mode}, but this method assumes it is `rgb_array` to obtain images."
-
 
 class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's types
     """An SB3 vec env over an executor; made as `SubprocVecEnv` or `DummyVecEnv`.
@@ -108,11 +101,8 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
         )
         observation_space, action_space = self._find_spaces()
         check_observed(observation_space)
-        slab, num_envs, num_rows = (
-            self._positions.slab,
-            executor.num_envs,
-            executor.num_envs * self.num_agents,
-        )
+        slab = self._positions.slab
+        num_rows = executor.num_envs * self.num_agents
         self._observations = Observations(
             self._engine,
             observation_space,
@@ -127,13 +117,20 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
             num_rows,
             (),
         )
-        self._terminated, self._truncated = (
-            Column(slab, "next", [(name,)] * len(slab.groups), num_envs, ())
+        self._ends = {
+            name: Column(
+                slab,
+                "next",
+                [(name,)] * len(slab.groups),
+                executor.num_envs,
+                (),
+            )
             for name in ("terminated", "truncated")
-        )
+        }
         self._writer = Writer(slab, action_space, self.num_agents)
         self._masks = mask_reader(self._positions, self.num_agents)
         self._episodes = episode_reader(slab, self.num_agents)
+        # `Monitor` counts the time `t` of an episode from its own start.
         self._began = time.time()
         super().__init__(num_rows, observation_space, action_space)
         if executor.spec.family in ("gymnasium", "pettingzoo") and self.has_attr(
@@ -145,11 +142,10 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
     def _find_spaces(self) -> tuple[Space, Space]:
         if not self._is_gymnasium:
             return spaces_of(self.executor.spec)
-        observation, action = (
-            self._ask("get", [0], name=f"{what}_space")[0]
-            for what in ("observation", "action")
+        return (
+            self._ask("get", [0], name="observation_space")[0],
+            self._ask("get", [0], name="action_space")[0],
         )
-        return observation, action
 
     # ---- reset and step ----------------------------------------------------------------------
 
@@ -162,10 +158,9 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
         if self.waiting:
             self._move("step_wait")  # and so the next line drops the step
         self._move("begin")
-        seeds, options = (
-            self._seeds[:: self.num_agents],
-            self._options[:: self.num_agents],
-        )
+        # SB3 has a seed and options for each row; an env gets those of its first agent.
+        seeds = self._seeds[:: self.num_agents]
+        options = self._options[:: self.num_agents]
         try:
             if any(seed is not None for seed in seeds) or any(options):
                 self.executor.reset(
@@ -237,30 +232,28 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
         except EnvError as error:
             self._raise_for_env(error)
         self._move("land")
-        column, ended, agents = self._flight.at, self._flight.ended, self.num_agents
-        rewards, dones, infos = (
-            self._rewards.look(column),
-            np.zeros(self.num_envs, bool),
-            self._step_infos(),
-        )
+        column = self._flight.at
+        ended = self._flight.ended
+        agents = self.num_agents
+        dones = np.zeros(self.num_envs, bool)
+        infos = self._step_infos()
         if ended is not None:
-            ended = (
-                ended
-                if agents == 1
-                else (ended[:, None] * agents + np.arange(agents)).ravel()
-            )
+            if agents > 1:
+                # The rows of an env's agents are consecutive.
+                ended = (ended[:, None] * agents + np.arange(agents)).ravel()
             dones[ended] = True
             self._finish_episodes(ended, column, infos)
         return (
             self._observations.after(column, ended),
-            rewards.astype(np.float32),
+            self._rewards.look(column).astype(np.float32),
             dones,
             infos,
         )
 
     def _step_infos(self) -> list[Info]:
         """Return a fresh info for every row."""
-        infos, rows = self._infos_of("next"), range(self.num_envs)
+        infos = self._infos_of("next")
+        rows = range(self.num_envs)
         if not infos or (self.num_agents == 1 and not self._agents):
             return [
                 {**infos.get(row, {}), "TimeLimit.truncated": False} for row in rows
@@ -289,15 +282,12 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
         infos: list[Info],
     ) -> None:
         """Put the last observations of ended episodes into their infos, and take the infos of new episodes."""
-        terminated, truncated = (
-            self._terminated.look(column),
-            self._truncated.look(column),
-        )
-        has_interrupted, interrupted = (
-            self._positions.has_interrupted,
-            self._positions.interrupted,
-        )
+        terminated = self._ends["terminated"].look(column)
+        truncated = self._ends["truncated"].look(column)
+        has_interrupted = self._positions.has_interrupted
+        interrupted = self._positions.interrupted
         infos_of_reset = self._infos_of("root")
+        # A new list: the caller may have kept the latest one.
         self.reset_infos = list(self.reset_infos)
         if self._episodes is not None:
             self._note_episodes(self._episodes, rows, infos)
@@ -320,6 +310,7 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
     ) -> None:
         """Put what SB3's `Monitor` reports of an episode into the infos of rows that have ended."""
         returns, lengths, _ = read(self._flight.at)
+        # Rounded as by `Monitor`.
         elapsed = round(time.time() - self._began, 6)
         for row in rows.tolist():
             env_id, agent = divmod(row, self.num_agents)
@@ -429,7 +420,10 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
     def get_images(self) -> Sequence[np.ndarray | None]:
         """Return a picture of each env, if their render mode is "rgb_array"; else warn, and return Nones."""
         if self.render_mode != "rgb_array":
-            warnings.warn(_NO_PICTURES.format(mode=self.render_mode), stacklevel=2)
+            warnings.warn(
+                f"The render mode is {self.render_mode}, but this method assumes it is `rgb_array` to obtain images.",
+                stacklevel=2,
+            )
             return [None] * self.executor.num_envs
         if not self._is_gymnasium:
             return self._ask("render", self._env_ids(None))
@@ -438,6 +432,7 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
     def _rows_of(self, indices: Indices) -> list[int]:
         rows = [
             int(i)
+            # As a single index, SB3 takes only integers of Python.
             for i in self._get_indices(
                 int(indices) if isinstance(indices, np.integer) else indices
             )
@@ -477,9 +472,9 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
         try:
             return self.executor.ask(what, env_ids, **question)
         except EnvError as error:
-            call = (
-                f"{_CALLS[what]} {question['name']}".strip() if what in _CALLS else what
-            )
+            call = what
+            if what in _CALLS:
+                call = f"{_CALLS[what]} {question['name']}"
             raise as_raised(error, call) from error.__cause__
 
 
@@ -510,19 +505,19 @@ class SubprocVecEnv(ExecutorVecEnv, VecEnv):  # type: ignore[misc]  # mypy is no
         num_workers: int | Literal["auto"] | None = None,
         options: ExecutorOptions | None = None,
     ) -> None:
-        options = _as_sb3(checked_options(options), start_method)
-        env_fns = listed("SubprocVecEnv", env_fns)
         factories = [
-            Sb3Factory(env_fn, env_id) for env_id, env_fn in enumerate(env_fns)
+            Sb3Factory(env_fn, env_id)
+            for env_id, env_fn in enumerate(listed("SubprocVecEnv", env_fns))
         ]
         super().__init__(
             ParallelEnv(
                 len(factories),
                 factories,
                 num_workers=num_workers,
-                options=options,
+                options=_as_sb3(checked_options(options), start_method),
             )
         )
+        # For `rebuild`, which gets functions of the user.
         self.executor.hosted = Sb3Factory
 
 
@@ -547,18 +542,27 @@ class DummyVecEnv(ExecutorVecEnv, VecEnv):  # type: ignore[misc]  # mypy is not 
         self.envs = [
             one.env if isinstance(one, Sb3DirectAdapter) else one for one in made
         ]
+        # As SB3 compares them: two wrappers may be around one env.
         different = {id(getattr(env, "unwrapped", env)) for env in self.envs}
         if len(different) != len(self.envs):
             raise ValueError(
-                _SAME_INSTANCE.format(expected=len(self.envs), got=len(different))
+                f"You tried to create multiple environments, but the function to create them returned the same "
+                f"instance instead of a new one: expected {len(self.envs)} different envs, got {len(different)}. "
+                f"Build the env inside the function that you pass, e.g. "
+                f"DummyVecEnv([lambda: gymnasium.make('CartPole-v1')] * 4)."
             )
         self._adapters = [one for one in made if isinstance(one, Sb3DirectAdapter)]
-        options = dataclasses.replace(
-            _as_sb3(ExecutorOptions(), None),
-            infos="drop" if self._adapters else "pickle",
+        super().__init__(
+            SerialEnv(
+                len(made),
+                [partial(made.__getitem__, i) for i in range(len(made))],
+                options=dataclasses.replace(
+                    _as_sb3(ExecutorOptions(), None),
+                    # With adapters, `_infos_of` reads infos from these.
+                    infos="drop" if self._adapters else "pickle",
+                ),
+            )
         )
-        factories = [partial(made.__getitem__, i) for i in range(len(made))]
-        super().__init__(SerialEnv(len(made), factories, options=options))
 
     def _write(self, actions: Any) -> None:
         if not self._adapters:
@@ -587,7 +591,8 @@ class DummyVecEnv(ExecutorVecEnv, VecEnv):  # type: ignore[misc]  # mypy is not 
             super()._raise_for_env(error)
         adapter = self._adapters[error.env_ids[0]]
         # A later error may not be the env's: of what it returned.
-        own, adapter.error = adapter.error, None
+        own = adapter.error
+        adapter.error = None
         if own is None:
             super()._raise_for_env(error)
         raise own
@@ -602,8 +607,13 @@ class DummyVecEnv(ExecutorVecEnv, VecEnv):  # type: ignore[misc]  # mypy is not 
             return super()._ask(what, env_ids, **question)
         if what == "get":
             return [env.get_wrapper_attr(question["name"]) for env in envs]
-        args, kwargs = question.get("args", ()), question.get("kwargs", {})
-        return [env.get_wrapper_attr(question["name"])(*args, **kwargs) for env in envs]
+        return [
+            env.get_wrapper_attr(question["name"])(
+                *question.get("args", ()),
+                **question.get("kwargs", {}),
+            )
+            for env in envs
+        ]
 
 
 def _check_alike(specs: Sequence[EnvSpec]) -> None:
@@ -612,12 +622,12 @@ def _check_alike(specs: Sequence[EnvSpec]) -> None:
     Raises:
         SpecError: with the first difference.
     """
-    first, *others = [
+    rows = [
         [(leaf.key, leaf.shape, leaf.dtype) for leaf in (*s.observation, *s.action)]
         for s in specs
     ]
-    for env_id, rows in enumerate(others, 1):
-        if rows != first:
+    for env_id, own in enumerate(rows):
+        if own != rows[0]:
             raise SpecError(
                 f"making the envs failed: expected envs with equal spaces, got different ones for env 0 and env "
                 f"{env_id}: {specs[0].difference(specs[env_id])}.",
@@ -640,16 +650,16 @@ def _as_sb3(options: ExecutorOptions, start_method: str | None) -> ExecutorOptio
     if start_method is not None:
         # Raises ValueError for an unknown method.
         multiprocessing.get_context(start_method)
+        # A `fork` is made by a helper process that has imported nothing.
         ours: dict[str, StartMethod] = {
             "forkserver": "zygote",
             "fork": "zygote",
             "spawn": "spawn",
         }
-        preload = () if start_method == "fork" else options.preload
         options = dataclasses.replace(
             options,
             start_method=ours[start_method],
-            preload=preload,
+            preload=() if start_method == "fork" else options.preload,
         )
     return dataclasses.replace(
         options,
@@ -661,10 +671,13 @@ def _as_sb3(options: ExecutorOptions, start_method: str | None) -> ExecutorOptio
 
 
 def _has_layer(layers: list[list[str]], name: str) -> bool:
-    wrappers = takewhile(
-        lambda layer: f"{Wrapper.__module__}.{Wrapper.__qualname__}" in layer, layers
+    return any(
+        name in layer
+        for layer in takewhile(
+            lambda layer: f"{Wrapper.__module__}.{Wrapper.__qualname__}" in layer,
+            layers,
+        )
     )
-    return any(name in layer for layer in wrappers)
 
 
 def installed() -> contextlib.AbstractContextManager[None]:

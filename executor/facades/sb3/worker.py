@@ -30,14 +30,13 @@ class Sb3Adapter(NativeAdapter):
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
         self.hosted = NativeEnv(env)
-        observation = tree_below(
-            env.observation_space,
-            "observation",
-            make_leaf=_cast_leaf,
-        )
         self._describe(
             env,
-            observation,
+            tree_below(
+                env.observation_space,
+                "observation",
+                make_leaf=_cast_leaf,
+            ),
             tree_below(env.action_space, "action"),
             "float32",
             {"render_mode": env.render_mode},
@@ -92,6 +91,7 @@ def _cast_leaf(space: Space, key: tuple[str, ...]) -> Leaf:
 
 def _caster(dtype: np.dtype, take: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
     def cast(value: Any) -> Any:
+        # Most values have the dtype already.
         if not (value.__class__ is np.ndarray and value.dtype == dtype):
             value = np.asarray(value).astype(dtype)
         return value if take is None else take(value)

@@ -30,7 +30,6 @@ _WITHOUT_EFFECT = {
     "memmap",
     "non_blocking",
     "pin_memory",
-} | {
     "policy_proof",
     "shared_memory",
 }
@@ -40,6 +39,7 @@ _MISMATCH = "len({}) and num_workers mismatch, got {} and {}."
 class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
     """Arguments, specs and views; the constructor's arguments are TorchRL's.
 
+    A subclass has `_learn_specs`, which reads the envs' metadata and calls `_set_specs` with it, and `_begin`.
     Its additional attributes have private names, because unknown public names are looked up in the envs: `_env_ids` (of
     a view: the ids of its envs in the whole), `_is_whole` (it is no view), `_whole` (of an open view: the whole).
     """
@@ -74,7 +74,8 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
         self._fixed_shapes = False if metadata_from_workers else use_buffers
         self.share_individual_td = share_individual_td
         self._asks_all = metadata_from_workers
-        self.num_threads, self.num_sub_threads = num_threads, num_sub_threads
+        self.num_threads = num_threads
+        self.num_sub_threads = num_sub_threads
         self._start_method = mp_start_method
         self.shutdown_timeout = float(shutdown_timeout)
         self._env_seeds: list[int | None] | None = None
@@ -84,10 +85,6 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
         self._learn_specs()
         if metadata_from_workers:
             self._begin()
-
-    def _learn_specs(self) -> None:
-        """Read the envs' metadata, and call `_set_specs` with it."""
-        raise NotImplementedError
 
     # ---- specs -------------------------------------------------------------------------------
 
@@ -110,10 +107,8 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
         if self._one_task:
             first = found[0]
             self.meta_data = first.expand(self.num_workers, *first.batch_size)
-            batch_size, specs = (
-                self.meta_data.batch_size,
-                [_not_empty(self.meta_data.specs, type(self))],
-            )
+            batch_size = self.meta_data.batch_size
+            specs = [_not_empty(self.meta_data.specs, type(self))]
             self._env_text = first.env_str
         else:
             self.meta_data = found
@@ -126,20 +121,20 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
             self.device if self.device is not None else self._common_device(found),
         )
         for name in _SPECS:
+            # Actions and states are inputs.
             side = "input_spec" if name in _SPECS[:2] else "output_spec"
             parts = [one[side][f"full_{name}"] for one in specs]
             setattr(self, name, parts[0] if self._one_task else torch.stack(parts, 0))
         self.has_lazy_inputs = contains_lazy_spec(self.input_spec)
 
     def _common_device(self, found: list[EnvMetaData]) -> torch.device | None:
-        devices = {one.device for one in found}
+        devices: set[torch.device | None] = {one.device for one in found}
         if len(devices) > 1:
             raise ValueError(
                 f"The device wasn't passed to {type(self)}, but more than one device was found in the "
                 f"sub-environments. Please indicate a device to be used for collection."
             )
-        device: torch.device | None = devices.pop()
-        return device
+        return devices.pop()
 
     def _choose_layout(self, found: list[EnvMetaData]) -> None:
         """Choose `use_buffers` and `share_individual_td` unless the caller has."""
@@ -164,6 +159,7 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
             self.share_individual_td = is_unlike
 
     def __repr__(self) -> str:
+        # A missing attribute would be looked up in the envs.
         crew = self.__dict__.get("_crew")
         ways = (
             f", \n\tsteps={'; '.join(crew.ways)}"
@@ -171,9 +167,6 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
             else ""
         )
         return f"{type(self).__name__}(\n\tenv={self._env_text}, \n\tbatch_size={self.batch_size}{ways})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__.copy()
 
     def _set_seed(self, seed: int | None) -> None:
         """Unused: TorchRL requires this method; `set_seed` of a batched env calls its envs."""
@@ -201,6 +194,7 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
 
     def _view_of(self, indices: list[int]) -> Any:
         """Return a view: a separate env that shows some of this one's envs, and ends with it."""
+        # Without the constructor, which would start workers.
         view = type(self).__new__(type(self))
         view.__dict__.update(
             self.__dict__,
@@ -268,6 +262,7 @@ def _can_be_stacked(tds: list[TensorDictBase]) -> bool:
     ):
         return False
     try:
+        # A lazy stack takes any shapes; only a contiguous one needs equal ones.
         LazyStackedTensorDict(*tds, stack_dim=0).contiguous()
     except RuntimeError:
         return False
@@ -285,9 +280,8 @@ def _require_alike(found: list[EnvMetaData]) -> None:
 
 
 def _schema(one: EnvMetaData) -> tuple[Any, ...]:
-    specs = one.specs.items(include_nested=True, leaves_only=True)
     leaves = [
         (key, type(spec), tuple(spec.shape), getattr(spec, "dtype", None))
-        for key, spec in specs
+        for key, spec in one.specs.items(include_nested=True, leaves_only=True)
     ]
     return one.batch_size, one.device, one.batch_locked, leaves

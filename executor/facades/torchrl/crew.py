@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from envherd.executor.assembly import make_pool, recycle
+from envherd.executor.assembly import close_in_owner, make_pool, recycle
 from envherd.executor.facades.torchrl.worker import HostedFactory, dumps, loads
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
@@ -76,41 +76,26 @@ class HostedEnvs:
     ) -> None:
         options.refuse_capsules("ParallelEnv of the TorchRL facade")
         self.num_envs = len(factories)
-        self._finalizer: Callable[[], Any]
-        self.pool: Pool
         by_id = {
-            id(factory): _hosted_factory(factory, options) for factory in factories
+            # One for each function: envs of one factory are known to be built by equal calls.
+            id(factory): _hosted_factory(factory, options)
+            for factory in factories
         }
-        hosted = [by_id[id(factory)] for factory in factories]
         options = replace(options, episode_statistics=False)  # the hosted envs add them
-        self._start(
-            hosted,
+        blueprint = draw(
+            [by_id[id(factory)] for factory in factories],
             list(env_kwargs),
             choose_workers(self.num_envs, num_processes, "num_processes"),
+            None,
             options,
         )
-        # In TorchRL the env decides whether it may be stepped before a reset.
-        self._engine.allow_steps()
-        specs = self.pool.specs
-        self.ways = tuple(dict.fromkeys(str(spec.metadata["way"]) for spec in specs))
-        self.is_dense = bool(specs[0].metadata["is_dense"]) and all(
-            spec == specs[0] for spec in specs
-        )
-
-    def _start(
-        self,
-        hosted: list[Any],
-        env_kwargs: list[dict[str, Any]],
-        num_workers: int,
-        options: ExecutorOptions,
-    ) -> None:
-        blueprint = draw(hosted, env_kwargs, num_workers, None, options)
-        self.pool = pool = make_pool(blueprint, options)
-        self._finalizer = Finalizer(self, _close, pool, os.getpid())
-        pool.start()
+        self.pool = make_pool(blueprint, options)
+        # A fork of this process must not end the workers.
+        self._finalizer = Finalizer(self, close_in_owner, self.pool, os.getpid())
+        self.pool.start()
         try:
             self._engine = Engine(
-                pool,
+                self.pool,
                 seed=blueprint.root_seed,
                 device=None,
                 copy=True,
@@ -122,6 +107,13 @@ class HostedEnvs:
         except BaseException:
             self.close()
             raise
+        # In TorchRL the env decides whether it may be stepped before a reset.
+        self._engine.allow_steps()
+        specs = self.pool.specs
+        self.ways = tuple(dict.fromkeys(str(spec.metadata["way"]) for spec in specs))
+        self.is_dense = bool(specs[0].metadata["is_dense"]) and all(
+            spec == specs[0] for spec in specs
+        )
 
     def tell(self, env_ids: Sequence[int], calls: Sequence[Call]) -> list[Any]:
         """Make a different call to each env; return the results in that order.
@@ -134,14 +126,14 @@ class HostedEnvs:
         """
         with self._engine.guard:
             self._replace_lost(env_ids, calls)
-            asked = tuple(dumps(call) for call in calls)
             answers = self._engine.ask(
                 "each",
                 list(env_ids),
                 name="perform",
-                args=asked,
+                args=tuple(dumps(call) for call in calls),
             )
-        results, faults = {}, {}
+        results = {}
+        faults = {}
         for env_id in env_ids:
             has_worked, value = loads(answers[env_id]["plain"])
             if not has_worked:
@@ -154,6 +146,7 @@ class HostedEnvs:
                 if env_id in faults
             }
             self._rebuild(faults, again)
+            # A new instance may raise as well: `may_interrupt` counts how often.
             results |= zip(again, self.tell([*again], [*again.values()]), strict=True)
         return [*results.values()]
 
@@ -163,26 +156,26 @@ class HostedEnvs:
         Raises:
             EnvError: they do not, or other calls have raised.
         """
-        engine, pool = self._engine, self.pool
+        engine = self._engine
+        pool = self.pool
         worker_id = int(pool.worker_of[min(faults)])
         are_resets = all(name == "reset" for name, _, _ in calls.values())
         is_interrupted = engine.flights.losses.may_interrupt(faults) and are_resets
-        pid, gpu = pool.pid_of(worker_id), pool.gpu_of(worker_id)
         error = env_error(
             [*faults.values()],
             worker_id,
-            pid,
-            gpu,
+            pool.pid_of(worker_id),
+            pool.gpu_of(worker_id),
             is_interrupted=is_interrupted,
         )
         if not is_interrupted:
             raise error
         engine.flights.losses.log(error, len(faults))
         with engine.guard:
-            extras = {
-                env_id: Prepare(env_id=env_id, rebuilds=True) for env_id in faults
-            }
-            engine.reset_envs(np.array([*faults], np.int64), extras)
+            engine.reset_envs(
+                np.array([*faults], np.int64),
+                {env_id: Prepare(env_id=env_id, rebuilds=True) for env_id in faults},
+            )
 
     def _replace_lost(self, env_ids: Sequence[int], calls: Sequence[Call]) -> None:
         """Replace lost workers all of whose envs will be reset, if the options allow it; else keep their loss."""
@@ -260,15 +253,11 @@ class HostedEnvs:
 
     def close(self) -> None:
         """Close the envs and end the workers. Idempotent, never raises."""
+        # The constructor may have failed before it made one.
         engine = self.__dict__.get("_engine")
         if engine is not None:
             engine.guard.shut()
         self._finalizer()
-
-
-def _close(pool: Pool, owner: int) -> None:
-    if os.getpid() == owner:
-        pool.close()
 
 
 def _hosted_factory(
@@ -276,9 +265,11 @@ def _hosted_factory(
     options: ExecutorOptions,
 ) -> HostedFactory:
     modules = modules_of(factory)
-    brought_in = [name for module in modules for name in _BACKENDS.get(module, ())]
     backends = [
-        name for name in brought_in if find_spec(name.partition(".")[0]) is not None
+        name
+        for module in modules
+        for name in _BACKENDS.get(module, ())
+        if find_spec(name.partition(".")[0]) is not None
     ]
     return HostedFactory(
         pickle_factory(factory),
@@ -298,7 +289,8 @@ class WorkerHandle:
 
     def __init__(self, pool: Pool, worker_id: int) -> None:
         self._pool = pool
-        self._worker_id, self._generation = worker_id, pool.generation_of(worker_id)
+        self._worker_id = worker_id
+        self._generation = pool.generation_of(worker_id)
         self.pid = pool.pid_of(worker_id)
 
     def is_alive(self) -> bool:

@@ -24,7 +24,7 @@ from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.batches.hand_out import GroupBatch
 from envherd.executor.batches.step_data import StepBatches
 from envherd.executor.facades.torchrl.batched import Batched
-from envherd.executor.facades.torchrl.worker import dense_leaves
+from envherd.executor.facades.torchrl.worker import dense_leaves, on_device
 from envherd.executor.protocol.fast_step import FastStep
 from envherd.executor.protocol.stale_roots import StaleRoots
 from envherd.workers.adapters.torchrl.private_api import (
@@ -54,50 +54,47 @@ class Shells:
     def __init__(self, env: Any, specs: Any) -> None:
         leaves = dense_leaves(specs)
         assert leaves is not None
-        template = env.fake_tensordict()
+        self._template = env.fake_tensordict()
         self.device = env.device
         self.is_on_cpu = env.device is None or env.device.type == "cpu"
         self.input_keys = [key for key, _ in leaves["input"]]
-        state_keys = set(
+        self.state_keys = set(
             env.full_state_spec.keys(include_nested=True, leaves_only=True)
         )
-        self.has_own_state = bool(
-            state_keys
-            - set(env.full_observation_spec.keys(include_nested=True, leaves_only=True))
+        self.has_own_state = not self.state_keys.issubset(
+            env.full_observation_spec.keys(include_nested=True, leaves_only=True)
         )
-        self.state_keys = list(state_keys)
         observed = [*leaves["observation"], *leaves["done"]]
         self._observed = [(key, leaf.key[0]) for key, leaf in leaves["observation"]]
         self._next_names = [leaf.key[0] for _, leaf in (*observed, *leaves["reward"])]
         self._root_names = [leaf.key[0] for _, leaf in observed]
         self._root_keys = [key for key, _ in observed]
         self._next_keys = [*self._root_keys, *(key for key, _ in leaves["reward"])]
-        keys = [key for key, _ in self._observed]
         self.stale_roots = StaleRoots(
-            [keys] * env.num_workers,
+            [[key for key, _ in self._observed]] * env.num_workers,
             self.input_keys[:1] * env.num_workers,
         )
-        self._template = template
         self._next = self._shell("next", range(len(self._next_keys)))
         self._root = self._shell("root", range(len(self._root_keys)))
-        self.batch_size = tuple(template.batch_size)
+        self.batch_size = tuple(self._template.batch_size)
         self.fast_steps: dict[Op, FastStep] = {}
 
     def _shell(self, section: str, places: Iterable[int]) -> Shell:
         """Return the nesting of `next` or the root over a list of leaves, given each leaf's place in that list."""
-        keys, template = self._root_keys, self._template
+        keys = self._root_keys
+        template = self._template
         if section == "next":
-            keys, template = self._next_keys, template.get("next")
+            keys = self._next_keys
+            template = template.get("next")
         paths = [(key,) if isinstance(key, str) else key for key in keys]
         prefixes = {path[:depth] for path in paths for depth in range(1, len(path))}
         groups = {prefix: tuple(template.get(prefix).batch_size) for prefix in prefixes}
-        device = self.device if self.is_on_cpu else None
         return Shell(
             list(zip(places, paths, strict=True)),
             groups,
             (),
             tuple(template.batch_size),
-            device,
+            self.device if self.is_on_cpu else None,
         )
 
     def over(self, batch: GroupBatch) -> StepBatches:
@@ -171,6 +168,7 @@ class BatchedData(Batched):
         if shells is None:
             crew = self._open()
             if (
+                # A view, or envs with leaves of changing shapes, are stepped by messages.
                 not (self._fixed_shapes and crew.is_dense and self._is_whole)
                 or self.share_individual_td
             ):
@@ -278,31 +276,36 @@ class BatchedData(Batched):
         out = self._step_by_message(td, selected)
         if self._keys_without_tensors:
             skipped = skipped_step(self, td)
-            skipped = (
+            # In any case, unlike `on_device`: leaves without tensors may have another device than their tensordict.
+            if out.device is None:
                 skipped.clear_device_()
-                if out.device is None
-                else skipped.to(out.device)
+            else:
+                skipped = skipped.to(out.device)
+            return self._stacked(
+                [
+                    out[selected.index(i)] if i in selected else skipped[i]
+                    for i in range(self.num_workers)
+                ]
             )
-            rows = [
-                out[selected.index(i)] if i in selected else skipped[i]
-                for i in range(self.num_workers)
-            ]
-            return self._stacked(rows)
+        # Zeros are the rewards and flags of envs that are not stepped.
         result = out.new_zeros(td.shape)
-        before = td.select(
-            *result.keys(include_nested=True, leaves_only=True),
-            strict=False,
+        result.update(
+            td.select(
+                *result.keys(include_nested=True, leaves_only=True),
+                strict=False,
+            ).clone()
         )
-        result.update(before.clone())
         result[mask] = out
         return result
 
     def _step_by_message(self, td: TensorDictBase, selected: Any) -> TensorDictBase:
         crew = self._open()
         ids = [self._env_ids[i] for i in selected]
-        rows = [self._step_row(td[i]) for i in selected]
-        how = {"is_whole": not self._fixed_shapes}
-        out = self._stacked(crew.tell(ids, [("step", (row,), how) for row in rows]))
+        calls = [
+            ("step", (self._step_row(td[i]),), {"is_whole": not self._fixed_shapes})
+            for i in selected
+        ]
+        out = self._stacked(crew.tell(ids, calls))
         preset = td.get("next", None)
         if preset is not None:
             unknown = [
@@ -311,6 +314,7 @@ class BatchedData(Batched):
                 if key not in self._next_keys()
             ]
             if unknown:
+                # TorchRL keeps them: a policy may have written its state there.
                 kept = preset.select(*unknown)
                 out.update(
                     kept if len(ids) == self.num_workers else kept[list(selected)]
@@ -320,8 +324,7 @@ class BatchedData(Batched):
     def _step_row(self, row: TensorDictBase) -> TensorDictBase:
         """Return the row to send to an env for a step: its inputs, and the entries under `next` that its specs name."""
         if self._fixed_shapes:
-            inputs = [*self.action_keys, *self.state_keys]
-            sent = row.select(*inputs, strict=False)
+            sent = row.select(*self.action_keys, *self.state_keys, strict=False)
         else:
             sent = row.exclude("next", "_step", *self.reset_keys)
         preset = row.get("next", None)
@@ -334,12 +337,16 @@ class BatchedData(Batched):
     @property
     def _keys_without_tensors(self) -> list[Any]:
         """Keys of leaves that are not tensors."""
-        full = (self.full_observation_spec, self.full_action_spec, self.full_state_spec)
         leaves = [
             item
-            for spec in full
+            for spec in (
+                self.full_observation_spec,
+                self.full_action_spec,
+                self.full_state_spec,
+            )
             for item in spec.items(include_nested=True, leaves_only=True)
         ]
+        # Specs that differ between envs are a stack; one of them shows the kind of leaf.
         members = [
             (key, spec.unbind(spec.stack_dim)[0] if isinstance(spec, Stacked) else spec)
             for key, spec in leaves
@@ -368,11 +375,8 @@ class BatchedData(Batched):
         tensordict: TensorDictBase,
     ) -> tuple[TensorDictBase, TensorDictBase]:
         if tensordict.device != self.device:
-            tensordict = (
-                tensordict.to(self.device)
-                if self.device is not None
-                else tensordict.copy().clear_device_()
-            )
+            # Copied, because without a device it would be changed in place.
+            tensordict = on_device(tensordict.copy(), self.device)
         self._open()
         shells = self._slab_shells(tensordict)
         if shells is None or shells.has_own_state or is_compiled(self):
@@ -387,9 +391,12 @@ class BatchedData(Batched):
         self,
         td: TensorDictBase,
     ) -> tuple[TensorDictBase, TensorDictBase]:
-        crew, ids = self._open(), self._env_ids
+        crew = self._open()
         rows = [self._step_row(td[i]) for i in range(self.num_workers)]
-        answers = crew.tell(ids, [("step_and_maybe_reset", (row,), {}) for row in rows])
+        answers = crew.tell(
+            self._env_ids,
+            [("step_and_maybe_reset", (row,), {}) for row in rows],
+        )
         following = self._stacked([answer[0] for answer in answers])
         preset = td.get("next", None)
         if preset is not None:
@@ -399,8 +406,11 @@ class BatchedData(Batched):
         td.set("next", following)
         root = self.step_mdp(td)
         if self.any_done(root):
-            roots = self._stacked([answer[1] for answer in answers])
-            root = merge_reset(roots, root, self.reset_keys)
+            root = merge_reset(
+                self._stacked([answer[1] for answer in answers]),
+                root,
+                self.reset_keys,
+            )
         return td, root
 
     # ---- reset -------------------------------------------------------------------------------
@@ -411,23 +421,18 @@ class BatchedData(Batched):
         tensordict: TensorDictBase | None = None,
         **kwargs: Any,
     ) -> TensorDictBase:
-        crew, ids = self._open(), self._env_ids
+        crew = self._open()
         if (shells := self.__dict__["_shells"]) is not None:
             shells.stale_roots.forget()
         listed = kwargs.pop("list_of_kwargs", None) or [{}] * self.num_workers
         calls: list[Any] = []
         for i, is_reset in enumerate(self._reset_mask(tensordict)):
-            row = (
-                self._reset_row(tensordict[i])
-                if is_reset and tensordict is not None
-                else None
-            )
-            calls.append(
-                ("reset", (row, {**listed[i], **kwargs}), {})
-                if is_reset
-                else ("current", (), {})
-            )
-        return self._stacked(crew.tell(ids, calls))
+            if is_reset:
+                row = None if tensordict is None else self._reset_row(tensordict[i])
+                calls.append(("reset", (row, {**listed[i], **kwargs}), {}))
+            else:
+                calls.append(("current", (), {}))
+        return self._stacked(crew.tell(self._env_ids, calls))
 
     def _reset_mask(self, td: TensorDictBase | None) -> list[bool]:
         if td is None:
@@ -443,14 +448,14 @@ class BatchedData(Batched):
     def _reset_row(self, row: TensorDictBase) -> TensorDictBase | None:
         """Return the row to send to an env for a reset: its own leaves and masks."""
         if self._fixed_shapes:
-            known = [
+            row = row.select(
                 *self.observation_keys,
                 *self.done_keys,
                 *self.reset_keys,
                 *self.action_keys,
                 *self.state_keys,
-            ]
-            row = row.select(*known, strict=False)
+                strict=False,
+            )
         else:
             row = row.exclude("next")
         return None if row.is_empty() else row
@@ -458,8 +463,15 @@ class BatchedData(Batched):
     def _with_missing(self, td: TensorDictBase, rows: TensorDictBase) -> TensorDictBase:
         """Return all envs' rows to a caller that passed only masks."""
         have = set(td.keys(include_nested=True, leaves_only=True, is_leaf=_is_leaf))
-        keys = rows.keys(include_nested=True, leaves_only=True, is_leaf=_is_leaf)
-        missing = [key for key in keys if key not in have]
+        missing = [
+            key
+            for key in rows.keys(
+                include_nested=True,
+                leaves_only=True,
+                is_leaf=_is_leaf,
+            )
+            if key not in have
+        ]
         if missing and not isinstance(td, LazyStackedTensorDict):
             added = rows.select(*missing)
             if isinstance(added, LazyStackedTensorDict):
@@ -471,15 +483,12 @@ class BatchedData(Batched):
 
     def _stacked(self, rows: list[TensorDictBase]) -> TensorDictBase:
         """Return the rows of envs as one batch on this env's device."""
-        is_lazy = self.share_individual_td
-        batch = (
-            LazyStackedTensorDict.lazy_stack
-            if is_lazy
-            else LazyStackedTensorDict.maybe_dense_stack
-        )(rows, 0)
-        if batch.device == self.device:
-            return batch
-        return batch.clear_device_() if self.device is None else batch.to(self.device)
+        if self.share_individual_td:
+            # Rows of different shapes stay apart.
+            batch = LazyStackedTensorDict.lazy_stack(rows, 0)
+        else:
+            batch = LazyStackedTensorDict.maybe_dense_stack(rows, 0)
+        return on_device(batch, self.device)
 
     # ---- views -------------------------------------------------------------------------------
 

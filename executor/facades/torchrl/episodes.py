@@ -37,16 +37,15 @@ class EpisodeStatistics(Transform):  # type: ignore[misc]  # untyped
 
     def __init__(self, env: EnvBase) -> None:
         super().__init__()
-        rewards, ends = (
-            place_leaves(env.full_reward_spec),
-            topmost(place_leaves(env.full_done_spec)),
-        )
+        rewards = place_leaves(env.full_reward_spec)
+        ends = topmost(place_leaves(env.full_done_spec))
         require_dense(rewards)
         self.sums = EpisodeSums(tuple(env.batch_size), [leaf.spec for leaf in rewards])
-        observed = [
-            (key,) if isinstance(key, str) else key for key in env.observation_keys
-        ]
-        refuse_taken(observed, self.sums.roots, "episode_statistics")
+        refuse_taken(
+            [(key,) if isinstance(key, str) else key for key in env.observation_keys],
+            self.sums.roots,
+            "episode_statistics",
+        )
         self._readers = [reader(leaf) for leaf in rewards]
         self._masks = [(*path, "_reset") for path in ends]
         self._deciding = [
@@ -63,6 +62,7 @@ class EpisodeStatistics(Transform):  # type: ignore[misc]  # untyped
         """Add the leaves."""
         device = observation_spec.device
         for path, shape in self._shapes.items():
+            # A group may have rewards without an observation.
             if observation_spec.get(path, None) is None:
                 observation_spec[path] = Composite(shape=shape, device=device)
         for leaf in self.sums.leaves:
@@ -116,11 +116,16 @@ class CountedLeaves(EpisodeLeaves):
     """
 
     def __init__(self, inner: Adapter, sums: EpisodeSums) -> None:
-        leaves = [
-            replace(leaf, key=(f"observation:{'/'.join(leaf.key)}",))
-            for leaf in sums.leaves
-        ]
-        Wrapping.__init__(self, inner, leaves, (), "episode_statistics")
+        Wrapping.__init__(
+            self,
+            inner,
+            [
+                replace(leaf, key=(f"observation:{'/'.join(leaf.key)}",))
+                for leaf in sums.leaves
+            ],
+            (),
+            "episode_statistics",
+        )
         self._sums = sums
 
     def reset(
@@ -136,5 +141,4 @@ class CountedLeaves(EpisodeLeaves):
 
 
 def _selected(td: TensorDictBase, masks: list[Any]) -> np.ndarray:
-    selected: np.ndarray = aggregate_ends(td, reset_keys=masks).cpu().numpy()
-    return selected
+    return np.asarray(aggregate_ends(td, reset_keys=masks).cpu())

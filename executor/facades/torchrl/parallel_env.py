@@ -54,6 +54,7 @@ class _ParallelMeta(type(torchrl.envs.ParallelEnv)):  # type: ignore[misc]  # un
     # A class, seen from its metaclass.
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         kwargs.pop("auto_wrap_envs", None)
+        # TorchRL builds a single env in this process if it is asked to.
         is_single = (
             kwargs.pop("serial_for_single", False)
             and kwargs.get("num_workers", args[0] if args else None) == 1
@@ -114,18 +115,24 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         ):
             check_factory(factory, "GymEnv('CartPole-v1')")
         for name, why in _REFUSED.items() if options is not None else ():
-            default, value = getattr(ExecutorOptions, name), getattr(options, name)
+            default = getattr(ExecutorOptions, name)
+            value = getattr(options, name)
             if value != default:
                 raise ValueError(
                     f"ParallelEnv failed: expected options with {name}={default}, got {value}: {why}"
                 )
-        self.__dict__.update(_num_processes=num_processes, _options=options)
-        self.__dict__.update(_crew=None, _shells=None)
+        self.__dict__.update(
+            _num_processes=num_processes,
+            _options=options,
+            _crew=None,
+            _shells=None,
+        )
         try:
             super().__init__(num_workers, create_env_fn, **kwargs)
         except BaseException:
             self._dismiss()
             raise
+        # If TorchRL now refuses the env, `_ParallelMeta` closes it.
         _newborn.env = self
 
     # ---- lifecycle ---------------------------------------------------------------------------
@@ -143,12 +150,13 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
                 )
             except FactoryError as error:
                 if "type_name" in error.context:
-                    failed = BuildFailed(
-                        error.message,
-                        remote_traceback=error.remote_traceback,
-                        **error.context,
-                    )
-                    raise as_raised(failed) from error
+                    raise as_raised(
+                        BuildFailed(
+                            error.message,
+                            remote_traceback=error.remote_traceback,
+                            **error.context,
+                        )
+                    ) from error
                 raise
         return crew
 
@@ -169,6 +177,7 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         self.__dict__["_crew"] = self.__dict__["_shells"] = None
 
     def _learn_specs(self) -> None:
+        # Envs of one task have equal specs, unless the caller wants to be sure.
         asked = (
             range(1)
             if self._one_task and not self._asks_all
@@ -240,7 +249,7 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         self.is_closed = True
 
     def __getstate__(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().__getstate__()
+        state = self.__dict__.copy()
         state["_crew"] = None
         state["_shells"] = None
         state["create_env_fn"] = [_by_value(factory) for factory in self.create_env_fn]
@@ -257,6 +266,7 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
 
         The envs stay where they are.
         """
+        # A tensor's device has an index: "cuda" becomes "cuda:0".
         is_moved = torch.empty(0, device=device).device != self.device
         self.__dict__["_shells"] = None
         EnvBase.to(self, device)
@@ -272,6 +282,7 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
     def __reduce__(self) -> Any:
         if not self.is_closed:
             self.close()
+        # The copy starts workers of its own.
         return EnvBase.__reduce__(self)
 
     # ---- control -----------------------------------------------------------------------------
@@ -285,15 +296,17 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         crew = self._open()
         self._env_seeds = []
         for env_id in self._env_ids:
+            # An env returns the seed of the next one, so they are seeded in turn.
             self._env_seeds.append(seed)
             seed = crew.tell([env_id], [("seed", (seed,), {"static": static_seed})])[0]
         return seed
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """Return `{"worker0": ..., ...}`, each env's own."""
-        crew, ids = self._open(), self._env_ids
-        states = crew.tell(ids, [("state_dict", (), {})] * len(ids))
-        return OrderedDict((f"worker{i}", state) for i, state in enumerate(states))
+        return OrderedDict(
+            (f"worker{i}", state)
+            for i, state in enumerate(self._tell_all("state_dict"))
+        )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **kwargs: Any) -> None:
         """Load a state from `state_dict`; a state dict of one env is loaded into all envs.
@@ -301,15 +314,14 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         Raises:
             EnvError: an env refused it.
         """
-        crew, ids = self._open(), self._env_ids
-        if "worker0" not in state_dict:
-            state_dict = {f"worker{i}": state_dict for i in range(len(ids))}
+        crew = self._open()
+        states = [
+            state_dict[f"worker{i}"] if "worker0" in state_dict else state_dict
+            for i in range(self.num_workers)
+        ]
         crew.tell(
-            ids,
-            [
-                ("load_state_dict", (state_dict[f"worker{i}"], kwargs), {})
-                for i in range(len(ids))
-            ],
+            self._env_ids,
+            [("load_state_dict", (state, kwargs), {}) for state in states],
         )
 
     def __setitem__(self, item: Any, source: Any) -> None:
@@ -335,10 +347,10 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         return self._find_all((attr,))
 
     def _find_all(self, path: tuple[str, ...]) -> Any:
-        ids = self._env_ids
         try:
-            found = self._open().tell(ids, [("look_up", (path,), {})] * len(ids))
+            found = self._tell_all("look_up", path)
         except RuntimeError as error:
+            # `hasattr` needs the type that the env has raised.
             if getattr(error, "context", {}).get("type_name") != "AttributeError":
                 raise
             raise AttributeError(
@@ -355,12 +367,11 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         kwargs: dict[str, Any],
     ) -> list[Any]:
         args = tuple(arg for arg in args if arg is not self)
-        ids = self._env_ids
-        results: list[Any] = self._open().tell(
-            ids,
-            [("call", (path, args, kwargs), {})] * len(ids),
-        )
-        return results
+        return self._tell_all("call", path, args, kwargs)
+
+    def _tell_all(self, name: str, *args: Any) -> list[Any]:
+        """Call a method of each hosted env, all with the same arguments; return the results."""
+        return self._open().tell(self._env_ids, [(name, args, {})] * self.num_workers)
 
     @property
     def _worker_handles(self) -> list[WorkerHandle]:
@@ -412,7 +423,8 @@ class Attributes(_Attribute, list[Any]):
 
     def __init__(self, values: list[Any], path: tuple[str, ...], find: FindAll) -> None:
         super().__init__(values)
-        self._path, self._find = path, find
+        self._path = path
+        self._find = find
 
     def __call__(self) -> list[Any]:
         """Return the values."""
@@ -423,7 +435,9 @@ class Dispatcher(_Attribute):
     """A method of each env, or an object in it that cannot be pickled; calls return one result per env."""
 
     def __init__(self, path: tuple[str, ...], find: FindAll, call: CallAll) -> None:
-        self._path, self._find, self._call = path, find, call
+        self._path = path
+        self._find = find
+        self._call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Call it in all envs."""

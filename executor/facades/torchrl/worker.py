@@ -21,7 +21,7 @@ import importlib
 import io
 import pickle
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -79,14 +79,19 @@ class HostedFactory:
     def __call__(self, **kwargs: Any) -> Adapter:
         """Build an env and return it as a hosted env, behind its adapter."""
         if self._make is None:
+            # First: unpickling the factory may import Stable-Baselines3, and with it TensorBoard.
             importlib.import_module("envherd.workers.adapters.light_tensorboard")
             if self._num_threads is not None:
                 torch.set_num_threads(self._num_threads)
             self._make = pickle.loads(self._pickled)
-        env = own_env(self._make(**kwargs), self.__qualname__)
-        return adapter_of(HostedEnv(env, has_statistics=self._has_statistics))
+        hosted = HostedEnv(
+            own_env(self._make(**kwargs), self.__qualname__),
+            has_statistics=self._has_statistics,
+        )
+        return adapter_of(hosted)
 
 
+# The envs of this process that are hosted.
 _known: weakref.WeakSet[EnvBase] = weakref.WeakSet()
 
 
@@ -103,6 +108,7 @@ def own_env(env: Any, origin: str) -> EnvBase:
         )
     refuse_late_resets(env)
     if env in _known:
+        # An env that cannot be copied is shared.
         with contextlib.suppress(Exception):
             env = copy.deepcopy(env)
     _known.add(env)
@@ -177,7 +183,7 @@ class HostedEnv:
     ) -> TensorDictBase:
         """Reset the env, or the parts of it that the row's masks name; return observation and done leaves."""
         if row is not None:
-            row = self._placed(row)
+            row = on_device(row, self.env.device)
             masks = [row.get(key, None) for key in self.env.reset_keys]
             if self.root is not None and any(
                 mask is not None and not mask.all() for mask in masks
@@ -196,11 +202,10 @@ class HostedEnv:
         """Reset the parts of the env that have ended (all, if it was never reset); return its root."""
         root = self.root
         has_ended = root is not None and self.env.any_done(root)
-        self.root = (
-            self.env.reset(root, select_reset_only=True)
-            if has_ended
-            else self.env.reset()
-        )
+        if has_ended:
+            self.root = self.env.reset(root, select_reset_only=True)
+        else:
+            self.root = self.env.reset()
         return self.root
 
     def step(self, row: TensorDictBase, *, is_whole: bool) -> TensorDictBase:
@@ -238,14 +243,7 @@ class HostedEnv:
             if self.root is None
             else self.root.copy()
         )
-        return root.update(self._placed(row))
-
-    def _placed(self, row: TensorDictBase) -> TensorDictBase:
-        if row.device == self.env.device:
-            return row
-        return (
-            row.clear_device_() if self.env.device is None else row.to(self.env.device)
-        )
+        return root.update(on_device(row, self.env.device))
 
     # ---- everything else ---------------------------------------------------------------------
 
@@ -293,15 +291,19 @@ class HostedEnv:
         self.env.close(raise_if_closed=False)
 
 
-def _without_locks(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: _without_locks(item)
-        if isinstance(item, dict)
-        else None
-        if type(item).__name__ == "Lock"
-        else item
-        for key, item in state.items()
-    }
+def _without_locks(state: Any) -> Any:
+    """Return a state dict with None in place of each lock."""
+    if isinstance(state, dict):
+        return {key: _without_locks(item) for key, item in state.items()}
+    # Of multiprocessing: such a lock can be pickled only while a process is started.
+    return None if type(state).__name__ == "Lock" else state
+
+
+def on_device(td: TensorDictBase, device: torch.device | None) -> TensorDictBase:
+    """Return a tensordict on a device; with None it has no device, and its leaves stay where they are."""
+    if td.device == device:
+        return td
+    return td.clear_device_() if device is None else td.to(device)
 
 
 # ---- the way to the slab ---------------------------------------------------------------------
@@ -335,6 +337,7 @@ def dense_leaves(specs: Composite) -> dict[str, list[tuple[Any, LeafSpec]]] | No
             dtype = str(spec.dtype).removeprefix("torch.")
             if (
                 type(spec).__name__ in ("NonTensor", "Stacked")
+                # -1 stands for a size that changes.
                 or -1 in shape
                 or dtype not in DTYPES
             ):
@@ -418,7 +421,8 @@ class HostedAdapter(Adapter):
 
     def step(self, action: list[Any]) -> StepValues:
         """Make one transition; see `Adapter.step`. It counts as terminated when TorchRL would reset the env."""
-        hosted, env = self.env, self._torchrl_env
+        hosted = self.env
+        env = self._torchrl_env
         direct = hosted.direct
         if direct is not None:
             if not direct.is_ahead:
@@ -439,10 +443,10 @@ class HostedAdapter(Adapter):
             hosted.root = env.step_mdp(stepped)
             has_ended = bool(env.any_done(hosted.root))
             if has_ended:
+                # `any_done` has written the masks of a reset into it.
                 hosted.root = hosted.root.exclude(*env.reset_keys)
-        observed = [to_numpy(following.get(key)) for key in self._observed]
         return (
-            observed,
+            [to_numpy(following.get(key)) for key in self._observed],
             [to_numpy(following.get(key)) for key in self._rewards],
             has_ended,
             False,
@@ -470,6 +474,7 @@ def adapter_of(hosted: HostedEnv) -> Adapter:
 class _Pickler(Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if (
+            # Subclasses have more state than their values, and numpy lacks bfloat16.
             type(obj) is torch.Tensor
             and not obj.is_nested
             and obj.dtype is not torch.bfloat16
@@ -493,6 +498,5 @@ def dumps(value: Any) -> bytes:
     return file.getvalue()
 
 
-def loads(data: bytes) -> Any:
-    """Return the value that `dumps` packed."""
-    return pickle.loads(data)
+#: Returns the value that `dumps` packed.
+loads = pickle.loads
