@@ -113,7 +113,8 @@ def _pickle_message(factory: Factory, error: Exception) -> str:
     if not links:
         what = f"cannot be pickled: {error}"
     else:
-        (variable, value), cause = links[0], links[-1][1]
+        variable, value = links[0]
+        cause = links[-1][1]
         found = re.search(r"'([\w.]+)' object", str(error))
         inside = found.group(1) if found and len(links) == 1 else _type_name(cause)
         holder = (

@@ -65,7 +65,8 @@ def processor_ns(pid: int) -> tuple[int, int, int]:
         for task in _entries(f"/proc/{one}/task"):
             fields = _text(f"/proc/{one}/task/{task}/schedstat").split()
             if len(fields) > 1 and int(task) == pid:
-                own, delay = int(fields[0]), int(fields[1])
+                own = int(fields[0])
+                delay = int(fields[1])
             elif fields:
                 others += int(fields[0])
     return own, delay, others

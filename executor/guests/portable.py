@@ -124,7 +124,8 @@ def _launch(one: Any) -> Any:
     the program, does not end the process. A daemon of `multiprocessing` may start it.
     """
     with _start_lock, uninterrupted():
-        prepare, let_in = spawn.get_preparation_data, platforms.without_signals()
+        prepare = spawn.get_preparation_data
+        let_in = platforms.without_signals()
         try:
             spawn.get_preparation_data = functools.partial(_prepare, prepare)
             return one._Popen(one)  # noqa: SLF001
@@ -184,7 +185,8 @@ class PortableProcess(WorkerProcess):
                 daemon=False,
             )
         )
-        self.pid, self.sentinel = self._popen.pid, self._popen.sentinel
+        self.pid = self._popen.pid
+        self.sentinel = self._popen.sentinel
         self._theirs.close()
         self._watched.close()
 

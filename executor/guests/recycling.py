@@ -34,7 +34,8 @@ def keeping_steps(
         env_ids: int `[k]`.
         columns: int `[k]`, of their steps.
     """
-    values, infos = dict(side.next), side.infos.read("next")
+    values = dict(side.next)
+    infos = side.infos.read("next")
     flags: list[np.ndarray] = []
     for env_id, column in zip(env_ids.tolist(), columns.tolist(), strict=True):
         row = positions.row_at(env_id, column)
@@ -55,12 +56,11 @@ class Recycler:
     """Replaces the workers of an engine that are due according to the options, when that interrupts no episode."""
 
     def __init__(self, engine: Engine) -> None:
-        self._pool, self._options, self._memory = (
-            engine.pool,
-            engine.options,
-            engine.memory,
-        )
-        self._positions, self._side = engine.positions, engine.side
+        self._pool = engine.pool
+        self._options = engine.options
+        self._memory = engine.memory
+        self._positions = engine.positions
+        self._side = engine.side
 
     def before_resets(
         self,

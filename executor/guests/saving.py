@@ -41,7 +41,8 @@ def _save(
     """Return states; with `is_whole`, refuse envs of which a part alone can be saved, which must be reset."""
     ids = env_ids.tolist()
     answers = engine.ask("save", ids, kwargs={"is_whole": is_whole})
-    roots, needs_reset = engine.batches.roots(env_ids), engine.states.needs_reset
+    roots = engine.batches.roots(env_ids)
+    needs_reset = engine.states.needs_reset
     return [
         {
             "env": crossed(answers[env_id]),
@@ -154,17 +155,16 @@ def state_dict(engine: Engine, *, with_envs: bool | None) -> dict[str, Any]:
         )
         return {"executor": kept}
     states = {f"env{i}": one["env"] for i, one in enumerate(saved)}
-    kept["roots"], kept["ended"] = (
-        [one["root"] for one in saved],
-        [one["ended"] for one in saved],
-    )
+    kept["roots"] = [one["root"] for one in saved]
+    kept["ended"] = [one["ended"] for one in saved]
     kept["generators"] = [one["generators"] for one in saved]
     return {**states, "executor": kept}
 
 
 def load_state_dict(engine: Engine, state: Any) -> None:
     """Load a state of all envs from a checkpoint; see `BatchedEnv.load_state_dict`."""
-    call, num_envs = "load_state_dict", engine.num_envs
+    call = "load_state_dict"
+    num_envs = engine.num_envs
     kept = state.get("executor", {}) if isinstance(state, Mapping) else None
     if not isinstance(kept, Mapping):
         raise _refusal(call, "what state_dict() returned", state, "the state")

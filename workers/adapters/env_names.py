@@ -206,10 +206,8 @@ def _no_family(name: str, known: list[str], missing: list[str]) -> str:
         else ""
     )
     if got and _is_there(family):
-        got, hint = (
-            ", got a module and no callable",
-            f" If {family} registers this id, write gymnasium:{name}.",
-        )
+        got = ", got a module and no callable"
+        hint = f" If {family} registers this id, write gymnasium:{name}."
     absent = f" Not installed: {', '.join(missing)}." if name and missing else ""
     return f"{name!r} failed: expected one of {', '.join(FORMS)}{got}.{hint}{absent}"
 

@@ -204,7 +204,8 @@ class EnvPoolAdapter(Adapter):
         self.env.send({**given, "env_id": self._ids, "players.env_id": self._ids})
         self._receive(self.num_rows)
         state = self._state
-        ended, truncated = state["done"].astype(bool), state["trunc"].astype(bool)
+        ended = state["done"].astype(bool)
+        truncated = state["trunc"].astype(bool)
         self._ended = ended
         truncated &= ended
         terminated = ended & ~truncated
@@ -224,7 +225,8 @@ class EnvPoolAdapter(Adapter):
 
     def close(self) -> None:
         """Close and drop the pool, which ends its threads."""
-        env, self.env = self.env, None
+        env = self.env
+        self.env = None
         if env is not None:
             env.close()
 

@@ -291,10 +291,8 @@ def reference_of(factory: Any) -> dict[str, Any]:
                 if isinstance(named, str)
                 else {}
             )
-    module, name = (
-        getattr(factory, "__module__", None),
-        getattr(factory, "__qualname__", None),
-    )
+    module = getattr(factory, "__module__", None)
+    name = getattr(factory, "__qualname__", None)
     found: Any = (
         None if module in ("__main__", "__mp_main__") else sys.modules.get(str(module))
     )

@@ -22,7 +22,8 @@ _ISAACLAB = (
 
 _NATIVE = f"{_PACKAGE}.simulators.native"
 _GENERIC_TORCH = f"{_NATIVE}:TorchNativeAdapter"
-_ISAAC, _MANISKILL = f"{_NATIVE}:IsaacLabAdapter", f"{_NATIVE}:ManiSkillAdapter"
+_ISAAC = f"{_NATIVE}:IsaacLabAdapter"
+_MANISKILL = f"{_NATIVE}:ManiSkillAdapter"
 
 #: `module.QualName` of an env class -> `module:Class` of its adapter.
 _TABLE: dict[str, str | type[Adapter]] = {

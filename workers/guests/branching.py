@@ -23,7 +23,8 @@ from pathlib import Path
 
 from envherd.workers import seeding
 
-_ANSWER_BYTES, _MOST_NAMED = 4096, 8  # a pipe takes so much at once
+_ANSWER_BYTES = 4096
+_MOST_NAMED = 8  # a pipe takes so much at once
 _TASKS = Path("/proc/self/task")
 #: Seconds for the end of threads that handlers of the fork end.
 _THREADS_END_S = 0.1
@@ -48,7 +49,8 @@ def branch(
         become: is called in the copy with its socket, to leave everything of this worker. If it raises, the copy ends.
     """
     sock_fd, copys_log_fd = fds
-    pid, why = -1, reasons_against(own, sock_fd)
+    pid = -1
+    why = reasons_against(own, sock_fd)
     if not why:
         pid, why = fork_orphan()
     if pid == 0:
@@ -153,7 +155,8 @@ def _fork() -> int:
 def _fork_again(write: int) -> None:
     """Fork, report the pid, and end; return only in the copy."""
     try:
-        pid, why = -1, _threads_of(os.getppid())
+        pid = -1
+        why = _threads_of(os.getppid())
         if not why:
             try:
                 pid = _fork()

@@ -327,7 +327,8 @@ def building() -> Iterator[None]:
 def _keeping() -> Iterator[None]:
     """Leave classes that are in use as they are: unpickling one again would reset its attributes."""
     global _keeps  # noqa: PLW0603
-    before, _keeps = _keeps, True
+    before = _keeps
+    _keeps = True
     try:
         yield
     finally:

@@ -93,7 +93,8 @@ def _pickled(name: str, value: Any) -> bytes:
 def install(packed: bytes) -> None:
     """Add what `collect` returned to this process's registries, at once or when a package is imported."""
     entries: _Entries = pickle.loads(zlib.decompress(packed))
-    script, defined = sys.modules["__main__"], entries.pop("__main__")
+    script = sys.modules["__main__"]
+    defined = entries.pop("__main__")
     if isinstance(script, Script):
         script.waiting.update(defined)
     for package, named in entries.items():

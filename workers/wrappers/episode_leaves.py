@@ -144,7 +144,8 @@ class EpisodeSums:
         *sums, length, seconds = state
         for (total, value), kept in zip(self._pairs, sums, strict=True):
             total[...] = value[...] = kept
-        self._length[...], self._began[...] = length, time.perf_counter() - seconds
+        self._length[...] = length
+        self._began[...] = time.perf_counter() - seconds
         self._seconds[..., 0] = seconds
         self._is_fresh[...] = length[..., 0] == 0
         self._has_fresh = bool(self._is_fresh.any())
@@ -194,10 +195,8 @@ class EpisodeLeaves(Wrapping):
         """Check a state, also one saved without the option: the statistics then start here; return what restores it."""
         if not (isinstance(state, Mapping) and _STATE in state and "env" in state):
             return self.inner.read_state(state)
-        put, sums = (
-            self.inner.read_state(state["env"]),
-            self._sums.checked(state[_STATE]),
-        )
+        put = self.inner.read_state(state["env"])
+        sums = self._sums.checked(state[_STATE])
 
         def put_all() -> None:
             put()

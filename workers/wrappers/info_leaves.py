@@ -87,7 +87,8 @@ class InfoLeaves(Wrapping):
 
     def _read(self, rows: np.ndarray | None) -> None:
         """Read the info into the values, only of `rows` (bool `[*batch_shape]`); None for all."""
-        info, values = self.inner.info, self._values
+        info = self.inner.info
+        values = self._values
         for index, field in enumerate(self._fields):
             value, was_given = self._value_of(field, info)
             if rows is not None:
@@ -97,7 +98,8 @@ class InfoLeaves(Wrapping):
                     values[2 * index],
                 )
                 was_given = np.where(rows, was_given, values[2 * index + 1])
-            values[2 * index], values[2 * index + 1] = value, was_given
+            values[2 * index] = value
+            values[2 * index + 1] = was_given
 
     def _value_of(self, field: InfoEntry, info: Any) -> tuple[np.ndarray, np.ndarray]:
         try:

@@ -22,7 +22,8 @@ from envherd.workers.errors import EnvherdError
 
 SCHEMA = "envherd.capsule/1"
 SUFFIX = ".capsule"
-_FACTS, _PICKLE = "capsule.json", "factory.pickle"
+_FACTS = "capsule.json"
+_PICKLE = "factory.pickle"
 _LARGEST_TEXT = 1 << 28  # bytes; an evaluation of a million episodes has 200 MB
 #: Names of dtypes: whatever the bytes are, they are numbers.
 _DTYPES = frozenset(str(np.dtype(code)) for code in "?bBhHiIlLqQefdgFDG")

@@ -69,7 +69,8 @@ class CapsuleWriter:
     """
 
     def __init__(self, rules: Capsules, pool: Any) -> None:
-        self._rules, self._pool = rules, pool
+        self._rules = rules
+        self._pool = pool
         self._directory = Path(rules.directory).absolute()
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -100,12 +101,15 @@ class CapsuleWriter:
             worker_id: of the pool.
             fault: of the env; None for a loss.
         """
-        context, first = error.context, numbering.first_env_id
+        context = error.context
+        first = numbering.first_env_id
         if fault is None:
-            env_id, phase = context.get("env_id"), context.get("phase")
+            env_id = context.get("env_id")
+            phase = context.get("phase")
             env_id = None if env_id is None else env_id - first
         else:
-            env_id, phase = fault["env_id"], fault["phase"]
+            env_id = fault["env_id"]
+            phase = fault["phase"]
         # The journal is of steps and resets, and a loss that is declared again has its file already.
         is_declared = fault is None and "capsule" in context
         if is_declared or env_id is None or phase not in ("step", "reset"):
@@ -121,10 +125,8 @@ class CapsuleWriter:
         try:
             path, sentence = self._write(env_id, worker_id, failure)
         except Exception as problem:  # a full disk must not hide the failure
-            path, sentence = (
-                None,
-                f"Its capsule could not be written: {type(problem).__name__}: {problem}.",
-            )
+            path = None
+            sentence = f"Its capsule could not be written: {type(problem).__name__}: {problem}."
         return with_sentence(error, sentence, capsule=context.get("capsule") or path)
 
     def _write(

@@ -174,6 +174,9 @@ class AsyncCollector(BatchIterator):
 
     _has_begun = _is_closing = False
     _num_received = 0
+    _lag_sum = 0.0
+    _num_lags = 0
+    _lag_max = 0
 
     @names_right_keyword
     def __init__(  # noqa: PLR0913  # a collector's
@@ -252,7 +255,8 @@ class AsyncCollector(BatchIterator):
             "AsyncCollector",
             "storing_device as a device",
         )
-        self._postproc, self._closes_env = postproc, close_env
+        self._postproc = postproc
+        self._closes_env = close_env
         self._primer = None if primer is None else primer.to("cpu")
         self._placed = (
             None
@@ -278,7 +282,6 @@ class AsyncCollector(BatchIterator):
         self._spent = dict.fromkeys(("wait", "policy", "learner", "other"), 0.0)
         self._since = time.perf_counter()
         self._batch_sizes: Counter[int] = Counter()
-        self._lag_sum, self._num_lags, self._lag_max = 0.0, 0, 0
         self._waits = _Waits(env.engine.pool.slab.words["answered_ns"])
         dependents = env.engine.guard.dependents
         self._background = (
@@ -321,11 +324,9 @@ class AsyncCollector(BatchIterator):
         else:
             background.drop()
         self.num_frames += self.frames_per_batch
-        self._lag_sum, self._num_lags, self._lag_max = (
-            self._lag_sum + mean,
-            self._num_lags + 1,
-            largest,
-        )
+        self._lag_sum += mean
+        self._num_lags += 1
+        self._lag_max = largest
         return data if self._postproc is None else self._postproc(data)
 
     def update_policy_(
@@ -374,7 +375,8 @@ class AsyncCollector(BatchIterator):
         answered by then, it logs a warning with the env's id, and leaves it under way.
         """
         self._is_closing = True
-        end, has_ended = time.monotonic() + self.env.options.close_timeout_s, True
+        end = time.monotonic() + self.env.options.close_timeout_s
+        has_ended = True
         if self._background is not None:
             self._background.begin_close()
             has_ended = self._background.join(end - time.monotonic())
@@ -449,11 +451,14 @@ class AsyncCollector(BatchIterator):
 
     def _begin_idle(self) -> None:
         """Act for the envs without a command: all at first, later those that have failed."""
-        env, states, limit = self.env, self.env.engine.states, self._wanted[1]
+        env = self.env
+        states = self.env.engine.states
+        limit = self._wanted[1]
         if not self._has_begun:
             if not env.is_resumed:
                 env.reset()
-            self._has_begun, env.is_resumed = True, False
+            self._has_begun = True
+            env.is_resumed = False
         self._rows.repair()
         self._has_sent()
         idle = np.flatnonzero(~states.under_way)
@@ -556,7 +561,8 @@ class AsyncCollector(BatchIterator):
         )
         padded = root if not self._sizes else _padded(root, size)
         with self._policy_lock:
-            acted, version = run_policy(self._placed, padded), self.version
+            acted = run_policy(self._placed, padded)
+            version = self.version
         return (acted[: len(env_ids)] if len(acted) != len(env_ids) else acted), version
 
     # ---- the policy's state ------------------------------------------------------------------
@@ -653,7 +659,8 @@ class _Background:
         num_ahead: int,
         dependents: MutableSet[Any],
     ) -> None:
-        self._collect, self._num_ahead = weakref.WeakMethod(collect), num_ahead
+        self._collect = weakref.WeakMethod(collect)
+        self._num_ahead = num_ahead
         weakref.finalize(collect.__self__, self.begin_close).atexit = False
         dependents.add(self)
         # Number and batch, or the error in its place.
@@ -828,7 +835,8 @@ def _check_env(env: BatchedEnv) -> None:
 
 def _padded(root: TensorDictBase, size: int) -> TensorDictBase:
     """Return a batch filled up to a size with copies of its first row, with `valid`, which marks the other rows."""
-    count, padded = len(root), root
+    count = len(root)
+    padded = root
     if size > count:
         padded = take_rows(root, [*range(count), *[0] * (size - count)])
     valid = torch.arange(size, device="cpu") < count

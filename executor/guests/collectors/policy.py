@@ -66,7 +66,8 @@ class Placed:
             return
         clone, obstacle = try_copy(policy)
         if clone is not None:
-            self.policy, self.is_copy = clone.to(self.device), True
+            self.policy = clone.to(self.device)
+            self.is_copy = True
         elif is_apart:
             raise ValueError(
                 f"AsyncCollector failed: expected a policy that can be copied with in_background, but {obstacle}. "
@@ -104,7 +105,8 @@ class Placed:
         """Copy the original's present weights and buffers to the copy, if there is one."""
         if not self.is_copy:
             return
-        ours, theirs = self._tensors(self.policy), self._tensors(self._original)
+        ours = self._tensors(self.policy)
+        theirs = self._tensors(self._original)
         for mine, other in zip(ours, theirs, strict=True):
             mine.copy_(other)
 

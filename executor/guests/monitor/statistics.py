@@ -225,7 +225,8 @@ def count(
     steps = words["env_steps"]
     workers = []
     for one in read_workers(words, pool.blueprint.blocks, time.monotonic_ns()):
-        worker_id, generation = one.worker_id, pool.generation_of(one.worker_id)
+        worker_id = one.worker_id
+        generation = pool.generation_of(one.worker_id)
         memory.note(worker_id, generation, one.resets, figures[worker_id].uss_bytes)
         workers.append(
             replace(

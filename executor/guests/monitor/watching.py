@@ -68,10 +68,8 @@ class Watch:
             .rstrip(b"\0")
             .replace(b"\0", b" ")
         )
-        self.command, self.path = (
-            command.decode(errors="replace"),
-            content.get("path", "").strip(),
-        )
+        self.command = command.decode(errors="replace")
+        self.path = content.get("path", "").strip()
         fd = os.open(plate.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             if os.fstat(fd).st_ino != plate.inode:
@@ -84,13 +82,12 @@ class Watch:
             )
         finally:
             os.close(fd)
-        self.pid, self.slab_path, self.env, self._made_at = (
-            plate.pid,
-            plate.path,
-            content["env"],
-            content["made_at"],
-        )
-        self._blocks, self._gpus = content["blocks"], content["gpus"]
+        self.pid = plate.pid
+        self.slab_path = plate.path
+        self.env = content["env"]
+        self._made_at = content["made_at"]
+        self._blocks = content["blocks"]
+        self._gpus = content["gpus"]
         self.num_envs = sum(map(len, self._blocks))
         words = content["words"].items()
         self._words = {
@@ -110,7 +107,8 @@ class Watch:
     def look(self) -> Self:
         """Read the executor; return this object."""
         now_ns = time.monotonic_ns()
-        self.span_s, self._read_ns = max(1e-9, (now_ns - self._read_ns) / 1e9), now_ns
+        self.span_s = max(1e-9, (now_ns - self._read_ns) / 1e9)
+        self._read_ns = now_ns
         pairs = zip(
             self.workers,
             read_workers(self._words, self._blocks, now_ns),

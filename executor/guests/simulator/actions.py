@@ -49,7 +49,8 @@ class TensorIntake(GroupIntake):
         return tensors
 
     def _fits(self, index: int, value: torch.Tensor) -> bool:
-        leaf, check = self.leaves[index], self._checks[index]
+        leaf = self.leaves[index]
+        check = self._checks[index]
         if (
             value.is_meta
             or value.shape != (1, *leaf.shape)

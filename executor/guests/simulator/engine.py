@@ -116,14 +116,13 @@ class SimulatorEngine(Calls):
         self.sent: Sent | None = None
         self.stale_roots = StaleRoots.of(self.specs)
         self._intake = TensorIntake(pool.slab.groups[0], options.check_actions)
-        self.read_inputs, self.input_leaves = self._intake.tensors, self._intake.leaves
+        self.read_inputs = self._intake.tensors
+        self.input_leaves = self._intake.leaves
         self._pack_info = packer(options.info_policy)
         self._words = {name: array.data for name, array in pool.slab.words.items()}
-        self._phase, self._infos, self._left_out = (
-            "step",
-            dict[str, bytes | None](),
-            set[str](),
-        )
+        self._phase = "step"
+        self._infos = dict[str, bytes | None]()
+        self._left_out = set[str]()
         self._row: Row | None = None
         self._was_reset = self._has_ended = False
         self._reset_mask: np.ndarray | None = None
@@ -190,7 +189,9 @@ class SimulatorEngine(Calls):
         return self._run(op, lambda: self._step(op, inputs, take))
 
     def _step(self, op: Op, inputs: Leaves, take: Take) -> None:
-        words, rows, spec = self._words, self._rows, self.specs[0]
+        words = self._words
+        rows = self._rows
+        spec = self.specs[0]
         observation, rewards, terminated, truncated = self._adapter.step(
             [value[0] for value in inputs]
         )
@@ -202,7 +203,8 @@ class SimulatorEngine(Calls):
         words["ends"][0] += has_ended
         self._note_info("next")
         take(row, given, has_ended and op == Op.STEP_RESET)
-        self._row, self._has_ended = row, has_ended
+        self._row = row
+        self._has_ended = has_ended
         if has_ended and op == Op.STEP_RESET:
             self._reset(row, row.flags[0], None)
 
@@ -213,12 +215,10 @@ class SimulatorEngine(Calls):
         extra: Prepare | None,
     ) -> None:
         """Reset the rows in a mask, bool `[B, 1]`; None for all."""
-        words, rows, adapter, self._phase = (
-            self._words,
-            self._rows,
-            self._adapter,
-            "reset",
-        )
+        words = self._words
+        rows = self._rows
+        adapter = self._adapter
+        self._phase = "reset"
         words["phase"][0] = pack_phase(Op.RESET, 0)
         inner = None if mask is None or mask.all() else mask
         episode = words["episode"][0]
@@ -236,14 +236,19 @@ class SimulatorEngine(Calls):
         self._note_info("root")
         leaves = rows.fit("observation", self.specs[0].observation, observation)
         flags = np.zeros_like(before.flags) if inner is None else before.flags & ~inner
-        self._row, self._was_reset = Row(leaves, flags), True
+        self._row = Row(leaves, flags)
+        self._was_reset = True
         self._has_ended = has_true(flags[0])
 
     def _run(self, op: Op, command: Callable[[], None]) -> Answer:
         """Carry out a command, and count its time; an exception of the simulator becomes a part of the outcome."""
-        words, adapter = self._words, self._adapter
+        words = self._words
+        adapter = self._adapter
         self.states.start(self.all_ids, op, 0)
-        self._phase, self._infos, self._row, self._was_reset = "step", {}, None, False
+        self._phase = "step"
+        self._infos = {}
+        self._row = None
+        self._was_reset = False
         words["phase"][0] = pack_phase(op, 0)
         words["since_ns"][0] = began = time.perf_counter_ns()
         fault = None
@@ -366,7 +371,8 @@ class SimulatorEngine(Calls):
     def send(self, td: TensorDictBase, op: Op) -> None:
         """Step the simulator, and keep the outcome for `take_sent`."""
         self.states.check(op, self.all_ids)
-        inputs, following = self.read_inputs(td), Leaves()
+        inputs = self.read_inputs(td)
+        following = Leaves()
         kept = [value.clone() for value in inputs]
         root = self._rows.current(self.all_ids)
         self.sent = Sent(

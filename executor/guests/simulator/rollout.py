@@ -43,8 +43,11 @@ class SimulatorRun:
         *,
         break_when_any_done: bool,
     ) -> None:
-        self._engine, self._rows = engine, engine.batches
-        self._policy, self._carried, self._callback = policy, carried, callback
+        self._engine = engine
+        self._rows = engine.batches
+        self._policy = policy
+        self._carried = carried
+        self._callback = callback
         self._breaks = break_when_any_done
         self._shells = {
             section: self._rows.shell(section, (1,)) for section in ("root", "next")
@@ -55,7 +58,8 @@ class SimulatorRun:
     def collect(self, max_steps: int, *, auto_reset: bool) -> TensorDictBase:
         """Return `[1, t]`."""
         was_reset = self._engine.reset_for_rollout(auto_reset=auto_reset)
-        plan, place = plan_storage(self._engine.pool.plan, max_steps), self._rows.place
+        plan = plan_storage(self._engine.pool.plan, max_steps)
+        place = self._rows.place
         tensors = {
             name: torch.from_numpy(array)
             if place.type == "cpu"
@@ -138,7 +142,8 @@ class SimulatorRun:
         return acted.copy().set("next", next_td)
 
     def _result(self, num_steps: int) -> TensorDictBase:
-        rows, leaves = self._rows, self._leaves
+        rows = self._rows
+        leaves = self._leaves
         data: TensorDict = rows.shell("root", (1, num_steps)).build(leaves["root"])
         data.set("next", rows.shell("next", (1, num_steps)).build(leaves["next"]))
         for leaf, value in zip(self._engine.input_leaves, leaves["input"], strict=True):

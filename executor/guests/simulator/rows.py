@@ -63,7 +63,9 @@ class Rows:
         unchecked: frozenset[Key],
         is_copy: bool,
     ) -> None:
-        self._spec, self.place, self._label = spec, place, label
+        self._spec = spec
+        self.place = place
+        self._label = label
         self.is_copy = is_copy
         self._finite = {
             leaf.key
@@ -123,10 +125,8 @@ class Rows:
         ]
 
     def _fit(self, leaf: LeafSpec, value: Any) -> torch.Tensor:
-        dtype, is_alike = (
-            self._dtypes[leaf.key],
-            value.__class__ is torch.Tensor and value.shape == leaf.shape,
-        )
+        dtype = self._dtypes[leaf.key]
+        is_alike = value.__class__ is torch.Tensor and value.shape == leaf.shape
         if (
             not is_alike
             or value.dtype is not dtype
@@ -154,7 +154,8 @@ class Rows:
     def flags(self, terminated: Any, truncated: Any) -> np.ndarray:
         """Return done, terminated and truncated of bools `[B, 1]`, as `Row` has them."""
         flags = np.empty(self.present.flags.shape, bool)
-        flags[1], flags[2] = terminated, truncated
+        flags[1] = terminated
+        flags[2] = truncated
         np.logical_or(flags[1], flags[2], out=flags[0])
         return flags
 
@@ -248,7 +249,8 @@ class Rows:
 
     def put_roots(self, _: np.ndarray, roots: Sequence[Mapping[str, Any]]) -> None:
         """Set the present root, from `roots`."""
-        root, spec = roots[0], self._spec
+        root = roots[0]
+        spec = self._spec
         observation = [
             torch.as_tensor(entry(root, leaf.key), device=self.place).clone()
             for leaf in spec.observation

@@ -179,7 +179,8 @@ def flattener(node: Node, where: str | None) -> Callable[[Any], list[Any]]:
 
 
 def _flat_flattener(node: Branch, where: str) -> Callable[[Any], list[Any]]:
-    get, num_entries = itemgetter(*node.keys), len(node.entries)
+    get = itemgetter(*node.keys)
+    num_entries = len(node.entries)
 
     def flatten(value: Any) -> list[Any]:
         try:
@@ -265,7 +266,8 @@ def _maker(node: Node) -> Callable[[Iterator[Any]], Any]:
         give = node.give
         return next if give is None else (lambda values: give(next(values)))
     parts = [_maker(child) for _, child in node.entries]
-    keys, kind = node.keys, node.kind
+    keys = node.keys
+    kind = node.kind
     if kind is dict:
         return lambda values: {
             key: part(values) for key, part in zip(keys, parts, strict=True)
@@ -275,7 +277,8 @@ def _maker(node: Node) -> Callable[[Iterator[Any]], Any]:
 
 def interval(low: Any, high: Any, dtype: np.dtype) -> Domain:
     """Return the domain `[low, high]`: bounds that are equal everywhere as one number, none at all as `Unbounded`."""
-    low, high = np.asarray(low, dtype), np.asarray(high, dtype)
+    low = np.asarray(low, dtype)
+    high = np.asarray(high, dtype)
     if dtype.kind == "f" and np.all(np.isneginf(low)) and np.all(np.isposinf(high)):
         return Unbounded()
     return Box(shrunk(low), shrunk(high))

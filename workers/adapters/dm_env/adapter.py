@@ -27,7 +27,8 @@ from envherd.workers.errors import ResetNeeded, SpecError
 
 _LOG = logging.getLogger(__name__)
 
-_MID, _LAST = dm_env.StepType.MID, dm_env.StepType.LAST
+_MID = dm_env.StepType.MID
+_LAST = dm_env.StepType.LAST
 
 #: Attributes in which wrappers of this family keep the env that they wrap.
 _INNER = ("_env", "_environment", "env", "environment")
@@ -104,11 +105,9 @@ class DmEnvAdapter(Adapter):
         """
         timestep = self.env.step(self._build(action))
         try:
-            step_type, reward, discount = (
-                timestep.step_type,
-                timestep.reward,
-                timestep.discount,
-            )
+            step_type = timestep.step_type
+            reward = timestep.reward
+            discount = timestep.discount
             observation = timestep.observation
         except AttributeError:
             got = type(timestep).__name__

@@ -130,7 +130,8 @@ def _action_leaf(spec: specs.Array, key: Key) -> Leaf:
 
 
 def _reward_leaf(spec: specs.Array, key: Key) -> Leaf:
-    dtype, shape = np.dtype(spec.dtype), tuple(spec.shape)
+    dtype = np.dtype(spec.dtype)
+    shape = tuple(spec.shape)
     if shape in ((), (1,)) and dtype.kind == "f":
         return Leaf(LeafSpec(key, (1,), dtype.name), take=_as_reward)
     return array_leaf(key, shape, dtype, Unbounded())

@@ -180,7 +180,8 @@ def metadata(env: Any, renamed: dict[str, str]) -> dict[str, Any]:
         env: what the factory returned.
         renamed: see `observation_tree`.
     """
-    native, known = type(env.unwrapped), getattr(env, "spec", None)
+    native = type(env.unwrapped)
+    known = getattr(env, "spec", None)
     env_id = getattr(known, "id", None)
     facts = {
         "env_id": env_id or f"{native.__module__}.{native.__qualname__}",
@@ -240,7 +241,8 @@ def observation_leaf(space: Space, key: Key) -> Leaf:
         return Leaf(LeafSpec(key, space.shape, space.dtype.name, Binary()))
     domain: Domain
     if isinstance(space, spaces.Discrete):
-        start, n = int(space.start), int(space.n)
+        start = int(space.start)
+        n = int(space.n)
         domain = interval(start, start + n - 1, space.dtype) if start else Discrete(n)
         return Leaf(LeafSpec(key, (), space.dtype.name, domain))
     if isinstance(space, spaces.MultiDiscrete):
@@ -288,7 +290,8 @@ class _Scalars(dict[int, Any]):
     _NUM_READY = 256
 
     def __init__(self, space: spaces.Discrete[Any]) -> None:
-        self._make, self._start = space.dtype.type, int(space.start)
+        self._make = space.dtype.type
+        self._start = int(space.start)
         super().__init__(
             (i, self._make(i + self._start))
             for i in range(min(int(space.n), self._NUM_READY))
@@ -312,7 +315,8 @@ def from_indices(
     space: spaces.Discrete[Any] | spaces.MultiDiscrete[Any],
 ) -> Convert | None:
     """Return the function from an array of indices to what a space has in their place; None if they are the same."""
-    dtype, start = space.dtype, np.asarray(space.start, np.int64)
+    dtype = space.dtype
+    start = np.asarray(space.start, np.int64)
     if not start.any():
         return None if dtype == np.int64 else lambda indices: indices.astype(dtype)
     return lambda indices: (indices + start).astype(dtype, copy=False)

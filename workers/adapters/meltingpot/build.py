@@ -221,10 +221,8 @@ def build_substrate(options: MeltingPotFactory) -> Any:
     Raises:
         FactoryError: a role or an observation key that the substrate does not have.
     """
-    config, scenario = (
-        substrate_lib.get_config(options.substrate),
-        options.scenario_config,
-    )
+    config = substrate_lib.get_config(options.substrate)
+    scenario = options.scenario_config
     default = config.default_player_roles if scenario is None else scenario.roles
     roles = tuple(default if options.roles is None else options.roles)
     unknown = sorted(set(roles) - set(config.valid_roles))

@@ -12,7 +12,8 @@ import numpy as np
 
 _WORLD_RGB = "WORLD.RGB"
 #: What Melting Pot's own build function closes over; see `meltingpot.utils.substrates.builder.builder`.
-_SEEDS, _SETTINGS = "env_seeds", "lab2d_settings_dict"
+_SEEDS = "env_seeds"
+_SETTINGS = "lab2d_settings_dict"
 
 
 class Episodes:
@@ -99,10 +100,8 @@ def _is_episode_wrapper(layer: Any) -> bool:
 
 
 def _closure(function: Any) -> dict[str, Any]:
-    code, cells = (
-        getattr(function, "__code__", None),
-        getattr(function, "__closure__", None),
-    )
+    code = getattr(function, "__code__", None)
+    cells = getattr(function, "__closure__", None)
     return (
         dict(zip(code.co_freevars, cells, strict=True))
         if code is not None and cells

@@ -63,7 +63,8 @@ class ParallelAdapter(Adapter):
     _needs_agents: ClassVar[bool] = True
 
     def __init__(self, env: Any, parallel: Any, seats: Mapping[Agent, Any]) -> None:
-        self.env, self._parallel = env, parallel
+        self.env = env
+        self._parallel = parallel
         self.info: Mapping[Any, Any] = {}
         self._turns = turn_based(parallel)
         self._seats = seats
@@ -150,11 +151,9 @@ class ParallelAdapter(Adapter):
             raise ValueError(
                 f"expected a state of a PettingZoo env, got {type(state).__name__}."
             )
-        put, ends, needs_reset = (
-            super().read_state(state["env"]),
-            state["ends"],
-            state["needs_reset"],
-        )
+        put = super().read_state(state["env"])
+        ends = state["ends"]
+        needs_reset = state["needs_reset"]
         are_ends = isinstance(ends, list) and all(
             isinstance(end, list) and len(end) == 2 for end in ends
         )
@@ -196,7 +195,8 @@ class ParallelAdapter(Adapter):
         """Record how agents have ended; return whether the episode has terminated, and whether it was truncated."""
         present = self._parallel.agents
         for agent, seat in self._seats.items():
-            terminated, truncated = terminations.get(agent), truncations.get(agent)
+            terminated = terminations.get(agent)
+            truncated = truncations.get(agent)
             if terminated is not None or truncated is not None:
                 seat.end = (
                     terminated is not None
@@ -273,7 +273,8 @@ class PettingZooAdapter(ParallelAdapter):
         self.spec = self._make_spec()
 
     def _actions(self, action: list[Any], acting: list[Agent]) -> dict[Agent, Any]:
-        start, parts = 0, {}
+        start = 0
+        parts = {}
         for group in self._groups:
             parts[group.name] = action[start : start + len(group.action)]
             start += len(group.action)
@@ -316,7 +317,8 @@ class PettingZooAdapter(ParallelAdapter):
         )
 
     def _make_spec(self) -> EnvSpec:
-        groups, env = self._groups, self.env
+        groups = self._groups
+        env = self.env
         state = () if self._state is None else (self._state,)
         return EnvSpec(
             observation=(

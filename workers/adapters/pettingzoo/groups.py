@@ -123,7 +123,8 @@ class AgentGroup:
         self.action = _stacked([leaf_specs(act) for act in acts], members)
         self.reward = np.zeros((size, 1), np.float32)
         self.flags = np.zeros((3, size, 1), bool)
-        self.mask, self.action_mask = np.zeros(size, bool), _common_mask(members)
+        self.mask = np.zeros(size, bool)
+        self.action_mask = _common_mask(members)
         self.observed = [np.zeros(leaf.shape, leaf.dtype) for leaf in observation]
         self.infos = {
             key: np.zeros((size, *shape), np.float32)
@@ -164,7 +165,8 @@ class Place:
 
     def __init__(self, agent: Agent, reward: np.ndarray, flags: np.ndarray) -> None:
         self.agent = agent
-        self._reward, self._ends = reward, flags
+        self._reward = reward
+        self._ends = flags
 
     def take_reward(self, reward: float) -> None:
         """Store the agent's reward."""
@@ -231,7 +233,8 @@ class Seat(Place):
     def observe(self, observation: Any, info: Any, *, is_acting: bool) -> None:
         """Store the agent's observation, whether it acts next, and its legal actions."""
         self._is_blank = False
-        index, group = self.index, self.group
+        index = self.index
+        group = self.group
         info = info if isinstance(info, Mapping) else {}
         legal = info.get(ACTION_MASK)
         if self._has_mask_in_observation:

@@ -57,14 +57,13 @@ class Lender:
         Raises:
             SpecError: it has kept them for the first time now, after it was lent the slab itself.
         """
-        lent, self._lent = self._lent, []
+        lent = self._lent
+        self._lent = []
         if self._is_known:
             return
         is_kept = any(sys.getrefcount(lent[index]) > 2 for index in range(len(lent)))
-        is_probe, self._num_left = (
-            self._num_left > 0,
-            max(0, self._num_left - bool(lent)),
-        )
+        is_probe = self._num_left > 0
+        self._num_left = max(0, self._num_left - bool(lent))
         if not is_kept:
             return
         self._is_known = self._is_copying = True

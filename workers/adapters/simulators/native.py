@@ -313,7 +313,8 @@ class TorchNativeAdapter(Adapter):
         if self._resets_all and bool(
             (ended if was_reset is None else ended & ~was_reset).any()
         ):
-            was_reset, final = ended if was_reset is None else ended | was_reset, None
+            was_reset = ended if was_reset is None else ended | was_reset
+            final = None
         if was_reset is None or not bool(was_reset.any()):
             return leaves
         if bool((was_reset & ~ended).any()):
@@ -510,7 +511,8 @@ def _read_structure(
 ) -> tuple[list[tuple[Any, ...]], tuple[LeafSpec, ...]]:
     """Return the paths and the specs of the leaves of observations."""
     is_dict = isinstance(observations, Mapping)
-    paths, leaves = [], []
+    paths = []
+    leaves = []
     for path, value in _walk(observations, ()):
         key: Key = tuple(map(str, path)) if is_dict else ("observation",)
         if (

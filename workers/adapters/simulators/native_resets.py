@@ -113,7 +113,8 @@ class AgentsAsOne:
     """
 
     def __init__(self, converted: Any) -> None:
-        self.__dict__["_converted"], self.__dict__["_env"] = converted, converted.env
+        self.__dict__["_converted"] = converted
+        self.__dict__["_env"] = converted.env
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._env, name)

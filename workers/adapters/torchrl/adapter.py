@@ -359,7 +359,9 @@ def _empty(composite: Any) -> TensorDictBase:
 
 def _writer(leaf: PlacedLeaf, env: EnvBase, *, is_optional: bool) -> Write:
     """Return the function that writes one input into the root tensordict; an array on the CPU is not copied."""
-    path, device, is_batch = leaf.path, env.device, bool(env.batch_size)
+    path = leaf.path
+    device = env.device
+    is_batch = bool(env.batch_size)
     dtype = np.dtype(leaf.tensor_dtype) if leaf.tensor_dtype else None
     key: Any = path[0] if len(path) == 1 else path
     is_plain = (

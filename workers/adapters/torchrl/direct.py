@@ -23,7 +23,8 @@ from envherd.workers.adapters.torchrl.private_api import new_tensordict, resets_
 #: A key of TorchRL: a name, or the names on the way to a nested leaf.
 TdKey = Any
 
-_LIBS, _WAYS = "torchrl.envs.libs", "envherd.workers.adapters.torchrl"
+_LIBS = "torchrl.envs.libs"
+_WAYS = "envherd.workers.adapters.torchrl"
 #: Exact class -> module and class of its way.
 FAMILIES = {
     f"{_LIBS}.gym.GymEnv": ("gym", "DirectGym"),
@@ -85,7 +86,9 @@ class DirectWay:
         rewards: list[TdKey],
     ) -> None:
         self.torchrl_env = env
-        self.inputs, self.observed, self.rewards = inputs, observed, rewards
+        self.inputs = inputs
+        self.observed = observed
+        self.rewards = rewards
         self.is_ahead = False
         self.latest: list[Any] = []
         self._build: Callable[[list[Any]], TensorDict] | None = None
@@ -177,8 +180,10 @@ def leaf_keys(env: EnvBase) -> tuple[list[TdKey], list[TdKey], list[TdKey]]:
 
 def encoder(spec: TensorSpec) -> Callable[[Any], np.ndarray]:
     """Return the function that converts a native value as the spec's `encode` does, to an array."""
-    is_plain, ndarray = isinstance(spec, (Bounded, Unbounded)), np.ndarray
-    dtype, shape = numpy_dtype(spec), tuple(spec.shape)
+    is_plain = isinstance(spec, (Bounded, Unbounded))
+    ndarray = np.ndarray
+    dtype = numpy_dtype(spec)
+    shape = tuple(spec.shape)
 
     def encode(value: Any) -> np.ndarray:
         if (
@@ -218,7 +223,8 @@ def builder(
     keys: Sequence[TdKey],
 ) -> Callable[[Sequence[Any]], TensorDict]:
     """Return the function that makes a tensordict of tensors aligned with keys, nested as the env's `next`."""
-    like, device = env.fake_tensordict().get("next"), env.device
+    like = env.fake_tensordict().get("next")
+    device = env.device
     places: list[tuple[int, str]] = []  # (node, name) of each leaf
     # (parent, name, batch size), parents first.
     nodes: list[tuple[int, str, Any]] = [(0, "", like.batch_size)]

@@ -86,7 +86,8 @@ class DirectGymLike(DirectWay):
             f"its observation and done leaves are {observed}",
         )
         self.env = wrapped_env(env)
-        action, reward = env.full_action_spec["action"], env.full_reward_spec["reward"]
+        action = env.full_action_spec["action"]
+        reward = env.full_reward_spec["reward"]
         require(getattr(action, "mask", None) is None, "its action has a mask")
         require(
             tuple(reward.shape) == (1,) and reward.dtype.is_floating_point,
@@ -229,7 +230,8 @@ class _FiveValues:
     """A dm_control env whose `step` returns what that of a Gymnasium env does."""
 
     def __init__(self, env: Any) -> None:
-        self._step, self.reset = env.step, env.reset
+        self._step = env.step
+        self.reset = env.reset
 
     def step(self, action: Any) -> tuple[Any, ...]:
         timestep = self._step(action)
@@ -279,7 +281,8 @@ def _index_of(value: np.ndarray) -> int:
 
 def own_generators(env: EnvBase) -> OwnGenerators:
     """Return an env's own state of the generators that envs of a process share: torch's, and the one of VMAS."""
-    torchs, base = torch.default_generator, base_env(env)
+    torchs = torch.default_generator
+    base = base_env(env)
     if "VmasWrapper" not in {cls.__name__ for cls in type(base).__mro__}:
         return OwnGenerators(torchs.get_state, torchs.set_state)
     # One list for all VMAS envs of the process.

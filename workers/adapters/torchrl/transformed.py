@@ -64,9 +64,11 @@ class DirectTransformed(DirectWay):
 
     def follow(self, root: TensorDictBase | None) -> None:
         env = self.torchrl_env
-        self._root, self._transform = root, env.transform
+        self._root = root
+        self._transform = env.transform
         self._inversions = inversions(env.transform)
-        rewards, states = list(env.reward_keys), set(env.state_keys)
+        rewards = list(env.reward_keys)
+        states = set(env.state_keys)
         self._taken = [
             *env.observation_keys,
             *(key for key in rewards if key in states),
@@ -109,7 +111,8 @@ class DirectTransformed(DirectWay):
         )
 
     def reset(self) -> list[Any]:
-        env, root = self.torchrl_env, self._root
+        env = self.torchrl_env
+        root = self._root
         with torch.no_grad():
             has_ended = root is not None and env.any_done(root)
             self._root = (
@@ -139,7 +142,8 @@ class DirectTransformed(DirectWay):
             source = dict(root.items())
             source.update(inputs)
             if all(value.__class__ is torch.Tensor for value in source.values()):
-                size, device = root.batch_size, root.device
+                size = root.batch_size
+                device = root.device
                 return new_tensordict(source, size, device), new_tensordict(
                     dict(source),
                     size,

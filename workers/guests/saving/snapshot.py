@@ -271,10 +271,8 @@ def _save_ale(ale: Any) -> bytes:
 
 def _read_ale(ale: Any, saved: Any) -> Callable[[], None]:
     """Restore a state and then the present one: only the emulator can read a state."""
-    state, before = (
-        sys.modules["ale_py"].ALEState(saved),
-        ale.cloneState(include_rng=True),
-    )
+    state = sys.modules["ale_py"].ALEState(saved)
+    before = ale.cloneState(include_rng=True)
     try:
         ale.restoreState(state)
     finally:
