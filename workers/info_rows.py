@@ -261,10 +261,9 @@ class Schema:
         width = rows.shape[1]
         if width not in self._records:
             fields = {str(field.place): field for field in self.root.stored()}
-            formats = [(field.dtype, field.shape) for field in fields.values()]
             layout = {
                 "names": [*fields],
-                "formats": formats,
+                "formats": [(field.dtype, field.shape) for field in fields.values()],
                 "offsets": [*map(int, fields)],
                 "itemsize": width,
             }

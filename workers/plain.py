@@ -103,8 +103,10 @@ def _lower_dict(value: dict[Any, Any], buffers: list[bytes], where: str) -> Any:
 
 def _lower_array(value: Any, buffers: list[bytes], where: str) -> Any:
     if not isinstance(value, (np.ndarray, np.generic)):
-        numpy = getattr(value, "numpy", None)
-        if type(value).__module__.partition(".")[0] != "torch" or numpy is None:
+        if (
+            type(value).__module__.partition(".")[0] != "torch"
+            or getattr(value, "numpy", None) is None
+        ):
             raise NotPlain(
                 f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which is not plain data"
             )

@@ -265,10 +265,9 @@ def as_plain(state: tuple[Any, ...]) -> dict[str, Any]:
     """Return a state from `globals_state` as plain data without arrays."""
     (version, words, gauss), legacy = state
     key = legacy["state"]["key"].astype("<u4").tobytes()
-    numpy = {**legacy, "state": {**legacy["state"], "key": key}}
     return {
         "python": [version, np.array(words, "<u4").tobytes(), gauss],
-        "numpy": numpy,
+        "numpy": {**legacy, "state": {**legacy["state"], "key": key}},
     }
 
 

@@ -129,8 +129,9 @@ def _single_float_writer(leaf: LeafSpec, array: np.ndarray) -> Writer:
         if value.__class__ is float:
             flat[column] = value
         elif np.shape(value) == () and value is not None:
-            scalar = LeafSpec(leaf.key, (), leaf.dtype, leaf.domain)
-            flat[column] = coerce(scalar, value)
+            flat[column] = coerce(
+                LeafSpec(leaf.key, (), leaf.dtype, leaf.domain), value
+            )
         else:
             array[column] = coerce(leaf, value)
 

@@ -40,6 +40,7 @@ def branch(
             env_ids=(source,),
         )
     has_ended = bool(states.needs_reset[source])
+    # Counts branches, so that a later one from the same source has other seeds.
     number = engine.num_branches
     first = engine.options.first_env_id
     seeds = [

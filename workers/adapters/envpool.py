@@ -209,9 +209,8 @@ class EnvPoolAdapter(Adapter):
         self._ended = ended
         truncated &= ended
         terminated = ended & ~truncated
-        observation = [state[name] for name in self._observed]
         return (
-            observation,
+            [state[name] for name in self._observed],
             [state["reward"][:, None]],
             terminated[:, None],
             truncated[:, None],

@@ -124,12 +124,11 @@ def _build_gymnasium_vec(made: NamedFactory, **env_kwargs: Any) -> Any:
     rendering: dict[str, Any] = (
         {"render_mode": made.render_mode} if made.render_mode else {}
     )
-    disabled = {"autoreset_mode": gymnasium.vector.AutoresetMode.DISABLED}
     return gymnasium.make_vec(
         made.name,
         made.num_rows,
         vectorization_mode="sync",
-        vector_kwargs=disabled,
+        vector_kwargs={"autoreset_mode": gymnasium.vector.AutoresetMode.DISABLED},
         **rendering,
         **env_kwargs,
     )

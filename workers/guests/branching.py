@@ -74,8 +74,12 @@ def reasons_against(own: socket.socket, given: int) -> list[str]:
         for thread in threading.enumerate()
         if thread is not threading.current_thread()
     ]
-    found = [f"a thread {thread.name!r}" for thread in threads]
-    return [*found, *_children(), *_descriptors({own.fileno(), given}), *_contexts()]
+    return [
+        *(f"a thread {thread.name!r}" for thread in threads),
+        *_children(),
+        *_descriptors({own.fileno(), given}),
+        *_contexts(),
+    ]
 
 
 def _children() -> Iterator[str]:

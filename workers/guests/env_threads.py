@@ -221,8 +221,9 @@ class ThreadedLoop(Loop):
         for env_id in pending:
             number = numbers[env_id]
             latest[env_id] = number
-            task = self._task(env_id, number, commands[env_id], owed)
-            self._block.threads.post(env_id, task)
+            self._block.threads.post(
+                env_id, self._task(env_id, number, commands[env_id], owed)
+            )
 
     def _task(
         self,

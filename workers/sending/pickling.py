@@ -480,8 +480,7 @@ class _DefinitionPickler(Pickler):
     """Refuses objects that may hold data."""
 
     def reducer_override(self, obj: Any) -> Any:
-        kind = type(obj)
-        package = kind.__module__.partition(".")[0]
+        package = type(obj).__module__.partition(".")[0]
         is_plain = package in sys.stdlib_module_names or package in ("numpy", *SCRIPT)
         if package == "_io" or not (
             is_plain or isinstance(obj, (type, types.ModuleType))

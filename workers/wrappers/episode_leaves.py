@@ -164,10 +164,12 @@ class EpisodeLeaves(Wrapping):
     def __init__(self, inner: Adapter) -> None:
         self._sums = sums = EpisodeSums(inner.spec.batch_shape, inner.spec.reward)
         super().__init__(inner, sums.leaves, sums.roots, "episode_statistics")
-        keys = [list(leaf.key) for leaf in self.leaves]
         self.spec = replace(
             self.spec,
-            metadata={**self.spec.metadata, EPISODE_KEYS: keys},
+            metadata={
+                **self.spec.metadata,
+                EPISODE_KEYS: [list(leaf.key) for leaf in self.leaves],
+            },
         )
 
     def reset(

@@ -67,7 +67,6 @@ Bound = Literal["envs", "policy", "learner", "collector"]
 Layout = Literal["rows", "flat"]
 #: Number of latest transitions whose waits count in `AsyncStatistics`.
 _NUM_WAITS = 1 << 16
-_END_S = 1.0  # for the collecting thread to end after its executor is closed
 
 
 @dataclass(frozen=True)
@@ -311,11 +310,9 @@ class AsyncCollector(BatchIterator):
         data = self._collect() if background is None else background.first()
         versions = as_array(data.get("policy_version"))
         lag = self.version - versions[versions != LOST]
-        mean, largest = (
-            (float(lag.mean()), max(self._lag_max, int(lag.max())))
-            if len(lag)
-            else (0.0, self._lag_max)
-        )
+        # A batch may have no lag: all its rows stand for lost steps.
+        mean = float(lag.sum()) / max(1, len(lag))
+        largest = int(lag.max(initial=self._lag_max))
         if self._storing_device is not None:
             data = to_device(data, self._storing_device)
         # No signal handler runs between a drop and the return: Python runs them at calls and in loops alone.
@@ -382,7 +379,8 @@ class AsyncCollector(BatchIterator):
             has_ended = self._background.join(end - time.monotonic())
         if self._closes_env:
             self.env.close()  # also ends a thread's wait for a hanging env
-            has_ended = self._background is None or self._background.join(_END_S)
+            # The thread needs some time to see that its executor is closed.
+            has_ended = self._background is None or self._background.join(1.0)
         if not has_ended:
             self._warn_of_close(
                 "Its thread ends when they answer, or when the policy returns"
@@ -452,7 +450,6 @@ class AsyncCollector(BatchIterator):
     def _begin_idle(self) -> None:
         """Act for the envs without a command: all at first, later those that have failed."""
         env = self.env
-        states = self.env.engine.states
         limit = self._wanted[1]
         if not self._has_begun:
             if not env.is_resumed:
@@ -461,9 +458,9 @@ class AsyncCollector(BatchIterator):
             env.is_resumed = False
         self._rows.repair()
         self._has_sent()
-        idle = np.flatnonzero(~states.under_way)
+        idle = np.flatnonzero(~self.env.engine.states.under_way)
         # Owed: acted for, but not yet in the rows. If such an env is idle, an interrupt has lost its transition.
-        is_lost = states.needs_reset | self._is_owed
+        is_lost = self.env.engine.states.needs_reset | self._is_owed
         if is_lost[idle].any():
             failed = idle[is_lost[idle]]
             mask = np.zeros(env.num_envs, bool)
@@ -492,8 +489,11 @@ class AsyncCollector(BatchIterator):
         """Receive the ready envs, and act for them."""
         min_batch, max_batch, deadline_s = self._wanted
         self._charge("other")
-        num_sent = int(np.count_nonzero(self.env.engine.states.under_way))
-        least = min(min_batch, num_sent)
+        # Envs that have failed are not under way, so there may be fewer than `min_batch`.
+        least = min(
+            min_batch,
+            int(np.count_nonzero(self.env.engine.states.under_way)),
+        )
         try:
             td = self.env.recv(
                 least,
@@ -562,6 +562,7 @@ class AsyncCollector(BatchIterator):
         padded = root if not self._sizes else _padded(root, size)
         with self._policy_lock:
             acted = run_policy(self._placed, padded)
+            # With the lock still held: it is that of the weights that have acted.
             version = self.version
         return (acted[: len(env_ids)] if len(acted) != len(env_ids) else acted), version
 
@@ -633,10 +634,9 @@ class _Waits:
 
     def percentiles(self) -> tuple[float, float]:
         """Return the median and the 99th percentile in seconds; 0 if nothing was noted."""
-        waits = self._ring_ns[: min(self._count, _NUM_WAITS)]
-        median, late = (
-            np.percentile(waits, [50, 99]) / 1e9 if len(waits) else (0.0, 0.0)
-        )
+        # An empty ring has zeros, of which one is read.
+        waits = self._ring_ns[: max(1, min(self._count, _NUM_WAITS))]
+        median, late = np.percentile(waits, [50, 99]) / 1e9
         return float(median), float(late)
 
 

@@ -105,9 +105,11 @@ class Placed:
         """Copy the original's present weights and buffers to the copy, if there is one."""
         if not self.is_copy:
             return
-        ours = self._tensors(self.policy)
-        theirs = self._tensors(self._original)
-        for mine, other in zip(ours, theirs, strict=True):
+        for mine, other in zip(
+            self._tensors(self.policy),
+            self._tensors(self._original),
+            strict=True,
+        ):
             mine.copy_(other)
 
     @staticmethod

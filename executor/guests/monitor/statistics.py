@@ -165,9 +165,7 @@ def read_workers(
     workers = []
     for worker_id, env_ids in enumerate(blocks):
         ids = list(env_ids)
-        bins = words["step_bins"][
-            worker_id * NUM_BINS : (worker_id + 1) * NUM_BINS
-        ].copy()
+        bins = words["step_bins"][worker_id * NUM_BINS : (worker_id + 1) * NUM_BINS]
         phase, env_id = describe_phase(int(words["phase"][worker_id]))
         if "lessees" in words:  # of a lease pool: who has the env now
             phase = (
@@ -221,7 +219,6 @@ def count(
     figures = pool.figures()
     words = {name: array.copy() for name, array in pool.slab.words.items()}
     wall_s = max(time.monotonic() - ready_at, 1e-9)
-    agents = np.array([num_agents(spec) for spec in pool.specs])
     steps = words["env_steps"]
     workers = []
     for one in read_workers(words, pool.blueprint.blocks, time.monotonic_ns()):
@@ -244,7 +241,7 @@ def count(
         )
     return Statistics(
         env_steps=int(steps.sum()),
-        agent_steps=int((steps * agents).sum()),
+        agent_steps=int((steps * [num_agents(spec) for spec in pool.specs]).sum()),
         resets=int(words["resets"].sum()),
         episodes=int(words["ends"].sum()),
         env_errors=int(words["errors"].sum()),

@@ -62,13 +62,14 @@ class Watch:
 
     def __init__(self, plate: Plate) -> None:
         content = plate.content
-        command = (
+        # The system ends each argument with a zero byte.
+        self.command = (
             Path(f"/proc/{plate.pid}/cmdline")
             .read_bytes()
             .rstrip(b"\0")
             .replace(b"\0", b" ")
+            .decode(errors="replace")
         )
-        self.command = command.decode(errors="replace")
         self.path = content.get("path", "").strip()
         fd = os.open(plate.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -89,10 +90,9 @@ class Watch:
         self._blocks = content["blocks"]
         self._gpus = content["gpus"]
         self.num_envs = sum(map(len, self._blocks))
-        words = content["words"].items()
         self._words = {
             name: np.frombuffer(self._map, np.int64, length, offset)
-            for name, (offset, length) in words
+            for name, (offset, length) in content["words"].items()
         }
         self._read_ns = time.monotonic_ns()
         self.workers = read_workers(self._words, self._blocks, self._read_ns)

@@ -189,18 +189,16 @@ class SimulatorEngine(Calls):
         return self._run(op, lambda: self._step(op, inputs, take))
 
     def _step(self, op: Op, inputs: Leaves, take: Take) -> None:
-        words = self._words
-        rows = self._rows
         spec = self.specs[0]
         observation, rewards, terminated, truncated = self._adapter.step(
             [value[0] for value in inputs]
         )
-        words["env_steps"][0] += 1
-        leaves = rows.fit("observation", spec.observation, observation)
-        given = rows.fit("reward", spec.reward, rewards)
-        row = Row(leaves, rows.flags(terminated, truncated))
+        self._words["env_steps"][0] += 1
+        leaves = self._rows.fit("observation", spec.observation, observation)
+        given = self._rows.fit("reward", spec.reward, rewards)
+        row = Row(leaves, self._rows.flags(terminated, truncated))
         has_ended = has_true(row.flags[0])
-        words["ends"][0] += has_ended
+        self._words["ends"][0] += has_ended
         self._note_info("next")
         take(row, given, has_ended and op == Op.STEP_RESET)
         self._row = row
@@ -216,8 +214,6 @@ class SimulatorEngine(Calls):
     ) -> None:
         """Reset the rows in a mask, bool `[B, 1]`; None for all."""
         words = self._words
-        rows = self._rows
-        adapter = self._adapter
         self._phase = "reset"
         words["phase"][0] = pack_phase(Op.RESET, 0)
         inner = None if mask is None or mask.all() else mask
@@ -226,15 +222,15 @@ class SimulatorEngine(Calls):
         seed = None if self._seeds is None else self._seeds[episode]
         if extra is not None and extra.has_seed:
             seed = extra.seed
-            adapter.reseeded()
-        observation = adapter.reset(
+            self._adapter.reseeded()
+        observation = self._adapter.reset(
             seed,
             None if extra is None else extra.options,
             inner,
         )
         words["resets"][0] += 1
         self._note_info("root")
-        leaves = rows.fit("observation", self.specs[0].observation, observation)
+        leaves = self._rows.fit("observation", self.specs[0].observation, observation)
         flags = np.zeros_like(before.flags) if inner is None else before.flags & ~inner
         self._row = Row(leaves, flags)
         self._was_reset = True
@@ -243,7 +239,6 @@ class SimulatorEngine(Calls):
     def _run(self, op: Op, command: Callable[[], None]) -> Answer:
         """Carry out a command, and count its time; an exception of the simulator becomes a part of the outcome."""
         words = self._words
-        adapter = self._adapter
         self.states.start(self.all_ids, op, 0)
         self._phase = "step"
         self._infos = {}
@@ -257,10 +252,10 @@ class SimulatorEngine(Calls):
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # also SystemExit: it concerns the simulator
-            if isinstance(error, SpecError) and adapter.origin:
-                error = SpecError(f"{error} Built by {adapter.origin}.").with_traceback(
-                    error.__traceback__
-                )
+            if isinstance(error, SpecError) and self._adapter.origin:
+                error = SpecError(
+                    f"{error} Built by {self._adapter.origin}."
+                ).with_traceback(error.__traceback__)
             fault = Fault.from_exception(0, self._phase, error).to_plain()
         finally:
             words["phase"][0] = 0
@@ -270,6 +265,7 @@ class SimulatorEngine(Calls):
                 words["reset_ns"][0] += ended - began
             else:
                 words["step_bins"][bin_of(ended - began)] += 1
+        # A step that has failed has no row to which infos belong.
         if fault is not None and self._phase == "step":
             self._infos = {}
         infos = {0: {"next": None, "root": None, **self._infos}} if self._infos else {}
@@ -374,6 +370,7 @@ class SimulatorEngine(Calls):
         inputs = self.read_inputs(td)
         following = Leaves()
         kept = [value.clone() for value in inputs]
+        # Before the step, which replaces the current row.
         root = self._rows.current(self.all_ids)
         self.sent = Sent(
             self.carry_out(op, inputs, self._taker(following)),

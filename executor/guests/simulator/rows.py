@@ -85,18 +85,16 @@ class Rows:
             "next": self.shell("next", (1,)),
             "root": self.shell("root", (1,)),
         }
-        blank = [
-            torch.zeros(leaf.shape, dtype=self._dtypes[leaf.key], device=place)
-            for leaf in spec.observation
-        ]
-        self.present = Row(blank, np.zeros((3, *spec.batch_shape, 1), bool))
+        self.present = Row(
+            self._zeros(spec.observation),
+            np.zeros((3, *spec.batch_shape, 1), bool),
+        )
         self.mark_lost(np.zeros(1, np.int64))  # it needs a reset
 
     def shell(self, section: str, lead: tuple[int, ...]) -> Shell:
         """Return the nesting of a section ("next" or "root") for leading dimensions `lead`."""
-        keys = self.next_keys if section == "next" else self.root_keys
         return Shell(
-            list(enumerate(keys)),
+            list(enumerate(self.next_keys if section == "next" else self.root_keys)),
             dict(self._spec.groups),
             lead,
             self._spec.batch_shape,
@@ -133,6 +131,7 @@ class Rows:
             or value.device != self.place
             or value.requires_grad
         ):
+            # `coerce` also takes other types of values, and names what does not fit.
             if not is_alike or not torch.can_cast(value.dtype, dtype):
                 value = (
                     value.cpu().numpy() if isinstance(value, torch.Tensor) else value
@@ -222,11 +221,17 @@ class Rows:
 
     def repeated(self) -> Leaves:
         """Return the leaves of a `next` without a step: the present observation, reward 0, and the present flags."""
-        rewards = [
+        return self.next_of(
+            self.present,
+            self._zeros(self._spec.reward),
+            is_copy=True,
+        )
+
+    def _zeros(self, leaves: Sequence[LeafSpec]) -> Leaves:
+        return [
             torch.zeros(leaf.shape, dtype=self._dtypes[leaf.key], device=self.place)
-            for leaf in self._spec.reward
+            for leaf in leaves
         ]
-        return self.next_of(self.present, rewards, is_copy=True)
 
     def mark_lost(self, _: np.ndarray) -> None:
         """Note that the episodes of all rows were lost: the present root is truncated."""
@@ -250,13 +255,11 @@ class Rows:
     def put_roots(self, _: np.ndarray, roots: Sequence[Mapping[str, Any]]) -> None:
         """Set the present root, from `roots`."""
         root = roots[0]
-        spec = self._spec
-        observation = [
-            torch.as_tensor(entry(root, leaf.key), device=self.place).clone()
-            for leaf in spec.observation
-        ]
         self.present = Row(
-            observation,
-            np.stack([to_numpy(entry(root, leaf.key)) for leaf in spec.done]),
+            [
+                torch.as_tensor(entry(root, leaf.key), device=self.place).clone()
+                for leaf in self._spec.observation
+            ],
+            np.stack([to_numpy(entry(root, leaf.key)) for leaf in self._spec.done]),
         )
         self._given = []

@@ -341,9 +341,8 @@ def array_leaf(
     """Describe an array. One of shape () is stored as an array of one, and handed out as a 0-d array (VIEWS)."""
     if shape != ():
         return Leaf(LeafSpec(key, shape, dtype.name, domain))
-    spec = LeafSpec(key, (1,), dtype.name, domain)
     return Leaf(
-        spec,
+        LeafSpec(key, (1,), dtype.name, domain),
         take=lambda value: np.asarray(value)[np.newaxis],
         give=lambda value: value.reshape(()),
     )

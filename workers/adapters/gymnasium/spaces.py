@@ -182,9 +182,9 @@ def metadata(env: Any, renamed: dict[str, str]) -> dict[str, Any]:
     """
     native = type(env.unwrapped)
     known = getattr(env, "spec", None)
-    env_id = getattr(known, "id", None)
     facts = {
-        "env_id": env_id or f"{native.__module__}.{native.__qualname__}",
+        "env_id": getattr(known, "id", None)
+        or f"{native.__module__}.{native.__qualname__}",
         "render_mode": env.render_mode,
     }
     fps = (env.metadata or {}).get("render_fps")
@@ -270,9 +270,13 @@ def action_leaf(space: Space, key: Key) -> Leaf:
         )
     if isinstance(space, spaces.MultiDiscrete):
         starts = nested(space.start.tolist()) if space.start.any() else ()
-        indices = MultiDiscrete(nested(space.nvec.tolist()), starts)
         return Leaf(
-            LeafSpec(key, space.shape, "int64", indices),
+            LeafSpec(
+                key,
+                space.shape,
+                "int64",
+                MultiDiscrete(nested(space.nvec.tolist()), starts),
+            ),
             give=from_indices(space),
         )
     return Leaf(side_leaf(key), give=_reviver(space))

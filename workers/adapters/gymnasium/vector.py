@@ -111,9 +111,8 @@ class GymnasiumVectorAdapter(Adapter):
             space,
             gymnasium_rows.observations_of(n),
         )
-        actions = getattr(env, "single_action_space", None)
         action = gymnasium_spaces.tree_below(
-            actions,
+            getattr(env, "single_action_space", None),
             "action",
             make_leaf=gymnasium_rows.actions_of(n),
         )

@@ -152,8 +152,10 @@ class EpisodeEnv(reset_wrapper.ResetWrapper):  # type: ignore[misc]  # untyped b
     def _build(self, seed: int) -> None:
         self.__dict__.pop("_env", None)  # frees the finished one first
         self._built_from = None
-        settings = {**self._recipe.settings_for(seed), "env_seed": str(seed)}
-        raw = dmlab2d.Lab2d(runfiles_helper.find(), settings)
+        raw = dmlab2d.Lab2d(
+            runfiles_helper.find(),
+            {**self._recipe.settings_for(seed), "env_seed": str(seed)},
+        )
         names = [
             name
             for name in raw.observation_names()

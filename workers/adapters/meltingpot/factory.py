@@ -205,8 +205,9 @@ def _config_module(kind: str) -> ModuleType | None:
     root = _installed()
     if root is None:
         return None
-    path = root / "configs" / kind / "__init__.py"
-    spec = importlib.util.spec_from_file_location(f"_envherd_meltingpot_{kind}", path)
+    spec = importlib.util.spec_from_file_location(
+        f"_envherd_meltingpot_{kind}", root / "configs" / kind / "__init__.py"
+    )
     if spec is None or spec.loader is None:
         return None
     module = importlib.util.module_from_spec(spec)

@@ -135,10 +135,9 @@ class ParallelAdapter(Adapter):
 
     def state_dict(self) -> Any:
         """Return the env's state, and which agents have ended."""
-        ends = [list(seat.end) for seat in self._seats.values()]
         return {
             "env": super().state_dict(),
-            "ends": ends,
+            "ends": [list(seat.end) for seat in self._seats.values()],
             "needs_reset": self._needs_reset,
         }
 

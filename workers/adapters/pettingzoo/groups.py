@@ -405,8 +405,11 @@ def _stack(column: tuple[LeafSpec, ...], members: Sequence[AgentSpaces]) -> Leaf
             f"reading the spaces of {members[0].agent} failed: expected values of a fixed shape, got {first}. "
             f"Values of agents are stacked: encode it as an array in a wrapper around the env."
         )
-    domain = stacked([leaf.domain for leaf in column], first.shape)
-    return replace(first, shape=(len(column), *first.shape), domain=domain)
+    return replace(
+        first,
+        shape=(len(column), *first.shape),
+        domain=stacked([leaf.domain for leaf in column], first.shape),
+    )
 
 
 def _is_numeric(value: Any) -> bool:

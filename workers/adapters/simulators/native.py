@@ -404,10 +404,9 @@ class IsaacLabAdapter(TorchNativeAdapter):
 
     @functools.cached_property
     def _simulator(self) -> Any:
-        inside = getattr(self._inner, "env", None)
         return (
             AgentsAsOne(self._inner)
-            if hasattr(inside, "possible_agents")
+            if hasattr(getattr(self._inner, "env", None), "possible_agents")
             else self._inner
         )
 
@@ -426,10 +425,9 @@ class ManiSkillAdapter(TorchNativeAdapter):
     family: ClassVar[str] = "maniskill"
 
     def __init__(self, env: Any, *, keeps_actions: bool | None = None) -> None:
-        resets_itself = bool(getattr(env, "auto_reset", False))
         super().__init__(
             env,
-            resets="same_step" if resets_itself else "never",
+            resets="same_step" if getattr(env, "auto_reset", False) else "never",
             keeps_actions=keeps_actions,
         )
 

@@ -182,9 +182,8 @@ class TorchRLAdapter(Adapter):
             self._root = self.env.step_mdp(stepped)
         self._latest = following
         terminated, truncated = self._read_ends(following)
-        observation = [read(following) for read in self._read_observation]
         return (
-            observation,
+            [read(following) for read in self._read_observation],
             [read(following) for read in self._read_rewards],
             terminated,
             truncated,

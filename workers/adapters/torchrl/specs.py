@@ -167,9 +167,8 @@ def _walk_stack(stack: Any, prefix: Key) -> Iterator[PlacedLeaf]:
             continue
         for index, leaf in enumerate(leaves):
             if leaf is not None:
-                spec = replace(leaf.spec, key=(*prefix, str(index), *key))
                 yield PlacedLeaf(
-                    spec,
+                    replace(leaf.spec, key=(*prefix, str(index), *key)),
                     (*prefix, Member(index, dim), *leaf.path),
                     leaf.tensor_dtype,
                 )

@@ -165,10 +165,9 @@ class DirectTransformed(DirectWay):
             for value, is_ours in zip(values, self._is_ours, strict=True)
         ]
         for reward, dtype in zip(rewards, self._reward_dtypes, strict=True):
-            is_float = reward.__class__ is float
             tensors.append(
                 torch.tensor([reward], dtype=dtype)
-                if is_float
+                if reward.__class__ is float
                 else _tensor(reward, is_ours=True)
             )
         return self._build_next(tensors)
