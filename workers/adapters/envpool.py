@@ -30,7 +30,9 @@ from envherd.workers.adapters.gymnasium import rows as gymnasium_rows
 from envherd.workers.adapters.gymnasium.rows import mosaic
 from envherd.workers.errors import FactoryError, ResetNeeded, SpecError
 
+#: EnvPool takes int32, and gives row i the seed + i.
 _MAX_SEED = 2**31
+#: Entries of an action that name the rows which it is for.
 _NO_ACTIONS = ("env_id", "players.env_id")
 
 
@@ -152,6 +154,7 @@ class EnvPoolAdapter(Adapter):
             )
         new = type(old)(type(old.spec)(config))
         for name, value in vars(old).items():
+            # `envpool.make` has set these; the config lacks them.
             if name.startswith("_render"):
                 setattr(new, name, value)
         old.close()

@@ -110,10 +110,13 @@ def dict_branch(
     Raises:
         SpecError: two native keys share a name.
     """
-    entries = tuple(
-        (native, make(inner, (*key, str(native)))) for native, inner in items.items()
+    branch = Branch(
+        dict,
+        tuple(
+            (native, make(inner, (*key, str(native))))
+            for native, inner in items.items()
+        ),
     )
-    branch = Branch(dict, entries)
     check_names(branch, tuple(map(str, items)), operation)
     return branch
 

@@ -95,10 +95,12 @@ def observation_tree(
         return _tree(space, ("observation",), make_leaf), {}
     renames = {"state": "observation"} if "observation" not in space.spaces else {}
     names = tuple(renames.get(str(key), str(key)) for key in space.spaces)
-    entries = zip(names, space.spaces.items(), strict=True)
     tree = Branch(
         dict,
-        tuple((key, _tree(sub, (name,), make_leaf)) for name, (key, sub) in entries),
+        tuple(
+            (key, _tree(sub, (name,), make_leaf))
+            for name, (key, sub) in zip(names, space.spaces.items(), strict=True)
+        ),
     )
     refuse_reserved(names, "reading observation_space")
     check_names(tree, names, "reading observation_space")
@@ -181,9 +183,8 @@ def metadata(env: Any, renamed: dict[str, str]) -> dict[str, Any]:
         renamed: see `observation_tree`.
     """
     native = type(env.unwrapped)
-    known = getattr(env, "spec", None)
     facts = {
-        "env_id": getattr(known, "id", None)
+        "env_id": getattr(getattr(env, "spec", None), "id", None)
         or f"{native.__module__}.{native.__qualname__}",
         "render_mode": env.render_mode,
     }
@@ -204,9 +205,11 @@ def _check_space(space: Any, name: str) -> None:
 def _tree(space: Space, key: Key, make_leaf: MakeLeaf, order: Any = None) -> Node:
     """Describe a space; with an order, as of `native_tree`, two entries of a Dict may share a name."""
     if isinstance(space, spaces.Dict) and order is None:
-        operation = f"reading the space of {'/'.join(key)}"
         return dict_branch(
-            space.spaces, key, lambda sub, at: _tree(sub, at, make_leaf), operation
+            space.spaces,
+            key,
+            lambda sub, at: _tree(sub, at, make_leaf),
+            f"reading the space of {'/'.join(key)}",
         )
     if not isinstance(space, (spaces.Dict, spaces.Tuple)):
         return make_leaf(space, key)
@@ -263,9 +266,8 @@ def action_leaf(space: Space, key: Key) -> Leaf:
         return Leaf(LeafSpec(key, space.shape, space.dtype.name, Binary()))
     if isinstance(space, spaces.Discrete):
         # The env gets a scalar of its space's dtype, as `space.sample()` returns it.
-        domain = Discrete(int(space.n), int(space.start))
         return Leaf(
-            LeafSpec(key, (), "int64", domain),
+            LeafSpec(key, (), "int64", Discrete(int(space.n), int(space.start))),
             give=_Scalars(space).__getitem__,
         )
     if isinstance(space, spaces.MultiDiscrete):
@@ -329,7 +331,11 @@ def from_indices(
 def _reviver(space: Space) -> Convert | None:
     """Return the function from plain data to what a space samples; None if they are the same."""
     if isinstance(space, spaces.Graph):
-        return _revive_graph
+        return lambda value: (
+            value
+            if isinstance(value, spaces.GraphInstance)
+            else spaces.GraphInstance(**value)
+        )
     if isinstance(space, spaces.Sequence) and not space.stack:
         inner = _reviver(space.feature_space)
         return (
@@ -361,11 +367,3 @@ def _reviver(space: Space) -> Convert | None:
 
 def _revive(convert: Convert | None, value: Any) -> Any:
     return value if convert is None else convert(value)
-
-
-def _revive_graph(value: Any) -> spaces.GraphInstance:
-    return (
-        value
-        if isinstance(value, spaces.GraphInstance)
-        else spaces.GraphInstance(**value)
-    )

@@ -29,7 +29,13 @@ class Episodes:
 
     def __init__(self, env: Any) -> None:
         self.wrapper: Any = next(
-            (layer for layer in layers(env) if _is_episode_wrapper(layer)),
+            (
+                layer
+                for layer in layers(env)
+                # Of the layer alone: a wrapper hands attributes of the inner env on.
+                if hasattr(type(layer), "seed_next")
+                or "_rebuild_environment" in getattr(layer, "__dict__", {})
+            ),
             None,
         )
         self._cells = _closure(getattr(self.wrapper, "_rebuild_environment", None))
@@ -89,14 +95,6 @@ def spaced_seeds(first: int) -> Iterator[int]:
     following = random.Random(first)
     while True:
         yield following.getrandbits(32)
-
-
-def _is_episode_wrapper(layer: Any) -> bool:
-    return hasattr(type(layer), "seed_next") or "_rebuild_environment" in getattr(
-        layer,
-        "__dict__",
-        {},
-    )
 
 
 def _closure(function: Any) -> dict[str, Any]:

@@ -206,7 +206,8 @@ def _config_module(kind: str) -> ModuleType | None:
     if root is None:
         return None
     spec = importlib.util.spec_from_file_location(
-        f"_envherd_meltingpot_{kind}", root / "configs" / kind / "__init__.py"
+        f"_envherd_meltingpot_{kind}",
+        root / "configs" / kind / "__init__.py",
     )
     if spec is None or spec.loader is None:
         return None

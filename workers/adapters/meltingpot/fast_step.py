@@ -72,14 +72,13 @@ class Views:
         chain = stock_layers(env)
         if chain is not None:
             images = [name for name, stack in players.items() if stack.ndim >= _IMAGE]
-            others = {
-                name: stack
-                for name, stack in players.items()
-                if name not in (*images, _COLLECTIVE_REWARD)
-            }
             self._direct = DirectStep(
                 chain,
-                others,
+                {
+                    name: stack
+                    for name, stack in players.items()
+                    if name not in (*images, _COLLECTIVE_REWARD)
+                },
                 images,
                 self.reward,
                 players.get(_COLLECTIVE_REWARD),

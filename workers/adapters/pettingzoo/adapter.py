@@ -86,6 +86,7 @@ class ParallelAdapter(Adapter):
             TypeError: a keyword other than `options`.
             SpecError: the env returned anything but `(observations, infos)`, or has no agents.
         """
+        # Until the end of this method, because the env may raise.
         self._needs_reset = True
         observations, self.info = checked_reset(self._begin(seed, options))
         if self._needs_agents and not self._parallel.agents:
@@ -254,11 +255,18 @@ class PettingZooAdapter(ParallelAdapter):
         env = as_parallel(env)
         agents = possible_agents(env)
         _, infos = checked_reset(env.reset(seed=None, options=None))
-        read = [
-            read_agent(a, env.observation_space(a), env.action_space(a), infos.get(a))
-            for a in agents
-        ]
-        self._groups = make_groups(read, None if options is None else options.group_map)
+        self._groups = make_groups(
+            [
+                read_agent(
+                    agent,
+                    env.observation_space(agent),
+                    env.action_space(agent),
+                    infos.get(agent),
+                )
+                for agent in agents
+            ],
+            None if options is None else options.group_map,
+        )
         super().__init__(
             env,
             env,
@@ -287,9 +295,8 @@ class PettingZooAdapter(ParallelAdapter):
 
     def _observe(self, *dicts: Mapping[Agent, Any]) -> None:
         observations = dicts[0]
-        present = self.env.agents
         acting = acting_agents(self.env, self._turns)
-        for agent in present:
+        for agent in self.env.agents:
             if agent not in observations:
                 self._seat(agent)
                 raise SpecError(
@@ -309,15 +316,12 @@ class PettingZooAdapter(ParallelAdapter):
                 seat.blank()
 
     def _row(self) -> list[Any]:
-        return (
-            [*self._values, self.env.state()]
-            if self._state is not None
-            else list(self._values)
-        )
+        if self._state is None:
+            return list(self._values)
+        return [*self._values, self.env.state()]
 
     def _make_spec(self) -> EnvSpec:
         groups = self._groups
-        env = self.env
         state = () if self._state is None else (self._state,)
         return EnvSpec(
             observation=(
@@ -334,7 +338,7 @@ class PettingZooAdapter(ParallelAdapter):
             ),
             groups=tuple(((group.name,), (group.size,)) for group in groups),
             family=self.family,
-            metadata=_metadata(env, groups),
+            metadata=_metadata(self.env, groups),
         )
 
 

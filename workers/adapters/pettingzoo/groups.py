@@ -147,10 +147,11 @@ class AgentGroup:
             ),
         )
         self.values = [*self.observed, *flags.values(), *self.infos.values()]
-        triples = zip(members, trees, acts, strict=True)
         self.seats = [
             Seat(self, index, member, tree, act)
-            for index, (member, tree, act) in enumerate(triples)
+            for index, (member, tree, act) in enumerate(
+                zip(members, trees, acts, strict=True)
+            )
         ]
 
 
@@ -203,12 +204,14 @@ class Seat(Place):
         self.index = index
         self.build = builder(action)
         self._flatten = flattener(observation, f"the observation of {name}")
-        leaves = [
-            replace(leaf, key=(name, *leaf.key[1:])) for leaf in leaf_specs(observation)
-        ]
+        # Errors of a writer name the agent, not its group.
         self._writers = [
-            writer_for(leaf, array)
-            for leaf, array in zip(leaves, group.observed, strict=True)
+            writer_for(replace(leaf, key=(name, *leaf.key[1:])), array)
+            for leaf, array in zip(
+                leaf_specs(observation),
+                group.observed,
+                strict=True,
+            )
         ]
         self._info_writers = {
             key: writer_for(
@@ -222,6 +225,7 @@ class Seat(Place):
 
     def blank(self) -> None:
         """Store that the env returned nothing for the agent and that it does not act."""
+        # The rows of an agent that is away are written once, not at each step.
         if self._is_blank:
             return
         for array in self.group.values:

@@ -44,6 +44,7 @@ class Lender:
                 continue
             array = np.asarray(value)
             if self._is_on_cpu:
+                # `array[...]` is a new object over the same memory: nobody else has a reference to it yet.
                 array = (
                     array.copy() if self._is_copying or self._num_left else array[...]
                 )
@@ -61,6 +62,7 @@ class Lender:
         self._lent = []
         if self._is_known:
             return
+        # Two references are expected: that of the list, and that of the call itself.
         is_kept = any(sys.getrefcount(lent[index]) > 2 for index in range(len(lent)))
         is_probe = self._num_left > 0
         self._num_left = max(0, self._num_left - bool(lent))

@@ -95,6 +95,7 @@ class ResetWatch:
                 dtype=torch.bool,
                 device=getattr(self._env, "device", "cpu"),
             )
+        # Not every version of torch takes int32 for indices, which simulators may have as ids.
         ids = slice(None) if env_ids is None else env_ids
         self.rows[
             ids.long()

@@ -103,8 +103,10 @@ class DirectWay:
             not any(name in vars(env) for name in _METHODS),
             "a method of the instance was replaced",
         )
-        checks_specs = os.environ.get("CHECK_SPEC_ENCODE", "0").lower() in ("1", "true")
-        require(not checks_specs, "CHECK_SPEC_ENCODE is set")
+        require(
+            os.environ.get("CHECK_SPEC_ENCODE", "0").lower() not in ("1", "true"),
+            "CHECK_SPEC_ENCODE is set",
+        )
 
     def step(self, action: list[Any]) -> StepValues:
         """Make one transition; observation values are those of `observed`."""
@@ -153,23 +155,27 @@ def direct_way(
     found = FAMILIES.get(f"{kind.__module__}.{kind.__qualname__}")
     if found is None:
         return f"{kind.__qualname__} has no direct way"
-    make = getattr(importlib.import_module(f"{_WAYS}.{found[0]}"), found[1])
+    make: Callable[..., DirectWay] = getattr(
+        importlib.import_module(f"{_WAYS}.{found[0]}"),
+        found[1],
+    )
     try:
-        way: DirectWay = make(env, inputs, observed, rewards)
+        return make(env, inputs, observed, rewards)
     except NotDirect as reason:
         return f"{kind.__qualname__}: {reason}"
-    return way
 
 
 def leaf_keys(env: EnvBase) -> tuple[list[TdKey], list[TdKey], list[TdKey]]:
     """Return the arguments of `direct_way` for an env: the keys of its inputs, observed leaves and rewards."""
 
     def keys(*sources: str) -> list[TdKey]:
-        specs = [getattr(env, f"full_{source}_spec") for source in sources]
         return [
             key
-            for spec in specs
-            for key in spec.keys(include_nested=True, leaves_only=True)
+            for source in sources
+            for key in getattr(env, f"full_{source}_spec").keys(
+                include_nested=True,
+                leaves_only=True,
+            )
         ]
 
     return keys("action", "state"), keys("observation", "done"), keys("reward")
@@ -213,8 +219,10 @@ def action_reader(spec: Any) -> Callable[[Any], np.ndarray]:
     """
     if type(spec) is OneHot and not spec.use_register:
         return lambda value: np.asarray(value.argmax(-1))
-    is_known = type(spec) is Categorical or isinstance(spec, (Bounded, Unbounded))
-    require(is_known, f"its action is a {type(spec).__name__}")
+    require(
+        type(spec) is Categorical or isinstance(spec, (Bounded, Unbounded)),
+        f"its action is a {type(spec).__name__}",
+    )
     return np.asarray
 
 

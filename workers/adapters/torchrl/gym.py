@@ -95,7 +95,11 @@ class DirectGymLike(DirectWay):
         )
         self._as_native: Callable[[Any], Any] = action_reader(action)
         if type(env.read_action(action.zero())) is int:
-            self._as_native = int if type(action) is Categorical else _index_of
+            self._as_native = (
+                int
+                if type(action) is Categorical
+                else lambda value: int(value.argmax(-1))
+            )
         self._encode_reward = encoder(reward)
         paths = [(key,) if isinstance(key, str) else key for key in observed[:-3]]
         self._encoders = [
@@ -137,6 +141,7 @@ class DirectGymLike(DirectWay):
                     f"expected the observations {self.observed[:-3]}, got a {type(observation).__name__}"
                 )
             return [self._encode(observation)]
+        # TorchRL's wrapper renames it in the same way.
         if "state" in observation and "observation" not in observation:
             observation = {
                 "observation" if name == "state" else name: value
@@ -188,11 +193,10 @@ class DirectGym(DirectGymLike):
             self.env.observation_space,
             _gymnasium().spaces.Box,
         )
-        flatten = None if is_bare else self._read
         return EnvCall(
             self._accept,
             give=self._as_native,
-            flatten=flatten,
+            flatten=None if is_bare else self._read,
             holder=self,
             flags=self._end_order,
         )
@@ -237,6 +241,7 @@ class _FiveValues:
         timestep = self._step(action)
         if not timestep.last():
             return timestep.observation, timestep.reward, False, False, _NO_INFO
+        # dm_control ends an episode by its time limit with discount 1.
         is_cut = bool(np.isclose(timestep.discount, 1))
         return timestep.observation, timestep.reward, not is_cut, is_cut, _NO_INFO
 
@@ -273,10 +278,6 @@ def _draws_nothing_from_torch(env: Any) -> bool:
         if not isinstance(env, _gymnasium().Wrapper):
             return True
         env = env.env
-
-
-def _index_of(value: np.ndarray) -> int:
-    return int(value.argmax(-1))
 
 
 def own_generators(env: EnvBase) -> OwnGenerators:

@@ -98,10 +98,9 @@ class DirectPettingZoo(DirectWay):
             group.take_ends(observations, rewards, terminations, truncations, left)
         fold = np.logical_or if self._use_any else np.logical_and
         for end in _ENDS:
-            flags = [group.ends[end] for group in self._groups]
             self._arrays[end][0] = functools.reduce(
                 fold,
-                [fold.reduce(flag, None) for flag in flags],
+                [fold.reduce(group.ends[end], None) for group in self._groups],
             )
         return (
             self._current(),

@@ -111,12 +111,12 @@ class DirectTransformed(DirectWay):
         )
 
     def reset(self) -> list[Any]:
-        env = self.torchrl_env
-        root = self._root
         with torch.no_grad():
-            has_ended = root is not None and env.any_done(root)
+            has_ended = self._root is not None and self.torchrl_env.any_done(self._root)
             self._root = (
-                env.reset(root, select_reset_only=True) if has_ended else env.reset()
+                self.torchrl_env.reset(self._root, select_reset_only=True)
+                if has_ended
+                else self.torchrl_env.reset()
             )
         self.is_ahead = True
         return _arrays(self._root, self.observed)
@@ -127,16 +127,19 @@ class DirectTransformed(DirectWay):
 
     def _with_inputs(self, action: list[Any]) -> tuple[TensorDictBase, TensorDictBase]:
         """Return the root with the inputs of a step, twice; the root itself stays as it is."""
-        env = self.torchrl_env
         root = (
-            new_tensordict({}, env.batch_size, env.device)
+            new_tensordict({}, self.torchrl_env.batch_size, self.torchrl_env.device)
             if self._root is None
             else self._root
         )
-        given = zip(self.inputs, self._dtypes, action, strict=True)
         inputs = [
             (key, torch.from_numpy(np.asarray(value)).to(dtype))
-            for key, dtype, value in given
+            for key, dtype, value in zip(
+                self.inputs,
+                self._dtypes,
+                action,
+                strict=True,
+            )
         ]
         if self._is_flat and root.__class__ is TensorDict:
             source = dict(root.items())
