@@ -261,13 +261,14 @@ class Schema:
         width = rows.shape[1]
         if width not in self._records:
             fields = {str(field.place): field for field in self.root.stored()}
-            layout = {
-                "names": [*fields],
-                "formats": [(field.dtype, field.shape) for field in fields.values()],
-                "offsets": [*map(int, fields)],
-                "itemsize": width,
-            }
-            self._records[width] = np.dtype(layout)  # type: ignore[call-overload]  # numpy's types lack it
+            self._records[width] = np.dtype(
+                {
+                    "names": [*fields],
+                    "formats": [(one.dtype, one.shape) for one in fields.values()],
+                    "offsets": [*map(int, fields)],
+                    "itemsize": width,
+                }
+            )
         return np.ndarray(len(rows), self._records[width], rows)
 
 

@@ -129,8 +129,7 @@ IDLE = "idle"
 
 def describe_phase(phase: int) -> tuple[str, int | None]:
     """Return `("step" | "reset" | "idle", env id or None)` of a phase word."""
-    op = phase & (1 << OP_BITS) - 1
-    env_id = (phase >> OP_BITS) - 1
     if phase == 0:
         return IDLE, None
-    return ("reset" if op == Op.RESET else "step"), env_id
+    op = phase & (1 << OP_BITS) - 1
+    return ("reset" if op == Op.RESET else "step"), (phase >> OP_BITS) - 1

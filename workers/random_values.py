@@ -131,11 +131,13 @@ def _integer_drawer(domain: Box, dtype: np.dtype) -> Draw:
     wide = np.dtype(np.uint64 if dtype == np.uint64 else np.int64)
     low, high = np.broadcast_arrays(domain.low, domain.high)
     if low.dtype.kind == "f" or high.dtype.kind == "f":  # perhaps without a bound
-        pairs = [
-            _integer_bounds(*ends, np.iinfo(dtype))
-            for ends in zip(low.flat, high.flat, strict=True)
-        ]
-        bounds = np.array(pairs, wide).reshape(-1, 2)
+        bounds = np.array(
+            [
+                _integer_bounds(*ends, np.iinfo(dtype))
+                for ends in zip(low.flat, high.flat, strict=True)
+            ],
+            wide,
+        ).reshape(-1, 2)
         low = bounds[:, 0].reshape(low.shape)
         high = bounds[:, 1].reshape(high.shape)
     lowest = low.astype(wide)

@@ -185,8 +185,7 @@ def _generators(env: Any) -> list[Any]:
         if layer is None or id(layer) in seen:
             continue
         seen[id(layer)] = layer
-        values = vars(layer).values() if hasattr(layer, "__dict__") else ()
-        for value in values:
+        for value in getattr(layer, "__dict__", {}).values():
             if isinstance(
                 value,
                 (np.random.Generator, np.random.RandomState, random.Random),
@@ -281,8 +280,10 @@ def from_plain(state: Mapping[str, Any]) -> tuple[Any, ...]:
     }
     if legacy["bit_generator"] != "MT19937":
         raise ValueError(f"the global generator {legacy['bit_generator']!r:.80}")
-    python = python_of(version, np.frombuffer(words, "<u4").tolist(), gauss)
-    return python.getstate(), legacy_of(legacy).get_state(legacy=False)
+    return (
+        python_of(version, np.frombuffer(words, "<u4").tolist(), gauss).getstate(),
+        legacy_of(legacy).get_state(legacy=False),
+    )
 
 
 def drawn_between(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[str]:

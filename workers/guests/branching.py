@@ -23,8 +23,8 @@ from pathlib import Path
 
 from envherd.workers import seeding
 
-_ANSWER_BYTES = 4096
-_MOST_NAMED = 8  # a pipe takes so much at once
+_ANSWER_BYTES = 4096  # a pipe takes this number at once (PIPE_BUF)
+_MOST_NAMED = 8  # threads, so that an answer has room
 _TASKS = Path("/proc/self/task")
 #: Seconds for the end of threads that handlers of the fork end.
 _THREADS_END_S = 0.1
@@ -69,13 +69,12 @@ def reasons_against(own: socket.socket, given: int) -> list[str]:
         own: the socket to the owner.
         given: descriptor of the copy's socket. No other one may be open.
     """
-    threads = [
-        thread
-        for thread in threading.enumerate()
-        if thread is not threading.current_thread()
-    ]
     return [
-        *(f"a thread {thread.name!r}" for thread in threads),
+        *(
+            f"a thread {thread.name!r}"
+            for thread in threading.enumerate()
+            if thread is not threading.current_thread()
+        ),
         *_children(),
         *_descriptors({own.fileno(), given}),
         *_contexts(),

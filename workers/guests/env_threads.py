@@ -30,6 +30,7 @@ from envherd.workers.process.entry import EnvCalls
 from envherd.workers.process.loop import Loop
 from envherd.workers.protocol import Flag, describe_phase
 
+# Where `protocol.pack` puts the flag: above the 4 bits of the op.
 _EACH = Flag.EACH << 4
 #: Bytes of a thread's stack; Linux allocates only the pages that are touched.
 _STACK_BYTES = 1 << 21
@@ -222,7 +223,8 @@ class ThreadedLoop(Loop):
             number = numbers[env_id]
             latest[env_id] = number
             self._block.threads.post(
-                env_id, self._task(env_id, number, commands[env_id], owed)
+                env_id,
+                self._task(env_id, number, commands[env_id], owed),
             )
 
     def _task(

@@ -193,10 +193,9 @@ def _read_specs(package: str) -> Iterator[tuple[str, Any]]:
         for name, spec in _specs(package).items()
         if not name.startswith(_RUNNERS)
     }
-    named = dict.fromkeys(
+    for name in dict.fromkeys(
         name for spec in specs.values() for name in _names_in_script(spec)
-    )
-    for name in named:
+    ):
         with contextlib.suppress(AttributeError):  # an entry that no process can use
             yield name, getattr(sys.modules["__main__"], name.removeprefix(_SCRIPT))
     yield from specs.items()

@@ -128,8 +128,7 @@ class EpisodeSums:
         Raises:
             ValueError: it is none of these sums.
         """
-        own = self.state()
-        forms = [(array.shape, array.dtype) for array in own]
+        forms = [(array.shape, array.dtype) for array in self.state()]
         arrays = state if isinstance(state, list) else []
         if [
             (getattr(one, "shape", None), getattr(one, "dtype", None)) for one in arrays

@@ -157,17 +157,16 @@ def find_fields(
     Raises:
         SpecError: a name is not among these infos, or its values are no numbers.
     """
-    shape = adapter.spec.batch_shape
     found: dict[Path, np.ndarray] = {}
     adapter.reset(0)
-    _collect(adapter.info, (), found, shape)
+    _collect(adapter.info, (), found, adapter.spec.batch_shape)
     failure = ""
     try:
         rng = np.random.default_rng(0)
         adapter.step(
             [_input(leaf, rng) for leaf in (*adapter.spec.action, *adapter.spec.state)]
         )
-        _collect(adapter.info, (), found, shape)
+        _collect(adapter.info, (), found, adapter.spec.batch_shape)
     except Exception as error:  # a random action may be one that the env refuses
         failure = f" (its step raised {explain(error)})"
     if keys == "all":
@@ -206,10 +205,9 @@ def _input(leaf: LeafSpec, rng: np.random.Generator) -> Any:
 
 def _field(path: Path, array: np.ndarray, spec: EnvSpec) -> InfoEntry:
     domain = Binary() if array.dtype.kind == "b" else Unbounded()
-    leaf = LeafSpec((_ROOT, *path), array.shape, array.dtype.name, domain)
     return InfoEntry(
         path,
-        leaf,
+        LeafSpec((_ROOT, *path), array.shape, array.dtype.name, domain),
         LeafSpec(
             (_ROOT, *path[:-1], f"_{path[-1]}"),
             spec.batch_shape,

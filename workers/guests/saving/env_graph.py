@@ -253,13 +253,12 @@ def slots_of(cls: type) -> dict[str, Any]:
     if found is None:
         found = _SLOTS[cls] = {}
         for base in cls.__mro__:
-            is_python = base.__flags__ & _HEAP_TYPE
-            own = vars(base).items() if is_python else ()
-            found |= {
-                name: one
-                for name, one in own
-                if isinstance(one, types.MemberDescriptorType)
-            }
+            if base.__flags__ & _HEAP_TYPE:
+                found |= {
+                    name: one
+                    for name, one in vars(base).items()
+                    if isinstance(one, types.MemberDescriptorType)
+                }
     return found
 
 
