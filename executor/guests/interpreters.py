@@ -72,6 +72,7 @@ def check_interpreter(python: str) -> None:
                 check=False,
                 stdin=subprocess.DEVNULL,
                 env=environment_for(dict(os.environ)),
+                # Windows refuses `pass_fds`.
                 pass_fds=(file.fileno(),) if hasattr(os, "fork") else (),
             )
     except (OSError, subprocess.SubprocessError, ValueError) as error:

@@ -171,6 +171,7 @@ class Desk:
             [worker.gpu for worker in self.crew.workers],
         )
         plate["words"]["lessees"] = [plan.nbytes, len(specs) * _NAME_WORDS]
+        # The words have 8 bytes each.
         plate["nbytes"] = plan.nbytes + len(specs) * _NAME_WORDS * 8
         # By its descriptor, `top` finds it.
         segment = create_named(plate["nbytes"], LABEL, plate)

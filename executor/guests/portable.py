@@ -149,6 +149,7 @@ class PortableProcess(WorkerProcess):
     sentinel = -1
 
     def __init__(self, *given: Any) -> None:
+        # A fork in between would have the pipe, and not find it among those that it closes.
         with _start_lock:
             self._watched, self._watch = _CONTEXT.Pipe(duplex=False)
             _processes.add(self)

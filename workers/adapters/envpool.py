@@ -169,6 +169,7 @@ class EnvPoolAdapter(Adapter):
                 f"receiving failed: expected {num_rows} rows from {type(self.env).__name__}, got {len(ids)}. "
                 f"Did other code step the pool?"
             )
+        # Some rows only, or all in another order.
         if not np.array_equal(ids, self._ids):
             for name, value in state.items():
                 whole = (

@@ -258,6 +258,7 @@ def reference_of(factory: Any) -> dict[str, Any]:
     if isinstance(known, dict):
         return known
     if isinstance(factory, functools.partial):
+        # `functools.partial(gymnasium.make, ID)`.
         if (
             getattr(factory.func, "__module__", "") == "gymnasium.envs.registration"
             and len(factory.args) == 1

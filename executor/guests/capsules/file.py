@@ -138,6 +138,7 @@ def _read(file: IO[bytes]) -> Capsule:
 def _array(data: bytes, shape: Sequence[int], dtype: str) -> np.ndarray:
     if dtype not in _DTYPES or len(data) != math.prod(shape) * np.dtype(dtype).itemsize:
         raise ValueError(f"{len(data)} bytes for {dtype!r} {shape}")
+    # A copy, because an array over bytes cannot be written to.
     return np.frombuffer(data, dtype).reshape(shape).copy()
 
 

@@ -98,6 +98,7 @@ class Placed:
             if (value := acted.get(key)) is not given.get(key, None)
             or _version(value) != versions[key]
         ]
+        # It waits for the copy, because the caller may read the batch at once.
         return root.update(acted.select(*written).to(home, non_blocking=False))
 
     @without_grad

@@ -19,6 +19,7 @@ from envherd.shm.slab import NUM_BINS, bin_middle
 from envherd.shm.specs import EnvSpec
 from envherd.workers.protocol import describe_phase
 
+#: Of the bins of step times, in seconds.
 _MIDDLES = np.array([bin_middle(index) for index in range(NUM_BINS)]) / 1e9
 
 

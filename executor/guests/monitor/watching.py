@@ -101,6 +101,7 @@ class Watch:
     def close(self) -> None:
         """Unmap the slab. Idempotent."""
         self._words = {}
+        # An array over the map is still in use; the map is closed with it.
         with contextlib.suppress(BufferError):
             self._map.close()
 

@@ -119,6 +119,7 @@ class SimulatorEngine(Calls):
         self.read_inputs = self._intake.tensors
         self.input_leaves = self._intake.leaves
         self._pack_info = packer(options.info_policy)
+        # Memory views, whose items are read and written faster than those of arrays.
         self._words = {name: array.data for name, array in pool.slab.words.items()}
         self._phase = "step"
         self._infos = dict[str, bytes | None]()

@@ -96,6 +96,7 @@ class SimulatorRun:
             present = self._rows.present
             _put(self._at["root"][step], [*present.observation, *present.flags])
             acted = self._act(step, was_reset=was_reset)
+            # Rows that end in the last step are reset by the next rollout, if there is one.
             op = Op.STEP if self._breaks or step == max_steps - 1 else Op.STEP_RESET
             outcome = self._engine.carry_out(
                 op,

@@ -167,6 +167,7 @@ def flattener(node: Node, where: str | None) -> Callable[[Any], list[Any]]:
         )
     if (
         where is not None
+        # `itemgetter` of a single key does not return a tuple.
         and len(node.entries) > 1
         and all(is_bare(child) for _, child in node.entries)
     ):

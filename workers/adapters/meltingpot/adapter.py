@@ -101,6 +101,7 @@ class MeltingPotAdapter(Adapter):
             timestep = self.env.reset()
         else:
             self._episodes.seed_next(seed)
+            # A scenario draws its bots from Python's global generator.
             with seeded_random(seed) if self._is_scenario else contextlib.nullcontext():
                 timestep = self.env.reset()
         self._views.take(timestep)

@@ -106,6 +106,7 @@ class MeltingPotFactory:
                 "none",
                 "Install it: pip install 'envherd[meltingpot]'.",
             )
+        # It imports Melting Pot, which the process that makes the factory need not have.
         build = importlib.import_module(_BUILD)
         env = (
             build.build_scenario(self)

@@ -225,6 +225,7 @@ class DirectStep:
             [f"{i + 1}.{name}" for name in self._action_names]
             for i in range(len(self._reward))
         ]
+        # Melting Pot sends whole numbers alone; anything else takes the long way.
         self._is_stock = (
             _name(lab2d) == "dmlab2d.Environment"
             and not any(name in own for name in _OVERRIDABLE)

@@ -209,6 +209,7 @@ class TorchRLAdapter(Adapter):
                 and picture.dtype == torch.uint8
                 and picture.ndim == 3
             ):
+                # Transforms of TorchRL put the channels first.
                 return to_numpy(
                     picture if picture.shape[-1] == 3 else picture.permute(1, 2, 0)
                 )

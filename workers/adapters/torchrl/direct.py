@@ -128,6 +128,7 @@ class DirectWay:
         self.is_ahead = False
         if self._build is None:
             self._build = builder(self.torchrl_env, self.observed)
+        # Copies: a way that reuses its buffers writes to these values again.
         return self._build([torch.from_numpy(np.array(value)) for value in self.latest])
 
 
@@ -255,6 +256,7 @@ def builder(
         sources: list[dict[str, Any]] = [{} for _ in nodes]
         for (node, name), tensor in zip(places, tensors, strict=True):
             sources[node][name] = tensor
+        # Children before their parents, which stand before them in the list.
         for index in range(len(nodes) - 1, 0, -1):
             parent, name, size = nodes[index]
             sources[parent][name] = new_tensordict(sources[index], size, device)

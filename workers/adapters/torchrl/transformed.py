@@ -59,6 +59,7 @@ class DirectTransformed(DirectWay):
         }
         self._dtypes = [specs[key].dtype for key in inputs]
         self._shapes = [(key, env.full_reward_spec[key].shape) for key in rewards]
+        # `any_done` decides for all others.
         self._has_simple_end = {"done", "terminated"} <= set(env.full_done_spec.keys())
         self._root: TensorDictBase | None = None
 
@@ -69,6 +70,7 @@ class DirectTransformed(DirectWay):
         self._inversions = inversions(env.transform)
         rewards = list(env.reward_keys)
         states = set(env.state_keys)
+        # What `step_mdp` moves from `next` to the root, and what it leaves out of the old root.
         self._taken = [
             *env.observation_keys,
             *(key for key in rewards if key in states),
