@@ -32,7 +32,7 @@ from envherd.workers.errors import FactoryError, ResetNeeded, SpecError
 
 #: EnvPool takes int32, and gives row i the seed + i.
 _MAX_SEED = 2**31
-#: Entries of an action that name the rows which it is for.
+#: Entries of an action that name the rows it is for.
 _NO_ACTIONS = ("env_id", "players.env_id")
 
 

@@ -227,7 +227,7 @@ def _seed_generators(env: dm_env.Environment, seed: int) -> None:
             # In place, because parts of the env share the generator.
             bits = generator.bit_generator
             bits.state = type(bits)(own).state
-        else:  # None, where no generator is kept in that place
+        else:  # None, or of a kind that is not known
             continue
         seeded.append(generator)
 

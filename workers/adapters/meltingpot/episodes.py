@@ -32,7 +32,7 @@ class Episodes:
             (
                 layer
                 for layer in layers(env)
-                # Of the layer alone: a wrapper hands attributes of the inner env on.
+                # Asked of the layer alone: a wrapper passes other names on to the env inside.
                 if hasattr(type(layer), "seed_next")
                 or "_rebuild_environment" in getattr(layer, "__dict__", {})
             ),

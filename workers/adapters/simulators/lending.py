@@ -44,7 +44,7 @@ class Lender:
                 continue
             array = np.asarray(value)
             if self._is_on_cpu:
-                # `array[...]` is a new object over the same memory: nobody else has a reference to it yet.
+                # `array[...]` is a new object over the same memory, to which nothing else refers yet.
                 array = (
                     array.copy() if self._is_copying or self._num_left else array[...]
                 )
