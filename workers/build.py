@@ -63,10 +63,9 @@ def check_factory(factory: Any, example: str = "gymnasium.make('CartPole-v1')") 
         FactoryError: an env instance (callable or not), or something that cannot be called.
     """
     if is_env_like(factory):
-        name = _type_name(factory)
         raise FactoryError(
-            f"make_env failed: expected a callable that builds an env, got an env: {name}. Envs are built inside "
-            f"their worker, so pass a function, e.g. make_env=lambda: {_how_to_build(factory)}."
+            f"make_env failed: expected a callable that builds an env, got an env: {_type_name(factory)}. Envs are "
+            f"built inside their worker, so pass a function, e.g. make_env=lambda: {_how_to_build(factory)}."
         )
     if not callable(factory):
         raise FactoryError(
@@ -113,7 +112,8 @@ def _pickle_message(factory: Factory, error: Exception) -> str:
     if not links:
         what = f"cannot be pickled: {error}"
     else:
-        (variable, value), cause = links[0], links[-1][1]
+        variable, value = links[0]
+        cause = links[-1][1]
         found = re.search(r"'([\w.]+)' object", str(error))
         inside = found.group(1) if found and len(links) == 1 else _type_name(cause)
         holder = (
@@ -192,13 +192,12 @@ def _hinting() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(error).__mro__}
         note = ""
         # The latter of dm_control.
-        if names & _UNKNOWN_NAMES or re.match(
-            r"Domain '.*' does not exist",
-            str(error),
-        ):
+        if any(
+            f"{cls.__module__}.{cls.__qualname__}" in _UNKNOWN_NAMES
+            for cls in type(error).__mro__
+        ) or re.match(r"Domain '.*' does not exist", str(error)):
             note = (
                 "If an import registers the name, import that module in the script or in the factory, or name it: "
                 "options=ExecutorOptions(preload=('my_envs',))."

@@ -28,9 +28,11 @@ SECTIONS = ("next", "root")
 #: Schemas that a worker tries to learn for one env.
 MOST_SCHEMAS = 16
 #: Limits of a schema.
-_MOST_FIELDS, _DEEPEST = 1000, 8
+_MOST_FIELDS = 1000
+_DEEPEST = 8
 #: Bytes of a text in UTF-8, and of its length, which comes before it.
-TEXT_BYTES, _LENGTH_BYTES = 120, 8
+TEXT_BYTES = 120
+_LENGTH_BYTES = 8
 _ALIGNMENT = 8
 _NUMBERS = "biufc"
 _INTEGERS = range(-(2**63), 2**63)
@@ -158,7 +160,8 @@ class _Description:
         dtype = _DTYPES.get(kind, "")
         shape: tuple[int, ...] = ()
         if kind >= Kind.SCALAR:
-            dtype, shape = _numeric_dtype(value), value.shape
+            dtype = _numeric_dtype(value)
+            shape = value.shape
         elif kind == Kind.TEXT:
             shape = (_LENGTH_BYTES + TEXT_BYTES,)
             _encoded(value)
@@ -258,20 +261,21 @@ class Schema:
         width = rows.shape[1]
         if width not in self._records:
             fields = {str(field.place): field for field in self.root.stored()}
-            formats = [(field.dtype, field.shape) for field in fields.values()]
-            layout = {
-                "names": [*fields],
-                "formats": formats,
-                "offsets": [*map(int, fields)],
-                "itemsize": width,
-            }
-            self._records[width] = np.dtype(layout)  # type: ignore[call-overload]  # numpy's types lack it
+            self._records[width] = np.dtype(
+                {
+                    "names": [*fields],
+                    "formats": [(one.dtype, one.shape) for one in fields.values()],
+                    "offsets": [*map(int, fields)],
+                    "itemsize": width,
+                }
+            )
         return np.ndarray(len(rows), self._records[width], rows)
 
 
 def compile_reader(field: SchemaField) -> Reader:
     """Return the function that returns the value of a field in each of some records, in its own memory."""
-    kind, name = field.kind, str(field.place)
+    kind = field.kind
+    name = str(field.place)
     readers: dict[int, Reader] = {
         Kind.NONE: lambda records: [None] * len(records),
         Kind.TEXT: lambda records: [_decoded(text.tobytes()) for text in records[name]],
@@ -282,7 +286,8 @@ def compile_reader(field: SchemaField) -> Reader:
     }
     if kind > Kind.TUPLE:
         return readers.get(kind, lambda records: records[name].tolist())
-    inner, keys = [compile_reader(item) for item in field.items], field.keys
+    inner = [compile_reader(item) for item in field.items]
+    keys = field.keys
     makers: list[Callable[[Any], Any]] = [lambda row: dict(zip(keys, row)), list, tuple]  # noqa: B905
     make = makers[kind]
 

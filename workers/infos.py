@@ -33,8 +33,10 @@ def packer(policy: InfoPolicy) -> Pack | None:
     """Return the function that packs one info, or None where infos are dropped."""
     if policy == "drop":
         return None
-    encode = {"plain": plain.encode, "pickle": _dumps}[policy]
-    return functools.partial(_pack, encode=encode)
+    return functools.partial(
+        _pack,
+        encode={"plain": plain.encode, "pickle": _dumps}[policy],
+    )
 
 
 def unpack(data: bytes, policy: InfoPolicy) -> dict[str, Any]:

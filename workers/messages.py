@@ -184,7 +184,8 @@ Message = (
 
 def _frames_in(data: bytes | bytearray) -> tuple[list[tuple[int, bytes, int]], int]:
     """Return the complete frames at the start of a stream, as (number, payload, descriptors), and their bytes."""
-    frames, begin = [], 0
+    frames = []
+    begin = 0
     while len(data) >= begin + _HEAD.size:
         size, number, num_fds = _HEAD.unpack_from(data, begin)
         end = begin + _HEAD.size + size
@@ -311,10 +312,8 @@ class Channel:
                         ancillary = [
                             (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))
                         ]
-                        send, arguments = (
-                            self.sock.sendmsg,
-                            (([rest],), (ancillary,), (_SEND_FLAGS,)),
-                        )
+                        send = self.sock.sendmsg
+                        arguments = (([rest],), (ancillary,), (_SEND_FLAGS,))
                     try:
                         first.sent.extend(map(send, *arguments))
                     except BlockingIOError:
@@ -395,7 +394,8 @@ class WorkerChannel:
             del self._rest[:size]
             self._frames.extend(frames)
         self.number, payload, num_fds = self._frames.popleft()
-        fds, self._fds = self._fds[:num_fds], self._fds[num_fds:]
+        fds = self._fds[:num_fds]
+        self._fds = self._fds[num_fds:]
         message: Message = pickle.loads(payload)
         return message, fds
 

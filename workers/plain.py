@@ -94,17 +94,24 @@ def _lower_dict(value: dict[Any, Any], buffers: list[bytes], where: str) -> Any:
             key: _lower(item, buffers, f"{where}[{key!r}]")
             for key, item in value.items()
         }
-    pairs = [
-        [_lower(k, buffers, f"key of {where}"), _lower(v, buffers, f"{where}[{k!r}]")]
-        for k, v in value.items()
-    ]
-    return {_TAG: "d", "v": pairs}
+    return {
+        _TAG: "d",
+        "v": [
+            [
+                _lower(key, buffers, f"key of {where}"),
+                _lower(item, buffers, f"{where}[{key!r}]"),
+            ]
+            for key, item in value.items()
+        ],
+    }
 
 
 def _lower_array(value: Any, buffers: list[bytes], where: str) -> Any:
     if not isinstance(value, (np.ndarray, np.generic)):
-        numpy = getattr(value, "numpy", None)
-        if type(value).__module__.partition(".")[0] != "torch" or numpy is None:
+        if (
+            type(value).__module__.partition(".")[0] != "torch"
+            or getattr(value, "numpy", None) is None
+        ):
             raise NotPlain(
                 f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which is not plain data"
             )
@@ -116,9 +123,8 @@ def _lower_array(value: Any, buffers: list[bytes], where: str) -> Any:
     # Of a scalar as well; an array of empty texts reserves one character each.
     array = np.asarray(value)
     buffers.append(array.tobytes())
-    tag = "g" if isinstance(value, np.generic) else "a"
     return {
-        _TAG: tag,
+        _TAG: "g" if isinstance(value, np.generic) else "a",
         "v": len(buffers) - 1,
         "s": list(array.shape),
         "d": array.dtype.str,

@@ -36,7 +36,9 @@ class Op(IntEnum):
 
 #: The ops as ints, for arrays. On an enum member numpy looks up missing attributes, which runs Python code: that
 #: takes ten times as long, and numpy swallows an exception of a signal handler there.
-STEP, STEP_RESET, RESET = int(Op.STEP), int(Op.STEP_RESET), int(Op.RESET)
+STEP = int(Op.STEP)
+STEP_RESET = int(Op.STEP_RESET)
+RESET = int(Op.RESET)
 
 
 class Status(IntEnum):
@@ -71,7 +73,9 @@ LEAVE = 1 << 62
 """Number of the latest message once the pool is closed: the worker finishes one env's command, and begins no other."""
 
 #: Widths of the parts of a command word; the rest is the column.
-OP_BITS, FLAG_BITS, TARGET_BITS = 4, 4, 24
+OP_BITS = 4
+FLAG_BITS = 4
+TARGET_BITS = 24
 
 
 def pack(op: Any, target: int, column: Any, flags: int = 0) -> Any:
@@ -125,7 +129,7 @@ IDLE = "idle"
 
 def describe_phase(phase: int) -> tuple[str, int | None]:
     """Return `("step" | "reset" | "idle", env id or None)` of a phase word."""
-    op, env_id = phase & (1 << OP_BITS) - 1, (phase >> OP_BITS) - 1
     if phase == 0:
         return IDLE, None
-    return ("reset" if op == Op.RESET else "step"), env_id
+    op = phase & (1 << OP_BITS) - 1
+    return ("reset" if op == Op.RESET else "step"), (phase >> OP_BITS) - 1

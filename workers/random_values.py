@@ -106,7 +106,8 @@ def _box_drawer(domain: Box, dtype: np.dtype) -> Draw:
         high,
         np.where(has_low, low + _UNBOUNDED_WIDTH, _UNBOUNDED_WIDTH / 2),
     )
-    low_cast, high_cast = safe_low.astype(dtype), safe_high.astype(dtype)
+    low_cast = safe_low.astype(dtype)
+    high_cast = safe_high.astype(dtype)
     with np.errstate(over="ignore"):
         is_finite = np.isfinite(safe_high - safe_low).all()
     if is_finite:
@@ -116,7 +117,8 @@ def _box_drawer(domain: Box, dtype: np.dtype) -> Draw:
             high_cast,
         )
     # Numpy accepts no interval wider than the largest float.
-    half_low, half_high = safe_low / 2, safe_high / 2
+    half_low = safe_low / 2
+    half_high = safe_high / 2
     return lambda rng, shape: np.clip(
         (2 * rng.uniform(half_low, half_high, shape)).astype(dtype),
         low_cast,
@@ -129,14 +131,17 @@ def _integer_drawer(domain: Box, dtype: np.dtype) -> Draw:
     wide = np.dtype(np.uint64 if dtype == np.uint64 else np.int64)
     low, high = np.broadcast_arrays(domain.low, domain.high)
     if low.dtype.kind == "f" or high.dtype.kind == "f":  # perhaps without a bound
-        pairs = [
-            _integer_bounds(*ends, np.iinfo(dtype))
-            for ends in zip(low.flat, high.flat, strict=True)
-        ]
-        bounds = np.array(pairs, wide).reshape(-1, 2)
+        bounds = np.array(
+            [
+                _integer_bounds(*ends, np.iinfo(dtype))
+                for ends in zip(low.flat, high.flat, strict=True)
+            ],
+            wide,
+        ).reshape(-1, 2)
         low = bounds[:, 0].reshape(low.shape)
         high = bounds[:, 1].reshape(high.shape)
-    lowest, highest = low.astype(wide), high.astype(wide)
+    lowest = low.astype(wide)
+    highest = high.astype(wide)
     return lambda rng, shape: rng.integers(
         lowest,
         highest,

@@ -89,9 +89,15 @@ class EpisodeSeeds:
 
 
 #: Of `SeedSequence`; `native/step.c` uses them as well.
-POOL_SIZE, SHIFT, _MASK = 4, 16, 0xFFFFFFFF
-INIT_A, MULT_A, INIT_B, MULT_B = 0x43B0D7E5, 0x931E8875, 0x8B51F9DD, 0x58F38DED
-MIX_L, MIX_R = 0xCA01F9DD, 0x4973F715
+POOL_SIZE = 4
+SHIFT = 16
+_MASK = 0xFFFFFFFF
+INIT_A = 0x43B0D7E5
+MULT_A = 0x931E8875
+INIT_B = 0x8B51F9DD
+MULT_B = 0x58F38DED
+MIX_L = 0xCA01F9DD
+MIX_R = 0x4973F715
 
 
 def _words_of(number: int) -> list[int]:
@@ -179,8 +185,7 @@ def _generators(env: Any) -> list[Any]:
         if layer is None or id(layer) in seen:
             continue
         seen[id(layer)] = layer
-        values = vars(layer).values() if hasattr(layer, "__dict__") else ()
-        for value in values:
+        for value in getattr(layer, "__dict__", {}).values():
             if isinstance(
                 value,
                 (np.random.Generator, np.random.RandomState, random.Random),
@@ -259,10 +264,9 @@ def as_plain(state: tuple[Any, ...]) -> dict[str, Any]:
     """Return a state from `globals_state` as plain data without arrays."""
     (version, words, gauss), legacy = state
     key = legacy["state"]["key"].astype("<u4").tobytes()
-    numpy = {**legacy, "state": {**legacy["state"], "key": key}}
     return {
         "python": [version, np.array(words, "<u4").tobytes(), gauss],
-        "numpy": numpy,
+        "numpy": {**legacy, "state": {**legacy["state"], "key": key}},
     }
 
 
@@ -276,8 +280,10 @@ def from_plain(state: Mapping[str, Any]) -> tuple[Any, ...]:
     }
     if legacy["bit_generator"] != "MT19937":
         raise ValueError(f"the global generator {legacy['bit_generator']!r:.80}")
-    python = python_of(version, np.frombuffer(words, "<u4").tolist(), gauss)
-    return python.getstate(), legacy_of(legacy).get_state(legacy=False)
+    return (
+        python_of(version, np.frombuffer(words, "<u4").tolist(), gauss).getstate(),
+        legacy_of(legacy).get_state(legacy=False),
+    )
 
 
 def drawn_between(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[str]:
@@ -285,7 +291,8 @@ def drawn_between(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[str]:
     drawn = []
     if before[0] != after[0]:
         drawn.append("random")
-    old, new = before[1]["state"], after[1]["state"]
+    old = before[1]["state"]
+    new = after[1]["state"]
     if old["pos"] != new["pos"] or not np.array_equal(old["key"], new["key"]):
         drawn.append("numpy.random")
     return drawn

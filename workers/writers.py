@@ -51,9 +51,8 @@ def _is_exact_integer(array: np.ndarray, dtype: np.dtype) -> bool:
 
 
 def _mismatch(leaf: LeafSpec, got: str) -> SpecError:
-    key = "/".join(leaf.key)
     return SpecError(
-        f"writing {key} failed: expected {leaf.dtype} {leaf.shape}, got {got}. "
+        f"writing {'/'.join(leaf.key)} failed: expected {leaf.dtype} {leaf.shape}, got {got}. "
         f"The env breaks its own spec: fix the env or the space it declares."
     )
 
@@ -129,8 +128,10 @@ def _single_float_writer(leaf: LeafSpec, array: np.ndarray) -> Writer:
         if value.__class__ is float:
             flat[column] = value
         elif np.shape(value) == () and value is not None:
-            scalar = LeafSpec(leaf.key, (), leaf.dtype, leaf.domain)
-            flat[column] = coerce(scalar, value)
+            flat[column] = coerce(
+                LeafSpec(leaf.key, (), leaf.dtype, leaf.domain),
+                value,
+            )
         else:
             array[column] = coerce(leaf, value)
 

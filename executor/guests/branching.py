@@ -39,11 +39,10 @@ def branch(
             f"branch failed: expected an env that was reset, got env {source}, which has no episode. Reset it first.",
             env_ids=(source,),
         )
-    has_ended, number, first = (
-        bool(states.needs_reset[source]),
-        engine.num_branches,
-        engine.options.first_env_id,
-    )
+    has_ended = bool(states.needs_reset[source])
+    # Counts branches, so that a later one from the same source has other seeds.
+    number = engine.num_branches
+    first = engine.options.first_env_id
     seeds = [
         branch_seed(engine.seed, first + i, number) if reseed else None
         for i in targets.tolist()
@@ -51,7 +50,8 @@ def branch(
 
     def give_up() -> None:
         # Not before: a refused branch changes nothing.
-        engine.num_branches, engine.received = number + 1, None
+        engine.num_branches = number + 1
+        engine.received = None
         engine.flights.losses.lose(targets)
 
     try:
@@ -75,10 +75,8 @@ def _copy_journals(
 ) -> None:
     """Make the inputs of an env's episode also those of its copies; see `workers.block.journal`."""
     group, row = engine.positions.places.pairs[source]
-    journal, rows = (
-        dict(engine.pool.slab.groups[group].journal),
-        engine.positions.places.row_of[targets],
-    )
+    journal = dict(engine.pool.slab.groups[group].journal)
+    rows = engine.positions.places.row_of[targets]
     if not journal:
         return
     facts = journal.pop(("facts",))

@@ -72,6 +72,7 @@ def check_interpreter(python: str) -> None:
                 check=False,
                 stdin=subprocess.DEVNULL,
                 env=environment_for(dict(os.environ)),
+                # Windows refuses `pass_fds`.
                 pass_fds=(file.fileno(),) if hasattr(os, "fork") else (),
             )
     except (OSError, subprocess.SubprocessError, ValueError) as error:
@@ -98,10 +99,9 @@ def check_interpreter(python: str) -> None:
         )
     version = ".".join(map(str, answer["version"]))
     if tuple(answer["version"]) < OLDEST or answer["name"] != "cpython":
-        oldest = ".".join(map(str, OLDEST))
         raise FactoryError(
-            f"InPython failed: expected CPython {oldest} or newer, got {answer['name']} {version} ({python}). Make the "
-            f"virtual environment with a newer interpreter."
+            f"InPython failed: expected CPython {'.'.join(map(str, OLDEST))} or newer, got {answer['name']} {version} "
+            f"({python}). Make the virtual environment with a newer interpreter."
         )
     if answer["lacks"]:
         why = "; ".join(
@@ -115,10 +115,9 @@ def check_interpreter(python: str) -> None:
 
 def start_in(python: str, config: dict[str, Any]) -> None:
     """Change the settings of a worker so that it executes an interpreter, imports this package, and has what it can."""
-    command = shlex.split(python)
     config["python"] = {
         "executable": python,
-        "command": command,
+        "command": shlex.split(python),
         "package": _PACKAGE,
         "path": own_folders(),
     }
@@ -138,15 +137,15 @@ def in_interpreters(blueprint: Blueprint) -> Blueprint:
         FactoryError: see `check_interpreter`.
         ValueError: see `spread_apart`.
     """
-    pythons = blueprint.interpreters
-    for python in {one for one in pythons if one is not None}:
+    for python in {one for one in blueprint.interpreters if one is not None}:
         check_interpreter(python)
     starts = tuple(
-        None if python is None else partial(start_in, python) for python in pythons
+        None if python is None else partial(start_in, python)
+        for python in blueprint.interpreters
     )
     return replace(
         blueprint,
-        blocks=spread_apart(pythons, len(blueprint.blocks)),
+        blocks=spread_apart(blueprint.interpreters, len(blueprint.blocks)),
         starts=starts,
     )
 

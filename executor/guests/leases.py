@@ -171,6 +171,7 @@ class Desk:
             [worker.gpu for worker in self.crew.workers],
         )
         plate["words"]["lessees"] = [plan.nbytes, len(specs) * _NAME_WORDS]
+        # The words have 8 bytes each.
         plate["nbytes"] = plan.nbytes + len(specs) * _NAME_WORDS * 8
         # By its descriptor, `top` finds it.
         segment = create_named(plate["nbytes"], LABEL, plate)
@@ -298,10 +299,14 @@ class Desk:
         """Make a call; return its answer. If that is an exception, the process has ended."""
         worker = self.crew.workers[slot_id]
         phase = f"call {call.name}"
-        args = call.payload, self._max_bytes
         try:
             worker.channel.queue_message(
-                Ask(what="call", env_ids=(slot_id,), name="run", args=args)
+                Ask(
+                    what="call",
+                    env_ids=(slot_id,),
+                    name="run",
+                    args=(call.payload, self._max_bytes),
+                )
             )
             self._wait(slot_id, phase, call.timeout_s, is_over)
             frame = await_frame(worker, phase, None, 0)

@@ -55,7 +55,6 @@ _NAME = "envherd-worker"
 _SOON_S = 0.001
 # Between looks whether a process has ended, if one that it has started keeps its descriptors open.
 _LOOK_S = 0.3
-_REAP_S = 1.0  # for the end of a killed process
 #: Held while `multiprocessing` prepares a start, while pipes are created that a fork must close, and by every fork: a
 #: child could never acquire it otherwise.
 _start_lock = threading.RLock()
@@ -124,7 +123,8 @@ def _launch(one: Any) -> Any:
     the program, does not end the process. A daemon of `multiprocessing` may start it.
     """
     with _start_lock, uninterrupted():
-        prepare, let_in = spawn.get_preparation_data, platforms.without_signals()
+        prepare = spawn.get_preparation_data
+        let_in = platforms.without_signals()
         try:
             spawn.get_preparation_data = functools.partial(_prepare, prepare)
             return one._Popen(one)  # noqa: SLF001
@@ -149,6 +149,7 @@ class PortableProcess(WorkerProcess):
     sentinel = -1
 
     def __init__(self, *given: Any) -> None:
+        # A fork in between would have the pipe, and not find it among those that it closes.
         with _start_lock:
             self._watched, self._watch = _CONTEXT.Pipe(duplex=False)
             _processes.add(self)
@@ -169,22 +170,22 @@ class PortableProcess(WorkerProcess):
             config: see `worker_config`.
             bells: `go` and `done` of the worker.
         """
-        args = (
-            self._theirs,
-            (bells[0].reader, bells[1].writer),
-            self._watched,
-            self._log_path,
-            config,
-        )
         self._popen = _launch(
             _CONTEXT.Process(
                 target=main,
-                args=args,
+                args=(
+                    self._theirs,
+                    (bells[0].reader, bells[1].writer),
+                    self._watched,
+                    self._log_path,
+                    config,
+                ),
                 name=f"{_NAME}-{self.worker_id}",
                 daemon=False,
             )
         )
-        self.pid, self.sentinel = self._popen.pid, self._popen.sentinel
+        self.pid = self._popen.pid
+        self.sentinel = self._popen.sentinel
         self._theirs.close()
         self._watched.close()
 
@@ -211,11 +212,9 @@ class PortableProcess(WorkerProcess):
 
     def exit_code(self) -> int | None:
         """Return the exit code, negative for a signal; None if the process lives or its exit code is unknown."""
-        return (
-            self._popen.returncode
-            if self._popen is not None and self.has_exited()
-            else None
-        )
+        if self._popen is None or not self.has_exited():
+            return None
+        return self._popen.returncode
 
     def exit_description(self) -> str:
         if self.has_exited() and self.exit_code() is None:
@@ -272,7 +271,7 @@ class PortableProcess(WorkerProcess):
         self.let_go()
         self._watched.close()
         if self._popen is not None:
-            self.wait_exit(_REAP_S)
+            self.wait_exit(1.0)  # it was killed, or has ended
             self._popen.close()
         if self._log_path is not None:
             with ignoring_refusals():  # the worker has removed it, or the system

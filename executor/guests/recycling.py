@@ -34,7 +34,9 @@ def keeping_steps(
         env_ids: int `[k]`.
         columns: int `[k]`, of their steps.
     """
-    values, infos = dict(side.next), side.infos.read("next")
+    # The resets of the block write to the same places: what the steps have left there is put back.
+    values = dict(side.next)
+    infos = side.infos.read("next")
     flags: list[np.ndarray] = []
     for env_id, column in zip(env_ids.tolist(), columns.tolist(), strict=True):
         row = positions.row_at(env_id, column)
@@ -55,12 +57,11 @@ class Recycler:
     """Replaces the workers of an engine that are due according to the options, when that interrupts no episode."""
 
     def __init__(self, engine: Engine) -> None:
-        self._pool, self._options, self._memory = (
-            engine.pool,
-            engine.options,
-            engine.memory,
-        )
-        self._positions, self._side = engine.positions, engine.side
+        self._pool = engine.pool
+        self._options = engine.options
+        self._memory = engine.memory
+        self._positions = engine.positions
+        self._side = engine.side
 
     def before_resets(
         self,
@@ -85,10 +86,11 @@ class Recycler:
         column_of = dict(zip(env_ids.tolist(), columns.tolist(), strict=True))
         with keeping_steps(self._positions, self._side, env_ids, columns):
             for worker_id in self._whole_workers(env_ids):
-                if self._is_due(worker_id, num_begun=1) and not self._has_batches(
-                    worker_id
+                ids = np.array(self._pool.blueprint.blocks[worker_id])
+                # When a part of a batch ends, the rest is still in an episode.
+                if self._is_due(worker_id, num_begun=1) and not any(
+                    self._pool.specs[env_id].batch_shape for env_id in ids
                 ):
-                    ids = np.array(self._pool.blueprint.blocks[worker_id])
                     renew(
                         ids,
                         np.array([column_of[i] for i in ids.tolist()]),
@@ -101,26 +103,18 @@ class Recycler:
             self._pool.worker_of[env_ids],
             minlength=self._pool.num_workers,
         )
-        blocks = self._pool.blueprint.blocks
         return [
             w
             for w in np.flatnonzero(counts).tolist()
-            if counts[w] == len(blocks[w]) and self._pool.is_serving(w)
+            if counts[w] == len(self._pool.blueprint.blocks[w])
+            and self._pool.is_serving(w)
         ]
-
-    def _has_batches(self, worker_id: int) -> bool:
-        """Return whether an env of a worker is a batch: when a part of it ends, the rest is still in an episode."""
-        return any(
-            self._pool.specs[env_id].batch_shape
-            for env_id in self._pool.blueprint.blocks[worker_id]
-        )
 
     def _are_reset_whole(self, worker_id: int) -> bool:
         """Return whether the next reset begins all episodes of a worker's envs, if an env is a batch."""
-        positions = self._positions
         for env_id in self._pool.blueprint.blocks[worker_id]:
-            group, row = positions.places.pairs[env_id]
-            mask = positions.slab.groups[group].inputs.get(("reset_mask",))
+            group, row = self._positions.places.pairs[env_id]
+            mask = self._positions.slab.groups[group].inputs.get(("reset_mask",))
             if mask is not None and not mask[row].all():
                 return False
         return True
@@ -129,6 +123,7 @@ class Recycler:
         options = self._options
         env_ids = list(self._pool.blueprint.blocks[worker_id])
         resets = int(self._pool.slab.words["resets"][env_ids].max())
+        # The reset that has begun the next episode has ended none.
         num_ended = resets - self._pool.resets_before_start[worker_id] - num_begun
         if options.recycle_after is not None and num_ended >= options.recycle_after:
             return True

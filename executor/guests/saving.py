@@ -41,12 +41,14 @@ def _save(
     """Return states; with `is_whole`, refuse envs of which a part alone can be saved, which must be reset."""
     ids = env_ids.tolist()
     answers = engine.ask("save", ids, kwargs={"is_whole": is_whole})
-    roots, needs_reset = engine.batches.roots(env_ids), engine.states.needs_reset
+    roots = engine.batches.roots(env_ids)
     return [
         {
             "env": crossed(answers[env_id]),
             "root": root,
-            "ended": bool(needs_reset[env_id]) or not answers[env_id]["is_whole"],
+            # An env of which a part alone was saved cannot continue its episode.
+            "ended": bool(engine.states.needs_reset[env_id])
+            or not answers[env_id]["is_whole"],
             "episode": answers[env_id]["episode"],
             "generators": answers[env_id]["generators"],
         }
@@ -118,26 +120,31 @@ def _put(
     states: Sequence[Mapping[str, Any]],
 ) -> None:
     """Restore states that `_check` has checked."""
-    sent = tuple(
-        {name: state.get(name) for name in ("env", "episode", "generators")}
-        for state in states
+    engine.ask(
+        "restore",
+        env_ids.tolist(),
+        args=tuple(
+            {name: state.get(name) for name in ("env", "episode", "generators")}
+            for state in states
+        ),
     )
-    engine.ask("restore", env_ids.tolist(), args=sent)
-    roots = [state["root"] for state in states] if "root" in states[0] else None
-    ended = (
-        None if roots is None else np.array([state["ended"] for state in states], bool)
-    )
-    engine.restore(env_ids, roots, ended)
+    if "root" in states[0]:
+        engine.restore(
+            env_ids,
+            [state["root"] for state in states],
+            np.array([state["ended"] for state in states], bool),
+        )
+    else:
+        engine.restore(env_ids, None, None)
 
 
 def state_dict(engine: Engine, *, with_envs: bool | None) -> dict[str, Any]:
     """Return the state of all envs for a checkpoint; see `BatchedEnv.state_dict`."""
     engine.refuse_under_way(engine.all_ids)
-    episodes = engine.pool.slab.words["episode"][: engine.num_envs].tolist()
     kept: dict[str, Any] = {
         "version": _VERSION,
         "seed": engine.seed,
-        "episodes": episodes,
+        "episodes": engine.pool.slab.words["episode"][: engine.num_envs].tolist(),
         "actions": engine.sampler.state,
     }
     if with_envs is False:
@@ -153,21 +160,18 @@ def state_dict(engine: Engine, *, with_envs: bool | None) -> dict[str, Any]:
             str(error).removeprefix("save failed: "),
         )
         return {"executor": kept}
-    states = {f"env{i}": one["env"] for i, one in enumerate(saved)}
-    kept["roots"], kept["ended"] = (
-        [one["root"] for one in saved],
-        [one["ended"] for one in saved],
-    )
+    kept["roots"] = [one["root"] for one in saved]
+    kept["ended"] = [one["ended"] for one in saved]
     kept["generators"] = [one["generators"] for one in saved]
-    return {**states, "executor": kept}
+    return {f"env{i}": one["env"] for i, one in enumerate(saved)} | {"executor": kept}
 
 
 def load_state_dict(engine: Engine, state: Any) -> None:
     """Load a state of all envs from a checkpoint; see `BatchedEnv.load_state_dict`."""
-    call, num_envs = "load_state_dict", engine.num_envs
+    num_envs = engine.num_envs
     kept = state.get("executor", {}) if isinstance(state, Mapping) else None
     if not isinstance(kept, Mapping):
-        raise _refusal(call, "what state_dict() returned", state, "the state")
+        raise _refusal(_LOAD, "what state_dict() returned", state, "the state")
     engine.guard.refuse_rolling()
     engine.refuse_under_way(engine.all_ids)
     if kept:
@@ -181,7 +185,7 @@ def load_state_dict(engine: Engine, state: Any) -> None:
                 f"none of env {missing[0]}" if missing else "one without executor.roots"
             )
             raise ValueError(
-                f"{call} failed: expected a state of each env, got {got} among {sorted(map(str, state))[:8]}. Pass "
+                f"{_LOAD} failed: expected a state of each env, got {got} among {sorted(map(str, state))[:8]}. Pass "
                 f"what state_dict() returned, not a dict that holds it."
             )
     per_env = {one: kept[name] for name, one in _PER_ENV.items() if name in kept}
@@ -189,7 +193,7 @@ def load_state_dict(engine: Engine, state: Any) -> None:
         {"env": state[f"env{i}"], **{one: values[i] for one, values in per_env.items()}}
         for i in range(num_envs if saved_ids else 0)
     ]
-    _check(call, engine, engine.all_ids[: len(states)], states)
+    _check(_LOAD, engine, engine.all_ids[: len(states)], states)
     engine.give_up(engine.all_ids)  # in case an exception breaks off the load
     if kept:
         engine.set_seed(kept["seed"], kept["episodes"])
@@ -200,25 +204,25 @@ def load_state_dict(engine: Engine, state: Any) -> None:
 
 #: Entry of the executor's part of a state with one item for each env -> the item's entry in a state of `save`.
 _PER_ENV = {"roots": "root", "ended": "ended", "generators": "generators"}
+_LOAD = "load_state_dict"
 #: Version of the executor's part.
 _VERSION = 1
 
 
 def _check_kept(engine: Engine, kept: Mapping[str, Any]) -> None:
     """Refuse the executor's part of a state if it is damaged, or of another number of envs."""
-    call = "load_state_dict"
     if kept.get("version", _VERSION) != _VERSION:
         raise _refusal(
-            call,
+            _LOAD,
             f"version {_VERSION} of the format",
             kept["version"],
             "executor.version",
         )
-    names = ["episodes", *(_PER_ENV if _PER_ENV.keys() & kept.keys() else ())]
-    for name in names:
+    # A state of the seeds alone has none of the lists of envs; any other has all of them.
+    for name in ("episodes", *(_PER_ENV if _PER_ENV.keys() & kept.keys() else ())):
         if not isinstance(kept.get(name), (list, tuple)):
             raise _refusal(
-                call,
+                _LOAD,
                 "a list of one item for each env",
                 kept.get(name),
                 f"executor.{name}",
@@ -227,17 +231,17 @@ def _check_kept(engine: Engine, kept: Mapping[str, Any]) -> None:
     for env_id, episode in enumerate(kept["episodes"]):
         if not _is_count(episode):
             raise _refusal(
-                call,
+                _LOAD,
                 "an integer from 0 to 2**62",
                 episode,
                 f"executor.episodes[{env_id}]",
             )
     seed = kept.get("seed")
     if not (isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0):
-        raise _refusal(call, "an integer of at least 0", seed, "executor.seed")
+        raise _refusal(_LOAD, "an integer of at least 0", seed, "executor.seed")
     if not _is_state(lambda: engine.sampler.check(kept.get("actions"))):
         raise _refusal(
-            call,
+            _LOAD,
             "the state of the generator of rand_action",
             kept.get("actions"),
             "executor.actions",
@@ -247,7 +251,7 @@ def _check_kept(engine: Engine, kept: Mapping[str, Any]) -> None:
 def _check_number(num_saved: int, num_envs: int) -> None:
     if num_saved != num_envs:
         raise ValueError(
-            f"load_state_dict failed: expected the state of {num_envs} envs, got one of {num_saved} (saved with "
+            f"{_LOAD} failed: expected the state of {num_envs} envs, got one of {num_saved} (saved with "
             f"{num_saved}, this has {num_envs}). Nothing was restored. Make an executor of {num_saved} envs."
         )
 
@@ -269,6 +273,7 @@ def _is_state(read: Callable[[], Any]) -> bool:
     return True
 
 
+# An int64 of the slab counts on from it, with room for resets.
 _MAX_EPISODE = 2**62
 #: Entry of an env's state -> what it must be, and what checks it.
 _FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {

@@ -194,22 +194,16 @@ def _no_family(name: str, known: list[str], missing: list[str]) -> str:
     if (written := _as_callable(name)) and name.partition(":")[0] not in FAMILIES:
         return f"{name!r} failed: expected MODULE:CALLABLE, got a module or a path. Write {written}."
     family, colon, _ = name.partition(":")
-    candidates = [f"{prefix}:" for prefix in FAMILIES] if colon else known
-    hint = (
-        ""
-        if family in ("", *FAMILIES)
-        else closest(f"{family}:" if colon else name, candidates)
-    )
-    got = (
-        f", got neither a family nor a module {family!r}"
-        if colon and family not in ("", *FAMILIES)
-        else ""
-    )
-    if got and _is_there(family):
-        got, hint = (
-            ", got a module and no callable",
-            f" If {family} registers this id, write gymnasium:{name}.",
-        )
+    got = hint = ""
+    if not colon:
+        hint = closest(name, known)
+    elif family and family not in FAMILIES:
+        if _is_there(family):
+            got = ", got a module and no callable"
+            hint = f" If {family} registers this id, write gymnasium:{name}."
+        else:
+            got = f", got neither a family nor a module {family!r}"
+            hint = closest(f"{family}:", [f"{prefix}:" for prefix in FAMILIES])
     absent = f" Not installed: {', '.join(missing)}." if name and missing else ""
     return f"{name!r} failed: expected one of {', '.join(FORMS)}{got}.{hint}{absent}"
 
@@ -282,6 +276,7 @@ def _listed(key: str, rest: str, full_name: str) -> str:
 def _latest(name: str, known: Iterable[str]) -> str:
     """Return the id of the highest version of an env that is named without one, as `gymnasium.make` takes it."""
     versions = [
+        # What comes after `-v`.
         int(one[len(name) + 2 :])
         for one in known
         if re.fullmatch(re.escape(name) + r"-v[0-9]+", one)

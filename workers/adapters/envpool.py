@@ -30,7 +30,9 @@ from envherd.workers.adapters.gymnasium import rows as gymnasium_rows
 from envherd.workers.adapters.gymnasium.rows import mosaic
 from envherd.workers.errors import FactoryError, ResetNeeded, SpecError
 
+#: EnvPool takes int32, and gives row i the seed + i.
 _MAX_SEED = 2**31
+#: Entries of an action that name the rows it is for.
 _NO_ACTIONS = ("env_id", "players.env_id")
 
 
@@ -152,6 +154,7 @@ class EnvPoolAdapter(Adapter):
             )
         new = type(old)(type(old.spec)(config))
         for name, value in vars(old).items():
+            # `envpool.make` has set these; the config lacks them.
             if name.startswith("_render"):
                 setattr(new, name, value)
         old.close()
@@ -166,6 +169,7 @@ class EnvPoolAdapter(Adapter):
                 f"receiving failed: expected {num_rows} rows from {type(self.env).__name__}, got {len(ids)}. "
                 f"Did other code step the pool?"
             )
+        # Some rows only, or all in another order.
         if not np.array_equal(ids, self._ids):
             for name, value in state.items():
                 whole = (
@@ -204,13 +208,13 @@ class EnvPoolAdapter(Adapter):
         self.env.send({**given, "env_id": self._ids, "players.env_id": self._ids})
         self._receive(self.num_rows)
         state = self._state
-        ended, truncated = state["done"].astype(bool), state["trunc"].astype(bool)
+        ended = state["done"].astype(bool)
+        truncated = state["trunc"].astype(bool)
         self._ended = ended
         truncated &= ended
         terminated = ended & ~truncated
-        observation = [state[name] for name in self._observed]
         return (
-            observation,
+            [state[name] for name in self._observed],
             [state["reward"][:, None]],
             terminated[:, None],
             truncated[:, None],
@@ -224,7 +228,8 @@ class EnvPoolAdapter(Adapter):
 
     def close(self) -> None:
         """Close and drop the pool, which ends its threads."""
-        env, self.env = self.env, None
+        env = self.env
+        self.env = None
         if env is not None:
             env.close()
 

@@ -124,12 +124,11 @@ def _build_gymnasium_vec(made: NamedFactory, **env_kwargs: Any) -> Any:
     rendering: dict[str, Any] = (
         {"render_mode": made.render_mode} if made.render_mode else {}
     )
-    disabled = {"autoreset_mode": gymnasium.vector.AutoresetMode.DISABLED}
     return gymnasium.make_vec(
         made.name,
         made.num_rows,
         vectorization_mode="sync",
-        vector_kwargs=disabled,
+        vector_kwargs={"autoreset_mode": gymnasium.vector.AutoresetMode.DISABLED},
         **rendering,
         **env_kwargs,
     )
@@ -259,6 +258,7 @@ def reference_of(factory: Any) -> dict[str, Any]:
     if isinstance(known, dict):
         return known
     if isinstance(factory, functools.partial):
+        # `functools.partial(gymnasium.make, ID)`.
         if (
             getattr(factory.func, "__module__", "") == "gymnasium.envs.registration"
             and len(factory.args) == 1
@@ -291,10 +291,8 @@ def reference_of(factory: Any) -> dict[str, Any]:
                 if isinstance(named, str)
                 else {}
             )
-    module, name = (
-        getattr(factory, "__module__", None),
-        getattr(factory, "__qualname__", None),
-    )
+    module = getattr(factory, "__module__", None)
+    name = getattr(factory, "__qualname__", None)
     found: Any = (
         None if module in ("__main__", "__mp_main__") else sys.modules.get(str(module))
     )

@@ -22,7 +22,8 @@ _ISAACLAB = (
 
 _NATIVE = f"{_PACKAGE}.simulators.native"
 _GENERIC_TORCH = f"{_NATIVE}:TorchNativeAdapter"
-_ISAAC, _MANISKILL = f"{_NATIVE}:IsaacLabAdapter", f"{_NATIVE}:ManiSkillAdapter"
+_ISAAC = f"{_NATIVE}:IsaacLabAdapter"
+_MANISKILL = f"{_NATIVE}:ManiSkillAdapter"
 
 #: `module.QualName` of an env class -> `module:Class` of its adapter.
 _TABLE: dict[str, str | type[Adapter]] = {
@@ -87,7 +88,7 @@ def find_adapter(env: Any, env_type: EnvType = "auto") -> type[Adapter]:
             `env_type` is "numpy".
     """
     adapter = _lookup(type(env))
-    inner = _innermost(env)
+    inner = env.unwrapped if is_one_of(env, "gymnasium.core.Wrapper") else env
     native = _lookup(type(inner))
     if is_one_of(inner, "vmas.simulator.environment.environment.Environment"):
         raise FactoryError(
@@ -135,11 +136,6 @@ def _lookup(cls: type) -> str | type[Adapter] | None:
     )
 
 
-def _innermost(env: Any) -> Any:
-    """Return the env inside Gymnasium's wrappers."""
-    return env.unwrapped if is_one_of(env, "gymnasium.core.Wrapper") else env
-
-
 def is_one_of(env: Any, name: str) -> bool:
     """Return whether an env is of a class, or of a subclass, without importing the class."""
     return any(_qualified_name(cls) == name for cls in type(env).__mro__)
@@ -149,11 +145,8 @@ def _looks_like_simulator(env: Any, adapter: str | type[Adapter] | None) -> bool
     """Return whether a Gymnasium env, or one of no known family, declares many rows on a torch device."""
     if adapter is not None and adapter != _TABLE["gymnasium.core.Env"]:
         return False
-    has_methods = callable(getattr(env, "step", None)) and callable(
-        getattr(env, "reset", None)
-    )
     return (
-        has_methods
+        _has_methods(env)
         and isinstance(getattr(env, "num_envs", None), int)
         and getattr(env, "device", None) is not None
     )
@@ -161,9 +154,8 @@ def _looks_like_simulator(env: Any, adapter: str | type[Adapter] | None) -> bool
 
 def _is_old_gym(env: Any) -> bool:
     """Return whether an object of any class has the methods and attributes of an old gym env."""
-    methods = (getattr(env, name, None) for name in ("reset", "step"))
     return (
-        all(map(callable, methods))
+        _has_methods(env)
         and hasattr(env, "observation_space")
         and hasattr(env, "action_space")
     )
@@ -173,11 +165,13 @@ def is_env_like(candidate: Any) -> bool:
     """Return whether an object is an env itself rather than something that builds one."""
     if isinstance(candidate, type):
         return False
-    names = {_qualified_name(cls) for cls in type(candidate).__mro__}
-    has_methods = callable(getattr(candidate, "step", None)) and callable(
-        getattr(candidate, "reset", None)
+    return _lookup(type(candidate)) is not None or _has_methods(candidate)
+
+
+def _has_methods(env: Any) -> bool:
+    return callable(getattr(env, "step", None)) and callable(
+        getattr(env, "reset", None)
     )
-    return bool(names & _TABLE.keys()) or has_methods
 
 
 def _qualified_name(cls: type) -> str:

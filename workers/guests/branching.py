@@ -23,7 +23,8 @@ from pathlib import Path
 
 from envherd.workers import seeding
 
-_ANSWER_BYTES, _MOST_NAMED = 4096, 8  # a pipe takes so much at once
+_ANSWER_BYTES = 4096  # a pipe takes this number at once (PIPE_BUF)
+_MOST_NAMED = 8  # threads, so that an answer has room
 _TASKS = Path("/proc/self/task")
 #: Seconds for the end of threads that handlers of the fork end.
 _THREADS_END_S = 0.1
@@ -48,7 +49,8 @@ def branch(
         become: is called in the copy with its socket, to leave everything of this worker. If it raises, the copy ends.
     """
     sock_fd, copys_log_fd = fds
-    pid, why = -1, reasons_against(own, sock_fd)
+    pid = -1
+    why = reasons_against(own, sock_fd)
     if not why:
         pid, why = fork_orphan()
     if pid == 0:
@@ -67,13 +69,16 @@ def reasons_against(own: socket.socket, given: int) -> list[str]:
         own: the socket to the owner.
         given: descriptor of the copy's socket. No other one may be open.
     """
-    threads = [
-        thread
-        for thread in threading.enumerate()
-        if thread is not threading.current_thread()
+    return [
+        *(
+            f"a thread {thread.name!r}"
+            for thread in threading.enumerate()
+            if thread is not threading.current_thread()
+        ),
+        *_children(),
+        *_descriptors({own.fileno(), given}),
+        *_contexts(),
     ]
-    found = [f"a thread {thread.name!r}" for thread in threads]
-    return [*found, *_children(), *_descriptors({own.fileno(), given}), *_contexts()]
 
 
 def _children() -> Iterator[str]:
@@ -153,7 +158,8 @@ def _fork() -> int:
 def _fork_again(write: int) -> None:
     """Fork, report the pid, and end; return only in the copy."""
     try:
-        pid, why = -1, _threads_of(os.getppid())
+        pid = -1
+        why = _threads_of(os.getppid())
         if not why:
             try:
                 pid = _fork()

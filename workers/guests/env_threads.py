@@ -30,6 +30,7 @@ from envherd.workers.process.entry import EnvCalls
 from envherd.workers.process.loop import Loop
 from envherd.workers.protocol import Flag, describe_phase
 
+# Where `protocol.pack` puts the flag: above the 4 bits of the op.
 _EACH = Flag.EACH << 4
 #: Bytes of a thread's stack; Linux allocates only the pages that are touched.
 _STACK_BYTES = 1 << 21
@@ -104,14 +105,16 @@ class _Phases:
     """
 
     def __init__(self, words: Mapping[str, memoryview], *, steps_first: bool) -> None:
-        self._words, self._steps_first = words, steps_first
+        self._words = words
+        self._steps_first = steps_first
         # Thread -> phase and start, oldest first.
         self._running: dict[int, tuple[int, int]] = {}
         self._lock = threading.Lock()
 
     def __setitem__(self, worker_id: int, phase: int) -> None:
         """Note the phase of the calling thread; 0: it is in no call."""
-        thread, now = threading.get_ident(), time.perf_counter_ns()
+        thread = threading.get_ident()
+        now = time.perf_counter_ns()
         with self._lock:
             if phase:
                 self._running[thread] = phase, self._running.get(thread, (0, now))[1]
@@ -143,7 +146,8 @@ class ThreadedBlock(Block):
         threads: EnvThreads,
     ) -> None:
         super().__init__(worker_id, adapters, root_seed, report, options)
-        self.threads, self._steps_first = threads, not options.limits_resets
+        self.threads = threads
+        self._steps_first = not options.limits_resets
         self._build_lock = threading.Lock()
         for slot in self.slots.values():
             slot.unwatched.clear()
@@ -218,8 +222,10 @@ class ThreadedLoop(Loop):
         for env_id in pending:
             number = numbers[env_id]
             latest[env_id] = number
-            task = self._task(env_id, number, commands[env_id], owed)
-            self._block.threads.post(env_id, task)
+            self._block.threads.post(
+                env_id,
+                self._task(env_id, number, commands[env_id], owed),
+            )
 
     def _task(
         self,
@@ -228,11 +234,13 @@ class ThreadedLoop(Loop):
         command: int,
         owed: list[int],
     ) -> Callable[[], None]:
-        words, block = self._words, self._block
+        words = self._words
+        block = self._block
 
         def carry_out() -> None:
             resets = words["resets"]
-            before, began = resets[env_id], time.perf_counter_ns()
+            before = resets[env_id]
+            began = time.perf_counter_ns()
             words["status"][env_id] = block.execute(env_id, command)
             block.rest()
             ended = time.perf_counter_ns()
@@ -262,7 +270,8 @@ class ThreadedLoop(Loop):
         was_reset: bool,
     ) -> bool:
         """Count an answer, with the lock held; return whether to wake the parent."""
-        words, worker_id = self._words, self._block.worker_id
+        words = self._words
+        worker_id = self._block.worker_id
         if was_reset:
             # Its part of the time, because the envs that were in calls meanwhile count the same time.
             words["reset_ns"][worker_id] += took // self._num_running

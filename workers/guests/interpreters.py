@@ -107,7 +107,9 @@ class Target:
     """What `InPython` is in its worker."""
 
     def __init__(self, interpreter: str, target: str, kwargs: bytes) -> None:
-        self.interpreter, self.target, self._kwargs = interpreter, target, kwargs
+        self.interpreter = interpreter
+        self.target = target
+        self._kwargs = kwargs
         self.__qualname__ = target
 
     def __call__(self, **env_kwargs: Any) -> Any:

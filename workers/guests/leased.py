@@ -32,12 +32,9 @@ class LeasedFactory:
         # The caller names them, and refuses an env among them, as if this object were the user's factory.
         vars(self).update(captures(factory), __qualname__=describe(factory))
         env = factory(**kwargs)
-        is_captured = is_env_like(env) and any(
-            value is env for value in vars(self).values()
-        )
         if (
             env is None
-            or is_captured
+            or (is_env_like(env) and any(value is env for value in vars(self).values()))
             or inspect.isroutine(env)
             or isinstance(env, type)
         ):
@@ -86,9 +83,8 @@ class LeasedAdapter(Adapter):
             packed = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         except Exception as error:
             if not text:
-                found = type(value).__qualname__
                 raise TypeError(
-                    f"expected a result that can be sent, got a {found} ({error})"
+                    f"expected a result that can be sent, got a {type(value).__qualname__} ({error})"
                 ) from None
             packed = b""
         if len(packed) > max_bytes:

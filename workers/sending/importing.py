@@ -13,6 +13,7 @@ import os
 import sys
 import sysconfig
 import time
+import traceback
 import types
 from collections.abc import Iterator
 from multiprocessing import process
@@ -105,13 +106,9 @@ def _find(
     if not _is_equal(found.origin, getattr(own, "origin", None) or file):
         return Place.NOWHERE
     # This package goes by name also if its source changes under a script that runs: what unpickles is not sent itself.
-    return (
-        Place.OTHER
-        if file is not None
-        and not name.startswith("envherd.")
-        and _was_edited(module, file)
-        else Place.SAME
-    )
+    if file is None or name.startswith("envherd.") or not _was_edited(module, file):
+        return Place.SAME
+    return Place.OTHER
 
 
 def _ask_finders(name: str, path: Any) -> importlib.machinery.ModuleSpec | None:
@@ -149,15 +146,16 @@ def _was_edited(module: types.ModuleType, file: str) -> bool:
         code = compile(source, file, "exec", dont_inherit=True)
     except (OSError, SyntaxError, ValueError):
         return True
-    codes = set(_codes_in(code))
+    codes = set(codes_in(code))
     return not codes.issuperset(_codes_of(module, file)) or _differs(tree, vars(module))
 
 
-def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
-    for one in code.co_consts:
-        if isinstance(one, types.CodeType):
-            yield one
-            yield from _codes_in(one)
+def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield the code of a function or module, and of the functions and classes in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from codes_in(constant)
 
 
 def _codes_of(holder: Any, file: str, inside: str = "") -> Iterator[types.CodeType]:
@@ -204,32 +202,22 @@ def refuse_at_import() -> None:
             )
         )
     if _is_child:
-        for frame in _frames(sys._getframe()):
+        for frame, _ in traceback.walk_stack(sys._getframe()):
             if (
                 frame.f_code.co_name == "<module>"
                 and frame.f_globals.get("__name__") not in SCRIPT
             ):
-                what = f"the import of {frame.f_globals.get('__name__')} in a worker or its helper process"
                 raise RuntimeError(
                     _GUARD.format(
-                        f"{what} ({frame.f_code.co_filename}:{frame.f_lineno})"
+                        f"the import of {frame.f_globals.get('__name__')} in a worker or its helper process "
+                        f"({frame.f_code.co_filename}:{frame.f_lineno})"
                     )
                 )
 
 
-def _frames(frame: types.FrameType | None) -> Iterator[types.FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
 def explain_exit(error: SystemExit) -> str:
     """Return why code has ended the process, where a traceback shows it, for messages."""
-    frames = []
-    traceback = error.__traceback__
-    while traceback is not None:
-        frames.append(traceback.tb_frame)
-        traceback = traceback.tb_next
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     text = f"SystemExit: {error.code}" if error.code is not None else "SystemExit"
     names = [
         str(one.f_globals.get("__name__"))
@@ -264,7 +252,7 @@ def own_folders() -> list[str]:
         if (
             os.path.isdir(folder)
             and not is_theirs
-            and Path(folder).name not in ("site-packages", "dist-packages")
+            and Path(folder).name not in _INSTALLED
         ):
             own.append(folder)
     return own

@@ -44,7 +44,7 @@ from typing import Any
 import cloudpickle
 from cloudpickle import cloudpickle as private
 
-from envherd.workers.sending.importing import SCRIPT, Place, place_of
+from envherd.workers.sending.importing import SCRIPT, Place, codes_in, place_of
 from envherd.workers.sending.sharing import reduce_shared, sharing
 
 _Reduced = tuple[Any, ...]
@@ -104,11 +104,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
     def reducer_override(self, obj: Any) -> Any:
         """Return how to rebuild an object, or NotImplemented for pickle's own way."""
         if isinstance(obj, type):
-            return (
-                super().reducer_override(obj)
-                if _is_importable(obj)
-                else self._reduce_class(obj)
-            )
+            if not _is_importable(obj):
+                return self._reduce_class(obj)
+            return super().reducer_override(obj)
         reduced = self._reduce_special(obj)
         if reduced is not None:
             return reduced
@@ -327,7 +325,8 @@ def building() -> Iterator[None]:
 def _keeping() -> Iterator[None]:
     """Leave classes that are in use as they are: unpickling one again would reset its attributes."""
     global _keeps  # noqa: PLW0603
-    before, _keeps = _keeps, True
+    before = _keeps
+    _keeps = True
     try:
         yield
     finally:
@@ -479,8 +478,7 @@ class _DefinitionPickler(Pickler):
     """Refuses objects that may hold data."""
 
     def reducer_override(self, obj: Any) -> Any:
-        kind = type(obj)
-        package = kind.__module__.partition(".")[0]
+        package = type(obj).__module__.partition(".")[0]
         is_plain = package in sys.stdlib_module_names or package in ("numpy", *SCRIPT)
         if package == "_io" or not (
             is_plain or isinstance(obj, (type, types.ModuleType))
@@ -492,19 +490,11 @@ class _DefinitionPickler(Pickler):
 def _add_names_of_classes(function: types.FunctionType, reduced: _Reduced) -> None:
     """Add the globals that class statements in a function use to what cloudpickle sends with it."""
     known = reduced[2][1]["__globals__"]
-    for code in _codes_in(function.__code__):
+    for code in codes_in(function.__code__):
         # The body of a class, or from Python 3.14 on its annotations, which are evaluated when they are read.
         if not code.co_flags & inspect.CO_OPTIMIZED or code.co_name == "__annotate__":
             used = (name for name in code.co_names if name in function.__globals__)
             known.update((name, function.__globals__[name]) for name in used)
-
-
-def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield the code of a function, and of the functions and classes in it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes_in(constant)
 
 
 # ---- functools ---------------------------------------------------------------------------------
@@ -564,11 +554,10 @@ def _set_attributes(obj: Any, state: dict[str, Any]) -> None:
 
 
 def _reduce_new_type(kind: Any) -> _Reduced:
-    state = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return (
         typing.NewType,
         (kind.__name__, kind.__supertype__),
-        state,
+        {"__module__": kind.__module__, "__qualname__": kind.__qualname__},
         None,
         None,
         _set_attributes,
@@ -579,26 +568,24 @@ def _reduce_parameters(parameters: Any) -> _Reduced:
     return type(parameters), (parameters.__name__,)
 
 
-def _reduce_variable_of_types(variable: typing.TypeVar) -> _Reduced:
-    return private._make_typevar, private._decompose_typevar(variable)  # noqa: SLF001
-
-
-def _reduce_alias(alias: Any) -> _Reduced:
-    return type(alias), (alias.__name__, alias.__value__)
-
-
 #: Types whose objects pickle stores by their name -> how to rebuild them.
 _REDUCERS: dict[type, Callable[[Any], _Reduced]] = {
     _LRU_CACHE: _reduce_cache,
     _KEY_WRAPPER: _reduce_key,
     typing.NewType: _reduce_new_type,
     typing.ParamSpec: _reduce_parameters,
-    typing.TypeVar: _reduce_variable_of_types,
+    typing.TypeVar: lambda variable: (
+        private._make_typevar,  # noqa: SLF001
+        private._decompose_typevar(variable),  # noqa: SLF001
+    ),
 }
 if hasattr(typing, "TypeVarTuple"):  # from Python 3.11: a worker may be older
     _REDUCERS[typing.TypeVarTuple] = _reduce_parameters
 if _ALIAS_TYPE:
-    _REDUCERS[_ALIAS_TYPE] = _reduce_alias
+    _REDUCERS[_ALIAS_TYPE] = lambda alias: (
+        type(alias),
+        (alias.__name__, alias.__value__),
+    )
 
 
 # ---- attributes of classes ---------------------------------------------------------------------
@@ -609,11 +596,7 @@ def _reduce_variable(variable: contextvars.ContextVar[Any]) -> _Reduced:
         default = contextvars.Context().run(variable.get)
     except LookupError:
         return contextvars.ContextVar, (variable.name,)
-    return _make_variable, (variable.name, default)
-
-
-def _make_variable(name: str, default: Any) -> contextvars.ContextVar[Any]:
-    return contextvars.ContextVar(name, default=default)
+    return functools.partial(contextvars.ContextVar, default=default), (variable.name,)
 
 
 #: Types of objects that each process has for itself -> how to make an unused one.
@@ -640,13 +623,10 @@ def _fresh(obj: Any) -> _Reduced | None:
 
 def _has_hooks(cls: type) -> bool:
     """Return whether making the class runs code of the script, whose results are attributes that are pickled also."""
-    bases = cls.__mro__[1:]
-    hooked = [
-        base
-        for base in bases
-        if "__init_subclass__" in vars(base) and not _is_importable(base)
-    ]
-    return bool(hooked) or not _is_importable(type(cls))
+    return not _is_importable(type(cls)) or any(
+        "__init_subclass__" in vars(base) and not _is_importable(base)
+        for base in cls.__mro__[1:]
+    )
 
 
 def _make_class(
@@ -715,10 +695,10 @@ def _reduce_enum(
     state: tuple[Any, ...],
 ) -> _Reduced:
     """Return how to rebuild an enum, with what cloudpickle leaves out: aliases, functions and attributes of members."""
-    values = {name: member.value for name, member in kind.__members__.items()}
+    # `enum` would take a function for a method of the class, unless it is marked.
     members = {
-        name: enum.member(value) if callable(value) else value
-        for name, value in values.items()
+        name: enum.member(one.value) if callable(one.value) else one.value
+        for name, one in kind.__members__.items()
     }
     setter, attributes, slots = state
     attributes = {
@@ -730,8 +710,14 @@ def _reduce_enum(
         }
         for name, member in kind.__members__.items()
     }
-    arguments = (*arguments[:3], members, *arguments[4:])
-    return make, arguments, (setter, (attributes, slots), own), None, None, _set_members
+    return (
+        make,
+        (*arguments[:3], members, *arguments[4:]),
+        (setter, (attributes, slots), own),
+        None,
+        None,
+        _set_members,
+    )
 
 
 def _set_members(
@@ -765,7 +751,7 @@ def captures(factory: Any) -> Iterator[tuple[str, Any]]:
             with contextlib.suppress(ValueError):
                 yield name, cell.cell_contents
         used = dict.fromkeys(
-            name for code in _codes_in(factory.__code__) for name in code.co_names
+            name for code in codes_in(factory.__code__) for name in code.co_names
         )
         yield from (
             (name, factory.__globals__[name])

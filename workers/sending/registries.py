@@ -93,7 +93,8 @@ def _pickled(name: str, value: Any) -> bytes:
 def install(packed: bytes) -> None:
     """Add what `collect` returned to this process's registries, at once or when a package is imported."""
     entries: _Entries = pickle.loads(zlib.decompress(packed))
-    script, defined = sys.modules["__main__"], entries.pop("__main__")
+    script = sys.modules["__main__"]
+    defined = entries.pop("__main__")
     if isinstance(script, Script):
         script.waiting.update(defined)
     for package, named in entries.items():
@@ -192,10 +193,9 @@ def _read_specs(package: str) -> Iterator[tuple[str, Any]]:
         for name, spec in _specs(package).items()
         if not name.startswith(_RUNNERS)
     }
-    named = dict.fromkeys(
+    for name in dict.fromkeys(
         name for spec in specs.values() for name in _names_in_script(spec)
-    )
-    for name in named:
+    ):
         with contextlib.suppress(AttributeError):  # an entry that no process can use
             yield name, getattr(sys.modules["__main__"], name.removeprefix(_SCRIPT))
     yield from specs.items()

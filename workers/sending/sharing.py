@@ -135,14 +135,12 @@ def _open_storage(shared: OwnersDescriptor, nbytes: int, dtype: Any) -> Any:
         storage = torch.UntypedStorage._new_shared_fd_cpu(fd, nbytes)  # noqa: SLF001
     finally:
         os.close(fd)
-    return (
-        storage
-        if dtype is None
-        else torch.storage.TypedStorage(
-            wrap_storage=storage,
-            dtype=dtype,
-            _internal=True,
-        )
+    if dtype is None:
+        return storage
+    return torch.storage.TypedStorage(
+        wrap_storage=storage,
+        dtype=dtype,
+        _internal=True,  # without a warning that the class is deprecated
     )
 
 

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from multiprocessing import process, resource_tracker, util
 from typing import Any, NamedTuple
 
@@ -65,26 +66,6 @@ def _set_environ(environ: dict[str, str]) -> None:
         del os.environ[name]
     os.environ.update(environ)
     os.environ[MARK] = mark_of(parent_id(), os.getpid())
-
-
-def _set_argv(argv: list[str]) -> None:
-    sys.argv = argv
-
-
-def _set_first_folder(folder: str | None) -> None:
-    process.ORIGINAL_DIR = folder  # type: ignore[attr-defined]
-
-
-def _key() -> str:
-    return process.current_process().authkey.hex()
-
-
-def _set_key(key: str) -> None:
-    process.current_process().authkey = bytes.fromhex(key)
-
-
-def _set_name(name: str) -> None:
-    process.current_process().name = name
 
 
 def _log() -> list[Any]:
@@ -143,10 +124,22 @@ TABLE = {
     "folder": Row(_folder, _enter_folder),
     "path": Row(import_path, _set_path, is_of_this_python=True),
     "environ": Row(lambda: dict(os.environ), _set_environ),
-    "argv": Row(lambda: [str(one) for one in getattr(sys, "argv", [""])], _set_argv),
-    "first_folder": Row(lambda: process.ORIGINAL_DIR, _set_first_folder),  # type: ignore[attr-defined]
-    "authkey": Row(_key, _set_key),
-    "name": Row(lambda: process.current_process().name, _set_name),
+    "argv": Row(
+        lambda: [str(one) for one in getattr(sys, "argv", [""])],
+        partial(setattr, sys, "argv"),
+    ),
+    "first_folder": Row(
+        lambda: process.ORIGINAL_DIR,  # type: ignore[attr-defined]
+        partial(setattr, process, "ORIGINAL_DIR"),
+    ),
+    "authkey": Row(
+        lambda: process.current_process().authkey.hex(),  # noqa: PLW0108  # of the process that calls it
+        lambda key: setattr(process.current_process(), "authkey", bytes.fromhex(key)),
+    ),
+    "name": Row(
+        lambda: process.current_process().name,
+        lambda name: setattr(process.current_process(), "name", name),
+    ),
     "start_method": Row(
         # Without the argument, the call itself would set the default, and a script could not set another one.
         lambda: multiprocessing.get_start_method(allow_none=True),

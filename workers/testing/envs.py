@@ -195,7 +195,8 @@ class CountingEnv(PlainEnv):
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Put the counters back."""
-        self.seed, self.num_steps = state["seed"], state["num_steps"]
+        self.seed = state["seed"]
+        self.num_steps = state["num_steps"]
 
     def render(self) -> np.ndarray:
         """Draw the step counter."""

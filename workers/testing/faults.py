@@ -87,14 +87,13 @@ def _hold_the_gil() -> None:
 
 def start_child(*, new_session: bool = False) -> int:
     """Start a process that sleeps for ten minutes; return its id."""
-    child = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, "-S", "-c", "import time; time.sleep(600)"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=new_session,
-    )
-    return child.pid
+    ).pid
 
 
 #: Exceptions, which end only the env's episode.

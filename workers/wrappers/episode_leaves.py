@@ -128,8 +128,7 @@ class EpisodeSums:
         Raises:
             ValueError: it is none of these sums.
         """
-        own = self.state()
-        forms = [(array.shape, array.dtype) for array in own]
+        forms = [(array.shape, array.dtype) for array in self.state()]
         arrays = state if isinstance(state, list) else []
         if [
             (getattr(one, "shape", None), getattr(one, "dtype", None)) for one in arrays
@@ -144,7 +143,8 @@ class EpisodeSums:
         *sums, length, seconds = state
         for (total, value), kept in zip(self._pairs, sums, strict=True):
             total[...] = value[...] = kept
-        self._length[...], self._began[...] = length, time.perf_counter() - seconds
+        self._length[...] = length
+        self._began[...] = time.perf_counter() - seconds
         self._seconds[..., 0] = seconds
         self._is_fresh[...] = length[..., 0] == 0
         self._has_fresh = bool(self._is_fresh.any())
@@ -163,10 +163,12 @@ class EpisodeLeaves(Wrapping):
     def __init__(self, inner: Adapter) -> None:
         self._sums = sums = EpisodeSums(inner.spec.batch_shape, inner.spec.reward)
         super().__init__(inner, sums.leaves, sums.roots, "episode_statistics")
-        keys = [list(leaf.key) for leaf in self.leaves]
         self.spec = replace(
             self.spec,
-            metadata={**self.spec.metadata, EPISODE_KEYS: keys},
+            metadata={
+                **self.spec.metadata,
+                EPISODE_KEYS: [list(leaf.key) for leaf in self.leaves],
+            },
         )
 
     def reset(
@@ -194,10 +196,8 @@ class EpisodeLeaves(Wrapping):
         """Check a state, also one saved without the option: the statistics then start here; return what restores it."""
         if not (isinstance(state, Mapping) and _STATE in state and "env" in state):
             return self.inner.read_state(state)
-        put, sums = (
-            self.inner.read_state(state["env"]),
-            self._sums.checked(state[_STATE]),
-        )
+        put = self.inner.read_state(state["env"])
+        sums = self._sums.checked(state[_STATE])
 
         def put_all() -> None:
             put()

@@ -87,7 +87,8 @@ class InfoLeaves(Wrapping):
 
     def _read(self, rows: np.ndarray | None) -> None:
         """Read the info into the values, only of `rows` (bool `[*batch_shape]`); None for all."""
-        info, values = self.inner.info, self._values
+        info = self.inner.info
+        values = self._values
         for index, field in enumerate(self._fields):
             value, was_given = self._value_of(field, info)
             if rows is not None:
@@ -97,7 +98,8 @@ class InfoLeaves(Wrapping):
                     values[2 * index],
                 )
                 was_given = np.where(rows, was_given, values[2 * index + 1])
-            values[2 * index], values[2 * index + 1] = value, was_given
+            values[2 * index] = value
+            values[2 * index + 1] = was_given
 
     def _value_of(self, field: InfoEntry, info: Any) -> tuple[np.ndarray, np.ndarray]:
         try:
@@ -155,17 +157,16 @@ def find_fields(
     Raises:
         SpecError: a name is not among these infos, or its values are no numbers.
     """
-    shape = adapter.spec.batch_shape
     found: dict[Path, np.ndarray] = {}
     adapter.reset(0)
-    _collect(adapter.info, (), found, shape)
+    _collect(adapter.info, (), found, adapter.spec.batch_shape)
     failure = ""
     try:
         rng = np.random.default_rng(0)
         adapter.step(
             [_input(leaf, rng) for leaf in (*adapter.spec.action, *adapter.spec.state)]
         )
-        _collect(adapter.info, (), found, shape)
+        _collect(adapter.info, (), found, adapter.spec.batch_shape)
     except Exception as error:  # a random action may be one that the env refuses
         failure = f" (its step raised {explain(error)})"
     if keys == "all":
@@ -204,10 +205,9 @@ def _input(leaf: LeafSpec, rng: np.random.Generator) -> Any:
 
 def _field(path: Path, array: np.ndarray, spec: EnvSpec) -> InfoEntry:
     domain = Binary() if array.dtype.kind == "b" else Unbounded()
-    leaf = LeafSpec((_ROOT, *path), array.shape, array.dtype.name, domain)
     return InfoEntry(
         path,
-        leaf,
+        LeafSpec((_ROOT, *path), array.shape, array.dtype.name, domain),
         LeafSpec(
             (_ROOT, *path[:-1], f"_{path[-1]}"),
             spec.batch_shape,

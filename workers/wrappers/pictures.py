@@ -82,7 +82,10 @@ class PictureLeaves(Wrapping):
         self._at = [
             i
             for i, leaf in enumerate(leaves)
-            if _is_picture(leaf) and "/".join(leaf.key) != world
+            if leaf.dtype == "uint8"
+            and len(leaf.shape) >= 3
+            and leaf.shape[-1] == 3
+            and "/".join(leaf.key) != world
         ]
         if not self._at:
             raise SpecError(
@@ -110,10 +113,6 @@ class PictureLeaves(Wrapping):
         for i in self._at:
             values[i] = shrunk(np.asarray(values[i]), self._shrink)
         return values
-
-
-def _is_picture(leaf: LeafSpec) -> bool:
-    return leaf.dtype == "uint8" and len(leaf.shape) >= 3 and leaf.shape[-1] == 3
 
 
 def _small_leaf(leaf: LeafSpec, factor: int) -> LeafSpec:

@@ -32,11 +32,9 @@ class Wrapping(Adapter):
         self.inner = inner
         self.family = inner.family  # type: ignore[misc]  # one adapter for all families
         self.origin = inner.origin
-        self.takes_tensors, self.is_alone, self.device = (
-            inner.takes_tensors,
-            inner.is_alone,
-            inner.device,
-        )
+        self.takes_tensors = inner.takes_tensors
+        self.is_alone = inner.is_alone
+        self.device = inner.device
         self.has_whole_state = inner.has_whole_state
         self.done_values = inner.done_values  # type: ignore[method-assign]
         self.render = inner.render  # type: ignore[method-assign]

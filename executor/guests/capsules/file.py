@@ -22,7 +22,8 @@ from envherd.workers.errors import EnvherdError
 
 SCHEMA = "envherd.capsule/1"
 SUFFIX = ".capsule"
-_FACTS, _PICKLE = "capsule.json", "factory.pickle"
+_FACTS = "capsule.json"
+_PICKLE = "factory.pickle"
 _LARGEST_TEXT = 1 << 28  # bytes; an evaluation of a million episodes has 200 MB
 #: Names of dtypes: whatever the bytes are, they are numbers.
 _DTYPES = frozenset(str(np.dtype(code)) for code in "?bBhHiIlLqQefdgFDG")
@@ -56,14 +57,17 @@ class Capsule:
         Raises:
             FileExistsError: there is one.
         """
-        leaves = [
-            [list(key), list(array.shape), str(array.dtype)]
-            for key, array in self.inputs.items()
-        ]
-        text = json.dumps({"schema": SCHEMA, **self.facts, "inputs": leaves}, indent=2)
+        facts = {
+            "schema": SCHEMA,
+            **self.facts,
+            "inputs": [
+                [list(key), list(array.shape), str(array.dtype)]
+                for key, array in self.inputs.items()
+            ],
+        }
         memory = io.BytesIO()
         with zipfile.ZipFile(memory, "w") as archive:
-            archive.writestr(_FACTS, text + "\n")
+            archive.writestr(_FACTS, json.dumps(facts, indent=2) + "\n")
             for index, array in enumerate(self.inputs.values()):
                 archive.writestr(f"input{index}", array.tobytes())
             if self.pickled is not None:
@@ -106,13 +110,13 @@ def text_of(path: Path) -> str:
 
 
 def _read(file: IO[bytes]) -> Capsule:
-    size = os.fstat(file.fileno()).st_size
     with zipfile.ZipFile(file) as archive:
         members = archive.infolist()
         # Members may be compressed, or lie over each other: a small file would take much memory.
         if (
             any(one.compress_type != zipfile.ZIP_STORED for one in members)
-            or sum(map(_size_of, members)) > size
+            or sum(max(one.file_size, one.compress_size) for one in members)
+            > os.fstat(file.fileno()).st_size
         ):
             raise ValueError("members are compressed, or larger than the file")
         facts = json.loads(archive.read(_FACTS))
@@ -131,13 +135,10 @@ def _read(file: IO[bytes]) -> Capsule:
     return Capsule(facts, inputs, pickled)
 
 
-def _size_of(member: zipfile.ZipInfo) -> int:
-    return max(member.file_size, member.compress_size)
-
-
 def _array(data: bytes, shape: Sequence[int], dtype: str) -> np.ndarray:
     if dtype not in _DTYPES or len(data) != math.prod(shape) * np.dtype(dtype).itemsize:
         raise ValueError(f"{len(data)} bytes for {dtype!r} {shape}")
+    # A copy, because an array over bytes cannot be written to.
     return np.frombuffer(data, dtype).reshape(shape).copy()
 
 
@@ -183,10 +184,6 @@ def _is_of_failure(value: Any) -> bool:
     )
 
 
-def _is_switch(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
 #: Option of a named factory -> whether a value can be one. None says which env the factory builds.
 _FIELDS: dict[str, Callable[[Any], bool]] = {
     "render_mode": lambda value: value == "rgb_array",
@@ -210,13 +207,9 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
             "fast_reset",
             "bots",
         ),
-        _is_switch,
+        lambda value: isinstance(value, bool),
     ),
 }
-
-
-def _is_field(name: str, value: Any) -> bool:
-    return name in _FIELDS and _FIELDS[name](value)
 
 
 #: Fact -> whether a value can be one.
@@ -225,10 +218,11 @@ _FORMS: dict[str, Callable[[Any], bool]] = {
     "env": lambda value: value is None or is_line(value),
     "env_kwargs": lambda value: isinstance(value, dict),
     "fields": lambda value: (
-        isinstance(value, dict) and all(_is_field(*one) for one in value.items())
+        isinstance(value, dict)
+        and all(name in _FIELDS and _FIELDS[name](value[name]) for name in value)
     ),
-    "search": lambda value: isinstance(value, list) and all(map(is_line, value)),
-    "missing": lambda value: isinstance(value, list) and all(map(is_line, value)),
+    "search": _are_lines,
+    "missing": _are_lines,
     "options": lambda value: isinstance(value, dict),
     "reset_options": lambda value: value is None or isinstance(value, dict),
     "failure": lambda value: (

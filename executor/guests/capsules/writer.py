@@ -69,7 +69,8 @@ class CapsuleWriter:
     """
 
     def __init__(self, rules: Capsules, pool: Any) -> None:
-        self._rules, self._pool = rules, pool
+        self._rules = rules
+        self._pool = pool
         self._directory = Path(rules.directory).absolute()
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -100,15 +101,20 @@ class CapsuleWriter:
             worker_id: of the pool.
             fault: of the env; None for a loss.
         """
-        context, first = error.context, numbering.first_env_id
+        context = error.context
         if fault is None:
-            env_id, phase = context.get("env_id"), context.get("phase")
-            env_id = None if env_id is None else env_id - first
+            env_id = context.get("env_id")
+            phase = context.get("phase")
+            env_id = None if env_id is None else env_id - numbering.first_env_id
         else:
-            env_id, phase = fault["env_id"], fault["phase"]
+            env_id = fault["env_id"]
+            phase = fault["phase"]
         # The journal is of steps and resets, and a loss that is declared again has its file already.
-        is_declared = fault is None and "capsule" in context
-        if is_declared or env_id is None or phase not in ("step", "reset"):
+        if (
+            (fault is None and "capsule" in context)
+            or env_id is None
+            or phase not in ("step", "reset")
+        ):
             return error
         failure = {
             "error": type(error).__name__,
@@ -121,10 +127,8 @@ class CapsuleWriter:
         try:
             path, sentence = self._write(env_id, worker_id, failure)
         except Exception as problem:  # a full disk must not hide the failure
-            path, sentence = (
-                None,
-                f"Its capsule could not be written: {type(problem).__name__}: {problem}.",
-            )
+            path = None
+            sentence = f"Its capsule could not be written: {type(problem).__name__}: {problem}."
         return with_sentence(error, sentence, capsule=context.get("capsule") or path)
 
     def _write(
@@ -134,7 +138,6 @@ class CapsuleWriter:
         failure: dict[str, Any],
     ) -> tuple[str | None, str]:
         """Write a capsule; return its path, and a sentence that says so."""
-        options = self._pool.options
         group_index, row = self._pool.slab.plan.place(env_id)
         group = self._pool.slab.groups[group_index]
         journal = Journal(group.journal, group.inputs, row)
@@ -160,6 +163,7 @@ class CapsuleWriter:
         )
         env, missing = self._env_of(env_id)
         reasons = {
+            # The journal has seeds as int64, and a negative number for one that does not fit.
             _BIG_SEED: flags & JournalFlag.SEEDED and seed < 0,
             "a seed (the env's generator had gone on)": not flags & JournalFlag.SEEDED,
             "the arguments of the reset (no plain data)": has_options
@@ -177,14 +181,14 @@ class CapsuleWriter:
                 *missing,
                 *(what for what, is_missing in reasons.items() if is_missing),
             ],
-            "env_id": options.first_env_id + env_id,
+            "env_id": self._pool.options.first_env_id + env_id,
             "episode": episode,
             "seed": seed if flags & JournalFlag.SEEDED and seed >= 0 else None,
             "reset_options": reset_options,
             "num_steps": steps,
             "root_seed": self._pool.root_seed_of(worker_id),
             "observation": None if root is None else digest(group.spec, root),
-            "options": {name: getattr(options, name) for name in OPTIONS},
+            "options": {name: getattr(self._pool.options, name) for name in OPTIONS},
             "family": group.spec.family,
             "versions": {"python": platform.python_version(), **_versions()},
             "output": "\n".join(

@@ -67,7 +67,6 @@ Bound = Literal["envs", "policy", "learner", "collector"]
 Layout = Literal["rows", "flat"]
 #: Number of latest transitions whose waits count in `AsyncStatistics`.
 _NUM_WAITS = 1 << 16
-_END_S = 1.0  # for the collecting thread to end after its executor is closed
 
 
 @dataclass(frozen=True)
@@ -178,6 +177,9 @@ class AsyncCollector(BatchIterator):
 
     _has_begun = _is_closing = False
     _num_received = 0
+    _lag_sum = 0.0
+    _num_lags = 0
+    _lag_max = 0
 
     @names_right_keyword
     def __init__(  # noqa: PLR0913  # a collector's
@@ -256,7 +258,8 @@ class AsyncCollector(BatchIterator):
             "AsyncCollector",
             "storing_device as a device",
         )
-        self._postproc, self._closes_env = postproc, close_env
+        self._postproc = postproc
+        self._closes_env = close_env
         self._primer = None if primer is None else primer.to("cpu")
         self._placed = (
             None
@@ -282,7 +285,6 @@ class AsyncCollector(BatchIterator):
         self._spent = dict.fromkeys(("wait", "policy", "learner", "other"), 0.0)
         self._since = time.perf_counter()
         self._batch_sizes: Counter[int] = Counter()
-        self._lag_sum, self._num_lags, self._lag_max = 0.0, 0, 0
         self._waits = _Waits(env.engine.pool.slab.words["answered_ns"])
         dependents = env.engine.guard.dependents
         self._background = (
@@ -312,11 +314,9 @@ class AsyncCollector(BatchIterator):
         data = self._collect() if background is None else background.first()
         versions = as_array(data.get("policy_version"))
         lag = self.version - versions[versions != LOST]
-        mean, largest = (
-            (float(lag.mean()), max(self._lag_max, int(lag.max())))
-            if len(lag)
-            else (0.0, self._lag_max)
-        )
+        # A batch may have no lag: all its rows stand for lost steps.
+        mean = float(lag.sum()) / max(1, len(lag))
+        largest = int(lag.max(initial=self._lag_max))
         if self._storing_device is not None:
             data = to_device(data, self._storing_device)
         # No signal handler runs between a drop and the return: Python runs them at calls and in loops alone.
@@ -325,11 +325,9 @@ class AsyncCollector(BatchIterator):
         else:
             background.drop()
         self.num_frames += self.frames_per_batch
-        self._lag_sum, self._num_lags, self._lag_max = (
-            self._lag_sum + mean,
-            self._num_lags + 1,
-            largest,
-        )
+        self._lag_sum += mean
+        self._num_lags += 1
+        self._lag_max = largest
         return data if self._postproc is None else self._postproc(data)
 
     def update_policy_(
@@ -378,13 +376,15 @@ class AsyncCollector(BatchIterator):
         answered by then, it logs a warning with the env's id, and leaves it under way.
         """
         self._is_closing = True
-        end, has_ended = time.monotonic() + self.env.options.close_timeout_s, True
+        end = time.monotonic() + self.env.options.close_timeout_s
+        has_ended = True
         if self._background is not None:
             self._background.begin_close()
             has_ended = self._background.join(end - time.monotonic())
         if self._closes_env:
             self.env.close()  # also ends a thread's wait for a hanging env
-            has_ended = self._background is None or self._background.join(_END_S)
+            # The thread needs some time to see that its executor is closed.
+            has_ended = self._background is None or self._background.join(1.0)
         if not has_ended:
             self._warn_of_close(
                 "Its thread ends when they answer, or when the policy returns"
@@ -453,16 +453,18 @@ class AsyncCollector(BatchIterator):
 
     def _begin_idle(self) -> None:
         """Act for the envs without a command: all at first, later those that have failed."""
-        env, states, limit = self.env, self.env.engine.states, self._wanted[1]
+        env = self.env
+        limit = self._wanted[1]
         if not self._has_begun:
             if not env.is_resumed:
                 env.reset()
-            self._has_begun, env.is_resumed = True, False
+            self._has_begun = True
+            env.is_resumed = False
         self._rows.repair()
         self._has_sent()
-        idle = np.flatnonzero(~states.under_way)
+        idle = np.flatnonzero(~self.env.engine.states.under_way)
         # Owed: acted for, but not yet in the rows. If such an env is idle, an interrupt has lost its transition.
-        is_lost = states.needs_reset | self._is_owed
+        is_lost = self.env.engine.states.needs_reset | self._is_owed
         if is_lost[idle].any():
             failed = idle[is_lost[idle]]
             mask = np.zeros(env.num_envs, bool)
@@ -491,8 +493,11 @@ class AsyncCollector(BatchIterator):
         """Receive the ready envs, and act for them."""
         min_batch, max_batch, deadline_s = self._wanted
         self._charge("other")
-        num_sent = int(np.count_nonzero(self.env.engine.states.under_way))
-        least = min(min_batch, num_sent)
+        # Envs that have failed are not under way, so there may be fewer than `min_batch`.
+        least = min(
+            min_batch,
+            int(np.count_nonzero(self.env.engine.states.under_way)),
+        )
         try:
             td = self.env.recv(
                 least,
@@ -560,7 +565,9 @@ class AsyncCollector(BatchIterator):
         )
         padded = root if not self._sizes else _padded(root, size)
         with self._policy_lock:
-            acted, version = run_policy(self._placed, padded), self.version
+            acted = run_policy(self._placed, padded)
+            # With the lock still held: it is that of the weights that have acted.
+            version = self.version
         return (acted[: len(env_ids)] if len(acted) != len(env_ids) else acted), version
 
     # ---- the policy's state ------------------------------------------------------------------
@@ -631,10 +638,9 @@ class _Waits:
 
     def percentiles(self) -> tuple[float, float]:
         """Return the median and the 99th percentile in seconds; 0 if nothing was noted."""
-        waits = self._ring_ns[: min(self._count, _NUM_WAITS)]
-        median, late = (
-            np.percentile(waits, [50, 99]) / 1e9 if len(waits) else (0.0, 0.0)
-        )
+        # An empty ring has zeros, of which one is read.
+        waits = self._ring_ns[: max(1, min(self._count, _NUM_WAITS))]
+        median, late = np.percentile(waits, [50, 99]) / 1e9
         return float(median), float(late)
 
 
@@ -657,7 +663,8 @@ class _Background:
         num_ahead: int,
         dependents: MutableSet[Any],
     ) -> None:
-        self._collect, self._num_ahead = weakref.WeakMethod(collect), num_ahead
+        self._collect = weakref.WeakMethod(collect)
+        self._num_ahead = num_ahead
         weakref.finalize(collect.__self__, self.begin_close).atexit = False
         dependents.add(self)
         # Number and batch, or the error in its place.
@@ -832,7 +839,8 @@ def _check_env(env: BatchedEnv) -> None:
 
 def _padded(root: TensorDictBase, size: int) -> TensorDictBase:
     """Return a batch filled up to a size with copies of its first row, with `valid`, which marks the other rows."""
-    count, padded = len(root), root
+    count = len(root)
+    padded = root
     if size > count:
         padded = take_rows(root, [*range(count), *[0] * (size - count)])
     valid = torch.arange(size, device="cpu") < count

@@ -68,7 +68,8 @@ class BatchIterator:
     close: Any
 
     def __init__(self, frames_per_batch: int, total_frames: int) -> None:
-        self.frames_per_batch, self.total_frames = frames_per_batch, total_frames
+        self.frames_per_batch = frames_per_batch
+        self.total_frames = total_frames
         self.num_frames = 0
 
     @property
@@ -211,7 +212,8 @@ class Collector(BatchIterator):
         self._init_random_frames = init_random_frames
         self._resets_always = reset_at_each_iter
         self._primer = primer
-        self._postproc, self._callback = postproc, callback
+        self._postproc = postproc
+        self._callback = callback
         self._closes_env = close_env
         self._has_begun = False
         self._state: TensorDictBase | None = None

@@ -66,7 +66,8 @@ class Placed:
             return
         clone, obstacle = try_copy(policy)
         if clone is not None:
-            self.policy, self.is_copy = clone.to(self.device), True
+            self.policy = clone.to(self.device)
+            self.is_copy = True
         elif is_apart:
             raise ValueError(
                 f"AsyncCollector failed: expected a policy that can be copied with in_background, but {obstacle}. "
@@ -97,6 +98,7 @@ class Placed:
             if (value := acted.get(key)) is not given.get(key, None)
             or _version(value) != versions[key]
         ]
+        # It waits for the copy, because the caller may read the batch at once.
         return root.update(acted.select(*written).to(home, non_blocking=False))
 
     @without_grad
@@ -104,8 +106,11 @@ class Placed:
         """Copy the original's present weights and buffers to the copy, if there is one."""
         if not self.is_copy:
             return
-        ours, theirs = self._tensors(self.policy), self._tensors(self._original)
-        for mine, other in zip(ours, theirs, strict=True):
+        for mine, other in zip(
+            self._tensors(self.policy),
+            self._tensors(self._original),
+            strict=True,
+        ):
             mine.copy_(other)
 
     @staticmethod

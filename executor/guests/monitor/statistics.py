@@ -19,6 +19,7 @@ from envherd.shm.slab import NUM_BINS, bin_middle
 from envherd.shm.specs import EnvSpec
 from envherd.workers.protocol import describe_phase
 
+#: Of the bins of step times, in seconds.
 _MIDDLES = np.array([bin_middle(index) for index in range(NUM_BINS)]) / 1e9
 
 
@@ -166,9 +167,7 @@ def read_workers(
     workers = []
     for worker_id, env_ids in enumerate(blocks):
         ids = list(env_ids)
-        bins = words["step_bins"][
-            worker_id * NUM_BINS : (worker_id + 1) * NUM_BINS
-        ].copy()
+        bins = words["step_bins"][worker_id * NUM_BINS : (worker_id + 1) * NUM_BINS]
         phase, env_id = describe_phase(int(words["phase"][worker_id]))
         if "lessees" in words:  # of a lease pool: who has the env now
             phase = (
@@ -222,11 +221,11 @@ def count(
     figures = pool.figures()
     words = {name: array.copy() for name, array in pool.slab.words.items()}
     wall_s = max(time.monotonic() - ready_at, 1e-9)
-    agents = np.array([num_agents(spec) for spec in pool.specs])
     steps = words["env_steps"]
     workers = []
     for one in read_workers(words, pool.blueprint.blocks, time.monotonic_ns()):
-        worker_id, generation = one.worker_id, pool.generation_of(one.worker_id)
+        worker_id = one.worker_id
+        generation = pool.generation_of(one.worker_id)
         memory.note(worker_id, generation, one.resets, figures[worker_id].uss_bytes)
         workers.append(
             replace(
@@ -244,7 +243,7 @@ def count(
         )
     return Statistics(
         env_steps=int(steps.sum()),
-        agent_steps=int((steps * agents).sum()),
+        agent_steps=int((steps * [num_agents(spec) for spec in pool.specs]).sum()),
         resets=int(words["resets"].sum()),
         episodes=int(words["ends"].sum()),
         env_errors=int(words["errors"].sum()),

@@ -62,16 +62,15 @@ class Watch:
 
     def __init__(self, plate: Plate) -> None:
         content = plate.content
-        command = (
+        # The system ends each argument with a zero byte.
+        self.command = (
             Path(f"/proc/{plate.pid}/cmdline")
             .read_bytes()
             .rstrip(b"\0")
             .replace(b"\0", b" ")
+            .decode(errors="replace")
         )
-        self.command, self.path = (
-            command.decode(errors="replace"),
-            content.get("path", "").strip(),
-        )
+        self.path = content.get("path", "").strip()
         fd = os.open(plate.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             if os.fstat(fd).st_ino != plate.inode:
@@ -84,18 +83,16 @@ class Watch:
             )
         finally:
             os.close(fd)
-        self.pid, self.slab_path, self.env, self._made_at = (
-            plate.pid,
-            plate.path,
-            content["env"],
-            content["made_at"],
-        )
-        self._blocks, self._gpus = content["blocks"], content["gpus"]
+        self.pid = plate.pid
+        self.slab_path = plate.path
+        self.env = content["env"]
+        self._made_at = content["made_at"]
+        self._blocks = content["blocks"]
+        self._gpus = content["gpus"]
         self.num_envs = sum(map(len, self._blocks))
-        words = content["words"].items()
         self._words = {
             name: np.frombuffer(self._map, np.int64, length, offset)
-            for name, (offset, length) in words
+            for name, (offset, length) in content["words"].items()
         }
         self._read_ns = time.monotonic_ns()
         self.workers = read_workers(self._words, self._blocks, self._read_ns)
@@ -104,13 +101,15 @@ class Watch:
     def close(self) -> None:
         """Unmap the slab. Idempotent."""
         self._words = {}
+        # An array over the map is still in use; the map is closed with it.
         with contextlib.suppress(BufferError):
             self._map.close()
 
     def look(self) -> Self:
         """Read the executor; return this object."""
         now_ns = time.monotonic_ns()
-        self.span_s, self._read_ns = max(1e-9, (now_ns - self._read_ns) / 1e9), now_ns
+        self.span_s = max(1e-9, (now_ns - self._read_ns) / 1e9)
+        self._read_ns = now_ns
         pairs = zip(
             self.workers,
             read_workers(self._words, self._blocks, now_ns),

@@ -49,7 +49,8 @@ class TensorIntake(GroupIntake):
         return tensors
 
     def _fits(self, index: int, value: torch.Tensor) -> bool:
-        leaf, check = self.leaves[index], self._checks[index]
+        leaf = self.leaves[index]
+        check = self._checks[index]
         if (
             value.is_meta
             or value.shape != (1, *leaf.shape)
@@ -89,11 +90,8 @@ def is_legal(leaf: LeafSpec, value: torch.Tensor, level: ActionCheck) -> bool:
     if not value.dtype.is_floating_point:
         return False
     if isinstance(domain, Box) and level == "strict":
-        bounds = (np.asarray(domain.low), np.asarray(domain.high))
         # Torch rounds a bound without dimensions to the dtype of the values, so it gets one.
-        low, high = (
-            torch.as_tensor(bound, device=value.device).reshape(bound.shape or (1,))
-            for bound in bounds
-        )
+        low = torch.as_tensor(np.atleast_1d(domain.low), device=value.device)
+        high = torch.as_tensor(np.atleast_1d(domain.high), device=value.device)
         return bool(((value >= low) & (value <= high)).all())
     return bool(torch.isfinite(value).all())

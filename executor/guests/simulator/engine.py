@@ -116,14 +116,14 @@ class SimulatorEngine(Calls):
         self.sent: Sent | None = None
         self.stale_roots = StaleRoots.of(self.specs)
         self._intake = TensorIntake(pool.slab.groups[0], options.check_actions)
-        self.read_inputs, self.input_leaves = self._intake.tensors, self._intake.leaves
+        self.read_inputs = self._intake.tensors
+        self.input_leaves = self._intake.leaves
         self._pack_info = packer(options.info_policy)
+        # Memory views, whose items are read and written faster than those of arrays.
         self._words = {name: array.data for name, array in pool.slab.words.items()}
-        self._phase, self._infos, self._left_out = (
-            "step",
-            dict[str, bytes | None](),
-            set[str](),
-        )
+        self._phase = "step"
+        self._infos = dict[str, bytes | None]()
+        self._left_out = set[str]()
         self._row: Row | None = None
         self._was_reset = self._has_ended = False
         self._reset_mask: np.ndarray | None = None
@@ -190,19 +190,20 @@ class SimulatorEngine(Calls):
         return self._run(op, lambda: self._step(op, inputs, take))
 
     def _step(self, op: Op, inputs: Leaves, take: Take) -> None:
-        words, rows, spec = self._words, self._rows, self.specs[0]
+        spec = self.specs[0]
         observation, rewards, terminated, truncated = self._adapter.step(
             [value[0] for value in inputs]
         )
-        words["env_steps"][0] += 1
-        leaves = rows.fit("observation", spec.observation, observation)
-        given = rows.fit("reward", spec.reward, rewards)
-        row = Row(leaves, rows.flags(terminated, truncated))
+        self._words["env_steps"][0] += 1
+        leaves = self._rows.fit("observation", spec.observation, observation)
+        given = self._rows.fit("reward", spec.reward, rewards)
+        row = Row(leaves, self._rows.flags(terminated, truncated))
         has_ended = has_true(row.flags[0])
-        words["ends"][0] += has_ended
+        self._words["ends"][0] += has_ended
         self._note_info("next")
         take(row, given, has_ended and op == Op.STEP_RESET)
-        self._row, self._has_ended = row, has_ended
+        self._row = row
+        self._has_ended = has_ended
         if has_ended and op == Op.STEP_RESET:
             self._reset(row, row.flags[0], None)
 
@@ -213,12 +214,8 @@ class SimulatorEngine(Calls):
         extra: Prepare | None,
     ) -> None:
         """Reset the rows in a mask, bool `[B, 1]`; None for all."""
-        words, rows, adapter, self._phase = (
-            self._words,
-            self._rows,
-            self._adapter,
-            "reset",
-        )
+        words = self._words
+        self._phase = "reset"
         words["phase"][0] = pack_phase(Op.RESET, 0)
         inner = None if mask is None or mask.all() else mask
         episode = words["episode"][0]
@@ -226,24 +223,28 @@ class SimulatorEngine(Calls):
         seed = None if self._seeds is None else self._seeds[episode]
         if extra is not None and extra.has_seed:
             seed = extra.seed
-            adapter.reseeded()
-        observation = adapter.reset(
+            self._adapter.reseeded()
+        observation = self._adapter.reset(
             seed,
             None if extra is None else extra.options,
             inner,
         )
         words["resets"][0] += 1
         self._note_info("root")
-        leaves = rows.fit("observation", self.specs[0].observation, observation)
+        leaves = self._rows.fit("observation", self.specs[0].observation, observation)
         flags = np.zeros_like(before.flags) if inner is None else before.flags & ~inner
-        self._row, self._was_reset = Row(leaves, flags), True
+        self._row = Row(leaves, flags)
+        self._was_reset = True
         self._has_ended = has_true(flags[0])
 
     def _run(self, op: Op, command: Callable[[], None]) -> Answer:
         """Carry out a command, and count its time; an exception of the simulator becomes a part of the outcome."""
-        words, adapter = self._words, self._adapter
+        words = self._words
         self.states.start(self.all_ids, op, 0)
-        self._phase, self._infos, self._row, self._was_reset = "step", {}, None, False
+        self._phase = "step"
+        self._infos = {}
+        self._row = None
+        self._was_reset = False
         words["phase"][0] = pack_phase(op, 0)
         words["since_ns"][0] = began = time.perf_counter_ns()
         fault = None
@@ -252,10 +253,10 @@ class SimulatorEngine(Calls):
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # also SystemExit: it concerns the simulator
-            if isinstance(error, SpecError) and adapter.origin:
-                error = SpecError(f"{error} Built by {adapter.origin}.").with_traceback(
-                    error.__traceback__
-                )
+            if isinstance(error, SpecError) and self._adapter.origin:
+                error = SpecError(
+                    f"{error} Built by {self._adapter.origin}."
+                ).with_traceback(error.__traceback__)
             fault = Fault.from_exception(0, self._phase, error).to_plain()
         finally:
             words["phase"][0] = 0
@@ -265,6 +266,7 @@ class SimulatorEngine(Calls):
                 words["reset_ns"][0] += ended - began
             else:
                 words["step_bins"][bin_of(ended - began)] += 1
+        # A step that has failed has no row to which infos belong.
         if fault is not None and self._phase == "step":
             self._infos = {}
         infos = {0: {"next": None, "root": None, **self._infos}} if self._infos else {}
@@ -366,8 +368,10 @@ class SimulatorEngine(Calls):
     def send(self, td: TensorDictBase, op: Op) -> None:
         """Step the simulator, and keep the outcome for `take_sent`."""
         self.states.check(op, self.all_ids)
-        inputs, following = self.read_inputs(td), Leaves()
+        inputs = self.read_inputs(td)
+        following = Leaves()
         kept = [value.clone() for value in inputs]
+        # Before the step, which replaces the current row.
         root = self._rows.current(self.all_ids)
         self.sent = Sent(
             self.carry_out(op, inputs, self._taker(following)),

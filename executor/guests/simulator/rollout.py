@@ -43,8 +43,11 @@ class SimulatorRun:
         *,
         break_when_any_done: bool,
     ) -> None:
-        self._engine, self._rows = engine, engine.batches
-        self._policy, self._carried, self._callback = policy, carried, callback
+        self._engine = engine
+        self._rows = engine.batches
+        self._policy = policy
+        self._carried = carried
+        self._callback = callback
         self._breaks = break_when_any_done
         self._shells = {
             section: self._rows.shell(section, (1,)) for section in ("root", "next")
@@ -55,7 +58,8 @@ class SimulatorRun:
     def collect(self, max_steps: int, *, auto_reset: bool) -> TensorDictBase:
         """Return `[1, t]`."""
         was_reset = self._engine.reset_for_rollout(auto_reset=auto_reset)
-        plan, place = plan_storage(self._engine.pool.plan, max_steps), self._rows.place
+        plan = plan_storage(self._engine.pool.plan, max_steps)
+        place = self._rows.place
         tensors = {
             name: torch.from_numpy(array)
             if place.type == "cpu"
@@ -64,11 +68,10 @@ class SimulatorRun:
             .columns[0]
             .items()
         }
-        inputs = [leaf.key for leaf in self._engine.input_leaves]
         sections = {
             "root": self._rows.root_keys,
             "next": self._rows.next_keys,
-            "input": inputs,
+            "input": [leaf.key for leaf in self._engine.input_leaves],
         }
         self._leaves = {
             section: [tensors[section, *key] for key in keys]
@@ -89,21 +92,29 @@ class SimulatorRun:
 
     def _go(self, max_steps: int, *, was_reset: bool) -> int:
         """Step until the end; return how many steps were made."""
-        engine = self._engine
         for step in counted(max_steps, "rollout"):
             present = self._rows.present
             _put(self._at["root"][step], [*present.observation, *present.flags])
             acted = self._act(step, was_reset=was_reset)
+            # Rows that end in the last step are reset by the next rollout, if there is one.
             op = Op.STEP if self._breaks or step == max_steps - 1 else Op.STEP_RESET
-            outcome = engine.carry_out(op, self._inputs, partial(self._take, step))
+            outcome = self._engine.carry_out(
+                op,
+                self._inputs,
+                partial(self._take, step),
+            )
             try:
-                engine.note_outcome(outcome, self._at["next"][step], is_shared=False)
+                self._engine.note_outcome(
+                    outcome,
+                    self._at["next"][step],
+                    is_shared=False,
+                )
             except EnvError:
                 self._carried.renew(np.zeros(1, bool))
                 raise
             was_reset = outcome.was_reset
             if self._callback is not None:
-                with engine.rolling():
+                with self._engine.rolling():
                     self._callback(self._with_next(acted, step))
             if self._breaks and outcome.has_ended:
                 return step + 1
@@ -138,10 +149,18 @@ class SimulatorRun:
         return acted.copy().set("next", next_td)
 
     def _result(self, num_steps: int) -> TensorDictBase:
-        rows, leaves = self._rows, self._leaves
-        data: TensorDict = rows.shell("root", (1, num_steps)).build(leaves["root"])
-        data.set("next", rows.shell("next", (1, num_steps)).build(leaves["next"]))
-        for leaf, value in zip(self._engine.input_leaves, leaves["input"], strict=True):
+        data: TensorDict = self._rows.shell("root", (1, num_steps)).build(
+            self._leaves["root"]
+        )
+        data.set(
+            "next",
+            self._rows.shell("next", (1, num_steps)).build(self._leaves["next"]),
+        )
+        for leaf, value in zip(
+            self._engine.input_leaves,
+            self._leaves["input"],
+            strict=True,
+        ):
             data.set(leaf.key, value)
         if self._extras:
             data.update(torch.stack(self._extras, 1))

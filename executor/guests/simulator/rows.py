@@ -63,7 +63,9 @@ class Rows:
         unchecked: frozenset[Key],
         is_copy: bool,
     ) -> None:
-        self._spec, self.place, self._label = spec, place, label
+        self._spec = spec
+        self.place = place
+        self._label = label
         self.is_copy = is_copy
         self._finite = {
             leaf.key
@@ -83,18 +85,16 @@ class Rows:
             "next": self.shell("next", (1,)),
             "root": self.shell("root", (1,)),
         }
-        blank = [
-            torch.zeros(leaf.shape, dtype=self._dtypes[leaf.key], device=place)
-            for leaf in spec.observation
-        ]
-        self.present = Row(blank, np.zeros((3, *spec.batch_shape, 1), bool))
+        self.present = Row(
+            self._zeros(spec.observation),
+            np.zeros((3, *spec.batch_shape, 1), bool),
+        )
         self.mark_lost(np.zeros(1, np.int64))  # it needs a reset
 
     def shell(self, section: str, lead: tuple[int, ...]) -> Shell:
         """Return the nesting of a section ("next" or "root") for leading dimensions `lead`."""
-        keys = self.next_keys if section == "next" else self.root_keys
         return Shell(
-            list(enumerate(keys)),
+            list(enumerate(self.next_keys if section == "next" else self.root_keys)),
             dict(self._spec.groups),
             lead,
             self._spec.batch_shape,
@@ -123,16 +123,15 @@ class Rows:
         ]
 
     def _fit(self, leaf: LeafSpec, value: Any) -> torch.Tensor:
-        dtype, is_alike = (
-            self._dtypes[leaf.key],
-            value.__class__ is torch.Tensor and value.shape == leaf.shape,
-        )
+        dtype = self._dtypes[leaf.key]
+        is_alike = value.__class__ is torch.Tensor and value.shape == leaf.shape
         if (
             not is_alike
             or value.dtype is not dtype
             or value.device != self.place
             or value.requires_grad
         ):
+            # `coerce` also takes other types of values, and names what does not fit.
             if not is_alike or not torch.can_cast(value.dtype, dtype):
                 value = (
                     value.cpu().numpy() if isinstance(value, torch.Tensor) else value
@@ -154,7 +153,8 @@ class Rows:
     def flags(self, terminated: Any, truncated: Any) -> np.ndarray:
         """Return done, terminated and truncated of bools `[B, 1]`, as `Row` has them."""
         flags = np.empty(self.present.flags.shape, bool)
-        flags[1], flags[2] = terminated, truncated
+        flags[1] = terminated
+        flags[2] = truncated
         np.logical_or(flags[1], flags[2], out=flags[0])
         return flags
 
@@ -221,11 +221,17 @@ class Rows:
 
     def repeated(self) -> Leaves:
         """Return the leaves of a `next` without a step: the present observation, reward 0, and the present flags."""
-        rewards = [
+        return self.next_of(
+            self.present,
+            self._zeros(self._spec.reward),
+            is_copy=True,
+        )
+
+    def _zeros(self, leaves: Sequence[LeafSpec]) -> Leaves:
+        return [
             torch.zeros(leaf.shape, dtype=self._dtypes[leaf.key], device=self.place)
-            for leaf in self._spec.reward
+            for leaf in leaves
         ]
-        return self.next_of(self.present, rewards, is_copy=True)
 
     def mark_lost(self, _: np.ndarray) -> None:
         """Note that the episodes of all rows were lost: the present root is truncated."""
@@ -248,13 +254,12 @@ class Rows:
 
     def put_roots(self, _: np.ndarray, roots: Sequence[Mapping[str, Any]]) -> None:
         """Set the present root, from `roots`."""
-        root, spec = roots[0], self._spec
-        observation = [
-            torch.as_tensor(entry(root, leaf.key), device=self.place).clone()
-            for leaf in spec.observation
-        ]
+        root = roots[0]
         self.present = Row(
-            observation,
-            np.stack([to_numpy(entry(root, leaf.key)) for leaf in spec.done]),
+            [
+                torch.as_tensor(entry(root, leaf.key), device=self.place).clone()
+                for leaf in self._spec.observation
+            ],
+            np.stack([to_numpy(entry(root, leaf.key)) for leaf in self._spec.done]),
         )
         self._given = []

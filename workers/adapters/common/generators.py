@@ -18,7 +18,8 @@ class OwnGenerators:
     """
 
     def __init__(self, read: Callable[[], Any], restore: Callable[[Any], Any]) -> None:
-        self._read, self._restore = read, restore
+        self._read = read
+        self._restore = restore
         self.state = self._outer = read()
 
     def __enter__(self) -> None:

@@ -48,9 +48,8 @@ def as_flag(value: Any, name: str) -> bool:
         return bool(value)
     array = _as_array(value)
     if array is None or array.size != 1 or not are_flags(array):
-        got = _describe(value, array)
         raise SpecError(
-            f"step failed: expected a bool as `{name}`, got {got}. Return bool(...) from the env."
+            f"step failed: expected a bool as `{name}`, got {_describe(value, array)}. Return bool(...) from the env."
         )
     return bool(array.reshape(()))
 

@@ -36,11 +36,10 @@ def snapshot(value: Any, where: str = "value") -> Any:
     ):
         return value
     if isinstance(value, tuple):
-        fields = getattr(value, "_fields", None)
-        if fields is not None:
+        if hasattr(value, "_fields"):  # of a named tuple
             return {
                 name: snapshot(item, f"{where}.{name}")
-                for name, item in zip(fields, value, strict=True)
+                for name, item in zip(value._fields, value, strict=True)
             }
         return tuple(snapshot(item, f"{where}[{i}]") for i, item in enumerate(value))
     if isinstance(value, list):
@@ -63,9 +62,9 @@ def _snapshot_array(array: np.ndarray, where: str) -> Any:
 
 def _snapshot_object(value: Any, where: str) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value)]
         return {
-            name: snapshot(getattr(value, name), f"{where}.{name}") for name in names
+            field.name: snapshot(getattr(value, field.name), f"{where}.{field.name}")
+            for field in dataclasses.fields(value)
         }
     if hasattr(value, "__array__"):
         return _snapshot_array(np.array(value), where)

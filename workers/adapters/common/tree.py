@@ -110,10 +110,13 @@ def dict_branch(
     Raises:
         SpecError: two native keys share a name.
     """
-    entries = tuple(
-        (native, make(inner, (*key, str(native)))) for native, inner in items.items()
+    branch = Branch(
+        dict,
+        tuple(
+            (native, make(inner, (*key, str(native))))
+            for native, inner in items.items()
+        ),
     )
-    branch = Branch(dict, entries)
     check_names(branch, tuple(map(str, items)), operation)
     return branch
 
@@ -164,6 +167,7 @@ def flattener(node: Node, where: str | None) -> Callable[[Any], list[Any]]:
         )
     if (
         where is not None
+        # `itemgetter` of a single key does not return a tuple.
         and len(node.entries) > 1
         and all(is_bare(child) for _, child in node.entries)
     ):
@@ -179,7 +183,8 @@ def flattener(node: Node, where: str | None) -> Callable[[Any], list[Any]]:
 
 
 def _flat_flattener(node: Branch, where: str) -> Callable[[Any], list[Any]]:
-    get, num_entries = itemgetter(*node.keys), len(node.entries)
+    get = itemgetter(*node.keys)
+    num_entries = len(node.entries)
 
     def flatten(value: Any) -> list[Any]:
         try:
@@ -265,7 +270,8 @@ def _maker(node: Node) -> Callable[[Iterator[Any]], Any]:
         give = node.give
         return next if give is None else (lambda values: give(next(values)))
     parts = [_maker(child) for _, child in node.entries]
-    keys, kind = node.keys, node.kind
+    keys = node.keys
+    kind = node.kind
     if kind is dict:
         return lambda values: {
             key: part(values) for key, part in zip(keys, parts, strict=True)
@@ -275,7 +281,8 @@ def _maker(node: Node) -> Callable[[Iterator[Any]], Any]:
 
 def interval(low: Any, high: Any, dtype: np.dtype) -> Domain:
     """Return the domain `[low, high]`: bounds that are equal everywhere as one number, none at all as `Unbounded`."""
-    low, high = np.asarray(low, dtype), np.asarray(high, dtype)
+    low = np.asarray(low, dtype)
+    high = np.asarray(high, dtype)
     if dtype.kind == "f" and np.all(np.isneginf(low)) and np.all(np.isposinf(high)):
         return Unbounded()
     return Box(shrunk(low), shrunk(high))
@@ -338,9 +345,8 @@ def array_leaf(
     """Describe an array. One of shape () is stored as an array of one, and handed out as a 0-d array (VIEWS)."""
     if shape != ():
         return Leaf(LeafSpec(key, shape, dtype.name, domain))
-    spec = LeafSpec(key, (1,), dtype.name, domain)
     return Leaf(
-        spec,
+        LeafSpec(key, (1,), dtype.name, domain),
         take=lambda value: np.asarray(value)[np.newaxis],
         give=lambda value: value.reshape(()),
     )

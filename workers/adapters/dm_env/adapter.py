@@ -27,7 +27,8 @@ from envherd.workers.errors import ResetNeeded, SpecError
 
 _LOG = logging.getLogger(__name__)
 
-_MID, _LAST = dm_env.StepType.MID, dm_env.StepType.LAST
+_MID = dm_env.StepType.MID
+_LAST = dm_env.StepType.LAST
 
 #: Attributes in which wrappers of this family keep the env that they wrap.
 _INNER = ("_env", "_environment", "env", "environment")
@@ -104,16 +105,13 @@ class DmEnvAdapter(Adapter):
         """
         timestep = self.env.step(self._build(action))
         try:
-            step_type, reward, discount = (
-                timestep.step_type,
-                timestep.reward,
-                timestep.discount,
-            )
+            step_type = timestep.step_type
+            reward = timestep.reward
+            discount = timestep.discount
             observation = timestep.observation
         except AttributeError:
-            got = type(timestep).__name__
             raise SpecError(
-                f"step failed: expected a dm_env.TimeStep, got {got}. Fix the env."
+                f"step failed: expected a dm_env.TimeStep, got {type(timestep).__name__}. Fix the env."
             ) from None
         terminated = truncated = False
         if step_type == _LAST:
@@ -166,6 +164,7 @@ def _is_zero(discount: Any) -> bool:
 
 def _chain(env: Any) -> Iterator[dm_env.Environment]:
     """Yield an env and the dm_envs that it wraps, outermost first."""
+    # A list: an env may define equality and have no hash.
     seen: list[Any] = []
     while isinstance(env, dm_env.Environment) and not any(
         env is outer for outer in seen
@@ -225,9 +224,10 @@ def _seed_generators(env: dm_env.Environment, seed: int) -> None:
         if isinstance(generator, np.random.RandomState):
             generator.seed(own)
         elif isinstance(generator, np.random.Generator):
+            # In place, because parts of the env share the generator.
             bits = generator.bit_generator
             bits.state = type(bits)(own).state
-        else:
+        else:  # None, or of a kind that is not known
             continue
         seeded.append(generator)
 

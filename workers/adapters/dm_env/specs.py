@@ -81,9 +81,11 @@ def reward_tree(spec: Any) -> Node:
 
 def _tree(spec: Any, key: Key, make_leaf: _MakeLeaf) -> Node:
     if isinstance(spec, Mapping):
-        operation = f"reading the spec of {'/'.join(key)}"
         return dict_branch(
-            spec, key, lambda inner, at: _tree(inner, at, make_leaf), operation
+            spec,
+            key,
+            lambda inner, at: _tree(inner, at, make_leaf),
+            f"reading the spec of {'/'.join(key)}",
         )
     if isinstance(spec, (list, tuple)):
         kind = tuple if isinstance(spec, tuple) else list
@@ -130,14 +132,16 @@ def _action_leaf(spec: specs.Array, key: Key) -> Leaf:
 
 
 def _reward_leaf(spec: specs.Array, key: Key) -> Leaf:
-    dtype, shape = np.dtype(spec.dtype), tuple(spec.shape)
+    dtype = np.dtype(spec.dtype)
+    shape = tuple(spec.shape)
     if shape in ((), (1,)) and dtype.kind == "f":
-        return Leaf(LeafSpec(key, (1,), dtype.name), take=_as_reward)
+        return Leaf(
+            LeafSpec(key, (1,), dtype.name),
+            take=lambda value: (
+                value if value.__class__ is float else as_float(value, "reward")
+            ),
+        )
     return array_leaf(key, shape, dtype, Unbounded())
-
-
-def _as_reward(value: Any) -> float:
-    return value if value.__class__ is float else as_float(value, "reward")
 
 
 def _domain(spec: specs.Array, dtype: np.dtype) -> Domain:

@@ -135,11 +135,11 @@ class GymnasiumAdapter(Adapter):
         except TypeError as error:
             if not _LACKS_ARGUMENT.search(str(error)):
                 raise
-            old = _OLD_API.format(
-                new="(observation, info) from reset(seed=None, options=None)"
-            )
             raise SpecError(
-                f"reset failed: expected reset(seed=..., options=...), got {error}. {old}"
+                f"reset failed: expected reset(seed=..., options=...), got {error}. "
+                + _OLD_API.format(
+                    new="(observation, info) from reset(seed=None, options=None)"
+                )
             ) from error
         if not (
             isinstance(result, tuple)
@@ -219,8 +219,7 @@ class GymnasiumAdapter(Adapter):
 
 
 def _wrong_arity(result: Any) -> SpecError:
-    expected = "(observation, reward, terminated, truncated, info)"
-    message = f"step failed: expected {expected}, got {outline(result)}. "
+    message = f"step failed: expected (observation, reward, terminated, truncated, info), got {outline(result)}. "
     if isinstance(result, (tuple, list)) and len(result) == 4:
         return SpecError(message + _OLD_API.format(new="these five values"))
     return SpecError(message + "Return five values from env.step.")

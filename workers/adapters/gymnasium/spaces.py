@@ -95,10 +95,12 @@ def observation_tree(
         return _tree(space, ("observation",), make_leaf), {}
     renames = {"state": "observation"} if "observation" not in space.spaces else {}
     names = tuple(renames.get(str(key), str(key)) for key in space.spaces)
-    entries = zip(names, space.spaces.items(), strict=True)
     tree = Branch(
         dict,
-        tuple((key, _tree(sub, (name,), make_leaf)) for name, (key, sub) in entries),
+        tuple(
+            (key, _tree(sub, (name,), make_leaf))
+            for name, (key, sub) in zip(names, space.spaces.items(), strict=True)
+        ),
     )
     refuse_reserved(names, "reading observation_space")
     check_names(tree, names, "reading observation_space")
@@ -180,10 +182,10 @@ def metadata(env: Any, renamed: dict[str, str]) -> dict[str, Any]:
         env: what the factory returned.
         renamed: see `observation_tree`.
     """
-    native, known = type(env.unwrapped), getattr(env, "spec", None)
-    env_id = getattr(known, "id", None)
+    native = type(env.unwrapped)
     facts = {
-        "env_id": env_id or f"{native.__module__}.{native.__qualname__}",
+        "env_id": getattr(getattr(env, "spec", None), "id", None)
+        or f"{native.__module__}.{native.__qualname__}",
         "render_mode": env.render_mode,
     }
     fps = (env.metadata or {}).get("render_fps")
@@ -203,9 +205,11 @@ def _check_space(space: Any, name: str) -> None:
 def _tree(space: Space, key: Key, make_leaf: MakeLeaf, order: Any = None) -> Node:
     """Describe a space; with an order, as of `native_tree`, two entries of a Dict may share a name."""
     if isinstance(space, spaces.Dict) and order is None:
-        operation = f"reading the space of {'/'.join(key)}"
         return dict_branch(
-            space.spaces, key, lambda sub, at: _tree(sub, at, make_leaf), operation
+            space.spaces,
+            key,
+            lambda sub, at: _tree(sub, at, make_leaf),
+            f"reading the space of {'/'.join(key)}",
         )
     if not isinstance(space, (spaces.Dict, spaces.Tuple)):
         return make_leaf(space, key)
@@ -240,7 +244,8 @@ def observation_leaf(space: Space, key: Key) -> Leaf:
         return Leaf(LeafSpec(key, space.shape, space.dtype.name, Binary()))
     domain: Domain
     if isinstance(space, spaces.Discrete):
-        start, n = int(space.start), int(space.n)
+        start = int(space.start)
+        n = int(space.n)
         domain = interval(start, start + n - 1, space.dtype) if start else Discrete(n)
         return Leaf(LeafSpec(key, (), space.dtype.name, domain))
     if isinstance(space, spaces.MultiDiscrete):
@@ -261,16 +266,19 @@ def action_leaf(space: Space, key: Key) -> Leaf:
         return Leaf(LeafSpec(key, space.shape, space.dtype.name, Binary()))
     if isinstance(space, spaces.Discrete):
         # The env gets a scalar of its space's dtype, as `space.sample()` returns it.
-        domain = Discrete(int(space.n), int(space.start))
         return Leaf(
-            LeafSpec(key, (), "int64", domain),
+            LeafSpec(key, (), "int64", Discrete(int(space.n), int(space.start))),
             give=_Scalars(space).__getitem__,
         )
     if isinstance(space, spaces.MultiDiscrete):
         starts = nested(space.start.tolist()) if space.start.any() else ()
-        indices = MultiDiscrete(nested(space.nvec.tolist()), starts)
         return Leaf(
-            LeafSpec(key, space.shape, "int64", indices),
+            LeafSpec(
+                key,
+                space.shape,
+                "int64",
+                MultiDiscrete(nested(space.nvec.tolist()), starts),
+            ),
             give=from_indices(space),
         )
     return Leaf(side_leaf(key), give=_reviver(space))
@@ -288,7 +296,8 @@ class _Scalars(dict[int, Any]):
     _NUM_READY = 256
 
     def __init__(self, space: spaces.Discrete[Any]) -> None:
-        self._make, self._start = space.dtype.type, int(space.start)
+        self._make = space.dtype.type
+        self._start = int(space.start)
         super().__init__(
             (i, self._make(i + self._start))
             for i in range(min(int(space.n), self._NUM_READY))
@@ -312,7 +321,8 @@ def from_indices(
     space: spaces.Discrete[Any] | spaces.MultiDiscrete[Any],
 ) -> Convert | None:
     """Return the function from an array of indices to what a space has in their place; None if they are the same."""
-    dtype, start = space.dtype, np.asarray(space.start, np.int64)
+    dtype = space.dtype
+    start = np.asarray(space.start, np.int64)
     if not start.any():
         return None if dtype == np.int64 else lambda indices: indices.astype(dtype)
     return lambda indices: (indices + start).astype(dtype, copy=False)
@@ -321,7 +331,11 @@ def from_indices(
 def _reviver(space: Space) -> Convert | None:
     """Return the function from plain data to what a space samples; None if they are the same."""
     if isinstance(space, spaces.Graph):
-        return _revive_graph
+        return lambda value: (
+            value
+            if isinstance(value, spaces.GraphInstance)
+            else spaces.GraphInstance(**value)
+        )
     if isinstance(space, spaces.Sequence) and not space.stack:
         inner = _reviver(space.feature_space)
         return (
@@ -353,11 +367,3 @@ def _reviver(space: Space) -> Convert | None:
 
 def _revive(convert: Convert | None, value: Any) -> Any:
     return value if convert is None else convert(value)
-
-
-def _revive_graph(value: Any) -> spaces.GraphInstance:
-    return (
-        value
-        if isinstance(value, spaces.GraphInstance)
-        else spaces.GraphInstance(**value)
-    )

@@ -104,6 +104,7 @@ class GymnasiumVectorAdapter(Adapter):
             env.unwrapped,
             (SyncVectorEnv, AsyncVectorEnv),
         )
+        # ALE takes int32, and row i gets seed + i.
         self._num_seeds = 2**31 - n if is_atari else 2**32
         space = getattr(env, "single_observation_space", None)
         row, _ = gymnasium_spaces.observation_tree(space)
@@ -111,9 +112,8 @@ class GymnasiumVectorAdapter(Adapter):
             space,
             gymnasium_rows.observations_of(n),
         )
-        actions = getattr(env, "single_action_space", None)
         action = gymnasium_spaces.tree_below(
-            actions,
+            getattr(env, "single_action_space", None),
             "action",
             make_leaf=gymnasium_rows.actions_of(n),
         )
@@ -174,6 +174,7 @@ class GymnasiumVectorAdapter(Adapter):
             or own is not None
             or not self._begun.all()
         )
+        # Otherwise the env has begun all rows by itself, and their first observations are at hand.
         if mask.all() and is_anew:
             self._is_reseeded = False
             observation, self.info = _pair(self.env.reset(seed=seed, options=own))
@@ -215,6 +216,7 @@ class GymnasiumVectorAdapter(Adapter):
             if np.shape(values[index]) != self.spec.observation[index].shape:
                 continue  # the code that stores it raises
             theirs = np.ascontiguousarray(np.asarray(values[index])[others])
+            # Bytes, because a NaN is not equal to itself.
             if (
                 theirs.tobytes()
                 != np.ascontiguousarray(np.asarray(now[index])[others])

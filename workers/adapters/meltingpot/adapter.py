@@ -66,12 +66,16 @@ class MeltingPotAdapter(Adapter):
             if not name.startswith(_WORLD)
         }
         worlds = self._world_specs(observed[0])
-        stacks = {
-            name: np.zeros((self._num_players, *(spec.shape or (1,))), spec.dtype)
-            for name, spec in players.items()
-            if self._keeps(name)
-        }
-        self._views = Views(env, stacks, worlds, self._num_players)
+        self._views = Views(
+            env,
+            {
+                name: np.zeros((self._num_players, *(spec.shape or (1,))), spec.dtype)
+                for name, spec in players.items()
+                if self._keeps(name)
+            },
+            worlds,
+            self._num_players,
+        )
         self._num_steps = 0
         self._needs_reset = True
         self.spec = self._make_spec(worlds)
@@ -97,6 +101,7 @@ class MeltingPotAdapter(Adapter):
             timestep = self.env.reset()
         else:
             self._episodes.seed_next(seed)
+            # A scenario draws its bots from Python's global generator.
             with seeded_random(seed) if self._is_scenario else contextlib.nullcontext():
                 timestep = self.env.reset()
         self._views.take(timestep)
@@ -164,30 +169,11 @@ class MeltingPotAdapter(Adapter):
     def _make_spec(self, worlds: Mapping[str, Any]) -> EnvSpec:
         seen: dict[Key, Any] = {
             (name.removeprefix(_WORLD),): spec for name, spec in worlds.items()
+        } | {
+            (_GROUP, "observation", name): stack
+            for name, stack in self._views.stacks.items()
         }
-        seen.update(
-            {
-                (_GROUP, "observation", name): stack
-                for name, stack in self._views.stacks.items()
-            }
-        )
         cap = self._episodes.max_frames
-        metadata = {
-            "name": self._name,
-            "level": self._episodes.level,
-            "agent_names": [f"player_{i}" for i in range(self._num_players)],
-            "agent_roles": list(getattr(self.env, "envherd_roles", ())),
-            "is_focal": list(getattr(self.env, "envherd_is_focal", ())),
-            "agent_count": self._num_players,
-            "num_actions": self._num_actions,
-            "frame_key": "RGB" if _WORLD_RGB in worlds else "",
-            "cell_px": self._episodes.cell_px,
-            "max_episode_steps": min(
-                (limit for limit in (cap, self._max_steps) if limit is not None),
-                default=None,
-            ),
-            "can_seed": self._episodes.can_seed,
-        }
         return EnvSpec(
             observation=tuple(
                 LeafSpec(key, like.shape, like.dtype.name) for key, like in seen.items()
@@ -203,7 +189,22 @@ class MeltingPotAdapter(Adapter):
             reward=(LeafSpec((_GROUP, "reward"), (self._num_players, 1), "float64"),),
             groups=(((_GROUP,), (self._num_players,)),),
             family=self.family,
-            metadata=metadata,
+            metadata={
+                "name": self._name,
+                "level": self._episodes.level,
+                "agent_names": [f"player_{i}" for i in range(self._num_players)],
+                "agent_roles": list(getattr(self.env, "envherd_roles", ())),
+                "is_focal": list(getattr(self.env, "envherd_is_focal", ())),
+                "agent_count": self._num_players,
+                "num_actions": self._num_actions,
+                "frame_key": "RGB" if _WORLD_RGB in worlds else "",
+                "cell_px": self._episodes.cell_px,
+                "max_episode_steps": min(
+                    (limit for limit in (cap, self._max_steps) if limit is not None),
+                    default=None,
+                ),
+                "can_seed": self._episodes.can_seed,
+            },
         )
 
     @property
@@ -223,15 +224,11 @@ class MeltingPotAdapter(Adapter):
     def _world_specs(self, observed: Mapping[str, Any]) -> dict[str, Any]:
         """Return the specs of the world views that are kept; a scenario hides its substrate's."""
         inner = self.env._substrate.observation_spec()[0] if self._is_scenario else {}  # noqa: SLF001  # no public way
-        worlds = {
-            name: spec
-            for name, spec in {**inner, **observed}.items()
-            if name.startswith(_WORLD)
-        }
+        has_rgb = self._options is None or self._options.world_rgb
         return {
             name: spec
-            for name, spec in sorted(worlds.items())
-            if self._options is None or self._options.world_rgb or name != _WORLD_RGB
+            for name, spec in sorted({**inner, **observed}.items())
+            if name.startswith(_WORLD) and (has_rgb or name != _WORLD_RGB)
         }
 
 

@@ -22,6 +22,7 @@ import os
 import random
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import dm_env
@@ -152,14 +153,19 @@ class EpisodeEnv(reset_wrapper.ResetWrapper):  # type: ignore[misc]  # untyped b
     def _build(self, seed: int) -> None:
         self.__dict__.pop("_env", None)  # frees the finished one first
         self._built_from = None
-        settings = {**self._recipe.settings_for(seed), "env_seed": str(seed)}
-        raw = dmlab2d.Lab2d(runfiles_helper.find(), settings)
-        names = [
-            name
-            for name in raw.observation_names()
-            if _without_player(name) in self._wanted
-        ]
-        self._env = dmlab2d.Environment(env=raw, observation_names=names, seed=seed)
+        raw = dmlab2d.Lab2d(
+            runfiles_helper.find(),
+            {**self._recipe.settings_for(seed), "env_seed": str(seed)},
+        )
+        self._env = dmlab2d.Environment(
+            env=raw,
+            observation_names=[
+                name
+                for name in raw.observation_names()
+                if _without_player(name) in self._wanted
+            ],
+            seed=seed,
+        )
         self._built_from = seed
         if self._promised is not None:
             _check_promise(
@@ -185,6 +191,7 @@ class _Recipe:
         self._lua_root = lua_root(is_ordered=is_deterministic)
         if is_deterministic:
             with seeded_random(0):
+                # A config that draws gives other settings for each seed.
                 before = random.getstate()
                 self.settings = self._flatten()
                 self._is_per_seed = random.getstate() != before
@@ -221,10 +228,8 @@ def build_substrate(options: MeltingPotFactory) -> Any:
     Raises:
         FactoryError: a role or an observation key that the substrate does not have.
     """
-    config, scenario = (
-        substrate_lib.get_config(options.substrate),
-        options.scenario_config,
-    )
+    config = substrate_lib.get_config(options.substrate)
+    scenario = options.scenario_config
     default = config.default_player_roles if scenario is None else scenario.roles
     roles = tuple(default if options.roles is None else options.roles)
     unknown = sorted(set(roles) - set(config.valid_roles))
@@ -234,14 +239,9 @@ def build_substrate(options: MeltingPotFactory) -> Any:
             f"got {unknown or 'none'}. roles=None takes the {len(config.default_player_roles)} default ones."
         )
     kept = _kept_keys(options, config.individual_observation_names)
-    worlds = [
-        name
-        for name in config.global_observation_names
-        if options.world_rgb or name != _WORLD_RGB
-    ]
     individual = [name for name in config.individual_observation_names if name in kept]
     individual += _POSITIONS if options.positions else ()
-    env = _assemble(options, config, roles, individual, worlds)
+    env = _assemble(options, config, roles, individual)
     env.envherd_roles = roles
     env.envherd_is_focal = (
         (True,) * len(roles) if scenario is None else scenario.is_focal
@@ -274,16 +274,13 @@ def build_scenario(options: MeltingPotFactory) -> Any:
     from meltingpot.utils.scenarios import scenario as scenario_env
 
     substrate_config = substrate_lib.get_config(config.substrate)
-    permitted = scenario_lib.PERMITTED_OBSERVATIONS
     individual = list(substrate_config.individual_observation_names)
-    _kept_keys(options, [name for name in individual if name in permitted])
-    worlds = [
-        name
-        for name in substrate_config.global_observation_names
-        if options.world_rgb or name != _WORLD_RGB
-    ]
+    _kept_keys(
+        options,
+        [name for name in individual if name in scenario_lib.PERMITTED_OBSERVATIONS],
+    )
     with contextlib.ExitStack() as stack:
-        inner = _assemble(options, substrate_config, config.roles, individual, worlds)
+        inner = _assemble(options, substrate_config, config.roles, individual)
         stack.callback(inner.close)
         bots = {}
         for name in names:
@@ -295,8 +292,9 @@ def build_scenario(options: MeltingPotFactory) -> Any:
             bots_by_role=config.bots_by_role,
             roles=config.roles,
             is_focal=config.is_focal,
-            permitted_observations=permitted,
+            permitted_observations=scenario_lib.PERMITTED_OBSERVATIONS,
         )
+        # From here on, the scenario closes the substrate and the bots.
         stack.pop_all()
     env.envherd_roles = tuple(itertools.compress(config.roles, config.is_focal))
     env.envherd_is_focal = (True,) * len(env.envherd_roles)
@@ -308,23 +306,25 @@ def _assemble(
     config: Any,
     roles: Any,
     individual: list[str],
-    worlds: list[str],
 ) -> Any:
-    def make_settings() -> Any:
-        return config.lab2d_settings_builder(roles=roles, config=config)
-
+    worlds = [
+        name
+        for name in config.global_observation_names
+        if options.world_rgb or name != _WORLD_RGB
+    ]
     # A config describes its default number of agents; for another number, read the env itself.
     has_spec = len(roles) == len(config.default_player_roles)
     specs = (
         _promised_specs(config, len(roles), individual, worlds) if has_spec else None
     )
-    episodes = EpisodeEnv(
-        make_settings,
-        options,
-        frozenset([*individual, *worlds, "REWARD"]),
-        specs,
+    env = observables_wrapper.ObservablesWrapper(
+        EpisodeEnv(
+            partial(config.lab2d_settings_builder, roles=roles, config=config),
+            options,
+            frozenset([*individual, *worlds, "REWARD"]),
+            specs,
+        )
     )
-    env = observables_wrapper.ObservablesWrapper(episodes)
     env = multiplayer_wrapper.Wrapper(
         env,
         individual_observation_names=individual,
@@ -347,12 +347,11 @@ def _promised_specs(
 ) -> Specs:
     """Return the specs that the substrate's own config declares for dmlab2d."""
     given: Mapping[str, Any] = {**config.timestep_spec.observation, **_POSITIONS}
-    reward = config.timestep_spec.reward
     observation = {name: given[name] for name in worlds}
     action = {}
     for player in range(1, num_players + 1):
         observation.update({f"{player}.{name}": given[name] for name in individual})
-        observation[f"{player}.REWARD"] = reward
+        observation[f"{player}.REWARD"] = config.timestep_spec.reward
         for name in config.action_set[0]:
             values = [row[name] for row in config.action_set]
             action[f"{player}.{name}"] = dm_env.specs.BoundedArray(
@@ -366,11 +365,13 @@ def _promised_specs(
 
 def _observe_positions(game_objects: Any) -> None:
     """Add the component that observes an agent's place to each avatar."""
-    kwargs = {"objectIsAvatar": True, "alsoReportOrientation": True}
     for one in game_objects:
         if any(component["component"] == "Avatar" for component in one["components"]):
             one["components"].append(
-                {"component": "LocationObserver", "kwargs": kwargs}
+                {
+                    "component": "LocationObserver",
+                    "kwargs": {"objectIsAvatar": True, "alsoReportOrientation": True},
+                }
             )
 
 

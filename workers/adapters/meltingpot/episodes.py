@@ -12,7 +12,8 @@ import numpy as np
 
 _WORLD_RGB = "WORLD.RGB"
 #: What Melting Pot's own build function closes over; see `meltingpot.utils.substrates.builder.builder`.
-_SEEDS, _SETTINGS = "env_seeds", "lab2d_settings_dict"
+_SEEDS = "env_seeds"
+_SETTINGS = "lab2d_settings_dict"
 
 
 class Episodes:
@@ -28,7 +29,13 @@ class Episodes:
 
     def __init__(self, env: Any) -> None:
         self.wrapper: Any = next(
-            (layer for layer in layers(env) if _is_episode_wrapper(layer)),
+            (
+                layer
+                for layer in layers(env)
+                # Asked of the layer alone: a wrapper passes other names on to the env inside.
+                if hasattr(type(layer), "seed_next")
+                or "_rebuild_environment" in getattr(layer, "__dict__", {})
+            ),
             None,
         )
         self._cells = _closure(getattr(self.wrapper, "_rebuild_environment", None))
@@ -90,19 +97,9 @@ def spaced_seeds(first: int) -> Iterator[int]:
         yield following.getrandbits(32)
 
 
-def _is_episode_wrapper(layer: Any) -> bool:
-    return hasattr(type(layer), "seed_next") or "_rebuild_environment" in getattr(
-        layer,
-        "__dict__",
-        {},
-    )
-
-
 def _closure(function: Any) -> dict[str, Any]:
-    code, cells = (
-        getattr(function, "__code__", None),
-        getattr(function, "__closure__", None),
-    )
+    code = getattr(function, "__code__", None)
+    cells = getattr(function, "__closure__", None)
     return (
         dict(zip(code.co_freevars, cells, strict=True))
         if code is not None and cells

@@ -106,6 +106,7 @@ class MeltingPotFactory:
                 "none",
                 "Install it: pip install 'envherd[meltingpot]'.",
             )
+        # It imports Melting Pot, which the process that makes the factory need not have.
         build = importlib.import_module(_BUILD)
         env = (
             build.build_scenario(self)
@@ -205,8 +206,10 @@ def _config_module(kind: str) -> ModuleType | None:
     root = _installed()
     if root is None:
         return None
-    path = root / "configs" / kind / "__init__.py"
-    spec = importlib.util.spec_from_file_location(f"_envherd_meltingpot_{kind}", path)
+    spec = importlib.util.spec_from_file_location(
+        f"_envherd_meltingpot_{kind}",
+        root / "configs" / kind / "__init__.py",
+    )
     if spec is None or spec.loader is None:
         return None
     module = importlib.util.module_from_spec(spec)

@@ -72,14 +72,13 @@ class Views:
         chain = stock_layers(env)
         if chain is not None:
             images = [name for name, stack in players.items() if stack.ndim >= _IMAGE]
-            others = {
-                name: stack
-                for name, stack in players.items()
-                if name not in (*images, _COLLECTIVE_REWARD)
-            }
             self._direct = DirectStep(
                 chain,
-                others,
+                {
+                    name: stack
+                    for name, stack in players.items()
+                    if name not in (*images, _COLLECTIVE_REWARD)
+                },
                 images,
                 self.reward,
                 players.get(_COLLECTIVE_REWARD),
@@ -226,6 +225,7 @@ class DirectStep:
             [f"{i + 1}.{name}" for name in self._action_names]
             for i in range(len(self._reward))
         ]
+        # Melting Pot sends whole numbers alone; anything else takes the long way.
         self._is_stock = (
             _name(lab2d) == "dmlab2d.Environment"
             and not any(name in own for name in _OVERRIDABLE)

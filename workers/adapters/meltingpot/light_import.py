@@ -62,11 +62,10 @@ class _LazyFinder(importlib.abc.MetaPathFinder):
         # What it defines cannot be seen: imported as usual.
         if source is None or "*" in names:
             return spec
-        special = {"dataclass": mapping_dataclass} if name == _CHEX else {}
         spec.loader = _LazyLoader(
             spec.loader,
             names,
-            special,
+            {"dataclass": mapping_dataclass} if name == _CHEX else {},
             ast.get_docstring(source),
         )
         return spec

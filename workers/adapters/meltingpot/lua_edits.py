@@ -155,7 +155,8 @@ class Edit(NamedTuple):
     new: str
 
 
-LIBRARY, OBJECT = "modules/component_library.lua", "modules/game_object.lua"
+LIBRARY = "modules/component_library.lua"
+OBJECT = "modules/game_object.lua"
 
 #: Reads of the state that a game object keeps; a test proves each read that it serves against `grid:state`.
 CACHED_STATE = "if state ~= nil then return state end"

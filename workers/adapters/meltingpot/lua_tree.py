@@ -180,7 +180,8 @@ def _placed(files: dict[str, bytes]) -> str:
     for name, content in sorted(files.items()):
         digest.update(f"{name}\0{len(content)}\0".encode() + content)
     target = (
-        _cache_folder()
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / platforms.CACHES)
+        / "envherd"
         / f"meltingpot-{_version('dm-meltingpot')}-{digest.hexdigest()[:16]}"
     )
     if not _holds(target, files):
@@ -246,13 +247,6 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "unversioned"
-
-
-def _cache_folder() -> Path:
-    return (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / platforms.CACHES)
-        / "envherd"
-    )
 
 
 def _holds(root: Path, files: dict[str, bytes]) -> bool:

@@ -63,7 +63,8 @@ class ParallelAdapter(Adapter):
     _needs_agents: ClassVar[bool] = True
 
     def __init__(self, env: Any, parallel: Any, seats: Mapping[Agent, Any]) -> None:
-        self.env, self._parallel = env, parallel
+        self.env = env
+        self._parallel = parallel
         self.info: Mapping[Any, Any] = {}
         self._turns = turn_based(parallel)
         self._seats = seats
@@ -85,6 +86,7 @@ class ParallelAdapter(Adapter):
             TypeError: a keyword other than `options`.
             SpecError: the env returned anything but `(observations, infos)`, or has no agents.
         """
+        # Until the end of this method, because the env may raise.
         self._needs_reset = True
         observations, self.info = checked_reset(self._begin(seed, options))
         if self._needs_agents and not self._parallel.agents:
@@ -134,10 +136,9 @@ class ParallelAdapter(Adapter):
 
     def state_dict(self) -> Any:
         """Return the env's state, and which agents have ended."""
-        ends = [list(seat.end) for seat in self._seats.values()]
         return {
             "env": super().state_dict(),
-            "ends": ends,
+            "ends": [list(seat.end) for seat in self._seats.values()],
             "needs_reset": self._needs_reset,
         }
 
@@ -150,11 +151,9 @@ class ParallelAdapter(Adapter):
             raise ValueError(
                 f"expected a state of a PettingZoo env, got {type(state).__name__}."
             )
-        put, ends, needs_reset = (
-            super().read_state(state["env"]),
-            state["ends"],
-            state["needs_reset"],
-        )
+        put = super().read_state(state["env"])
+        ends = state["ends"]
+        needs_reset = state["needs_reset"]
         are_ends = isinstance(ends, list) and all(
             isinstance(end, list) and len(end) == 2 for end in ends
         )
@@ -196,7 +195,8 @@ class ParallelAdapter(Adapter):
         """Record how agents have ended; return whether the episode has terminated, and whether it was truncated."""
         present = self._parallel.agents
         for agent, seat in self._seats.items():
-            terminated, truncated = terminations.get(agent), truncations.get(agent)
+            terminated = terminations.get(agent)
+            truncated = truncations.get(agent)
             if terminated is not None or truncated is not None:
                 seat.end = (
                     terminated is not None
@@ -255,11 +255,18 @@ class PettingZooAdapter(ParallelAdapter):
         env = as_parallel(env)
         agents = possible_agents(env)
         _, infos = checked_reset(env.reset(seed=None, options=None))
-        read = [
-            read_agent(a, env.observation_space(a), env.action_space(a), infos.get(a))
-            for a in agents
-        ]
-        self._groups = make_groups(read, None if options is None else options.group_map)
+        self._groups = make_groups(
+            [
+                read_agent(
+                    agent,
+                    env.observation_space(agent),
+                    env.action_space(agent),
+                    infos.get(agent),
+                )
+                for agent in agents
+            ],
+            None if options is None else options.group_map,
+        )
         super().__init__(
             env,
             env,
@@ -273,7 +280,8 @@ class PettingZooAdapter(ParallelAdapter):
         self.spec = self._make_spec()
 
     def _actions(self, action: list[Any], acting: list[Agent]) -> dict[Agent, Any]:
-        start, parts = 0, {}
+        start = 0
+        parts = {}
         for group in self._groups:
             parts[group.name] = action[start : start + len(group.action)]
             start += len(group.action)
@@ -287,9 +295,8 @@ class PettingZooAdapter(ParallelAdapter):
 
     def _observe(self, *dicts: Mapping[Agent, Any]) -> None:
         observations = dicts[0]
-        present = self.env.agents
         acting = acting_agents(self.env, self._turns)
-        for agent in present:
+        for agent in self.env.agents:
             if agent not in observations:
                 self._seat(agent)
                 raise SpecError(
@@ -309,14 +316,12 @@ class PettingZooAdapter(ParallelAdapter):
                 seat.blank()
 
     def _row(self) -> list[Any]:
-        return (
-            [*self._values, self.env.state()]
-            if self._state is not None
-            else list(self._values)
-        )
+        if self._state is None:
+            return list(self._values)
+        return [*self._values, self.env.state()]
 
     def _make_spec(self) -> EnvSpec:
-        groups, env = self._groups, self.env
+        groups = self._groups
         state = () if self._state is None else (self._state,)
         return EnvSpec(
             observation=(
@@ -333,7 +338,7 @@ class PettingZooAdapter(ParallelAdapter):
             ),
             groups=tuple(((group.name,), (group.size,)) for group in groups),
             family=self.family,
-            metadata=_metadata(env, groups),
+            metadata=_metadata(self.env, groups),
         )
 
 

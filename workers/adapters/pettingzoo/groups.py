@@ -123,7 +123,8 @@ class AgentGroup:
         self.action = _stacked([leaf_specs(act) for act in acts], members)
         self.reward = np.zeros((size, 1), np.float32)
         self.flags = np.zeros((3, size, 1), bool)
-        self.mask, self.action_mask = np.zeros(size, bool), _common_mask(members)
+        self.mask = np.zeros(size, bool)
+        self.action_mask = _common_mask(members)
         self.observed = [np.zeros(leaf.shape, leaf.dtype) for leaf in observation]
         self.infos = {
             key: np.zeros((size, *shape), np.float32)
@@ -146,10 +147,11 @@ class AgentGroup:
             ),
         )
         self.values = [*self.observed, *flags.values(), *self.infos.values()]
-        triples = zip(members, trees, acts, strict=True)
         self.seats = [
             Seat(self, index, member, tree, act)
-            for index, (member, tree, act) in enumerate(triples)
+            for index, (member, tree, act) in enumerate(
+                zip(members, trees, acts, strict=True)
+            )
         ]
 
 
@@ -164,7 +166,8 @@ class Place:
 
     def __init__(self, agent: Agent, reward: np.ndarray, flags: np.ndarray) -> None:
         self.agent = agent
-        self._reward, self._ends = reward, flags
+        self._reward = reward
+        self._ends = flags
 
     def take_reward(self, reward: float) -> None:
         """Store the agent's reward."""
@@ -201,12 +204,14 @@ class Seat(Place):
         self.index = index
         self.build = builder(action)
         self._flatten = flattener(observation, f"the observation of {name}")
-        leaves = [
-            replace(leaf, key=(name, *leaf.key[1:])) for leaf in leaf_specs(observation)
-        ]
+        # Errors of a writer name the agent, not its group.
         self._writers = [
-            writer_for(leaf, array)
-            for leaf, array in zip(leaves, group.observed, strict=True)
+            writer_for(replace(leaf, key=(name, *leaf.key[1:])), array)
+            for leaf, array in zip(
+                leaf_specs(observation),
+                group.observed,
+                strict=True,
+            )
         ]
         self._info_writers = {
             key: writer_for(
@@ -220,6 +225,7 @@ class Seat(Place):
 
     def blank(self) -> None:
         """Store that the env returned nothing for the agent and that it does not act."""
+        # The rows of an agent that is away are written once, not at each step.
         if self._is_blank:
             return
         for array in self.group.values:
@@ -231,7 +237,8 @@ class Seat(Place):
     def observe(self, observation: Any, info: Any, *, is_acting: bool) -> None:
         """Store the agent's observation, whether it acts next, and its legal actions."""
         self._is_blank = False
-        index, group = self.index, self.group
+        index = self.index
+        group = self.group
         info = info if isinstance(info, Mapping) else {}
         legal = info.get(ACTION_MASK)
         if self._has_mask_in_observation:
@@ -402,8 +409,11 @@ def _stack(column: tuple[LeafSpec, ...], members: Sequence[AgentSpaces]) -> Leaf
             f"reading the spaces of {members[0].agent} failed: expected values of a fixed shape, got {first}. "
             f"Values of agents are stacked: encode it as an array in a wrapper around the env."
         )
-    domain = stacked([leaf.domain for leaf in column], first.shape)
-    return replace(first, shape=(len(column), *first.shape), domain=domain)
+    return replace(
+        first,
+        shape=(len(column), *first.shape),
+        domain=stacked([leaf.domain for leaf in column], first.shape),
+    )
 
 
 def _is_numeric(value: Any) -> bool:

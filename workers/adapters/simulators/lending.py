@@ -44,6 +44,7 @@ class Lender:
                 continue
             array = np.asarray(value)
             if self._is_on_cpu:
+                # `array[...]` is a new object over the same memory, to which nothing else refers yet.
                 array = (
                     array.copy() if self._is_copying or self._num_left else array[...]
                 )
@@ -57,14 +58,14 @@ class Lender:
         Raises:
             SpecError: it has kept them for the first time now, after it was lent the slab itself.
         """
-        lent, self._lent = self._lent, []
+        lent = self._lent
+        self._lent = []
         if self._is_known:
             return
+        # Two references are expected: that of the list, and that of the call itself.
         is_kept = any(sys.getrefcount(lent[index]) > 2 for index in range(len(lent)))
-        is_probe, self._num_left = (
-            self._num_left > 0,
-            max(0, self._num_left - bool(lent)),
-        )
+        is_probe = self._num_left > 0
+        self._num_left = max(0, self._num_left - bool(lent))
         if not is_kept:
             return
         self._is_known = self._is_copying = True

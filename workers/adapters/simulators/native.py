@@ -37,7 +37,6 @@ import torch
 
 from envherd.shm.specs import (
     Discrete,
-    Domain,
     EnvSpec,
     Key,
     LeafSpec,
@@ -235,6 +234,7 @@ class TorchNativeAdapter(Adapter):
                 f"step failed: expected ends as bool ({self._num_rows},), got {flags.dtype} {tuple(flags.shape)}. "
                 f"Fix the env."
             )
+        # A copy, because the simulator may write to its flags again.
         return np.array(to_numpy(flags)).reshape(self._num_rows, 1)
 
     def render(self) -> Any:
@@ -313,19 +313,21 @@ class TorchNativeAdapter(Adapter):
         if self._resets_all and bool(
             (ended if was_reset is None else ended & ~was_reset).any()
         ):
-            was_reset, final = ended if was_reset is None else ended | was_reset, None
+            was_reset = ended if was_reset is None else ended | was_reset
+            final = None
         if was_reset is None or not bool(was_reset.any()):
             return leaves
         if bool((was_reset & ~ended).any()):
-            row = int((was_reset & ~ended).nonzero()[0])
             raise SpecError(
-                f"step failed: expected resets of rows that have ended only, got one of row {row}, which the simulator "
-                f"says is neither terminated nor truncated. Fix the env: its episode would have no end."
+                f"step failed: expected resets of rows that have ended only, got one of row "
+                f"{int((was_reset & ~ended).nonzero()[0])}, which the simulator says is neither terminated nor "
+                f"truncated. Fix the env: its episode would have no end."
             )
         final = self._flatten(self._published() if final is None else final)
         self._waiting = was_reset.clone()
         self._fresh = [leaf.clone() for leaf in leaves]
         for last, first in zip(final, leaves, strict=True):
+            # Tensors without elements all have the address 0.
             if last.data_ptr() == first.data_ptr() and last.numel():
                 raise SpecError(
                     "step failed: expected last observations in memory of their own, got those of the next episode: "
@@ -403,10 +405,9 @@ class IsaacLabAdapter(TorchNativeAdapter):
 
     @functools.cached_property
     def _simulator(self) -> Any:
-        inside = getattr(self._inner, "env", None)
         return (
             AgentsAsOne(self._inner)
-            if hasattr(inside, "possible_agents")
+            if hasattr(getattr(self._inner, "env", None), "possible_agents")
             else self._inner
         )
 
@@ -425,10 +426,9 @@ class ManiSkillAdapter(TorchNativeAdapter):
     family: ClassVar[str] = "maniskill"
 
     def __init__(self, env: Any, *, keeps_actions: bool | None = None) -> None:
-        resets_itself = bool(getattr(env, "auto_reset", False))
         super().__init__(
             env,
-            resets="same_step" if resets_itself else "never",
+            resets="same_step" if getattr(env, "auto_reset", False) else "never",
             keeps_actions=keeps_actions,
         )
 
@@ -510,7 +510,8 @@ def _read_structure(
 ) -> tuple[list[tuple[Any, ...]], tuple[LeafSpec, ...]]:
     """Return the paths and the specs of the leaves of observations."""
     is_dict = isinstance(observations, Mapping)
-    paths, leaves = [], []
+    paths = []
+    leaves = []
     for path, value in _walk(observations, ()):
         key: Key = tuple(map(str, path)) if is_dict else ("observation",)
         if (
@@ -560,7 +561,6 @@ def _walk(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], 
 def _action_leaf(env: Any, num_rows: int) -> LeafSpec:
     """Describe the actions of all rows; spaces are recognised by their attributes, so no package is imported."""
     space: Any = getattr(env, "single_action_space", None)
-    domain: Domain
     if hasattr(space, "nvec"):
         nvec = tuple(int(n) for n in space.nvec.reshape(-1))
         return LeafSpec(
@@ -582,8 +582,12 @@ def _action_leaf(env: Any, num_rows: int) -> LeafSpec:
         )
     if hasattr(space, "low") and hasattr(space, "high"):
         dtype = np.dtype(space.dtype)
-        domain = interval(space.low, space.high, dtype)
-        return LeafSpec(("action",), (num_rows, *space.shape), dtype.name, domain)
+        return LeafSpec(
+            ("action",),
+            (num_rows, *space.shape),
+            dtype.name,
+            interval(space.low, space.high, dtype),
+        )
     raise SpecError(
         f"reading the env failed: expected `single_action_space` to be a Box, Discrete or MultiDiscrete, got "
         f"{type(space).__name__} in {type(env).__name__}. Flatten the actions in a wrapper around the env."

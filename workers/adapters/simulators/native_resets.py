@@ -95,6 +95,7 @@ class ResetWatch:
                 dtype=torch.bool,
                 device=getattr(self._env, "device", "cpu"),
             )
+        # Not every version of torch takes int32 for indices, which simulators may have as ids.
         ids = slice(None) if env_ids is None else env_ids
         self.rows[
             ids.long()
@@ -113,7 +114,8 @@ class AgentsAsOne:
     """
 
     def __init__(self, converted: Any) -> None:
-        self.__dict__["_converted"], self.__dict__["_env"] = converted, converted.env
+        self.__dict__["_converted"] = converted
+        self.__dict__["_env"] = converted.env
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._env, name)

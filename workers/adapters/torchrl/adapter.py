@@ -182,9 +182,8 @@ class TorchRLAdapter(Adapter):
             self._root = self.env.step_mdp(stepped)
         self._latest = following
         terminated, truncated = self._read_ends(following)
-        observation = [read(following) for read in self._read_observation]
         return (
-            observation,
+            [read(following) for read in self._read_observation],
             [read(following) for read in self._read_rewards],
             terminated,
             truncated,
@@ -210,6 +209,7 @@ class TorchRLAdapter(Adapter):
                 and picture.dtype == torch.uint8
                 and picture.ndim == 3
             ):
+                # Transforms of TorchRL put the channels first.
                 return to_numpy(
                     picture if picture.shape[-1] == 3 else picture.permute(1, 2, 0)
                 )
@@ -278,9 +278,10 @@ def _asked_state(
     They have no bounds: a state that the env returned must not be refused when it is passed back.
     """
     observed = {leaf.spec.key for leaf in observation if leaf.spec.is_side}
-    asked = [leaf for leaf in state if leaf.spec.key not in observed]
     return [
-        replace(leaf, spec=replace(leaf.spec, domain=Unbounded())) for leaf in asked
+        replace(leaf, spec=replace(leaf.spec, domain=Unbounded()))
+        for leaf in state
+        if leaf.spec.key not in observed
     ]
 
 
@@ -337,29 +338,40 @@ def _reset_takes_seed(base: EnvBase) -> bool:
         return False
 
 
-def _nodes_of(leaves: list[PlacedLeaf], *composites: Any) -> TensorDictBase | None:
+def _nodes_of(
+    leaves: list[PlacedLeaf],
+    action: Any,
+    state: Any,
+) -> TensorDictBase | None:
     """Return the empty tensordicts in which nested inputs lie, with their batch shapes; None if all are at the root."""
     if all(len(leaf.path) == 1 for leaf in leaves):
         return None
-    nodes = _empty(composites[0])
-    for composite in composites[1:]:
-        nodes.update(_empty(composite))
+    nodes = _empty(action)
+    nodes.update(_empty(state))
     return nodes
 
 
 def _empty(composite: Any) -> TensorDictBase:
     if hasattr(composite, "stack_dim"):
-        members = [_empty(member) for member in composite.unbind(composite.stack_dim)]
-        return LazyStackedTensorDict.lazy_stack(members, composite.stack_dim)
-    children = {
-        name: _empty(item) for name, item in composite.items() if hasattr(item, "items")
-    }
-    return TensorDict(children, composite.shape)
+        return LazyStackedTensorDict.lazy_stack(
+            [_empty(member) for member in composite.unbind(composite.stack_dim)],
+            composite.stack_dim,
+        )
+    return TensorDict(
+        {
+            name: _empty(item)
+            for name, item in composite.items()
+            if hasattr(item, "items")
+        },
+        composite.shape,
+    )
 
 
 def _writer(leaf: PlacedLeaf, env: EnvBase, *, is_optional: bool) -> Write:
     """Return the function that writes one input into the root tensordict; an array on the CPU is not copied."""
-    path, device, is_batch = leaf.path, env.device, bool(env.batch_size)
+    path = leaf.path
+    device = env.device
+    is_batch = bool(env.batch_size)
     dtype = np.dtype(leaf.tensor_dtype) if leaf.tensor_dtype else None
     key: Any = path[0] if len(path) == 1 else path
     is_plain = (

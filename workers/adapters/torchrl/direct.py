@@ -23,7 +23,8 @@ from envherd.workers.adapters.torchrl.private_api import new_tensordict, resets_
 #: A key of TorchRL: a name, or the names on the way to a nested leaf.
 TdKey = Any
 
-_LIBS, _WAYS = "torchrl.envs.libs", "envherd.workers.adapters.torchrl"
+_LIBS = "torchrl.envs.libs"
+_WAYS = "envherd.workers.adapters.torchrl"
 #: Exact class -> module and class of its way.
 FAMILIES = {
     f"{_LIBS}.gym.GymEnv": ("gym", "DirectGym"),
@@ -85,7 +86,9 @@ class DirectWay:
         rewards: list[TdKey],
     ) -> None:
         self.torchrl_env = env
-        self.inputs, self.observed, self.rewards = inputs, observed, rewards
+        self.inputs = inputs
+        self.observed = observed
+        self.rewards = rewards
         self.is_ahead = False
         self.latest: list[Any] = []
         self._build: Callable[[list[Any]], TensorDict] | None = None
@@ -100,8 +103,10 @@ class DirectWay:
             not any(name in vars(env) for name in _METHODS),
             "a method of the instance was replaced",
         )
-        checks_specs = os.environ.get("CHECK_SPEC_ENCODE", "0").lower() in ("1", "true")
-        require(not checks_specs, "CHECK_SPEC_ENCODE is set")
+        require(
+            os.environ.get("CHECK_SPEC_ENCODE", "0").lower() not in ("1", "true"),
+            "CHECK_SPEC_ENCODE is set",
+        )
 
     def step(self, action: list[Any]) -> StepValues:
         """Make one transition; observation values are those of `observed`."""
@@ -123,6 +128,7 @@ class DirectWay:
         self.is_ahead = False
         if self._build is None:
             self._build = builder(self.torchrl_env, self.observed)
+        # Copies: a way that reuses its buffers writes to these values again.
         return self._build([torch.from_numpy(np.array(value)) for value in self.latest])
 
 
@@ -150,23 +156,27 @@ def direct_way(
     found = FAMILIES.get(f"{kind.__module__}.{kind.__qualname__}")
     if found is None:
         return f"{kind.__qualname__} has no direct way"
-    make = getattr(importlib.import_module(f"{_WAYS}.{found[0]}"), found[1])
+    make: Callable[..., DirectWay] = getattr(
+        importlib.import_module(f"{_WAYS}.{found[0]}"),
+        found[1],
+    )
     try:
-        way: DirectWay = make(env, inputs, observed, rewards)
+        return make(env, inputs, observed, rewards)
     except NotDirect as reason:
         return f"{kind.__qualname__}: {reason}"
-    return way
 
 
 def leaf_keys(env: EnvBase) -> tuple[list[TdKey], list[TdKey], list[TdKey]]:
     """Return the arguments of `direct_way` for an env: the keys of its inputs, observed leaves and rewards."""
 
     def keys(*sources: str) -> list[TdKey]:
-        specs = [getattr(env, f"full_{source}_spec") for source in sources]
         return [
             key
-            for spec in specs
-            for key in spec.keys(include_nested=True, leaves_only=True)
+            for source in sources
+            for key in getattr(env, f"full_{source}_spec").keys(
+                include_nested=True,
+                leaves_only=True,
+            )
         ]
 
     return keys("action", "state"), keys("observation", "done"), keys("reward")
@@ -177,8 +187,10 @@ def leaf_keys(env: EnvBase) -> tuple[list[TdKey], list[TdKey], list[TdKey]]:
 
 def encoder(spec: TensorSpec) -> Callable[[Any], np.ndarray]:
     """Return the function that converts a native value as the spec's `encode` does, to an array."""
-    is_plain, ndarray = isinstance(spec, (Bounded, Unbounded)), np.ndarray
-    dtype, shape = numpy_dtype(spec), tuple(spec.shape)
+    is_plain = isinstance(spec, (Bounded, Unbounded))
+    ndarray = np.ndarray
+    dtype = numpy_dtype(spec)
+    shape = tuple(spec.shape)
 
     def encode(value: Any) -> np.ndarray:
         if (
@@ -208,8 +220,10 @@ def action_reader(spec: Any) -> Callable[[Any], np.ndarray]:
     """
     if type(spec) is OneHot and not spec.use_register:
         return lambda value: np.asarray(value.argmax(-1))
-    is_known = type(spec) is Categorical or isinstance(spec, (Bounded, Unbounded))
-    require(is_known, f"its action is a {type(spec).__name__}")
+    require(
+        type(spec) is Categorical or isinstance(spec, (Bounded, Unbounded)),
+        f"its action is a {type(spec).__name__}",
+    )
     return np.asarray
 
 
@@ -218,7 +232,8 @@ def builder(
     keys: Sequence[TdKey],
 ) -> Callable[[Sequence[Any]], TensorDict]:
     """Return the function that makes a tensordict of tensors aligned with keys, nested as the env's `next`."""
-    like, device = env.fake_tensordict().get("next"), env.device
+    like = env.fake_tensordict().get("next")
+    device = env.device
     places: list[tuple[int, str]] = []  # (node, name) of each leaf
     # (parent, name, batch size), parents first.
     nodes: list[tuple[int, str, Any]] = [(0, "", like.batch_size)]
@@ -241,6 +256,7 @@ def builder(
         sources: list[dict[str, Any]] = [{} for _ in nodes]
         for (node, name), tensor in zip(places, tensors, strict=True):
             sources[node][name] = tensor
+        # Children before their parents, which stand before them in the list.
         for index in range(len(nodes) - 1, 0, -1):
             parent, name, size = nodes[index]
             sources[parent][name] = new_tensordict(sources[index], size, device)

@@ -86,7 +86,8 @@ class DirectGymLike(DirectWay):
             f"its observation and done leaves are {observed}",
         )
         self.env = wrapped_env(env)
-        action, reward = env.full_action_spec["action"], env.full_reward_spec["reward"]
+        action = env.full_action_spec["action"]
+        reward = env.full_reward_spec["reward"]
         require(getattr(action, "mask", None) is None, "its action has a mask")
         require(
             tuple(reward.shape) == (1,) and reward.dtype.is_floating_point,
@@ -94,7 +95,11 @@ class DirectGymLike(DirectWay):
         )
         self._as_native: Callable[[Any], Any] = action_reader(action)
         if type(env.read_action(action.zero())) is int:
-            self._as_native = int if type(action) is Categorical else _index_of
+            self._as_native = (
+                int
+                if type(action) is Categorical
+                else lambda value: int(value.argmax(-1))
+            )
         self._encode_reward = encoder(reward)
         paths = [(key,) if isinstance(key, str) else key for key in observed[:-3]]
         self._encoders = [
@@ -136,6 +141,7 @@ class DirectGymLike(DirectWay):
                     f"expected the observations {self.observed[:-3]}, got a {type(observation).__name__}"
                 )
             return [self._encode(observation)]
+        # TorchRL's wrapper renames it in the same way.
         if "state" in observation and "observation" not in observation:
             observation = {
                 "observation" if name == "state" else name: value
@@ -187,11 +193,10 @@ class DirectGym(DirectGymLike):
             self.env.observation_space,
             _gymnasium().spaces.Box,
         )
-        flatten = None if is_bare else self._read
         return EnvCall(
             self._accept,
             give=self._as_native,
-            flatten=flatten,
+            flatten=None if is_bare else self._read,
             holder=self,
             flags=self._end_order,
         )
@@ -229,12 +234,14 @@ class _FiveValues:
     """A dm_control env whose `step` returns what that of a Gymnasium env does."""
 
     def __init__(self, env: Any) -> None:
-        self._step, self.reset = env.step, env.reset
+        self._step = env.step
+        self.reset = env.reset
 
     def step(self, action: Any) -> tuple[Any, ...]:
         timestep = self._step(action)
         if not timestep.last():
             return timestep.observation, timestep.reward, False, False, _NO_INFO
+        # dm_control ends an episode by its time limit with discount 1.
         is_cut = bool(np.isclose(timestep.discount, 1))
         return timestep.observation, timestep.reward, not is_cut, is_cut, _NO_INFO
 
@@ -273,13 +280,10 @@ def _draws_nothing_from_torch(env: Any) -> bool:
         env = env.env
 
 
-def _index_of(value: np.ndarray) -> int:
-    return int(value.argmax(-1))
-
-
 def own_generators(env: EnvBase) -> OwnGenerators:
     """Return an env's own state of the generators that envs of a process share: torch's, and the one of VMAS."""
-    torchs, base = torch.default_generator, base_env(env)
+    torchs = torch.default_generator
+    base = base_env(env)
     if "VmasWrapper" not in {cls.__name__ for cls in type(base).__mro__}:
         return OwnGenerators(torchs.get_state, torchs.set_state)
     # One list for all VMAS envs of the process.

@@ -5,6 +5,7 @@ the substrate is as Melting Pot builds it (see `meltingpot/fast_step.py`). The c
 the TorchRL env.
 """
 
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -43,8 +44,10 @@ class DirectMeltingPot(DirectWay):
             group: [names[agent] for agent in agents]
             for group, agents in env.group_map.items()
         }
-        placed = sorted(i for members in rows.values() for i in members)
-        require(placed == list(range(len(names))), "agents are left out")
+        require(
+            sorted(chain.from_iterable(rows.values())) == list(range(len(names))),
+            "agents are left out",
+        )
         require(
             sorted(inputs) == sorted((group, "action") for group in rows),
             f"its inputs are {inputs}",
@@ -79,10 +82,10 @@ class DirectMeltingPot(DirectWay):
                 like.shape == stack.shape and like.dtype == stack.dtype,
                 "agents of its groups see unlike things",
             )
-        sees_all = len(seen) - sum(len(path) == 1 for _, path in seen) == len(
-            stacks
-        ) * len(rows)
-        require(sees_all, "agents of its groups see unlike things")
+        require(
+            sum(len(path) > 1 for _, path in seen) == len(stacks) * len(rows),
+            "agents of its groups see unlike things",
+        )
         self._native = wrapped_env(env)
         self._views = Views(
             self._native,

@@ -63,7 +63,8 @@ class DirectPettingZoo(DirectWay):
         known = {*_ENDS, *((group, end) for group in names for end in _ENDS), *rewards}
         require(known <= specs.keys(), "it lacks ends")
         self.native = wrapped_env(env)
-        self._use_mask, self._use_any = bool(env.use_mask), bool(env.done_on_any)
+        self._use_mask = bool(env.use_mask)
+        self._use_any = bool(env.done_on_any)
         self._readers = [
             (action_reader(env.full_action_spec[key]), names[key[0]]) for key in inputs
         ]
@@ -97,10 +98,9 @@ class DirectPettingZoo(DirectWay):
             group.take_ends(observations, rewards, terminations, truncations, left)
         fold = np.logical_or if self._use_any else np.logical_and
         for end in _ENDS:
-            flags = [group.ends[end] for group in self._groups]
             self._arrays[end][0] = functools.reduce(
                 fold,
-                [fold.reduce(flag, None) for flag in flags],
+                [fold.reduce(group.ends[end], None) for group in self._groups],
             )
         return (
             self._current(),

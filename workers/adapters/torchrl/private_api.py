@@ -51,8 +51,11 @@ def supports_set_state(env: EnvBase) -> bool:
 
 def check_worker_env(env: EnvBase) -> None:
     """Raise if one of an env's transforms must not run in a worker; before TorchRL 0.13 none objects."""
-    transform = vars(env).get("_modules", {}).get("_transform")
-    check = getattr(transform, "_check_batched_worker_compat", None)
+    check = getattr(
+        vars(env).get("_modules", {}).get("_transform"),
+        "_check_batched_worker_compat",
+        None,
+    )
     if check is not None:
         check()
 

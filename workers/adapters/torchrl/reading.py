@@ -119,7 +119,8 @@ def _flag_reader(leaf: PlacedLeaf, batch_shape: tuple[int, ...]) -> Read:
 
 
 def _fetcher(leaf: PlacedLeaf) -> Read:
-    path, is_side = leaf.path, leaf.spec.is_side
+    path = leaf.path
+    is_side = leaf.spec.is_side
     key: Any = path[0] if len(path) == 1 else path
 
     def fetch(td: Any) -> Any:

@@ -167,9 +167,8 @@ def _walk_stack(stack: Any, prefix: Key) -> Iterator[PlacedLeaf]:
             continue
         for index, leaf in enumerate(leaves):
             if leaf is not None:
-                spec = replace(leaf.spec, key=(*prefix, str(index), *key))
                 yield PlacedLeaf(
-                    spec,
+                    replace(leaf.spec, key=(*prefix, str(index), *key)),
                     (*prefix, Member(index, dim), *leaf.path),
                     leaf.tensor_dtype,
                 )
@@ -189,9 +188,11 @@ def _merge(leaves: list[PlacedLeaf], count: int, dim: int) -> LeafSpec | None:
         or first.path != first.spec.key
     ):
         return None
-    shape = (*first.spec.shape[:dim], count, *first.spec.shape[dim:])
-    domain = stacked([leaf.spec.domain for leaf in leaves], first.spec.shape, dim)
-    return replace(first.spec, shape=shape, domain=domain)
+    return replace(
+        first.spec,
+        shape=(*first.spec.shape[:dim], count, *first.spec.shape[dim:]),
+        domain=stacked([leaf.spec.domain for leaf in leaves], first.spec.shape, dim),
+    )
 
 
 def _leaf(spec: Any, key: Key) -> PlacedLeaf:
@@ -206,6 +207,7 @@ def _leaf(spec: Any, key: Key) -> PlacedLeaf:
         members = [_leaf(member, key) for member in spec.unbind(dim)]
         if (merged := _merge(members, len(members), dim)) is not None:
             return PlacedLeaf(merged, key, merged.dtype)
+        # Members that differ have no common shape, so this is a side leaf.
         shape = (-1,)
     if not dtype or -1 in shape:
         return PlacedLeaf(LeafSpec(key, dtype="", is_side=True), key, dtype)

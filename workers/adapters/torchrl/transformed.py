@@ -59,14 +59,18 @@ class DirectTransformed(DirectWay):
         }
         self._dtypes = [specs[key].dtype for key in inputs]
         self._shapes = [(key, env.full_reward_spec[key].shape) for key in rewards]
+        # `any_done` decides for all others.
         self._has_simple_end = {"done", "terminated"} <= set(env.full_done_spec.keys())
         self._root: TensorDictBase | None = None
 
     def follow(self, root: TensorDictBase | None) -> None:
         env = self.torchrl_env
-        self._root, self._transform = root, env.transform
+        self._root = root
+        self._transform = env.transform
         self._inversions = inversions(env.transform)
-        rewards, states = list(env.reward_keys), set(env.state_keys)
+        rewards = list(env.reward_keys)
+        states = set(env.state_keys)
+        # What `step_mdp` moves from `next` to the root, and what it leaves out of the old root.
         self._taken = [
             *env.observation_keys,
             *(key for key in rewards if key in states),
@@ -109,11 +113,12 @@ class DirectTransformed(DirectWay):
         )
 
     def reset(self) -> list[Any]:
-        env, root = self.torchrl_env, self._root
         with torch.no_grad():
-            has_ended = root is not None and env.any_done(root)
+            has_ended = self._root is not None and self.torchrl_env.any_done(self._root)
             self._root = (
-                env.reset(root, select_reset_only=True) if has_ended else env.reset()
+                self.torchrl_env.reset(self._root, select_reset_only=True)
+                if has_ended
+                else self.torchrl_env.reset()
             )
         self.is_ahead = True
         return _arrays(self._root, self.observed)
@@ -124,22 +129,26 @@ class DirectTransformed(DirectWay):
 
     def _with_inputs(self, action: list[Any]) -> tuple[TensorDictBase, TensorDictBase]:
         """Return the root with the inputs of a step, twice; the root itself stays as it is."""
-        env = self.torchrl_env
         root = (
-            new_tensordict({}, env.batch_size, env.device)
+            new_tensordict({}, self.torchrl_env.batch_size, self.torchrl_env.device)
             if self._root is None
             else self._root
         )
-        given = zip(self.inputs, self._dtypes, action, strict=True)
         inputs = [
             (key, torch.from_numpy(np.asarray(value)).to(dtype))
-            for key, dtype, value in given
+            for key, dtype, value in zip(
+                self.inputs,
+                self._dtypes,
+                action,
+                strict=True,
+            )
         ]
         if self._is_flat and root.__class__ is TensorDict:
             source = dict(root.items())
             source.update(inputs)
             if all(value.__class__ is torch.Tensor for value in source.values()):
-                size, device = root.batch_size, root.device
+                size = root.batch_size
+                device = root.device
                 return new_tensordict(source, size, device), new_tensordict(
                     dict(source),
                     size,
@@ -161,10 +170,9 @@ class DirectTransformed(DirectWay):
             for value, is_ours in zip(values, self._is_ours, strict=True)
         ]
         for reward, dtype in zip(rewards, self._reward_dtypes, strict=True):
-            is_float = reward.__class__ is float
             tensors.append(
                 torch.tensor([reward], dtype=dtype)
-                if is_float
+                if reward.__class__ is float
                 else _tensor(reward, is_ours=True)
             )
         return self._build_next(tensors)

@@ -52,10 +52,9 @@ def main(
     platforms.let_signals_in()
     with contextlib.suppress(OSError, AttributeError):
         platforms.arm_lifeline(watch.fileno(), -os.getpid())
-    parent = platforms.parent_id()
     threading.Thread(
         target=_watch,
-        args=(watch, log_fd, parent),
+        args=(watch, log_fd, platforms.parent_id()),
         name="envherd-watch",
         daemon=True,
     ).start()

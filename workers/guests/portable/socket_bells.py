@@ -31,13 +31,15 @@ class SocketBell:
         reader: socket.socket | None,
         writer: socket.socket | None,
     ) -> None:
-        self.reader, self.writer = reader, writer
+        self.reader = reader
+        self.writer = writer
         self._num_tokens = 0
         for sock in (reader, writer):
             if sock is not None:
                 sock.setblocking(False)  # noqa: FBT003  # its only argument
         if reader is not None:
-            self._receive, self._await_token = reader.recv, waiter(reader)
+            self._receive = reader.recv
+            self._await_token = waiter(reader)
         if writer is not None:
             self._send = writer.send
 

@@ -105,17 +105,20 @@ class Graph:
         self._classes.setdefault(name, cls)
         self.packages |= {re.split(r"[.:]", name)[0]} - _NOT_OF_ENVS
         if (kind := simulator_of(cls)) is not None:
-            self.simulators[path], self.paths[id(one)] = (kind, one), path
+            self.simulators[path] = (kind, one)
+            self.paths[id(one)] = path
         elif isinstance(one, type):
             self.held_classes[name_of(one)] = one
         elif path and is_fixed(one):
-            self.fixed[path], self.paths[id(one)] = one, path
+            self.fixed[path] = one
+            self.paths[id(one)] = path
         elif (
             is_owned
             and is_python(cls)
             and not (isinstance(one, enum.Enum) or is_closing(cls))
         ):
-            self.owners[path], self.paths[id(one)] = one, path
+            self.owners[path] = one
+            self.paths[id(one)] = path
 
     def _members(self, one: Any) -> Iterator[tuple[str, Any, bool]]:
         """Yield what an object holds: the step from its path, the value, and whether it is an attribute."""
@@ -250,13 +253,12 @@ def slots_of(cls: type) -> dict[str, Any]:
     if found is None:
         found = _SLOTS[cls] = {}
         for base in cls.__mro__:
-            is_python = base.__flags__ & _HEAP_TYPE
-            own = vars(base).items() if is_python else ()
-            found |= {
-                name: one
-                for name, one in own
-                if isinstance(one, types.MemberDescriptorType)
-            }
+            if base.__flags__ & _HEAP_TYPE:
+                found |= {
+                    name: one
+                    for name, one in vars(base).items()
+                    if isinstance(one, types.MemberDescriptorType)
+                }
     return found
 
 

@@ -44,6 +44,7 @@ from envherd.workers.guests.saving.env_graph import (
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes})
 #: Names of dtypes whose values are numbers, text, times or bools, as `dtype.str` gives them.
 _DTYPE = re.compile(r"[<>|=][biufcSUmM]\d+(\[\d*[a-zA-Z]+\])?")
+#: Of the pool of a `SeedSequence`; numpy's own have 4, and mixing takes the square of it.
 _MAX_SEED_WORDS = 64
 
 
@@ -98,8 +99,12 @@ def unpack(packed: Any, kind: type = np.ndarray) -> np.ndarray:
 
 def _packed_view(array: np.ndarray, start: int) -> list[Any]:
     """Return what `view_of` needs to make a view of the memory at an address."""
-    offset = array.__array_interface__["data"][0] - start
-    return [array.dtype.str, list(array.shape), list(array.strides), offset]
+    return [
+        array.dtype.str,
+        list(array.shape),
+        list(array.strides),
+        array.__array_interface__["data"][0] - start,
+    ]
 
 
 def view_of(memory: np.ndarray, packed: Any, kind: type) -> np.ndarray:

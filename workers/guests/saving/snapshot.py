@@ -46,11 +46,15 @@ def save(env: Any) -> dict[str, Any]:
         for owner in graph.owners.values():
             writer.value(owner)
         writer.finish()
-        simulators = {
-            path: _SIMULATORS[kind].save(one)
-            for path, (kind, one) in graph.simulators.items()
-        }
-        held = plain.encode([writer.nodes, simulators])
+        held = plain.encode(
+            [
+                writer.nodes,
+                {
+                    path: _SIMULATORS[kind].save(one)
+                    for path, (kind, one) in graph.simulators.items()
+                },
+            ]
+        )
     except Exception as error:
         raise Unsaveable(
             _first_unsaveable(graph) or f"{type(error).__name__}: {error}"
@@ -166,14 +170,13 @@ def _save_mujoco(data: Any) -> list[Any]:
     kind = mujoco.mjtState.mjSTATE_INTEGRATION
     state = np.empty(mujoco.mj_stateSize(data.model, kind))
     mujoco.mj_getState(data.model, data, state, kind)
-    computed = {
-        name: pack(array)
-        for name, array in _arrays(data).items()
-        if array.dtype.kind == "f"
-    }
     return [
         pack(state),
-        computed,
+        {
+            name: pack(array)
+            for name, array in _arrays(data).items()
+            if array.dtype.kind == "f"
+        },
         # Tasks change targets and masses in it.
         {name: pack(array) for name, array in _arrays(data.model).items()},
     ]
@@ -271,10 +274,8 @@ def _save_ale(ale: Any) -> bytes:
 
 def _read_ale(ale: Any, saved: Any) -> Callable[[], None]:
     """Restore a state and then the present one: only the emulator can read a state."""
-    state, before = (
-        sys.modules["ale_py"].ALEState(saved),
-        ale.cloneState(include_rng=True),
-    )
+    state = sys.modules["ale_py"].ALEState(saved)
+    before = ale.cloneState(include_rng=True)
     try:
         ale.restoreState(state)
     finally:
