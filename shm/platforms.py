@@ -72,9 +72,8 @@ _SEMAPHORE_BYTES = 128  # at least those of a sem_t
 F_SETSIG = 10  # fcntl.h of Linux; not in python's fcntl module
 #: Flags of sockets. Without the first, sockets must not block by themselves; without the second there is no SIGPIPE, or
 #: Python ignores it.
-MSG_DONTWAIT, MSG_NOSIGNAL = (
-    getattr(socket, name, 0) for name in ("MSG_DONTWAIT", "MSG_NOSIGNAL")
-)
+MSG_DONTWAIT = getattr(socket, "MSG_DONTWAIT", 0)
+MSG_NOSIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 recv_fds: Callable[..., Any] = getattr(
     socket, "recv_fds", lambda sock, count, _: (sock.recv(count), [], 0, None)
 )

@@ -52,7 +52,8 @@ def maker(batch_size: torch.Size, device: torch.device | None) -> Make:
     """
     if not IS_AS_EXPECTED:
         return lambda source: _new_unsafe(source, batch_size=batch_size, device=device)
-    new, kind = object.__new__, TensorDict
+    new = object.__new__
+    kind = TensorDict
 
     def make(source: dict[str, Any]) -> TensorDict:
         td = new(kind)

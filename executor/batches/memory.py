@@ -146,7 +146,8 @@ class ReusedMemory:
     NUM_BLOCKS = 3
 
     def __init__(self, nbytes: int, split: Split) -> None:
-        self._nbytes, self._split = nbytes, split
+        self._nbytes = nbytes
+        self._split = split
         self._blocks: list[BatchMemory | None] = [None] * self.NUM_BLOCKS
         self._at = 0
         self._is_used = _use_count is not None and 0 < nbytes <= _LARGEST_KEPT
@@ -222,7 +223,9 @@ class _Frame:
         split: Split,
         fields: Sequence[Field],
     ) -> None:
-        self._memory, self._split, self._fields = memory, split, fields
+        self._memory = memory
+        self._split = split
+        self._fields = fields
         self._block = BatchMemory(memory, split)
         self._arrays: list[np.ndarray] = []
         self._references: list[int] = []
@@ -284,7 +287,8 @@ class Loans:
         self.first = first
         self._view = view
         self._fields = [field for field in slab.plan.frame if field.name[0] == "next"]
-        self._stride, self._nbytes = slab.plan.frame.nbytes, slab.plan.next_nbytes
+        self._stride = slab.plan.frame.nbytes
+        self._nbytes = slab.plan.next_nbytes
         self._split = splitter(self._fields, self._nbytes)
         self._found: int | None = None  # by `look_ahead`
         self._frames: list[_Frame | None] = [None] * (
@@ -381,7 +385,8 @@ class StepMemory:
     """
 
     def __init__(self, blocks: ReusedMemory, loans: Loans | None) -> None:
-        self._blocks, self._loans = blocks, loans
+        self._blocks = blocks
+        self._loans = loans
 
     def take(self, column: int) -> tuple[np.ndarray | None, Leaves]:
         """Return memory for the rows of a column, uint8 `[nbytes]`, and its leaves, before or after they are written.

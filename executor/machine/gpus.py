@@ -79,7 +79,9 @@ def parse_apps(text: str, pids: Collection[int]) -> int:
     """Return the bytes of some processes in `nvidia-smi`'s CSV of GPU processes: pid, MiB."""
     total = 0
     for line in text.splitlines():
-        pid, _, used = (field.strip() for field in line.partition(","))
+        fields = [field.strip() for field in line.split(",")]
+        pid = fields[0]
+        used = fields[-1]
         if pid.isdigit() and used.isdigit() and int(pid) in pids:
             total += int(used) * _MIB
     return total

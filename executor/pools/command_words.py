@@ -33,8 +33,10 @@ class CommandWords:
 
     def __init__(self, slab: Slab) -> None:
         words = slab.words
-        self.command, self.command_seq = words["command"], words["command_seq"]
-        self.reply_seq, self.status = words["reply_seq"], words["status"]
+        self.command = words["command"]
+        self.command_seq = words["command_seq"]
+        self.reply_seq = words["reply_seq"]
+        self.status = words["status"]
         self.has_completed = False
         # Of each env, the number of its latest command that completes another one.
         self._completing = np.zeros(len(self.command_seq), np.int64)

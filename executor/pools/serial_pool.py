@@ -90,7 +90,8 @@ class SerialPool(Pool):
             self.options.for_block(),
             passes=(KeyboardInterrupt,),
         )
-        self._block.build_again, self._block.forget = self._build_env, self._forget
+        self._block.build_again = self._build_env
+        self._block.forget = self._forget
         self.envs_in_python = self._block.why_python()
         self._block.attach(self.slab)
         self.words = CommandWords(self.slab)

@@ -16,7 +16,8 @@ class MemoryLog:
         num_bytes: int,
     ) -> None:
         """Keep a sample of a worker: the number of its resets and its bytes. Samples of predecessors are dropped."""
-        kept, sample = self._samples.get(worker_id), (resets, num_bytes)
+        kept = self._samples.get(worker_id)
+        sample = (resets, num_bytes)
         if kept is None or kept[0] != generation:
             self._samples[worker_id] = generation, sample, sample
         elif resets > kept[2][0]:

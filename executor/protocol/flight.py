@@ -397,7 +397,8 @@ class Flights:
         if flight.cut is not None and flight.op != STEP_RESET:
             ids = np.setdiff1d(ids, flight.cut)
         if flight.cut is not None or flight.resets is not None:
-            ops, columns = self.states.ops[ids], self.states.columns[ids]
+            ops = self.states.ops[ids]
+            columns = self.states.columns[ids]
         self.pool.submit(
             ids,
             ops,

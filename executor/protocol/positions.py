@@ -390,11 +390,9 @@ class Positions:
         step_columns: np.ndarray,
     ) -> None:
         """Restore the positions before a move, which has written only to roots that no env's position used."""
-        self._columns[:], self._in_root[:], self._step_columns[:] = (
-            columns,
-            in_root,
-            step_columns,
-        )
+        self._columns[:] = columns
+        self._in_root[:] = in_root
+        self._step_columns[:] = step_columns
         self.is_mixed = True
         self.where = where
         self._before = None
@@ -417,12 +415,11 @@ class Positions:
         root_values: dict[int, list[Any]],
     ) -> None:
         self._latest = None
-        self._columns[:], self._in_root[:], self._step_columns[:] = (
-            columns,
-            in_root,
-            step_columns,
-        )
-        self._side.next, self._side.root = next_values, root_values
+        self._columns[:] = columns
+        self._in_root[:] = in_root
+        self._step_columns[:] = step_columns
+        self._side.next = next_values
+        self._side.root = root_values
         self.is_mixed = True
         self.held = None
 

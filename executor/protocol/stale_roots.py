@@ -45,7 +45,8 @@ class StaleRoots:
         keys: Sequence[Sequence[Any]],
         action_keys: Sequence[Any],
     ) -> None:
-        self._keys, self._action_keys = keys, action_keys
+        self._keys = keys
+        self._action_keys = action_keys
         # Env id -> hashes of its rows of the root and of `next`.
         self._seen: dict[int, tuple[int, int]] = {}
         self._action: Any = lambda: None  # the latest one
@@ -75,7 +76,8 @@ class StaleRoots:
             return
         # A look costs more than a step: a loop is judged by its first steps.
         self.looks_left -= 1
-        roots, nexts = self._hashes(td, env_ids), self._hashes(following, env_ids)
+        roots = self._hashes(td, env_ids)
+        nexts = self._hashes(following, env_ids)
         done = following.get("done", None)
         action_key = self._action_keys[env_ids[0]]
         # A lazy stack makes a new tensor each time, its rows do not.
@@ -89,7 +91,8 @@ class StaleRoots:
             return
         # Such as frame skips, which ignore the roots.
         is_repeated = action is not None and action is self._action()
-        has_left, is_present = [], False
+        has_left = []
+        is_present = False
         for row, (env_id, root, next_) in enumerate(
             zip(
                 env_ids.tolist(),

@@ -187,7 +187,8 @@ class RolloutRunner:
     def _check_out(self, out: TensorDictBase, max_steps: int) -> None:
         """Refuse an `out` that does not fit the rollouts of these envs."""
         need_batch("rollout", out, "out")
-        shape, own = tuple(out.batch_size), tuple(self._engine.batch_size)
+        shape = tuple(out.batch_size)
+        own = tuple(self._engine.batch_size)
         if len(shape) < 2 or (shape[0], *shape[2:]) != own or not shape[1]:
             raise ValueError(
                 f"rollout failed: expected out of batch size [{', '.join(map(str, (own[0], 'T', *own[1:])))}], T at "
@@ -484,7 +485,8 @@ def _copy(out: TensorDictBase, data: TensorDictBase) -> None:
         leaves_only=True,
         is_leaf=is_leaf_nontensor,
     ):
-        value, place = data.get(key), out.get(key, None)
+        value = data.get(key)
+        place = out.get(key, None)
         if not isinstance(value, torch.Tensor) or place is None:
             out.set(key, value)
         elif place.shape != value.shape:

@@ -131,7 +131,8 @@ class StorageShelf:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._targets, self._numbers = itertools.count(1), itertools.count(1)
+        self._targets = itertools.count(1)
+        self._numbers = itertools.count(1)
         self._leases: list[Lease] = []
 
     def lend(self, num_columns: int) -> Lease:

@@ -125,7 +125,9 @@ class Video:
 
     def add(self, frame: np.ndarray) -> None:
         """Add a frame, uint8 `[H, W, 3]`."""
-        height, width = (side - side % 2 for side in frame.shape[:2])
+        # The encoder takes even sides only.
+        height = frame.shape[0] // 2 * 2
+        width = frame.shape[1] // 2 * 2
         self._writer.append_data(np.ascontiguousarray(frame[:height, :width]))
 
 
