@@ -5,8 +5,6 @@ with ParallelEnv(8, make_env, seed=0) as env:
     data = env.rollout(200, policy)
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

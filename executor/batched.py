@@ -10,8 +10,6 @@ Guarantees:
 - With `copy=True` the caller owns the data that it gets.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -701,7 +699,7 @@ class BatchedEnv:
         infos = self._engine.side.infos.own(section)
         return [infos.get(i, {}) for i in range(self.num_envs)]
 
-    def statistics(self) -> Statistics:
+    def statistics(self) -> "Statistics":
         """Return the counts so far, each worker's load and memory, and which calls run in C."""
         self._guard.check()
         from envherd.executor.guests.monitor.statistics import count

@@ -9,8 +9,6 @@ removes the name in `close`; if the owner is killed, `multiprocessing`'s resourc
 where the system can do so, because a write to a page that cannot be had is fatal.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno
@@ -134,7 +132,7 @@ class Segment:
         *,
         is_prefaulted: bool = True,
         num_sparse: int = 0,
-    ) -> Segment:
+    ) -> "Segment":
         """Create a segment of zeros.
 
         Args:
@@ -173,7 +171,7 @@ class Segment:
             raise
 
     @classmethod
-    def create_with_name(cls, nbytes: int, label: str = "", **_: Any) -> Segment:  # noqa: ARG003  # as `create`
+    def create_with_name(cls, nbytes: int, label: str = "", **_: Any) -> "Segment":  # noqa: ARG003  # as `create`
         """Create a segment of zeros that other processes attach by its name, on any platform, with pages reserved."""
         size = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
         admit(size)
@@ -196,7 +194,7 @@ class Segment:
                 raise
 
     @classmethod
-    def attach(cls, nbytes: int, *, fd: int = -1, name: str | None = None) -> Segment:
+    def attach(cls, nbytes: int, *, fd: int = -1, name: str | None = None) -> "Segment":
         """Map an existing segment by descriptor (which becomes the segment's own) or by name."""
         if name is not None:
             memory = _NamedMemory(name=name)

@@ -7,8 +7,6 @@ Leading dimensions are never part of a spec: a leaf's shape is that of ONE env (
 executor adds `[num_envs]` (and `[num_envs, time]` in a rollout) in front.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -135,7 +133,7 @@ class LeafSpec:
         }
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> LeafSpec:
+    def from_plain(cls, plain: Mapping[str, Any]) -> "LeafSpec":
         """Rebuild what `to_plain` returned."""
         return cls(
             key=tuple(plain["key"]),
@@ -249,7 +247,7 @@ class EnvSpec:
         return plain
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> EnvSpec:
+    def from_plain(cls, plain: Mapping[str, Any]) -> "EnvSpec":
         """Rebuild what `to_plain` returned."""
         groups = {
             g: tuple(LeafSpec.from_plain(leaf) for leaf in plain[g])
@@ -266,7 +264,7 @@ class EnvSpec:
             metadata=dict(plain["metadata"]),
         )
 
-    def difference(self, other: EnvSpec) -> str:
+    def difference(self, other: "EnvSpec") -> str:
         """Return the first difference of two specs, as `key: mine, theirs`; empty if they agree."""
         for group in self._GROUPS:
             mine = {leaf.key: leaf for leaf in getattr(self, group)}

@@ -15,8 +15,6 @@ tests that it can. Platforms: Linux (glibc); elsewhere `create` raises, and `Soc
 portable pool replaces it.
 """
 
-from __future__ import annotations
-
 import _multiprocessing
 import ctypes
 import errno
@@ -141,7 +139,7 @@ class Doorbell:
         self.ring = lock.release
 
     @classmethod
-    def create(cls, buffer: np.ndarray, offset: int) -> Doorbell:
+    def create(cls, buffer: np.ndarray, offset: int) -> "Doorbell":
         """Initialise a doorbell in `buffer` (uint8 view of a segment) and return it.
 
         Raises:
@@ -158,7 +156,7 @@ class Doorbell:
         return bell
 
     @classmethod
-    def attach(cls, buffer: np.ndarray, offset: int) -> Doorbell:
+    def attach(cls, buffer: np.ndarray, offset: int) -> "Doorbell":
         """Return the doorbell that another process created at `offset`."""
         return cls(buffer, offset)
 

@@ -9,8 +9,6 @@ in their own memory. An info that does not fit (other types, long texts, integer
 written; the worker sends it as a message. Equal schemas have equal ids in all workers.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -74,12 +72,12 @@ class SchemaField(NamedTuple):
     kind: int
     place: int
     keys: tuple[str, ...] = ()
-    items: tuple[SchemaField, ...] = ()
+    items: "tuple[SchemaField, ...]" = ()
     dtype: str = ""
     shape: tuple[int, ...] = ()
 
     @classmethod
-    def from_plain(cls, parts: Sequence[Any]) -> SchemaField:
+    def from_plain(cls, parts: Sequence[Any]) -> "SchemaField":
         """Return the field that a message holds; refuse objects, which would be read as addresses.
 
         Raises:
@@ -111,7 +109,7 @@ class SchemaField(NamedTuple):
             value,
         )
 
-    def stored(self) -> Iterator[SchemaField]:
+    def stored(self) -> "Iterator[SchemaField]":
         """Return the fields below this one that have a place."""
         if self.dtype:
             yield self
@@ -223,7 +221,7 @@ class Schema:
         self.infos = compile_reader(root)
 
     @classmethod
-    def of(cls, info: dict[Any, Any]) -> Schema:
+    def of(cls, info: dict[Any, Any]) -> "Schema":
         """Return the schema of an info.
 
         Raises:

@@ -1,7 +1,5 @@
 """The messages that a worker sends the parent besides its rows: dicts, one class for each kind."""
 
-from __future__ import annotations
-
 import traceback
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -32,7 +30,7 @@ class Fault(Reply):
     type_module: str = ""
 
     @classmethod
-    def from_exception(cls, env_id: int, phase: str, error: BaseException) -> Fault:
+    def from_exception(cls, env_id: int, phase: str, error: BaseException) -> "Fault":
         """Describe an exception, even if its message or traceback cannot be printed."""
         try:
             message = " ".join([str(error), *getattr(error, "__notes__", ())])

@@ -3,8 +3,6 @@
 Guarantees: `carry_out` prints expected errors (see `carry_out`) and returns an exit code. It raises all others.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect
@@ -163,7 +161,7 @@ def drawing(options: ExecutorOptions) -> ExecutorOptions:
 
 def acting(
     make_policy: Callable[[Any], Any],
-    env: BatchedEnv | RayRollouts,
+    env: "BatchedEnv | RayRollouts",
 ) -> Callable[[Any], Any]:
     """Return what sets the actions in a batch: the policy that `policy_maker` makes."""
     return functools.partial(

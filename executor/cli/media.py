@@ -5,8 +5,6 @@ without smoothing, by the largest whole factor that fits the picture. Large fram
 Pillow is imported only when it is needed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -324,7 +322,7 @@ def grid(
     columns: int | None = None,
     title: str = "",
     largest: tuple[int, int] | None = None,
-) -> Image.Image:
+) -> "Image.Image":
     """Return the picture of some tiles in rows.
 
     Args:
@@ -390,7 +388,7 @@ def _columns(count: int, height: int, width: int) -> int:
 
 def save_animation(
     path: Path,
-    pictures: Sequence[Image.Image],
+    pictures: "Sequence[Image.Image]",
     *,
     frames_per_s: float,
 ) -> None:

@@ -25,8 +25,6 @@ State of a slot (see `Desk._serve`):
 | any | the death of its process | LOST |
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -470,7 +468,7 @@ class LeasePool(
             self.close()
             raise
 
-    def lease(self, name: str = "") -> Lease:
+    def lease(self, name: str = "") -> "Lease":
         """Return the lease of one env, for one `with` or `async with`; entering it waits for a free env.
 
         Args:

@@ -8,8 +8,6 @@ Guarantees: the data are those of the other pools. Workers end with this process
 killed. The caller's script is not run again in the workers, so it needs no main guard.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import multiprocessing
@@ -58,7 +56,7 @@ _LOOK_S = 0.3
 #: Held while `multiprocessing` prepares a start, while pipes are created that a fork must close, and by every fork: a
 #: child could never acquire it otherwise.
 _start_lock = threading.RLock()
-_processes: weakref.WeakSet[PortableProcess] = weakref.WeakSet()
+_processes: "weakref.WeakSet[PortableProcess]" = weakref.WeakSet()
 
 
 def _let_go_in_fork() -> None:

@@ -5,8 +5,6 @@ in a worker. A `load_state_dict` of the env checks its state only when it loads 
 be restored need a reset, and all others continue.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import reprlib
@@ -26,14 +24,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("envherd")
 
 
-def save(engine: Engine, env_ids: np.ndarray) -> list[dict[str, Any]]:
+def save(engine: "Engine", env_ids: np.ndarray) -> list[dict[str, Any]]:
     """Return the states of some envs; see `BatchedEnv.save`."""
     engine.refuse_under_way(env_ids)
     return _save(engine, env_ids, is_whole=True)
 
 
 def _save(
-    engine: Engine,
+    engine: "Engine",
     env_ids: np.ndarray,
     *,
     is_whole: bool,
@@ -56,7 +54,7 @@ def _save(
     ]
 
 
-def restore(engine: Engine, env_ids: np.ndarray, states: Any) -> None:
+def restore(engine: "Engine", env_ids: np.ndarray, states: Any) -> None:
     """Restore the states of some envs; see `BatchedEnv.restore`."""
     if not isinstance(states, (list, tuple)) or len(states) != len(env_ids):
         got = (
@@ -87,7 +85,7 @@ def restore(engine: Engine, env_ids: np.ndarray, states: Any) -> None:
 
 def _check(
     call: str,
-    engine: Engine,
+    engine: "Engine",
     env_ids: np.ndarray,
     states: Sequence[Mapping[str, Any]],
 ) -> None:
@@ -115,7 +113,7 @@ def _check(
 
 
 def _put(
-    engine: Engine,
+    engine: "Engine",
     env_ids: np.ndarray,
     states: Sequence[Mapping[str, Any]],
 ) -> None:
@@ -138,7 +136,7 @@ def _put(
         engine.restore(env_ids, None, None)
 
 
-def state_dict(engine: Engine, *, with_envs: bool | None) -> dict[str, Any]:
+def state_dict(engine: "Engine", *, with_envs: bool | None) -> dict[str, Any]:
     """Return the state of all envs for a checkpoint; see `BatchedEnv.state_dict`."""
     engine.refuse_under_way(engine.all_ids)
     kept: dict[str, Any] = {
@@ -166,7 +164,7 @@ def state_dict(engine: Engine, *, with_envs: bool | None) -> dict[str, Any]:
     return {f"env{i}": one["env"] for i, one in enumerate(saved)} | {"executor": kept}
 
 
-def load_state_dict(engine: Engine, state: Any) -> None:
+def load_state_dict(engine: "Engine", state: Any) -> None:
     """Load a state of all envs from a checkpoint; see `BatchedEnv.load_state_dict`."""
     num_envs = engine.num_envs
     kept = state.get("executor", {}) if isinstance(state, Mapping) else None
@@ -209,7 +207,7 @@ _LOAD = "load_state_dict"
 _VERSION = 1
 
 
-def _check_kept(engine: Engine, kept: Mapping[str, Any]) -> None:
+def _check_kept(engine: "Engine", kept: Mapping[str, Any]) -> None:
     """Refuse the executor's part of a state if it is damaged, or of another number of envs."""
     if kept.get("version", _VERSION) != _VERSION:
         raise _refusal(

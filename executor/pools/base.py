@@ -4,8 +4,6 @@ Terms: an env *owes an answer* from when it is given a command until the command
 and the env is counted as answered. Env ids are int64 `[k]` without duplicates, columns int64 `[k]`.
 """
 
-from __future__ import annotations
-
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -53,7 +51,7 @@ class WorkerFigures(NamedTuple):
         gpu: str | None = None,
         *,
         is_alone: bool = False,
-    ) -> WorkerFigures:
+    ) -> "WorkerFigures":
         """Read the figures of a process, with the memory of its descendants unless `is_alone`."""
         memory = memory_of(pid, is_alone=is_alone)
         return cls(memory["uss"], memory["pss"], cpu_ns(pid) / 1e9, cpu_of(pid), gpu)

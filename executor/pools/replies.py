@@ -1,7 +1,5 @@
 """Workers' reports besides their rows: faults, side values, infos, losses."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -38,7 +36,7 @@ class Outcome:
         """Return whether anything happened."""
         return bool(self.faults or self.side or self.infos or self.losses)
 
-    def hand_out(self, env_ids: np.ndarray) -> Outcome:
+    def hand_out(self, env_ids: np.ndarray) -> "Outcome":
         """Remove and return the reports of some envs, int `[k]`, and all losses."""
         given = Outcome(losses=self.losses)
         self.losses = {}
@@ -57,7 +55,7 @@ class Outcome:
                 )
         return given
 
-    def keep(self, reported: Outcome, env_ids: set[int]) -> None:
+    def keep(self, reported: "Outcome", env_ids: set[int]) -> None:
         """Keep what the steps of some envs have reported; their next reports complete it."""
         self.side |= {i: frame for i, frame in reported.side.items() if i in env_ids}
         self.infos |= {i: frame for i, frame in reported.infos.items() if i in env_ids}

@@ -4,8 +4,6 @@ Guarantee: a worker and its envs' processes end with this process, however it en
 Assumes: Linux (pidfd, memfd, /proc).
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os
@@ -177,7 +175,7 @@ class WorkerProcess:
 
     @staticmethod
     def wait_for_any(
-        workers: Sequence[WorkerProcess],
+        workers: "Sequence[WorkerProcess]",
         timeout_s: float = math.inf,
     ) -> bool:
         """Wait until a worker has written, has ended, or can be sent the rest of a message; False after `timeout_s`."""

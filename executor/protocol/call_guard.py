@@ -4,8 +4,6 @@ Guarantees: the executor remains usable after an exception at any bytecode (a si
 interrupted call is no longer in progress once its frame has ended, and the next call begins with `Engine.recover`.
 """
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Callable
@@ -18,7 +16,7 @@ from envherd.workers.errors import Busy, Closed, EnvherdError
 #: Modules whose functions wrap methods.
 _WRAPPERS = ("envherd.executor.keywords", "envherd.executor.batches.grad_mode")
 
-_guards: weakref.WeakSet[CallGuard] = weakref.WeakSet()
+_guards: "weakref.WeakSet[CallGuard]" = weakref.WeakSet()
 
 
 def _disown_in_fork() -> None:

@@ -5,8 +5,6 @@ command is given, nothing has changed and the caller calls `step_all`. If the an
 `Flight` that `Flights` lands. After an exception at any line, `Flights.recover` sees a flight of all envs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -38,9 +36,9 @@ def never(_: Any) -> None:
 
 
 def compile_step(
-    engine: Engine,
+    engine: "Engine",
     op: Op,
-    steps: StepBatches | None = None,
+    steps: "StepBatches | None" = None,
     device: torch.device | None = None,
 ) -> FastStep:
     """Return a step of all envs, which holds the call guard, and sets `next` of its batch.
@@ -95,7 +93,7 @@ def compile_step(
     return engine.guard.held(step)
 
 
-def compile_command(engine: Engine, op: Op) -> Callable[..., Flight]:
+def compile_command(engine: "Engine", op: Op) -> Callable[..., Flight]:
     """Return a function that gives all envs a command.
 
     Returns:
@@ -147,7 +145,7 @@ def compile_command(engine: Engine, op: Op) -> Callable[..., Flight]:
 
 
 def _compile_give(
-    engine: Engine,
+    engine: "Engine",
     op: Op,
 ) -> tuple[Callable[[np.ndarray | None], bool], Give]:
     """Return the two functions that begin and land a command of all envs.

@@ -31,8 +31,6 @@ Order, because a handler may raise between any two lines. The numbers are at the
    is gone.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -90,7 +88,7 @@ class Flight:
 
     def __init__(  # noqa: PLR0913, PLR0917  # the parts of a command
         self,
-        flights: Flights,
+        flights: "Flights",
         op: Op,
         ids: np.ndarray | None,
         at: Any,
@@ -128,7 +126,7 @@ class Flight:
                 self.ended if resets is None else np.union1d(resets, self.ended)
             )
 
-    def land(self, timeout_s: float | None = None) -> Flight:
+    def land(self, timeout_s: float | None = None) -> "Flight":
         """Wait for the answers and handle the outcome; see the module.
 
         Args:

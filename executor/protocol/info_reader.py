@@ -4,8 +4,6 @@ Guarantees: an env's infos are those of its latest command that has landed, also
 are copied when a command lands. They become objects when the caller reads them.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Mapping, Sequence
@@ -50,7 +48,7 @@ class Part(NamedTuple):
             records = records[self.env_ids]
         return self.schema.infos(records)
 
-    def of(self, is_wanted: np.ndarray) -> Part | None:
+    def of(self, is_wanted: np.ndarray) -> "Part | None":
         """Return the part of some envs, bool `[N]`; None if it has none of them."""
         chosen = self.env_ids[is_wanted[self.env_ids]]
         if not len(chosen):

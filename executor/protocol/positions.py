@@ -7,8 +7,6 @@ An env's present root is the `next` of its latest step, or the `root` of its lat
 two small arrays record the place. Uses only numpy: `env_batches` makes TensorDicts of the rows.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -184,8 +182,8 @@ class Positions:
         side: SideData,
         options: ExecutorOptions,
         *,
-        mover: Mover | None,
-        loans: Loans | None,
+        mover: "Mover | None",
+        loans: "Loans | None",
     ) -> None:
         self.slab = slab
         self._side = side

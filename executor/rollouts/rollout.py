@@ -4,8 +4,6 @@ Guarantees: a worker writes an observation once, and it is not copied again; the
 be returned; a transition's `next` is never a reset observation, and the root after an end is never a terminal one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -72,7 +70,7 @@ class RolloutRunner:
         state_left: the policy's state when the latest rollout was broken off, own memory; None if it was not.
     """
 
-    def __init__(self, engine: Engine, run: type[StepwiseRun] | None = None) -> None:
+    def __init__(self, engine: "Engine", run: type[StepwiseRun] | None = None) -> None:
         """Create one.
 
         Args:
@@ -156,7 +154,7 @@ class RolloutRunner:
 
     def _in_storage(
         self,
-        run: _Run,
+        run: "_Run",
         max_steps: int,
         out: TensorDictBase | None,
         *,
@@ -244,7 +242,7 @@ class _Run:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: "Engine",
         policy: RolloutPolicy,
         carried: Carried,
         callback: Callable[..., Any] | None,

@@ -5,8 +5,6 @@ the steps are stacked on the learner's device.
 Guarantees and result are those of `rollout`, including `interrupted` rows after a loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +36,7 @@ class StepwiseRun:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: "Engine",
         policy: Callable[[TensorDictBase], TensorDictBase],
         carried: Carried,
         callback: Callable[[TensorDictBase], Any] | None,

@@ -11,8 +11,6 @@ any line, no storage is in use twice, and the next `lend` completes what was bro
 Assumes: `lend`, `find` and `end_rollout` are called by one thread at a time; forks are made by `os.fork`.
 """
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from collections.abc import Callable
@@ -129,7 +127,7 @@ class Lease:
 class StorageShelf:
     """Creates, lends and reuses storages for one pool."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: "Pool") -> None:
         self._pool = pool
         self._targets = itertools.count(1)
         self._numbers = itertools.count(1)

@@ -3,8 +3,6 @@
 Also check that the envs which were built have specs that fit together.
 """
 
-from __future__ import annotations
-
 import copy
 import errno
 import functools
@@ -80,7 +78,7 @@ class Blueprint:
         """Return the ids of all envs of some workers, int64 `[k]`, ascending."""
         return np.array(sorted(i for w in worker_ids for i in self.blocks[w]), np.int64)
 
-    def take_calls(self, env_ids: Sequence[int], other: Blueprint) -> None:
+    def take_calls(self, env_ids: Sequence[int], other: "Blueprint") -> None:
         """Replace the factory calls of some envs by all those of another blueprint, in that order."""
         for name in ("factories", "env_kwargs", "references", "callables"):
             # `references` may be empty.

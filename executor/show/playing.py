@@ -15,8 +15,6 @@ the policies, the records. A passed executor is played without a thread, with on
 Assumes: a reset with a seed makes an env forget its earlier episodes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math
@@ -224,7 +222,7 @@ def _advance(
     work: _Work,
     result: Any = None,
     error: BaseException | None = None,
-) -> _Operation | _Session | None:
+) -> "_Operation | _Session | None":
     """Hand over the outcome of an operation; return the next operation, None at the end."""
     try:
         return work.send(result) if error is None else work.throw(error)
@@ -325,7 +323,7 @@ class Play:
     def _next_outcomes(
         self,
         outcomes: SimpleQueue[Any],
-        waiting: dict[_Seat, _Session],
+        waiting: "dict[_Seat, _Session]",
         num_seats: int,
     ) -> Sequence[tuple[_Seat, Any, BaseException | None]]:
         """Wait for an operation, or act for seats that wait for a policy; return the outcome of each seat concerned.

@@ -15,8 +15,6 @@ stratified bootstrap of Agarwal et al. 2021, "Deep reinforcement learning at the
 arXiv:2108.13264).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -167,7 +165,9 @@ class Evaluation:
     failures: tuple[EpisodeRecord, ...] = ()
 
     @classmethod
-    def of(cls, cast: Cast, seed: int, records: Sequence[EpisodeRecord]) -> Evaluation:
+    def of(
+        cls, cast: Cast, seed: int, records: Sequence[EpisodeRecord]
+    ) -> "Evaluation":
         """Return the results of a task."""
         ended = tuple(one for one in records if one.error is None)
         returns = np.array([one.returns for one in ended], np.float64).reshape(

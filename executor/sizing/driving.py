@@ -1,7 +1,5 @@
 """Start the executor of a setting, and run it like a training loop, with random actions, in turns."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools
@@ -113,7 +111,7 @@ class Subject:
         span_s: float,
         policy_s: float,
         patience_s: float,
-    ) -> Iterator[Callable[[Mode], Turn]]:
+    ) -> "Iterator[Callable[[Mode], Turn]]":
         """Start the executor of a setting; yield what runs it for a turn in a mode.
 
         Args:

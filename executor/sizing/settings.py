@@ -1,7 +1,5 @@
 """The values of sizing: settings, what is wanted, and what was measured of an env and of a setting. Pure."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -9,8 +9,6 @@ Guarantees:
 Assumes: Linux (pidfd, memfd, /proc).
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import itertools
@@ -77,8 +75,8 @@ from envherd.workers.process.zygote import main
 main(fd, log_fd)
 """
 
-_zygotes: weakref.WeakSet[Helper] = weakref.WeakSet()
-_idle: list[Helper] = []
+_zygotes: "weakref.WeakSet[Helper]" = weakref.WeakSet()
+_idle: "list[Helper]" = []
 _is_exiting = False
 #: Held by every fork of this process, while descriptors are created and registered that a fork must close, and while
 #: users of helpers are counted. Its holder takes no other lock.
@@ -123,7 +121,7 @@ def shared(
     key: tuple[object, ...],
     options: ExecutorOptions,
     preload: list[str],
-) -> Helper:
+) -> "Helper":
     """Return a helper with that key: an existing one, or a new one.
 
     Args:

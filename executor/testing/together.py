@@ -4,8 +4,6 @@ The data of each env are taken twice, with the same seed and actions: alone in a
 in one. Pictures are compared too, where the env draws any.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import pickle
@@ -150,7 +148,7 @@ def _cause(
 
 
 def _take(
-    factory: _Watched,
+    factory: "_Watched",
     num_steps: int,
     seed: int,
     drawn_by: DrawAction | None,

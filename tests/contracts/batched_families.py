@@ -1,7 +1,5 @@
 """Families whose envs are batches themselves: several rows with separate ends and resets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -37,18 +35,18 @@ def isaac_by_hand(kind: str, **cfg: Any) -> Any:
     return env
 
 
-def reset_direct(env: Any, ids: torch.Tensor) -> Any:
+def reset_direct(env: Any, ids: "torch.Tensor") -> Any:
     """Reset rows of a `DirectRLEnv`, whose `reset` takes no ids."""
     env._reset_idx(ids)
     return env._get_observations()
 
 
-def reset_managed(env: Any, ids: torch.Tensor) -> Any:
+def reset_managed(env: Any, ids: "torch.Tensor") -> Any:
     """Reset rows of a `ManagerBasedRLEnv`."""
     return env.reset(env_ids=ids)[0]
 
 
-def reset_by_mask(env: Any, ids: torch.Tensor) -> Any:
+def reset_by_mask(env: Any, ids: "torch.Tensor") -> Any:
     """Reset rows of a simulator in Gymnasium's DISABLED mode."""
     import torch
 

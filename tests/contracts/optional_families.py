@@ -3,8 +3,6 @@
 Their rows of `docs/reports/families.md` are written by `make matrix FAMILY=NAME` with the extra installed.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -191,7 +189,7 @@ def _optional(title: str, make: Any, extra: str, **kwargs: Any) -> Family:
     return Family(title, make, extra=extra, **{"num_steps": 110, **settings})
 
 
-def reset_by_option(env: Any, ids: torch.Tensor) -> Any:
+def reset_by_option(env: Any, ids: "torch.Tensor") -> Any:
     """Reset rows of a ManiSkill env."""
     return env.reset(options={"env_idx": ids})[0]
 

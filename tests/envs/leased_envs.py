@@ -1,7 +1,5 @@
 """Envs without spaces, for leases: what an env may do to its caller, a method each."""
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any

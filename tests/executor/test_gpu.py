@@ -1,7 +1,5 @@
 """Batches, policies, simulators and facades on a GPU; all of these tests need one."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -5,8 +5,6 @@ envherd, imports the package's modules and runs `small`; a system ("windows", "m
 `everything` instead, in Python alone. Its workers lack the same. Exit code 1: cases failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import faulthandler

@@ -4,8 +4,6 @@ A case is a function of one seed: it opens executors with random options, applie
 purpose, and compares every row with the envs' diary (see `tests.oracles.fuzz_envs`).
 """
 
-from __future__ import annotations
-
 import faulthandler
 import functools
 import gc
@@ -42,7 +40,7 @@ class Row(NamedTuple):
     checksum: int
 
     @classmethod
-    def of(cls, values: Any) -> Row:
+    def of(cls, values: Any) -> "Row":
         """Return the row with some values, `[WIDTH]`."""
         return cls(*map(int, values))
 

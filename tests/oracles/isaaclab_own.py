@@ -4,8 +4,6 @@ Rows are positions on a line, pushed by the action; an episode ends beyond `LIMI
 env's `ledger` records every step and reset.
 """
 
-from __future__ import annotations
-
 from tests.oracles import isaacsim_stub
 
 isaacsim_stub.with_isaaclab()

@@ -4,8 +4,6 @@ If rows are independent, each row is a separate env (`PlainRows`). A simulator w
 as a whole.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -168,7 +166,7 @@ class PlainSimulator:
     def __init__(
         self,
         make_env: MakeEnv,
-        reset_rows: Callable[[Any, torch.Tensor], Any],
+        reset_rows: "Callable[[Any, torch.Tensor], Any]",
         *,
         resets_itself: bool,
     ) -> None:

@@ -4,8 +4,6 @@ Guarantees: a `Sink` writes only its env's rows, and checks every value against 
 sink, because the attribute look-ups would cost more than a small env's step.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -44,7 +42,7 @@ class Sink:
 
     def __init__(
         self,
-        slot: Slot,
+        slot: "Slot",
         arrays: Mapping[Name, np.ndarray],
         *,
         root_follows: bool,

@@ -18,8 +18,6 @@ that cannot be pickled, and the way to it.
 Assumes: both processes run the same version of Python.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import dataclasses
@@ -79,7 +77,7 @@ def dumps(value: Any, *, shares: bool = False) -> bytes:
             named.update(found)
 
 
-def _dumps(value: Any, named: _Names) -> bytes:
+def _dumps(value: Any, named: "_Names") -> bytes:
     file = io.BytesIO()
     pickler = Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
     pickler.named = named
@@ -94,7 +92,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
         named: objects that go by their name.
     """
 
-    named: _Names = {}  # noqa: RUF012  # never changed
+    named: "_Names" = {}  # noqa: RUF012  # never changed
 
     def __init__(self, file: Any, protocol: int | None = None) -> None:
         super().__init__(file, protocol=protocol)

@@ -7,8 +7,6 @@ Guarantees:
 - Infos, timeouts, errors, `call` and the autoreset modes are those of the Gymnasium facade.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -157,7 +155,7 @@ class ParallelVectorEnv(OverAgentDicts):
     max_num_agents = num_agents
 
     @property
-    def unwrapped(self) -> ParallelVectorEnv:
+    def unwrapped(self) -> "ParallelVectorEnv":
         """This object."""
         return self
 
@@ -321,7 +319,7 @@ class ParallelVectorEnv(OverAgentDicts):
         """Close the envs and end the workers. Idempotent; see `AsyncVectorEnv.close_extras` for arguments."""
         self._envs.close(**kwargs)
 
-    def __enter__(self) -> ParallelVectorEnv:
+    def __enter__(self) -> "ParallelVectorEnv":
         """Return itself; closed at the end of the `with`."""
         return self
 

@@ -9,8 +9,6 @@ Guarantees:
 - an absent agent's part of a row is zeros; see `pettingzoo/adapter.py` for the flags.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -81,7 +79,7 @@ class HostedParallelEnv(NativeEnv):
 class ParallelFactory(NativeFactory):
     """A picklable factory of `ParallelNativeAdapter`s over a user's factory of envs."""
 
-    def __call__(self) -> ParallelNativeAdapter:
+    def __call__(self) -> "ParallelNativeAdapter":
         """Build the env."""
         # `rllib` does without PettingZoo.
         from envherd.executor.facades.pettingzoo.stacked import parallel_env

@@ -3,8 +3,6 @@
 Reading does not slow the workers down. `watching` reads the words of executors of other processes in the same way.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -90,7 +88,7 @@ class WorkerStatistics:
         reset_s: float,
         env_steps: int,
         figures: WorkerFigures,
-    ) -> WorkerStatistics:
+    ) -> "WorkerStatistics":
         """Return these statistics with the shares and rates of a time, and with the figures of the process.
 
         Args:

@@ -1,7 +1,5 @@
 """Leases: whatever an env, a caller or the system does, each call is answered, and each slot serves the next lease."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """`rebuild`: another task takes the place of an env, in the same process."""
 
-from __future__ import annotations
-
 import functools
 import re
 import resource

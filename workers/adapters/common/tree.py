@@ -6,8 +6,6 @@ gets functions compiled for it: `flattener` (native value -> list aligned with `
 a list. Arrays are never copied: the env's own arrays are passed on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -70,7 +68,7 @@ class Branch:
     """
 
     kind: type
-    entries: tuple[tuple[Any, Node], ...]
+    entries: "tuple[tuple[Any, Node], ...]"
 
     @property
     def keys(self) -> tuple[Any, ...]:

@@ -13,8 +13,6 @@ Guarantees: with `deterministic`, an episode is a function of its seed and its a
 Assumes: a substrate's own config declares the right shapes; the first build checks it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools
@@ -77,7 +75,7 @@ class EpisodeEnv(reset_wrapper.ResetWrapper):  # type: ignore[misc]  # untyped b
     def __init__(
         self,
         make_settings: Callable[[], Any],
-        options: MeltingPotFactory,
+        options: "MeltingPotFactory",
         wanted: frozenset[str],
         specs: Specs | None,
     ) -> None:
@@ -222,7 +220,7 @@ class _Recipe:
         return flat
 
 
-def build_substrate(options: MeltingPotFactory) -> Any:
+def build_substrate(options: "MeltingPotFactory") -> Any:
     """Build the substrate that a factory describes, or that of a scenario without its bots.
 
     Raises:
@@ -249,7 +247,7 @@ def build_substrate(options: MeltingPotFactory) -> Any:
     return env
 
 
-def build_scenario(options: MeltingPotFactory) -> Any:
+def build_scenario(options: "MeltingPotFactory") -> Any:
     """Build the scenario that a factory describes; imports TensorFlow, for its bots.
 
     Raises:
@@ -302,7 +300,7 @@ def build_scenario(options: MeltingPotFactory) -> Any:
 
 
 def _assemble(
-    options: MeltingPotFactory,
+    options: "MeltingPotFactory",
     config: Any,
     roles: Any,
     individual: list[str],
@@ -392,7 +390,7 @@ def _check_promise(promised: Specs, env: Any, level: str) -> None:
         )
 
 
-def _kept_keys(options: MeltingPotFactory, individual: Any) -> frozenset[str]:
+def _kept_keys(options: "MeltingPotFactory", individual: Any) -> frozenset[str]:
     known = {*individual, _COLLECTIVE_REWARD}
     for key in (*(options.keys or ()), *options.drop):
         if key not in known:

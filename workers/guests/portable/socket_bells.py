@@ -5,8 +5,6 @@ interrupt loses costs its waiter one timeout, because tokens are only hints.
 Assumes: what was written before a byte was sent is seen by the process that receives it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import socket
 from typing import Any
@@ -44,7 +42,7 @@ class SocketBell:
             self._send = writer.send
 
     @classmethod
-    def create(cls) -> SocketBell:
+    def create(cls) -> "SocketBell":
         """Return a new doorbell."""
         reader, writer = socket.socketpair()
         return cls(reader, writer)
