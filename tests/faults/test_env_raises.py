@@ -80,9 +80,8 @@ class DiesRebuilt(Faulty):
 @pytest.mark.broken_pool
 def test_a_worker_that_dies_as_an_env_is_rebuilt_leaves_no_lost_env(tmp_path):
     """The other env of the worker had answered its reset: it is reset again."""
-    quiet = tmp_path / "quiet"
-    quiet.mkdir()
-    make = [functools.partial(DiesRebuilt, str(path)) for path in (tmp_path, quiet)]
+    folders = [tmp_path, tmp_path / "missing"]
+    make = [functools.partial(DiesRebuilt, str(folder)) for folder in folders]
     options = ExecutorOptions(on_worker_loss="restart", on_env_error="interrupt")
     with ParallelEnv(2, make, num_workers=1, options=options) as env:
         env.reset()
@@ -90,8 +89,9 @@ def test_a_worker_that_dies_as_an_env_is_rebuilt_leaves_no_lost_env(tmp_path):
             (tmp_path / name).touch()
         assert not env.reset()["done"].any()
         assert env.statistics().worker_losses == 1
-        goes_on = torch.zeros(2, dtype=torch.int64)
-        _, root = env.step_and_maybe_reset(TensorDict({"action": goes_on}, [2]))
+        _, root = env.step_and_maybe_reset(
+            TensorDict({"action": torch.zeros(2, dtype=torch.int64)}, [2])
+        )
         assert env.statistics().interrupted == 0
         assert root["observation"].tolist() == [[1], [1]]
 

@@ -251,10 +251,9 @@ def full_temporary_folder(folder: str) -> str:
         return works(env)
 
 
-@pytest.fixture(scope="module")
-def mounts() -> None:
-    if not can_mount():
-        pytest.skip("mounts of one's own are not allowed here")
+needs_mounts = pytest.mark.skipif(
+    not can_mount(), reason="mounts of one's own are not allowed here"
+)
 
 
 def test_few_files():
@@ -332,14 +331,23 @@ def test_death_is_noticed_where_the_program_ignores_or_reaps_children(
 
 
 @pytest.mark.parametrize(
-    "body",
-    [little_address_space, little_address_space_in_workers],
-    ids=lambda body: body.__name__,
+    ("body", "limit"),
+    [
+        (little_address_space, "RLIMIT_AS low"),
+        (little_address_space_in_workers, "RLIMIT_AS low"),
+        pytest.param(small_shm, "/dev/shm", marks=needs_mounts),
+        pytest.param(
+            read_only_shm,
+            "/dev/shm",
+            marks=[needs_mounts, pytest.mark.full],
+        ),
+    ],
+    ids=lambda one: getattr(one, "__name__", ""),
 )
-def test_little_memory(body):
+def test_little_memory(body, limit):
     record(
         body.__name__,
-        what=f"RLIMIT_AS low: {body.__name__.replace('_', ' ')}",
+        what=f"{limit}: {body.__name__.replace('_', ' ')}",
         seen=in_child(body),
     )
 
@@ -348,27 +356,14 @@ def test_killed_for_the_memory_limit_of_a_control_group(tmp_path):
     """The kernel kills the worker, whose score is raised by a third of the limit: see `process.entry`, `_OOM_SCORE`."""
     if not can_limit_memory():
         pytest.skip("control groups of one's own are not allowed here")
-    seen = in_child(killed_for_memory, str(tmp_path / "hungry"))
     record(
-        "out of memory", what="memory beyond the limit of the control group", seen=seen
+        "out of memory",
+        what="memory beyond the limit of the control group",
+        seen=in_child(killed_for_memory, str(tmp_path / "hungry")),
     )
 
 
-@pytest.mark.usefixtures("mounts")
-@pytest.mark.parametrize(
-    "body",
-    [small_shm, read_only_shm] if IS_FULL else [small_shm],
-    ids=lambda body: body.__name__,
-)
-def test_shm(body):
-    record(
-        body.__name__,
-        what=f"/dev/shm: {body.__name__.replace('_', ' ')}",
-        seen=in_child(body),
-    )
-
-
-@pytest.mark.usefixtures("mounts")
+@needs_mounts
 def test_full_temporary_folder(tmp_path):
     record(
         "full disk",
