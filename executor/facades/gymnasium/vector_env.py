@@ -224,12 +224,14 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
             ValueError: not one value for each env.
         """
         self._move("begin", "set_attr")
+        # Outside the guard: an error of the caller's values breaks off no call.
+        args = tuple((name, one) for one in _one_each(values, self.num_envs))
         with raising_gymnasiums(f"set_attr {name}"), self._guard:
             self._engine.ask(
                 "each",
                 list(range(self.num_envs)),
                 name="assign",
-                args=tuple((name, one) for one in _one_each(values, self.num_envs)),
+                args=args,
             )
 
     def close_extras(

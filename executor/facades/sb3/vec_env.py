@@ -505,6 +505,7 @@ class SubprocVecEnv(ExecutorVecEnv, VecEnv):  # type: ignore[misc]  # mypy is no
         num_workers: int | Literal["auto"] | None = None,
         options: ExecutorOptions | None = None,
     ) -> None:
+        options = _as_sb3(checked_options(options), start_method)
         factories = [
             Sb3Factory(env_fn, env_id)
             for env_id, env_fn in enumerate(listed("SubprocVecEnv", env_fns))
@@ -514,7 +515,7 @@ class SubprocVecEnv(ExecutorVecEnv, VecEnv):  # type: ignore[misc]  # mypy is no
                 len(factories),
                 factories,
                 num_workers=num_workers,
-                options=_as_sb3(checked_options(options), start_method),
+                options=options,
             )
         )
         # For `rebuild`, which gets functions of the user.

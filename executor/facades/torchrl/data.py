@@ -375,8 +375,11 @@ class BatchedData(Batched):
         tensordict: TensorDictBase,
     ) -> tuple[TensorDictBase, TensorDictBase]:
         if tensordict.device != self.device:
-            # Copied, because without a device it would be changed in place.
-            tensordict = on_device(tensordict.copy(), self.device)
+            # Without a device it would be changed in place; `to` copies.
+            tensordict = on_device(
+                tensordict.copy() if self.device is None else tensordict,
+                self.device,
+            )
         self._open()
         shells = self._slab_shells(tensordict)
         if shells is None or shells.has_own_state or is_compiled(self):

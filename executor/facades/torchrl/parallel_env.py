@@ -282,7 +282,7 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
     def __reduce__(self) -> Any:
         if not self.is_closed:
             self.close()
-        # The copy starts workers of its own.
+        # The copy starts other workers.
         return EnvBase.__reduce__(self)
 
     # ---- control -----------------------------------------------------------------------------
