@@ -141,7 +141,11 @@ class Node:
             how["options"],
             first_env_id=how["options"].first_env_id + first,
         )
-        num_workers = how["num_workers"] or max(1, int(min(cores, usable_cores())))
+        # At most one for each env: `ParallelEnv` takes no other number of them for envs that are alone.
+        num_workers = how["num_workers"] or max(
+            1,
+            int(min(cores, usable_cores(), len(factories))),
+        )
         torch.manual_seed(episode_seed(how["seed"], _STREAM, options.first_env_id))
         try:
             registries.install(registered)

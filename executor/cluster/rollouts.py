@@ -192,9 +192,9 @@ class RayRollouts:
             )
         )
         at_end = contextlib.ExitStack()
-        self._finalizer = weakref.finalize(self, _release, at_end, os.getpid())
         if _connect(address):
             at_end.callback(ray.shutdown)
+        self._finalizer = weakref.finalize(self, _release, at_end, os.getpid())
         how = {"num_workers": num_workers, "seed": self.seed, "options": self._options}
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
@@ -381,7 +381,10 @@ class RayRollouts:
     def _take(self, policy: Any) -> None:
         """Use a policy from now on; answers to earlier calls are dropped."""
         self._policy = policy.policy if isinstance(policy, Placed) else policy
+        left = self._pending
         self._pending = {}
+        # A stream that was left still holds it, and would keep the answers in Ray's memory.
+        left.clear()
 
     def _refreshed(self) -> tuple[Any, Any]:
         """Send what has changed of the policy: its weights, or all of another policy, or of one that is no module.
@@ -632,7 +635,9 @@ def _release(at_end: contextlib.ExitStack, owner: int) -> None:
 
 
 def _join(parts: list[Any]) -> TensorDictBase:
-    """Return rollouts of nodes as one batch, in its own memory; unlike ones as a lazy stack of their rows."""
+    """Return rollouts of nodes, each in its own memory, as one batch; unlike ones as a lazy stack of their rows."""
+    if len(parts) == 1:
+        return parts[0]
     keys = [
         set(part.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor))
         for part in parts

@@ -45,12 +45,16 @@ def _save(
             "env": crossed(answers[env_id]),
             "root": root,
             # An env of which a part alone was saved cannot continue its episode.
-            "ended": bool(engine.states.needs_reset[env_id])
-            or not answers[env_id]["is_whole"],
+            "ended": bool(has_ended) or not answers[env_id]["is_whole"],
             "episode": answers[env_id]["episode"],
             "generators": answers[env_id]["generators"],
         }
-        for env_id, root in zip(ids, roots, strict=True)
+        for env_id, root, has_ended in zip(
+            ids,
+            roots,
+            engine.states.needs_reset[env_ids],
+            strict=True,
+        )
     ]
 
 

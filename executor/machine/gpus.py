@@ -1,4 +1,4 @@
-"""GPUs that this process may use, and their memory; finding them opens no CUDA context."""
+"""GPUs that this process may use, and their memory; finding them opens no CUDA context if `nvidia-smi` answers."""
 
 import contextlib
 import os
@@ -82,7 +82,7 @@ def parse_apps(text: str, pids: Collection[int]) -> int:
         fields = [field.strip() for field in line.split(",")]
         pid = fields[0]
         used = fields[-1]
-        if pid.isdigit() and used.isdigit() and int(pid) in pids:
+        if len(fields) > 1 and pid.isdigit() and used.isdigit() and int(pid) in pids:
             total += int(used) * _MIB
     return total
 

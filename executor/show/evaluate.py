@@ -192,9 +192,18 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
         )
         rules = replace(rules, seed=executor.seed)
     by_task = _by_task(policies, policy_for, tuple(tasks))
-    policies_of = policy_for or (lambda name, _: by_task.get(name, policies))
+    policies_of = (
+        (lambda name, _: by_task.get(name, policies))
+        if policy_for is None
+        else policy_for
+    )
     played_by = (
-        _who_plays(policy_for or policies, by_task, background, focal)
+        _who_plays(
+            policies if policy_for is None else policy_for,
+            by_task,
+            background,
+            focal,
+        )
         if label is None
         else {"label": label}
     )
@@ -205,7 +214,7 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
 
     def prepare(name: str, built: BatchedEnv) -> Part:
         part, records.tasks[name].cast = _part_of(
-            policies_of(name, built),
+            lambda: policies_of(name, built),
             built.spec,
             background,
             focal,
@@ -361,7 +370,7 @@ def _who_plays(
 
 
 def _part_of(
-    policies: Policies,
+    choose: Callable[[], Policies],
     spec: EnvSpec,
     background: Policies,
     focal: Sequence[int | str] | None,
@@ -373,7 +382,8 @@ def _part_of(
             f"evaluate failed: expected envs of one row, got {spec.family} envs of {[*spec.batch_shape]}."
         )
     title = str(spec.metadata.get("name") or spec.metadata.get("env_id") or spec.family)
-    policy = join_policies(policies, spec, background, focal)
+    # Not before: a function of the caller may expect an env of one row.
+    policy = join_policies(choose(), spec, background, focal)
     if isinstance(policy, PerPlayer):
         cast = Cast(
             env=title,

@@ -588,7 +588,10 @@ class _Session:
             axis=1,
         )
         is_over = following.get("done").flatten().tolist()
-        interrupted = following.get("interrupted", torch.zeros(len(ids)))
+        interrupted = following.get(
+            "interrupted",
+            torch.zeros(len(ids), device="cpu"),
+        )
         is_lost = interrupted.flatten().tolist()
         infos = (
             self.env.infos("next") if self.env.options.info_policy != "drop" else None

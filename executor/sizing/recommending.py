@@ -86,6 +86,7 @@ def recommend(  # the env, the goal and the limits
 
     with subject.helper():
         others = Others(machine.cpus)
+        show("probe: build")
         measured = probe(subject, _PROBE_SHARE * budget_s, show)
         if goal.episode_steps is not None:
             measured = replace(measured, end_share=1 / goal.episode_steps)

@@ -227,7 +227,7 @@ class Limits:
         """Return the wanted settings, judged; for those that do not fit also the largest that does.
 
         Raises:
-            DoesNotFit: one env, or the wanted number of envs, does not fit.
+            DoesNotFit: one env, one for each of the wanted workers, or the wanted number of envs does not fit.
         """
         found: dict[Setting, Run] = {}
         for setting in wanted:
@@ -239,7 +239,6 @@ class Limits:
         runs = list(found.values())
         if any(one.refusal is None for one in runs):
             return runs
-        # All that are wanted shrink to the same one.
         smallest = self.judged(self._down_from(wanted[-1])[-1])
         num_envs = smallest.setting.num_envs
         one = self.measured

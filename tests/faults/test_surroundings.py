@@ -44,7 +44,7 @@ from tests.executor.calls import ENDLESS
 from tests.faults.children import (
     be_bound_by_process_limits,
     can_limit_memory,
-    can_mount,
+    can_mount,  # noqa: F401  # in the condition of a mark
     fill,
     in_child,
     memory_group,
@@ -252,7 +252,7 @@ def full_temporary_folder(folder: str) -> str:
 
 
 needs_mounts = pytest.mark.skipif(
-    not can_mount(), reason="mounts of one's own are not allowed here"
+    "not can_mount()", reason="mounts of one's own are not allowed here"
 )
 
 

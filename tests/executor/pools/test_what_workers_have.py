@@ -292,6 +292,7 @@ def test_it_is_what_multiprocessing_gives_to_a_spawned_process(looks, start_meth
 # ---- programs -----------------------------------------------------------------------------------
 
 DEFINITIONS = '''
+from __future__ import annotations
 import collections, concurrent.futures, dataclasses, enum, multiprocessing, pickle, sys, typing
 import colorsys as colours
 from worlds import World, show
