@@ -75,9 +75,9 @@ def _with_whole_words(found: re.Match[str]) -> str:
 def _with_breaks(cell: re.Match[str]) -> str:
     """Return a cell of a table in which names of 24 characters or more may be broken after their parts."""
     return re.sub(
-        r"[\w/.,{}*]{24,}(?=[^<>]*<)",
+        r"[\w/.,{}*()=&;#]{24,}(?=[^<>]*<)",
         lambda name: re.sub(
-            r"(?<=[a-zA-Z*}])[_/.,]+(?=[a-zA-Z{*])(?!(py|c|md)\b)",
+            r"(?<=[a-zA-Z*}])[_/.,(=]+(?=[a-zA-Z{*&])(?!(py|c|md)\b)",
             r"\g<0><wbr>",
             name[0],
         ),

@@ -270,7 +270,7 @@ class BatchedEnv:
         Raises:
             ActionError, ResetNeeded: refused, nothing was stepped.
             EnvError: an env raised; the others were stepped, see `error.partial`.
-            WorkerLost, WorkerTimeout, Busy, Closed.
+            WorkerLost, WorkerTimeout, Busy, Closed: see docs/errors.md.
         """
         if self._fast_step(td) is not None:
             return td
@@ -604,10 +604,10 @@ class BatchedEnv:
             env_ids: the envs; default: all.
 
         Returns:
-            One state per env, in the order of `env_ids` (copies): `{"env": ..., "root": ..., "ended": ..., "episode":
-            ..., "generators": ...}`: the env's own state, with its wrappers, generators and, if they are collected, the
-            statistics of its episode; its present root (nested dicts of tensors); whether it must be reset; the
-            episode that its next reset begins; with `isolate_rng`, its global generators. `torch.save` can save it.
+            A dict for each env, in the order of `env_ids`, copies. `env` is the env's own state, with its wrappers,
+            generators and, if they are collected, the statistics of its episode. `root` is its present root, as nested
+            dicts of tensors. `ended` says whether it must be reset. `episode` is the one that its next reset begins.
+            `generators` has its global generators, with `isolate_rng`. `torch.save` can save it.
 
         Raises:
             EnvError: an env's state cannot be read; the message says what prevents it. Nothing has changed.
@@ -645,9 +645,9 @@ class BatchedEnv:
                 raises then.
 
         Returns:
-            `{"env0": ..., ..., "executor": {"version": ..., "seed": ..., "episodes": [...], "actions": ..., "roots":
-            [...], "ended": [...], "generators": [...]}}`: the envs' states; the version of this form; the root seed;
-            the episode that the next reset of each env begins; the state of the generator of `rand_action`; and each
+            A dict with the envs' states as `env0` and so on, and with a dict `executor`. There, `version` is that of
+            this form, `seed` the root seed, `episodes` has the episode that the next reset of each env begins,
+            `actions` is the state of the generator of `rand_action`, and `roots`, `ended` and `generators` have each
             env's entries of `save`. `torch.save` can save it.
 
         Raises:

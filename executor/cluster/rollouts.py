@@ -264,7 +264,8 @@ class RayRollouts:
         Raises:
             EnvError, WorkerLost, WorkerTimeout, Busy, Closed: the rollout is lost; envs without an error continue where
                 it ends.
-            ClusterError: the policy cannot be pickled. Anything else: of the policy.
+            ClusterError: the policy cannot be pickled.
+            Exception: any that the policy raises.
         """
         max_steps = as_count("rollout", "max_steps", max_steps)
         need_callables("rollout", policy=policy)

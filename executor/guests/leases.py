@@ -569,8 +569,9 @@ class Lease:
 
         Raises:
             WorkerTimeout, WorkerLost, EnvError: the env is lost, and the lease over; the next call raises it again.
-            Closed: the lease was ended. Exception: any that the env raises; the lease continues.
-            Also what pickling an argument raises; nothing was sent then.
+            Closed: the lease was ended.
+            Exception: any that the env raises; the lease continues. Or what pickling an argument raises; nothing was
+                sent then.
         """
         if timeout_s is not None and not timeout_s >= 0:
             raise ValueError(

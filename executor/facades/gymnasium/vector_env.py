@@ -153,7 +153,7 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
 
         Raises:
             multiprocessing.TimeoutError: not within `timeout` seconds; the envs must be reset again.
-            NoAsyncCallError, ClosedEnvironmentError.
+            NoAsyncCallError, ClosedEnvironmentError: as in Gymnasium.
         """
         self._move("reset_wait")
         with _deadline("reset_wait", timeout):
