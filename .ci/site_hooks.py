@@ -62,6 +62,7 @@ def on_page_content(html: str, *, page: Any, **_: Any) -> str:
         html,
     )
     html = re.sub(r"<t[dh][ >].*?</t[dh]>", _with_breaks, html, flags=re.DOTALL)
+    html = re.sub(r"(?<=[\d.]) (?=(?:s|ms|us|µs|MiB|GiB)\b[^<>]*</td>)", "&nbsp;", html)
     return re.sub(r'<img [^>]*src="([^"]+)"[^>]*>', r'<a href="\1">\g<0></a>', html)
 
 

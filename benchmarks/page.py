@@ -162,10 +162,7 @@ def _gate_text(results: Mapping[str, Any]) -> str:
         f"did not."
     )
     if rests:
-        text += (
-            f" While no workload ran, a process waited for a processor {min(rests):.0%} "
-            f"to {max(rests):.0%} of the time."
-        )
+        text += f" While no workload ran, a process waited for a processor for at most {max(rests):.0%} of the time."
     if slots == noisy:
         return (
             f"{text} **The gate never opened: only the figures by CPU are published.**"

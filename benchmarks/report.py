@@ -1,7 +1,5 @@
 """Results as tables: the same rows for the terminal and for the page."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +7,9 @@ from rich.table import Table
 
 from benchmarks.bounds import IDEAL
 from benchmarks.targets import Verdict, judge
+
+#: Headers of columns with words; numbers are at the right.
+_TEXTS = ("", "8 envs", "compared with", "env", "envs", "chosen", "best")
 
 
 class Sheet(NamedTuple):
@@ -46,11 +47,12 @@ def to_markdown(sheet: Sheet) -> str:
     """Return a table for the page."""
     lines = [
         "| " + " | ".join(sheet.columns) + " |",
-        "|---" + "|---:" * (len(sheet.columns) - 1) + "|",
+        "".join("|---" if name in _TEXTS else "|---:" for name in sheet.columns) + "|",
     ]
     lines += [
         "| " + " | ".join(cell.replace("|", "/") for cell in row) + " |"
         for row in sheet.rows
+        if row[-1] != "not installed"
     ]
     return "\n".join(lines) + (f"\n\n{sheet.note}" if sheet.note else "")
 
@@ -73,8 +75,8 @@ def sheet_of_workload(workload: Mapping[str, Any]) -> Sheet:
     note = (
         f"By CPU, by wall clock: the throughput of the reference ({reference}) divided by that of the row; median and "
         "quartiles. "
-        f"{kept} slots kept, {noisy} of them while other programs used the machine; {thrown} tries did not pass the "
-        "gate. "
+        f"{kept} slots kept, {noisy} of them while other programs used the machine; tries that did not pass the "
+        f"gate: {thrown}. "
     )
     if not workload["is_complete"]:
         note += "Stopped at its time limit, before all rounds were made. "

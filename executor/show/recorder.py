@@ -28,7 +28,7 @@ class VideoRecorder:
     Args:
         env: the executor.
         folder: created if it does not exist; files of the same names are replaced.
-        every: record the episodes 0, `every`, 2 `every`, ... of each env. Other episodes cost nothing.
+        every: record one of this many episodes of each env, the first one included. Other episodes cost nothing.
         env_ids: the envs to record.
         agent: index of the agent whose observation is recorded; None for the world view, or the env's `render`.
         fps: steps per second of video.
