@@ -37,6 +37,7 @@ from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.exchange import ENV_IDS, Exchange
 from envherd.executor.protocol.fast_exchange import FastExchange
 from envherd.executor.protocol.fast_step import compile_step
+from envherd.executor.rollouts.added_rows import AddedRows
 from envherd.executor.rollouts.policy_state import own_leaves
 from envherd.executor.rollouts.rollout import RolloutPolicy, RolloutRunner
 from envherd.executor.sending.blueprint import EnvKwargs, MakeEnv, as_factories
@@ -102,6 +103,7 @@ class BatchedEnv:
         self._guard.shut_with(self)
         self._exchange = parts.exchange(self._engine)
         self._rollouts = RolloutRunner(self._engine, parts.run)
+        self._added = AddedRows(self._engine.known, pool.num_envs)
         self.options = options
         self.device = self._engine.device
         self.num_envs = pool.num_envs
@@ -455,7 +457,8 @@ class BatchedEnv:
         """Step some envs without waiting for them.
 
         Args:
-            td: batch `[k]` with their actions. Other keys that the policy has added are not in what `recv` returns.
+            td: batch `[k]` with their actions. Other tensors that the policy has added, such as log-probabilities, are
+                copied, and are in what `recv` returns with these steps. (Not for envs of different specs.)
             env_ids: int `[k]`, or bool `[N]`, a mask; default: td's own `env_ids`, else all envs.
             maybe_reset: also reset the envs that end, as `step_and_maybe_reset` does.
 
@@ -466,6 +469,13 @@ class BatchedEnv:
             need_bools("send", maybe_reset=maybe_reset)
         with self._guard:
             self._guard.refuse_rolling()
+            added = self._added.find(td)
+            # Also to forget what was added for earlier steps.
+            if added is not None or self._added.rows is not None:
+                ids = self._exchange.ids_of(td, env_ids)
+                # Else it would replace the rows of steps that were not received yet.
+                self._engine.refuse_under_way(ids)
+                self._added.keep(ids, added)
             self._exchange.send(td, env_ids, Op.STEP_RESET if maybe_reset else Op.STEP)
 
     def recv(
@@ -492,8 +502,8 @@ class BatchedEnv:
 
         Returns:
             Batch `[k]`, k from `min_envs` to `max_envs`, with `env_ids` (int64), the root observation and action of
-            each step (with `with_root`), and its `next`. Own memory. `current(env_ids)` returns the envs' roots after
-            it.
+            each step and the tensors that the policy has added to them (with `with_root`), and its `next`. Own memory.
+            `current(env_ids)` returns the envs' roots after it.
 
         Raises:
             ValueError: fewer envs, or not these envs, were sent.
@@ -504,13 +514,16 @@ class BatchedEnv:
             need_bools("recv", with_root=with_root)
         with self._guard:
             self._guard.refuse_rolling()
-            return self._exchange.recv(
+            td = self._exchange.recv(
                 min_envs,
                 max_envs,
                 timeout_s,
                 env_ids,
                 with_root=with_root,
             )
+            if with_root and self._added.rows is not None:
+                self._added.give(self._exchange.as_ids(td.get(ENV_IDS)), td)
+            return td
 
     def current(self, env_ids: Any = None) -> TensorDictBase:
         """Return the current root batch `[k]` of envs, with their `env_ids`, to act on next.

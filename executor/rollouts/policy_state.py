@@ -28,7 +28,7 @@ _UNLIKE = (
 #: What an error of a policy that takes tensors or arrays may have.
 _SIGNS = ("TensorDict", "__torch_function__", "generator raised StopIteration")
 #: Root names that belong neither to the envs nor to the policy.
-_NOT_STATE = ("next", "env_ids", "interrupted")
+NOT_STATE = ("next", "env_ids", "interrupted")
 
 
 class Carried:
@@ -93,7 +93,7 @@ def own_leaves(td: TensorDictBase | None, known: set[Key]) -> TensorDictBase | N
     if td is None:
         return None
     keys = [
-        key for key in leaf_keys(td) if key not in known and key[0] not in _NOT_STATE
+        key for key in leaf_keys(td) if key not in known and key[0] not in NOT_STATE
     ]
     if not keys:
         return None

@@ -281,7 +281,7 @@ class AsyncCollector(BatchIterator):
         # An error has reported the loss of that step.
         self._is_owed, self._is_reported = np.zeros((2, num_envs), bool)
         self._state: TensorDictBase | None = self._primer
-        self._known = {leaf.key for leaf in env.specs[0].leaves()}
+        self._action_keys = [leaf.key for leaf in env.spec.action]
         self._spent = dict.fromkeys(("wait", "policy", "learner", "other"), 0.0)
         self._since = time.perf_counter()
         self._batch_sizes: Counter[int] = Counter()
@@ -531,7 +531,7 @@ class AsyncCollector(BatchIterator):
         acted, version = self._acted(root, env_ids)
         self._charge("policy")
         written = get_leaf(acted, "next")
-        own = None if written is None else own_leaves(written, self._known)
+        own = None if written is None else own_leaves(written, self.env.engine.known)
         if any(get_leaf(acted, key) is not None for key in _NOT_ROOT):
             acted = acted.exclude(*_NOT_ROOT)
         self._rows.write(
@@ -546,7 +546,8 @@ class AsyncCollector(BatchIterator):
         if own is not None:
             self._keep_state(env_ids, own)
         self._waits.sent_ns[env_ids] = time.perf_counter_ns()
-        self.env.send(acted, env_ids)
+        # Without what the policy adds, which the rows have already.
+        self.env.send(acted.select(*self._action_keys, strict=False), env_ids)
         self._charge("other")
 
     def _acted(

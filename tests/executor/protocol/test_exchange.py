@@ -17,7 +17,7 @@ from envherd.workers.testing import CountingEnv, FaultyEnv
 from tests.envs.counting_envs import TextEnv
 from tests.envs.disturbing_envs import HaltingEnv
 from tests.envs.sized_envs import SleepingEnv
-from tests.executor.calls import ENDLESS, TWO_WORKERS, act, both
+from tests.executor.calls import ENDLESS, TWO_WORKERS, act, both, ones
 from tests.gates import Gate, wait_for
 
 pytestmark = pytest.mark.slow
@@ -409,3 +409,46 @@ class TestAtMost:
                 env.recv(1, 0.01, max_envs=1)
             gate.open()
             assert env.recv(1, 60.0, max_envs=3)["env_ids"].tolist() == [2]
+
+
+@both
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_recv_returns_what_the_policy_has_added_to_these_steps(make, mode):
+    drawn = torch.zeros(4, 2)
+
+    def acted(root):
+        ids = root["env_ids"]
+        drawn[ids] = torch.rand(len(ids), 2)
+        # Two views: what is kept is a copy.
+        return (
+            ones(root).set("log_prob", drawn[:, 0][ids]).set("value", drawn[:, 1:][ids])
+        )
+
+    with make(4, CountingEnv) as env, mode():
+        env.reset()
+        env.send(acted(env.current(range(4))))
+        for _ in range(20):
+            td = env.recv(min_envs=2)
+            expected = drawn[td["env_ids"]]
+            assert td["log_prob"].equal(expected[:, 0])
+            assert td["value"].equal(expected[:, 1:])
+            env.send(acted(env.current(td["env_ids"])))
+
+
+@both
+def test_added_rows_belong_to_their_steps(make):
+    with make(3, CountingEnv) as env:
+        root = ones(env.reset()).set("value", torch.zeros(3, requires_grad=True))
+        env.send(root)
+        with pytest.raises(Busy):
+            env.send(root.set("value", torch.ones(3)))
+        assert not (td := env.recv())["value"].requires_grad
+        assert not td["value"].any()
+        env.send(ones(env.current([2])).set("value", torch.ones(1, 2)))
+        env.send(ones(env.current([0, 1])))
+        assert "value" not in env.recv(env_ids=[0, 2])
+        env.send(ones(env.current([0, 2])).set("value", torch.ones(2, 2)))
+        assert "value" not in env.recv(env_ids=[0], with_root=False)
+        assert env.recv(env_ids=[2])["value"].tolist() == [[1, 1]]
+        env.send(ones(env.current([2])))
+        assert "value" not in env.recv(env_ids=[2])
