@@ -60,7 +60,7 @@ def to_markdown(sheet: Sheet) -> str:
 def sheet_of_workload(workload: Mapping[str, Any]) -> Sheet:
     """Return the table of one workload."""
     reference = workload["reference"]
-    us = ("us/call", "p99 us/call", "CPU us/step", "caller's CPU us/step")
+    us = ("µs/call", "p99 µs/call", "CPU µs/step", "caller's CPU µs/step")
     columns = ("", "processes", "env steps/s", *us, "by CPU", "by wall clock")
     rows = [
         _contender_row(name, row, reference)

@@ -123,18 +123,18 @@ def _median_us(results: Results, workload: str, mine: str) -> float:
 
 
 def _batch(results: Results, workload: str, mine: str, limit_us: float) -> Verdict:
-    text = f"{workload}: {mine} at most {limit_us:g} us per batch"
+    text = f"{workload}: {mine} at most {limit_us:g} µs per batch"
     return _figure(
         text,
         limit_us,
-        " us",
+        " µs",
         lambda: _median_us(results, workload, mine),
         basis="wall clock",
     )
 
 
 def _per_env(results: Results, limit_us: float) -> Verdict:
-    text = f"each further env that costs nothing at most {limit_us:g} us per batch (8 to 32 envs)"
+    text = f"each further env that costs nothing at most {limit_us:g} µs per batch (8 to 32 envs)"
 
     def slope() -> float:
         return (
@@ -142,7 +142,7 @@ def _per_env(results: Results, limit_us: float) -> Verdict:
             - _median_us(results, "tiny", ours.AUTO)
         ) / 24
 
-    return _figure(text, limit_us, " us", slope, basis="wall clock")
+    return _figure(text, limit_us, " µs", slope, basis="wall clock")
 
 
 def _figure(

@@ -185,7 +185,7 @@ WORKLOADS = (
     ),
     Workload(
         name="w200",
-        title="8 envs of 200 us a step",
+        title="8 envs of 0.2 ms a step",
         contenders=(
             *_USUAL,
             ours.WIDE,
@@ -205,7 +205,7 @@ WORKLOADS = (
     ),
     Workload(
         name="lognormal",
-        title="8 envs of 200 us on average, lognormal with sigma 1",
+        title="8 envs of 0.2 ms on average, lognormal with sigma 1",
         contenders=(*_USUAL, ours.WIDE, ours.FIRST_K, peers.TORCHRL_ASYNC),
         reference=ours.FIRST_K,
         make_job=_steady(us=200.0, law="lognormal"),
@@ -213,7 +213,7 @@ WORKLOADS = (
     ),
     Workload(
         name="spikes",
-        title="8 envs of 200 us on average, 1 % of steps 100 times the others",
+        title="8 envs of 0.2 ms on average, 1 % of steps 100 times the others",
         contenders=(*_USUAL, ours.WIDE, ours.FIRST_K, peers.TORCHRL_ASYNC),
         reference=ours.FIRST_K,
         make_job=_steady(us=200.0, law="spikes"),

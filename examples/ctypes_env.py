@@ -49,7 +49,7 @@ class DroneAdapter(Adapter):
             family=self.family,
         )
 
-    def reset(self, seed, options=None, mask=None):  # noqa: ARG002  # not used here
+    def reset(self, seed, options=None, mask=None):
         """Start an episode, with this seed; None continues with the generator."""
         self.num_steps = 0
         self.env.state.contents[:] = [0.0, 0.0]

@@ -73,8 +73,8 @@ class MarbleAdapter(Adapter):
     def reset(
         self,
         seed: int | None,
-        options: Mapping[str, Any] | None = None,  # noqa: ARG002  # a marble's reset has no options
-        mask: np.ndarray | None = None,  # noqa: ARG002  # never set: the env is no batch of envs
+        options: Mapping[str, Any] | None = None,  # a marble's reset has no options
+        mask: np.ndarray | None = None,  # never set: the env is no batch of envs
     ) -> list[Any]:
         """Start an episode and return its first observation."""
         self.num_pushes = 0

@@ -37,7 +37,7 @@ class Scale(SingleAgentObservationPreprocessor):
     def recompute_output_observation_space(
         self,
         input_observation_space,
-        input_action_space,  # noqa: ARG002  # RLlib's
+        input_action_space,
     ):
         """Return the spaces of the scaled pictures."""
         spaces = input_observation_space.spaces
@@ -45,7 +45,7 @@ class Scale(SingleAgentObservationPreprocessor):
             {agent: gymnasium.spaces.Box(0, 1, spaces[agent].shape) for agent in spaces}
         )
 
-    def preprocess(self, observation, episode):  # noqa: ARG002  # RLlib's
+    def preprocess(self, observation, episode):
         """Scale one agent's picture."""
         return observation.astype(np.float32) / 255
 

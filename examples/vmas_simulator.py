@@ -35,7 +35,7 @@ class VmasSimulator:
         max_steps: steps until a row is truncated.
     """
 
-    metadata = {"autoreset_mode": "DISABLED"}  # noqa: RUF012  # as Gymnasium has it
+    metadata = {"autoreset_mode": "DISABLED"}  # as Gymnasium has it
 
     def __init__(
         self,

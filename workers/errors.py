@@ -29,7 +29,7 @@ class RemoteTraceback(Exception):
         super().__init__(text)
 
     def __str__(self) -> str:
-        return f"\n\nin the worker:\n{self.text}"
+        return f"\n\nin the process of the env:\n{self.text}"
 
 
 class EnvherdError(Exception):

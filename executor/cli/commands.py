@@ -109,7 +109,9 @@ def complain(console: Console, error: Exception) -> None:
         remote and isinstance(error, FactoryError) and not has_frames_of_others(remote)
     )
     if remote and not (is_refusal or is_call or remote in text):
-        console.print(Text(f"\nin the worker:\n{remote}", "dim"), soft_wrap=True)
+        console.print(
+            Text(f"\nin the process of the env:\n{remote}", "dim"), soft_wrap=True
+        )
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ latest records of one of them until it writes again.
 
 import hashlib
 import json
+import logging
 import math
 import os
 import time
@@ -22,6 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from envherd.executor.guests.capsules.file import DamagedFile, is_count, text_of
 
+_log = logging.getLogger("envherd")
 SCHEMA = "envherd.evaluation-run/1"
 #: Least seconds between two writes while episodes end: a write of 400 episodes takes 5 ms.
 _BETWEEN_WRITES_S = 1.0
@@ -115,6 +117,7 @@ class RecordFile:
         self._version: tuple[int, int] | None = None
         if self._path is not None and self._path.exists():
             self._read(self._path)
+            _log.warning("%s. They are not played again.", self._held())
         for name in tasks:
             self.tasks.setdefault(name, TaskRecords())
         if self._path is not None and not self._path.exists():
@@ -134,10 +137,12 @@ class RecordFile:
         """Write the file. An exception that has ended the block gets a note of what the file holds."""
         self.write()
         if error is not None and self._path is not None:
-            error.add_note(
-                f"{self._path} holds the {sum(len(one.episodes) for one in self.tasks.values())} episodes that were "
-                f"played; the same call plays the others."
-            )
+            error.add_note(f"{self._held()}. The same call plays the others.")
+
+    def _held(self) -> str:
+        """Return what the file holds, for messages."""
+        count = sum(len(one.episodes) for one in self.tasks.values())
+        return f"{self._path} holds the {count} episodes that were played"
 
     def add(self, task: str, record: EpisodeRecord) -> None:
         """Keep a record; write the file unless it was written less than a second ago."""

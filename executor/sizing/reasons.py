@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from envherd.executor.sizing.rule import WAITS, Limits, steps_are_uneven
+from envherd.executor.sizing.rule import GROWS, WAITS, Limits, steps_are_uneven
 from envherd.executor.sizing.settings import Run, counted, size_text, time_text
 
 #: Least share of a batch that is worth a sentence.
@@ -11,8 +11,6 @@ _WORTH_A_SENTENCE = 0.15
 _BUSY = 0.6
 #: Resets bind from this share of an env's time on.
 _MOSTLY_RESETS = 0.5
-#: Least growth of one env in 1,000 steps that is not noise, in bytes.
-_GROWS = 2 * 2**20
 #: Share of the probe's time spent waiting for a processor, and of the processors' time that other programs took, above
 #: which measurements are doubtful.
 DISTURBED = 0.2
@@ -168,7 +166,7 @@ def explain(
             ),
         ),
         (
-            grown > _GROWS,
+            grown > GROWS,
             (
                 f"the env grows by {size_text(grown)} per 1,000 steps: at this rate memory is full after about "
                 f"{left:,.0f} steps of each env. ExecutorOptions(max_worker_memory=...) replaces workers that "

@@ -22,6 +22,8 @@ from envherd.workers.errors import EnvherdError
 _MIB = 2**20
 #: An env waits if the processor is free for more than this share of its steps.
 WAITS = 0.2
+#: Least growth of one env in 1,000 steps that is not noise, in bytes.
+GROWS = 2 * 2**20
 #: Most workers per core, only for envs that wait.
 _MOST_PER_CORE = 16
 #: Most workers in all, only for envs that wait.
@@ -88,7 +90,9 @@ def settings_for(measured: Measurement, cores: float, goal: Goal) -> list[Settin
                 num_workers=other,
             )
         )
-    if is_free and not goal.workers_only:
+    # `SerialEnv` cannot replace the process of an env that leaks.
+    leaks = measured.grown_per_1000_steps_bytes > GROWS
+    if is_free and not (goal.workers_only or leaks):
         # One env, or one processor: nothing can be done at the same time, or nothing that is worth a second worker.
         is_right = goal.num_envs == 1 or (
             cores <= 1 and (is_short or measured.waits_share <= WAITS)

@@ -168,9 +168,9 @@ def counted(count: int, noun: str) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Return a duration as text, e.g. "7.2 us"."""
+    """Return a duration as text, e.g. "7.2 µs"."""
     if seconds < 1e-3:
-        return f"{seconds * 1e6:,.1f} us"
+        return f"{seconds * 1e6:,.1f} µs"
     return f"{seconds * 1e3:,.2f} ms" if seconds < 1 else f"{seconds:,.2f} s"
 
 

@@ -249,7 +249,7 @@ def test_the_page_says_what_was_measured_and_what_was_not(run):
     text = render(results)
     assert results["machine"]["cpu"] in text
     assert (
-        "### spikes: 8 envs of 200 us on average, 1 % of steps 100 times the others"
+        "### spikes: 8 envs of 0.2 ms on average, 1 % of steps 100 times the others"
         in text
     )
     (row,) = [

@@ -150,6 +150,12 @@ def unnamed_agents() -> Any:
     return env
 
 
+def no_seed() -> Any:
+    env = zoo()
+    env.reset = lambda seed, options: {}[f"seed {seed}"]
+    return env
+
+
 def short_masks() -> Any:
     """Return an env whose masks are too short from its second reset on: the first tells the adapter their shapes."""
     from tests.envs.pettingzoo_envs import Village
@@ -376,6 +382,10 @@ BUILT: dict[str, tuple[Any, ...]] = {
     "pettingzoo: no names": (
         unnamed_agents,
         "expected possible_agents, got none from Scripted",
+    ),
+    "pettingzoo: a reset that raises": (
+        no_seed,
+        r"the env's reset\(seed=None, options=None\), .*, raised KeyError: 'seed None'",
     ),
     "pettingzoo: turns": (tictactoe, r"turn_based_aec_to_parallel\(env\)"),
     "torch: no mode": (simulators.Silent, r"says when it resets.*resets='never'"),

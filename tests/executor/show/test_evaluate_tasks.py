@@ -619,7 +619,7 @@ def num_recorded(path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_signal", [False, True])
-def test_ctrl_c_ends_the_run_and_keeps_its_episodes(tmp_path, is_signal):
+def test_ctrl_c_ends_the_run_and_keeps_its_episodes(tmp_path, caplog, is_signal):
     out, calls = tmp_path / "found.json", []
 
     def policy(td):
@@ -633,8 +633,11 @@ def test_ctrl_c_ends_the_run_and_keeps_its_episodes(tmp_path, is_signal):
     slow = suite(step_s=0.02)
     with pytest.raises(KeyboardInterrupt, match=r"found\.json holds the \d+ episodes"):
         evaluate(policy, slow, 10, num_workers=2, out=out, label="press")
-    assert 0 < num_recorded(out) < 30
+    recorded = num_recorded(out)
+    assert 0 < recorded < 30
+    caplog.clear()
     found = evaluate(press, suite(), 10, num_workers=2, out=out, label="press")
+    assert f"the {recorded} episodes that were played. They are not" in caplog.text
     assert found.to_dict() == evaluate(press, suite(), 10, num_workers=2).to_dict()
 
 

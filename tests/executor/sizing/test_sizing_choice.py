@@ -129,7 +129,7 @@ DECISIONS = {
         {"8 envs on 3 workers": 2.5, "SerialEnv of 8 envs": 1.0, "8 envs on 2 workers": 2.0},
         "8 envs on 3 workers", "quota", "allows 2.5 cores' worth of time, although 8 processors",
     ),
-    "steps of 100 us": (
+    "steps of 100 µs": (
         measured_of(1e-4), TWO_CPUS, WORKERS_ONLY, {"32 envs on 2 workers": 2.0, "16 envs on 1 worker": 1.0},
         "32 envs on 2 workers", "cores", "",
     ),
@@ -233,8 +233,9 @@ DECISIONS = {
     ),
     # ---- what else is reported ----
     "an env that grows": (
-        replace(PLAIN, grown_per_1000_steps_bytes=9 * MIB), TWO_CPUS, EIGHT_ENVS, two(1000.0),
-        "8 envs on 2 workers", "cores", "memory=...) replaces workers that have grown",
+        replace(CHEAP, grown_per_1000_steps_bytes=9 * MIB), machine_of(), EIGHT_ENVS,
+        {"8 envs on 1 worker": 900.0, "8 envs on 8 workers": 800.0},
+        "8 envs on 1 worker", "cores", "memory=...) replaces workers that have grown; SerialEnv cannot.",
     ),
     "an env with threads": (
         replace(PLAIN, num_threads=2, hidden_cpu_share=0.4), TWO_CPUS, EIGHT_ENVS, two(1000.0),

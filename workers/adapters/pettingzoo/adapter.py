@@ -38,7 +38,7 @@ from envherd.workers.adapters.pettingzoo.groups import (
     read_agent,
 )
 from envherd.workers.adapters.registry import is_one_of
-from envherd.workers.errors import ResetNeeded, SpecError
+from envherd.workers.errors import FactoryError, ResetNeeded, SpecError
 
 #: PettingZoo's base class of envs whose agents take turns.
 AEC = "pettingzoo.utils.env.AECEnv"
@@ -246,6 +246,7 @@ class PettingZooAdapter(ParallelAdapter):
         info: the infos by agent, as the env gave them (VIEW).
 
     Raises:
+        FactoryError: the reset raised.
         SpecError: no `possible_agents`, an AEC env that cannot be made parallel, spaces without a fixed shape,
             agents that cannot be grouped as the factory says.
     """
@@ -254,7 +255,14 @@ class PettingZooAdapter(ParallelAdapter):
         options = getattr(env, "envherd_options", None)
         env = as_parallel(env)
         agents = possible_agents(env)
-        _, infos = checked_reset(env.reset(seed=None, options=None))
+        try:
+            first = env.reset(seed=None, options=None)
+        except Exception as error:
+            raise FactoryError(
+                f"make_env failed: the env's reset(seed=None, options=None), by which envherd learns its agents, "
+                f"raised {type(error).__name__}: {error}"
+            ) from error
+        _, infos = checked_reset(first)
         self._groups = make_groups(
             [
                 read_agent(
