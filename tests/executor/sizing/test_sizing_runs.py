@@ -58,6 +58,7 @@ def test_an_alarm_of_the_program_ends_the_search(monkeypatch):
         sized(sized_envs.SleepingEnv, num_envs=2)
 
 
+@pytest.mark.quiet
 @pytest.mark.broken_pool
 @pytest.mark.parametrize(
     ("make_env", "expected_text"),
