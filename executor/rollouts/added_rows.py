@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
+from envherd.executor.batches.fast_tensordict import IS_AS_EXPECTED, get_leaf
 from envherd.executor.batches.grad_mode import outside_inference_mode, without_grad
 from envherd.executor.rollouts.policy_state import NOT_STATE, Key, own_keys
 
@@ -20,6 +21,31 @@ _WRITTEN_AS = {
     torch.uint32: torch.int32,
     torch.uint64: torch.int64,
 }
+
+
+class _Names:
+    """The names of keys, to see at once that a batch has no others.
+
+    Args:
+        keys: at least one.
+    """
+
+    def __init__(self, keys: set[Key]) -> None:
+        self._own = {key[0] for key in keys}
+        groups: dict[str, set[Key]] = {}
+        for name, *rest in keys:
+            if rest:
+                groups.setdefault(name, set()).add(tuple(rest))
+        self._groups = [(name, _Names(inner)) for name, inner in groups.items()]
+
+    def are_all_of(self, td: Any) -> bool:
+        """Return whether a batch is a plain one without other names (0.5 us; `leaf_keys` takes 12)."""
+        if not IS_AS_EXPECTED or td.__class__ is not TensorDict:
+            return False
+        entries = td._tensordict  # noqa: SLF001  # `keys` takes as long as all else
+        return self._own.issuperset(entries) and all(
+            inner.are_all_of(entries.get(name)) for name, inner in self._groups
+        )
 
 
 class AddedRows:
@@ -36,21 +62,24 @@ class AddedRows:
 
     def __init__(self, known: set[Key], num_envs: int) -> None:
         self._known = known
-        self._names = {*NOT_STATE, *(key[0] for key in known)}
-        self._is_nested = any(len(key) > 1 for key in known)
+        self._names = _Names({*known, *((name,) for name in NOT_STATE)})
         self._num_envs = num_envs
         self.rows: dict[Any, tuple[torch.Tensor, np.ndarray]] = {}
 
     def find(self, td: Any) -> dict[Key, torch.Tensor]:
         """Return what was added to a batch of actions (VIEWS)."""
         if (
-            not isinstance(td, TensorDictBase)
+            self._names.are_all_of(td)
+            or not isinstance(td, TensorDictBase)
             or isinstance(td, LazyStackedTensorDict)
-            # The names of a flat batch show it at once.
-            or (not self._is_nested and self._names.issuperset(td.keys()))
         ):
             return {}
-        added = ((key, td.get(key)) for key in own_keys(td, self._known))
+        added = (
+            (key, td.get(key))
+            for key in own_keys(td, self._known)
+            # Whose tensors may have no common shape.
+            if not isinstance(get_leaf(td, key[0]), LazyStackedTensorDict)
+        )
         # Ragged and sparse tensors have no rows.
         return {
             key: leaf

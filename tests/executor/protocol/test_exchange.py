@@ -7,11 +7,11 @@ import time
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, lazy_stack
 
 from envherd.executor import Busy, ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.executor.batches import memory as batch_memory
-from envherd.executor.rollouts.policy_state import own_keys
+from envherd.executor.rollouts.added_rows import AddedRows
 from envherd.shm.sync import Doorbell
 from envherd.workers import native
 from envherd.workers.testing import CountingEnv, FaultyEnv
@@ -463,7 +463,10 @@ def test_added_rows_belong_to_their_steps(make):
         assert "value" not in env.recv(env_ids=[2])
 
 
-def test_nothing_is_added_in_place_of_an_entry_of_the_envs():
-    x = torch.zeros(1)
-    td = TensorDict({"a": {"b": x, "c": x}, "d": {"e": x}, "f": x}, [1])
-    assert own_keys(td, {("a", "b"), ("d",), ("f", "g")}) == [("a", "c")]
+def test_what_is_added_is_not_the_envs_and_has_rows():
+    added = AddedRows({("a", "b"), ("d",), ("f", "g")}, 2)
+    x = torch.zeros(2)
+    assert not added.find(TensorDict({"a": {"b": x}, "d": x, "f": {"g": x}}, [2]))
+    td = TensorDict({"a": {"b": x, "c": x}, "d": {"e": x}, "f": x}, [2])
+    td["h"] = lazy_stack([TensorDict({"i": torch.zeros(n)}) for n in (1, 2)])
+    assert [*added.find(td)] == [("a", "c")]
