@@ -13,7 +13,8 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from envherd.executor.batches.fast_tensordict import IS_AS_EXPECTED, get_leaf
 from envherd.executor.batches.grad_mode import outside_inference_mode, without_grad
-from envherd.executor.rollouts.policy_state import NOT_STATE, Key, own_keys
+from envherd.executor.rollouts.policy_state import NOT_STATE, own_keys
+from envherd.shm.specs import Key
 
 #: Types whose rows torch cannot write, and types of the same size.
 _WRITTEN_AS = {
