@@ -458,7 +458,7 @@ class BatchedEnv:
 
         Args:
             td: batch `[k]` with their actions. Other tensors that the policy has added, such as log-probabilities, are
-                copied, and are in what `recv` returns with these steps. (Not for envs of different specs.)
+                copied, and are in what `recv` returns with these steps. (Not from a lazy stack.)
             env_ids: int `[k]`, or bool `[N]`, a mask; default: td's own `env_ids`, else all envs.
             maybe_reset: also reset the envs that end, as `step_and_maybe_reset` does.
 
@@ -471,11 +471,11 @@ class BatchedEnv:
             self._guard.refuse_rolling()
             added = self._added.find(td)
             # Also to forget what was added for earlier steps.
-            if added is not None or self._added.rows is not None:
-                ids = self._exchange.ids_of(td, env_ids)
+            if added or self._added.rows:
+                env_ids = self._exchange.ids_of(td, env_ids)
                 # Else it would replace the rows of steps that were not received yet.
-                self._engine.refuse_under_way(ids)
-                self._added.keep(ids, added)
+                self._engine.refuse_under_way(env_ids)
+                self._added.keep(env_ids, added)
             self._exchange.send(td, env_ids, Op.STEP_RESET if maybe_reset else Op.STEP)
 
     def recv(
@@ -521,7 +521,7 @@ class BatchedEnv:
                 env_ids,
                 with_root=with_root,
             )
-            if with_root and self._added.rows is not None:
+            if with_root and self._added.rows:
                 self._added.give(self._exchange.as_ids(td.get(ENV_IDS)), td)
             return td
 

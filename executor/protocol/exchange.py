@@ -61,7 +61,9 @@ class Exchange:
 
         Raises:
             ValueError: ids out of range or twice, or not one row for each.
+            TypeError: no batch.
         """
+        need_batch("send", td)
         if env_ids is None:
             env_ids = get_leaf(td, ENV_IDS)
         ids = self.as_ids(env_ids)
@@ -146,7 +148,6 @@ class Exchange:
         """Check a batch of actions and start the steps."""
         if self.fast is not None and self.fast.send(td, env_ids, op):
             return
-        need_batch("send", td)
         engine = self._engine
         ids = self.ids_of(td, env_ids)
 

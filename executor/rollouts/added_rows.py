@@ -1,17 +1,52 @@
 """What a policy adds to the batches of `send`, such as log-probabilities, kept until `recv` returns the steps.
 
-Guarantees: an env has at most one step under way, so its row belongs to the step that `recv` returns.
-Limits: only tensors, only at the root, and only for envs of one kind.
+Guarantees: an env has at most one step under way, so its row belongs to the step that `recv` returns. After an
+interrupt at any line, an env has the row of its latest step or none.
+Limits: only tensors with a row for each env, only at the root, and none of a lazy stack.
 """
 
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
+from envherd.executor.batches.fast_tensordict import IS_AS_EXPECTED, get_leaf
 from envherd.executor.batches.grad_mode import outside_inference_mode, without_grad
-from envherd.executor.rollouts.policy_state import NOT_STATE, Key, own_leaves
+from envherd.executor.rollouts.policy_state import NOT_STATE, own_keys
+from envherd.shm.specs import Key
+
+#: Types whose rows torch cannot write, and types of the same size.
+_WRITTEN_AS = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}
+
+
+class _Names:
+    """The names of keys, to see at once that a batch has no others.
+
+    Args:
+        keys: at least one.
+    """
+
+    def __init__(self, keys: set[Key]) -> None:
+        self._own = {key[0] for key in keys}
+        groups: dict[str, set[Key]] = {}
+        for name, *rest in keys:
+            if rest:
+                groups.setdefault(name, set()).add(tuple(rest))
+        self._groups = [(name, _Names(inner)) for name, inner in groups.items()]
+
+    def are_all_of(self, td: Any) -> bool:
+        """Return whether a batch is a plain one without other names (0.5 us; `leaf_keys` takes 12)."""
+        if not IS_AS_EXPECTED or td.__class__ is not TensorDict:
+            return False
+        entries = td._tensordict  # noqa: SLF001  # `keys` takes as long as all else
+        return self._own.issuperset(entries) and all(
+            inner.are_all_of(entries.get(name)) for name, inner in self._groups
+        )
 
 
 class AddedRows:
@@ -22,51 +57,62 @@ class AddedRows:
         num_envs: N.
 
     Attributes:
-        rows: batch `[N]`; None until something was added.
+        rows: key, dtype, device and shape of a row -> tensor `[N, ...]`, and which of its rows are of the envs' latest
+            steps, bool `[N]`.
     """
 
     def __init__(self, known: set[Key], num_envs: int) -> None:
         self._known = known
-        self._names = {*NOT_STATE, *(key[0] for key in known)}
-        self._is_nested = any(len(key) > 1 for key in known)
-        self._kinds: dict[Any, Any] = {}
-        # Whether the policy has added something for each env's latest step.
-        self._has_row = np.zeros(num_envs, bool)
-        self.rows: Any = None
+        self._names = _Names({*known, *((name,) for name in NOT_STATE)})
+        self._num_envs = num_envs
+        self.rows: dict[Any, tuple[torch.Tensor, np.ndarray]] = {}
 
-    def find(self, td: Any) -> TensorDictBase | None:
-        """Return what was added to a batch of actions (VIEW), or None."""
+    def find(self, td: Any) -> dict[Key, torch.Tensor]:
+        """Return what was added to a batch of actions (VIEWS)."""
         if (
-            not isinstance(td, TensorDictBase)
+            self._names.are_all_of(td)
+            or not isinstance(td, TensorDictBase)
             or isinstance(td, LazyStackedTensorDict)
-            # The names of a flat batch show it at once.
-            or not (self._is_nested or td.keys() - self._names)
         ):
-            return None
-        return own_leaves(td, self._known)
+            return {}
+        added = (
+            (key, td.get(key))
+            for key in own_keys(td, self._known)
+            # Whose tensors may have no common shape.
+            if not isinstance(get_leaf(td, key[0]), LazyStackedTensorDict)
+        )
+        # Ragged and sparse tensors have no rows.
+        return {
+            key: leaf
+            for key, leaf in added
+            if leaf.layout is torch.strided and not leaf.is_nested
+        }
 
     @outside_inference_mode
     @without_grad
-    def keep(self, env_ids: np.ndarray, added: TensorDictBase | None) -> None:
-        """Copy what was added for envs that are not under way, batch `[k]`; None for nothing."""
-        self._has_row[env_ids] = False
-        if added is None:
-            return
-        kinds = {
-            key: (leaf.shape[1:], leaf.dtype, leaf.device)
-            for key, leaf in added.items(include_nested=True, leaves_only=True)
-        }
-        if kinds != self._kinds:
-            # Those of other envs have other kinds, and are dropped.
-            self._has_row[:] = False
-            self._kinds = kinds
-            shape = (len(self._has_row), *added.batch_size[1:])
-            self.rows = added[:1].expand(shape).clone()
-        self.rows[torch.from_numpy(env_ids)] = added
-        self._has_row[env_ids] = True
+    def keep(self, env_ids: np.ndarray, added: dict[Key, torch.Tensor]) -> None:
+        """Copy what was added for envs that are not under way, `[k, ...]`."""
+        for _, has_row in self.rows.values():
+            has_row[env_ids] = False
+        for key, leaf in added.items():
+            name = key, leaf.dtype, leaf.device, leaf.shape[1:]
+            if name not in self.rows:
+                # A policy may add tensors of another length in each step.
+                self.rows = {
+                    used: kept for used, kept in self.rows.items() if kept[1].any()
+                }
+                shape = (self._num_envs, *leaf.shape[1:])
+                self.rows[name] = leaf.new_empty(shape), np.zeros(self._num_envs, bool)
+            rows, has_row = self.rows[name]
+            dtype = _WRITTEN_AS.get(leaf.dtype, leaf.dtype)
+            # Torch does not view lazy conjugates and negatives.
+            values = leaf.resolve_conj().resolve_neg().view(dtype)
+            rows.view(dtype)[torch.from_numpy(env_ids)] = values
+            has_row[env_ids] = True
 
     @outside_inference_mode
     def give(self, env_ids: np.ndarray, td: TensorDictBase) -> None:
-        """Add a copy of their rows to the batch of received envs, if all of them have one."""
-        if len(env_ids) and self._has_row[env_ids].all():
-            td.update(self.rows[torch.from_numpy(env_ids)])
+        """Add a copy of their rows to the batch of received envs: of each tensor that all of them have."""
+        for (key, *_), (rows, has_row) in self.rows.items():
+            if has_row[env_ids].all():
+                td.set(key, rows[torch.from_numpy(env_ids)])

@@ -92,12 +92,22 @@ def own_leaves(td: TensorDictBase | None, known: set[Key]) -> TensorDictBase | N
     """Return a batch's entries that are the policy's and not the envs' (VIEW); None if there are none."""
     if td is None:
         return None
-    keys = [
-        key for key in leaf_keys(td) if key not in known and key[0] not in NOT_STATE
-    ]
+    keys = own_keys(td, known)
     if not keys:
         return None
     return td.select(*keys)
+
+
+def own_keys(td: TensorDictBase, known: set[Key]) -> list[Key]:
+    """Return the keys of a batch's leaves that are the policy's and not the envs', nor in place of the envs'."""
+    return [
+        key
+        for key in leaf_keys(td)
+        if key not in known
+        and key[0] not in NOT_STATE
+        # Such as a tensor in place of a group of the envs.
+        and not any(own[: len(key)] == key[: len(own)] for own in known)
+    ]
 
 
 def run_policy(

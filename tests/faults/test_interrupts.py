@@ -175,8 +175,9 @@ def policy(td: Any) -> Any:
 
 
 def send_and_receive(env: Any) -> None:
-    env.send(actions())
-    env.recv()
+    value = torch.rand(NUM_ENVS)
+    env.send(actions().set("value", value))
+    assert env.recv()["value"].equal(value)
 
 
 def go_on_with_the_first(env: Any) -> None:

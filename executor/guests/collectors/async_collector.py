@@ -281,7 +281,7 @@ class AsyncCollector(BatchIterator):
         # An error has reported the loss of that step.
         self._is_owed, self._is_reported = np.zeros((2, num_envs), bool)
         self._state: TensorDictBase | None = self._primer
-        self._action_keys = [leaf.key for leaf in env.spec.action]
+        self._input_keys = [leaf.key for leaf in (*env.spec.action, *env.spec.state)]
         self._spent = dict.fromkeys(("wait", "policy", "learner", "other"), 0.0)
         self._since = time.perf_counter()
         self._batch_sizes: Counter[int] = Counter()
@@ -547,7 +547,11 @@ class AsyncCollector(BatchIterator):
             self._keep_state(env_ids, own)
         self._waits.sent_ns[env_ids] = time.perf_counter_ns()
         # Without what the policy adds, which the rows have already.
-        self.env.send(acted.select(*self._action_keys, strict=False), env_ids)
+        given = acted.select(*self._input_keys, strict=False)
+        # The refusal names what is there.
+        if len(leaf_keys(given)) < len(self._input_keys):
+            given = acted
+        self.env.send(given, env_ids)
         self._charge("other")
 
     def _acted(

@@ -7,10 +7,11 @@ import time
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, lazy_stack
 
 from envherd.executor import Busy, ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.executor.batches import memory as batch_memory
+from envherd.executor.rollouts.added_rows import AddedRows
 from envherd.shm.sync import Doorbell
 from envherd.workers import native
 from envherd.workers.testing import CountingEnv, FaultyEnv
@@ -439,16 +440,33 @@ def test_recv_returns_what_the_policy_has_added_to_these_steps(make, mode):
 def test_added_rows_belong_to_their_steps(make):
     with make(3, CountingEnv) as env:
         root = ones(env.reset()).set("value", torch.zeros(3, requires_grad=True))
+        env.send(root[:0], [])
+        root["bits"] = torch.tensor([1, 2, 3], dtype=torch.uint16)
+        root["sparse"] = torch.eye(3).to_sparse()
         env.send(root)
         with pytest.raises(Busy):
             env.send(root.set("value", torch.ones(3)))
+        with pytest.raises(TypeError, match="expected a batch"):
+            env.send({})
         assert not (td := env.recv())["value"].requires_grad
         assert not td["value"].any()
+        assert td["bits"].tolist() == [1, 2, 3]
+        assert "sparse" not in td
         env.send(ones(env.current([2])).set("value", torch.ones(1, 2)))
-        env.send(ones(env.current([0, 1])))
+        env.send(ones(env.current([0, 1])).set("value", torch.zeros(2)))
         assert "value" not in env.recv(env_ids=[0, 2])
-        env.send(ones(env.current([0, 2])).set("value", torch.ones(2, 2)))
+        env.send(ones(env.current([0, 2])).set("value", torch.ones(2, 2)), iter([0, 2]))
         assert "value" not in env.recv(env_ids=[0], with_root=False)
         assert env.recv(env_ids=[2])["value"].tolist() == [[1, 1]]
+        assert env.recv(env_ids=[1])["value"].tolist() == [0]
         env.send(ones(env.current([2])))
         assert "value" not in env.recv(env_ids=[2])
+
+
+def test_what_is_added_is_not_the_envs_and_has_rows():
+    added = AddedRows({("a", "b"), ("d",), ("f", "g")}, 2)
+    x = torch.zeros(2)
+    assert not added.find(TensorDict({"a": {"b": x}, "d": x, "f": {"g": x}}, [2]))
+    td = TensorDict({"a": {"b": x, "c": x}, "d": {"e": x}, "f": x}, [2])
+    td["h"] = lazy_stack([TensorDict({"i": torch.zeros(n)}) for n in (1, 2)])
+    assert [*added.find(td)] == [("a", "c")]

@@ -13,6 +13,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from envherd.executor import (
     ActionError,
+    AsyncCollector,
     Busy,
     Closed,
     ExecutorOptions,
@@ -309,6 +310,26 @@ def test_state_that_the_policy_leaves_out_is_that_of_the_step_before(make):
             2, lambda td: ones(TensorDict({}, td.batch_size)), auto_reset=False
         )
         assert data["next", "count"].squeeze(-1).tolist() == [[5, 6]] * 2
+
+
+def test_an_async_collector_sends_the_state_that_the_policy_has_written():
+    def act(td):
+        return ones(td).set("count", td["count"] + 100)
+
+    with AsyncCollector(SerialEnv(2, Stateful), act, frames_per_batch=4) as collector:
+        data = collector.collect()
+        assert data["next", "count"].equal(data["count"] + 1)
+        assert data["count"].max() == 201
+
+
+def test_an_async_collector_names_the_entries_that_lack_an_action():
+    with (
+        AsyncCollector(
+            SerialEnv(2, Stateful), lambda td: td, frames_per_batch=4
+        ) as collector,
+        pytest.raises(ActionError, match=r"none among .*count"),
+    ):
+        collector.collect()
 
 
 @both
