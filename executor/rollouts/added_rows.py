@@ -5,7 +5,7 @@ interrupt at any line, an env has the row of its latest step or none.
 Limits: only tensors with a row for each env, only at the root, and none of a lazy stack.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -49,6 +49,20 @@ class _Names:
         )
 
 
+class _Kept(NamedTuple):
+    """The rows of one key.
+
+    Attributes:
+        key: where they were added.
+        values: `[N, ...]`.
+        is_latest: which rows are of the envs' latest steps, bool `[N]`.
+    """
+
+    key: Key
+    values: torch.Tensor
+    is_latest: np.ndarray
+
+
 class AddedRows:
     """The rows that were added for the latest step of each env.
 
@@ -57,15 +71,14 @@ class AddedRows:
         num_envs: N.
 
     Attributes:
-        rows: key, dtype, device and shape of a row -> tensor `[N, ...]`, and which of its rows are of the envs' latest
-            steps, bool `[N]`.
+        rows: key, dtype, device and shape of a row -> what is kept of these.
     """
 
     def __init__(self, known: set[Key], num_envs: int) -> None:
         self._known = known
         self._names = _Names({*known, *((name,) for name in NOT_STATE)})
         self._num_envs = num_envs
-        self.rows: dict[Any, tuple[torch.Tensor, np.ndarray]] = {}
+        self.rows: dict[Any, _Kept] = {}
 
     def find(self, td: Any) -> dict[Key, torch.Tensor]:
         """Return what was added to a batch of actions (VIEWS)."""
@@ -92,27 +105,32 @@ class AddedRows:
     @without_grad
     def keep(self, env_ids: np.ndarray, added: dict[Key, torch.Tensor]) -> None:
         """Copy what was added for envs that are not under way, `[k, ...]`."""
-        for _, has_row in self.rows.values():
-            has_row[env_ids] = False
+        for kept in self.rows.values():
+            kept.is_latest[env_ids] = False
         for key, leaf in added.items():
             name = key, leaf.dtype, leaf.device, leaf.shape[1:]
             if name not in self.rows:
                 # A policy may add tensors of another length in each step.
                 self.rows = {
-                    used: kept for used, kept in self.rows.items() if kept[1].any()
+                    used: kept
+                    for used, kept in self.rows.items()
+                    if kept.is_latest.any()
                 }
-                shape = (self._num_envs, *leaf.shape[1:])
-                self.rows[name] = leaf.new_empty(shape), np.zeros(self._num_envs, bool)
-            rows, has_row = self.rows[name]
+                self.rows[name] = _Kept(
+                    key,
+                    leaf.new_empty((self._num_envs, *leaf.shape[1:])),
+                    np.zeros(self._num_envs, bool),
+                )
+            kept = self.rows[name]
             dtype = _WRITTEN_AS.get(leaf.dtype, leaf.dtype)
             # Torch does not view lazy conjugates and negatives.
             values = leaf.resolve_conj().resolve_neg().view(dtype)
-            rows.view(dtype)[torch.from_numpy(env_ids)] = values
-            has_row[env_ids] = True
+            kept.values.view(dtype)[torch.from_numpy(env_ids)] = values
+            kept.is_latest[env_ids] = True
 
     @outside_inference_mode
     def give(self, env_ids: np.ndarray, td: TensorDictBase) -> None:
         """Add a copy of their rows to the batch of received envs: of each tensor that all of them have."""
-        for (key, *_), (rows, has_row) in self.rows.items():
-            if has_row[env_ids].all():
-                td.set(key, rows[torch.from_numpy(env_ids)])
+        for kept in self.rows.values():
+            if kept.is_latest[env_ids].all():
+                td.set(kept.key, kept.values[torch.from_numpy(env_ids)])
