@@ -30,12 +30,11 @@ from envherd.executor.facades.errors import as_gymnasium, listed, raising_gymnas
 from envherd.executor.facades.gymnasium.infos import Columns
 from envherd.executor.facades.gymnasium.rows import Actions, Observations
 from envherd.executor.facades.gymnasium.spaces import (
-    Description,
     batch,
     check_mode,
     describe_all,
 )
-from envherd.executor.facades.gymnasium.worker import FINAL_OBSERVATION
+from envherd.executor.facades.gymnasium.worker import FINAL_OBSERVATION, Description
 from envherd.executor.facades.states import Stateful
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.protocol.fast_step import compile_command

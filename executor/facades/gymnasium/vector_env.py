@@ -19,8 +19,12 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from envherd.executor.facades import replaced
 from envherd.executor.facades.errors import CallTimeout, raising_gymnasiums
 from envherd.executor.facades.gymnasium.base import EnvFns, HostedVectorEnv, StepResult
-from envherd.executor.facades.gymnasium.spaces import Description, has_custom
-from envherd.executor.facades.gymnasium.worker import NativeFactory, loads
+from envherd.executor.facades.gymnasium.spaces import has_custom
+from envherd.executor.facades.gymnasium.worker import (
+    Description,
+    NativeFactory,
+    loads,
+)
 from envherd.executor.facades.states import FOLLOWS, AsyncState
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions

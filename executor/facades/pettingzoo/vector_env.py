@@ -18,8 +18,8 @@ from envherd.executor.batched import BatchedEnv
 from envherd.executor.facades.columns import LatestColumn
 from envherd.executor.facades.fitting import fitted, refuse_unknown
 from envherd.executor.facades.gymnasium.base import StepResult
-from envherd.executor.facades.gymnasium.spaces import Description
 from envherd.executor.facades.gymnasium.vector_env import AsyncVectorEnv
+from envherd.executor.facades.gymnasium.worker import Description
 from envherd.executor.facades.pettingzoo.worker import (
     ACTIVE,
     AGENTS,
@@ -44,10 +44,8 @@ class AgentDictEnv(AsyncVectorEnv):
         super()._take_spaces(descriptions)
         columns = self._engine.pool.slab.groups[0].columns
         self._agent_rewards = columns["next", *REWARD]
-        self._agent_flags = [
-            columns["next", *AGENTS, name][..., 0]
-            for name in ("terminated", "truncated")
-        ]
+        self._agent_terminations = columns["next", *AGENTS, "terminated"][..., 0]
+        self._agent_truncations = columns["next", *AGENTS, "truncated"][..., 0]
         self._active = LatestColumn(
             self._engine.positions,
             ACTIVE,
@@ -64,8 +62,8 @@ class AgentDictEnv(AsyncVectorEnv):
         column = self._flight.at
         return (
             self._agent_rewards[column].copy(),
-            self._agent_flags[0][column].copy(),
-            self._agent_flags[1][column].copy(),
+            self._agent_terminations[column].copy(),
+            self._agent_truncations[column].copy(),
         )
 
 

@@ -19,7 +19,7 @@ from ray.rllib.env.multi_agent_env import MultiAgentEnv
 from ray.rllib.env.vector.vector_multi_agent_env import VectorMultiAgentEnv
 
 from envherd.executor.facades.columns import LatestColumn
-from envherd.executor.facades.gymnasium.spaces import Description
+from envherd.executor.facades.gymnasium.worker import Description
 from envherd.executor.facades.pettingzoo.vector_env import AgentDictEnv, OverAgentDicts
 from envherd.executor.facades.rllib.worker import (
     ALL,
@@ -197,32 +197,40 @@ class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[
             # `OBSERVED` is 1: each agent that is observed gets the bit.
             present[lost] |= REWARDED * present[lost]
         bits = present.tolist()
-        results = [values.tolist() for values in self._envs.agent_results()]
-        flags = [
-            [
-                {**self._those(row, mask, bit), ALL: bool(ended)}
-                for row, mask, ended in zip(rows, bits, over, strict=True)
-            ]
-            for rows, over, bit in zip(
-                results[1:],
-                (terminations, truncations),
-                (TERMINATED, TRUNCATED),
-                strict=True,
-            )
-        ]
+        rewards, terminated, truncated = self._envs.agent_results()
         gained = [
-            self._those(row, mask, REWARDED)
-            for row, mask in zip(results[0], bits, strict=True)
+            self._those(row, own, REWARDED)
+            for row, own in zip(rewards.tolist(), bits, strict=True)
         ]
+        ended = self._flags(terminated, bits, TERMINATED, terminations)
+        cut = self._flags(truncated, bits, TRUNCATED, truncations)
         infos = self._envs.env_infos()
         # For these envs, the step was a reset.
         for env_id in np.flatnonzero(was_reset).tolist():
             gained[env_id] = dict.fromkeys(self._agents, 0.0)
-            for rows in flags:
-                rows[env_id] = {**dict.fromkeys(self._agents, False), ALL: False}
+            ended[env_id] = dict.fromkeys((*self._agents, ALL), False)
+            cut[env_id] = dict.fromkeys((*self._agents, ALL), False)
         for env_id in () if lost is None else np.flatnonzero(lost).tolist():
             infos[env_id] = {**infos[env_id], "__common__": {"interrupted": True}}
-        return self._seen(observations, bits), gained, flags[0], flags[1], infos
+        return self._seen(observations, bits), gained, ended, cut, infos
+
+    def _flags(
+        self,
+        values: np.ndarray,
+        bits: list[list[int]],
+        bit: int,
+        of_episodes: np.ndarray,
+    ) -> list[ByAgent]:
+        """Return the flags `[N, A]` of agents whose bits include `bit`, and those of their episodes `[N]`, by agent."""
+        return [
+            {**self._those(row, own, bit), ALL: is_over}
+            for row, own, is_over in zip(
+                values.tolist(),
+                bits,
+                of_episodes.tolist(),
+                strict=True,
+            )
+        ]
 
     def _those(self, values: Sequence[Any], bits: list[int], bit: int) -> ByAgent:
         """Return the values of the agents whose bits include `bit`, by agent."""

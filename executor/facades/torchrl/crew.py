@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDictBase
 
 from envherd.executor.assembly import close_in_owner, make_pool, recycle
-from envherd.executor.facades.torchrl.worker import HostedFactory, dumps, loads
+from envherd.executor.facades.torchrl.worker import Call, HostedFactory, dumps, loads
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
 from envherd.executor.processes.error_messages import Frame, env_error
@@ -45,8 +45,6 @@ _BACKENDS = {
 
 #: Keeps TensorBoard, which Stable-Baselines3 imports, from importing TensorFlow; imported before anything else.
 _LIGHT = "envherd.workers.adapters.light_tensorboard"
-
-Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
 class HostedEnvs:
@@ -159,7 +157,7 @@ class HostedEnvs:
         engine = self._engine
         pool = self.pool
         worker_id = int(pool.worker_of[min(faults)])
-        are_resets = all(name == "reset" for name, _, _ in calls.values())
+        are_resets = all(call.name == "reset" for call in calls.values())
         is_interrupted = engine.flights.losses.may_interrupt(faults) and are_resets
         error = env_error(
             [*faults.values()],
@@ -184,7 +182,7 @@ class HostedEnvs:
         reset = {
             env_id
             for env_id, call in zip(env_ids, calls, strict=True)
-            if call[0] == "reset"
+            if call.name == "reset"
         }
         for worker_id in list(self.pool.lost):
             if reset.issuperset(self.pool.blueprint.blocks[worker_id]):

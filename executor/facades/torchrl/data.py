@@ -24,7 +24,7 @@ from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.batches.hand_out import GroupBatch
 from envherd.executor.batches.step_data import StepBatches
 from envherd.executor.facades.torchrl.batched import Batched
-from envherd.executor.facades.torchrl.worker import dense_leaves, on_device
+from envherd.executor.facades.torchrl.worker import Call, dense_leaves, on_device
 from envherd.executor.protocol.fast_step import FastStep
 from envherd.executor.protocol.stale_roots import StaleRoots
 from envherd.workers.adapters.torchrl.private_api import (
@@ -57,7 +57,7 @@ class Shells:
         self._template = env.fake_tensordict()
         self.device = env.device
         self.is_on_cpu = env.device is None or env.device.type == "cpu"
-        self.input_keys = [key for key, _ in leaves["input"]]
+        self.input_keys = [leaf.key for leaf in leaves["input"]]
         self.state_keys = set(
             env.full_state_spec.keys(include_nested=True, leaves_only=True)
         )
@@ -65,13 +65,14 @@ class Shells:
             env.full_observation_spec.keys(include_nested=True, leaves_only=True)
         )
         observed = [*leaves["observation"], *leaves["done"]]
-        self._observed = [(key, leaf.key[0]) for key, leaf in leaves["observation"]]
-        self._next_names = [leaf.key[0] for _, leaf in (*observed, *leaves["reward"])]
-        self._root_names = [leaf.key[0] for _, leaf in observed]
-        self._root_keys = [key for key, _ in observed]
-        self._next_keys = [*self._root_keys, *(key for key, _ in leaves["reward"])]
+        self._observed = {leaf.key: leaf.spec.key[0] for leaf in leaves["observation"]}
+        self._root_names = [leaf.spec.key[0] for leaf in observed]
+        self._root_keys = [leaf.key for leaf in observed]
+        following = [*observed, *leaves["reward"]]
+        self._next_names = [leaf.spec.key[0] for leaf in following]
+        self._next_keys = [leaf.key for leaf in following]
         self.stale_roots = StaleRoots(
-            [[key for key, _ in self._observed]] * env.num_workers,
+            [list(self._observed)] * env.num_workers,
             self.input_keys[:1] * env.num_workers,
         )
         self._next = self._shell("next", range(len(self._next_keys)))
@@ -142,7 +143,7 @@ class Shells:
         rows: torch.Tensor,
     ) -> None:
         """Write the roots into some rows (bool `[N]`) of a flat `next`: those without a step."""
-        for key, name in self._observed:
+        for key, name in self._observed.items():
             value = root.get(key, None)
             if value is not None:
                 get_leaf(flat, name)[rows] = value.to(get_leaf(flat, name).device)[rows]
@@ -248,7 +249,8 @@ class BatchedData(Batched):
         self._open()
         shells = self._slab_shells(tensordict)
         if shells is not None:
-            return shells.next_of(self._step_slab(shells, tensordict, Op.STEP)[0])
+            flat, _ = self._step_slab(shells, tensordict, Op.STEP)
+            return shells.next_of(flat)
         mask = tensordict.get("_step", None)
         if mask is not None and not mask.all():
             return self._step_some(tensordict, self._whole_envs(mask))
@@ -302,7 +304,11 @@ class BatchedData(Batched):
         crew = self._open()
         ids = [self._env_ids[i] for i in selected]
         calls = [
-            ("step", (self._step_row(td[i]),), {"is_whole": not self._fixed_shapes})
+            Call(
+                "step",
+                (self._step_row(td[i]),),
+                {"is_whole": not self._fixed_shapes},
+            )
             for i in selected
         ]
         out = self._stacked(crew.tell(ids, calls))
@@ -398,9 +404,10 @@ class BatchedData(Batched):
         rows = [self._step_row(td[i]) for i in range(self.num_workers)]
         answers = crew.tell(
             self._env_ids,
-            [("step_and_maybe_reset", (row,), {}) for row in rows],
+            [Call("step_and_maybe_reset", (row,)) for row in rows],
         )
-        following = self._stacked([answer[0] for answer in answers])
+        stepped, fresh = map(list, zip(*answers, strict=True))
+        following = self._stacked(stepped)
         preset = td.get("next", None)
         if preset is not None:
             following.update(
@@ -410,7 +417,7 @@ class BatchedData(Batched):
         root = self.step_mdp(td)
         if self.any_done(root):
             root = merge_reset(
-                self._stacked([answer[1] for answer in answers]),
+                self._stacked(fresh),
                 root,
                 self.reset_keys,
             )
@@ -428,13 +435,13 @@ class BatchedData(Batched):
         if (shells := self.__dict__["_shells"]) is not None:
             shells.stale_roots.forget()
         listed = kwargs.pop("list_of_kwargs", None) or [{}] * self.num_workers
-        calls: list[Any] = []
+        calls = []
         for i, is_reset in enumerate(self._reset_mask(tensordict)):
             if is_reset:
                 row = None if tensordict is None else self._reset_row(tensordict[i])
-                calls.append(("reset", (row, {**listed[i], **kwargs}), {}))
+                calls.append(Call("reset", (row, {**listed[i], **kwargs})))
             else:
-                calls.append(("current", (), {}))
+                calls.append(Call("current"))
         return self._stacked(crew.tell(self._env_ids, calls))
 
     def _reset_mask(self, td: TensorDictBase | None) -> list[bool]:

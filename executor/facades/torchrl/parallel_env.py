@@ -26,6 +26,7 @@ from envherd.executor.facades.errors import as_raised
 from envherd.executor.facades.torchrl.batched import MakeEnv
 from envherd.executor.facades.torchrl.crew import HostedEnvs, WorkerHandle
 from envherd.executor.facades.torchrl.data import BatchedData
+from envherd.executor.facades.torchrl.worker import Call
 from envherd.executor.machine.room import require_room
 from envherd.executor.options import ExecutorOptions
 from envherd.workers.build import check_factory
@@ -184,7 +185,7 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
             else range(self.num_workers)
         )
         self._set_specs(
-            self._crew_at_work().tell(asked, [("describe", (), {})] * len(asked))
+            self._crew_at_work().tell(asked, [Call("describe")] * len(asked))
         )
 
     def _begin(self) -> None:
@@ -298,7 +299,10 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         for env_id in self._env_ids:
             # An env returns the seed of the next one, so they are seeded in turn.
             self._env_seeds.append(seed)
-            seed = crew.tell([env_id], [("seed", (seed,), {"static": static_seed})])[0]
+            seed = crew.tell(
+                [env_id],
+                [Call("seed", (seed,), {"static": static_seed})],
+            )[0]
         return seed
 
     def state_dict(self) -> OrderedDict[str, Any]:
@@ -321,7 +325,7 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         ]
         crew.tell(
             self._env_ids,
-            [("load_state_dict", (state, kwargs), {}) for state in states],
+            [Call("load_state_dict", (state, kwargs)) for state in states],
         )
 
     def __setitem__(self, item: Any, source: Any) -> None:
@@ -356,8 +360,8 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
             raise AttributeError(
                 f"attribute {'.'.join(path)} not found in {self._env_text}"
             ) from error
-        if all(kind == "value" for kind, _ in found):
-            return Attributes([value for _, value in found], path, self._find_all)
+        if all(found):
+            return Attributes([value for (value,) in found], path, self._find_all)
         return Dispatcher(path, self._find_all, self._call_all)
 
     def _call_all(
@@ -371,7 +375,7 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
 
     def _tell_all(self, name: str, *args: Any) -> list[Any]:
         """Call a method of each hosted env, all with the same arguments; return the results."""
-        return self._open().tell(self._env_ids, [(name, args, {})] * self.num_workers)
+        return self._open().tell(self._env_ids, [Call(name, args)] * self.num_workers)
 
     @property
     def _worker_handles(self) -> list[WorkerHandle]:
