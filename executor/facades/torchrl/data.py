@@ -239,7 +239,7 @@ class BatchedData(Batched):
         Resets do not go through the slab, so its latest row there may be of the previous episode.
         """
         crew = self._open()
-        flat, root = crew.step(tensordict, op)
+        flat, root = crew.step_slab(tensordict, op)
         if crew.lost is not None:
             shells.repeat_roots(flat, tensordict, crew.lost)
         return flat, root

@@ -379,7 +379,7 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
 
     @property
     def _worker_handles(self) -> list[WorkerHandle]:
-        pool = self._crew_at_work().pool
+        pool = self._crew_at_work().engine.pool
         return [WorkerHandle(pool, worker_id) for worker_id in range(pool.num_workers)]
 
 
