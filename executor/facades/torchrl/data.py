@@ -116,20 +116,6 @@ class Shells:
             td.get(key, None) is not None for key in self.state_keys
         )
 
-    def step_fast(
-        self,
-        td: TensorDictBase,
-        op: Op,
-    ) -> tuple[TensorDictBase, TensorDictBase | None] | None:
-        """Step all envs and set `next` of the batch; None if nothing was done, because the step is not plain."""
-        step = self.fast_steps.get(op)
-        if step is None or not self.can_take(td):
-            return None
-        try:
-            return step(td)
-        except ActionError:  # the general way casts, and its error is the one to raise
-            return None
-
     def next_of(self, flat: TensorDictBase) -> TensorDictBase:
         """Return the `next` over the leaves of a flat batch."""
         return self._placed(
@@ -216,14 +202,21 @@ class BatchedData(Batched):
         tensordict: TensorDictBase,
         op: Op,
     ) -> tuple[TensorDictBase, TensorDictBase | None] | None:
+        """Step all envs and set `next` of the batch; None if nothing was done, because the step is not plain."""
         shells: Shells | None = self.__dict__["_shells"]
+        step = None if shells is None else shells.fast_steps.get(op)
         if (
             shells is None
+            or step is None
             or is_compiled(self)
             or (shells.has_own_state and op == Op.STEP_RESET)
+            or not shells.can_take(tensordict)
         ):
             return None
-        pair = shells.step_fast(tensordict, op)
+        try:
+            pair = step(tensordict)
+        except ActionError:  # the general way casts, and its error is the one to raise
+            return None
         if pair is not None and op == Op.STEP_RESET and is_collected(self):
             set_next(tensordict, without_collected(self, tensordict.get("next")))
         return pair

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torchrl.envs
+from torchrl.data.utils import CloudpickleWrapper
 from torchrl.envs import EnvBase, EnvCreator, SerialEnv
 
 from envherd.executor.facades import replaced
@@ -253,7 +254,12 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         state = self.__dict__.copy()
         state["_crew"] = None
         state["_shells"] = None
-        state["create_env_fn"] = [_by_value(factory) for factory in self.create_env_fn]
+        state["create_env_fn"] = [
+            one
+            if isinstance(one, (CloudpickleWrapper, EnvCreator))
+            else CloudpickleWrapper(one)
+            for one in self.create_env_fn
+        ]
         return state
 
     def update_kwargs(self, kwargs: dict[str, Any] | list[dict[str, Any]]) -> None:
@@ -374,7 +380,7 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         return self._tell_all("call", path, args, kwargs)
 
     def _tell_all(self, name: str, *args: Any) -> list[Any]:
-        """Call a method of each hosted env, all with the same arguments; return the results."""
+        """Call a method of each `HostedEnv`, all with the same arguments; return the results."""
         return self._open().tell(self._env_ids, [Call(name, args)] * self.num_workers)
 
     @property
@@ -387,20 +393,11 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
 _OWN_NAMES = frozenset({"is_closed", "parent_channels", "batch_size", "meta_data"})
 
 
-def _by_value(factory: MakeEnv) -> MakeEnv:
-    from torchrl.data.utils import CloudpickleWrapper
-
-    is_wrapped = isinstance(factory, (CloudpickleWrapper, EnvCreator))
-    return factory if is_wrapped else CloudpickleWrapper(factory)
-
-
 def installed() -> contextlib.AbstractContextManager[None]:
     """Replace TorchRL's `ParallelEnv` by ours, in all of TorchRL, for a block."""
     return replaced("torchrl", {torchrl.envs.ParallelEnv: ParallelEnv})
 
 
-#: `(path, arguments of a call)` -> one result per env.
-CallAll = Callable[[tuple[str, ...], tuple[Any, ...], dict[str, Any]], list[Any]]
 #: Path -> the envs' attributes.
 FindAll = Callable[[tuple[str, ...]], Any]
 
@@ -438,7 +435,12 @@ class Attributes(_Attribute, list[Any]):
 class Dispatcher(_Attribute):
     """A method of each env, or an object in it that cannot be pickled; calls return one result per env."""
 
-    def __init__(self, path: tuple[str, ...], find: FindAll, call: CallAll) -> None:
+    def __init__(
+        self,
+        path: tuple[str, ...],
+        find: FindAll,
+        call: Callable[..., list[Any]],
+    ) -> None:
         self._path = path
         self._find = find
         self._call = call
