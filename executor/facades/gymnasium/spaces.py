@@ -9,8 +9,7 @@ from gymnasium import spaces
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
-from envherd.executor.batched import BatchedEnv
-from envherd.executor.facades.gymnasium.worker import Description, loads
+from envherd.executor.facades.gymnasium.worker import Description
 from envherd.executor.facades.leaf_spaces import Space, leaf_spaces
 
 #: Spaces that Gymnasium can batch.
@@ -18,11 +17,6 @@ _STANDARD = (
     spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary,
     spaces.Text, spaces.Graph, spaces.Sequence, spaces.OneOf,
 )  # fmt: skip
-
-
-def describe_all(executor: BatchedEnv) -> list[Description]:
-    """Return every env's description of itself."""
-    return [loads(answer) for answer in executor.call("describe")]
 
 
 def check_mode(observation_mode: Any) -> None:

@@ -19,7 +19,6 @@ from ray.rllib.env.multi_agent_env import MultiAgentEnv
 from ray.rllib.env.vector.vector_multi_agent_env import VectorMultiAgentEnv
 
 from envherd.executor.facades.columns import LatestColumn
-from envherd.executor.facades.gymnasium.worker import Description
 from envherd.executor.facades.pettingzoo.vector_env import AgentDictEnv, OverAgentDicts
 from envherd.executor.facades.rllib.worker import (
     ALL,
@@ -39,22 +38,22 @@ Dicts = tuple[list[ByAgent], list[ByAgent], list[ByAgent], list[ByAgent], list[B
 
 
 class _RowsEnv(AgentDictEnv):
-    """PettingZoo's rows, with a record of the entries of the envs' own dicts."""
+    """PettingZoo's rows, with a record of the entries of the envs' own dicts.
+
+    Attributes:
+        present: the leaf `PRESENT` of each env's latest row, `[N, A]`.
+    """
 
     _factory = MultiAgentFactory
 
-    def _take_spaces(self, descriptions: list[Description]) -> None:
-        super()._take_spaces(descriptions)
-        self._present = LatestColumn(
+    def _take(self) -> None:
+        super()._take()
+        self.present = LatestColumn(
             self._engine.positions,
             PRESENT,
             self.num_envs,
-            self.active().shape[1:],
+            self.active.read().shape[1:],
         )
-
-    def present(self) -> np.ndarray:
-        """Return the leaf `PRESENT` of each env's latest row, `[N, A]`, a copy."""
-        return self._present.read()
 
     def env_infos(self) -> list[ByAgent]:
         """Return each env's latest info."""
@@ -164,7 +163,7 @@ class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[
         self._resets_next[:] = False
         return self._seen(
             observations,
-            self._envs.present().tolist(),
+            self._envs.present.read().tolist(),
         ), self._envs.env_infos()
 
     def step(self, actions: Sequence[Mapping[Any, Any]]) -> Dicts:
@@ -189,7 +188,7 @@ class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[
             self._batch(actions)
         )
         self._resets_next = terminations | truncations
-        present = self._envs.present()
+        present = self._envs.present.read()
         lost = self._envs.interrupted()
         # Agents that acted or are observed have rewards; only the episode's flags are set.
         if lost is not None:
@@ -271,7 +270,7 @@ class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[
                 f"step failed: expected {self.num_envs} dicts of actions, one for each env, got {len(actions)}. No env "
                 f"was stepped."
             )
-        acting = self._envs.active() & ~self._resets_next[:, None]
+        acting = self._envs.active.read() & ~self._resets_next[:, None]
         for env_id, (one, acts) in enumerate(
             zip(actions, acting.tolist(), strict=True)
         ):
