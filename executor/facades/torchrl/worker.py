@@ -33,7 +33,11 @@ from torchrl.envs.common import EnvMetaData
 
 from envherd.shm.specs import EnvSpec, Key, LeafSpec, done_leaves
 from envherd.workers.adapters.base import Adapter, EnvCall, Mask, Options, StepValues
-from envherd.workers.adapters.torchrl.direct import DirectWay, direct_way
+from envherd.workers.adapters.torchrl.direct import (
+    DirectWay,
+    direct_way,
+    restarted,
+)
 from envherd.workers.adapters.torchrl.gym import own_generators, refuse_late_resets
 from envherd.workers.adapters.torchrl.private_api import (
     check_worker_env,
@@ -216,16 +220,6 @@ class HostedEnv:
                     kwargs = {**kwargs, "set_state": False}
         self.root = self.env.reset(row, **kwargs)
         return self.root.select(*self.reset_names, strict=False)
-
-    def begin(self) -> TensorDictBase:
-        """Reset the parts of the env that have ended (all, if it was never reset); return its root."""
-        root = self.root
-        has_ended = root is not None and self.env.any_done(root)
-        if has_ended:
-            self.root = self.env.reset(root, select_reset_only=True)
-        else:
-            self.root = self.env.reset()
-        return self.root
 
     def step(self, row: TensorDictBase, *, is_whole: bool) -> TensorDictBase:
         """Step the env and return its `next`.
@@ -428,7 +422,7 @@ class HostedAdapter(Adapter):
         options: Options = None,  # noqa: ARG002
         mask: Mask = None,  # noqa: ARG002
     ) -> list[Any]:
-        """Reset the env; see `HostedEnv.begin`. Seeds, options and masks reach it by name alone."""
+        """Reset the env; see `restarted`. Seeds, options and masks reach it by name alone."""
         hosted = self.env
         direct = hosted.direct
         if direct is not None:
@@ -437,7 +431,7 @@ class HostedAdapter(Adapter):
             with hosted.generator:
                 return direct.reset()
         with hosted.on_stage():
-            root = hosted.begin()
+            hosted.root = root = restarted(hosted.env, hosted.root)
         return [to_numpy(root.get(key)) for key in self._observed]
 
     def step(self, action: list[Any]) -> StepValues:

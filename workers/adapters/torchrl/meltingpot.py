@@ -5,7 +5,7 @@ the substrate is as Melting Pot builds it (see `meltingpot/fast_step.py`). The c
 the TorchRL env.
 """
 
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -49,12 +49,8 @@ class DirectMeltingPot(DirectWay):
             "agents are left out",
         )
         require(
-            sorted(inputs) == sorted((group, "action") for group in rows),
-            f"its inputs are {inputs}",
-        )
-        require(
-            sorted(rewards) == sorted((group, "reward") for group in rows),
-            f"its rewards are {rewards}",
+            {*inputs, *rewards} == {*product(rows, ("action", "reward"))},
+            f"it has the inputs {inputs} and the rewards {rewards}",
         )
         require(
             observed[-2:] == ["done", "terminated"],
