@@ -61,11 +61,6 @@ class _RowsEnv(AgentDictEnv):
         latest = {**infos.read("next"), **infos.read("root")}
         return [latest.get(i, {}) for i in range(self.num_envs)]
 
-    def interrupted(self) -> np.ndarray | None:
-        """Return which envs' worker was lost in the latest step, bool `[N]`; None for none."""
-        positions = self._engine.positions
-        return positions.interrupted[:, 0] if positions.has_interrupted else None
-
 
 class _Agents(MultiAgentEnv):  # type: ignore[misc]  # has no types
     """The agents and spaces of one env, for RLlib."""
@@ -189,9 +184,10 @@ class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[
         )
         self._resets_next = terminations | truncations
         present = self._envs.present.read()
-        lost = self._envs.interrupted()
+        positions = self.executor.engine.positions
+        lost = np.flatnonzero(positions.interrupted[:, 0] & positions.has_interrupted)
         # Agents that acted or are observed have rewards; only the episode's flags are set.
-        if lost is not None:
+        if len(lost):
             present[lost] &= OBSERVED
             # `OBSERVED` is 1: each agent that is observed gets the bit.
             present[lost] |= REWARDED * present[lost]
@@ -209,7 +205,7 @@ class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[
             gained[env_id] = dict.fromkeys(self._agents, 0.0)
             ended[env_id] = dict.fromkeys((*self._agents, ALL), False)
             cut[env_id] = dict.fromkeys((*self._agents, ALL), False)
-        for env_id in () if lost is None else np.flatnonzero(lost).tolist():
+        for env_id in lost.tolist():
             infos[env_id] = {**infos[env_id], "__common__": {"interrupted": True}}
         return self._seen(observations, bits), gained, ended, cut, infos
 

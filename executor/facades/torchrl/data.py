@@ -8,7 +8,7 @@ Guarantees: the caller owns all results. A reset returns the rows of envs that a
 has no effect. Keyword arguments of resets are never modified.
 """
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -66,32 +66,37 @@ class Shells:
         )
         observed = [*leaves["observation"], *leaves["done"]]
         self._observed = {leaf.key: leaf.spec.key[0] for leaf in leaves["observation"]}
-        self._root_names = [leaf.spec.key[0] for leaf in observed]
-        self._root_keys = [leaf.key for leaf in observed]
-        following = [*observed, *leaves["reward"]]
-        self._next_names = [leaf.spec.key[0] for leaf in following]
-        self._next_keys = [leaf.key for leaf in following]
+        self._leaves = {"next": [*observed, *leaves["reward"]], "root": observed}
         self.stale_roots = StaleRoots(
             [list(self._observed)] * env.num_workers,
             self.input_keys[:1] * env.num_workers,
         )
-        self._next = self._shell("next", range(len(self._next_keys)))
-        self._root = self._shell("root", range(len(self._root_keys)))
+        #: The nesting over the leaves of a section, in their order.
+        self._shells = {
+            section: self._shell(
+                section,
+                {leaf.spec.key[0]: place for place, leaf in enumerate(own)},
+            )
+            for section, own in self._leaves.items()
+        }
         self.batch_size = tuple(self._template.batch_size)
         self.fast_steps: dict[Op, FastStep] = {}
 
-    def _shell(self, section: str, places: Iterable[int]) -> Shell:
-        """Return the nesting of `next` or the root over a list of leaves, given each leaf's place in that list."""
-        keys = self._root_keys
+    def _shell(self, section: str, places: Mapping[str, int]) -> Shell:
+        """Return the nesting of `next` or the root over a list of leaves, given the place of each name in that list."""
         template = self._template
         if section == "next":
-            keys = self._next_keys
             template = template.get("next")
-        paths = [(key,) if isinstance(key, str) else key for key in keys]
-        prefixes = {path[:depth] for path in paths for depth in range(1, len(path))}
+        paths = {
+            leaf.spec.key[0]: (leaf.key,) if isinstance(leaf.key, str) else leaf.key
+            for leaf in self._leaves[section]
+        }
+        prefixes = {
+            path[:depth] for path in paths.values() for depth in range(1, len(path))
+        }
         groups = {prefix: tuple(template.get(prefix).batch_size) for prefix in prefixes}
         return Shell(
-            list(zip(places, paths, strict=True)),
+            [(places[name], path) for name, path in paths.items()],
             groups,
             (),
             tuple(template.batch_size),
@@ -104,9 +109,9 @@ class Shells:
         in_root = {key[0]: place for place, key in enumerate(batch.root_keys)}
         return StepBatches(
             batch,
-            self._shell("next", [in_next[name] for name in self._next_names]),
-            self._shell("root", [in_next[name] for name in self._root_names]),
-            self._shell("root", [in_root[name] for name in self._root_names]),
+            self._shell("next", in_next),
+            self._shell("root", in_next),
+            self._shell("root", in_root),
             is_copy=True,
         )
 
@@ -116,11 +121,12 @@ class Shells:
             td.get(key, None) is not None for key in self.state_keys
         )
 
-    def next_of(self, flat: TensorDictBase) -> TensorDictBase:
-        """Return the `next` over the leaves of a flat batch."""
-        return self._placed(
-            self._next.build([get_leaf(flat, name) for name in self._next_names])
+    def nested(self, section: str, flat: TensorDictBase) -> TensorDictBase:
+        """Return the `next` or the root over the leaves of a flat batch."""
+        td = self._shells[section].build(
+            [get_leaf(flat, leaf.spec.key[0]) for leaf in self._leaves[section]]
         )
+        return td if self.is_on_cpu else td.to(self.device)
 
     def repeat_roots(
         self,
@@ -133,15 +139,6 @@ class Shells:
             value = root.get(key, None)
             if value is not None:
                 get_leaf(flat, name)[rows] = value.to(get_leaf(flat, name).device)[rows]
-
-    def root_of(self, flat: TensorDictBase) -> TensorDictBase:
-        """Return the root over the leaves of a flat batch."""
-        return self._placed(
-            self._root.build([get_leaf(flat, name) for name in self._root_names])
-        )
-
-    def _placed(self, td: TensorDictBase) -> TensorDictBase:
-        return td if self.is_on_cpu else td.to(self.device)
 
 
 class BatchedData(Batched):
@@ -194,7 +191,7 @@ class BatchedData(Batched):
         if shells is None:
             return EnvBase.step(self, tensordict)
         flat, _ = self._step_slab(shells, tensordict, Op.STEP)
-        set_next(tensordict, shells.next_of(flat))
+        set_next(tensordict, shells.nested("next", flat))
         return tensordict
 
     def _step_fast(
@@ -243,7 +240,7 @@ class BatchedData(Batched):
         shells = self._slab_shells(tensordict)
         if shells is not None:
             flat, _ = self._step_slab(shells, tensordict, Op.STEP)
-            return shells.next_of(flat)
+            return shells.nested("next", flat)
         mask = tensordict.get("_step", None)
         if mask is not None and not mask.all():
             return self._step_some(tensordict, self._whole_envs(mask))
@@ -386,8 +383,8 @@ class BatchedData(Batched):
                 return EnvBase.step_and_maybe_reset(self, tensordict)
             return self._step_and_maybe_reset_by_message(tensordict)
         flat, flat_root = self._step_slab(shells, tensordict, Op.STEP_RESET)
-        set_next(tensordict, without_collected(self, shells.next_of(flat)))
-        return tensordict, shells.root_of(flat_root)
+        set_next(tensordict, without_collected(self, shells.nested("next", flat)))
+        return tensordict, shells.nested("root", flat_root)
 
     def _step_and_maybe_reset_by_message(
         self,
