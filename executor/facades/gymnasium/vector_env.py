@@ -217,7 +217,7 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
         """
         self._move("begin", "set_attr")
         # Outside the guard: an error of the caller's values breaks off no call.
-        args = tuple((name, one) for one in _one_each(values, self.num_envs))
+        args = tuple({name: one} for one in _one_each(values, self.num_envs))
         with raising_gymnasiums(f"set_attr {name}"), self._guard:
             self._engine.ask(
                 "each",

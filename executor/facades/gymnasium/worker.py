@@ -78,9 +78,10 @@ class NativeEnv:
         value = self.env.get_wrapper_attr(name)
         return dumps(value(*args, **kwargs) if callable(value) else value)
 
-    def assign(self, name_and_value: tuple[str, Any]) -> None:
-        """Set an attribute of the env or of its wrappers."""
-        self.env.set_wrapper_attr(*name_and_value)
+    def assign(self, attributes: Mapping[str, Any]) -> None:
+        """Set attributes of the env or of its wrappers, values by name."""
+        for name, value in attributes.items():
+            self.env.set_wrapper_attr(name, value)
 
     def give(self, action: Any) -> None:
         """Keep an action for the next step, which passes it to the env unchanged."""

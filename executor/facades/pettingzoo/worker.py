@@ -59,9 +59,10 @@ class HostedParallelEnv(NativeEnv):
         value = getattr(self.env, name)
         return dumps(value(*args, **kwargs) if callable(value) else value)
 
-    def assign(self, name_and_value: tuple[str, Any]) -> None:
-        """Set an attribute of the env."""
-        setattr(self.env, *name_and_value)
+    def assign(self, attributes: Mapping[str, Any]) -> None:
+        """Set attributes of the env, values by name."""
+        for name, value in attributes.items():
+            setattr(self.env, name, value)
 
 
 class ParallelFactory(NativeFactory):
