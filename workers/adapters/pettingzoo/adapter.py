@@ -117,7 +117,7 @@ class ParallelAdapter(Adapter):
         self._observe(*result[:4])
         for agent, seat in self._seats.items():
             reward = rewards.get(agent)
-            seat.take_reward(
+            seat.reward[0] = (
                 0.0 if reward is None else as_float(reward, f"reward of {agent}")
             )
         terminated, truncated = self._note_ends(terminations, truncations, acting)

@@ -26,6 +26,7 @@ Does not check whether observations are within the bounds of their spaces.
 Assumes: one thread at a time. Imports torch, as only workers with such simulators import this module.
 """
 
+import contextlib
 import functools
 import inspect
 import operator
@@ -288,11 +289,8 @@ class TorchNativeAdapter(Adapter):
 
     def _step(self, actions: Leaves) -> Stepped:
         self._waiting = None
-        if self._watch is None:
+        with self._watch.stepping() if self._watch else contextlib.nullcontext():
             stepped = self.env.step(self._native_action(actions[0]))
-        else:
-            with self._watch.stepping():
-                stepped = self.env.step(self._native_action(actions[0]))
         if not isinstance(stepped, (tuple, list)) or len(stepped) != 5:
             raise SpecError(
                 f"step failed: expected (observations, rewards, terminated, truncated, extras), got "
