@@ -531,7 +531,8 @@ def _read_structure(
                 tuple(value.shape),
                 dtype_name(
                     value.dtype,
-                    "/".join(key),
+                    key,
+                    "observations",
                     "Cast it in a wrapper, e.g. to torch.float32.",
                 ),
             )

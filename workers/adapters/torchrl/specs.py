@@ -202,7 +202,8 @@ def _leaf(spec: Any, key: Key) -> PlacedLeaf:
         if spec.dtype is None or _kind(spec) == "NonTensor"
         else dtype_name(
             spec.dtype,
-            f"the spec of {'/'.join(key)}",
+            key,
+            "the env's specs",
             f"Append DTypeCastTransform({spec.dtype}, torch.float32) to the env in the factory.",
         )
     )
@@ -218,12 +219,13 @@ def _leaf(spec: Any, key: Key) -> PlacedLeaf:
     return PlacedLeaf(LeafSpec(key, shape, dtype, _domain(spec, shape)), key, dtype)
 
 
-def dtype_name(dtype: Any, where: str, fix: str) -> str:
+def dtype_name(dtype: Any, key: Key, what: str, fix: str) -> str:
     """Return the name that torch and numpy share for a dtype.
 
     Args:
         dtype: of torch.
-        where: what has it, for the message.
+        key: of the leaf that has it, for the message.
+        what: is being read, for the message.
         fix: what to do if numpy has no such dtype, for the message.
 
     Raises:
@@ -232,7 +234,7 @@ def dtype_name(dtype: Any, where: str, fix: str) -> str:
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise SpecError(
-            f"reading {where} failed: expected a dtype that numpy has too, got {dtype}. {fix}"
+            f"reading {what} failed: expected a dtype that numpy has too, got {dtype} ({'/'.join(key)}). {fix}"
         )
     return name
 
