@@ -1,7 +1,7 @@
 """`ParallelEnv`: the executor over worker processes."""
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal
 
 from envherd.executor.assembly import make_pool
 from envherd.executor.batched import BatchedEnv
@@ -49,6 +49,9 @@ class ParallelEnv(BatchedEnv):
         WorkerLost, WorkerTimeout: a worker did not start.
     """
 
+    #: `(specs, factories, keyword arguments of each call)`: refuses envs that do not fit together.
+    _check_specs: ClassVar[Callable[..., None]] = staticmethod(check_agreement)
+
     @names_right_keyword
     def __init__(  # noqa: PLR0913  # the signature that users know from other vector envs
         self,
@@ -85,7 +88,7 @@ class ParallelEnv(BatchedEnv):
         try:
             pool.start()
             self._branch_pool = pool
-            check_agreement(pool.specs, factories, blueprint.env_kwargs)
+            self._check_specs(pool.specs, factories, blueprint.env_kwargs)
             super().__init__(
                 pool,
                 seed=blueprint.root_seed,

@@ -1,6 +1,6 @@
 """The Gymnasium spaces of leaves, and the leaves of Gymnasium spaces, for facades."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -36,11 +36,11 @@ def space_of(leaf: LeafSpec, lead: int) -> Space:
         )
     if isinstance(domain, Binary) and dtype.kind in "iu":
         return spaces.MultiBinary(shape)
-    bounds = [
+    low, high = (
         np.broadcast_to(bound, leaf.shape)[(0,) * lead].astype(dtype)
         for bound in _bounds(domain, dtype)
-    ]
-    return spaces.Box(bounds[0], bounds[1], shape, dtype.type)
+    )
+    return spaces.Box(low, high, shape, dtype.type)
 
 
 def _bounds(domain: Domain, dtype: np.dtype) -> tuple[Any, Any]:
@@ -83,11 +83,3 @@ def leaf_spaces(space: Space) -> list[Space]:
     if isinstance(space, (spaces.Dict, spaces.Tuple)):
         return [leaf for inner in inner_spaces(space) for leaf in leaf_spaces(inner)]
     return [space]
-
-
-def tails(leaves: Sequence[Space]) -> list[tuple[Any, ...]]:
-    """Return the index of one row's value in a batch of each leaf, after the number of the row.
-
-    A Box's value is an array, also if its shape is ().
-    """
-    return [() if isinstance(leaf, spaces.Discrete) else (...,) for leaf in leaves]

@@ -1,4 +1,6 @@
-"""The states of a vector env's calls, as one table, for the facades of Gymnasium and Stable-Baselines3.
+"""The base of the vector envs of the facades of Gymnasium and Stable-Baselines3: what is under them, and their states.
+
+The states of their calls are one table:
 
     what happens    default   begun     reset     step      call      closed
     open            -         -         -         -         -         default
@@ -18,7 +20,12 @@ need a reset is a state of the executor, see `protocol.env_states`.
 """
 
 from enum import Enum
-from typing import Any, NoReturn
+from typing import ClassVar, NoReturn
+
+from envherd.executor.batched import BatchedEnv
+from envherd.executor.protocol.fast_step import compile_command
+from envherd.executor.protocol.flight import Flight
+from envherd.workers.protocol import Op
 
 #: Those of the same names are Gymnasium's.
 AsyncState = Enum(
@@ -59,12 +66,39 @@ FOLLOWS: dict[str, dict[AsyncState, AsyncState]] = {
 }
 
 
-class Stateful:
-    """A vector env that moves by the table."""
+class Hosted:
+    """A vector env over an executor; it moves by the table.
+
+    Attributes:
+        executor: what runs the envs, e.g. for its `statistics()`.
+    """
 
     # A constructor that fails leaves nothing to close.
     _state = AsyncState.CLOSED
-    _engine: Any  # of the executor
+    #: What users call to reset envs, for messages.
+    _remedy: ClassVar[str]
+    _flight: Flight  # that began last
+
+    def _host(self, executor: BatchedEnv, op: Op) -> None:
+        """Take over an executor whose steps are a command; close it if its envs do not fit together."""
+        self.executor = executor
+        self._engine = executor.engine
+        self._guard = executor.engine.guard
+        try:
+            self._engine.states.remedy = self._remedy
+            # In the host libraries the env decides whether it may be stepped before a reset.
+            self._engine.allow_steps()
+            self._command = compile_command(self._engine, op)
+            self._take()
+        except BaseException:
+            executor.close()
+            raise
+        # Last: Gymnasium 1.1 closes deleted envs that are not closed.
+        self.closed = False
+
+    def _take(self) -> None:
+        """Read the envs' specs and find their rows in the slab."""
+        raise NotImplementedError
 
     @property
     def closed(self) -> bool:

@@ -26,22 +26,29 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.facades.columns import ReadEpisodes, episode_reader
-from envherd.executor.facades.errors import as_gymnasium, listed, raising_gymnasiums
+from envherd.executor.facades.errors import (
+    CallTimeout,
+    as_gymnasium,
+    listed,
+    raising_gymnasiums,
+)
 from envherd.executor.facades.gymnasium.infos import Columns
 from envherd.executor.facades.gymnasium.rows import Actions, Observations
 from envherd.executor.facades.gymnasium.spaces import (
-    Description,
     batch,
     check_mode,
-    describe_all,
+    has_custom,
 )
-from envherd.executor.facades.gymnasium.worker import FINAL_OBSERVATION
-from envherd.executor.facades.states import Stateful
+from envherd.executor.facades.gymnasium.worker import (
+    FINAL_OBSERVATION,
+    Description,
+    loads,
+)
+from envherd.executor.facades.states import Hosted
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.protocol.fast_step import compile_command
-from envherd.executor.protocol.flight import Flight
 from envherd.executor.protocol.info_reader import Part, first_env
 from envherd.executor.sending.blueprint import checked_options
+from envherd.executor.start.waiting import DeadlinePassed
 from envherd.workers.errors import EnvherdError
 from envherd.workers.protocol import Op
 
@@ -50,17 +57,17 @@ StepResult = tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
 EnvFns = Sequence[Callable[[], Any] | str]
 
 
-class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
+class HostedVectorEnv(Hosted, VectorEnv[Any, Any, np.ndarray]):
     """A Gymnasium vector env over an executor; see `AsyncVectorEnv` and `SyncVectorEnv`.
 
     Each class that users see names Gymnasium's class as a base once more: some libraries look at the direct bases only.
-
-    Attributes:
-        executor: the envs' own executor, e.g. for its `statistics()`.
     """
 
-    executor: BatchedEnv
-    _flight: Flight  # that began last
+    _remedy = (
+        "Call reset(), or reset(options={'reset_mask': mask}) for these envs alone."
+    )
+    #: Whether an observation space that is not Gymnasium's own is refused.
+    _refuses_custom = False
 
     def __init__(
         self,
@@ -81,6 +88,7 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
                 f"{', '.join(map(repr, modes))}, got {autoreset_mode!r}."
             )
         self.autoreset_mode = AutoresetMode(autoreset_mode)
+        self._resets_in_step = self.autoreset_mode is AutoresetMode.SAME_STEP
         self.num_envs = len(self.env_fns)
         check_mode(observation_mode)
 
@@ -88,26 +96,21 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
         """Return options changed for Gymnasium's behaviour: all infos, and the envs' own seeding."""
         return replace(checked_options(options), infos="pickle", episode_seeds=False)
 
-    def _host(
-        self,
-        executor: BatchedEnv,
-        check: Callable[[Description], None] = lambda _: None,
-    ) -> None:
-        """Take over an executor; close it if its envs do not fit together."""
-        self.executor = executor
-        try:
-            descriptions = describe_all(executor)
-            check(descriptions[0])
-            self._take_spaces(descriptions)
-        except BaseException:
-            executor.close()
-            raise
-        # Last: Gymnasium 1.1 closes deleted envs that are not closed.
-        self.closed = False
+    def _run(self, executor: BatchedEnv) -> None:
+        """Take over an executor; see `_host`."""
+        self._host(executor, Op.STEP_RESET if self._resets_in_step else Op.STEP)
 
-    def _take_spaces(self, descriptions: list[Description]) -> None:
+    def _take(self) -> None:
+        engine = self._engine
+        descriptions: list[Description] = [
+            loads(answer) for answer in self.executor.call("describe")
+        ]
         first = descriptions[0]
-        engine = self.executor.engine
+        if self._refuses_custom and has_custom(first.observation_space):
+            raise ValueError(
+                f"AsyncVectorEnv(shared_memory=True) failed: expected an observation space of Gymnasium's own, got "
+                f"{first.observation_space}. Its values are pickled with shared_memory=False."
+            )
         # Gymnasium's wrappers of vector envs read the mode there.
         self.metadata = {**first.metadata, "autoreset_mode": self.autoreset_mode}
         self.render_mode = first.render_mode
@@ -117,8 +120,6 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
             self.single_action_space,
             self.action_space,
         ) = batch(self._name, descriptions, self.observation_mode)
-        self._engine = engine
-        self._guard = engine.guard
         self._actions = Actions(engine, first.action_space, self.action_space)
         self._observations = Observations(
             engine,
@@ -132,19 +133,10 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
             engine.pool.slab,
             group["next", "reward"].shape[-1],
         )
-        engine.states.remedy = (
-            "Call reset(), or reset(options={'reset_mask': mask}) for these envs alone."
-        )
-        # In Gymnasium the env decides whether it may be stepped before a reset.
-        engine.allow_steps()
         # Lists of one array `[N]` for each column of the ring.
         self._rewards = list(group["next", "reward"][:, :, 0])
         self._terminations = list(group["next", "terminated"][:, :, 0])
         self._truncations = list(group["next", "truncated"][:, :, 0])
-        step_op = Op.STEP
-        if self.autoreset_mode is AutoresetMode.SAME_STEP:
-            step_op = Op.STEP_RESET
-        self._command = compile_command(engine, step_op)
         self._resets_next = self.autoreset_mode is AutoresetMode.NEXT_STEP
         self._columns = Columns(self.num_envs)
         # Int [k], the envs that the next step resets; None for none.
@@ -252,9 +244,23 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
             )
         self._resetting = env_ids
 
+    def _land(self, call: str, timeout: float | None) -> None:
+        """Wait for the flight.
+
+        Raises:
+            CallTimeout: not within `timeout` seconds. Errors of envs, workers and signal handlers pass unchanged.
+        """
+        try:
+            with self._guard:
+                self._flight.land(timeout)
+        except DeadlinePassed:
+            raise CallTimeout(
+                f"The call to `{call}` has timed out after {timeout} second(s)."
+            ) from None
+
     def _finish_reset(self, timeout: float | None) -> tuple[Any, dict[str, Any]]:
-        with raising_gymnasiums(), self._guard:
-            self._flight.land(timeout)
+        with raising_gymnasiums():
+            self._land("reset_wait", timeout)
         self._move("land")
         # The next step does not reset an env once more that the caller has reset.
         if self._ended is not None:
@@ -292,8 +298,7 @@ class HostedVectorEnv(Stateful, VectorEnv[Any, Any, np.ndarray]):
         was_reset = self._ended
         try:
             if not flight.has_landed:
-                with self._guard:
-                    flight.land(timeout)
+                self._land("step_wait", timeout)
         except EnvherdError as error:
             # All envs that have not failed were stepped.
             self._note_failed_step()

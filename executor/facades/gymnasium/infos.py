@@ -22,7 +22,14 @@ class Columns:
 
     def __init__(self, num_envs: int) -> None:
         self._num_envs = num_envs
-        self._reader_of = cache(self._schema_reader)
+        #: Schema -> its reader; None if its infos must be added env by env.
+        self._reader_of: Callable[[Schema], _Read | None] = cache(
+            lambda schema: (
+                None
+                if _has_special_key(schema.root)
+                else self._dict_reader(schema.root)
+            )
+        )
 
     def add(self, infos: dict[str, Any], part: Part) -> bool:
         """Add infos; return False if they must be added env by env, and nothing was added."""
@@ -45,9 +52,6 @@ class Columns:
             infos[key][env_ids] = own.pop(key)[env_ids]
         infos.update(own)
         return True
-
-    def _schema_reader(self, schema: Schema) -> _Read | None:
-        return None if _has_special_key(schema.root) else self._dict_reader(schema.root)
 
     def _dict_reader(self, field: SchemaField) -> _Read:
         """Return what reads the arrays of a dict's entries, each with its mask."""

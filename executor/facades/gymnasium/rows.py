@@ -9,11 +9,12 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from gymnasium import spaces
 from gymnasium.vector.utils import iterate
 
 from envherd.executor.facades.columns import Column, LatestColumn
 from envherd.executor.facades.gymnasium.worker import loads
-from envherd.executor.facades.leaf_spaces import Space, leaf_spaces, tails
+from envherd.executor.facades.leaf_spaces import Space, leaf_spaces
 from envherd.executor.protocol.engine import Engine
 from envherd.shm.specs import LeafSpec
 from envherd.workers.adapters.common.tree import builder, flattener, leaf_specs
@@ -140,7 +141,11 @@ class Observations:
             else partial(rows_at, leaf.after)
             for index, leaf in enumerate(self._columns)
         ]
-        self._tails = tails(seen)
+        # The index of one row's value in a batch of each leaf, after the number of the row: a Box's value is an array,
+        # also if its shape is ().
+        self._tails = [
+            () if isinstance(space, spaces.Discrete) else (...,) for space in seen
+        ]
         self._join = builder(native_tree(single_space, ""))
 
     def after(self, column: int, reset_ids: np.ndarray | None) -> Any:

@@ -3,14 +3,13 @@
 The parent builds no env for that: every env describes itself in its worker.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from gymnasium import spaces
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
-from envherd.executor.batched import BatchedEnv
-from envherd.executor.facades.gymnasium.worker import loads
+from envherd.executor.facades.gymnasium.worker import Description
 from envherd.executor.facades.leaf_spaces import Space, leaf_spaces
 
 #: Spaces that Gymnasium can batch.
@@ -18,20 +17,6 @@ _STANDARD = (
     spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary,
     spaces.Text, spaces.Graph, spaces.Sequence, spaces.OneOf,
 )  # fmt: skip
-
-
-class Description(NamedTuple):
-    """One env's description of itself."""
-
-    observation_space: Space
-    action_space: Space
-    metadata: dict[str, Any]
-    render_mode: str | None
-
-
-def describe_all(executor: BatchedEnv) -> list[Description]:
-    """Return every env's description of itself."""
-    return [Description(*loads(answer)) for answer in executor.call("describe")]
 
 
 def check_mode(observation_mode: Any) -> None:

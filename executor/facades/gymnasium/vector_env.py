@@ -8,7 +8,7 @@ is deliberately different. `gymnasium.make_vec` makes these classes inside `inst
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 import gymnasium
@@ -19,7 +19,6 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from envherd.executor.facades import replaced
 from envherd.executor.facades.errors import CallTimeout, raising_gymnasiums
 from envherd.executor.facades.gymnasium.base import EnvFns, HostedVectorEnv, StepResult
-from envherd.executor.facades.gymnasium.spaces import Description, has_custom
 from envherd.executor.facades.gymnasium.worker import NativeFactory, loads
 from envherd.executor.facades.states import FOLLOWS, AsyncState
 from envherd.executor.keywords import names_right_keyword
@@ -27,7 +26,6 @@ from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.sending.blueprint import choose_workers
 from envherd.executor.serial import SerialEnv
-from envherd.executor.start.waiting import DeadlinePassed
 from envherd.workers.adapters.base import Adapter
 
 __all__ = ["AsyncState", "AsyncVectorEnv", "SyncVectorEnv", "installed", "make_vec"]
@@ -99,10 +97,9 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
         self.max_concurrency = _checked_limit(max_concurrency)
         self._question: dict[int, Any] = {}
         self._called = ""
-        keeps_final = self.autoreset_mode is AutoresetMode.SAME_STEP
         factories = {
             # One for each function: envs of one factory are known to be built by equal calls.
-            id(env_fn): self._factory(env_fn, keeps_final=keeps_final)
+            id(env_fn): self._factory(env_fn, keeps_final=self._resets_in_step)
             for env_fn in self.env_fns
         }
         if self.max_concurrency is not None:
@@ -127,15 +124,12 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
                 copy=bool(copy),
             )
         # For `rebuild`, which gets functions of the user.
-        made.hosted = lambda env_fn, _: self._factory(env_fn, keeps_final=keeps_final)
-        self._host(made, self._check_shareable)
-
-    def _check_shareable(self, first: Description) -> None:
-        if self.shared_memory and has_custom(first.observation_space):
-            raise ValueError(
-                f"AsyncVectorEnv(shared_memory=True) failed: expected an observation space of Gymnasium's own, got "
-                f"{first.observation_space}. Its values are pickled with shared_memory=False."
-            )
+        made.hosted = lambda env_fn, _: self._factory(
+            env_fn,
+            keeps_final=self._resets_in_step,
+        )
+        self._refuses_custom = shared_memory
+        self._run(made)
 
     # ---- reset and step ----------------------------------------------------------------------
 
@@ -156,8 +150,7 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
             NoAsyncCallError, ClosedEnvironmentError: as in Gymnasium.
         """
         self._move("reset_wait")
-        with _deadline("reset_wait", timeout):
-            return self._finish_reset(timeout)
+        return self._finish_reset(timeout)
 
     def step_async(self, actions: Any) -> None:
         """Begin a `step`; `step_wait` ends it."""
@@ -167,8 +160,7 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
     def step_wait(self, timeout: float | None = None) -> StepResult:
         """End a `step`; raises as `reset_wait` does."""
         self._move("step_wait")
-        with _deadline("step_wait", timeout):
-            return self._finish_step(timeout)
+        return self._finish_step(timeout)
 
     # ---- calls -------------------------------------------------------------------------------
 
@@ -225,7 +217,7 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
         """
         self._move("begin", "set_attr")
         # Outside the guard: an error of the caller's values breaks off no call.
-        args = tuple((name, one) for one in _one_each(values, self.num_envs))
+        args = tuple({name: one} for one in _one_each(values, self.num_envs))
         with raising_gymnasiums(f"set_attr {name}"), self._guard:
             self._engine.ask(
                 "each",
@@ -295,10 +287,7 @@ class SyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
             executor = SerialEnv(
                 self.num_envs,
                 [
-                    NativeFactory(
-                        env_fn,
-                        keeps_final=self.autoreset_mode is AutoresetMode.SAME_STEP,
-                    )
+                    NativeFactory(env_fn, keeps_final=self._resets_in_step)
                     for env_fn in self.env_fns
                 ],
                 copy=copy,
@@ -307,7 +296,7 @@ class SyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
         # A `SerialPool`, which has the adapters in this process.
         pool: Any = executor.engine.pool
         self.envs: list[Any] = [adapter.env.env for adapter in pool.adapters.values()]
-        self._host(executor)
+        self._run(executor)
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call a method of each env or of its wrappers, or return its attribute of that name."""
@@ -357,17 +346,6 @@ def installed() -> contextlib.AbstractContextManager[None]:
             gymnasium.vector.SyncVectorEnv: SyncVectorEnv,
         },
     )
-
-
-@contextlib.contextmanager
-def _deadline(name: str, timeout: float | None) -> Iterator[None]:
-    """Convert a wait that took too long to Gymnasium's error; errors of envs, workers and signal handlers pass."""
-    try:
-        yield
-    except DeadlinePassed:
-        raise CallTimeout(
-            f"The call to `{name}` has timed out after {timeout} second(s)."
-        ) from None
 
 
 def _checked_limit(limit: Any) -> int | None:

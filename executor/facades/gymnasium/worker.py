@@ -14,7 +14,7 @@ import copy
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
@@ -33,6 +33,15 @@ FINAL_OBSERVATION = "\0final observation"
 
 # None may be an action.
 _NO_ACTION = object()
+
+
+class Description(NamedTuple):
+    """One env's description of itself."""
+
+    observation_space: Space
+    action_space: Space
+    metadata: dict[str, Any]
+    render_mode: str | None
 
 
 class NativeEnv:
@@ -59,17 +68,20 @@ class NativeEnv:
         return self.env.observation_space, self.env.action_space
 
     def describe(self) -> bytes:
-        """Return `(observation space, action space, metadata, render mode)`, pickled."""
-        return dumps((*self.spaces(), dict(self.env.metadata), self.env.render_mode))
+        """Return the env's `Description`, pickled."""
+        metadata = dict(getattr(self.env, "metadata", None) or {})
+        render_mode = getattr(self.env, "render_mode", None)
+        return dumps(Description(*self.spaces(), metadata, render_mode))
 
     def ask(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
         """Return an attribute of the env or of its wrappers, pickled; if it is a method, its result."""
         value = self.env.get_wrapper_attr(name)
         return dumps(value(*args, **kwargs) if callable(value) else value)
 
-    def assign(self, name_and_value: tuple[str, Any]) -> None:
-        """Set an attribute of the env or of its wrappers."""
-        self.env.set_wrapper_attr(*name_and_value)
+    def assign(self, attributes: Mapping[str, Any]) -> None:
+        """Set attributes of the env or of its wrappers, values by name."""
+        for name, value in attributes.items():
+            self.env.set_wrapper_attr(name, value)
 
     def give(self, action: Any) -> None:
         """Keep an action for the next step, which passes it to the env unchanged."""

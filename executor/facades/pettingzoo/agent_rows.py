@@ -134,14 +134,16 @@ class AgentRowsEnv(VectorEnv[Any, Any, np.ndarray]):
         made: tuple[ByAgent, ByAgent, ByAgent, ByAgent, dict[str, Any]],
     ) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, AgentInfos]:
         observations, rewards, terminations, truncations, infos = made
-        flags = [self._stacked(terminations), self._stacked(truncations)]
-        has_ended = (flags[0] | flags[1]).all(1)
+        terminated = self._stacked(terminations)
+        truncated = self._stacked(truncations)
+        has_ended = (terminated | truncated).all(1)
         # A flag counts when the agent leaves, and at the episode's end.
         is_new = self._was_active | has_ended[:, None]
         return (
             self._rows(observations),
             self._stacked(rewards).astype(np.float32).reshape(-1),
-            *((flag & is_new).reshape(-1) for flag in flags),
+            (terminated & is_new).reshape(-1),
+            (truncated & is_new).reshape(-1),
             self._infos(infos),
         )
 

@@ -213,10 +213,14 @@ class StackedParallelEnv(ParallelEnv):  # type: ignore[misc]  # mypy is not show
 
 
 def _only_group(spec: EnvSpec) -> tuple[Key, int]:
-    if len(spec.groups) != 1 or spec.batch_shape or len(spec.groups[0][1]) != 1:
+    if (
+        len(spec.groups) != 1
+        or spec.batch_shape
+        or any(len(shape) != 1 for _, shape in spec.groups)
+    ):
         raise SpecError(
             f"reading the env failed: expected agents stacked in one group, got batch shape {spec.batch_shape} and "
             f"groups {spec.groups}. Use envs of PettingZoo, or of Melting Pot."
         )
-    (group, (size,)) = spec.groups[0]
+    ((group, (size,)),) = spec.groups
     return group, size

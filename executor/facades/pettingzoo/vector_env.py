@@ -18,7 +18,6 @@ from envherd.executor.batched import BatchedEnv
 from envherd.executor.facades.columns import LatestColumn
 from envherd.executor.facades.fitting import fitted, refuse_unknown
 from envherd.executor.facades.gymnasium.base import StepResult
-from envherd.executor.facades.gymnasium.spaces import Description
 from envherd.executor.facades.gymnasium.vector_env import AsyncVectorEnv
 from envherd.executor.facades.pettingzoo.worker import (
     ACTIVE,
@@ -35,37 +34,35 @@ ByAgent = dict[Any, Any]
 
 
 class AgentDictEnv(AsyncVectorEnv):
-    """Gymnasium's vector env over spaces that are dicts by agent; rewards and flags are `[N, A]`."""
+    """Gymnasium's vector env over spaces that are dicts by agent; rewards and flags are `[N, A]`.
+
+    Attributes:
+        active: which agents act in the next step, bool `[N, A]`.
+    """
 
     _factory = ParallelFactory
     _name = "ParallelVectorEnv"
 
-    def _take_spaces(self, descriptions: list[Description]) -> None:
-        super()._take_spaces(descriptions)
+    def _take(self) -> None:
+        super()._take()
         columns = self._engine.pool.slab.groups[0].columns
         self._agent_rewards = columns["next", *REWARD]
-        self._agent_flags = [
-            columns["next", *AGENTS, name][..., 0]
-            for name in ("terminated", "truncated")
-        ]
-        self._active = LatestColumn(
+        self._agent_terminations = columns["next", *AGENTS, "terminated"][..., 0]
+        self._agent_truncations = columns["next", *AGENTS, "truncated"][..., 0]
+        self.active = LatestColumn(
             self._engine.positions,
             ACTIVE,
             self.num_envs,
             self._agent_rewards.shape[-1:],
         )
 
-    def active(self) -> np.ndarray:
-        """Return which agents act in the next step, bool `[N, A]`, a copy."""
-        return self._active.read()
-
     def agent_results(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return rewards float64, terminations and truncations bool of the latest step, `[N, A]` each, copies."""
         column = self._flight.at
         return (
             self._agent_rewards[column].copy(),
-            self._agent_flags[0][column].copy(),
-            self._agent_flags[1][column].copy(),
+            self._agent_terminations[column].copy(),
+            self._agent_truncations[column].copy(),
         )
 
 
@@ -167,7 +164,7 @@ class ParallelVectorEnv(OverAgentDicts):
     @property
     def active(self) -> ByAgent:
         """The envs in which each agent is present, and so acts in the next step: bool `[N]` by agent, copies."""
-        return self._by_agent(self._envs.active())
+        return self._by_agent(self._envs.active.read())
 
     def observation_space(self, agent: Any) -> Space:
         """Return the space of an agent's observations of all envs, `[N, ...]`."""

@@ -47,33 +47,22 @@ class HostedParallelEnv(NativeEnv):
     def spaces(self) -> tuple[spaces.Dict, spaces.Dict]:
         """Return the spaces of all agents, as dicts by agent in the order of `possible_agents`."""
         agents: list[Any] = possible_agents(self.env)
-        found = []
-        for name in self._spaces_of:
-            method = getattr(self.env, name)
+        observed, acted = (
             # `spaces.Dict` sorts the keys of any other dict.
-            found.append(
-                spaces.Dict(OrderedDict((agent, method(agent)) for agent in agents))
-            )
-        return found[0], found[1]
-
-    def describe(self) -> bytes:
-        """Return `(observation spaces, action spaces, metadata, render mode)`, pickled."""
-        return dumps(
-            (
-                *self.spaces(),
-                dict(getattr(self.env, "metadata", None) or {}),
-                getattr(self.env, "render_mode", None),
-            )
+            spaces.Dict(OrderedDict(zip(agents, map(space_of, agents), strict=True)))
+            for space_of in (getattr(self.env, name) for name in self._spaces_of)
         )
+        return observed, acted
 
     def ask(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
         """Return an attribute of the env, pickled; if it is a method, its result."""
         value = getattr(self.env, name)
         return dumps(value(*args, **kwargs) if callable(value) else value)
 
-    def assign(self, name_and_value: tuple[str, Any]) -> None:
-        """Set an attribute of the env."""
-        setattr(self.env, *name_and_value)
+    def assign(self, attributes: Mapping[str, Any]) -> None:
+        """Set attributes of the env, values by name."""
+        for name, value in attributes.items():
+            setattr(self.env, name, value)
 
 
 class ParallelFactory(NativeFactory):

@@ -19,7 +19,6 @@ from ray.rllib.env.multi_agent_env import MultiAgentEnv
 from ray.rllib.env.vector.vector_multi_agent_env import VectorMultiAgentEnv
 
 from envherd.executor.facades.columns import LatestColumn
-from envherd.executor.facades.gymnasium.spaces import Description
 from envherd.executor.facades.pettingzoo.vector_env import AgentDictEnv, OverAgentDicts
 from envherd.executor.facades.rllib.worker import (
     ALL,
@@ -39,33 +38,28 @@ Dicts = tuple[list[ByAgent], list[ByAgent], list[ByAgent], list[ByAgent], list[B
 
 
 class _RowsEnv(AgentDictEnv):
-    """PettingZoo's rows, with a record of the entries of the envs' own dicts."""
+    """PettingZoo's rows, with a record of the entries of the envs' own dicts.
+
+    Attributes:
+        present: the leaf `PRESENT` of each env's latest row, `[N, A]`.
+    """
 
     _factory = MultiAgentFactory
 
-    def _take_spaces(self, descriptions: list[Description]) -> None:
-        super()._take_spaces(descriptions)
-        self._present = LatestColumn(
+    def _take(self) -> None:
+        super()._take()
+        self.present = LatestColumn(
             self._engine.positions,
             PRESENT,
             self.num_envs,
-            self.active().shape[1:],
+            self.active.read().shape[1:],
         )
-
-    def present(self) -> np.ndarray:
-        """Return the leaf `PRESENT` of each env's latest row, `[N, A]`, a copy."""
-        return self._present.read()
 
     def env_infos(self) -> list[ByAgent]:
         """Return each env's latest info."""
         infos = self._engine.side.infos
         latest = {**infos.read("next"), **infos.read("root")}
         return [latest.get(i, {}) for i in range(self.num_envs)]
-
-    def interrupted(self) -> np.ndarray | None:
-        """Return which envs' worker was lost in the latest step, bool `[N]`; None for none."""
-        positions = self._engine.positions
-        return positions.interrupted[:, 0] if positions.has_interrupted else None
 
 
 class _Agents(MultiAgentEnv):  # type: ignore[misc]  # has no types
@@ -164,7 +158,7 @@ class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[
         self._resets_next[:] = False
         return self._seen(
             observations,
-            self._envs.present().tolist(),
+            self._envs.present.read().tolist(),
         ), self._envs.env_infos()
 
     def step(self, actions: Sequence[Mapping[Any, Any]]) -> Dicts:
@@ -189,40 +183,49 @@ class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[
             self._batch(actions)
         )
         self._resets_next = terminations | truncations
-        present = self._envs.present()
-        lost = self._envs.interrupted()
+        present = self._envs.present.read()
+        positions = self.executor.engine.positions
+        lost = np.flatnonzero(positions.interrupted[:, 0] & positions.has_interrupted)
         # Agents that acted or are observed have rewards; only the episode's flags are set.
-        if lost is not None:
+        if len(lost):
             present[lost] &= OBSERVED
             # `OBSERVED` is 1: each agent that is observed gets the bit.
             present[lost] |= REWARDED * present[lost]
         bits = present.tolist()
-        results = [values.tolist() for values in self._envs.agent_results()]
-        flags = [
-            [
-                {**self._those(row, mask, bit), ALL: bool(ended)}
-                for row, mask, ended in zip(rows, bits, over, strict=True)
-            ]
-            for rows, over, bit in zip(
-                results[1:],
-                (terminations, truncations),
-                (TERMINATED, TRUNCATED),
-                strict=True,
-            )
-        ]
+        rewards, terminated, truncated = self._envs.agent_results()
         gained = [
-            self._those(row, mask, REWARDED)
-            for row, mask in zip(results[0], bits, strict=True)
+            self._those(row, own, REWARDED)
+            for row, own in zip(rewards.tolist(), bits, strict=True)
         ]
+        ended = self._flags(terminated, bits, TERMINATED, terminations)
+        cut = self._flags(truncated, bits, TRUNCATED, truncations)
         infos = self._envs.env_infos()
         # For these envs, the step was a reset.
         for env_id in np.flatnonzero(was_reset).tolist():
             gained[env_id] = dict.fromkeys(self._agents, 0.0)
-            for rows in flags:
-                rows[env_id] = {**dict.fromkeys(self._agents, False), ALL: False}
-        for env_id in () if lost is None else np.flatnonzero(lost).tolist():
+            ended[env_id] = dict.fromkeys((*self._agents, ALL), False)
+            cut[env_id] = dict.fromkeys((*self._agents, ALL), False)
+        for env_id in lost.tolist():
             infos[env_id] = {**infos[env_id], "__common__": {"interrupted": True}}
-        return self._seen(observations, bits), gained, flags[0], flags[1], infos
+        return self._seen(observations, bits), gained, ended, cut, infos
+
+    def _flags(
+        self,
+        values: np.ndarray,
+        bits: list[list[int]],
+        bit: int,
+        of_episodes: np.ndarray,
+    ) -> list[ByAgent]:
+        """Return the flags `[N, A]` of agents whose bits include `bit`, and those of their episodes `[N]`, by agent."""
+        return [
+            {**self._those(row, own, bit), ALL: is_over}
+            for row, own, is_over in zip(
+                values.tolist(),
+                bits,
+                of_episodes.tolist(),
+                strict=True,
+            )
+        ]
 
     def _those(self, values: Sequence[Any], bits: list[int], bit: int) -> ByAgent:
         """Return the values of the agents whose bits include `bit`, by agent."""
@@ -263,7 +266,7 @@ class MultiAgentVectorEnv(OverAgentDicts, VectorMultiAgentEnv):  # type: ignore[
                 f"step failed: expected {self.num_envs} dicts of actions, one for each env, got {len(actions)}. No env "
                 f"was stepped."
             )
-        acting = self._envs.active() & ~self._resets_next[:, None]
+        acting = self._envs.active.read() & ~self._resets_next[:, None]
         for env_id, (one, acts) in enumerate(
             zip(actions, acting.tolist(), strict=True)
         ):

@@ -13,7 +13,7 @@ from envherd.executor.facades.fitting import as_array, fitted
 from envherd.executor.facades.leaf_spaces import Space
 from envherd.executor.protocol.positions import Positions
 from envherd.shm.slab import Slab
-from envherd.shm.specs import Discrete, LeafSpec, MultiDiscrete
+from envherd.shm.specs import Discrete, Key, LeafSpec, MultiDiscrete
 from envherd.workers.adapters.common.tree import Leaf, flattener
 from envherd.workers.adapters.gymnasium.spaces import native_tree
 
@@ -43,9 +43,11 @@ class Writer:
                 f"reading action_space failed: expected actions of a fixed shape, got {side}. "
                 f"Stable-Baselines3 does not support others."
             )
+        # By group, and by leaf and group.
+        self._env_ids = [np.array(group.plan.env_ids) for group in groups]
         self._targets = [
             [
-                (np.array(group.plan.env_ids), group.inputs["input", *leaf.key])
+                group.inputs["input", *leaf.key]
                 for group, leaf in zip(groups, own)  # noqa: B905  # of equal length by construction
             ]
             for own in zip(*(group.spec.action for group in groups), strict=True)
@@ -53,7 +55,7 @@ class Writer:
         self._starts = [_start(leaf) for leaf in groups[0].spec.action]
         has_one_target = len(self._targets) == 1 and len(groups) == 1
         self._is_single = has_one_target and num_agents == 1 and self._starts[0] is None
-        self._only = self._targets[0][0][1]
+        self._only = self._targets[0][0]
         self._shape = self._only.shape
 
     def write(self, actions: Any) -> None:
@@ -81,12 +83,12 @@ class Writer:
         # All leaves are checked before the first is written.
         checked = [self._fit(i, leaf) for i, leaf in enumerate(leaves)]
         for targets, values in zip(self._targets, checked, strict=True):
-            for env_ids, target in targets:
+            for env_ids, target in zip(self._env_ids, targets, strict=True):
                 target[...] = values[env_ids]
 
     def _fit(self, index: int, values: Any) -> np.ndarray:
         """Return the values of one leaf, one row per env."""
-        target = self._targets[index][0][1]
+        target = self._targets[index][0]
         start = self._starts[index]
         rest = target.shape[1:] if self._num_agents == 1 else target.shape[2:]
         array = as_array(values)
@@ -126,8 +128,10 @@ def mask_reader(
         A function without arguments, which returns bool `[num_rows, actions]`, a copy.
     """
     slab = positions.slab
-    groups = slab.groups[0].spec.groups
-    keys = [(*groups[0][0], NAME)] if groups else [("info", NAME), ("info", f"_{NAME}")]
+    keys: list[Key] = [("info", NAME), ("info", f"_{NAME}")]
+    for group, _ in slab.groups[0].spec.groups:
+        # Of one at most: see `spaces.num_agents`.
+        keys = [(*group, NAME)]
     if not all(
         keys[0] in {leaf.key for leaf in group.spec.observation}
         for group in slab.groups
@@ -136,14 +140,14 @@ def mask_reader(
     widths = [
         slab.groups[0].columns["next", *key][0, 0].size // num_agents for key in keys
     ]
-    columns = [
+    legal_now, *has_mask_now = (
         LatestColumn(positions, key, slab.plan.num_envs * num_agents, (width,))
         for key, width in zip(keys, widths, strict=True)
-    ]
+    )
 
     def read() -> np.ndarray:
-        legal = columns[0].read().astype(bool)
-        for has_mask in columns[1:]:
+        legal = legal_now.read().astype(bool)
+        for has_mask in has_mask_now:
             legal[~has_mask.read()[:, 0].astype(bool)] = True
         return legal
 

@@ -4,6 +4,8 @@ A *row* is what SB3 calls an env: one env, or one agent of an env whose agents a
 group. Agents see only their own leaves; observations of the whole world are available through `render`.
 """
 
+import math
+
 from envherd.executor.facades.leaf_spaces import (
     Space,
     inner_spaces,
@@ -30,7 +32,7 @@ def num_agents(spec: EnvSpec) -> int:
             f"reading the env failed: expected one env or one group of equal agents, got batch shape "
             f"{spec.batch_shape} and groups {spec.groups}. Stable-Baselines3 does not support more."
         )
-    return spec.groups[0][1][0] if spec.groups else 1
+    return math.prod(size for _, (size,) in spec.groups)
 
 
 def observed_leaves(spec: EnvSpec) -> list[LeafSpec]:
@@ -40,11 +42,10 @@ def observed_leaves(spec: EnvSpec) -> list[LeafSpec]:
         for leaf in spec.observation
         if leaf.key not in spec.episode_keys and leaf.key[0] != "info"
     ]
-    if not spec.groups:
-        return seen
-    group = spec.groups[0][0]
-    own = [leaf for leaf in seen if leaf.key[: len(group)] == group]
-    return [leaf for leaf in own if leaf.key[len(group)] == "observation"] or own
+    for group, _ in spec.groups:
+        own = [leaf for leaf in seen if leaf.key[: len(group)] == group]
+        seen = [leaf for leaf in own if leaf.key[len(group)] == "observation"] or own
+    return seen
 
 
 def check_observed(space: Space) -> None:
@@ -66,11 +67,13 @@ def spaces_of(spec: EnvSpec) -> tuple[Space, Space]:
     """Return the observation and action space of a row of an env that has none itself (no Gymnasium env)."""
     # The agents of the group, if there is one, are the first dimension of its leaves.
     lead = len(spec.groups)
-    prefix = (*spec.groups[0][0], "observation") if spec.groups else ()
+    prefixes = [(*group, "observation") for group, _ in spec.groups]
     observed = {
-        name_below(leaf.key, prefix): space_of(leaf, lead)
+        name_below(leaf.key, *prefixes): space_of(leaf, lead)
         for leaf in observed_leaves(spec)
         if not leaf.is_side
     }
-    acted = {name_below(leaf.key, prefix): space_of(leaf, lead) for leaf in spec.action}
+    acted = {
+        name_below(leaf.key, *prefixes): space_of(leaf, lead) for leaf in spec.action
+    }
     return single_or_dict(observed), single_or_dict(acted)

@@ -42,12 +42,11 @@ from envherd.executor.facades.sb3.spaces import (
     spaces_of,
 )
 from envherd.executor.facades.sb3.worker import Sb3DirectAdapter
-from envherd.executor.facades.states import AsyncState, Stateful
+from envherd.executor.facades.states import AsyncState, Hosted
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions, StartMethod
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.protocol.call_guard import call_name
-from envherd.executor.protocol.fast_step import compile_command
 from envherd.executor.sending.blueprint import checked_options
 from envherd.executor.serial import SerialEnv
 from envherd.shm.specs import EnvSpec
@@ -65,7 +64,7 @@ Indices = None | int | Iterable[int]
 Info = dict[str, Any]
 
 
-class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's types
+class ExecutorVecEnv(Hosted, VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's types
     """An SB3 vec env over an executor; made as `SubprocVecEnv` or `DummyVecEnv`.
 
     Attributes:
@@ -74,22 +73,13 @@ class ExecutorVecEnv(Stateful, VecEnv):  # type: ignore[misc]  # mypy is not sho
         num_agents: rows per env.
     """
 
-    def __init__(self, executor: BatchedEnv) -> None:
-        try:
-            self._take(executor)
-        except BaseException:
-            executor.close()
-            raise
+    _remedy = "Call reset()."
 
-    def _take(self, executor: BatchedEnv) -> None:
-        self.executor = executor
-        self._engine = executor.engine
-        self._guard = self._engine.guard
-        self._engine.states.remedy = "Call reset()."
-        # In SB3 the env decides whether it may be stepped before a reset.
-        self._engine.allow_steps()
-        self._command = compile_command(self._engine, Op.STEP_RESET)
-        self.closed = False
+    def __init__(self, executor: BatchedEnv) -> None:
+        self._host(executor, Op.STEP_RESET)
+
+    def _take(self) -> None:
+        executor = self.executor
         self._positions = self._engine.positions
         _check_alike(self._engine.pool.specs)
         self.num_agents = num_agents(executor.spec)

@@ -33,7 +33,6 @@ _WITHOUT_EFFECT = {
     "policy_proof",
     "shared_memory",
 }
-_MISMATCH = "len({}) and num_workers mismatch, got {} and {}."
 
 
 class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
@@ -68,9 +67,17 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
         EnvBase.__init__(self, device=device)
         self.is_closed = True
         self.num_workers = num_workers
-        self.create_env_fn = _one_each(create_env_fn, num_workers)
-        self.create_env_kwargs = _kwargs_each(create_env_kwargs, num_workers)
         self._one_task = callable(create_env_fn) or len(set(create_env_fn)) == 1
+        if callable(create_env_fn):
+            create_env_fn = [create_env_fn] * num_workers
+        _check_count("create_env_fn", create_env_fn, num_workers)
+        self.create_env_fn = list(create_env_fn)
+        if create_env_kwargs is None or isinstance(create_env_kwargs, Mapping):
+            create_env_kwargs = [
+                copy.deepcopy(dict(create_env_kwargs or {})) for _ in range(num_workers)
+            ]
+        _check_count("create_env_kwargs", create_env_kwargs, num_workers)
+        self.create_env_kwargs = create_env_kwargs
         self._fixed_shapes = False if metadata_from_workers else use_buffers
         self.share_individual_td = share_individual_td
         self._asks_all = metadata_from_workers
@@ -214,30 +221,11 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
         return view
 
 
-def _one_each(
-    factories: MakeEnv | Sequence[MakeEnv],
-    num_workers: int,
-) -> list[MakeEnv]:
-    if callable(factories):
-        return [factories] * num_workers
-    if len(factories) != num_workers:
+def _check_count(name: str, given: Sequence[Any], num_workers: int) -> None:
+    if len(given) != num_workers:
         raise RuntimeError(
-            _MISMATCH.format("create_env_fn", len(factories), num_workers)
+            f"len({name}) and num_workers mismatch, got {len(given)} and {num_workers}."
         )
-    return list(factories)
-
-
-def _kwargs_each(
-    kwargs: Mapping[str, Any] | Sequence[dict[str, Any]] | None,
-    num_workers: int,
-) -> Sequence[dict[str, Any]]:
-    if kwargs is None or isinstance(kwargs, Mapping):
-        return [copy.deepcopy(dict(kwargs or {})) for _ in range(num_workers)]
-    if len(kwargs) != num_workers:
-        raise RuntimeError(
-            _MISMATCH.format("create_env_kwargs", len(kwargs), num_workers)
-        )
-    return kwargs
 
 
 def _not_empty(specs: Composite, cls: type) -> Composite:

@@ -1,10 +1,9 @@
 """The crew runs the envs of a TorchRL facade in worker processes.
 
-It calls methods of the hosted by name (`tell`), and steps all envs through the slab if possible (`step`).
-Guarantees: an env that raises is an `EnvError` after all others have answered; `close` never raises.
+It calls methods of the hosted by name (`tell`), and steps all envs through the slab if possible (`step_slab`).
+Guarantees: an env that raises is an `EnvError` after all others have answered.
 """
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -14,16 +13,14 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from envherd.executor.assembly import close_in_owner, make_pool, recycle
-from envherd.executor.facades.torchrl.worker import HostedFactory, dumps, loads
+from envherd.executor.facades.torchrl.worker import Call, HostedFactory, dumps, loads
 from envherd.executor.options import ExecutorOptions
+from envherd.executor.parallel import ParallelEnv
 from envherd.executor.pools.base import Pool
 from envherd.executor.processes.error_messages import Frame, env_error
-from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.env_states import Event
 from envherd.executor.protocol.fast_step import FastStep, compile_step
-from envherd.executor.sending.blueprint import choose_workers, draw
-from envherd.shm.finalizer import Finalizer
+from envherd.executor.sending.blueprint import choose_workers
 from envherd.workers.build import describe, modules_of, pickle_factory
 from envherd.workers.errors import ActionError
 from envherd.workers.messages import Prepare
@@ -46,11 +43,9 @@ _BACKENDS = {
 #: Keeps TensorBoard, which Stable-Baselines3 imports, from importing TensorFlow; imported before anything else.
 _LIGHT = "envherd.workers.adapters.light_tensorboard"
 
-Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 
-
-class HostedEnvs:
-    """Hosted envs in worker processes.
+class HostedEnvs(ParallelEnv):
+    """Hosted envs in worker processes; envs of one factory may have different specs.
 
     Args:
         factories: one callable per env.
@@ -59,12 +54,12 @@ class HostedEnvs:
         options: of the executor.
 
     Attributes:
-        num_envs: how many there are.
-        is_dense: whether `step` can be used.
+        is_dense: whether `step_slab` can be used.
         ways: how it steps the envs: "direct", or TorchRL's own code and why.
     """
 
-    #: Bool `[N]`, the envs whose workers were lost in the latest `step`; None for none.
+    _check_specs = staticmethod(lambda *_: None)
+    #: Bool `[N]`, the envs whose workers were lost in the latest `step_slab`; None for none.
     lost: torch.Tensor | None = None
 
     def __init__(
@@ -75,44 +70,26 @@ class HostedEnvs:
         options: ExecutorOptions,
     ) -> None:
         options.refuse_capsules("ParallelEnv of the TorchRL facade")
-        self.num_envs = len(factories)
+        num_workers = choose_workers(len(factories), num_processes, "num_processes")
         by_id = {
             # One for each function: envs of one factory are known to be built by equal calls.
             id(factory): _hosted_factory(factory, options)
             for factory in factories
         }
-        options = replace(options, episode_statistics=False)  # the hosted envs add them
-        blueprint = draw(
+        super().__init__(
             [by_id[id(factory)] for factory in factories],
-            list(env_kwargs),
-            choose_workers(self.num_envs, num_processes, "num_processes"),
-            None,
-            options,
+            num_workers=None if options.alone else num_workers,
+            env_kwargs=list(env_kwargs),
+            # The hosted envs add the statistics.
+            options=replace(options, episode_statistics=False),
         )
-        self.pool = make_pool(blueprint, options)
-        # A fork of this process must not end the workers.
-        self._finalizer = Finalizer(self, close_in_owner, self.pool, os.getpid())
-        self.pool.start()
-        try:
-            self._engine = Engine(
-                self.pool,
-                seed=blueprint.root_seed,
-                device=None,
-                copy=True,
-                options=options,
-            )
-            recycle(self._engine)
-            # At exit before the pool: see `BatchedEnv`.
-            self._engine.guard.shut_with(self)
-        except BaseException:
-            self.close()
-            raise
         # In TorchRL the env decides whether it may be stepped before a reset.
         self._engine.allow_steps()
-        specs = self.pool.specs
-        self.ways = tuple(dict.fromkeys(str(spec.metadata["way"]) for spec in specs))
-        self.is_dense = bool(specs[0].metadata["is_dense"]) and all(
-            spec == specs[0] for spec in specs
+        self.ways = tuple(
+            dict.fromkeys(str(spec.metadata["way"]) for spec in self.specs)
+        )
+        self.is_dense = bool(self.spec.metadata["is_dense"]) and all(
+            spec == self.spec for spec in self.specs
         )
 
     def tell(self, env_ids: Sequence[int], calls: Sequence[Call]) -> list[Any]:
@@ -157,9 +134,9 @@ class HostedEnvs:
             EnvError: they do not, or other calls have raised.
         """
         engine = self._engine
-        pool = self.pool
+        pool = self._pool
         worker_id = int(pool.worker_of[min(faults)])
-        are_resets = all(name == "reset" for name, _, _ in calls.values())
+        are_resets = all(call.name == "reset" for call in calls.values())
         is_interrupted = engine.flights.losses.may_interrupt(faults) and are_resets
         error = env_error(
             [*faults.values()],
@@ -179,18 +156,18 @@ class HostedEnvs:
 
     def _replace_lost(self, env_ids: Sequence[int], calls: Sequence[Call]) -> None:
         """Replace lost workers all of whose envs will be reset, if the options allow it; else keep their loss."""
-        if not self.pool.lost or self._engine.options.on_worker_loss != "restart":
+        if not self._pool.lost or self._engine.options.on_worker_loss != "restart":
             return
         reset = {
             env_id
             for env_id, call in zip(env_ids, calls, strict=True)
-            if call[0] == "reset"
+            if call.name == "reset"
         }
-        for worker_id in list(self.pool.lost):
-            if reset.issuperset(self.pool.blueprint.blocks[worker_id]):
-                self.pool.begin_restart(worker_id)
+        for worker_id in list(self._pool.lost):
+            if reset.issuperset(self._pool.blueprint.blocks[worker_id]):
+                self._pool.begin_restart(worker_id)
 
-    def step(
+    def step_slab(
         self,
         td: TensorDictBase,
         op: Op,
@@ -234,7 +211,7 @@ class HostedEnvs:
     def _end_lost(self, following: TensorDictBase) -> torch.Tensor:
         """Mark the rows of envs whose worker was lost as truncated (and not terminated); return them, bool `[N]`."""
         lost = torch.from_numpy(self._engine.positions.interrupted[:, 0].copy())
-        for leaf in self.pool.specs[0].observation:
+        for leaf in self.spec.observation:
             # The repeated row may belong to the previous episode.
             if leaf.key[0].startswith("done:"):
                 following.get(leaf.key[0])[lost] = (
@@ -243,21 +220,13 @@ class HostedEnvs:
         return lost
 
     def _cast(self, td: TensorDictBase) -> TensorDictBase:
-        leaves = self.pool.specs[0].action
+        leaves = self.spec.action
         inputs = td.select(*(leaf.key for leaf in leaves), strict=False)
         for leaf in leaves:
             value = inputs.get(leaf.key, None)
             if value is not None:
                 inputs.set(leaf.key, value.to(getattr(torch, leaf.dtype)))
         return inputs
-
-    def close(self) -> None:
-        """Close the envs and end the workers. Idempotent, never raises."""
-        # The constructor may have failed before it made one.
-        engine = self.__dict__.get("_engine")
-        if engine is not None:
-            engine.guard.shut()
-        self._finalizer()
 
 
 def _hosted_factory(

@@ -8,7 +8,7 @@ Guarantees: the caller owns all results. A reset returns the rows of envs that a
 has no effect. Keyword arguments of resets are never modified.
 """
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.batches.hand_out import GroupBatch
 from envherd.executor.batches.step_data import StepBatches
 from envherd.executor.facades.torchrl.batched import Batched
-from envherd.executor.facades.torchrl.worker import dense_leaves, on_device
+from envherd.executor.facades.torchrl.worker import Call, dense_leaves, on_device
 from envherd.executor.protocol.fast_step import FastStep
 from envherd.executor.protocol.stale_roots import StaleRoots
 from envherd.workers.adapters.torchrl.private_api import (
@@ -57,7 +57,7 @@ class Shells:
         self._template = env.fake_tensordict()
         self.device = env.device
         self.is_on_cpu = env.device is None or env.device.type == "cpu"
-        self.input_keys = [key for key, _ in leaves["input"]]
+        self.input_keys = [leaf.key for leaf in leaves["input"]]
         self.state_keys = set(
             env.full_state_spec.keys(include_nested=True, leaves_only=True)
         )
@@ -65,32 +65,38 @@ class Shells:
             env.full_observation_spec.keys(include_nested=True, leaves_only=True)
         )
         observed = [*leaves["observation"], *leaves["done"]]
-        self._observed = [(key, leaf.key[0]) for key, leaf in leaves["observation"]]
-        self._next_names = [leaf.key[0] for _, leaf in (*observed, *leaves["reward"])]
-        self._root_names = [leaf.key[0] for _, leaf in observed]
-        self._root_keys = [key for key, _ in observed]
-        self._next_keys = [*self._root_keys, *(key for key, _ in leaves["reward"])]
+        self._observed = {leaf.key: leaf.spec.key[0] for leaf in leaves["observation"]}
+        self._leaves = {"next": [*observed, *leaves["reward"]], "root": observed}
         self.stale_roots = StaleRoots(
-            [[key for key, _ in self._observed]] * env.num_workers,
+            [list(self._observed)] * env.num_workers,
             self.input_keys[:1] * env.num_workers,
         )
-        self._next = self._shell("next", range(len(self._next_keys)))
-        self._root = self._shell("root", range(len(self._root_keys)))
+        #: The nesting over the leaves of a section, in their order.
+        self._shells = {
+            section: self._shell(
+                section,
+                {leaf.spec.key[0]: place for place, leaf in enumerate(own)},
+            )
+            for section, own in self._leaves.items()
+        }
         self.batch_size = tuple(self._template.batch_size)
         self.fast_steps: dict[Op, FastStep] = {}
 
-    def _shell(self, section: str, places: Iterable[int]) -> Shell:
-        """Return the nesting of `next` or the root over a list of leaves, given each leaf's place in that list."""
-        keys = self._root_keys
+    def _shell(self, section: str, places: Mapping[str, int]) -> Shell:
+        """Return the nesting of `next` or the root over a list of leaves, given the place of each name in that list."""
         template = self._template
         if section == "next":
-            keys = self._next_keys
             template = template.get("next")
-        paths = [(key,) if isinstance(key, str) else key for key in keys]
-        prefixes = {path[:depth] for path in paths for depth in range(1, len(path))}
+        paths = {
+            leaf.spec.key[0]: (leaf.key,) if isinstance(leaf.key, str) else leaf.key
+            for leaf in self._leaves[section]
+        }
+        prefixes = {
+            path[:depth] for path in paths.values() for depth in range(1, len(path))
+        }
         groups = {prefix: tuple(template.get(prefix).batch_size) for prefix in prefixes}
         return Shell(
-            list(zip(places, paths, strict=True)),
+            [(places[name], path) for name, path in paths.items()],
             groups,
             (),
             tuple(template.batch_size),
@@ -103,9 +109,9 @@ class Shells:
         in_root = {key[0]: place for place, key in enumerate(batch.root_keys)}
         return StepBatches(
             batch,
-            self._shell("next", [in_next[name] for name in self._next_names]),
-            self._shell("root", [in_next[name] for name in self._root_names]),
-            self._shell("root", [in_root[name] for name in self._root_names]),
+            self._shell("next", in_next),
+            self._shell("root", in_next),
+            self._shell("root", in_root),
             is_copy=True,
         )
 
@@ -115,25 +121,12 @@ class Shells:
             td.get(key, None) is not None for key in self.state_keys
         )
 
-    def step_fast(
-        self,
-        td: TensorDictBase,
-        op: Op,
-    ) -> tuple[TensorDictBase, TensorDictBase | None] | None:
-        """Step all envs and set `next` of the batch; None if nothing was done, because the step is not plain."""
-        step = self.fast_steps.get(op)
-        if step is None or not self.can_take(td):
-            return None
-        try:
-            return step(td)
-        except ActionError:  # the general way casts, and its error is the one to raise
-            return None
-
-    def next_of(self, flat: TensorDictBase) -> TensorDictBase:
-        """Return the `next` over the leaves of a flat batch."""
-        return self._placed(
-            self._next.build([get_leaf(flat, name) for name in self._next_names])
+    def nested(self, section: str, flat: TensorDictBase) -> TensorDictBase:
+        """Return the `next` or the root over the leaves of a flat batch."""
+        td = self._shells[section].build(
+            [get_leaf(flat, leaf.spec.key[0]) for leaf in self._leaves[section]]
         )
+        return td if self.is_on_cpu else td.to(self.device)
 
     def repeat_roots(
         self,
@@ -142,19 +135,10 @@ class Shells:
         rows: torch.Tensor,
     ) -> None:
         """Write the roots into some rows (bool `[N]`) of a flat `next`: those without a step."""
-        for key, name in self._observed:
+        for key, name in self._observed.items():
             value = root.get(key, None)
             if value is not None:
                 get_leaf(flat, name)[rows] = value.to(get_leaf(flat, name).device)[rows]
-
-    def root_of(self, flat: TensorDictBase) -> TensorDictBase:
-        """Return the root over the leaves of a flat batch."""
-        return self._placed(
-            self._root.build([get_leaf(flat, name) for name in self._root_names])
-        )
-
-    def _placed(self, td: TensorDictBase) -> TensorDictBase:
-        return td if self.is_on_cpu else td.to(self.device)
 
 
 class BatchedData(Batched):
@@ -207,7 +191,7 @@ class BatchedData(Batched):
         if shells is None:
             return EnvBase.step(self, tensordict)
         flat, _ = self._step_slab(shells, tensordict, Op.STEP)
-        set_next(tensordict, shells.next_of(flat))
+        set_next(tensordict, shells.nested("next", flat))
         return tensordict
 
     def _step_fast(
@@ -215,14 +199,21 @@ class BatchedData(Batched):
         tensordict: TensorDictBase,
         op: Op,
     ) -> tuple[TensorDictBase, TensorDictBase | None] | None:
+        """Step all envs and set `next` of the batch; None if nothing was done, because the step is not plain."""
         shells: Shells | None = self.__dict__["_shells"]
+        step = None if shells is None else shells.fast_steps.get(op)
         if (
             shells is None
+            or step is None
             or is_compiled(self)
             or (shells.has_own_state and op == Op.STEP_RESET)
+            or not shells.can_take(tensordict)
         ):
             return None
-        pair = shells.step_fast(tensordict, op)
+        try:
+            pair = step(tensordict)
+        except ActionError:  # the general way casts, and its error is the one to raise
+            return None
         if pair is not None and op == Op.STEP_RESET and is_collected(self):
             set_next(tensordict, without_collected(self, tensordict.get("next")))
         return pair
@@ -238,7 +229,7 @@ class BatchedData(Batched):
         Resets do not go through the slab, so its latest row there may be of the previous episode.
         """
         crew = self._open()
-        flat, root = crew.step(tensordict, op)
+        flat, root = crew.step_slab(tensordict, op)
         if crew.lost is not None:
             shells.repeat_roots(flat, tensordict, crew.lost)
         return flat, root
@@ -248,7 +239,8 @@ class BatchedData(Batched):
         self._open()
         shells = self._slab_shells(tensordict)
         if shells is not None:
-            return shells.next_of(self._step_slab(shells, tensordict, Op.STEP)[0])
+            flat, _ = self._step_slab(shells, tensordict, Op.STEP)
+            return shells.nested("next", flat)
         mask = tensordict.get("_step", None)
         if mask is not None and not mask.all():
             return self._step_some(tensordict, self._whole_envs(mask))
@@ -302,7 +294,11 @@ class BatchedData(Batched):
         crew = self._open()
         ids = [self._env_ids[i] for i in selected]
         calls = [
-            ("step", (self._step_row(td[i]),), {"is_whole": not self._fixed_shapes})
+            Call(
+                "step",
+                (self._step_row(td[i]),),
+                {"is_whole": not self._fixed_shapes},
+            )
             for i in selected
         ]
         out = self._stacked(crew.tell(ids, calls))
@@ -387,8 +383,8 @@ class BatchedData(Batched):
                 return EnvBase.step_and_maybe_reset(self, tensordict)
             return self._step_and_maybe_reset_by_message(tensordict)
         flat, flat_root = self._step_slab(shells, tensordict, Op.STEP_RESET)
-        set_next(tensordict, without_collected(self, shells.next_of(flat)))
-        return tensordict, shells.root_of(flat_root)
+        set_next(tensordict, without_collected(self, shells.nested("next", flat)))
+        return tensordict, shells.nested("root", flat_root)
 
     def _step_and_maybe_reset_by_message(
         self,
@@ -398,9 +394,10 @@ class BatchedData(Batched):
         rows = [self._step_row(td[i]) for i in range(self.num_workers)]
         answers = crew.tell(
             self._env_ids,
-            [("step_and_maybe_reset", (row,), {}) for row in rows],
+            [Call("step_and_maybe_reset", (row,)) for row in rows],
         )
-        following = self._stacked([answer[0] for answer in answers])
+        stepped, fresh = map(list, zip(*answers, strict=True))
+        following = self._stacked(stepped)
         preset = td.get("next", None)
         if preset is not None:
             following.update(
@@ -410,7 +407,7 @@ class BatchedData(Batched):
         root = self.step_mdp(td)
         if self.any_done(root):
             root = merge_reset(
-                self._stacked([answer[1] for answer in answers]),
+                self._stacked(fresh),
                 root,
                 self.reset_keys,
             )
@@ -428,13 +425,13 @@ class BatchedData(Batched):
         if (shells := self.__dict__["_shells"]) is not None:
             shells.stale_roots.forget()
         listed = kwargs.pop("list_of_kwargs", None) or [{}] * self.num_workers
-        calls: list[Any] = []
+        calls = []
         for i, is_reset in enumerate(self._reset_mask(tensordict)):
             if is_reset:
                 row = None if tensordict is None else self._reset_row(tensordict[i])
-                calls.append(("reset", (row, {**listed[i], **kwargs}), {}))
+                calls.append(Call("reset", (row, {**listed[i], **kwargs})))
             else:
-                calls.append(("current", (), {}))
+                calls.append(Call("current"))
         return self._stacked(crew.tell(self._env_ids, calls))
 
     def _reset_mask(self, td: TensorDictBase | None) -> list[bool]:

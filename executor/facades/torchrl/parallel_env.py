@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torchrl.envs
+from torchrl.data.utils import CloudpickleWrapper
 from torchrl.envs import EnvBase, EnvCreator, SerialEnv
 
 from envherd.executor.facades import replaced
@@ -26,6 +27,7 @@ from envherd.executor.facades.errors import as_raised
 from envherd.executor.facades.torchrl.batched import MakeEnv
 from envherd.executor.facades.torchrl.crew import HostedEnvs, WorkerHandle
 from envherd.executor.facades.torchrl.data import BatchedData
+from envherd.executor.facades.torchrl.worker import Call
 from envherd.executor.machine.room import require_room
 from envherd.executor.options import ExecutorOptions
 from envherd.workers.build import check_factory
@@ -184,7 +186,7 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
             else range(self.num_workers)
         )
         self._set_specs(
-            self._crew_at_work().tell(asked, [("describe", (), {})] * len(asked))
+            self._crew_at_work().tell(asked, [Call("describe")] * len(asked))
         )
 
     def _begin(self) -> None:
@@ -252,7 +254,12 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         state = self.__dict__.copy()
         state["_crew"] = None
         state["_shells"] = None
-        state["create_env_fn"] = [_by_value(factory) for factory in self.create_env_fn]
+        state["create_env_fn"] = [
+            one
+            if isinstance(one, (CloudpickleWrapper, EnvCreator))
+            else CloudpickleWrapper(one)
+            for one in self.create_env_fn
+        ]
         return state
 
     def update_kwargs(self, kwargs: dict[str, Any] | list[dict[str, Any]]) -> None:
@@ -298,7 +305,10 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         for env_id in self._env_ids:
             # An env returns the seed of the next one, so they are seeded in turn.
             self._env_seeds.append(seed)
-            seed = crew.tell([env_id], [("seed", (seed,), {"static": static_seed})])[0]
+            seed = crew.tell(
+                [env_id],
+                [Call("seed", (seed,), {"static": static_seed})],
+            )[0]
         return seed
 
     def state_dict(self) -> OrderedDict[str, Any]:
@@ -321,7 +331,7 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         ]
         crew.tell(
             self._env_ids,
-            [("load_state_dict", (state, kwargs), {}) for state in states],
+            [Call("load_state_dict", (state, kwargs)) for state in states],
         )
 
     def __setitem__(self, item: Any, source: Any) -> None:
@@ -356,8 +366,8 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
             raise AttributeError(
                 f"attribute {'.'.join(path)} not found in {self._env_text}"
             ) from error
-        if all(kind == "value" for kind, _ in found):
-            return Attributes([value for _, value in found], path, self._find_all)
+        if all(found):
+            return Attributes([value for (value,) in found], path, self._find_all)
         return Dispatcher(path, self._find_all, self._call_all)
 
     def _call_all(
@@ -370,12 +380,12 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         return self._tell_all("call", path, args, kwargs)
 
     def _tell_all(self, name: str, *args: Any) -> list[Any]:
-        """Call a method of each hosted env, all with the same arguments; return the results."""
-        return self._open().tell(self._env_ids, [(name, args, {})] * self.num_workers)
+        """Call a method of each `HostedEnv`, all with the same arguments; return the results."""
+        return self._open().tell(self._env_ids, [Call(name, args)] * self.num_workers)
 
     @property
     def _worker_handles(self) -> list[WorkerHandle]:
-        pool = self._crew_at_work().pool
+        pool = self._crew_at_work().engine.pool
         return [WorkerHandle(pool, worker_id) for worker_id in range(pool.num_workers)]
 
 
@@ -383,20 +393,11 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
 _OWN_NAMES = frozenset({"is_closed", "parent_channels", "batch_size", "meta_data"})
 
 
-def _by_value(factory: MakeEnv) -> MakeEnv:
-    from torchrl.data.utils import CloudpickleWrapper
-
-    is_wrapped = isinstance(factory, (CloudpickleWrapper, EnvCreator))
-    return factory if is_wrapped else CloudpickleWrapper(factory)
-
-
 def installed() -> contextlib.AbstractContextManager[None]:
     """Replace TorchRL's `ParallelEnv` by ours, in all of TorchRL, for a block."""
     return replaced("torchrl", {torchrl.envs.ParallelEnv: ParallelEnv})
 
 
-#: `(path, arguments of a call)` -> one result per env.
-CallAll = Callable[[tuple[str, ...], tuple[Any, ...], dict[str, Any]], list[Any]]
 #: Path -> the envs' attributes.
 FindAll = Callable[[tuple[str, ...]], Any]
 
@@ -434,7 +435,12 @@ class Attributes(_Attribute, list[Any]):
 class Dispatcher(_Attribute):
     """A method of each env, or an object in it that cannot be pickled; calls return one result per env."""
 
-    def __init__(self, path: tuple[str, ...], find: FindAll, call: CallAll) -> None:
+    def __init__(
+        self,
+        path: tuple[str, ...],
+        find: FindAll,
+        call: Callable[..., list[Any]],
+    ) -> None:
         self._path = path
         self._find = find
         self._call = call

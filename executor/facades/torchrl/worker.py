@@ -21,8 +21,8 @@ import importlib
 import io
 import pickle
 import weakref
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +33,11 @@ from torchrl.envs.common import EnvMetaData
 
 from envherd.shm.specs import EnvSpec, Key, LeafSpec, done_leaves
 from envherd.workers.adapters.base import Adapter, EnvCall, Mask, Options, StepValues
-from envherd.workers.adapters.torchrl.direct import DirectWay, direct_way
+from envherd.workers.adapters.torchrl.direct import (
+    DirectWay,
+    direct_way,
+    restarted,
+)
 from envherd.workers.adapters.torchrl.gym import own_generators, refuse_late_resets
 from envherd.workers.adapters.torchrl.private_api import (
     check_worker_env,
@@ -45,8 +49,25 @@ from envherd.workers.errors import FactoryError
 from envherd.workers.reply import Fault
 from envherd.workers.sending.pickling import Pickler
 
-#: How steps through the slab reach an env, by whether it has a direct way: `metadata["way"]`.
-WAYS = ("TorchRL's own code, because {}", "direct")
+
+class Call(NamedTuple):
+    """A request to a hosted env: which of its methods is called, with what."""
+
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = {}  # never written to
+
+
+class DenseLeaf(NamedTuple):
+    """A leaf of an env that the slab holds.
+
+    Attributes:
+        key: in the env's tensordicts.
+        spec: in the slab.
+    """
+
+    key: Any
+    spec: LeafSpec
 
 
 class HostedFactory:
@@ -150,13 +171,15 @@ class HostedEnv:
         self.generator = own_generators(env)
 
     def perform(self, request: bytes) -> bytes:
-        """Call one of the methods below by name and return its result, or the exception that it raised."""
-        name, args, kwargs = loads(request)
+        """Make a `Call` of one of the methods below and return its result, or the exception that it raised."""
+        call: Call = loads(request)
         try:
             with self.on_stage():
-                return dumps((True, getattr(self, name)(*args, **kwargs)))
+                return dumps(
+                    (True, getattr(self, call.name)(*call.args, **call.kwargs))
+                )
         except Exception as error:
-            return dumps((False, Fault.from_exception(-1, name, error).to_plain()))
+            return dumps((False, Fault.from_exception(-1, call.name, error).to_plain()))
 
     @contextlib.contextmanager
     def on_stage(self) -> Any:
@@ -197,16 +220,6 @@ class HostedEnv:
                     kwargs = {**kwargs, "set_state": False}
         self.root = self.env.reset(row, **kwargs)
         return self.root.select(*self.reset_names, strict=False)
-
-    def begin(self) -> TensorDictBase:
-        """Reset the parts of the env that have ended (all, if it was never reset); return its root."""
-        root = self.root
-        has_ended = root is not None and self.env.any_done(root)
-        if has_ended:
-            self.root = self.env.reset(root, select_reset_only=True)
-        else:
-            self.root = self.env.reset()
-        return self.root
 
     def step(self, row: TensorDictBase, *, is_whole: bool) -> TensorDictBase:
         """Step the env and return its `next`.
@@ -261,16 +274,15 @@ class HostedEnv:
         """Put back what `state_dict` returned."""
         self.built.load_state_dict(state, **kwargs)
 
-    def look_up(self, path: tuple[str, ...]) -> tuple[str, Any]:
-        """Return `("method", None)`, `("value", VALUE)`, or `("object", None)` if an attribute cannot be pickled."""
+    def look_up(self, path: tuple[str, ...]) -> list[Any]:
+        """Return an attribute as a list of one; an empty list for a method, and for what cannot be pickled."""
         found = self.find(path)
-        if callable(found):
-            return "method", None
-        try:
-            dumps(found)
-        except Exception:  # pickling runs the object's own code
-            return "object", None
-        return "value", found
+        if not callable(found):
+            # Pickling runs the object's own code.
+            with contextlib.suppress(Exception):
+                dumps(found)
+                return [found]
+        return []
 
     def call(
         self,
@@ -309,8 +321,8 @@ def on_device(td: TensorDictBase, device: torch.device | None) -> TensorDictBase
 # ---- the way to the slab ---------------------------------------------------------------------
 
 
-def dense_leaves(specs: Composite) -> dict[str, list[tuple[Any, LeafSpec]]] | None:
-    """Return the leaves that the slab would hold, `(key, spec)` by group, or None where it cannot hold all of them.
+def dense_leaves(specs: Composite) -> dict[str, list[DenseLeaf]] | None:
+    """Return the leaves that the slab would hold, by group, or None where it cannot hold all of them.
 
     Observation and done leaves have separate flat names, because the executor's `done` at the root is not the env's.
 
@@ -318,7 +330,7 @@ def dense_leaves(specs: Composite) -> dict[str, list[tuple[Any, LeafSpec]]] | No
         specs: of one env. The parent has those of each env; the specs of the batch are stacks where tasks differ in
             their bounds.
     """
-    groups: dict[str, list[tuple[Any, LeafSpec]]] = {
+    groups: dict[str, list[DenseLeaf]] = {
         "input": [],
         "observation": [],
         "done": [],
@@ -343,18 +355,19 @@ def dense_leaves(specs: Composite) -> dict[str, list[tuple[Any, LeafSpec]]] | No
             ):
                 return None
             flat: Key = path if name == "input" else (f"{name}:{'/'.join(path)}",)
-            groups[name].append((key, LeafSpec(flat, shape, dtype)))
+            groups[name].append(DenseLeaf(key, LeafSpec(flat, shape, dtype)))
     has_lazy_nodes = any(
         hasattr(item, "stack_dim") for item in specs.values(include_nested=True)
     )
-    shapes = {key: leaf.shape for key, leaf in groups["observation"]}
+    shapes = {leaf.key: leaf.spec.shape for leaf in groups["observation"]}
     # as state and as observed
     disagrees = any(
-        shapes.get(key, leaf.shape) != leaf.shape for key, leaf in groups["input"]
+        shapes.get(leaf.key, leaf.spec.shape) != leaf.spec.shape
+        for leaf in groups["input"]
     )
     # As `place_leaves`.
     groups["reward"].sort(
-        key=lambda pair: (pair[1].key[0].count("/"), pair[1].key[0].split("/"))
+        key=lambda leaf: (leaf.spec.key[0].count("/"), leaf.spec.key[0].split("/"))
     )
     return None if has_lazy_nodes or disagrees else groups
 
@@ -372,31 +385,33 @@ class HostedAdapter(Adapter):
         self._torchrl_env = env = hosted.built
         leaves = dense_leaves(env.specs)
         groups = leaves or {"input": [], "observation": [], "done": [], "reward": []}
-        self._inputs = [
-            (key, getattr(torch, leaf.dtype)) for key, leaf in groups["input"]
-        ]
-        self._observed = [key for key, _ in (*groups["observation"], *groups["done"])]
-        self._rewards = [key for key, _ in groups["reward"]]
+        observed = [*groups["observation"], *groups["done"]]
+        self._input_dtypes = {
+            leaf.key: getattr(torch, leaf.spec.dtype) for leaf in groups["input"]
+        }
+        self._observed = [leaf.key for leaf in observed]
+        self._rewards = [leaf.key for leaf in groups["reward"]]
         way: DirectWay | str = "its leaves do not fit into the slab"
         if leaves is not None:
             way = direct_way(
                 env,
-                [key for key, _ in self._inputs],
+                list(self._input_dtypes),
                 self._observed,
                 self._rewards,
             )
         hosted.direct = None if isinstance(way, str) else way
         self.spec = EnvSpec(
-            observation=tuple(
-                leaf for _, leaf in (*groups["observation"], *groups["done"])
-            ),
-            action=tuple(leaf for _, leaf in groups["input"]),
-            reward=tuple(leaf for _, leaf in groups["reward"]),
+            observation=tuple(leaf.spec for leaf in observed),
+            action=tuple(leaf.spec for leaf in groups["input"]),
+            reward=tuple(leaf.spec for leaf in groups["reward"]),
             done=done_leaves(),
             family=self.family,
             metadata={
                 "is_dense": leaves is not None,
-                "way": WAYS[hosted.direct is not None].format(way),
+                #: How steps through the slab reach the env.
+                "way": f"TorchRL's own code, because {way}"
+                if hosted.direct is None
+                else "direct",
             },
         )
         self._is_on_cpu = env.device is None or env.device.type == "cpu"
@@ -407,7 +422,7 @@ class HostedAdapter(Adapter):
         options: Options = None,  # noqa: ARG002
         mask: Mask = None,  # noqa: ARG002
     ) -> list[Any]:
-        """Reset the env; see `HostedEnv.begin`. Seeds, options and masks reach it by name alone."""
+        """Reset the env; see `restarted`. Seeds, options and masks reach it by name alone."""
         hosted = self.env
         direct = hosted.direct
         if direct is not None:
@@ -416,7 +431,7 @@ class HostedAdapter(Adapter):
             with hosted.generator:
                 return direct.reset()
         with hosted.on_stage():
-            root = hosted.begin()
+            hosted.root = root = restarted(hosted.env, hosted.root)
         return [to_numpy(root.get(key)) for key in self._observed]
 
     def step(self, action: list[Any]) -> StepValues:
@@ -435,7 +450,8 @@ class HostedAdapter(Adapter):
                 if hosted.root is None
                 else hosted.root.copy()
             )
-            for (key, dtype), value in zip(self._inputs, action, strict=True):
+            inputs = self._input_dtypes.items()
+            for (key, dtype), value in zip(inputs, action, strict=True):
                 tensor = torch.from_numpy(np.asarray(value)).to(dtype)
                 root.set(key, tensor if self._is_on_cpu else tensor.to(env.device))
             stepped = env.step(root)

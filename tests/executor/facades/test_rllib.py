@@ -364,7 +364,7 @@ class TestVectorEnv:
 def test_ppo_trains_on_a_substrate(run_example: Callable[..., str]) -> None:
     printed = run_example("rllib_meltingpot", "--iterations", "1")
     assert re.search(
-        r"^iteration 1: 200 steps of 2 players, mean return \d", printed, re.MULTILINE
+        r"^iteration 1: 200 steps of 2 agents, mean return \d", printed, re.MULTILINE
     ), printed
 
 

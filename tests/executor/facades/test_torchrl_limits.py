@@ -373,7 +373,7 @@ def test_unrequested_pictures_stay_in_the_worker():
         assert len(env._workers) == 1
         world = [
             leaf
-            for leaf in env._crew_at_work().pool.specs[0].observation
+            for leaf in env._crew_at_work().spec.observation
             if leaf.key[0] == "observation:RGB"
         ]
         assert not world

@@ -187,11 +187,15 @@ def metadata(env: Any, renamed: dict[str, str]) -> dict[str, Any]:
         "env_id": getattr(getattr(env, "spec", None), "id", None)
         or f"{native.__module__}.{native.__qualname__}",
         "render_mode": env.render_mode,
+        **frame_rate(env),
     }
-    fps = (env.metadata or {}).get("render_fps")
-    if isinstance(fps, (int, float)):
-        facts["render_fps"] = fps
     return {**facts, "renamed": renamed} if renamed else facts
+
+
+def frame_rate(env: Any) -> dict[str, float]:
+    """Return `{"render_fps": ...}` of the env's own metadata, if it is a number there."""
+    fps = (getattr(env, "metadata", None) or {}).get("render_fps")
+    return {"render_fps": fps} if isinstance(fps, (int, float)) else {}
 
 
 def _check_space(space: Any, name: str) -> None:
@@ -238,10 +242,8 @@ def _tree(space: Space, key: Key, make_leaf: MakeLeaf, order: Any = None) -> Nod
 
 def observation_leaf(space: Space, key: Key) -> Leaf:
     """Describe how an observation of one space is stored."""
-    if isinstance(space, spaces.Box):
-        return _box_leaf(space, key)
-    if isinstance(space, spaces.MultiBinary):
-        return Leaf(LeafSpec(key, space.shape, space.dtype.name, Binary()))
+    if isinstance(space, (spaces.Box, spaces.MultiBinary)):
+        return _array_leaf(space, key)
     domain: Domain
     if isinstance(space, spaces.Discrete):
         start = int(space.start)
@@ -260,10 +262,8 @@ def observation_leaf(space: Space, key: Key) -> Leaf:
 
 def action_leaf(space: Space, key: Key) -> Leaf:
     """Describe how an action of one space is passed."""
-    if isinstance(space, spaces.Box):
-        return _box_leaf(space, key)
-    if isinstance(space, spaces.MultiBinary):
-        return Leaf(LeafSpec(key, space.shape, space.dtype.name, Binary()))
+    if isinstance(space, (spaces.Box, spaces.MultiBinary)):
+        return _array_leaf(space, key)
     if isinstance(space, spaces.Discrete):
         # The env gets a scalar of its space's dtype, as `space.sample()` returns it.
         return Leaf(
@@ -284,9 +284,13 @@ def action_leaf(space: Space, key: Key) -> Leaf:
     return Leaf(side_leaf(key), give=_reviver(space))
 
 
-def _box_leaf(space: spaces.Box, key: Key) -> Leaf:
+def _array_leaf(space: spaces.Box | spaces.MultiBinary, key: Key) -> Leaf:
     dtype = np.dtype(space.dtype)
-    domain = Binary() if dtype.kind == "b" else interval(space.low, space.high, dtype)
+    domain = (
+        Binary()
+        if isinstance(space, spaces.MultiBinary) or dtype.kind == "b"
+        else interval(space.low, space.high, dtype)
+    )
     return array_leaf(key, space.shape, dtype, domain)
 
 

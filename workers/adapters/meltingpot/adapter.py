@@ -54,7 +54,9 @@ class MeltingPotAdapter(Adapter):
 
     def __init__(self, env: Any) -> None:
         self.env = env
-        self._options = getattr(env, "envherd_options", None)
+        self._options = options = getattr(env, "envherd_options", None)
+        self._name = "" if options is None else str(options.name)
+        self._max_steps = None if options is None else options.max_steps
         self._episodes = Episodes(env)
         self._is_scenario = "_is_focal" in vars(env)
         self._num_actions = _num_actions(env)
@@ -206,14 +208,6 @@ class MeltingPotAdapter(Adapter):
                 "can_seed": self._episodes.can_seed,
             },
         )
-
-    @property
-    def _name(self) -> str:
-        return "" if self._options is None else str(self._options.name)
-
-    @property
-    def _max_steps(self) -> int | None:
-        return None if self._options is None else self._options.max_steps
 
     def _keeps(self, name: str) -> bool:
         options = self._options

@@ -30,6 +30,7 @@ from envherd.shm.specs import EnvSpec, LeafSpec, done_leaves
 from envherd.workers.adapters.base import Adapter, Mask, Options, StepValues
 from envherd.workers.adapters.common.reset_options import own_options
 from envherd.workers.adapters.common.scalars import as_flag, as_float, outline
+from envherd.workers.adapters.gymnasium.spaces import frame_rate
 from envherd.workers.adapters.pettingzoo.groups import (
     Agent,
     AgentGroup,
@@ -116,7 +117,7 @@ class ParallelAdapter(Adapter):
         self._observe(*result[:4])
         for agent, seat in self._seats.items():
             reward = rewards.get(agent)
-            seat.take_reward(
+            seat.reward[0] = (
                 0.0 if reward is None else as_float(reward, f"reward of {agent}")
             )
         terminated, truncated = self._note_ends(terminations, truncations, acting)
@@ -438,17 +439,14 @@ def _state_leaf(env: Any) -> LeafSpec:
 def _metadata(env: Any, groups: list[AgentGroup]) -> dict[str, Any]:
     native = getattr(env, "metadata", None) or {}
     names = {group.name: [str(seat.agent) for seat in group.seats] for group in groups}
-    facts: dict[str, Any] = {
+    return {
         "env_id": str(native.get("name") or type(env.unwrapped).__qualname__),
         "render_mode": getattr(env, "render_mode", None),
         "group_map": names,
         "agent_names": [name for members in names.values() for name in members],
         "agent_count": sum(group.size for group in groups),
+        **frame_rate(env),
     }
-    fps = native.get("render_fps")
-    if isinstance(fps, (int, float)):
-        facts["render_fps"] = fps
-    return facts
 
 
 def _end_episode(

@@ -166,12 +166,8 @@ class Place:
 
     def __init__(self, agent: Agent, reward: np.ndarray, flags: np.ndarray) -> None:
         self.agent = agent
-        self._reward = reward
+        self.reward = reward
         self._ends = flags
-
-    def take_reward(self, reward: float) -> None:
-        """Store the agent's reward."""
-        self._reward[0] = reward
 
     @property
     def end(self) -> tuple[bool, bool]:

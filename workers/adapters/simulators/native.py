@@ -26,6 +26,7 @@ Does not check whether observations are within the bounds of their spaces.
 Assumes: one thread at a time. Imports torch, as only workers with such simulators import this module.
 """
 
+import contextlib
 import functools
 import inspect
 import operator
@@ -57,6 +58,7 @@ from envherd.workers.adapters.simulators.native_resets import (
     reset_rows,
 )
 from envherd.workers.adapters.torchrl.reading import to_numpy, to_plain
+from envherd.workers.adapters.torchrl.specs import dtype_name
 from envherd.workers.errors import FactoryError, ResetNeeded, SpecError
 
 #: When a simulator itself resets rows that have ended: in the step in which they end, or never.
@@ -190,7 +192,9 @@ class TorchNativeAdapter(Adapter):
             if mask is None or self._latest is None:
                 if seed is not None:
                     _seed_generators(seed)
-                latest = self._reset_all(seed, kwargs)
+                self._waiting = None
+                result = self.env.reset(seed=seed, **_known(kwargs))
+                latest = self._flatten(self._unpack(result))
             else:
                 rows = torch.from_numpy(mask.reshape(-1)).to(self.device)
                 # The simulator may overwrite its tensors.
@@ -245,11 +249,6 @@ class TorchNativeAdapter(Adapter):
             else None
         )
 
-    def _reset_all(self, seed: int | None, options: dict[str, Any]) -> Leaves:
-        """Reset all rows and return the observation leaves."""
-        self._waiting = None
-        return self._flatten(self._unpack(self.env.reset(seed=seed, **_known(options))))
-
     def _reset_rows(self, rows: torch.Tensor, options: dict[str, Any]) -> Leaves:
         """Reset some rows, bool `[B]` with at least one set, and return observation leaves; only these rows count."""
         waiting = (
@@ -290,11 +289,8 @@ class TorchNativeAdapter(Adapter):
 
     def _step(self, actions: Leaves) -> Stepped:
         self._waiting = None
-        if self._watch is None:
+        with self._watch.stepping() if self._watch else contextlib.nullcontext():
             stepped = self.env.step(self._native_action(actions[0]))
-        else:
-            with self._watch.stepping():
-                stepped = self.env.step(self._native_action(actions[0]))
         if not isinstance(stepped, (tuple, list)) or len(stepped) != 5:
             raise SpecError(
                 f"step failed: expected (observations, rewards, terminated, truncated, extras), got "
@@ -530,24 +526,18 @@ def _read_structure(
             )
         paths.append(path)
         leaves.append(
-            LeafSpec(key, tuple(value.shape), _dtype_name(value.dtype, "/".join(key)))
+            LeafSpec(
+                key,
+                tuple(value.shape),
+                dtype_name(
+                    value.dtype,
+                    key,
+                    "observations",
+                    "Cast it in a wrapper, e.g. to torch.float32.",
+                ),
+            )
         )
     return paths, tuple(leaves)
-
-
-def _dtype_name(dtype: torch.dtype, where: str) -> str:
-    """Return the name that numpy and torch share for a dtype.
-
-    Raises:
-        SpecError: numpy has no such dtype.
-    """
-    name = str(dtype).removeprefix("torch.")
-    if not hasattr(np, name) and name != "bool":
-        raise SpecError(
-            f"reading {where} failed: expected a dtype that numpy has too, got {dtype}. Cast it in a wrapper, "
-            f"e.g. to torch.float32."
-        )
-    return name
 
 
 def _walk(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:

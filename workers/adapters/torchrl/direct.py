@@ -138,6 +138,18 @@ def require(condition: object, otherwise: str) -> None:
         raise NotDirect(otherwise)
 
 
+def leaves_of(spec: Any) -> dict[TdKey, TensorSpec]:
+    """Return the leaves of a `Composite`, at any depth."""
+    return dict(spec.items(include_nested=True, leaves_only=True))
+
+
+def restarted(env: EnvBase, root: Any) -> Any:
+    """Reset the parts of an env that have ended (all, if it has no root yet); return its root."""
+    if root is not None and env.any_done(root):
+        return env.reset(root, select_reset_only=True)
+    return env.reset()
+
+
 def direct_way(
     env: EnvBase,
     inputs: list[TdKey],
@@ -173,10 +185,7 @@ def leaf_keys(env: EnvBase) -> tuple[list[TdKey], list[TdKey], list[TdKey]]:
         return [
             key
             for source in sources
-            for key in getattr(env, f"full_{source}_spec").keys(
-                include_nested=True,
-                leaves_only=True,
-            )
+            for key in leaves_of(getattr(env, f"full_{source}_spec"))
         ]
 
     return keys("action", "state"), keys("observation", "done"), keys("reward")

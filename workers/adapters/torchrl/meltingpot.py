@@ -5,7 +5,8 @@ the substrate is as Melting Pot builds it (see `meltingpot/fast_step.py`). The c
 the TorchRL env.
 """
 
-from itertools import chain
+from collections.abc import Callable
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -49,12 +50,8 @@ class DirectMeltingPot(DirectWay):
             "agents are left out",
         )
         require(
-            sorted(inputs) == sorted((group, "action") for group in rows),
-            f"its inputs are {inputs}",
-        )
-        require(
-            sorted(rewards) == sorted((group, "reward") for group in rows),
-            f"its rewards are {rewards}",
+            {*inputs, *rewards} == {*product(rows, ("action", "reward"))},
+            f"it has the inputs {inputs} and the rewards {rewards}",
         )
         require(
             observed[-2:] == ["done", "terminated"],
@@ -93,8 +90,8 @@ class DirectMeltingPot(DirectWay):
             [_WORLD + path[0] for _, path in seen if len(path) == 1],
             len(names),
         )
-        self._rows = {
-            group: _Rows(members, len(names)) for group, members in rows.items()
+        self._rows_of = {
+            group: _rows_reader(members, len(names)) for group, members in rows.items()
         }
         self._seen = [
             (None, _WORLD + path[0]) if len(path) == 1 else (path[0], path[2])
@@ -114,7 +111,7 @@ class DirectMeltingPot(DirectWay):
         reward = self._views.reward
         return (
             self._values(has_ended=has_ended),
-            [self._rows[key[0]].of(reward) for key in self.rewards],
+            [self._rows_of[key[0]](reward) for key in self.rewards],
             has_ended,
             False,
         )
@@ -130,7 +127,7 @@ class DirectMeltingPot(DirectWay):
         values = [
             views.worlds[name]
             if group is None
-            else self._rows[group].of(views.players[name])
+            else self._rows_of[group](views.players[name])
             for group, name in self._seen
         ]
         values += (FLAGS[has_ended], FLAGS[has_ended])
@@ -139,19 +136,10 @@ class DirectMeltingPot(DirectWay):
         return values
 
 
-class _Rows:
-    """The agents of a group among all."""
-
-    def __init__(self, members: list[int], num_players: int) -> None:
-        self._members = members
-        self._has_all = members == list(range(num_players))
-
-    def of(self, value: Any) -> Any:
-        """Return their rows of an array, or of a tuple of rows."""
-        if self._has_all:
-            return value
-        return (
-            tuple(value[i] for i in self._members)
-            if value.__class__ is tuple
-            else value[self._members]
-        )
+def _rows_reader(members: list[int], num_players: int) -> Callable[[Any], Any]:
+    """Return what takes the rows of a group's agents from an array, or from a tuple of rows, of all agents."""
+    if members == list(range(num_players)):
+        return lambda value: value
+    return lambda value: (
+        tuple(value[i] for i in members) if value.__class__ is tuple else value[members]
+    )

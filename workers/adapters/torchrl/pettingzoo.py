@@ -5,6 +5,7 @@ action spec, which `rand_action` of the TorchRL env reads, is written when its r
 """
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,6 +21,7 @@ from envherd.workers.adapters.torchrl.direct import (
     TdKey,
     action_reader,
     encoder,
+    leaves_of,
     numpy_dtype,
     require,
 )
@@ -45,17 +47,13 @@ class DirectPettingZoo(DirectWay):
         require(env.parallel, "its agents take turns")
         names = {group: list(agents) for group, agents in env.group_map.items()}
         require(
-            sorted(inputs) == sorted((group, "action") for group in names),
-            f"its inputs are {inputs}",
-        )
-        require(
-            sorted(rewards) == sorted((group, "reward") for group in names),
-            f"its rewards are {rewards}",
+            {*inputs, *rewards} == {*itertools.product(names, ("action", "reward"))},
+            f"it has the inputs {inputs} and the rewards {rewards}",
         )
         specs = {
-            **_leaves(env.full_observation_spec),
-            **_leaves(env.full_done_spec),
-            **_leaves(env.full_reward_spec),
+            **leaves_of(env.full_observation_spec),
+            **leaves_of(env.full_done_spec),
+            **leaves_of(env.full_reward_spec),
         }
         self._arrays = {
             key: np.zeros(spec.shape, numpy_dtype(spec)) for key, spec in specs.items()
@@ -236,7 +234,10 @@ class _Group:
             infos[agent] if self._infos or self._action_mask is not None else _NOTHING
         )
         if self._action_mask is not None:
-            self._take_action_mask(row, observation, info, is_acting=is_acting)
+            has_own = isinstance(observation, dict) and "action_mask" in observation
+            source = observation if has_own else info
+            if is_acting and isinstance(source, dict) and "action_mask" in source:
+                self._action_mask[row] = np.asarray(source["action_mask"], bool)
         if (
             isinstance(observation, Mapping)
             and len(observation.keys() - {"action_mask"}) != self._num_entries
@@ -250,20 +251,6 @@ class _Group:
             for name, value in info.items():
                 if name != "action_mask" or self._action_mask is None:
                     self._infos[name][row] = value
-
-    def _take_action_mask(
-        self,
-        row: int,
-        observation: Any,
-        info: Any,
-        *,
-        is_acting: bool,
-    ) -> None:
-        assert self._action_mask is not None
-        if isinstance(observation, dict) and "action_mask" in observation:
-            info = observation
-        if is_acting and isinstance(info, dict) and "action_mask" in info:
-            self._action_mask[row] = np.asarray(info["action_mask"], bool)
 
     def take_ends(
         self,
@@ -322,7 +309,3 @@ class _Group:
             (Categorical, OneHot),
         ):
             self._action_spec.update_mask(torch.from_numpy(self._action_mask.copy()))
-
-
-def _leaves(spec: Any) -> dict[TdKey, Any]:
-    return dict(spec.items(include_nested=True, leaves_only=True))

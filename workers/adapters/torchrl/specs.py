@@ -200,7 +200,12 @@ def _leaf(spec: Any, key: Key) -> PlacedLeaf:
     dtype = (
         ""
         if spec.dtype is None or _kind(spec) == "NonTensor"
-        else _dtype_name(spec.dtype, key)
+        else dtype_name(
+            spec.dtype,
+            key,
+            "the env's specs",
+            f"Append DTypeCastTransform({spec.dtype}, torch.float32) to the env in the factory.",
+        )
     )
     if _kind(spec) == "Stacked":
         dim = int(spec.stack_dim)
@@ -214,12 +219,22 @@ def _leaf(spec: Any, key: Key) -> PlacedLeaf:
     return PlacedLeaf(LeafSpec(key, shape, dtype, _domain(spec, shape)), key, dtype)
 
 
-def _dtype_name(dtype: Any, key: Key) -> str:
+def dtype_name(dtype: Any, key: Key, what: str, fix: str) -> str:
+    """Return the name that torch and numpy share for a dtype.
+
+    Args:
+        dtype: of torch.
+        key: of the leaf that has it, for the message.
+        what: is being read, for the message.
+        fix: what to do if numpy has no such dtype, for the message.
+
+    Raises:
+        SpecError: numpy has no such dtype.
+    """
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise SpecError(
-            f"reading the env's specs failed: expected a dtype that numpy has too, got {dtype} ({'/'.join(key)}). "
-            f"Append DTypeCastTransform({dtype}, torch.float32) to the env in the factory."
+            f"reading {what} failed: expected a dtype that numpy has too, got {dtype} ({'/'.join(key)}). {fix}"
         )
     return name
 

@@ -20,7 +20,9 @@ from envherd.workers.adapters.torchrl.direct import (
     builder,
     direct_way,
     leaf_keys,
+    leaves_of,
     require,
+    restarted,
 )
 from envherd.workers.adapters.torchrl.private_api import (
     get_leaf,
@@ -50,13 +52,10 @@ class DirectTransformed(DirectWay):
             raise NotDirect(f"around {way}")
         self._way = way
         self._build_next = builder(inner, [*way.observed, *way.rewards])
-        done = set(inner.full_done_spec.keys(include_nested=True, leaves_only=True))
+        done = leaves_of(inner.full_done_spec)
         self._is_ours = [way.reuses_buffers or key in done for key in way.observed]
         self._reward_dtypes = [inner.full_reward_spec[key].dtype for key in way.rewards]
-        specs = {
-            **dict(_leaves(env.full_action_spec)),
-            **dict(_leaves(env.full_state_spec)),
-        }
+        specs = {**leaves_of(env.full_action_spec), **leaves_of(env.full_state_spec)}
         self._dtypes = [specs[key].dtype for key in inputs]
         self._shapes = [(key, env.full_reward_spec[key].shape) for key in rewards]
         # `any_done` decides for all others.
@@ -114,14 +113,9 @@ class DirectTransformed(DirectWay):
 
     def reset(self) -> list[Any]:
         with torch.no_grad():
-            has_ended = self._root is not None and self.torchrl_env.any_done(self._root)
-            self._root = (
-                self.torchrl_env.reset(self._root, select_reset_only=True)
-                if has_ended
-                else self.torchrl_env.reset()
-            )
+            self._root = root = restarted(self.torchrl_env, self._root)
         self.is_ahead = True
-        return _arrays(self._root, self.observed)
+        return _arrays(root, self.observed)
 
     def root(self) -> TensorDictBase | None:
         self.is_ahead = False
@@ -198,10 +192,6 @@ class DirectTransformed(DirectWay):
 
 def _arrays(td: TensorDictBase, keys: list[TdKey]) -> list[Any]:
     return [get_leaf(td, key).numpy() for key in keys]
-
-
-def _leaves(spec: Any) -> Any:
-    return spec.items(include_nested=True, leaves_only=True)
 
 
 def _tensor(value: Any, *, is_ours: bool) -> torch.Tensor:
