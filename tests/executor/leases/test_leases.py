@@ -350,6 +350,7 @@ def test_on_return_between_leases(on_return, caplog):
             count = env.step()[1]
     assert (first == second) == (on_return in ("keep", World.reset))
     assert count == {"keep": 3, World.reset: 11}.get(on_return, 1)
+    assert "failed: (b'" not in caplog.text  # pickled bytes
     assert ("on_return has failed: " in caplog.text) == (
         on_return in (World.hang, World.die, World.fail)
     )
