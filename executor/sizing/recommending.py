@@ -95,10 +95,9 @@ def recommend(  # the env, the goal and the limits
         Confirmation(
             subject,
             limits,
-            (began + budget_s, budget_s),
             show,
             lambda: others.share() > DISTURBED,
-        ).run(runs)
+        ).run(runs, began + budget_s, budget_s)
         return decide(limits, runs, others.share())
 
 
