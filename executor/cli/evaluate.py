@@ -158,8 +158,8 @@ def table(found: Evaluation) -> Table:
             "collective return": found.collective,
             "equality": found.equality,
             **{
-                f"role {role}, {'focal' if is_focal else 'background'}, per capita": one
-                for (role, is_focal), one in found.by_role.items()
+                f"role {kind.role}, {'focal' if kind.is_focal else 'background'}, per capita": one
+                for kind, one in found.by_role.items()
             },
         }
     for name, measure in rows.items():

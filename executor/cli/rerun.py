@@ -43,7 +43,7 @@ class Rerun:
         self._options = options
         self._path = options.directory
 
-    def prepare(self) -> tuple[Capsule, Made, ExecutorOptions]:
+    def prepare(self) -> None:
         """Read the capsule and find its env; build nothing.
 
         Raises:
@@ -51,18 +51,21 @@ class Rerun:
                 not.
             FactoryError: no such env.
         """
-        capsule = load_capsule(self._path)
-        facts = capsule.facts
+        self._capsule = load_capsule(self._path)
+        facts = self._capsule.facts
         if lost := [what for what in facts["missing"] if what in FATAL]:
             raise CapsuleError(
                 f"replay failed: expected all of the episode, but {self._path} lacks {', '.join(lost)}."
             )
-        if any(len(values) != facts["num_steps"] for values in capsule.inputs.values()):
+        if any(
+            len(values) != facts["num_steps"]
+            for values in self._capsule.inputs.values()
+        ):
             raise CapsuleError(
                 f"reading {self._path} failed: expected actions of {facts['num_steps']} steps."
             )
         try:
-            options = ExecutorOptions(
+            self._executor_options = ExecutorOptions(
                 **{name: facts["options"][name] for name in OPTIONS},
                 first_env_id=facts["env_id"],
                 check_actions="off",
@@ -72,27 +75,24 @@ class Rerun:
                 f"reading {self._path} failed: expected options of an executor, got {error}"
             ) from None
         self._pictures = Pictures(None, None, 0, mp4=self._options.record)
-        return capsule, self._made(capsule), options
+        self._made = self._find()
 
-    def _made(self, capsule: Capsule) -> Made:
+    def _find(self) -> Made:
         """Return the factory and its arguments that the command line, or else the capsule, names."""
-        facts = capsule.facts
+        pickled = self._capsule.pickled
+        facts = self._capsule.facts
         name = self._options.env or facts["env"]
         kwargs: dict[str, Any] | None = self._options.env_kwargs
         if kwargs is None:
             kwargs = facts["env_kwargs"]
         if self._options.trust:
             sys.path += [folder for folder in facts["search"] if folder not in sys.path]
-        if (
-            self._options.trust
-            and self._options.env is None
-            and capsule.pickled is not None
-        ):
-            factory, kwargs = pickle.loads(capsule.pickled)  # which the user trusts
+        if self._options.trust and self._options.env is None and pickled is not None:
+            factory, kwargs = pickle.loads(pickled)  # which the user trusts
             return pickle.loads(factory), kwargs
         if name is None:
             trusted = ""
-            if capsule.pickled is not None:
+            if pickled is not None:
                 trusted = ", or --trust, which loads the pickled factory"
             raise CapsuleError(
                 f"replay failed: expected the name of an env, but {self._path} has none: its factory is not a function "
@@ -105,9 +105,9 @@ class Rerun:
                     f"{facts['reset_options']}. If you trust it, pass --trust."
                 )
             refuse_code(
-                self._path,
-                (name, kwargs),
-                (self._options.env, self._options.env_kwargs),
+                self._options,
+                name,
+                kwargs,
                 f"\nor\n  envherd replay {shlex.quote(str(self._path))} --trust",
             )
         factory, kwargs = made_for(
@@ -126,11 +126,10 @@ class Rerun:
                 ) from None
         return factory, kwargs
 
-    def report(self, prepared: tuple[Capsule, Made, ExecutorOptions]) -> int:
+    def report(self, _: None) -> int:
         """Run the episode again and report; return the exit code."""
-        capsule, made, options = prepared
         console = Console(quiet=self._options.quiet)
-        facts = capsule.facts
+        facts = self._capsule.facts
         failure = _in_words(
             facts["failure"],
             facts["failure"].get("phase"),
@@ -150,7 +149,7 @@ class Rerun:
             )
         for note in notes:
             console.print(Text(note, "yellow"), soft_wrap=True)
-        found, difference = self._run(capsule, made, options)
+        found, difference = self._run()
         if self._options.record is not None:
             console.print(f"{self._options.record} written", highlight=False)
         if not found:
@@ -171,25 +170,24 @@ class Rerun:
         where.print(Text(text, "green" if code == 0 else "bold red"), soft_wrap=True)
         return code
 
-    def _run(
-        self,
-        capsule: Capsule,
-        made: Made,
-        options: ExecutorOptions,
-    ) -> tuple[str, str]:
+    def _run(self) -> tuple[str, str]:
         """Run the episode again; return how it failed and how it differed before, each empty if it did not."""
-        how: dict[str, Any] = {"seed": capsule.facts["root_seed"], "options": options}
+        how: dict[str, Any] = {
+            "seed": self._capsule.facts["root_seed"],
+            "options": self._executor_options,
+        }
+        factory, kwargs = self._made
         try:
             if self._options.pdb:
                 env: BatchedEnv = SerialEnv(
                     1,
-                    made[0],
-                    env_kwargs=made[1] or None,
+                    factory,
+                    env_kwargs=kwargs or None,
                     **how,
                 )
             else:
                 env = started(
-                    made,
+                    self._made,
                     1,
                     is_drawn=self._pictures.are_drawn,
                     num_workers=1,
@@ -203,7 +201,7 @@ class Rerun:
                 else None,
             ) from error
         with env, contextlib.closing(self._pictures), torch.no_grad():
-            episode = _Episode(capsule, env, self._options.pdb, self._pictures)
+            episode = _Episode(self._capsule, env, self._options.pdb, self._pictures)
             try:
                 return "", episode.run()
             except (EnvError, WorkerLost, WorkerTimeout) as error:

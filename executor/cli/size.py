@@ -126,14 +126,13 @@ def _advice(env: str, sizing: Sizing) -> Table:
 
 def machine_text(machine: Machine) -> str:
     """Describe the resources that may be used in one line."""
-    parts = [
-        f"{machine.cores:g} of {machine.num_cpus} cores",
-        f"{size_text(machine.memory_available)} memory",
-    ]
+    cores = f"{machine.cores:g} of {machine.num_cpus} cores"
     if machine.is_throttled:
-        parts[0] += " (quota)"
+        cores += " (quota)"
+    memory = f"{size_text(machine.memory_available)} memory"
     if machine.cgroup.memory_limit is not None:
-        parts[1] += f" (limit {size_text(machine.cgroup.memory_limit)})"
+        memory += f" (limit {size_text(machine.cgroup.memory_limit)})"
+    parts = [cores, memory]
     if machine.files_left is not None:
         parts.append(f"{machine.files_left:,} open files")
     parts.extend(f"{gpu.name} ({size_text(gpu.memory_bytes)})" for gpu in machine.gpus)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from envherd.executor.guests.capsules.file import Form, is_count
 from envherd.executor.pools.replies import crossed
 from envherd.executor.protocol.env_batches import check_root
 from envherd.workers import seeding
@@ -99,9 +100,14 @@ def _check(
         ValueError: with the entry.
     """
     for env_id, state in zip(env_ids.tolist(), states, strict=True):
-        for name, (expected, is_valid) in _FORMS.items():
-            if name in state and not is_valid(state[name]):
-                raise _refusal(call, expected, state[name], f"{name!r} of env {env_id}")
+        for name, form in _FORMS.items():
+            if name in state and not form.is_valid(state[name]):
+                raise _refusal(
+                    call,
+                    form.expected,
+                    state[name],
+                    f"{name!r} of env {env_id}",
+                )
         if "root" in state:
             check_root(state["root"], engine.specs[env_id], env_id, call)
     answers = engine.ask(
@@ -231,7 +237,7 @@ def _check_kept(engine: "Engine", kept: Mapping[str, Any]) -> None:
             )
         _check_number(len(kept[name]), engine.num_envs)
     for env_id, episode in enumerate(kept["episodes"]):
-        if not _is_count(episode):
+        if not is_count(episode, most=_MAX_EPISODE):
             raise _refusal(
                 _LOAD,
                 "an integer from 0 to 2**62",
@@ -258,14 +264,6 @@ def _check_number(num_saved: int, num_envs: int) -> None:
         )
 
 
-def _is_count(value: Any) -> bool:
-    return (
-        isinstance(value, int)
-        and not isinstance(value, bool)
-        and 0 <= value <= _MAX_EPISODE
-    )
-
-
 def _is_state(read: Callable[[], Any]) -> bool:
     """Return whether a state can be read."""
     try:
@@ -277,11 +275,14 @@ def _is_state(read: Callable[[], Any]) -> bool:
 
 # An int64 of the slab counts on from it, with room for resets.
 _MAX_EPISODE = 2**62
-#: Entry of an env's state -> what it must be, and what checks it.
-_FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "ended": ("True or False", lambda value: isinstance(value, bool)),
-    "episode": ("an integer from 0 to 2**62", _is_count),
-    "generators": (
+#: Entry of an env's state -> what it must be.
+_FORMS = {
+    "ended": Form("True or False", lambda value: isinstance(value, bool)),
+    "episode": Form(
+        "an integer from 0 to 2**62",
+        lambda value: is_count(value, most=_MAX_EPISODE),
+    ),
+    "generators": Form(
         "None or the state of the global generators",
         lambda value: value is None or _is_state(lambda: seeding.from_plain(value)),
     ),

@@ -5,13 +5,25 @@ Assumes: it is called after each step of all envs. A video lacks the steps after
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from tensordict import TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.batches.arguments import as_count
 from envherd.executor.show.camera import Camera, Video, enlarged, require_imageio
+
+
+class _Film(NamedTuple):
+    """The recording of an episode.
+
+    Attributes:
+        episode: its number.
+        video: of its pictures.
+    """
+
+    episode: int
+    video: Video
 
 
 class VideoRecorder:
@@ -70,8 +82,7 @@ class VideoRecorder:
         self._fps = fps
         self._folder.mkdir(parents=True, exist_ok=True)
         self._camera = Camera(env, agent)
-        # Env -> its episode and its video.
-        self._films: dict[int, tuple[int, Video]] = {}
+        self._films: dict[int, _Film] = {}  # by env
 
     def __call__(self, env: BatchedEnv, td: TensorDictBase) -> None:
         """Add the pictures of a step.
@@ -92,15 +103,13 @@ class VideoRecorder:
             self._add(
                 [
                     i
-                    for i, (episode, _) in self._films.items()
-                    if now[i] - episode in (0, is_over[i])
+                    for i, film in self._films.items()
+                    if now[i] - film.episode in (0, is_over[i])
                 ],
                 following,
             )
-        for env_id in [
-            i for i, (episode, _) in self._films.items() if episode != now[i]
-        ]:
-            self._films.pop(env_id)[1].close()
+        for env_id in [i for i, film in self._films.items() if film.episode != now[i]]:
+            self._films.pop(env_id).video.close()
         begun = [
             i
             for i, number in now.items()
@@ -108,7 +117,7 @@ class VideoRecorder:
         ]
         for env_id in begun:
             path = self._folder / f"env{env_id}_episode{now[env_id]}.mp4"
-            self._films[env_id] = now[env_id], Video(path, self._fps)
+            self._films[env_id] = _Film(now[env_id], Video(path, self._fps))
         self._add(
             begun if is_observed else list(self._films),
             env.current() if is_observed and begun else td,
@@ -122,12 +131,12 @@ class VideoRecorder:
                 strict=True,
             ):
                 if frame is not None:
-                    self._films[env_id][1].add(enlarged(frame))
+                    self._films[env_id].video.add(enlarged(frame))
 
     def close(self) -> None:
         """Complete the videos. Idempotent."""
         for env_id in list(self._films):
-            self._films.pop(env_id)[1].close()
+            self._films.pop(env_id).video.close()
 
     def __enter__(self) -> Self:
         """Return the recorder; the end of the `with` block closes it."""

@@ -112,7 +112,7 @@ class RecordFile:
         self.tasks: dict[str, TaskRecords] = {}
         self._written_at = -math.inf
         # Of the file that this object has read or written.
-        self._version: tuple[int, int] | None = None
+        self._version: object = None
         if self._path is not None and self._path.exists():
             self._read(self._path)
         for name in tasks:
@@ -243,8 +243,8 @@ def _records_of(task: dict[str, Any]) -> TaskRecords:
     return TaskRecords(cast, {record.episode: record for record in records})
 
 
-def _version(path: Path) -> tuple[int, int]:
-    """Return what differs between a file and the one that replaces it."""
+def _version(path: Path) -> object:
+    """Return what differs between a file and the one that replaces it; to be compared as a whole."""
     found = path.stat()
     return found.st_ino, found.st_mtime_ns
 
