@@ -63,7 +63,7 @@ try:
     from ray.util import placement_group, placement_group_table, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    from envherd.executor.cluster.node import Node, packed, versions
+    from envherd.executor.cluster.node import Acting, Node, packed, versions
 except ModuleNotFoundError as missing:
     if missing.name != "ray":  # Ray is installed, and lacks a package
         raise
@@ -93,6 +93,7 @@ class _Share(SimpleNamespace):
 
     state: bytes | None = None
     ping: Any = None
+    __hash__ = object.__hash__  # type: ignore[assignment]  # a key of dicts
 
     def __str__(self) -> str:
         return f"{self.place} (envs {self.env_ids[0]}-{self.env_ids[-1]})"
@@ -144,9 +145,8 @@ class RayRollouts:
     num_losses = 0
     version = -1
     _policy: Any = None
-    _sent: Any = (None, None)  # the policy and the contents of its weights
-    _made: Any = None  # Ray's reference of what makes the policy
-    _weights: Any = None  # Ray's reference of its weights
+    _sent: Any = None  # the policy and the contents of its weights
+    _acting: Any = None  # Ray's references of what makes it and of its weights
 
     @names_right_keyword
     def __init__(  # noqa: PLR0913  # what `ParallelEnv` takes, and where it shall run
@@ -387,7 +387,7 @@ class RayRollouts:
         # A stream that was left still holds it, and would keep the answers in Ray's memory.
         left.clear()
 
-    def _refreshed(self) -> tuple[Any, Any]:
+    def _refreshed(self) -> "Acting":
         """Send what has changed of the policy: its weights, or all of another policy, or of one that is no module.
 
         Contents are compared, because torch does not count every write to a tensor (by `.data`, by CUDA graphs).
@@ -402,17 +402,17 @@ class RayRollouts:
             if is_module
             else []
         )
-        present = (
+        present = Acting(
             policy if is_module else self._pickle(),
-            [array.tobytes() for array, _ in weights],
+            [one.array.tobytes() for one in weights],
         )
-        if present[0] != self._sent[0]:
-            self._made = ray.put(self._pickle())
+        if self._sent is None or present.made != self._sent.made:
+            self._acting = Acting(ray.put(self._pickle()))
         if present != self._sent:
-            self._weights = ray.put(weights)
+            self._acting = self._acting._replace(weights=ray.put(weights))
             self.version += 1
             self._sent = present
-        return self._made, self._weights
+        return self._acting
 
     def _pickle(self) -> bytes:
         """Return what makes the policy on a node."""
@@ -439,8 +439,8 @@ class RayRollouts:
 
     def _answers(self) -> list[Any]:
         """Wait for the answers of all nodes; return them in the order of the shares."""
-        found = [self._next_answer() for _ in self._shares]
-        return [answer for _, answer in sorted(found, key=lambda one: one[0].env_ids)]
+        found = dict(self._next_answer() for _ in self._shares)
+        return [found[share] for share in self._shares]
 
     def _next_answer(self) -> tuple[_Share, Any]:
         """Wait for an answer: that to the oldest of the calls whose answers have arrived."""

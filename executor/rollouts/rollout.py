@@ -9,7 +9,7 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -237,6 +237,18 @@ def _check(
         need_bools("rollout", break_when_any_done=break_when_any_done)
 
 
+class _KeptInput(NamedTuple):
+    """An input of the envs.
+
+    Attributes:
+        present: array of the present step.
+        kept: array of all steps, `[n, T, ...]`.
+    """
+
+    present: np.ndarray
+    kept: np.ndarray
+
+
 class _Run:
     """One rollout in progress. Its arguments are those of a `StepwiseRun`."""
 
@@ -267,9 +279,8 @@ class _Run:
         """Reset envs as requested, and fill column 0 of the root in a storage."""
         self._lease = lease
         self._next_done = [group["next", "done"] for group in lease.storage.columns]
-        #: The arrays that keep the inputs of each step, with those that have the inputs of the present one.
         self._kept_inputs = [
-            (columns["input", *leaf.key], group.inputs["input", *leaf.key])
+            _KeptInput(group.inputs["input", *leaf.key], columns["input", *leaf.key])
             for group, columns in zip(
                 self._positions.slab.groups,
                 lease.storage.columns,
@@ -349,8 +360,8 @@ class _Run:
         if self._engine.side_inputs:
             self._side_inputs.append(dict(self._engine.side_inputs))
         self._carried.keep(acted)
-        for kept, given in self._kept_inputs:
-            kept[:, step] = given
+        for one in self._kept_inputs:
+            one.kept[:, step] = one.present
         # Found in the first step: the steps of a rollout are stacked, so all must have the same.
         if self._extra_keys is None:
             self._extra_keys = [key for key in leaf_keys(acted) if self._is_extra(key)]
