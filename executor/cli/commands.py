@@ -10,12 +10,14 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rich.console import Console
+from rich import box
+from rich.console import Console, JustifyMethod, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from envherd.executor.batched import BatchedEnv
@@ -110,6 +112,33 @@ def complain(console: Console, error: Exception) -> None:
     )
     if remote and not (is_refusal or is_call or remote in text):
         console.print(Text(f"\nin the worker:\n{remote}", "dim"), soft_wrap=True)
+
+
+def table_of_facts(
+    title: str,
+    facts: Mapping[str, RenderableType],
+    lines_below: Collection[str] = (),
+    justify: JustifyMethod = "left",
+) -> Table:
+    """Return a table of names and values.
+
+    Args:
+        title: above it.
+        facts: value by name.
+        lines_below: names of the rows with a line below them.
+        justify: of the values.
+    """
+    grid = Table(
+        title=Text(title, "bold"),
+        title_justify="left",
+        box=box.ROUNDED,
+        show_header=False,
+    )
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold", justify=justify)
+    for name, value in facts.items():
+        grid.add_row(name, value, end_section=name in lines_below)
+    return grid
 
 
 @contextlib.contextmanager

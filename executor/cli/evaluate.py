@@ -8,7 +8,12 @@ from rich.table import Table
 from rich.text import Text
 
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.cli.commands import carry_out, drawing, policy_maker
+from envherd.executor.cli.commands import (
+    carry_out,
+    drawing,
+    policy_maker,
+    table_of_facts,
+)
 from envherd.executor.cli.exit_codes import EXIT_FAILED
 from envherd.executor.cli.option_values import write_json
 from envherd.executor.cli.options import Evaluate
@@ -127,17 +132,6 @@ def _evaluate(
 
 def table(found: Evaluation) -> Table:
     """Return the results of one env as a table for the terminal."""
-    grid = Table(
-        title=Text(
-            f"{found.env}: {found.num_episodes} episodes, seed {found.seed}",
-            "bold",
-        ),
-        title_justify="left",
-        box=box.ROUNDED,
-        show_header=False,
-    )
-    grid.add_column(style="dim")
-    grid.add_column(justify="right")
     rows = {
         "episodes that failed": found.num_failed or None,
         "success": found.success,
@@ -162,10 +156,12 @@ def table(found: Evaluation) -> Table:
                 for kind, one in found.by_role.items()
             },
         }
-    for name, measure in rows.items():
-        if measure is not None:
-            grid.add_row(name, str(measure), end_section=name in ("length", "equality"))
-    return grid
+    return table_of_facts(
+        f"{found.env}: {found.num_episodes} episodes, seed {found.seed}",
+        {name: str(one) for name, one in rows.items() if one is not None},
+        lines_below=("length", "equality"),
+        justify="right",
+    )
 
 
 def table_of_tasks(found: Evaluations) -> Table:

@@ -25,6 +25,7 @@ from envherd.executor.cli.commands import (
     noting_interrupt,
     policy_maker,
     started,
+    table_of_facts,
 )
 from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
 from envherd.executor.cli.media import Pictures
@@ -367,14 +368,6 @@ def table(found: Mapping[str, Any]) -> RenderableType:
 
 
 def _summary(found: Mapping[str, Any]) -> Table:
-    grid = Table(
-        title=Text(found["env"], "bold"),
-        title_justify="left",
-        box=box.ROUNDED,
-        show_header=False,
-    )
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
     why = "enough episodes"
     if found["interrupted"]:
         why = "interrupted"
@@ -408,9 +401,7 @@ def _summary(found: Mapping[str, Any]) -> Table:
         "seed": str(found["seed"]),
         **{kind: Text(path, "cyan") for kind, path in found["files"].items()},
     }
-    for name, value in rows.items():
-        grid.add_row(name, value)
-    return grid
+    return table_of_facts(found["env"], rows)
 
 
 def _workers(found: Mapping[str, Any]) -> Table:

@@ -9,30 +9,28 @@ import logging
 import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from envherd.executor.guests.capsules.file import Form, is_count
 from envherd.executor.pools.replies import crossed
+from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.env_batches import check_root
 from envherd.workers import seeding
 from envherd.workers.errors import EnvError
 
-if TYPE_CHECKING:
-    from envherd.executor.protocol.engine import Engine
-
 log = logging.getLogger("envherd")
 
 
-def save(engine: "Engine", env_ids: np.ndarray) -> list[dict[str, Any]]:
+def save(engine: Engine, env_ids: np.ndarray) -> list[dict[str, Any]]:
     """Return the states of some envs; see `BatchedEnv.save`."""
     engine.refuse_under_way(env_ids)
     return _save(engine, env_ids, is_whole=True)
 
 
 def _save(
-    engine: "Engine",
+    engine: Engine,
     env_ids: np.ndarray,
     *,
     is_whole: bool,
@@ -59,7 +57,7 @@ def _save(
     ]
 
 
-def restore(engine: "Engine", env_ids: np.ndarray, states: Any) -> None:
+def restore(engine: Engine, env_ids: np.ndarray, states: Any) -> None:
     """Restore the states of some envs; see `BatchedEnv.restore`."""
     if not isinstance(states, (list, tuple)) or len(states) != len(env_ids):
         got = (
@@ -90,7 +88,7 @@ def restore(engine: "Engine", env_ids: np.ndarray, states: Any) -> None:
 
 def _check(
     call: str,
-    engine: "Engine",
+    engine: Engine,
     env_ids: np.ndarray,
     states: Sequence[Mapping[str, Any]],
 ) -> None:
@@ -123,7 +121,7 @@ def _check(
 
 
 def _put(
-    engine: "Engine",
+    engine: Engine,
     env_ids: np.ndarray,
     states: Sequence[Mapping[str, Any]],
 ) -> None:
@@ -146,7 +144,7 @@ def _put(
         engine.restore(env_ids, None, None)
 
 
-def state_dict(engine: "Engine", *, with_envs: bool | None) -> dict[str, Any]:
+def state_dict(engine: Engine, *, with_envs: bool | None) -> dict[str, Any]:
     """Return the state of all envs for a checkpoint; see `BatchedEnv.state_dict`."""
     engine.refuse_under_way(engine.all_ids)
     kept: dict[str, Any] = {
@@ -174,7 +172,7 @@ def state_dict(engine: "Engine", *, with_envs: bool | None) -> dict[str, Any]:
     return {f"env{i}": one["env"] for i, one in enumerate(saved)} | {"executor": kept}
 
 
-def load_state_dict(engine: "Engine", state: Any) -> None:
+def load_state_dict(engine: Engine, state: Any) -> None:
     """Load a state of all envs from a checkpoint; see `BatchedEnv.load_state_dict`."""
     num_envs = engine.num_envs
     kept = state.get("executor", {}) if isinstance(state, Mapping) else None
@@ -217,7 +215,7 @@ _LOAD = "load_state_dict"
 _VERSION = 1
 
 
-def _check_kept(engine: "Engine", kept: Mapping[str, Any]) -> None:
+def _check_kept(engine: Engine, kept: Mapping[str, Any]) -> None:
     """Refuse the executor's part of a state if it is damaged, or of another number of envs."""
     if kept.get("version", _VERSION) != _VERSION:
         raise _refusal(

@@ -23,7 +23,7 @@ from envherd.executor.batches.transfer import as_device
 from envherd.executor.guests.collectors.policy import Placed, Policy
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.progress import showing
-from envherd.executor.rollouts.policy_state import leaf_keys
+from envherd.executor.rollouts.policy_state import own_leaves
 from envherd.shm.specs import EnvSpec
 
 _log = logging.getLogger("envherd")
@@ -220,19 +220,17 @@ class Collector(BatchIterator):
         self._warn_of_rounding(frames_per_batch, init_random_frames)
 
     def _warn_of_rounding(self, asked: int, init_random_frames: int) -> None:
-        roundings = []
-        if self.frames_per_batch != asked:
-            roundings.append(
-                f"frames_per_batch={asked} is not a multiple of {self.env.num_envs} envs"
+        num_envs = self.env.num_envs
+        batch = self.frames_per_batch
+        roundings = [
+            f"{name}={frames} is not a multiple of {count} {what}"
+            for name, frames, count, what in (
+                ("frames_per_batch", asked, num_envs, "envs"),
+                ("total_frames", self.total_frames, batch, "frames per batch"),
+                ("init_random_frames", init_random_frames, batch, "frames per batch"),
             )
-        if self.total_frames > 0 and self.total_frames % self.frames_per_batch:
-            roundings.append(
-                f"total_frames={self.total_frames} is not a multiple of {self.frames_per_batch} frames per batch"
-            )
-        if init_random_frames % self.frames_per_batch:
-            roundings.append(
-                f"init_random_frames={init_random_frames} is not a multiple of {self.frames_per_batch} frames per batch"
-            )
+            if frames > 0 and frames % count
+        ]
         if roundings:
             _log.warning("%s: rounded up.", " and ".join(roundings))
 
@@ -287,14 +285,9 @@ class Collector(BatchIterator):
 
     def _state_after(self, data: TensorDictBase) -> TensorDictBase | None:
         """Return the policy's own state after a batch `[N]`, in its own memory; None if it has none."""
-        last = data.get("next")[:, -1]
         known = {leaf.key for spec in self.env.specs for leaf in spec.leaves()}
-        keys = [
-            key
-            for key in leaf_keys(last)
-            if key not in known and key != ("interrupted",)
-        ]
-        return last.select(*keys).clone() if keys else None
+        own = own_leaves(data.get("next")[:, -1], known)
+        return None if own is None else own.clone()
 
     def close(self) -> None:
         """Close the executor, unless it is the caller's (`close_env=False`). Idempotent."""
