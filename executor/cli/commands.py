@@ -4,7 +4,6 @@ Guarantees: `carry_out` prints expected errors (see `carry_out`) and returns an 
 """
 
 import contextlib
-import functools
 import inspect
 import os
 import re
@@ -13,7 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from rich import box
 from rich.console import Console, JustifyMethod, RenderableType
@@ -28,17 +27,12 @@ from envherd.executor.guests.capsules.file import CapsuleError, DamagedFile
 from envherd.executor.machine.room import TooMany
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
-from envherd.executor.rollouts.policy_state import run_policy
 from envherd.executor.show.camera import MediaError
-from envherd.executor.show.per_player import as_policy
 from envherd.executor.start.process_log import has_frames_of_others
 from envherd.shm import platforms
 from envherd.workers.adapters.env_names import Made
 from envherd.workers.adapters.named import named_callable
 from envherd.workers.errors import EnvherdError, FactoryError
-
-if TYPE_CHECKING:
-    from envherd.executor.cluster.rollouts import RayRollouts
 
 Prepared = TypeVar("Prepared")
 #: How the messages of envherd's own errors begin.
@@ -186,17 +180,6 @@ def drawing(options: ExecutorOptions) -> ExecutorOptions:
     """Return options of envs that will be drawn. Without a display, MuJoCo needs MUJOCO_GL when workers start."""
     has_display = platforms.has_display() or "MUJOCO_GL" in os.environ
     return options if has_display else replace(options, env_vars={"MUJOCO_GL": "egl"})
-
-
-def acting(
-    make_policy: Callable[[Any], Any],
-    env: "BatchedEnv | RayRollouts",
-) -> Callable[[Any], Any]:
-    """Return what sets the actions in a batch: the policy that `policy_maker` makes."""
-    return functools.partial(
-        run_policy,
-        as_policy("--policy", make_policy(env), env.specs[0]),
-    )
 
 
 def policy_maker(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.text import Text
@@ -27,17 +28,21 @@ from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_NO_FAILURE
 from envherd.executor.cli.media import Pictures
 from envherd.executor.cli.options import Replay
 from envherd.executor.cli.storing import has_text, refuse_code
-from envherd.executor.guests.capsules.file import Capsule, CapsuleError, load_capsule
+from envherd.executor.guests.capsules.file import CapsuleError, load_capsule
 from envherd.executor.guests.capsules.writer import FATAL, OPTIONS, digest
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.processes.worker_process import describe_exit
 from envherd.executor.serial import SerialEnv
+from envherd.shm.specs import EnvSpec, Key
 from envherd.workers.adapters.env_names import Made, made_for
 from envherd.workers.errors import EnvError, WorkerLost, WorkerTimeout
 
 
 class Rerun:
     """The command for one capsule."""
+
+    _num_steps = 0  # of the episode, that were begun
+    _difference = ""  # before the failure, in words
 
     def __init__(self, options: Replay) -> None:
         self._options = options
@@ -201,9 +206,9 @@ class Rerun:
                 else None,
             ) from error
         with env, contextlib.closing(self._pictures), torch.no_grad():
-            episode = _Episode(self._capsule, env, self._options.pdb, self._pictures)
+            inputs = self._inputs_of(env)
             try:
-                return "", episode.run()
+                return "", self._repeat(env, inputs)
             except (EnvError, WorkerLost, WorkerTimeout) as error:
                 known = error.context
                 found = {
@@ -213,92 +218,75 @@ class Rerun:
                     "exit_code": known.get("exit_code"),
                 }
                 return (
-                    _in_words(found, known["phase"], episode.num_steps),
-                    episode.difference,
+                    _in_words(found, known["phase"], self._num_steps),
+                    self._difference,
                 )
 
-
-class _Episode:
-    """The episode of a capsule, in an executor of one env.
-
-    Attributes:
-        num_steps: that were begun.
-        difference: what differed before the failure, as text.
-    """
-
-    def __init__(
-        self,
-        capsule: Capsule,
-        env: BatchedEnv,
-        stops: bool,  # noqa: FBT001
-        pictures: Pictures,
-    ) -> None:
-        self._facts = capsule.facts
-        self._env = env
-        self._stops = stops
-        self._pictures = pictures
-        self.num_steps = 0
-        self.difference = ""
+    def _inputs_of(self, env: BatchedEnv) -> dict[Key, np.ndarray]:
+        """Return the stored inputs of the episode, under the keys of the env."""
+        arrays = self._capsule.inputs.values()
         leaves = [*env.spec.action, *env.spec.state]
-        stored = [
-            (array.shape[1:], str(array.dtype)) for array in capsule.inputs.values()
-        ]
+        stored = [(array.shape[1:], str(array.dtype)) for array in arrays]
         if stored != (found := [(leaf.shape, leaf.dtype) for leaf in leaves]):
             raise CapsuleError(
                 f"replay failed: expected an env with actions of {stored}, got one with {found}."
             )
-        # Or a facade's.
-        self._inputs = dict(
-            zip([leaf.key for leaf in leaves], capsule.inputs.values(), strict=True)
-        )
+        # Those of a facade may differ.
+        return dict(zip([leaf.key for leaf in leaves], arrays, strict=True))
 
-    def run(self) -> str:
+    def _repeat(self, env: BatchedEnv, inputs: Mapping[Key, np.ndarray]) -> str:
         """Reset and step the env; return what differed, as text.
 
         Raises:
             EnvError, WorkerLost, WorkerTimeout: the failure.
         """
-        facts = self._facts
-        env = self._env
+        facts = self._capsule.facts
         last = facts["num_steps"]
         root = self._stopping(
+            env,
             lambda: env.reset(
                 seed=[facts["seed"]],
                 list_of_kwargs=[facts["reset_options"] or {}],
-            )
+            ),
         )
         self._pictures.look(env, 0, root)
-        while self.num_steps < last:
-            if self.num_steps == last - 1 and facts["observation"] not in (
+        while self._num_steps < last:
+            if self._num_steps == last - 1 and facts["observation"] not in (
                 None,
-                self._digest(root),
+                _digest(env.spec, root),
             ):
-                self.difference = f"the observation before step {last} is another."
-            for key, values in self._inputs.items():
+                self._difference = f"the observation before step {last} is another."
+            for key, values in inputs.items():
                 root.set(
                     key,
-                    torch.from_numpy(values[self.num_steps : self.num_steps + 1]),
+                    torch.from_numpy(values[self._num_steps : self._num_steps + 1]),
                 )
-            self.num_steps += 1
-            root = self._stopping(lambda: env.step(root)["next"])  # noqa: B023  # called at once
-            self._pictures.look(env, self.num_steps, root)
-            if self.num_steps < last:
+            self._num_steps += 1
+            root = self._stopping(env, lambda: env.step(root)["next"])  # noqa: B023  # called at once
+            self._pictures.look(env, self._num_steps, root)
+            if self._num_steps < last:
                 if root["done"].any():
-                    return f"the episode ended in step {self.num_steps} of {last}."
+                    return f"the episode ended in step {self._num_steps} of {last}."
                 root = env.current()
-        return self.difference
+        return self._difference
 
-    def _stopping(self, call: Callable[[], TensorDictBase]) -> TensorDictBase:
+    def _stopping(
+        self,
+        env: BatchedEnv,
+        call: Callable[[], TensorDictBase],
+    ) -> TensorDictBase:
         """Make a call, the last one in the debugger if that is wanted."""
-        if not (self._stops and self.num_steps == self._facts["num_steps"]):
+        if not (
+            self._options.pdb and self._num_steps == self._capsule.facts["num_steps"]
+        ):
             return call()
-        pool: Any = self._env.engine.pool
-        return _stop_before(call, pool.adapters[0].env, self.num_steps)
+        pool: Any = env.engine.pool
+        return _stop_before(call, pool.adapters[0].env, self._num_steps)
 
-    def _digest(self, root: TensorDictBase) -> str:
-        spec = self._env.spec
-        leaves = [leaf.key for leaf in spec.observation if not leaf.is_side]
-        return digest(spec, {key: root.get(key)[0].numpy(force=True) for key in leaves})
+
+def _digest(spec: EnvSpec, root: TensorDictBase) -> str:
+    keys = [leaf.key for leaf in spec.observation if not leaf.is_side]
+    return digest(spec, {key: root.get(key)[0].numpy(force=True) for key in keys})
 
 
 def _in_words(facts: Mapping[str, Any], phase: Any, step: int) -> str:

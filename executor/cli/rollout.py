@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import time
@@ -19,7 +20,6 @@ from rich.text import Text
 from tensordict import TensorDict, TensorDictBase
 
 from envherd.executor.cli.commands import (
-    acting,
     carry_out,
     complain,
     noting_interrupt,
@@ -35,7 +35,9 @@ from envherd.executor.cli.returns import Returns
 from envherd.executor.cli.storing import RolloutStore
 from envherd.executor.guests.monitor.statistics import Statistics
 from envherd.executor.parallel import ParallelEnv
+from envherd.executor.rollouts.policy_state import run_policy
 from envherd.executor.show.camera import MediaError
+from envherd.executor.show.per_player import as_policy
 from envherd.executor.sizing.settings import size_text
 from envherd.workers.adapters.env_names import Made, full_name, made_for
 from envherd.workers.errors import EnvherdError
@@ -133,7 +135,14 @@ def _work(
                 **how,
             )
     with env, contextlib.closing(pictures):
-        act = None if make_policy is None else acting(make_policy, env)
+        act = (
+            None
+            if make_policy is None
+            else functools.partial(
+                run_policy,
+                as_policy("--policy", make_policy(env), env.specs[0]),
+            )
+        )
         counted, returns, failure = _collect(
             options,
             env,

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -76,7 +76,7 @@ def _advice(env: str, sizing: Sizing) -> Table:
     cpu = f"{time_text(measured.cpu_per_step_s)} of processors"
     if measured.num_threads:
         cpu += f", {measured.hidden_cpu_share:.0%} in {counted(measured.num_threads, 'further thread')}"
-    facts = {
+    facts: dict[str, RenderableType] = {
         "run": Text(advice, "bold green"),
         "env-steps/s": f"{chosen.steps_per_s:,.0f} measured ({time_text(chosen.batch_s)} a batch)",
         "memory": f"{size_text(chosen.memory_bytes)} of {size_text(sizing.machine.memory_available)} available",

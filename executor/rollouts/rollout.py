@@ -393,7 +393,14 @@ class _StorageRun(Run[Engine]):
         for leaf in input_leaves(batch.spec):
             td.set(leaf.key, tensors["input", *leaf.key])
         for index, key in batch.side_keys:
-            self._add_side(td, index, key, ids)
+            for steps, where in (
+                (self._side_roots, key),
+                (self._side_nexts, ("next", *key)),
+            ):
+                td.set(
+                    where,
+                    _non_tensor([[step[i][index] for step in steps] for i in ids]),
+                )
         for index, key in batch.side_input_keys:
             td.set(
                 key,
@@ -402,23 +409,6 @@ class _StorageRun(Run[Engine]):
                 ),
             )
         return td
-
-    def _add_side(
-        self,
-        td: TensorDictBase,
-        index: int,
-        key: Any,
-        ids: list[int],
-    ) -> None:
-        """Add a side-channel leaf to the root and to `next`."""
-        for steps, where in (
-            (self._side_roots, key),
-            (self._side_nexts, ("next", *key)),
-        ):
-            td.set(
-                where,
-                _non_tensor([[step[i][index] for step in steps] for i in ids]),
-            )
 
 
 def _mark_truncated(data: TensorDictBase, specs: Sequence[EnvSpec]) -> None:

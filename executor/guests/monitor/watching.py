@@ -52,7 +52,6 @@ class Watch:
         env: family of its envs.
         num_envs: number of envs.
         path: which calls are made in C; see `Statistics.path`. Empty if nobody has written it.
-        slab_path: where the slab was opened.
         workers: at the latest reading; their shares and rates are those of the time since the reading before it.
         span_s: seconds between these readings.
 
@@ -84,7 +83,6 @@ class Watch:
         finally:
             os.close(fd)
         self.pid = plate.pid
-        self.slab_path = plate.path
         self.env = content["env"]
         self._made_at = content["made_at"]
         self._blocks = content["blocks"]

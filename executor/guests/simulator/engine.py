@@ -42,8 +42,6 @@ from envherd.workers.protocol import Op, pack_phase
 from envherd.workers.reply import Fault, LeftOut
 from envherd.workers.seeding import EpisodeSeeds
 
-_NO_EXTRAS: Mapping[int, Prepare] = {}
-
 #: `(row, rewards, whether rows are reset afterwards)`: takes the result of a step, before rows are reset.
 Take = Callable[[Row, Leaves, bool], None]
 
@@ -340,11 +338,7 @@ class SimulatorEngine(Calls):
             None if mask is None else mask.reshape(*self.specs[0].batch_shape, 1).copy()
         )
 
-    def reset_envs(
-        self,
-        _: np.ndarray,
-        extras: Mapping[int, Prepare] = _NO_EXTRAS,
-    ) -> None:
+    def reset_envs(self, _: np.ndarray, extras: Mapping[int, Prepare]) -> None:
         """Reset the rows of the mask; all after an exception or an interrupt."""
         self.states.check(Op.RESET, self.all_ids)
         mask = None if self.states.values[0] == State.NEEDS_RESET else self._reset_mask
@@ -360,7 +354,7 @@ class SimulatorEngine(Calls):
         if not auto_reset and not self.states.needs_reset[0]:
             return False
         self.write_reset_masks(None if auto_reset else self._rows.ended_parts())
-        self.reset_envs(self.all_ids)
+        self.reset_envs(self.all_ids, {})
         return True
 
     # ---- send and recv -----------------------------------------------------------------------

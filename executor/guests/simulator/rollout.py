@@ -60,7 +60,20 @@ class SimulatorRun(Run[SimulatorEngine]):
                 name: [leaf[:, :num_steps].clone() for leaf in own]
                 for name, own in self._leaves.items()
             }
-        return self._result(num_steps)
+        data: TensorDict = self._rows.shell("root", (1, num_steps)).build(
+            self._leaves["root"]
+        )
+        data.set(
+            "next",
+            self._rows.shell("next", (1, num_steps)).build(self._leaves["next"]),
+        )
+        for leaf, value in zip(
+            self._engine.input_leaves,
+            self._leaves["input"],
+            strict=True,
+        ):
+            data.set(leaf.key, value)
+        return self._finished(data)
 
     def _go(self, max_steps: int, *, was_reset: bool) -> int:
         """Step until the end; return how many steps were made."""
@@ -106,22 +119,6 @@ class SimulatorRun(Run[SimulatorEngine]):
 
     def _take(self, step: int, row: Row, rewards: Leaves, _: bool) -> None:  # noqa: FBT001  # as `Take` has it
         _put(self._at["next"][step], [*row.observation, *rewards, *row.flags])
-
-    def _result(self, num_steps: int) -> TensorDictBase:
-        data: TensorDict = self._rows.shell("root", (1, num_steps)).build(
-            self._leaves["root"]
-        )
-        data.set(
-            "next",
-            self._rows.shell("next", (1, num_steps)).build(self._leaves["next"]),
-        )
-        for leaf, value in zip(
-            self._engine.input_leaves,
-            self._leaves["input"],
-            strict=True,
-        ):
-            data.set(leaf.key, value)
-        return self._finished(data)
 
 
 def _put(places: Sequence[torch.Tensor], values: Sequence[Any]) -> None:
