@@ -336,9 +336,8 @@ def _rendering() -> Iterator[Finding]:
     if version_of("mujoco") is None:
         return
     has_display = "DISPLAY" in os.environ or "MUJOCO_GL" in os.environ
-    shown = f"MUJOCO_GL={os.environ.get('MUJOCO_GL', '')!r}"
     found = (
-        shown
+        f"MUJOCO_GL={os.environ.get('MUJOCO_GL', '')!r}"
         if has_display
         else "no display, and MUJOCO_GL is not set: MuJoCo cannot draw"
     )

@@ -127,8 +127,10 @@ def _runs(sizing: Sizing) -> Table:
             justify="left" if name == "setting" else "right",
             no_wrap=True,
         )
-    ran = [one for one in sizing.runs if one.refusal is None]
-    ran.sort(key=lambda one: -one.steps_per_s)
+    ran = sorted(
+        (one for one in sizing.runs if one.refusal is None),
+        key=lambda one: -one.steps_per_s,
+    )
     for one in ran:
         grid.add_row(
             str(one.setting),

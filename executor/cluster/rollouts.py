@@ -198,8 +198,11 @@ class RayRollouts:
         how = {"num_workers": num_workers, "seed": self.seed, "options": self._options}
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
-            nodes = ray.nodes()  # type: ignore[no-untyped-call]  # Ray's
-            free = [dict(node["Resources"]) for node in nodes if node["Alive"]]
+            free = [
+                dict(node["Resources"])
+                for node in ray.nodes()  # type: ignore[no-untyped-call]  # Ray's
+                if node["Alive"]
+            ]
             bundles = bundles_for(free, self.num_envs, num_nodes, resources_per_node)
             group = placement_group(bundles, strategy=strategy)
             at_end.callback(remove_placement_group, group)

@@ -20,9 +20,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing import (
     connection,
-    popen_spawn_posix,
+    popen_spawn_posix,  # noqa: F401  # before a limit or a deleted folder prevents its import at the first start
     process,
-    resource_tracker,
+    resource_tracker,  # noqa: F401  # likewise
     spawn,
 )
 from typing import Any
@@ -45,8 +45,6 @@ from envherd.workers.guests.portable.socket_bells import SocketBell
 from envherd.workers.sending import surroundings
 from envherd.workers.sending.importing import refuse_at_import
 
-#: Imported before a limit or a deleted folder prevents it, as `multiprocessing` imports them at the first start.
-_NEEDED = popen_spawn_posix, resource_tracker
 _CONTEXT = multiprocessing.get_context("spawn")
 _NAME = "envherd-worker"
 # Between attempts to send the rest of a message, and looks whether a killed process has ended.

@@ -26,8 +26,6 @@ from envherd.shm.platforms import (
     user_id,
 )
 
-_ROOT = Path("/")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
@@ -87,7 +85,7 @@ class Machine:
         return self.memory_free if room is None else min(self.memory_free, room)
 
 
-def read_machine(root: Path = _ROOT) -> Machine:
+def read_machine(root: Path = Path("/")) -> Machine:
     """Read what this process may use.
 
     Args:
@@ -168,7 +166,7 @@ class Others:
         return seconds
 
 
-def usable_cores(root: Path = _ROOT) -> int:
+def usable_cores(root: Path = Path("/")) -> int:
     """Return how many cores this process may use: its affinity, or its cgroup's CPU quota if that is less."""
     allowed = len(usable_cpus())
     quota = read_cgroup(root).cpu_quota

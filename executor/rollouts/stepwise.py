@@ -80,10 +80,13 @@ class StepwiseRun(Run[Engine]):
             # Different tasks have different keys.
             rows = [*zip(kept.tensordicts, acted.tensordicts, strict=True)]
         if self._keys is None:
-            own = [leaf_keys(row) for _, row in rows]
             self._keys = [
-                [key for key in keys if key[0] != "next" and key not in self._root_keys]
-                for keys in own
+                [
+                    key
+                    for key in leaf_keys(row)
+                    if key[0] != "next" and key not in self._root_keys
+                ]
+                for _, row in rows
             ]
         for (target, row), keys in zip(rows, self._keys, strict=True):
             # The policy may reuse its memory, as CUDA graphs do.

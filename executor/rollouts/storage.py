@@ -137,12 +137,12 @@ class StorageShelf:
         for lease in list(self._leases):
             if lease.is_leaving or (lease.is_free and lease.lent_at != _num_forks):
                 self._drop(lease)
-        fits = [
+        fitting = (
             one
             for one in self._leases
             if one.is_free and one.num_columns == num_columns
-        ]
-        lease = next(iter(fits), None) or self._make(num_columns)
+        )
+        lease = next(fitting, None) or self._make(num_columns)
         lease.lend(next(self._numbers))
         return lease
 

@@ -491,7 +491,6 @@ class _Session:
         self.task = task
         self.env = env
         self._is_own = is_own
-        self._rules = play.rules
         self.part = task.part = task.part or play.prepare(task.name, env)
         self._camera = Camera(env)
         self.playing: dict[int, _Episode] = {}
@@ -557,14 +556,19 @@ class _Session:
             seed=seeds,
         )
         for env_id, episode in begun.items():
-            if self._rules.videos is not None and episode.number in self._rules.filmed:
-                self._rules.videos.mkdir(parents=True, exist_ok=True)
+            if (
+                self._play.rules.videos is not None
+                and episode.number in self._play.rules.filmed
+            ):
+                self._play.rules.videos.mkdir(parents=True, exist_ok=True)
                 name = re.sub(
                     r"[^\w.-]+",
                     "_",
                     f"{self.task.name}_episode{episode.number}.mp4",
                 )
-                episode.film = Video(self._rules.videos / name, self._rules.fps)
+                episode.film = Video(
+                    self._play.rules.videos / name, self._play.rules.fps
+                )
                 yield partial(self._film, episode.film, root, env_id, env_id)
 
     def _step(self) -> _Work:
@@ -573,7 +577,7 @@ class _Session:
         ids = list(self.playing)
         self.root = env.current(ids)
         self.waits_since = time.monotonic()
-        is_shared = self._rules.max_batch is not None and self._is_own
+        is_shared = self._play.rules.max_batch is not None and self._is_own
         actions = (yield self) if is_shared else _act([self])[0]
         self._sent = ids
         env.send(actions, ids, maybe_reset=False)
@@ -597,11 +601,8 @@ class _Session:
             axis=1,
         )
         is_over = following.get("done").flatten().tolist()
-        interrupted = following.get(
-            "interrupted",
-            torch.zeros(len(ids), device="cpu"),
-        )
-        is_lost = interrupted.flatten().tolist()
+        nobody = torch.zeros(len(ids), device="cpu")
+        is_lost = following.get("interrupted", nobody).flatten().tolist()
         infos = (
             self.env.infos("next") if self.env.options.info_policy != "drop" else None
         )
@@ -617,11 +618,11 @@ class _Session:
                 episode.successes.append(_success_in(episode.info))
             if episode.film is not None:
                 yield partial(self._film, episode.film, following, at, env_id)
-            if is_over[at] or episode.length == self._rules.max_steps:
+            if is_over[at] or episode.length == self._play.rules.max_steps:
                 self._play.note(self.task, self.playing.pop(env_id))
             elif (
                 time.monotonic() - episode.began > _LONG_S
-                and self._rules.max_steps is None
+                and self._play.rules.max_steps is None
                 and not self.task.is_reported
             ):
                 self.task.is_reported = True

@@ -114,10 +114,9 @@ def decide(limits: Limits, runs: Sequence[Run], others_share: float = 0.0) -> Si
     most = max(one.steps_per_s for one in runs)
     target = limits.goal.target_steps_per_s
     enough = target if target is not None and most >= target else _GOOD_ENOUGH * most
-    ran = [one for one in runs if one.refusal is None]
     # Small are few processes, then little effort in user code, then few envs.
     chosen = min(
-        (one for one in ran if one.steps_per_s >= enough),
+        (one for one in runs if one.refusal is None and one.steps_per_s >= enough),
         key=lambda one: (
             one.setting.num_workers,
             one.setting.mode != "sync",

@@ -169,7 +169,7 @@ class Collector(BatchIterator):
             )
         frames_per_batch = as_count("Collector", "frames_per_batch", frames_per_batch)
         total_frames = as_count("Collector", "total_frames", total_frames, least=-1)
-        init_random_frames = as_count(
+        self._init_random_frames = as_count(
             "Collector",
             "init_random_frames",
             init_random_frames,
@@ -188,12 +188,12 @@ class Collector(BatchIterator):
             close_env=close_env,
         )
         need_state("Collector", "primer", primer, env.num_envs)
-        policy_device = as_device(
+        self._policy_device = as_device(
             policy_device,
             "Collector",
             "policy_device as a device",
         )
-        storing_device = as_device(
+        self._storing_device = as_device(
             storing_device,
             "Collector",
             "storing_device as a device",
@@ -206,10 +206,7 @@ class Collector(BatchIterator):
         self.num_steps = math.ceil(frames_per_batch / env.num_envs)
         super().__init__(self.num_steps * env.num_envs, total_frames)
         self._policy_factory = policy_factory
-        self._policy_device = policy_device
-        self._placed = None if policy is None else Placed(policy, policy_device)
-        self._storing_device = storing_device
-        self._init_random_frames = init_random_frames
+        self._placed = None if policy is None else Placed(policy, self._policy_device)
         self._resets_always = reset_at_each_iter
         self._primer = primer
         self._postproc = postproc
@@ -217,9 +214,9 @@ class Collector(BatchIterator):
         self._closes_env = close_env
         self._has_begun = False
         self._state: TensorDictBase | None = None
-        self._warn_of_rounding(frames_per_batch, init_random_frames)
+        self._warn_of_rounding(frames_per_batch)
 
-    def _warn_of_rounding(self, asked: int, init_random_frames: int) -> None:
+    def _warn_of_rounding(self, asked: int) -> None:
         num_envs = self.env.num_envs
         batch = self.frames_per_batch
         roundings = [
@@ -227,7 +224,12 @@ class Collector(BatchIterator):
             for name, frames, count, what in (
                 ("frames_per_batch", asked, num_envs, "envs"),
                 ("total_frames", self.total_frames, batch, "frames per batch"),
-                ("init_random_frames", init_random_frames, batch, "frames per batch"),
+                (
+                    "init_random_frames",
+                    self._init_random_frames,
+                    batch,
+                    "frames per batch",
+                ),
             )
             if frames > 0 and frames % count
         ]

@@ -80,6 +80,7 @@ class SimulatorEngine(Calls):
         device: of the batches; None if that is the CPU and the caller has not set it.
         batches, positions: the rows; an `Engine` has separate objects for these.
         side: the infos.
+        intake: checks actions.
         sent: the step that was sent; or None.
         stale_roots: looks at the batches that are passed.
     """
@@ -113,9 +114,7 @@ class SimulatorEngine(Calls):
         self.side = SideData(self.specs, InfoReader(options.info_policy, None, {}))
         self.sent: Sent | None = None
         self.stale_roots = StaleRoots.of(self.specs)
-        self._intake = TensorIntake(pool.slab.groups[0], options.check_actions)
-        self.read_inputs = self._intake.tensors
-        self.input_leaves = self._intake.leaves
+        self.intake = TensorIntake(pool.slab.groups[0], options.check_actions)
         self._pack_info = packer(options.info_policy)
         # Memory views, whose items are read and written faster than those of arrays.
         self._words = {name: array.data for name, array in pool.slab.words.items()}
@@ -155,7 +154,7 @@ class SimulatorEngine(Calls):
         self.guard.refuse_rolling()
         self.states.check(op, self.all_ids)
         following: Leaves = []
-        outcome = self.carry_out(op, self.read_inputs(td), self._taker(following))
+        outcome = self.carry_out(op, self.intake.tensors(td), self._taker(following))
         try:
             self.note_outcome(outcome, following)
         except EnvError as error:
@@ -182,7 +181,7 @@ class SimulatorEngine(Calls):
 
         Args:
             op: STEP or STEP_RESET; it was checked.
-            inputs: from `read_inputs`.
+            inputs: from `intake`.
             take: see `Take`.
         """
         return self._run(op, lambda: self._step(op, inputs, take))
@@ -362,7 +361,7 @@ class SimulatorEngine(Calls):
     def send(self, td: TensorDictBase, op: Op) -> None:
         """Step the simulator, and keep the outcome for `take_sent`."""
         self.states.check(op, self.all_ids)
-        inputs = self.read_inputs(td)
+        inputs = self.intake.tensors(td)
         following = Leaves()
         kept = [value.clone() for value in inputs]
         # Before the step, which replaces the current row.
@@ -388,7 +387,7 @@ class SimulatorEngine(Calls):
         if not with_root:
             td = td.empty()
         else:
-            for leaf, value in zip(self.input_leaves, inputs, strict=True):
+            for leaf, value in zip(self.intake.leaves, inputs, strict=True):
                 set_leaf(td, leaf.key, value)
         try:
             self.note_outcome(outcome, following)

@@ -43,7 +43,7 @@ class SimulatorRun(Run[SimulatorEngine]):
         sections = {
             "root": self._rows.root_keys,
             "next": self._rows.next_keys,
-            "input": [leaf.key for leaf in self._engine.input_leaves],
+            "input": [leaf.key for leaf in self._engine.intake.leaves],
         }
         self._leaves = {
             section: [tensors[section, *key] for key in keys]
@@ -68,7 +68,7 @@ class SimulatorRun(Run[SimulatorEngine]):
             self._rows.shell("next", (1, num_steps)).build(self._leaves["next"]),
         )
         for leaf, value in zip(
-            self._engine.input_leaves,
+            self._engine.intake.leaves,
             self._leaves["input"],
             strict=True,
         ):
@@ -111,7 +111,7 @@ class SimulatorRun(Run[SimulatorEngine]):
         self._carried.hand_over(root, np.array([was_reset]))
         with self._engine.rolling():
             acted = run_policy(self._policy, root)
-        self._inputs = self._engine.read_inputs(acted)
+        self._inputs = self._engine.intake.tensors(acted)
         self._carried.keep(acted)
         _put(self._at["input"][step], self._inputs)
         self._keep_extras(acted, self._engine.known)
