@@ -71,28 +71,6 @@ def _work(
 ) -> int:
     """Play and report; return the exit code."""
     console = Console(stderr=options.json == "-", quiet=options.quiet)
-    with console.status(f"playing {options.episodes} episodes of {len(tasks)} envs"):
-        found = _evaluate(options, tasks, maker, background_maker)
-    is_single = len(tasks) == 1
-    one = next(iter(found.tasks.values()))
-    console.print(table(one) if is_single else table_of_tasks(found))
-    for name, task in found.tasks.items():
-        for failed in task.failures[:3]:
-            console.print(
-                f"{name}: episode {failed.episode} failed: {failed.error}",
-                highlight=False,
-                markup=False,
-            )
-    write_json(options.json, (one if is_single else found).to_dict())
-    return EXIT_FAILED if found.num_failed else 0
-
-
-def _evaluate(
-    options: Evaluate,
-    tasks: dict[str, Any],
-    maker: Any,
-    background_maker: Any,
-) -> Evaluations:
     focal: list[int | str] | None = None
     if options.focal is not None:
         focal = [
@@ -113,21 +91,34 @@ def _evaluate(
             focal,
         )
 
-    return evaluate(
-        None,
-        tasks,
-        options.episodes,
-        policy_for=policy_for,
-        focal=focal,
-        num_workers=options.workers,
-        seed=options.seed,
-        max_steps=options.max_steps,
-        options=drawing(default_options()) if options.videos is not None else None,
-        out=options.out,
-        label=f"{options.policy or _RANDOM} against {options.background}",
-        videos=options.videos,
-        filmed=options.filmed,
-    )
+    with console.status(f"playing {options.episodes} episodes of {len(tasks)} envs"):
+        found = evaluate(
+            None,
+            tasks,
+            options.episodes,
+            policy_for=policy_for,
+            focal=focal,
+            num_workers=options.workers,
+            seed=options.seed,
+            max_steps=options.max_steps,
+            options=drawing(default_options()) if options.videos is not None else None,
+            out=options.out,
+            label=f"{options.policy or _RANDOM} against {options.background}",
+            videos=options.videos,
+            filmed=options.filmed,
+        )
+    is_single = len(tasks) == 1
+    one = next(iter(found.tasks.values()))
+    console.print(table(one) if is_single else table_of_tasks(found))
+    for name, task in found.tasks.items():
+        for failed in task.failures[:3]:
+            console.print(
+                f"{name}: episode {failed.episode} failed: {failed.error}",
+                highlight=False,
+                markup=False,
+            )
+    write_json(options.json, (one if is_single else found).to_dict())
+    return EXIT_FAILED if found.num_failed else 0
 
 
 def table(found: Evaluation) -> Table:

@@ -176,9 +176,8 @@ class Pictures:
             self._look = (
                 _Views(env).look if self._has_views else Camera(env, self._agent).look
             )
-        shows_one = self._is_alone or not self._is_kept
-        num_shown = 1 if shows_one else min(env.num_envs, MAX_GIF_ENVS)
-        env_ids = list(range(num_shown))
+        has_many = self._is_kept and not self._is_alone
+        env_ids = list(range(min(env.num_envs, MAX_GIF_ENVS if has_many else 1)))
         frames = self._look(td, env_ids)
         if self._mp4 is not None and frames[0] is not None:
             # Made with its first frame: a run without any leaves no file.

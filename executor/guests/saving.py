@@ -38,7 +38,6 @@ def _save(
     """Return states; with `is_whole`, refuse envs of which a part alone can be saved, which must be reset."""
     ids = env_ids.tolist()
     answers = engine.ask("save", ids, kwargs={"is_whole": is_whole})
-    roots = engine.batches.roots(env_ids)
     return [
         {
             "env": crossed(answers[env_id]),
@@ -50,7 +49,7 @@ def _save(
         }
         for env_id, root, has_ended in zip(
             ids,
-            roots,
+            engine.batches.roots(env_ids),
             engine.states.needs_reset[env_ids],
             strict=True,
         )

@@ -7,6 +7,7 @@ container hides: these are None or empty.
 import contextlib
 import math
 import os
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -182,11 +183,9 @@ def _physical_cores(cpus: Iterable[int]) -> int:
 
 
 def _cpu_pressure() -> float | None:
-    for line in (read_word(Path("/proc/pressure/cpu")) or "").splitlines():
-        if line.startswith("some "):
-            fields = dict(part.split("=") for part in line.split()[1:])
-            return float(fields["avg10"]) / 100
-    return None
+    text = read_word(Path("/proc/pressure/cpu")) or ""
+    found = re.search(r"^some .*?avg10=([0-9.]+)", text, re.MULTILINE)
+    return None if found is None else float(found[1]) / 100
 
 
 def _user_threads() -> int:

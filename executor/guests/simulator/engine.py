@@ -118,11 +118,8 @@ class SimulatorEngine(Calls):
         self._pack_info = packer(options.info_policy)
         # Memory views, whose items are read and written faster than those of arrays.
         self._words = {name: array.data for name, array in pool.slab.words.items()}
-        self._phase = "step"
-        self._infos = dict[str, bytes | None]()
         self._left_out = set[str]()
         self._row: Row | None = None
-        self._was_reset = self._has_ended = False
         self._reset_mask: np.ndarray | None = None
         self.guard = CallGuard(self)
         self.use_seed(seed)
@@ -239,7 +236,7 @@ class SimulatorEngine(Calls):
         words = self._words
         self.states.start(self.all_ids, op, 0)
         self._phase = "step"
-        self._infos = {}
+        self._infos: dict[str, bytes | None] = {}
         self._row = None
         self._was_reset = False
         words["phase"][0] = pack_phase(op, 0)
