@@ -56,11 +56,11 @@ def _prepare(options: Evaluate) -> tuple[dict[str, Any], Any, Any]:
             has_background=options.background is not None,
             with_frames=options.videos is not None,
         )
-    names = [
+    policy, background = (
         None if name == _RANDOM else name
         for name in (options.policy, options.background)
-    ]
-    return tasks, policy_maker(names[0]), policy_maker(names[1], "--background")
+    )
+    return tasks, policy_maker(policy), policy_maker(background, "--background")
 
 
 def _work(

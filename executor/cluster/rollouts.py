@@ -11,7 +11,6 @@ Guarantees:
 
 import contextlib
 import functools
-import logging
 import math
 import os
 import pickle
@@ -20,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any
 
 import torch
 from tensordict import (
@@ -42,6 +41,7 @@ from envherd.executor.guests.collectors.policy import Placed, Policy
 from envherd.executor.guests.monitor.statistics import Statistics
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
+from envherd.executor.processes.error_messages import log
 from envherd.executor.protocol.call_guard import CallGuard
 from envherd.executor.sending.blueprint import (
     EnvKwargs,
@@ -68,7 +68,6 @@ except ModuleNotFoundError as missing:
     if missing.name != "ray":  # Ray is installed, and lacks a package
         raise
 
-_log = logging.getLogger("envherd")
 
 #: Seconds for the head of a cluster to accept a connection; Ray itself would try for minutes.
 _CONNECT_S = 5.0
@@ -99,7 +98,7 @@ class _Share(SimpleNamespace):
         return f"{self.place} (envs {self.env_ids[0]}-{self.env_ids[-1]})"
 
 
-class RayRollouts:
+class RayRollouts(contextlib.AbstractContextManager["RayRollouts"]):
     """N envs on the nodes of a Ray cluster, with a copy of the policy on each; a `Collector` takes it as its executor.
 
     Each node gets a share of contiguous envs, in proportion to its reserved processors, and runs them as a
@@ -500,7 +499,7 @@ class RayRollouts:
         ]
         if late and now - self._logged_at > _LOG_S:
             self._logged_at = now
-            _log.warning(
+            log.warning(
                 "RayRollouts waits for nodes that are still starting, or are silent: %s.",
                 ", ".join(late),
             )
@@ -554,10 +553,6 @@ class RayRollouts:
         """Close the envs and release the nodes, within seconds. Idempotent."""
         self._guard.shut()
         self._finalizer()
-
-    def __enter__(self) -> Self:
-        """Return itself; closed at the end of the `with`."""
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Close."""

@@ -5,7 +5,6 @@ in a worker. A `load_state_dict` of the env checks its state only when it loads 
 be restored need a reset, and all others continue.
 """
 
-import logging
 import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +14,11 @@ import numpy as np
 
 from envherd.executor.guests.capsules.file import Form, is_count
 from envherd.executor.pools.replies import crossed
+from envherd.executor.processes.error_messages import log
 from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.env_batches import check_root
 from envherd.workers import seeding
 from envherd.workers.errors import EnvError
-
-log = logging.getLogger("envherd")
 
 
 def save(engine: Engine, env_ids: np.ndarray) -> list[dict[str, Any]]:

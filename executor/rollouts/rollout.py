@@ -7,7 +7,6 @@ be returned; a transition's `next` is never a reset observation, and the root af
 import contextlib
 import copy
 import functools
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -33,6 +32,7 @@ from envherd.executor.batches.fast_tensordict import as_tensor
 from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.batches.hand_out import stack_groups
 from envherd.executor.batches.transfer import as_array
+from envherd.executor.processes.error_messages import log
 from envherd.executor.progress import counted
 from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.fast_step import compile_command
@@ -48,7 +48,6 @@ from envherd.workers.protocol import Op
 
 RolloutPolicy = Callable[[TensorDictBase], TensorDictBase]
 
-_log = logging.getLogger("envherd")
 _CUT = (
     "rollout returned %d of %d steps, since an env ended. Pass break_when_any_done=False to reset the envs that end "
     "and collect all steps, or True to stop as now without this message."
@@ -139,7 +138,7 @@ class RolloutRunner:
                 else:
                     data = run.collect(max_steps, auto_reset=auto_reset)
         if break_when_any_done is None and data.batch_size[1] < max_steps:
-            _log.warning(_CUT, data.batch_size[1], max_steps)
+            log.warning(_CUT, data.batch_size[1], max_steps)
         if set_truncated:
             _mark_truncated(data, engine.specs)
         if out is None:

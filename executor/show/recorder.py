@@ -3,9 +3,10 @@
 Assumes: it is called after each step of all envs. A video lacks the steps after which it was not called.
 """
 
+import contextlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from tensordict import TensorDictBase
 
@@ -26,7 +27,7 @@ class _Film(NamedTuple):
     video: Video
 
 
-class VideoRecorder:
+class VideoRecorder(contextlib.AbstractContextManager["VideoRecorder"]):
     """Writes episodes of some envs as `FOLDER/envI_episodeJ.mp4`; a `callback` for `rollout` and `Collector`.
 
     In a loop of steps, call `recorder(env, td)` after each step. J is the executor's number of the episode. A video is
@@ -137,10 +138,6 @@ class VideoRecorder:
         """Complete the videos. Idempotent."""
         for env_id in list(self._films):
             self._films.pop(env_id).video.close()
-
-    def __enter__(self) -> Self:
-        """Return the recorder; the end of the `with` block closes it."""
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Close the recorder."""

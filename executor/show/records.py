@@ -6,6 +6,7 @@ Programs that write to one file add to each other's records. If two write in the
 latest records of one of them until it writes again.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -14,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -84,7 +85,7 @@ class TaskRecords:
     episodes: dict[int, EpisodeRecord] = field(default_factory=dict)
 
 
-class RecordFile:
+class RecordFile(contextlib.AbstractContextManager["RecordFile"]):
     """The records of a run, by task, and the file that holds them, if there is one.
 
     Args:
@@ -120,10 +121,6 @@ class RecordFile:
         if self._path is not None and not self._path.exists():
             # A path that cannot be written is refused before an episode is played.
             self.write()
-
-    def __enter__(self) -> Self:
-        """Return this object."""
-        return self
 
     def __exit__(
         self,

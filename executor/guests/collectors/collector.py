@@ -5,7 +5,6 @@ and the policy's own state included), every transition in them was executed, and
 copied, pickled or moved unless `policy_device` is set.
 """
 
-import logging
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, Self
@@ -22,11 +21,10 @@ from envherd.executor.batches.arguments import (
 from envherd.executor.batches.transfer import as_device
 from envherd.executor.guests.collectors.policy import Placed, Policy
 from envherd.executor.keywords import names_right_keyword
+from envherd.executor.processes.error_messages import log
 from envherd.executor.progress import showing
 from envherd.executor.rollouts.policy_state import own_leaves
 from envherd.shm.specs import EnvSpec
-
-_log = logging.getLogger("envherd")
 
 
 class Rolls(Protocol):
@@ -234,7 +232,7 @@ class Collector(BatchIterator):
             if frames > 0 and frames % count
         ]
         if roundings:
-            _log.warning("%s: rounded up.", " and ".join(roundings))
+            log.warning("%s: rounded up.", " and ".join(roundings))
 
     def collect(self) -> TensorDictBase:
         """Return the next batch `[N, T]`; the caller owns its memory.
