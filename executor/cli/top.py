@@ -82,11 +82,11 @@ def _refusal(options: Top, watches: list[Watch]) -> str:
 
 
 def _write_json(options: Top, watches: list[Watch], stack: str) -> None:
-    plain: dict[str, Any] = {
+    plain = {
         "schema": SCHEMA,
         "executors": [watch.to_plain() for watch in watches],
+        **({"stack": stack} if stack else {}),
     }
-    plain |= {"stack": stack} if stack else {}
     # One line for each reading, unless there is only one.
     write_json(options.json, plain, indent=2 if options.once else None)
 

@@ -96,10 +96,9 @@ def parse_apps(text: str, pids: Collection[int]) -> int:
 
 def _ask(query: str) -> str:
     """Return what `nvidia-smi` prints; empty if there is none, or if it fails."""
-    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     with contextlib.suppress(subprocess.TimeoutExpired), ignoring_refusals():
         done = subprocess.run(
-            command,
+            ["nvidia-smi", query, "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
             timeout=_TIMEOUT_S,
