@@ -274,9 +274,9 @@ class BatchedEnv:
             EnvError: an env raised; the others were stepped, see `error.partial`.
             WorkerLost, WorkerTimeout, Busy, Closed: see docs/errors.md.
         """
-        if self._fast_step(td) is not None:
-            return td
-        return self._step_all("step", td, Op.STEP)[0]
+        if self._fast_step(td) is None:
+            self._step_all("step", td, Op.STEP)
+        return td
 
     def step_and_maybe_reset(
         self,

@@ -5,6 +5,7 @@ The processes that a check starts end before its finding.
 """
 
 import contextlib
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -135,7 +136,10 @@ def examine(name: str = "", make_env: Factory | None = None) -> Iterator[Finding
         ("rendering", _rendering),
         ("egl", _egl),
         ("shared memory", _shared_memory),
-        *((f"start method {method}", _starter(method)) for method in methods),
+        *(
+            (f"start method {method}", functools.partial(_start, method))
+            for method in methods
+        ),
         *(
             []
             if make_env is None
@@ -214,7 +218,7 @@ def plain_steps() -> Iterator[Finding]:
 
 def steps_of(name: str, make_env: Factory) -> Iterator[Finding]:
     """Report which calls C makes in an executor of such envs, with the default options."""
-    from envherd.executor.parallel import ParallelEnv  # imported here: see `_starter`
+    from envherd.executor.parallel import ParallelEnv  # imported here: see `_start`
 
     with ParallelEnv(1, make_env, num_workers=1) as env:
         yield Finding(f"steps of {name}", "ok", env.statistics().path)
@@ -332,9 +336,8 @@ def _rendering() -> Iterator[Finding]:
     if version_of("mujoco") is None:
         return
     has_display = "DISPLAY" in os.environ or "MUJOCO_GL" in os.environ
-    shown = f"MUJOCO_GL={os.environ.get('MUJOCO_GL', '')!r}"
     found = (
-        shown
+        f"MUJOCO_GL={os.environ.get('MUJOCO_GL', '')!r}"
         if has_display
         else "no display, and MUJOCO_GL is not set: MuJoCo cannot draw"
     )
@@ -361,28 +364,25 @@ def _shared_memory() -> Iterator[Finding]:
         )
 
 
-def _starter(name: Any) -> Callable[[], Iterator[Finding]]:
-    def check() -> Iterator[Finding]:
-        # Imported here, so earlier findings need not wait for torch.
-        from envherd.executor.parallel import ParallelEnv
-        from envherd.workers.testing import CountingEnv
+def _start(name: Any) -> Iterator[Finding]:
+    # Imported here, so earlier findings need not wait for torch.
+    from envherd.executor.parallel import ParallelEnv
+    from envherd.workers.testing import CountingEnv
 
-        began = time.monotonic()
-        with ParallelEnv(
-            2,
-            CountingEnv,
-            num_workers=2,
-            options=ExecutorOptions(start_method=name),
-        ) as env:
-            env.step_and_maybe_reset(env.rand_action(env.reset()))
-            took = time.monotonic() - began
-        yield Finding(
-            f"start method {name}",
-            "ok",
-            f"two workers started and stepped in {took:.2f} s",
-        )
-
-    return check
+    began = time.monotonic()
+    with ParallelEnv(
+        2,
+        CountingEnv,
+        num_workers=2,
+        options=ExecutorOptions(start_method=name),
+    ) as env:
+        env.step_and_maybe_reset(env.rand_action(env.reset()))
+        took = time.monotonic() - began
+    yield Finding(
+        f"start method {name}",
+        "ok",
+        f"two workers started and stepped in {took:.2f} s",
+    )
 
 
 def cores(machine: Machine) -> Iterator[Finding]:

@@ -5,25 +5,17 @@ Guarantees: outside a block of `progress()` tqdm is not imported and nothing is 
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 #: Seconds after which a bar appears, for each open block; the innermost block's value is used.
 _after_s: list[float] = []
 
 
-class Bar(Protocol):
-    """A progress bar."""
+class Bar:
+    """A progress bar that shows nothing, with the method of tqdm's that is used here."""
 
     def update(self, count: float = 1) -> object:
         """Note that `count` more are done."""
-
-
-class _Nothing:
-    def update(self, count: float = 1) -> None:
-        """Show nothing."""
-
-
-_NOTHING = _Nothing()
 
 
 @contextlib.contextmanager
@@ -61,7 +53,7 @@ def showing(what: str, total: int, *, done: int = 0) -> Iterator[Bar]:
         done: number of items done already.
     """
     if not _after_s:
-        yield _NOTHING
+        yield Bar()
         return
     with _tqdm()(
         total=total if total >= 0 else None,

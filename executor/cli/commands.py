@@ -4,18 +4,19 @@ Guarantees: `carry_out` prints expected errors (see `carry_out`) and returns an 
 """
 
 import contextlib
-import functools
 import inspect
 import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from rich.console import Console
+from rich import box
+from rich.console import Console, JustifyMethod, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from envherd.executor.batched import BatchedEnv
@@ -26,17 +27,12 @@ from envherd.executor.guests.capsules.file import CapsuleError, DamagedFile
 from envherd.executor.machine.room import TooMany
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
-from envherd.executor.rollouts.policy_state import run_policy
 from envherd.executor.show.camera import MediaError
-from envherd.executor.show.per_player import as_policy
 from envherd.executor.start.process_log import has_frames_of_others
 from envherd.shm import platforms
 from envherd.workers.adapters.env_names import Made
 from envherd.workers.adapters.named import named_callable
 from envherd.workers.errors import EnvherdError, FactoryError
-
-if TYPE_CHECKING:
-    from envherd.executor.cluster.rollouts import RayRollouts
 
 Prepared = TypeVar("Prepared")
 #: How the messages of envherd's own errors begin.
@@ -114,6 +110,33 @@ def complain(console: Console, error: Exception) -> None:
         )
 
 
+def table_of_facts(
+    title: str,
+    facts: Mapping[str, RenderableType],
+    lines_below: Collection[str] = (),
+    justify: JustifyMethod = "left",
+) -> Table:
+    """Return a table of names and values.
+
+    Args:
+        title: above it.
+        facts: value by name.
+        lines_below: names of the rows with a line below them.
+        justify: of the values.
+    """
+    grid = Table(
+        title=Text(title, "bold"),
+        title_justify="left",
+        box=box.ROUNDED,
+        show_header=False,
+    )
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold", justify=justify)
+    for name, value in facts.items():
+        grid.add_row(name, value, end_section=name in lines_below)
+    return grid
+
+
 @contextlib.contextmanager
 def noting_interrupt() -> Iterator[list[int]]:
     """Yield a list to which the first Ctrl-C adds an item, so that a loop can end after a whole step.
@@ -159,17 +182,6 @@ def drawing(options: ExecutorOptions) -> ExecutorOptions:
     """Return options of envs that will be drawn. Without a display, MuJoCo needs MUJOCO_GL when workers start."""
     has_display = platforms.has_display() or "MUJOCO_GL" in os.environ
     return options if has_display else replace(options, env_vars={"MUJOCO_GL": "egl"})
-
-
-def acting(
-    make_policy: Callable[[Any], Any],
-    env: "BatchedEnv | RayRollouts",
-) -> Callable[[Any], Any]:
-    """Return what sets the actions in a batch: the policy that `policy_maker` makes."""
-    return functools.partial(
-        run_policy,
-        as_policy("--policy", make_policy(env), env.specs[0]),
-    )
 
 
 def policy_maker(

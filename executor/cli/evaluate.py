@@ -8,7 +8,12 @@ from rich.table import Table
 from rich.text import Text
 
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.cli.commands import carry_out, drawing, policy_maker
+from envherd.executor.cli.commands import (
+    carry_out,
+    drawing,
+    policy_maker,
+    table_of_facts,
+)
 from envherd.executor.cli.exit_codes import EXIT_FAILED
 from envherd.executor.cli.option_values import write_json
 from envherd.executor.cli.options import Evaluate
@@ -51,11 +56,11 @@ def _prepare(options: Evaluate) -> tuple[dict[str, Any], Any, Any]:
             has_background=options.background is not None,
             with_frames=options.videos is not None,
         )
-    names = [
+    policy, background = (
         None if name == _RANDOM else name
         for name in (options.policy, options.background)
-    ]
-    return tasks, policy_maker(names[0]), policy_maker(names[1], "--background")
+    )
+    return tasks, policy_maker(policy), policy_maker(background, "--background")
 
 
 def _work(
@@ -66,28 +71,6 @@ def _work(
 ) -> int:
     """Play and report; return the exit code."""
     console = Console(stderr=options.json == "-", quiet=options.quiet)
-    with console.status(f"playing {options.episodes} episodes of {len(tasks)} envs"):
-        found = _evaluate(options, tasks, maker, background_maker)
-    is_single = len(tasks) == 1
-    one = next(iter(found.tasks.values()))
-    console.print(table(one) if is_single else table_of_tasks(found))
-    for name, task in found.tasks.items():
-        for failed in task.failures[:3]:
-            console.print(
-                f"{name}: episode {failed.episode} failed: {failed.error}",
-                highlight=False,
-                markup=False,
-            )
-    write_json(options.json, (one if is_single else found).to_dict())
-    return EXIT_FAILED if found.num_failed else 0
-
-
-def _evaluate(
-    options: Evaluate,
-    tasks: dict[str, Any],
-    maker: Any,
-    background_maker: Any,
-) -> Evaluations:
     focal: list[int | str] | None = None
     if options.focal is not None:
         focal = [
@@ -108,36 +91,38 @@ def _evaluate(
             focal,
         )
 
-    return evaluate(
-        None,
-        tasks,
-        options.episodes,
-        policy_for=policy_for,
-        focal=focal,
-        num_workers=options.workers,
-        seed=options.seed,
-        max_steps=options.max_steps,
-        options=drawing(default_options()) if options.videos is not None else None,
-        out=options.out,
-        label=f"{options.policy or _RANDOM} against {options.background}",
-        videos=options.videos,
-        filmed=options.filmed,
-    )
+    with console.status(f"playing {options.episodes} episodes of {len(tasks)} envs"):
+        found = evaluate(
+            None,
+            tasks,
+            options.episodes,
+            policy_for=policy_for,
+            focal=focal,
+            num_workers=options.workers,
+            seed=options.seed,
+            max_steps=options.max_steps,
+            options=drawing(default_options()) if options.videos is not None else None,
+            out=options.out,
+            label=f"{options.policy or _RANDOM} against {options.background}",
+            videos=options.videos,
+            filmed=options.filmed,
+        )
+    is_single = len(tasks) == 1
+    one = next(iter(found.tasks.values()))
+    console.print(table(one) if is_single else table_of_tasks(found))
+    for name, task in found.tasks.items():
+        for failed in task.failures[:3]:
+            console.print(
+                f"{name}: episode {failed.episode} failed: {failed.error}",
+                highlight=False,
+                markup=False,
+            )
+    write_json(options.json, (one if is_single else found).to_dict())
+    return EXIT_FAILED if found.num_failed else 0
 
 
 def table(found: Evaluation) -> Table:
     """Return the results of one env as a table for the terminal."""
-    grid = Table(
-        title=Text(
-            f"{found.env}: {found.num_episodes} episodes, seed {found.seed}",
-            "bold",
-        ),
-        title_justify="left",
-        box=box.ROUNDED,
-        show_header=False,
-    )
-    grid.add_column(style="dim")
-    grid.add_column(justify="right")
     rows = {
         "episodes that failed": found.num_failed or None,
         "success": found.success,
@@ -158,14 +143,16 @@ def table(found: Evaluation) -> Table:
             "collective return": found.collective,
             "equality": found.equality,
             **{
-                f"role {role}, {'focal' if is_focal else 'background'}, per capita": one
-                for (role, is_focal), one in found.by_role.items()
+                f"role {kind.role}, {'focal' if kind.is_focal else 'background'}, per capita": one
+                for kind, one in found.by_role.items()
             },
         }
-    for name, measure in rows.items():
-        if measure is not None:
-            grid.add_row(name, str(measure), end_section=name in ("length", "equality"))
-    return grid
+    return table_of_facts(
+        f"{found.env}: {found.num_episodes} episodes, seed {found.seed}",
+        {name: str(one) for name, one in rows.items() if one is not None},
+        lines_below=("length", "equality"),
+        justify="right",
+    )
 
 
 def table_of_tasks(found: Evaluations) -> Table:

@@ -8,7 +8,7 @@ Pillow is imported only when it is needed.
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from tensordict import TensorDictBase
@@ -48,8 +48,21 @@ GIF_FRAMES_PER_S = 12.0
 _ALONE_FRAMES = 240
 _ALONE_PX = 1600
 
-#: A left caption, a right caption, and a frame or None.
-Tile = tuple[str, str, np.ndarray | None]
+T = TypeVar("T")
+
+
+class Tile(NamedTuple):
+    """A part of a picture.
+
+    Attributes:
+        left: caption at the left.
+        right: caption at the right.
+        frame: uint8 `[H, W, 3]`; or None.
+    """
+
+    left: str
+    right: str
+    frame: np.ndarray | None
 
 
 class Film:
@@ -61,14 +74,14 @@ class Film:
 
     Attributes:
         stride: steps from one kept frame to the next.
-        moments: `(step, frame)`, in order.
+        moments: step -> frame, in order.
     """
 
     def __init__(self, max_frames: int, num_steps: int) -> None:
         self._max_frames = max_frames
         self._num_steps = num_steps
         self.stride = 1
-        self.moments: list[tuple[int, Any]] = []
+        self.moments: dict[int, Any] = {}
 
     def wants(self, step: int) -> bool:
         """Return whether to keep the frame of a step; step 0 is the reset."""
@@ -77,11 +90,15 @@ class Film:
     def add(self, step: int, frame: Any) -> None:
         """Keep the frame of a step that `wants` accepts."""
         if len(self.moments) > self._max_frames:
-            self.moments = self.moments[::2]
             self.stride = 2 * self.stride
+            self.moments = {
+                step: kept
+                for step, kept in self.moments.items()
+                if step % self.stride == 0
+            }
             if not self.wants(step):
                 return
-        self.moments.append((step, frame))
+        self.moments[step] = frame
 
 
 class Pictures:
@@ -159,9 +176,8 @@ class Pictures:
             self._look = (
                 _Views(env).look if self._has_views else Camera(env, self._agent).look
             )
-        shows_one = self._is_alone or not self._is_kept
-        num_shown = 1 if shows_one else min(env.num_envs, MAX_GIF_ENVS)
-        env_ids = list(range(num_shown))
+        has_many = self._is_kept and not self._is_alone
+        env_ids = list(range(min(env.num_envs, MAX_GIF_ENVS if has_many else 1)))
         frames = self._look(td, env_ids)
         if self._mp4 is not None and frames[0] is not None:
             # Made with its first frame: a run without any leaves no file.
@@ -191,33 +207,34 @@ class Pictures:
         if self._gif is not None and self._is_alone:
             save_animation(
                 self._gif,
-                [require_pillow().Image.fromarray(frames[0]) for _, frames in moments],
+                [
+                    require_pillow().Image.fromarray(frames[0])
+                    for frames in moments.values()
+                ],
                 frames_per_s=self._fps / self._film.stride,
             )
         elif self._gif is not None:
             frames = [
                 grid(
-                    [(f"env {i}", f"step {step}", frames.get(i)) for i in env_ids],
+                    [Tile(f"env {i}", f"step {step}", frames.get(i)) for i in env_ids],
                     title=title,
                     width_px=GIF_WIDTH_PX,
-                    largest=_largest(self._latest.values()),
+                    room_for=list(self._latest.values()),
                 )
-                for step, frames in moments
+                for step, frames in moments.items()
             ]
             save_animation(self._gif, frames, frames_per_s=GIF_FRAMES_PER_S)
         if self._png is not None:
-            picked = np.unique(
-                np.linspace(0, len(moments) - 1, SHEET_COLUMNS).round().astype(int)
-            )
+            picked = _spread(list(moments), SHEET_COLUMNS)
             tiles = [
-                (
+                Tile(
                     f"env {i}",
-                    f"step {moments[at][0]}",
+                    f"step {step}",
                     frame if frame is None else reduced(frame),
                 )
                 for i in env_ids[:MAX_SHEET_ENVS]
-                for at in picked
-                for frame in [moments[at][1].get(i)]
+                for step in picked
+                for frame in [moments[step].get(i)]
             ]
             grid(
                 tiles,
@@ -265,11 +282,11 @@ class _Views:
         self._step = 0 if is_root else self._step + 1
         returns = (self._returns.running if is_root else self._returns.add(td[:1]))[0]
         caption = f"step {self._step}  sum {returns.sum():.1f}"
-        tiles: list[Tile] = [
-            (self._title, caption, world) for world in self._world.look(td, env_ids)
+        tiles = [
+            Tile(self._title, caption, world) for world in self._world.look(td, env_ids)
         ]
         tiles += [
-            (name, f"return {value:.1f}", view)
+            Tile(name, f"return {value:.1f}", view)
             for name, value, view in zip(
                 self._names,
                 returns,
@@ -321,7 +338,7 @@ def grid(
     width_px: int,
     columns: int | None = None,
     title: str = "",
-    largest: tuple[int, int] | None = None,
+    room_for: Sequence[np.ndarray] = (),
 ) -> "Image.Image":
     """Return the picture of some tiles in rows.
 
@@ -330,12 +347,12 @@ def grid(
         width_px: most pixels of a row of enlarged frames.
         columns: tiles in a row; None for a picture of about 4:3.
         title: above the tiles.
-        largest: height and width for which to leave room; None for those of the largest frame.
+        room_for: frames for the largest of which to leave room; none for those of the tiles.
     """
     pillow = require_pillow()
-    height, width = largest or _largest(
-        [frame for *_, frame in tiles if frame is not None]
-    )
+    frames = room_for or [tile.frame for tile in tiles if tile.frame is not None]
+    height = max(frame.shape[0] for frame in frames)
+    width = max(frame.shape[1] for frame in frames)
     columns = columns or _columns(len(tiles), height, width)
     factor = max(
         1,
@@ -354,15 +371,21 @@ def grid(
     draw = pillow.ImageDraw.Draw(canvas)
     font = pillow.ImageFont.load_default(FONT_PX)
     draw.text((GAP_PX, GAP_PX / 2 + CAPTION_PX / 2), title, INK, font, anchor="lm")
-    for index, (left, right, frame) in enumerate(tiles):
+    for index, tile in enumerate(tiles):
         row, column = divmod(index, columns)
         x = GAP_PX + column * step_x
         y = top + row * step_y
         draw.rectangle((x, y, x + width - 1, y + height + CAPTION_PX - 1), PANEL)
-        draw.text((x + 6, y + CAPTION_PX / 2), left, INK, font, anchor="lm")
-        draw.text((x + width - 6, y + CAPTION_PX / 2), right, FAINT, font, anchor="rm")
-        if frame is not None:
-            picture = pillow.Image.fromarray(enlarged(frame, height, width))
+        draw.text((x + 6, y + CAPTION_PX / 2), tile.left, INK, font, anchor="lm")
+        draw.text(
+            (x + width - 6, y + CAPTION_PX / 2),
+            tile.right,
+            FAINT,
+            font,
+            anchor="rm",
+        )
+        if tile.frame is not None:
+            picture = pillow.Image.fromarray(enlarged(tile.frame, height, width))
             canvas.paste(
                 picture,
                 (
@@ -397,10 +420,7 @@ def save_animation(
     They share a palette: files are half as large, and colours do not flicker.
     """
     pillow = require_pillow()
-    picked = [
-        pictures[i]
-        for i in np.unique(np.linspace(0, len(pictures) - 1, 8).round().astype(int))
-    ]
+    picked = _spread(pictures, 8)
     height = picked[0].height
     strip = pillow.Image.new("RGB", (picked[0].width, height * len(picked)))
     for index, picture in enumerate(picked):
@@ -419,10 +439,10 @@ def save_animation(
     )
 
 
-def _largest(frames: Any) -> tuple[int, int]:
-    """Return the largest height and the largest width."""
-    shapes = [frame.shape for frame in frames]
-    return max(shape[0] for shape in shapes), max(shape[1] for shape in shapes)
+def _spread(items: Sequence[T], count: int) -> list[T]:
+    """Return at most `count` of some items, evenly spread, the first and the last included."""
+    places = np.linspace(0, len(items) - 1, count).round().astype(int)
+    return [items[place] for place in np.unique(places)]
 
 
 def require_pillow() -> Any:

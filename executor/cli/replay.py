@@ -47,11 +47,7 @@ def _prepare(options: Replay) -> tuple[TensorDictBase, dict[str, Any], Made, Pic
         FactoryError: no such env.
     """
     data, facts = load_rollout(options.directory)
-    refuse_code(
-        options.directory,
-        (facts["env"], facts["env_kwargs"]),
-        (options.env, options.env_kwargs),
-    )
+    refuse_code(options, facts["env"], facts["env_kwargs"])
     pictures = Pictures(options.gif, options.png, data.shape[1])
     facts["env"] = facts["env"] if options.env is None else options.env
     kwargs = facts["env_kwargs"] if options.env_kwargs is None else options.env_kwargs

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.text import Text
@@ -27,11 +28,12 @@ from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_NO_FAILURE
 from envherd.executor.cli.media import Pictures
 from envherd.executor.cli.options import Replay
 from envherd.executor.cli.storing import has_text, refuse_code
-from envherd.executor.guests.capsules.file import Capsule, CapsuleError, load_capsule
+from envherd.executor.guests.capsules.file import CapsuleError, load_capsule
 from envherd.executor.guests.capsules.writer import FATAL, OPTIONS, digest
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.processes.worker_process import describe_exit
 from envherd.executor.serial import SerialEnv
+from envherd.shm.specs import EnvSpec, Key
 from envherd.workers.adapters.env_names import Made, made_for
 from envherd.workers.errors import EnvError, WorkerLost, WorkerTimeout
 
@@ -39,11 +41,14 @@ from envherd.workers.errors import EnvError, WorkerLost, WorkerTimeout
 class Rerun:
     """The command for one capsule."""
 
+    _num_steps = 0  # of the episode, that were begun
+    _difference = ""  # before the failure, in words
+
     def __init__(self, options: Replay) -> None:
         self._options = options
         self._path = options.directory
 
-    def prepare(self) -> tuple[Capsule, Made, ExecutorOptions]:
+    def prepare(self) -> None:
         """Read the capsule and find its env; build nothing.
 
         Raises:
@@ -51,18 +56,21 @@ class Rerun:
                 not.
             FactoryError: no such env.
         """
-        capsule = load_capsule(self._path)
-        facts = capsule.facts
+        self._capsule = load_capsule(self._path)
+        facts = self._capsule.facts
         if lost := [what for what in facts["missing"] if what in FATAL]:
             raise CapsuleError(
                 f"replay failed: expected all of the episode, but {self._path} lacks {', '.join(lost)}."
             )
-        if any(len(values) != facts["num_steps"] for values in capsule.inputs.values()):
+        if any(
+            len(values) != facts["num_steps"]
+            for values in self._capsule.inputs.values()
+        ):
             raise CapsuleError(
                 f"reading {self._path} failed: expected actions of {facts['num_steps']} steps."
             )
         try:
-            options = ExecutorOptions(
+            self._executor_options = ExecutorOptions(
                 **{name: facts["options"][name] for name in OPTIONS},
                 first_env_id=facts["env_id"],
                 check_actions="off",
@@ -72,27 +80,24 @@ class Rerun:
                 f"reading {self._path} failed: expected options of an executor, got {error}"
             ) from None
         self._pictures = Pictures(None, None, 0, mp4=self._options.record)
-        return capsule, self._made(capsule), options
+        self._made = self._find()
 
-    def _made(self, capsule: Capsule) -> Made:
+    def _find(self) -> Made:
         """Return the factory and its arguments that the command line, or else the capsule, names."""
-        facts = capsule.facts
+        pickled = self._capsule.pickled
+        facts = self._capsule.facts
         name = self._options.env or facts["env"]
         kwargs: dict[str, Any] | None = self._options.env_kwargs
         if kwargs is None:
             kwargs = facts["env_kwargs"]
         if self._options.trust:
             sys.path += [folder for folder in facts["search"] if folder not in sys.path]
-        if (
-            self._options.trust
-            and self._options.env is None
-            and capsule.pickled is not None
-        ):
-            factory, kwargs = pickle.loads(capsule.pickled)  # which the user trusts
+        if self._options.trust and self._options.env is None and pickled is not None:
+            factory, kwargs = pickle.loads(pickled)  # which the user trusts
             return pickle.loads(factory), kwargs
         if name is None:
             trusted = ""
-            if capsule.pickled is not None:
+            if pickled is not None:
                 trusted = ", or --trust, which loads the pickled factory"
             raise CapsuleError(
                 f"replay failed: expected the name of an env, but {self._path} has none: its factory is not a function "
@@ -105,9 +110,9 @@ class Rerun:
                     f"{facts['reset_options']}. If you trust it, pass --trust."
                 )
             refuse_code(
-                self._path,
-                (name, kwargs),
-                (self._options.env, self._options.env_kwargs),
+                self._options,
+                name,
+                kwargs,
                 f"\nor\n  envherd replay {shlex.quote(str(self._path))} --trust",
             )
         factory, kwargs = made_for(
@@ -126,11 +131,10 @@ class Rerun:
                 ) from None
         return factory, kwargs
 
-    def report(self, prepared: tuple[Capsule, Made, ExecutorOptions]) -> int:
+    def report(self, _: None) -> int:
         """Run the episode again and report; return the exit code."""
-        capsule, made, options = prepared
         console = Console(quiet=self._options.quiet)
-        facts = capsule.facts
+        facts = self._capsule.facts
         failure = _in_words(
             facts["failure"],
             facts["failure"].get("phase"),
@@ -150,7 +154,7 @@ class Rerun:
             )
         for note in notes:
             console.print(Text(note, "yellow"), soft_wrap=True)
-        found, difference = self._run(capsule, made, options)
+        found, difference = self._run()
         if self._options.record is not None:
             console.print(f"{self._options.record} written", highlight=False)
         if not found:
@@ -171,25 +175,24 @@ class Rerun:
         where.print(Text(text, "green" if code == 0 else "bold red"), soft_wrap=True)
         return code
 
-    def _run(
-        self,
-        capsule: Capsule,
-        made: Made,
-        options: ExecutorOptions,
-    ) -> tuple[str, str]:
+    def _run(self) -> tuple[str, str]:
         """Run the episode again; return how it failed and how it differed before, each empty if it did not."""
-        how: dict[str, Any] = {"seed": capsule.facts["root_seed"], "options": options}
+        how: dict[str, Any] = {
+            "seed": self._capsule.facts["root_seed"],
+            "options": self._executor_options,
+        }
+        factory, kwargs = self._made
         try:
             if self._options.pdb:
                 env: BatchedEnv = SerialEnv(
                     1,
-                    made[0],
-                    env_kwargs=made[1] or None,
+                    factory,
+                    env_kwargs=kwargs or None,
                     **how,
                 )
             else:
                 env = started(
-                    made,
+                    self._made,
                     1,
                     is_drawn=self._pictures.are_drawn,
                     num_workers=1,
@@ -203,9 +206,9 @@ class Rerun:
                 else None,
             ) from error
         with env, contextlib.closing(self._pictures), torch.no_grad():
-            episode = _Episode(capsule, env, self._options.pdb, self._pictures)
+            inputs = self._inputs_of(env)
             try:
-                return "", episode.run()
+                return "", self._repeat(env, inputs)
             except (EnvError, WorkerLost, WorkerTimeout) as error:
                 known = error.context
                 found = {
@@ -215,92 +218,75 @@ class Rerun:
                     "exit_code": known.get("exit_code"),
                 }
                 return (
-                    _in_words(found, known["phase"], episode.num_steps),
-                    episode.difference,
+                    _in_words(found, known["phase"], self._num_steps),
+                    self._difference,
                 )
 
-
-class _Episode:
-    """The episode of a capsule, in an executor of one env.
-
-    Attributes:
-        num_steps: that were begun.
-        difference: what differed before the failure, as text.
-    """
-
-    def __init__(
-        self,
-        capsule: Capsule,
-        env: BatchedEnv,
-        stops: bool,  # noqa: FBT001
-        pictures: Pictures,
-    ) -> None:
-        self._facts = capsule.facts
-        self._env = env
-        self._stops = stops
-        self._pictures = pictures
-        self.num_steps = 0
-        self.difference = ""
+    def _inputs_of(self, env: BatchedEnv) -> dict[Key, np.ndarray]:
+        """Return the stored inputs of the episode, under the keys of the env."""
+        arrays = self._capsule.inputs.values()
         leaves = [*env.spec.action, *env.spec.state]
-        stored = [
-            (array.shape[1:], str(array.dtype)) for array in capsule.inputs.values()
-        ]
+        stored = [(array.shape[1:], str(array.dtype)) for array in arrays]
         if stored != (found := [(leaf.shape, leaf.dtype) for leaf in leaves]):
             raise CapsuleError(
                 f"replay failed: expected an env with actions of {stored}, got one with {found}."
             )
-        # Or a facade's.
-        self._inputs = dict(
-            zip([leaf.key for leaf in leaves], capsule.inputs.values(), strict=True)
-        )
+        # Those of a facade may differ.
+        return dict(zip([leaf.key for leaf in leaves], arrays, strict=True))
 
-    def run(self) -> str:
+    def _repeat(self, env: BatchedEnv, inputs: Mapping[Key, np.ndarray]) -> str:
         """Reset and step the env; return what differed, as text.
 
         Raises:
             EnvError, WorkerLost, WorkerTimeout: the failure.
         """
-        facts = self._facts
-        env = self._env
+        facts = self._capsule.facts
         last = facts["num_steps"]
         root = self._stopping(
+            env,
             lambda: env.reset(
                 seed=[facts["seed"]],
                 list_of_kwargs=[facts["reset_options"] or {}],
-            )
+            ),
         )
         self._pictures.look(env, 0, root)
-        while self.num_steps < last:
-            if self.num_steps == last - 1 and facts["observation"] not in (
+        while self._num_steps < last:
+            if self._num_steps == last - 1 and facts["observation"] not in (
                 None,
-                self._digest(root),
+                _digest(env.spec, root),
             ):
-                self.difference = f"the observation before step {last} is another."
-            for key, values in self._inputs.items():
+                self._difference = f"the observation before step {last} is another."
+            for key, values in inputs.items():
                 root.set(
                     key,
-                    torch.from_numpy(values[self.num_steps : self.num_steps + 1]),
+                    torch.from_numpy(values[self._num_steps : self._num_steps + 1]),
                 )
-            self.num_steps += 1
-            root = self._stopping(lambda: env.step(root)["next"])  # noqa: B023  # called at once
-            self._pictures.look(env, self.num_steps, root)
-            if self.num_steps < last:
+            self._num_steps += 1
+            root = self._stopping(env, lambda: env.step(root)["next"])  # noqa: B023  # called at once
+            self._pictures.look(env, self._num_steps, root)
+            if self._num_steps < last:
                 if root["done"].any():
-                    return f"the episode ended in step {self.num_steps} of {last}."
+                    return f"the episode ended in step {self._num_steps} of {last}."
                 root = env.current()
-        return self.difference
+        return self._difference
 
-    def _stopping(self, call: Callable[[], TensorDictBase]) -> TensorDictBase:
+    def _stopping(
+        self,
+        env: BatchedEnv,
+        call: Callable[[], TensorDictBase],
+    ) -> TensorDictBase:
         """Make a call, the last one in the debugger if that is wanted."""
-        if not (self._stops and self.num_steps == self._facts["num_steps"]):
+        if not (
+            self._options.pdb and self._num_steps == self._capsule.facts["num_steps"]
+        ):
             return call()
-        pool: Any = self._env.engine.pool
-        return _stop_before(call, pool.adapters[0].env, self.num_steps)
+        pool: Any = env.engine.pool
+        return _stop_before(call, pool.adapters[0].env, self._num_steps)
 
-    def _digest(self, root: TensorDictBase) -> str:
-        spec = self._env.spec
-        leaves = [leaf.key for leaf in spec.observation if not leaf.is_side]
-        return digest(spec, {key: root.get(key)[0].numpy(force=True) for key in leaves})
+
+def _digest(spec: EnvSpec, root: TensorDictBase) -> str:
+    keys = [leaf.key for leaf in spec.observation if not leaf.is_side]
+    return digest(spec, {key: root.get(key)[0].numpy(force=True) for key in keys})
 
 
 def _in_words(facts: Mapping[str, Any], phase: Any, step: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import time
@@ -19,12 +20,12 @@ from rich.text import Text
 from tensordict import TensorDict, TensorDictBase
 
 from envherd.executor.cli.commands import (
-    acting,
     carry_out,
     complain,
     noting_interrupt,
     policy_maker,
     started,
+    table_of_facts,
 )
 from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
 from envherd.executor.cli.media import Pictures
@@ -34,7 +35,9 @@ from envherd.executor.cli.returns import Returns
 from envherd.executor.cli.storing import RolloutStore
 from envherd.executor.guests.monitor.statistics import Statistics
 from envherd.executor.parallel import ParallelEnv
+from envherd.executor.rollouts.policy_state import run_policy
 from envherd.executor.show.camera import MediaError
+from envherd.executor.show.per_player import as_policy
 from envherd.executor.sizing.settings import size_text
 from envherd.workers.adapters.env_names import Made, full_name, made_for
 from envherd.workers.errors import EnvherdError
@@ -132,7 +135,14 @@ def _work(
                 **how,
             )
     with env, contextlib.closing(pictures):
-        act = None if make_policy is None else acting(make_policy, env)
+        act = (
+            None
+            if make_policy is None
+            else functools.partial(
+                run_policy,
+                as_policy("--policy", make_policy(env), env.specs[0]),
+            )
+        )
         counted, returns, failure = _collect(
             options,
             env,
@@ -367,14 +377,6 @@ def table(found: Mapping[str, Any]) -> RenderableType:
 
 
 def _summary(found: Mapping[str, Any]) -> Table:
-    grid = Table(
-        title=Text(found["env"], "bold"),
-        title_justify="left",
-        box=box.ROUNDED,
-        show_header=False,
-    )
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
     why = "enough episodes"
     if found["interrupted"]:
         why = "interrupted"
@@ -408,9 +410,7 @@ def _summary(found: Mapping[str, Any]) -> Table:
         "seed": str(found["seed"]),
         **{kind: Text(path, "cyan") for kind, path in found["files"].items()},
     }
-    for name, value in rows.items():
-        grid.add_row(name, value)
-    return grid
+    return table_of_facts(found["env"], rows)
 
 
 def _workers(found: Mapping[str, Any]) -> Table:

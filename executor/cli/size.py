@@ -5,11 +5,11 @@ from dataclasses import asdict
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from envherd.executor.cli.commands import carry_out
+from envherd.executor.cli.commands import carry_out, table_of_facts
 from envherd.executor.cli.option_values import write_json
 from envherd.executor.cli.options import Size
 from envherd.executor.machine.machine import Machine
@@ -69,14 +69,6 @@ def _work(options: Size, factory: Factory) -> int:
 def _advice(env: str, sizing: Sizing) -> Table:
     chosen = sizing.chosen
     measured = sizing.measured
-    grid = Table(
-        title=Text(env, "bold"),
-        title_justify="left",
-        box=box.ROUNDED,
-        show_header=False,
-    )
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
     advice = str(chosen.setting)
     if not chosen.setting.num_workers:
         envs = chosen.setting.num_envs
@@ -84,56 +76,36 @@ def _advice(env: str, sizing: Sizing) -> Table:
     cpu = f"{time_text(measured.cpu_per_step_s)} of processors"
     if measured.num_threads:
         cpu += f", {measured.hidden_cpu_share:.0%} in {counted(measured.num_threads, 'further thread')}"
-    for name, value in (
-        ("run", Text(advice, "bold green")),
-        (
-            "env-steps/s",
-            f"{chosen.steps_per_s:,.0f} measured ({time_text(chosen.batch_s)} a batch)",
+    facts: dict[str, RenderableType] = {
+        "run": Text(advice, "bold green"),
+        "env-steps/s": f"{chosen.steps_per_s:,.0f} measured ({time_text(chosen.batch_s)} a batch)",
+        "memory": f"{size_text(chosen.memory_bytes)} of {size_text(sizing.machine.memory_available)} available",
+        "start-up": time_text(chosen.start_s),
+        "machine": machine_text(sizing.machine),
+        "build": f"{time_text(measured.build_s)} first, {time_text(measured.build_further_s)} further",
+        "reset": f"{time_text(measured.first_reset_s)} first, {time_text(measured.reset_mean_s)} later",
+        "step": f"{time_text(measured.step_median_s)} median, {time_text(measured.step_p99_s)} p99",
+        "cpu of a step": cpu,
+        "memory of envs": (
+            f"{size_text(measured.worker_bytes)} a worker with its first env, "
+            f"{size_text(measured.further_env_bytes)} each further env, "
+            f"{size_text(measured.shared_bytes)} shared by all"
         ),
-        (
-            "memory",
-            f"{size_text(chosen.memory_bytes)} of {size_text(sizing.machine.memory_available)} available",
-        ),
-        ("start-up", time_text(chosen.start_s)),
-        ("machine", machine_text(sizing.machine)),
-        (
-            "build",
-            f"{time_text(measured.build_s)} first, {time_text(measured.build_further_s)} further",
-        ),
-        (
-            "reset",
-            f"{time_text(measured.first_reset_s)} first, {time_text(measured.reset_mean_s)} later",
-        ),
-        (
-            "step",
-            f"{time_text(measured.step_median_s)} median, {time_text(measured.step_p99_s)} p99",
-        ),
-        ("cpu of a step", cpu),
-        (
-            "memory of envs",
-            (
-                f"{size_text(measured.worker_bytes)} a worker with its first env, "
-                f"{size_text(measured.further_env_bytes)} each further env, "
-                f"{size_text(measured.shared_bytes)} shared by all"
-            ),
-        ),
-        ("row of a batch", size_text(measured.row_bytes)),
-    ):
-        # A line separates the advice from what was measured.
-        grid.add_row(name, value, end_section=name == "machine")
-    return grid
+        "row of a batch": size_text(measured.row_bytes),
+    }
+    # A line separates the advice from what was measured.
+    return table_of_facts(env, facts, lines_below=("machine",))
 
 
 def machine_text(machine: Machine) -> str:
     """Describe the resources that may be used in one line."""
-    parts = [
-        f"{machine.cores:g} of {machine.num_cpus} cores",
-        f"{size_text(machine.memory_available)} memory",
-    ]
+    cores = f"{machine.cores:g} of {machine.num_cpus} cores"
     if machine.is_throttled:
-        parts[0] += " (quota)"
+        cores += " (quota)"
+    memory = f"{size_text(machine.memory_available)} memory"
     if machine.cgroup.memory_limit is not None:
-        parts[1] += f" (limit {size_text(machine.cgroup.memory_limit)})"
+        memory += f" (limit {size_text(machine.cgroup.memory_limit)})"
+    parts = [cores, memory]
     if machine.files_left is not None:
         parts.append(f"{machine.files_left:,} open files")
     parts.extend(f"{gpu.name} ({size_text(gpu.memory_bytes)})" for gpu in machine.gpus)
@@ -155,8 +127,10 @@ def _runs(sizing: Sizing) -> Table:
             justify="left" if name == "setting" else "right",
             no_wrap=True,
         )
-    ran = [one for one in sizing.runs if one.refusal is None]
-    ran.sort(key=lambda one: -one.steps_per_s)
+    ran = sorted(
+        (one for one in sizing.runs if one.refusal is None),
+        key=lambda one: -one.steps_per_s,
+    )
     for one in ran:
         grid.add_row(
             str(one.setting),

@@ -13,7 +13,7 @@ import os
 import shlex
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -26,7 +26,9 @@ from tensordict import (
     is_tensor_collection,
 )
 
+from envherd.executor.cli.options import Replay
 from envherd.executor.guests.capsules.file import (
+    Form,
     is_count,
     is_line,
     is_root_seed,
@@ -142,10 +144,10 @@ def load_rollout(directory: Path) -> tuple[TensorDictBase, dict[str, Any]]:
             f"`envherd rollout ENV --out DIR` writes one."
         ) from None
     facts = facts if isinstance(facts, dict) else {}
-    for name, (expected, is_valid) in _FORMS.items():
-        if not is_valid(facts.get(name)):
+    for name, form in _FORMS.items():
+        if not form.is_valid(facts.get(name)):
             raise StoreError(
-                f"reading {directory / _FACTS} failed: expected {name} as {expected}, got {facts.get(name)!r}."
+                f"reading {directory / _FACTS} failed: expected {name} as {form.expected}, got {facts.get(name)!r}."
             )
     try:
         _refuse_growth(directory)
@@ -196,16 +198,16 @@ def _refuse_growth(directory: Path) -> None:
 _UNQUOTED = "".join(map(chr, range(33, 127))).translate(
     str.maketrans("", "", '/<>:"|?*\\%')
 )
-#: Fact -> its form, and what checks it.
-_FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "schema": (SCHEMA, lambda value: value == SCHEMA),
-    "env": ("a printable text", is_line),
-    "env_kwargs": ("an object", lambda value: isinstance(value, dict)),
-    "max_steps": (
+#: Fact -> what it must be.
+_FORMS = {
+    "schema": Form(SCHEMA, lambda value: value == SCHEMA),
+    "env": Form("a printable text", is_line),
+    "env_kwargs": Form("an object", lambda value: isinstance(value, dict)),
+    "max_steps": Form(
         "an integer of at least 1 or null",
         lambda value: value is None or is_count(value, 1),
     ),
-    "seed": ("an integer of at least 0", is_root_seed),
+    "seed": Form("an integer of at least 0", is_root_seed),
 }
 
 
@@ -219,9 +221,9 @@ def has_odd_leaves(td: TensorDictBase) -> bool:
 
 
 def refuse_code(
-    path: Path,
-    stored: tuple[str, dict[str, Any]],
-    given: tuple[str | None, dict[str, Any] | None],
+    options: Replay,
+    env: str,
+    kwargs: dict[str, Any],
     or_else: str = "",
 ) -> None:
     """Refuse a file or folder that names code, unless the command line names it.
@@ -229,25 +231,24 @@ def refuse_code(
     Some envs import or open what texts among their keyword arguments name, so these count as code.
 
     Args:
-        path: of the file.
-        stored: the env and the keyword arguments that it names.
-        given: those of the command line.
+        options: of the command line: the path of the file, and the env and the keyword arguments that they name.
+        env: that the file names.
+        kwargs: keyword arguments that the file names.
         or_else: a further line for the message.
 
     Raises:
         StoreError: with the command that accepts it.
     """
-    env, kwargs = stored
-    given_env, given_kwargs = given
-    is_env_safe = given_env is not None or is_only_looked_up(env)
-    if is_env_safe and (given_kwargs is not None or not has_text(kwargs)):
+    given = options.env_kwargs
+    is_env_safe = options.env is not None or is_only_looked_up(env)
+    if is_env_safe and (given is not None or not has_text(kwargs)):
         return
-    passed = json.dumps(kwargs if given_kwargs is None else given_kwargs)
+    passed = json.dumps(kwargs if given is None else given)
     raise StoreError(
         f"replay failed: expected an env that is looked up in an installed package, without texts in its keyword "
-        f"arguments. {path} names an env that may run any code: {env} with {json.dumps(kwargs)}.\n"
-        f"If you trust it, run\n  envherd replay {shlex.quote(str(path))} "
-        f"--env {shlex.quote(given_env or env)} --env-kwargs {shlex.quote(passed)}{or_else}"
+        f"arguments. {options.directory} names an env that may run any code: {env} with {json.dumps(kwargs)}.\n"
+        f"If you trust it, run\n  envherd replay {shlex.quote(str(options.directory))} "
+        f"--env {shlex.quote(options.env or env)} --env-kwargs {shlex.quote(passed)}{or_else}"
     )
 
 

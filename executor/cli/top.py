@@ -82,11 +82,11 @@ def _refusal(options: Top, watches: list[Watch]) -> str:
 
 
 def _write_json(options: Top, watches: list[Watch], stack: str) -> None:
-    plain: dict[str, Any] = {
+    plain = {
         "schema": SCHEMA,
         "executors": [watch.to_plain() for watch in watches],
+        **({"stack": stack} if stack else {}),
     }
-    plain |= {"stack": stack} if stack else {}
     # One line for each reading, unless there is only one.
     write_json(options.json, plain, indent=2 if options.once else None)
 
@@ -143,33 +143,14 @@ def screen(watches: list[Watch], stack: str, width: int) -> RenderableType:
     )
 
 
-#: The columns of a table, and those that a narrow terminal drops, in the order in which they are dropped.
-_COLUMNS = (
-    *(
-        "worker",
-        "pid",
-        "envs",
-        "steps/s",
-        "busy",
-        "reset",
-        "wait",
-        "p50",
-        "p99",
-        "resets",
-        "errors",
-        "restarts",
-    ),
-    *("USS", "PSS", "cpu", "gpu", "at"),
-)
+#: The columns that a narrow terminal drops, in the order in which they are dropped.
 _DROPPED = ("PSS", "p50", "cpu", "errors", "restarts", "reset", "p99", "resets", "wait")
 
 
 def _executor(watch: Watch, width: int) -> Table:
-    rows = [
-        dict(zip(_COLUMNS, _cells(worker), strict=True)) for worker in watch.workers
-    ]
+    rows = [_cells(worker) for worker in watch.workers]
     has_gpus = any(worker.gpu is not None for worker in watch.workers)
-    names = [name for name in _COLUMNS if name != "gpu" or has_gpus]
+    names = [name for name in rows[0] if name != "gpu" or has_gpus]
     for name in _DROPPED:
         if _width_of(names, rows) > width:
             names.remove(name)
@@ -204,31 +185,35 @@ def _width_of(names: list[str], rows: list[dict[str, Any]]) -> int:
     )
 
 
-def _cells(worker: WorkerStatistics) -> list[Any]:
+def _cells(worker: WorkerStatistics) -> dict[str, Any]:
+    """Return the row of a worker, by column."""
     at = (
         worker.phase
         if worker.phase_env_id is None
         else f"{worker.phase} of env {worker.phase_env_id}"
     )
     is_long = worker.phase != "idle" and worker.phase_s > _LONG_S
-    return [
-        str(worker.worker_id),
-        str(worker.pid or "-"),
-        str(len(worker.env_ids)),
-        f"{worker.steps_per_s:,.0f}",
-        f"{worker.busy_share:.0%}",
-        f"{worker.reset_share:.0%}",
-        f"{worker.wait_share:.0%}",
-        *(
-            "-" if seconds is None else time_text(seconds)
-            for seconds in (worker.step_p50_s, worker.step_p99_s)
-        ),
-        f"{worker.resets:,}",
-        f"{worker.env_errors:,}",
-        str(worker.generation),
-        size_text(worker.uss_bytes),
-        size_text(worker.pss_bytes),
-        "-" if worker.cpu is None else str(worker.cpu),
-        worker.gpu or "-",
-        Text(f"{at}, {worker.phase_s:,.1f} s", "bold red" if is_long else ""),
-    ]
+    return {
+        "worker": str(worker.worker_id),
+        "pid": str(worker.pid or "-"),
+        "envs": str(len(worker.env_ids)),
+        "steps/s": f"{worker.steps_per_s:,.0f}",
+        "busy": f"{worker.busy_share:.0%}",
+        "reset": f"{worker.reset_share:.0%}",
+        "wait": f"{worker.wait_share:.0%}",
+        **{
+            name: "-" if seconds is None else time_text(seconds)
+            for name, seconds in (
+                ("p50", worker.step_p50_s),
+                ("p99", worker.step_p99_s),
+            )
+        },
+        "resets": f"{worker.resets:,}",
+        "errors": f"{worker.env_errors:,}",
+        "restarts": str(worker.generation),
+        "USS": size_text(worker.uss_bytes),
+        "PSS": size_text(worker.pss_bytes),
+        "cpu": "-" if worker.cpu is None else str(worker.cpu),
+        "gpu": worker.gpu or "-",
+        "at": Text(f"{at}, {worker.phase_s:,.1f} s", "bold red" if is_long else ""),
+    }

@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
@@ -48,6 +48,20 @@ def versions() -> dict[str, str]:
     }
 
 
+class Acting(NamedTuple):
+    """What makes a policy, and its weights; or Ray's references of both."""
+
+    made: Any = None
+    weights: Any = None
+
+
+class Packed(NamedTuple):
+    """A tensor as Ray sends it, without pickling the values."""
+
+    array: np.ndarray
+    dtype: torch.dtype
+
+
 class Node:
     """Runs the envs of a share; see the module.
 
@@ -57,8 +71,8 @@ class Node:
 
     env: Any = None
     _is_current = False
-    #: Ray's references of what made the policy, and of its weights.
-    _acting: tuple[Any, Any] = (None, None)
+    #: Of the policy, as Ray's references.
+    _acting = Acting()
     #: The latest rows of the envs, `[n]`; None if these are not in the middle of episodes.
     _rows: TensorDictBase | None = None
 
@@ -166,7 +180,7 @@ class Node:
     def roll(
         self,
         num_steps: int,
-        acting: tuple[Any, Any] | None,
+        acting: Acting | None,
         how: dict[str, Any],
         *,
         keeps_state: bool,
@@ -175,30 +189,30 @@ class Node:
 
         Args:
             num_steps: T.
-            acting: Ray's references of what makes the policy and of its weights; None for random actions.
+            acting: the policy, as Ray's references; None for random actions.
             how: further arguments of `rollout`.
             keeps_state: continue with the policy's own state after the latest rollout.
         """
-        policy = None if acting is None else self._take(*acting)
+        policy = None if acting is None else self._take(acting)
         if keeps_state:
             how["tensordict"] = self._rows
         data = self.env.rollout(num_steps, policy, break_when_any_done=False, **how)
         self._rows = data[:, -1]["next"].clone()
         return data
 
-    def _take(self, made: Any, weights: Any) -> Placed:
-        """Return the policy with these weights; what the node lacks is fetched."""
-        if made != self._acting[0]:
-            self._policy = Placed(pickle.loads(ray.get(made))())
-        if weights != self._acting[1]:
+    def _take(self, acting: Acting) -> Placed:
+        """Return the policy with its weights; what the node lacks is fetched."""
+        if acting.made != self._acting.made:
+            self._policy = Placed(pickle.loads(ray.get(acting.made))())
+        if acting.weights != self._acting.weights:
             policy: Any = self._policy.policy
-            sent = ray.get(weights)
+            sent = ray.get(acting.weights)
             # A policy that is no module has none.
             tensors = [*policy.parameters(), *policy.buffers()] if sent else []
             with torch.no_grad():
                 for mine, value in zip(tensors, sent, strict=True):
                     mine.copy_(unpacked(value))
-        self._acting = made, weights
+        self._acting = acting
         return self._policy
 
     def save(self, *, with_envs: bool | None) -> dict[str, Any]:
@@ -228,15 +242,14 @@ class Node:
             self.env.close()
 
 
-def packed(tensor: torch.Tensor) -> tuple[np.ndarray, torch.dtype]:
-    """Return a tensor of any device as what `unpacked` takes, which Ray sends without pickling the values."""
-    return as_array(tensor.detach().cpu()), tensor.dtype
+def packed(tensor: torch.Tensor) -> Packed:
+    """Return a tensor of any device as what `unpacked` takes."""
+    return Packed(as_array(tensor.detach().cpu()), tensor.dtype)
 
 
-def unpacked(sent: tuple[np.ndarray, torch.dtype]) -> torch.Tensor:
+def unpacked(sent: Packed) -> torch.Tensor:
     """Return a tensor on the CPU, in its own memory: Ray's is read-only."""
-    array, dtype = sent
-    return torch.tensor(array, device="cpu").view(dtype)
+    return torch.tensor(sent.array, device="cpu").view(sent.dtype)
 
 
 def _end_with(parent: int) -> None:

@@ -11,7 +11,6 @@ Guarantees:
 
 import contextlib
 import functools
-import logging
 import math
 import os
 import pickle
@@ -20,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any
 
 import torch
 from tensordict import (
@@ -42,6 +41,7 @@ from envherd.executor.guests.collectors.policy import Placed, Policy
 from envherd.executor.guests.monitor.statistics import Statistics
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
+from envherd.executor.processes.error_messages import log
 from envherd.executor.protocol.call_guard import CallGuard
 from envherd.executor.sending.blueprint import (
     EnvKwargs,
@@ -63,12 +63,11 @@ try:
     from ray.util import placement_group, placement_group_table, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    from envherd.executor.cluster.node import Node, packed, versions
+    from envherd.executor.cluster.node import Acting, Node, packed, versions
 except ModuleNotFoundError as missing:
     if missing.name != "ray":  # Ray is installed, and lacks a package
         raise
 
-_log = logging.getLogger("envherd")
 
 #: Seconds for the head of a cluster to accept a connection; Ray itself would try for minutes.
 _CONNECT_S = 5.0
@@ -93,12 +92,13 @@ class _Share(SimpleNamespace):
 
     state: bytes | None = None
     ping: Any = None
+    __hash__ = object.__hash__  # type: ignore[assignment]  # a key of dicts
 
     def __str__(self) -> str:
         return f"{self.place} (envs {self.env_ids[0]}-{self.env_ids[-1]})"
 
 
-class RayRollouts:
+class RayRollouts(contextlib.AbstractContextManager["RayRollouts"]):
     """N envs on the nodes of a Ray cluster, with a copy of the policy on each; a `Collector` takes it as its executor.
 
     Each node gets a share of contiguous envs, in proportion to its reserved processors, and runs them as a
@@ -144,9 +144,8 @@ class RayRollouts:
     num_losses = 0
     version = -1
     _policy: Any = None
-    _sent: Any = (None, None)  # the policy and the contents of its weights
-    _made: Any = None  # Ray's reference of what makes the policy
-    _weights: Any = None  # Ray's reference of its weights
+    _sent: Any = None  # the policy and the contents of its weights
+    _acting: Any = None  # Ray's references of what makes it and of its weights
 
     @names_right_keyword
     def __init__(  # noqa: PLR0913  # what `ParallelEnv` takes, and where it shall run
@@ -198,8 +197,11 @@ class RayRollouts:
         how = {"num_workers": num_workers, "seed": self.seed, "options": self._options}
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
-            nodes = ray.nodes()  # type: ignore[no-untyped-call]  # Ray's
-            free = [dict(node["Resources"]) for node in nodes if node["Alive"]]
+            free = [
+                dict(node["Resources"])
+                for node in ray.nodes()  # type: ignore[no-untyped-call]  # Ray's
+                if node["Alive"]
+            ]
             bundles = bundles_for(free, self.num_envs, num_nodes, resources_per_node)
             group = placement_group(bundles, strategy=strategy)
             at_end.callback(remove_placement_group, group)
@@ -387,7 +389,7 @@ class RayRollouts:
         # A stream that was left still holds it, and would keep the answers in Ray's memory.
         left.clear()
 
-    def _refreshed(self) -> tuple[Any, Any]:
+    def _refreshed(self) -> "Acting":
         """Send what has changed of the policy: its weights, or all of another policy, or of one that is no module.
 
         Contents are compared, because torch does not count every write to a tensor (by `.data`, by CUDA graphs).
@@ -402,17 +404,17 @@ class RayRollouts:
             if is_module
             else []
         )
-        present = (
+        present = Acting(
             policy if is_module else self._pickle(),
-            [array.tobytes() for array, _ in weights],
+            [one.array.tobytes() for one in weights],
         )
-        if present[0] != self._sent[0]:
-            self._made = ray.put(self._pickle())
+        if self._sent is None or present.made != self._sent.made:
+            self._acting = Acting(ray.put(self._pickle()))
         if present != self._sent:
-            self._weights = ray.put(weights)
+            self._acting = self._acting._replace(weights=ray.put(weights))
             self.version += 1
             self._sent = present
-        return self._made, self._weights
+        return self._acting
 
     def _pickle(self) -> bytes:
         """Return what makes the policy on a node."""
@@ -439,8 +441,8 @@ class RayRollouts:
 
     def _answers(self) -> list[Any]:
         """Wait for the answers of all nodes; return them in the order of the shares."""
-        found = [self._next_answer() for _ in self._shares]
-        return [answer for _, answer in sorted(found, key=lambda one: one[0].env_ids)]
+        found = dict(self._next_answer() for _ in self._shares)
+        return [found[share] for share in self._shares]
 
     def _next_answer(self) -> tuple[_Share, Any]:
         """Wait for an answer: that to the oldest of the calls whose answers have arrived."""
@@ -497,7 +499,7 @@ class RayRollouts:
         ]
         if late and now - self._logged_at > _LOG_S:
             self._logged_at = now
-            _log.warning(
+            log.warning(
                 "RayRollouts waits for nodes that are still starting, or are silent: %s.",
                 ", ".join(late),
             )
@@ -551,10 +553,6 @@ class RayRollouts:
         """Close the envs and release the nodes, within seconds. Idempotent."""
         self._guard.shut()
         self._finalizer()
-
-    def __enter__(self) -> Self:
-        """Return itself; closed at the end of the `with`."""
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Close."""

@@ -160,8 +160,11 @@ def spread_apart(
         ValueError: there are too few workers.
     """
     runs = [
-        [i for i, _ in run]
-        for _, run in itertools.groupby(enumerate(interpreters), lambda pair: pair[1])
+        list(run)
+        for _, run in itertools.groupby(
+            range(len(interpreters)),
+            interpreters.__getitem__,
+        )
     ]
     if num_workers < len(runs):
         raise ValueError(

@@ -80,6 +80,18 @@ _NAME_WORDS = 8
 _OVER = "The lease is over, and its env is built anew."
 
 
+class Answer(NamedTuple):
+    """What a call has returned or raised; see `LeasedAdapter.run`.
+
+    Attributes:
+        packed: the result or the exception, pickled.
+        text: traceback of an exception; empty for a result.
+    """
+
+    packed: bytes = pickle.dumps(None)
+    text: str = ""
+
+
 class Call(NamedTuple):
     """A call of an env's method.
 
@@ -87,7 +99,7 @@ class Call(NamedTuple):
         name: of the method, for messages.
         payload: see `LeasedAdapter.run`; empty to wait for the slot alone.
         timeout_s: None: no limit.
-        answer: takes what `LeasedAdapter.run` has returned, or an exception, after which the lease is over.
+        answer: takes an `Answer`, or an exception, after which the lease is over.
     """
 
     name: str = ""
@@ -240,7 +252,7 @@ class Desk:
 
     def _answer(self, slot_id: int, seat: Seat, call: Call) -> None:
         """Answer one call."""
-        answer: Any = seat.over or (pickle.dumps(None), "")
+        answer: Any = seat.over or Answer()
         if call.payload and seat.over is None:
             answer = self._make(slot_id, call, seat.is_over)
         if isinstance(answer, Exception):
@@ -282,12 +294,13 @@ class Desk:
         is_kept = self._on_return != "rebuild"
         if isinstance(self._on_return, Call) and not worker.has_exited():
             answer = self._make(slot_id, self._on_return, lambda: False)
-            is_kept = not isinstance(answer, Exception) and not answer[1]
+            why = answer if isinstance(answer, Exception) else answer.text
+            is_kept = not why
             if not (is_kept or self.crew.is_closing):
                 log.warning(
                     "slot %d is built anew, because on_return has failed: %s",
                     slot_id,
-                    answer,
+                    why,
                 )
         if not is_kept or (limit is not None and memory_of(worker.pid)["uss"] > limit):
             self.crew.dismiss([worker], self.crew.options.close_timeout_s)
@@ -309,7 +322,7 @@ class Desk:
             self._wait(slot_id, phase, call.timeout_s, is_over)
             frame = await_frame(worker, phase, None, 0)
             if frame["kind"] == "values":
-                return frame["values"][0]["plain"]
+                return Answer(*frame["values"][0]["plain"])
             raise env_error(  # noqa: TRY301  # as the crew's
                 [{**frame, "phase": phase}],
                 slot_id,
@@ -502,18 +515,18 @@ class LeasePool(
             with lease as env:
                 return function(env, task)
 
-        pairs = [
-            (self.lease(f"task {number}"), task) for number, task in enumerate(tasks)
-        ]
+        task_of = {
+            self.lease(f"task {number}"): task for number, task in enumerate(tasks)
+        }
         with (
             ThreadPoolExecutor(self.num_envs, "envherd-map") as threads,
             contextlib.ExitStack() as ends,
         ):
-            for lease, _ in pairs:
+            for lease in task_of:
                 ends.push(lease)
             # It is called first: then no thread begins another task.
             ends.callback(threads.shutdown, wait=False, cancel_futures=True)
-            futures = [threads.submit(run, *pair) for pair in pairs]
+            futures = [threads.submit(run, *pair) for pair in task_of.items()]
             yield from map(Future.result, futures if ordered else as_completed(futures))
 
     def worker_output(self, slot_id: int) -> str:
@@ -683,10 +696,9 @@ def _opened(answer: Any) -> Any:
     """Return the result that an answer has, or raise its exception; see `Call`."""
     if isinstance(answer, Exception):
         raise answer
-    packed, text = answer
-    text = without_own_frames(text)
+    text = without_own_frames(answer.text)
     try:
-        value = pickle.loads(packed)
+        value = pickle.loads(answer.packed)
         if text:  # also checks that it is an exception
             value.with_traceback(None).__cause__ = RemoteTraceback(text)
     except Exception as error:

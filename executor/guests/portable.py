@@ -20,9 +20,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing import (
     connection,
-    popen_spawn_posix,
+    popen_spawn_posix,  # noqa: F401  # before a limit or a deleted folder prevents its import at the first start
     process,
-    resource_tracker,
+    resource_tracker,  # noqa: F401  # likewise
     spawn,
 )
 from typing import Any
@@ -45,8 +45,6 @@ from envherd.workers.guests.portable.socket_bells import SocketBell
 from envherd.workers.sending import surroundings
 from envherd.workers.sending.importing import refuse_at_import
 
-#: Imported before a limit or a deleted folder prevents it, as `multiprocessing` imports them at the first start.
-_NEEDED = popen_spawn_posix, resource_tracker
 _CONTEXT = multiprocessing.get_context("spawn")
 _NAME = "envherd-worker"
 # Between attempts to send the rest of a message, and looks whether a killed process has ended.
@@ -160,20 +158,22 @@ class PortableProcess(WorkerProcess):
     def spawn(
         self,
         config: dict[str, Any],
-        bells: tuple[SocketBell, SocketBell],
+        go: SocketBell,
+        done: SocketBell,
     ) -> None:
         """Start the process; after an error it must be killed and released.
 
         Args:
             config: see `worker_config`.
-            bells: `go` and `done` of the worker.
+            go: the doorbell of the worker.
+            done: the caller's.
         """
         self._popen = _launch(
             _CONTEXT.Process(
                 target=main,
                 args=(
                     self._theirs,
-                    (bells[0].reader, bells[1].writer),
+                    (go.reader, done.writer),
                     self._watched,
                     self._log_path,
                     config,
@@ -281,7 +281,8 @@ class PortableCrew(Crew):
     """The workers of a `PortablePool`, see `Crew`.
 
     Attributes:
-        bells: doorbells of the workers, and the caller's.
+        go: doorbells of the workers.
+        done: the caller's.
     """
 
     _process_type = PortableProcess
@@ -295,10 +296,8 @@ class PortableCrew(Crew):
         super().__init__(blueprint, options, on_row_frame)
         platforms.open_standard_descriptors()
         with uninterrupted():
-            self.bells = (
-                [SocketBell.create() for _ in blueprint.blocks],
-                SocketBell.create(),
-            )
+            self.go = [SocketBell.create() for _ in blueprint.blocks]
+            self.done = SocketBell.create()
 
     def _get_helper(self) -> None:
         """Refuse to start workers while the program is imported again."""
@@ -306,13 +305,11 @@ class PortableCrew(Crew):
 
     def _start_process(self, worker: WorkerProcess, config: dict[str, Any]) -> None:
         assert isinstance(worker, PortableProcess)
-        go, done = self.bells
-        worker.spawn(config, (go[worker.worker_id], done))
+        worker.spawn(config, self.go[worker.worker_id], self.done)
 
     def _end(self) -> None:
         super()._end()
-        go, done = self.bells
-        for bell in (*go, done):
+        for bell in (*self.go, self.done):
             bell.close()
 
 
@@ -339,4 +336,4 @@ class PortablePool(WorkerPool):
         return PortableCrew(self.blueprint, self.options, self.outcome.take)
 
     def _make_bells(self, buffer: np.ndarray) -> tuple[Sequence[Bell], Bell]:  # noqa: ARG002  # they are not in it
-        return self.crew.bells
+        return self.crew.go, self.crew.done

@@ -57,11 +57,8 @@ class Recycler:
     """Replaces the workers of an engine that are due according to the options, when that interrupts no episode."""
 
     def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._pool = engine.pool
-        self._options = engine.options
-        self._memory = engine.memory
-        self._positions = engine.positions
-        self._side = engine.side
 
     def before_resets(
         self,
@@ -84,7 +81,7 @@ class Recycler:
     ) -> None:
         """Replace due workers all of whose envs were just reset by the steps that ended them; see `Renewal`."""
         column_of = dict(zip(env_ids.tolist(), columns.tolist(), strict=True))
-        with keeping_steps(self._positions, self._side, env_ids, columns):
+        with keeping_steps(self._engine.positions, self._engine.side, env_ids, columns):
             for worker_id in self._whole_workers(env_ids):
                 ids = np.array(self._pool.blueprint.blocks[worker_id])
                 # When a part of a batch ends, the rest is still in an episode.
@@ -113,14 +110,14 @@ class Recycler:
     def _are_reset_whole(self, worker_id: int) -> bool:
         """Return whether the next reset begins all episodes of a worker's envs, if an env is a batch."""
         for env_id in self._pool.blueprint.blocks[worker_id]:
-            group, row = self._positions.places.pairs[env_id]
-            mask = self._positions.slab.groups[group].inputs.get(("reset_mask",))
+            group, row = self._engine.positions.places.pairs[env_id]
+            mask = self._engine.positions.slab.groups[group].inputs.get(("reset_mask",))
             if mask is not None and not mask[row].all():
                 return False
         return True
 
     def _is_due(self, worker_id: int, num_begun: int) -> bool:
-        options = self._options
+        options = self._engine.options
         env_ids = list(self._pool.blueprint.blocks[worker_id])
         resets = int(self._pool.slab.words["resets"][env_ids].max())
         # The reset that has begun the next episode has ended none.
@@ -130,7 +127,7 @@ class Recycler:
         if options.max_worker_memory is None:
             return False
         num_bytes = self._pool.memory_of(worker_id)
-        self._memory.note(
+        self._engine.memory.note(
             worker_id,
             self._pool.generation_of(worker_id),
             resets,

@@ -5,33 +5,30 @@ in a worker. A `load_state_dict` of the env checks its state only when it loads 
 be restored need a reset, and all others continue.
 """
 
-import logging
 import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from envherd.executor.guests.capsules.file import Form, is_count
 from envherd.executor.pools.replies import crossed
+from envherd.executor.processes.error_messages import log
+from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.env_batches import check_root
 from envherd.workers import seeding
 from envherd.workers.errors import EnvError
 
-if TYPE_CHECKING:
-    from envherd.executor.protocol.engine import Engine
 
-log = logging.getLogger("envherd")
-
-
-def save(engine: "Engine", env_ids: np.ndarray) -> list[dict[str, Any]]:
+def save(engine: Engine, env_ids: np.ndarray) -> list[dict[str, Any]]:
     """Return the states of some envs; see `BatchedEnv.save`."""
     engine.refuse_under_way(env_ids)
     return _save(engine, env_ids, is_whole=True)
 
 
 def _save(
-    engine: "Engine",
+    engine: Engine,
     env_ids: np.ndarray,
     *,
     is_whole: bool,
@@ -39,7 +36,6 @@ def _save(
     """Return states; with `is_whole`, refuse envs of which a part alone can be saved, which must be reset."""
     ids = env_ids.tolist()
     answers = engine.ask("save", ids, kwargs={"is_whole": is_whole})
-    roots = engine.batches.roots(env_ids)
     return [
         {
             "env": crossed(answers[env_id]),
@@ -51,14 +47,14 @@ def _save(
         }
         for env_id, root, has_ended in zip(
             ids,
-            roots,
+            engine.batches.roots(env_ids),
             engine.states.needs_reset[env_ids],
             strict=True,
         )
     ]
 
 
-def restore(engine: "Engine", env_ids: np.ndarray, states: Any) -> None:
+def restore(engine: Engine, env_ids: np.ndarray, states: Any) -> None:
     """Restore the states of some envs; see `BatchedEnv.restore`."""
     if not isinstance(states, (list, tuple)) or len(states) != len(env_ids):
         got = (
@@ -89,7 +85,7 @@ def restore(engine: "Engine", env_ids: np.ndarray, states: Any) -> None:
 
 def _check(
     call: str,
-    engine: "Engine",
+    engine: Engine,
     env_ids: np.ndarray,
     states: Sequence[Mapping[str, Any]],
 ) -> None:
@@ -99,9 +95,14 @@ def _check(
         ValueError: with the entry.
     """
     for env_id, state in zip(env_ids.tolist(), states, strict=True):
-        for name, (expected, is_valid) in _FORMS.items():
-            if name in state and not is_valid(state[name]):
-                raise _refusal(call, expected, state[name], f"{name!r} of env {env_id}")
+        for name, form in _FORMS.items():
+            if name in state and not form.is_valid(state[name]):
+                raise _refusal(
+                    call,
+                    form.expected,
+                    state[name],
+                    f"{name!r} of env {env_id}",
+                )
         if "root" in state:
             check_root(state["root"], engine.specs[env_id], env_id, call)
     answers = engine.ask(
@@ -117,7 +118,7 @@ def _check(
 
 
 def _put(
-    engine: "Engine",
+    engine: Engine,
     env_ids: np.ndarray,
     states: Sequence[Mapping[str, Any]],
 ) -> None:
@@ -140,7 +141,7 @@ def _put(
         engine.restore(env_ids, None, None)
 
 
-def state_dict(engine: "Engine", *, with_envs: bool | None) -> dict[str, Any]:
+def state_dict(engine: Engine, *, with_envs: bool | None) -> dict[str, Any]:
     """Return the state of all envs for a checkpoint; see `BatchedEnv.state_dict`."""
     engine.refuse_under_way(engine.all_ids)
     kept: dict[str, Any] = {
@@ -168,7 +169,7 @@ def state_dict(engine: "Engine", *, with_envs: bool | None) -> dict[str, Any]:
     return {f"env{i}": one["env"] for i, one in enumerate(saved)} | {"executor": kept}
 
 
-def load_state_dict(engine: "Engine", state: Any) -> None:
+def load_state_dict(engine: Engine, state: Any) -> None:
     """Load a state of all envs from a checkpoint; see `BatchedEnv.load_state_dict`."""
     num_envs = engine.num_envs
     kept = state.get("executor", {}) if isinstance(state, Mapping) else None
@@ -211,7 +212,7 @@ _LOAD = "load_state_dict"
 _VERSION = 1
 
 
-def _check_kept(engine: "Engine", kept: Mapping[str, Any]) -> None:
+def _check_kept(engine: Engine, kept: Mapping[str, Any]) -> None:
     """Refuse the executor's part of a state if it is damaged, or of another number of envs."""
     if kept.get("version", _VERSION) != _VERSION:
         raise _refusal(
@@ -231,7 +232,7 @@ def _check_kept(engine: "Engine", kept: Mapping[str, Any]) -> None:
             )
         _check_number(len(kept[name]), engine.num_envs)
     for env_id, episode in enumerate(kept["episodes"]):
-        if not _is_count(episode):
+        if not is_count(episode, most=_MAX_EPISODE):
             raise _refusal(
                 _LOAD,
                 "an integer from 0 to 2**62",
@@ -258,14 +259,6 @@ def _check_number(num_saved: int, num_envs: int) -> None:
         )
 
 
-def _is_count(value: Any) -> bool:
-    return (
-        isinstance(value, int)
-        and not isinstance(value, bool)
-        and 0 <= value <= _MAX_EPISODE
-    )
-
-
 def _is_state(read: Callable[[], Any]) -> bool:
     """Return whether a state can be read."""
     try:
@@ -277,11 +270,14 @@ def _is_state(read: Callable[[], Any]) -> bool:
 
 # An int64 of the slab counts on from it, with room for resets.
 _MAX_EPISODE = 2**62
-#: Entry of an env's state -> what it must be, and what checks it.
-_FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "ended": ("True or False", lambda value: isinstance(value, bool)),
-    "episode": ("an integer from 0 to 2**62", _is_count),
-    "generators": (
+#: Entry of an env's state -> what it must be.
+_FORMS = {
+    "ended": Form("True or False", lambda value: isinstance(value, bool)),
+    "episode": Form(
+        "an integer from 0 to 2**62",
+        lambda value: is_count(value, most=_MAX_EPISODE),
+    ),
+    "generators": Form(
         "None or the state of the global generators",
         lambda value: value is None or _is_state(lambda: seeding.from_plain(value)),
     ),

@@ -8,6 +8,7 @@ Does not know: limits above what a container can see of the hierarchy.
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from envherd.shm.cgroups import group_folders, read_count, read_memory, read_word
 
@@ -52,19 +53,25 @@ def read_cgroup(root: Path = Path("/")) -> Cgroup:
     )
 
 
-def count_oom_kills() -> tuple[int, int | None]:
-    """Return how many processes the kernel has killed for lack of memory so far.
+class OomKills(NamedTuple):
+    """How many processes the kernel has killed for lack of memory.
 
-    Returns:
-        `(in this process's own group, on the machine)`; None if the kernel does not report it.
+    Attributes:
+        own: in this process's own group.
+        everywhere: on the machine; None if the kernel does not report it.
     """
+
+    own: int
+    everywhere: int | None
+
+
+def count_oom_kills() -> OomKills:
+    """Return how many processes the kernel has killed so far."""
     own = next(group_folders(Path("/"), "memory"), None)
-    lines = (read_word(Path("/proc/vmstat")) or "").splitlines()
-    everywhere = next(
-        (int(line.split()[1]) for line in lines if line.startswith("oom_kill ")),
-        None,
+    return OomKills(
+        0 if own is None else _oom_kills(own),
+        _kills_in(Path("/proc/vmstat")),
     )
-    return 0 if own is None else _oom_kills(own), everywhere
 
 
 def _cpu_quota(folder: Path) -> float | None:
@@ -78,11 +85,15 @@ def _cpu_quota(folder: Path) -> float | None:
 
 
 def _oom_kills(folder: Path) -> int:
-    for name in ("memory.events", "memory.oom_control"):
-        for line in (read_word(folder / name) or "").splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return 0
+    names = ("memory.events", "memory.oom_control")  # of version 2 and 1
+    return next(filter(None, (_kills_in(folder / name) for name in names)), 0)
+
+
+def _kills_in(file: Path) -> int | None:
+    """Return the number in the line "oom_kill NUMBER" of a file; None without one."""
+    lines = (read_word(file) or "").splitlines()
+    counts = (line.split()[1] for line in lines if line.startswith("oom_kill "))
+    return next(map(int, counts), None)
 
 
 def _pids_room(folder: Path) -> int | None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from envherd.shm.interrupts import ignoring_refusals
 
@@ -29,6 +30,14 @@ class Gpu:
     free_bytes: int | None
 
 
+class _Listed(NamedTuple):
+    """A GPU as `nvidia-smi` lists it, with what `CUDA_VISIBLE_DEVICES` may call it."""
+
+    number: str
+    uuid: str
+    gpu: Gpu
+
+
 def read_gpus() -> tuple[Gpu, ...]:
     """Return the GPUs that `nvidia-smi` lists and `CUDA_VISIBLE_DEVICES` allows, or torch's if it is imported."""
     text = _ask(f"--query-gpu={_QUERY}")
@@ -44,29 +53,27 @@ def parse_smi(text: str, visible: str | None) -> tuple[Gpu, ...]:
         text: one line for each: index, uuid, name, MiB, MiB free.
         visible: `CUDA_VISIBLE_DEVICES`: indices or the beginnings of uuids; None for all, empty for none.
     """
-    listed: list[tuple[str, str, Gpu]] = []
+    listed: list[_Listed] = []
     for line in text.splitlines():
-        fields = [field.strip() for field in line.split(",")]
-        if len(fields) == 5 and fields[3].isdigit():
-            free = int(fields[4]) * _MIB if fields[4].isdigit() else None
-            listed.append(
-                (fields[0], fields[1], Gpu(fields[2], int(fields[3]) * _MIB, free))
-            )
+        match [field.strip() for field in line.split(",")]:
+            case [number, uuid, name, total, free] if total.isdigit():
+                free_bytes = int(free) * _MIB if free.isdigit() else None
+                listed.append(
+                    _Listed(number, uuid, Gpu(name, int(total) * _MIB, free_bytes))
+                )
     if visible is None:
-        return tuple(gpu for _, _, gpu in listed)
+        return tuple(one.gpu for one in listed)
     found = []
     for wanted in visible.split(","):
-        match = next(
-            (
-                g
-                for index, uuid, g in listed
-                if wanted and (wanted == index or uuid.startswith(wanted))
-            ),
-            None,
+        fitting = (
+            one.gpu
+            for one in listed
+            if wanted and (wanted == one.number or one.uuid.startswith(wanted))
         )
-        if match is None:
+        gpu = next(fitting, None)
+        if gpu is None:
             break  # CUDA also stops at the first missing one
-        found.append(match)
+        found.append(gpu)
     return tuple(found)
 
 
@@ -79,20 +86,19 @@ def parse_apps(text: str, pids: Collection[int]) -> int:
     """Return the bytes of some processes in `nvidia-smi`'s CSV of GPU processes: pid, MiB."""
     total = 0
     for line in text.splitlines():
-        fields = [field.strip() for field in line.split(",")]
-        pid = fields[0]
-        used = fields[-1]
-        if len(fields) > 1 and pid.isdigit() and used.isdigit() and int(pid) in pids:
-            total += int(used) * _MIB
+        match [field.strip() for field in line.split(",")]:
+            case [pid, *_, used] if (
+                pid.isdigit() and used.isdigit() and int(pid) in pids
+            ):
+                total += int(used) * _MIB
     return total
 
 
 def _ask(query: str) -> str:
     """Return what `nvidia-smi` prints; empty if there is none, or if it fails."""
-    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     with contextlib.suppress(subprocess.TimeoutExpired), ignoring_refusals():
         done = subprocess.run(
-            command,
+            ["nvidia-smi", query, "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
             timeout=_TIMEOUT_S,

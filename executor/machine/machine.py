@@ -7,6 +7,7 @@ container hides: these are None or empty.
 import contextlib
 import math
 import os
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -25,8 +26,6 @@ from envherd.shm.platforms import (
     usable_cpus,
     user_id,
 )
-
-_ROOT = Path("/")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +86,7 @@ class Machine:
         return self.memory_free if room is None else min(self.memory_free, room)
 
 
-def read_machine(root: Path = _ROOT) -> Machine:
+def read_machine(root: Path = Path("/")) -> Machine:
     """Read what this process may use.
 
     Args:
@@ -168,7 +167,7 @@ class Others:
         return seconds
 
 
-def usable_cores(root: Path = _ROOT) -> int:
+def usable_cores(root: Path = Path("/")) -> int:
     """Return how many cores this process may use: its affinity, or its cgroup's CPU quota if that is less."""
     allowed = len(usable_cpus())
     quota = read_cgroup(root).cpu_quota
@@ -184,11 +183,9 @@ def _physical_cores(cpus: Iterable[int]) -> int:
 
 
 def _cpu_pressure() -> float | None:
-    for line in (read_word(Path("/proc/pressure/cpu")) or "").splitlines():
-        if line.startswith("some "):
-            fields = dict(part.split("=") for part in line.split()[1:])
-            return float(fields["avg10"]) / 100
-    return None
+    text = read_word(Path("/proc/pressure/cpu")) or ""
+    found = re.search(r"^some .*?avg10=([0-9.]+)", text, re.MULTILINE)
+    return None if found is None else float(found[1]) / 100
 
 
 def _user_threads() -> int:

@@ -105,10 +105,9 @@ def find_renderers() -> Iterator[Renderer]:
         name: value for name, value in os.environ.items() if name != "DISPLAY"
     }
     for number in range(_MOST):
-        command = [sys.executable, "-I", "-c", _DRAW, str(number)]
         try:
             done = subprocess.run(
-                command,
+                [sys.executable, "-I", "-c", _DRAW, str(number)],
                 capture_output=True,
                 text=True,
                 timeout=_TIMEOUT_S,

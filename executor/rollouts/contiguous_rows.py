@@ -1,7 +1,7 @@
 """Rows of T contiguous steps, for envs that advance independently."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,6 +11,20 @@ from envherd.executor.batches.fast_tensordict import as_tensor, get_leaf
 from envherd.executor.batches.transfer import as_array
 from envherd.executor.rollouts.policy_state import leaf_keys, short
 from envherd.shm.specs import Key
+
+
+class _Target(NamedTuple):
+    """Where a leaf of a batch is written.
+
+    Attributes:
+        key: of the leaf, as a policy would write it.
+        flat: `[slots * T, ...]` (VIEW).
+        dtype: of the leaf.
+    """
+
+    key: Any
+    flat: np.ndarray
+    dtype: torch.dtype
 
 
 class ContiguousRows:
@@ -43,7 +57,7 @@ class ContiguousRows:
         self._leaves: dict[Key, torch.Tensor] = {}
         # Leaf names of the batches written last.
         self._names: dict[bool, tuple[str, ...]] = {False: (), True: ()}
-        self._targets: dict[bool, list[tuple[Any, np.ndarray, torch.dtype]]] = {}
+        self._targets: dict[bool, list[_Target]] = {}
         self._nested: dict[bool, TensorDictBase] = {}  # how the leaves nest
 
     def write(
@@ -88,8 +102,8 @@ class ContiguousRows:
         key: Key,
         *,
         is_next: bool,
-    ) -> tuple[Any, np.ndarray, torch.dtype]:
-        """Return a leaf's key in `td`, the array that it is written to: `[slots * T, ...]` (VIEW), and its dtype."""
+    ) -> _Target:
+        """Return where a leaf of `td` is written."""
         value = td.get(key)
         name = key
         if is_next:
@@ -100,7 +114,7 @@ class ContiguousRows:
             blank = np.zeros(shape, as_array(value[:0].cpu()).dtype)
             self._leaves[name] = as_tensor(blank, value.dtype)
         leaf = self._leaves[name]
-        return short(key), as_array(leaf.flatten(0, 1)), leaf.dtype
+        return _Target(short(key), as_array(leaf.flatten(0, 1)), leaf.dtype)
 
     def advance(self, env_ids: np.ndarray) -> None:
         """Advance some envs to their next step; full rows are put aside."""

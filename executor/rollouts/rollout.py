@@ -7,9 +7,8 @@ be returned; a transition's `next` is never a reset observation, and the root af
 import contextlib
 import copy
 import functools
-import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,34 +32,26 @@ from envherd.executor.batches.fast_tensordict import as_tensor
 from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.batches.hand_out import stack_groups
 from envherd.executor.batches.transfer import as_array
+from envherd.executor.processes.error_messages import log
 from envherd.executor.progress import counted
+from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.fast_step import compile_command
 from envherd.executor.protocol.positions import storage_columns
 from envherd.executor.rollouts.policy_state import Carried, leaf_keys, run_policy
+from envherd.executor.rollouts.run import Run
 from envherd.executor.rollouts.stepwise import StepwiseRun
 from envherd.executor.rollouts.storage import Lease, StorageShelf
 from envherd.shm.slab import input_leaves
-from envherd.shm.specs import EnvSpec, Key
+from envherd.shm.specs import EnvSpec
 from envherd.workers.errors import EnvherdError
 from envherd.workers.protocol import Op
 
-if TYPE_CHECKING:
-    from envherd.executor.protocol.engine import Engine
-
 RolloutPolicy = Callable[[TensorDictBase], TensorDictBase]
 
-_log = logging.getLogger("envherd")
 _CUT = (
     "rollout returned %d of %d steps, since an env ended. Pass break_when_any_done=False to reset the envs that end "
     "and collect all steps, or True to stop as now without this message."
 )
-
-
-class Actor(Protocol):
-    """The method that a rollout without a policy uses of the executor."""
-
-    def rand_action(self, td: TensorDictBase | None = None) -> TensorDictBase:
-        """Return `td` (or a new batch) with random actions."""
 
 
 class RolloutRunner:
@@ -70,7 +61,7 @@ class RolloutRunner:
         state_left: the policy's state when the latest rollout was broken off, own memory; None if it was not.
     """
 
-    def __init__(self, engine: "Engine", run: type[StepwiseRun] | None = None) -> None:
+    def __init__(self, engine: Engine, run: type[StepwiseRun] | None = None) -> None:
         """Create one.
 
         Args:
@@ -87,7 +78,7 @@ class RolloutRunner:
     @without_grad
     def run(  # noqa: PLR0913  # the arguments of TorchRL's rollout
         self,
-        env: Actor,
+        env: Any,
         max_steps: int,
         policy: RolloutPolicy | None = None,
         *,
@@ -99,7 +90,10 @@ class RolloutRunner:
         out: TensorDictBase | None = None,
         primer: TensorDictBase | None = None,
     ) -> TensorDictBase:
-        """Collect up to `max_steps` steps of all envs, as `BatchedEnv.rollout`; `env` is given to the callback."""
+        """Collect up to `max_steps` steps of all envs, as `BatchedEnv.rollout`.
+
+        The callback gets `env`, the executor, which draws the actions if there is no policy.
+        """
         engine = self._engine
         _check(
             max_steps,
@@ -132,20 +126,19 @@ class RolloutRunner:
                 watch = self._checked(functools.partial(callback, env))
             carried = Carried(engine.known, tensordict, primer)
             with self._leaving(carried):
-                if self._run_type is None:
-                    run = _Run(engine, act, carried, watch, break_when_any_done=breaks)
+                run = (self._run_type or _StorageRun)(
+                    engine,
+                    act,
+                    carried,
+                    watch,
+                    break_when_any_done=breaks,
+                )
+                if isinstance(run, _StorageRun):
                     data = self._in_storage(run, max_steps, out, auto_reset=auto_reset)
                 else:
-                    stepwise = self._run_type(
-                        engine,
-                        act,
-                        carried,
-                        watch,
-                        break_when_any_done=breaks,
-                    )
-                    data = stepwise.collect(max_steps, auto_reset=auto_reset)
+                    data = run.collect(max_steps, auto_reset=auto_reset)
         if break_when_any_done is None and data.batch_size[1] < max_steps:
-            _log.warning(_CUT, data.batch_size[1], max_steps)
+            log.warning(_CUT, data.batch_size[1], max_steps)
         if set_truncated:
             _mark_truncated(data, engine.specs)
         if out is None:
@@ -154,7 +147,7 @@ class RolloutRunner:
 
     def _in_storage(
         self,
-        run: "_Run",
+        run: "_StorageRun",
         max_steps: int,
         out: TensorDictBase | None,
         *,
@@ -237,39 +230,33 @@ def _check(
         need_bools("rollout", break_when_any_done=break_when_any_done)
 
 
-class _Run:
-    """One rollout in progress. Its arguments are those of a `StepwiseRun`."""
+class _KeptInput(NamedTuple):
+    """An input of the envs.
 
-    def __init__(
-        self,
-        engine: "Engine",
-        policy: RolloutPolicy,
-        carried: Carried,
-        callback: Callable[..., Any] | None,
-        *,
-        break_when_any_done: bool,
-    ) -> None:
-        self._engine = engine
-        self._positions = engine.positions
-        self._batches = engine.batches
-        self._policy = policy
-        self._callback = callback
-        self._breaks = break_when_any_done
-        self._extra_keys: list[Any] | None = None
-        self._extras: list[TensorDictBase] = []
+    Attributes:
+        present: array of the present step.
+        kept: array of all steps, `[n, T, ...]`.
+    """
+
+    present: np.ndarray
+    kept: np.ndarray
+
+
+class _StorageRun(Run[Engine]):
+    """One rollout in progress, in a storage."""
+
+    def start(self, lease: Lease, *, auto_reset: bool) -> None:
+        """Reset envs as requested, and fill column 0 of the root in a storage."""
+        self._positions = self._engine.positions
+        self._batches = self._engine.batches
         self._interrupted: list[np.ndarray] = []
         self._side_inputs: list[dict[int, Any]] = []
         self._side_roots: list[dict[int, Any]] = []
         self._side_nexts: list[dict[int, Any]] = []
-        self._carried = carried
-
-    def start(self, lease: Lease, *, auto_reset: bool) -> None:
-        """Reset envs as requested, and fill column 0 of the root in a storage."""
         self._lease = lease
         self._next_done = [group["next", "done"] for group in lease.storage.columns]
-        #: The arrays that keep the inputs of each step, with those that have the inputs of the present one.
         self._kept_inputs = [
-            (columns["input", *leaf.key], group.inputs["input", *leaf.key])
+            _KeptInput(group.inputs["input", *leaf.key], columns["input", *leaf.key])
             for group, columns in zip(
                 self._positions.slab.groups,
                 lease.storage.columns,
@@ -318,15 +305,15 @@ class _Run:
                 self._side_nexts.append(dict(side.next))
             if self._callback is not None:
                 with self._engine.rolling():
-                    self._callback(self._with_next(acted, step))
+                    self._callback(self._with_next(acted, self._next_td(step)))
             if self._carried.is_in_use:
                 self._fresh = flight.fresh
             if self._breaks and any(done[:, step].any() for done in self._next_done):
                 return step + 1
         return num_steps
 
-    def _with_next(self, acted: TensorDictBase, step: int) -> TensorDictBase:
-        """Return a step's batch with its `next` (VIEWS), including the policy's entries there."""
+    def _next_td(self, step: int) -> TensorDictBase:
+        """Return the `next` batch of a step (VIEWS)."""
         leaves = [
             [tensors["next", *key][:, step] for key in batch.next_keys]
             for tensors, batch in zip(
@@ -335,10 +322,7 @@ class _Run:
                 strict=True,
             )
         ]
-        next_td = self._batches.next_td(leaves)
-        if self._carried.state is not None:
-            next_td.update(self._carried.state)
-        return acted.copy().set("next", next_td)
+        return self._batches.next_td(leaves)
 
     def _act(self, step: int) -> TensorDictBase:
         root = self._root(step)
@@ -349,20 +333,10 @@ class _Run:
         if self._engine.side_inputs:
             self._side_inputs.append(dict(self._engine.side_inputs))
         self._carried.keep(acted)
-        for kept, given in self._kept_inputs:
-            kept[:, step] = given
-        # Found in the first step: the steps of a rollout are stacked, so all must have the same.
-        if self._extra_keys is None:
-            self._extra_keys = [key for key in leaf_keys(acted) if self._is_extra(key)]
-        if self._extra_keys:
-            self._extras.append(acted.select(*self._extra_keys).clone())
+        for one in self._kept_inputs:
+            one.kept[:, step] = one.present
+        self._keep_extras(acted, self._engine.known)
         return acted
-
-    def _is_extra(self, key: Key) -> bool:
-        own = key
-        if key[0] == "next":
-            own = key[1:]
-        return own not in self._engine.known and own[0] != "env_ids"
 
     def _root(self, step: int) -> TensorDictBase:
         batches = self._batches
@@ -391,11 +365,7 @@ class _Run:
                     for name, tensor in tensors.items()
                 }
             tds.append(self._group_result(batch, made, num_steps))
-        data = stack_groups(tds, self._positions.places.pairs)
-        if self._extras:
-            data.update(torch.stack(self._extras, 1))
-        data.refine_names(None, "time", ...)
-        return data
+        return self._finished(stack_groups(tds, self._positions.places.pairs))
 
     def _group_result(
         self,
@@ -422,7 +392,14 @@ class _Run:
         for leaf in input_leaves(batch.spec):
             td.set(leaf.key, tensors["input", *leaf.key])
         for index, key in batch.side_keys:
-            self._add_side(td, index, key, ids)
+            for steps, where in (
+                (self._side_roots, key),
+                (self._side_nexts, ("next", *key)),
+            ):
+                td.set(
+                    where,
+                    _non_tensor([[step[i][index] for step in steps] for i in ids]),
+                )
         for index, key in batch.side_input_keys:
             td.set(
                 key,
@@ -431,23 +408,6 @@ class _Run:
                 ),
             )
         return td
-
-    def _add_side(
-        self,
-        td: TensorDictBase,
-        index: int,
-        key: Any,
-        ids: list[int],
-    ) -> None:
-        """Add a side-channel leaf to the root and to `next`."""
-        for steps, where in (
-            (self._side_roots, key),
-            (self._side_nexts, ("next", *key)),
-        ):
-            td.set(
-                where,
-                _non_tensor([[step[i][index] for step in steps] for i in ids]),
-            )
 
 
 def _mark_truncated(data: TensorDictBase, specs: Sequence[EnvSpec]) -> None:

@@ -5,49 +5,26 @@ the steps are stacked on the learner's device.
 Guarantees and result are those of `rollout`, including `interrupted` rows after a loss.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
 import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from envherd.executor.batches.grad_mode import outside_inference_mode
 from envherd.executor.progress import counted
-from envherd.executor.rollouts.policy_state import Carried, leaf_keys, run_policy
+from envherd.executor.protocol.engine import Engine
+from envherd.executor.rollouts.policy_state import leaf_keys, run_policy
+from envherd.executor.rollouts.run import Run
 from envherd.shm.specs import Key
 from envherd.workers.errors import EnvherdError
 from envherd.workers.protocol import Op
 
-if TYPE_CHECKING:
-    from envherd.executor.protocol.engine import Engine
 
+class StepwiseRun(Run[Engine]):
+    """One rollout in progress; its steps are stacked at the end."""
 
-class StepwiseRun:
-    """One rollout in progress.
-
-    Args:
-        engine: of the executor.
-        policy: takes a root batch `[N]` on the device.
-        carried: the policy's own state.
-        callback: called with each step's batch; or None.
-        break_when_any_done: stop after the first step at which an env ends.
-    """
-
-    def __init__(
-        self,
-        engine: "Engine",
-        policy: Callable[[TensorDictBase], TensorDictBase],
-        carried: Carried,
-        callback: Callable[[TensorDictBase], Any] | None,
-        *,
-        break_when_any_done: bool,
-    ) -> None:
-        self._engine = engine
-        self._policy = policy
-        self._carried = carried
-        self._callback = callback
-        self._breaks = break_when_any_done
+    def collect(self, max_steps: int, *, auto_reset: bool) -> TensorDictBase:
+        """Return `[N, t]`, on the device."""
+        engine = self._engine
         self._steps: list[TensorDictBase] = []
         # The policy's keys of each kind of row, found in the first step: all steps must have the same to be stacked.
         self._keys: list[list[Key]] | None = None
@@ -57,9 +34,6 @@ class StepwiseRun:
             for leaf in (*spec.observation, *spec.done)
         }
 
-    def collect(self, max_steps: int, *, auto_reset: bool) -> TensorDictBase:
-        """Return `[N, t]`, on the device."""
-        engine = self._engine
         fresh, cut = engine.reset_for_rollout(auto_reset=auto_reset)
         root = engine.batches.current(engine.all_ids)
         for step in counted(max_steps, "rollout"):
@@ -70,9 +44,7 @@ class StepwiseRun:
             if self._breaks and (engine.states.needs_reset.any() or cut is not None):
                 break
             cut = None
-        data: Any = outside_inference_mode(torch.stack)(self._steps, 1)
-        data.refine_names(None, "time", ...)
-        return data
+        return self._finished(outside_inference_mode(torch.stack)(self._steps, 1))
 
     def _step(
         self,
@@ -108,10 +80,13 @@ class StepwiseRun:
             # Different tasks have different keys.
             rows = [*zip(kept.tensordicts, acted.tensordicts, strict=True)]
         if self._keys is None:
-            own = [leaf_keys(row) for _, row in rows]
             self._keys = [
-                [key for key in keys if key[0] != "next" and key not in self._root_keys]
-                for keys in own
+                [
+                    key
+                    for key in leaf_keys(row)
+                    if key[0] != "next" and key not in self._root_keys
+                ]
+                for _, row in rows
             ]
         for (target, row), keys in zip(rows, self._keys, strict=True):
             # The policy may reuse its memory, as CUDA graphs do.

@@ -14,18 +14,15 @@ Assumes: `lend`, `find` and `end_rollout` are called by one thread at a time; fo
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
 
 from envherd.executor.batches.fast_tensordict import as_tensor
+from envherd.executor.pools.base import Pool
 from envherd.shm.platforms import register_at_fork
 from envherd.shm.slab import Storage, StoragePlan, plan_storage
-
-if TYPE_CHECKING:
-    from envherd.executor.pools.base import Pool
 
 _MAX_ATTACHED = 4
 
@@ -127,7 +124,7 @@ class Lease:
 class StorageShelf:
     """Creates, lends and reuses storages for one pool."""
 
-    def __init__(self, pool: "Pool") -> None:
+    def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._targets = itertools.count(1)
         self._numbers = itertools.count(1)
@@ -140,12 +137,12 @@ class StorageShelf:
         for lease in list(self._leases):
             if lease.is_leaving or (lease.is_free and lease.lent_at != _num_forks):
                 self._drop(lease)
-        fits = [
+        fitting = (
             one
             for one in self._leases
             if one.is_free and one.num_columns == num_columns
-        ]
-        lease = next(iter(fits), None) or self._make(num_columns)
+        )
+        lease = next(fitting, None) or self._make(num_columns)
         lease.lend(next(self._numbers))
         return lease
 

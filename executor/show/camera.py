@@ -48,21 +48,20 @@ class Camera:
     def look(
         self,
         td: TensorDictBase,
-        env_ids: list[int] | None = None,
+        env_ids: list[int],
     ) -> list[np.ndarray | None]:
-        """Return a picture of each env, uint8 `[H, W, 3]`, from a batch `[N]` or the env; None if an env has none.
+        """Return a picture of some envs, uint8 `[H, W, 3]`, from a batch `[N]` or the env; None if an env has none.
 
         Args:
             td: the batch.
-            env_ids: only of these envs; None for all.
+            env_ids: of the envs.
 
         Raises:
             MediaError: at the first call, if no env has a picture.
         """
         if self.key:
-            rows = range(len(td)) if env_ids is None else env_ids
             # Their shapes may differ.
-            seen: list[Any] = [td[row][self.key].numpy(force=True) for row in rows]
+            seen: list[Any] = [td[i][self.key].numpy(force=True) for i in env_ids]
         else:
             seen = self._env.ask("render", env_ids)
         if not self._has_looked and all(frame is None for frame in seen):

@@ -119,10 +119,9 @@ class EpisodeLogger:
             scalars.update(to_scalars(statistics))
         scalars["episode/number"] = float(self.num_episodes)
         if self._new:
-            tags = dict.fromkeys(
+            for tag in dict.fromkeys(
                 tag for episode in self._new for tag in episode.returns
-            )
-            for tag in tags:
+            ):
                 scalars[tag] = _mean(
                     [one.returns[tag] for one in self._new if tag in one.returns]
                 )

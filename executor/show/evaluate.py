@@ -283,14 +283,11 @@ def _tasks(env: Any, **how: bool) -> dict[str, Any]:
     """Return the tasks by name, with their factories, or with an executor."""
     if not isinstance(env, (Mapping, list, tuple)):
         return {env if isinstance(env, str) else "env": _factory(env, **how)}
-    pairs: Iterable[tuple[Any, Any]]
+    pairs: Iterable[tuple[Any, Any]] = (
+        (one if isinstance(one, str) else f"task_{i}", one) for i, one in enumerate(env)
+    )
     if isinstance(env, Mapping):
         pairs = env.items()
-    else:
-        pairs = (
-            (one if isinstance(one, str) else f"task_{i}", one)
-            for i, one in enumerate(env)
-        )
     tasks: dict[str, Any] = {}
     for name, one in pairs:
         if isinstance(one, BatchedEnv):

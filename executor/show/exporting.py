@@ -58,23 +58,18 @@ class PrometheusCollector:
             statistics = self._env.statistics()
         except Closed:
             return
-        rows: list[tuple[str, list[str], str, float]] = [
-            ("", [], name, value) for name, value in _numbers(statistics)
-        ]
-        for worker in statistics.workers:
-            rows += [
-                ("worker_", [str(worker.worker_id)], name, value)
-                for name, value in _numbers(worker)
-            ]
         metrics: dict[str, Any] = {}
-        for part, labels, name, value in rows:
-            kind = CounterMetricFamily if name in _COUNTERS else GaugeMetricFamily
-            full = f"{self._prefix}_{part}{name}"
-            metric = metrics.setdefault(
-                full,
-                kind(full, name, labels=["worker"] if labels else []),
-            )
-            metric.add_metric(labels, value)
+
+        def add(prefix: str, one: Statistics | WorkerStatistics, **labels: str) -> None:
+            for name, value in _numbers(one):
+                kind = CounterMetricFamily if name in _COUNTERS else GaugeMetricFamily
+                full = f"{prefix}_{name}"
+                metric = metrics.setdefault(full, kind(full, name, labels=[*labels]))
+                metric.add_metric([*labels.values()], value)
+
+        add(self._prefix, statistics)
+        for worker in statistics.workers:
+            add(f"{self._prefix}_worker", worker, worker=str(worker.worker_id))
         yield from metrics.values()
 
 

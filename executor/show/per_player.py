@@ -389,14 +389,9 @@ def _names_and_roles(
 
 def _num_actions(spec: EnvSpec | None, group: Key) -> int:
     """Return the number of actions of the agents, for random ones."""
-    domains = (
-        []
-        if spec is None
-        else [leaf.domain for leaf in spec.action if leaf.key == (*group, "action")]
-    )
-    for domain in domains:
-        if isinstance(domain, Discrete):
-            return domain.n
+    for leaf in () if spec is None else spec.action:
+        if leaf.key == (*group, "action") and isinstance(leaf.domain, Discrete):
+            return leaf.domain.n
     raise ValueError(
         "PerPlayer failed: expected the spec of envs with discrete actions where a policy is None, got none. Pass "
         "env.spec, or RandomPlayer(num_actions) as the policy."

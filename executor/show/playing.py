@@ -174,14 +174,14 @@ class _Seat(threading.Thread):
     Args:
         number: of the seat.
         options: of the workers.
-        outcomes: gets the seat, the result and the exception of each operation.
+        outcomes: gets the outcome of each operation.
     """
 
     def __init__(
         self,
         number: int,
         options: ExecutorOptions,
-        outcomes: SimpleQueue[Any],
+        outcomes: "SimpleQueue[_Outcome]",
     ) -> None:
         super().__init__(name=f"evaluate-{number}", daemon=True)
         self._options = options
@@ -192,7 +192,7 @@ class _Seat(threading.Thread):
     def run(self) -> None:
         """Carry out operations until None comes."""
         while (operation := self.todo.get()) is not None:
-            self._outcomes.put((self, *_outcome_of(operation)))
+            self._outcomes.put(_outcome_of(self, operation))
 
     def build(self, factory: Factory, seed: int) -> ParallelEnv:
         """Return an executor of one env."""
@@ -211,21 +211,33 @@ class _Seat(threading.Thread):
             self._env.close()
 
 
-def _outcome_of(operation: _Operation) -> tuple[Any, BaseException | None]:
+class _Outcome(NamedTuple):
+    """What the generator of a seat gets.
+
+    Attributes:
+        seat: that has carried an operation out; None in the caller's thread.
+        result: of the operation; None at the beginning.
+        error: what it has raised.
+    """
+
+    seat: Any
+    result: Any = None
+    error: BaseException | None = None
+
+
+def _outcome_of(seat: _Seat | None, operation: _Operation) -> _Outcome:
     try:
-        return operation(), None
+        return _Outcome(seat, operation())
     except BaseException as error:  # raised in the generator
-        return None, error
+        return _Outcome(seat, error=error)
 
 
-def _advance(
-    work: _Work,
-    result: Any = None,
-    error: BaseException | None = None,
-) -> "_Operation | _Session | None":
+def _advance(work: _Work, outcome: _Outcome) -> "_Operation | _Session | None":
     """Hand over the outcome of an operation; return the next operation, None at the end."""
     try:
-        return work.send(result) if error is None else work.throw(error)
+        if outcome.error is not None:
+            return work.throw(outcome.error)
+        return work.send(outcome.result)
     except StopIteration:
         return None
 
@@ -278,9 +290,9 @@ class Play:
         """
         session = _Session(self, self._tasks[0], env, is_own=False)
         with contextlib.closing(session.play()) as work:
-            operation = _advance(work)
-            while operation is not None:
-                operation = _advance(work, *_outcome_of(operation))  # type: ignore[arg-type]  # no session of a passed executor is yielded
+            operation: Any = _advance(work, _Outcome(None))
+            while operation is not None:  # no session of a passed executor is yielded
+                operation = _advance(work, _outcome_of(None, operation))
 
     def run(self, num_seats: int, options: ExecutorOptions) -> None:
         """Play all episodes, in envs of at most `num_seats` worker processes; an exception closes the envs."""
@@ -290,7 +302,7 @@ class Play:
         is_shared = (
             options.start_method == "zygote" and options.worker_output == "capture"
         )
-        outcomes: SimpleQueue[Any] = SimpleQueue()
+        outcomes: SimpleQueue[_Outcome] = SimpleQueue()
         waiting: dict[_Seat, _Session] = {}
         works: dict[_Seat, _Work] = {}
         with contextlib.ExitStack() as at_end:
@@ -304,15 +316,12 @@ class Play:
                 at_end.callback(works[seat].close)  # completes its videos
             at_end.callback(self._end, list(works))
             for seat in works:
-                outcomes.put((seat, None, None))
+                outcomes.put(_Outcome(seat))
                 seat.start()
             while works:
-                for seat, result, error in self._next_outcomes(
-                    outcomes,
-                    waiting,
-                    len(works),
-                ):
-                    operation = _advance(works[seat], result, error)
+                for outcome in self._next_outcomes(outcomes, waiting, len(works)):
+                    seat = outcome.seat
+                    operation = _advance(works[seat], outcome)
                     if isinstance(operation, _Session):
                         waiting[seat] = operation
                     else:
@@ -322,10 +331,10 @@ class Play:
 
     def _next_outcomes(
         self,
-        outcomes: SimpleQueue[Any],
+        outcomes: SimpleQueue[_Outcome],
         waiting: "dict[_Seat, _Session]",
         num_seats: int,
-    ) -> Sequence[tuple[_Seat, Any, BaseException | None]]:
+    ) -> Sequence[_Outcome]:
         """Wait for an operation, or act for seats that wait for a policy; return the outcome of each seat concerned.
 
         A policy acts as soon as as many seats wait as may, or all; or when the first of them has waited long enough.
@@ -346,7 +355,7 @@ class Play:
         seats = seats[:limit]
         acted = _act([waiting.pop(seat) for seat in seats])
         return [
-            (seat, actions, None) for seat, actions in zip(seats, acted, strict=True)
+            _Outcome(seat, actions) for seat, actions in zip(seats, acted, strict=True)
         ]
 
     @staticmethod
@@ -482,7 +491,6 @@ class _Session:
         self.task = task
         self.env = env
         self._is_own = is_own
-        self._rules = play.rules
         self.part = task.part = task.part or play.prepare(task.name, env)
         self._camera = Camera(env)
         self.playing: dict[int, _Episode] = {}
@@ -548,14 +556,19 @@ class _Session:
             seed=seeds,
         )
         for env_id, episode in begun.items():
-            if self._rules.videos is not None and episode.number in self._rules.filmed:
-                self._rules.videos.mkdir(parents=True, exist_ok=True)
+            if (
+                self._play.rules.videos is not None
+                and episode.number in self._play.rules.filmed
+            ):
+                self._play.rules.videos.mkdir(parents=True, exist_ok=True)
                 name = re.sub(
                     r"[^\w.-]+",
                     "_",
                     f"{self.task.name}_episode{episode.number}.mp4",
                 )
-                episode.film = Video(self._rules.videos / name, self._rules.fps)
+                episode.film = Video(
+                    self._play.rules.videos / name, self._play.rules.fps
+                )
                 yield partial(self._film, episode.film, root, env_id, env_id)
 
     def _step(self) -> _Work:
@@ -564,7 +577,7 @@ class _Session:
         ids = list(self.playing)
         self.root = env.current(ids)
         self.waits_since = time.monotonic()
-        is_shared = self._rules.max_batch is not None and self._is_own
+        is_shared = self._play.rules.max_batch is not None and self._is_own
         actions = (yield self) if is_shared else _act([self])[0]
         self._sent = ids
         env.send(actions, ids, maybe_reset=False)
@@ -588,11 +601,8 @@ class _Session:
             axis=1,
         )
         is_over = following.get("done").flatten().tolist()
-        interrupted = following.get(
-            "interrupted",
-            torch.zeros(len(ids), device="cpu"),
-        )
-        is_lost = interrupted.flatten().tolist()
+        nobody = torch.zeros(len(ids), device="cpu")
+        is_lost = following.get("interrupted", nobody).flatten().tolist()
         infos = (
             self.env.infos("next") if self.env.options.info_policy != "drop" else None
         )
@@ -608,11 +618,11 @@ class _Session:
                 episode.successes.append(_success_in(episode.info))
             if episode.film is not None:
                 yield partial(self._film, episode.film, following, at, env_id)
-            if is_over[at] or episode.length == self._rules.max_steps:
+            if is_over[at] or episode.length == self._play.rules.max_steps:
                 self._play.note(self.task, self.playing.pop(env_id))
             elif (
                 time.monotonic() - episode.began > _LONG_S
-                and self._rules.max_steps is None
+                and self._play.rules.max_steps is None
                 and not self.task.is_reported
             ):
                 self.task.is_reported = True

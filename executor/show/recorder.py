@@ -3,9 +3,10 @@
 Assumes: it is called after each step of all envs. A video lacks the steps after which it was not called.
 """
 
+import contextlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple
 
 from tensordict import TensorDictBase
 
@@ -14,7 +15,19 @@ from envherd.executor.batches.arguments import as_count
 from envherd.executor.show.camera import Camera, Video, enlarged, require_imageio
 
 
-class VideoRecorder:
+class _Film(NamedTuple):
+    """The recording of an episode.
+
+    Attributes:
+        episode: its number.
+        video: of its pictures.
+    """
+
+    episode: int
+    video: Video
+
+
+class VideoRecorder(contextlib.AbstractContextManager["VideoRecorder"]):
     """Writes episodes of some envs as `FOLDER/envI_episodeJ.mp4`; a `callback` for `rollout` and `Collector`.
 
     In a loop of steps, call `recorder(env, td)` after each step. J is the executor's number of the episode. A video is
@@ -70,8 +83,7 @@ class VideoRecorder:
         self._fps = fps
         self._folder.mkdir(parents=True, exist_ok=True)
         self._camera = Camera(env, agent)
-        # Env -> its episode and its video.
-        self._films: dict[int, tuple[int, Video]] = {}
+        self._films: dict[int, _Film] = {}  # by env
 
     def __call__(self, env: BatchedEnv, td: TensorDictBase) -> None:
         """Add the pictures of a step.
@@ -92,15 +104,13 @@ class VideoRecorder:
             self._add(
                 [
                     i
-                    for i, (episode, _) in self._films.items()
-                    if now[i] - episode in (0, is_over[i])
+                    for i, film in self._films.items()
+                    if now[i] - film.episode in (0, is_over[i])
                 ],
                 following,
             )
-        for env_id in [
-            i for i, (episode, _) in self._films.items() if episode != now[i]
-        ]:
-            self._films.pop(env_id)[1].close()
+        for env_id in [i for i, film in self._films.items() if film.episode != now[i]]:
+            self._films.pop(env_id).video.close()
         begun = [
             i
             for i, number in now.items()
@@ -108,7 +118,7 @@ class VideoRecorder:
         ]
         for env_id in begun:
             path = self._folder / f"env{env_id}_episode{now[env_id]}.mp4"
-            self._films[env_id] = now[env_id], Video(path, self._fps)
+            self._films[env_id] = _Film(now[env_id], Video(path, self._fps))
         self._add(
             begun if is_observed else list(self._films),
             env.current() if is_observed and begun else td,
@@ -122,16 +132,12 @@ class VideoRecorder:
                 strict=True,
             ):
                 if frame is not None:
-                    self._films[env_id][1].add(enlarged(frame))
+                    self._films[env_id].video.add(enlarged(frame))
 
     def close(self) -> None:
         """Complete the videos. Idempotent."""
         for env_id in list(self._films):
-            self._films.pop(env_id)[1].close()
-
-    def __enter__(self) -> Self:
-        """Return the recorder; the end of the `with` block closes it."""
-        return self
+            self._films.pop(env_id).video.close()
 
     def __exit__(self, *_: object) -> None:
         """Close the recorder."""

@@ -6,6 +6,7 @@ Programs that write to one file add to each other's records. If two write in the
 latest records of one of them until it writes again.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -15,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -86,7 +87,7 @@ class TaskRecords:
     episodes: dict[int, EpisodeRecord] = field(default_factory=dict)
 
 
-class RecordFile:
+class RecordFile(contextlib.AbstractContextManager["RecordFile"]):
     """The records of a run, by task, and the file that holds them, if there is one.
 
     Args:
@@ -114,7 +115,7 @@ class RecordFile:
         self.tasks: dict[str, TaskRecords] = {}
         self._written_at = -math.inf
         # Of the file that this object has read or written.
-        self._version: tuple[int, int] | None = None
+        self._version: object = None
         if self._path is not None and self._path.exists():
             self._read(self._path)
             _log.warning("%s. They are not played again.", self._held())
@@ -123,10 +124,6 @@ class RecordFile:
         if self._path is not None and not self._path.exists():
             # A path that cannot be written is refused before an episode is played.
             self.write()
-
-    def __enter__(self) -> Self:
-        """Return this object."""
-        return self
 
     def __exit__(
         self,
@@ -248,8 +245,8 @@ def _records_of(task: dict[str, Any]) -> TaskRecords:
     return TaskRecords(cast, {record.episode: record for record in records})
 
 
-def _version(path: Path) -> tuple[int, int]:
-    """Return what differs between a file and the one that replaces it."""
+def _version(path: Path) -> object:
+    """Return what differs between a file and the one that replaces it; to be compared as a whole."""
     found = path.stat()
     return found.st_ino, found.st_mtime_ns
 

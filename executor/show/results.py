@@ -138,6 +138,18 @@ def equality_of(returns: np.ndarray) -> np.ndarray:
     return np.asarray(1 - gini)
 
 
+class RoleKind(NamedTuple):
+    """A kind of agents of an env.
+
+    Attributes:
+        role: of the agents.
+        is_focal: whether they are focal.
+    """
+
+    role: str
+    is_focal: bool
+
+
 @dataclass(frozen=True, repr=False)
 class Evaluation:
     """Episodes of one task. Those that failed are in `failures`, and are not counted elsewhere, unless stated.
@@ -274,9 +286,9 @@ class Evaluation:
         return interval_of(equality_of(self.returns))
 
     @cached_property
-    def by_role(self) -> dict[tuple[str, bool], Interval]:
+    def by_role(self) -> dict[RoleKind, Interval]:
         """Per-capita return by role and whether the agents are focal, in the order of the agents."""
-        kinds = list(zip(self.roles, self.is_focal, strict=True))
+        kinds = list(map(RoleKind, self.roles, self.is_focal))
         return {
             kind: self._per_capita(np.array([one == kind for one in kinds]))
             for kind in dict.fromkeys(kinds)
@@ -310,11 +322,11 @@ class Evaluation:
             "collective": _plain(self.collective),
             "equality": _plain(self.equality),
             "by_role": [
-                {"role": role, "focal": focal, **_numbers(one)}
-                for (role, focal), one in self.by_role.items()
+                {"role": kind.role, "focal": kind.is_focal, **_plain(one)}
+                for kind, one in self.by_role.items()
             ],
             "by_player": [
-                {"player": name, "role": role, "focal": focal, **_numbers(one)}
+                {"player": name, "role": role, "focal": focal, **_plain(one)}
                 for (name, one), role, focal in zip(
                     self.by_player.items(),
                     self.roles,
@@ -403,11 +415,10 @@ class Evaluations:
         }
 
 
-def _plain(measure: Interval | Rate | None) -> dict[str, Any] | None:
-    return None if measure is None else _numbers(measure)
-
-
-def _numbers(measure: Interval | Rate) -> dict[str, Any]:
+def _plain(measure: Interval | Rate | None) -> Any:
+    """Return the numbers by name, None for NaN; None without a measure."""
+    if measure is None:
+        return None
     return {
         name: None if math.isnan(value) else value
         for name, value in measure._asdict().items()

@@ -11,13 +11,14 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from envherd.executor.sizing.driving import Subject, Turn
 from envherd.executor.sizing.rule import Limits, resets_are_costly, steps_are_uneven
-from envherd.executor.sizing.settings import Mode, Run
+from envherd.executor.sizing.settings import Mode, Run, Setting
 from envherd.workers.errors import EnvherdError, WorkerTimeout
 
 #: In each round every setting has one turn, so other load affects all alike.
@@ -45,7 +46,6 @@ class Confirmation:
     Args:
         subject: the env.
         limits: of this machine; all executors together stay within its usable memory.
-        budget: its end (monotonic seconds), and all of its seconds.
         show: called with the current activity.
         is_busy: returns whether other programs use the machine.
     """
@@ -54,28 +54,30 @@ class Confirmation:
         self,
         subject: Subject,
         limits: Limits,
-        budget: tuple[float, float],
         show: Callable[[str], None],
         is_busy: Callable[[], bool],
     ) -> None:
         self._subject = subject
         self._limits = limits
-        self._end, self._budget_s = budget
         self._show = show
         self._is_busy = is_busy
-        self._turns: dict[tuple[int, int], Callable[[Mode], Turn]] = {}
+        self._turns: dict[Setting, Callable[[Mode], Turn]] = {}
         self._taken_bytes = 0
 
-    def run(self, runs: Sequence[Run]) -> None:
+    def run(self, runs: Sequence[Run], end: float, budget_s: float) -> None:
         """Run settings in rounds, and write into each what it makes, or why it was not run.
 
         Args:
             runs: the most promising first; some may have reasons not to run them.
+            end: when the rounds end, monotonic seconds.
+            budget_s: all seconds of measurement, those of the probe included.
 
         Raises:
             EnvherdError, OSError: every setting failed; the error of the last.
         """
         self._runs = runs
+        self._end = end
+        self._budget_s = budget_s
         rounds: list[dict[Run, Turn]] = []
         # Closes all executors, even if one raises.
         with contextlib.ExitStack() as stack:
@@ -190,6 +192,6 @@ def speeds(rounds: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
     }
 
 
-def _executor(run: Run) -> tuple[int, int]:
+def _executor(run: Run) -> Setting:
     """Return what settings with one executor have in common; it runs both modes."""
-    return run.setting.num_envs, run.setting.num_workers
+    return replace(run.setting, mode="sync")

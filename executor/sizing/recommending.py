@@ -1,6 +1,5 @@
 """`recommend`: measure an env and decide in one call; also behind `num_envs="auto"` and `num_workers="auto"`."""
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +9,7 @@ from envherd.executor.batches.arguments import as_count
 from envherd.executor.machine.machine import Machine, Others, read_machine
 from envherd.executor.machine.room import require_room
 from envherd.executor.options import ExecutorOptions
+from envherd.executor.processes.error_messages import log
 from envherd.executor.sending.blueprint import MakeEnv
 from envherd.executor.sizing.confirming import Confirmation
 from envherd.executor.sizing.driving import Subject
@@ -18,7 +18,6 @@ from envherd.executor.sizing.reasons import DISTURBED, explain
 from envherd.executor.sizing.rule import Limits, settings_for
 from envherd.executor.sizing.settings import Goal, Measurement, Run
 
-_log = logging.getLogger("envherd")
 #: Seconds of measurement for `"auto"`, which delays a program's start.
 AUTO_BUDGET_S = 5.0
 #: A smaller setting is chosen if it reaches this share of the best one's speed.
@@ -95,10 +94,9 @@ def recommend(  # the env, the goal and the limits
         Confirmation(
             subject,
             limits,
-            (began + budget_s, budget_s),
             show,
             lambda: others.share() > DISTURBED,
-        ).run(runs)
+        ).run(runs, began + budget_s, budget_s)
         return decide(limits, runs, others.share())
 
 
@@ -115,10 +113,9 @@ def decide(limits: Limits, runs: Sequence[Run], others_share: float = 0.0) -> Si
     most = max(one.steps_per_s for one in runs)
     target = limits.goal.target_steps_per_s
     enough = target if target is not None and most >= target else _GOOD_ENOUGH * most
-    ran = [one for one in runs if one.refusal is None]
     # Small are few processes, then little effort in user code, then few envs.
     chosen = min(
-        (one for one in ran if one.steps_per_s >= enough),
+        (one for one in runs if one.refusal is None and one.steps_per_s >= enough),
         key=lambda one: (
             one.setting.num_workers,
             one.setting.mode != "sync",
@@ -172,7 +169,7 @@ def resolve(
         options=options,
     )
     chosen = done.chosen.setting
-    _log.info(
+    log.info(
         "auto: %d envs on %d workers; %s",
         chosen.num_envs,
         chosen.num_workers,

@@ -1,7 +1,7 @@
 """The batch of envs that the contract drives: N envs in an executor."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,25 @@ from envherd.workers.errors import EnvError
 Row = dict[Key, Any]
 
 MakeEnv = Callable[[], Any]
+
+
+class Stepped(NamedTuple):
+    """What a step has shown of all envs.
+
+    Attributes:
+        nexts: the rows of the step.
+        roots: the rows after the step, and after the resets that follow it.
+    """
+
+    nexts: list[Row]
+    roots: list[Row]
+
+
+class Calls(NamedTuple):
+    """How often native envs were stepped and reset."""
+
+    steps: int
+    resets: int
 
 
 class ExecutorBatch:
@@ -53,8 +72,8 @@ class ExecutorBatch:
         actions: list[list[Any]],
         *,
         resets_ended: bool,
-    ) -> tuple[list[Row], list[Row]]:
-        """Step all envs; return `(next rows, root rows)`: the roots after the step (and reset)."""
+    ) -> Stepped:
+        """Step all envs."""
         td: TensorDictBase = TensorDict({}, self.env.batch_size)
         for index, leaf in enumerate((*self.specs[0].action, *self.specs[0].state)):
             td.set(leaf.key, _stacked(leaf, [action[index] for action in actions]))
@@ -63,7 +82,7 @@ class ExecutorBatch:
         else:
             td = self.env.step(td)
             root = self.env.current()
-        return self._rows(td["next"], "next"), self._rows(root, "root")
+        return Stepped(self._rows(td["next"], "next"), self._rows(root, "root"))
 
     def save(self) -> list[Any] | None:
         """Return the states of all envs, or None if they cannot be saved."""
@@ -78,14 +97,13 @@ class ExecutorBatch:
         """Put all envs back into the states that `save` has returned."""
         self.env.restore(states)
 
-    def count_calls(self) -> tuple[int, int] | None:
+    def count_calls(self) -> Calls | None:
         """Return how often the native envs were stepped and reset so far; None if that cannot be counted."""
         pool = self.env.engine.pool
         if isinstance(pool, _CountingPool):
             return pool.totals()
-        return int(pool.slab.words["env_steps"].sum()), int(
-            pool.slab.words["resets"].sum()
-        )
+        words = pool.slab.words
+        return Calls(int(words["env_steps"].sum()), int(words["resets"].sum()))
 
     def close(self) -> None:
         """Close the envs."""
@@ -148,10 +166,10 @@ class _CountingPool(SerialPool):
 
         return counted
 
-    def totals(self) -> tuple[int, int] | None:
+    def totals(self) -> Calls | None:
         """Return the counts; None if an env could not be watched, or its adapter calls it in other ways."""
         steps, resets, missed = self._counts.values()
-        return (steps, resets) if steps and resets and not missed else None
+        return Calls(steps, resets) if steps and resets and not missed else None
 
 
 class _CountingEnv(SerialEnv):

@@ -29,7 +29,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -70,6 +70,13 @@ from envherd.executor.testing.traces import (
 
 class NoEpisodeEnd(ContractViolation):
     """No episode ended, so nothing was checked."""
+
+
+class _Twice(NamedTuple):
+    """What the same actions have shown in two ways: traces, or rows."""
+
+    first: Any
+    again: Any
 
 
 @dataclass(frozen=True)
@@ -159,7 +166,7 @@ class Contract:
             self.rules,
             self.num_steps,
             self.num_ends,
-            self._pair[0].calls is not None,
+            self._pair.first.calls is not None,
         )
 
     @property
@@ -171,7 +178,7 @@ class Contract:
     @property
     def num_ends(self) -> int:
         """Ends of episodes that were seen."""
-        return self._pair[0].num_ends
+        return self._pair.first.num_ends
 
     # ---- traces ------------------------------------------------------------------------------
 
@@ -181,25 +188,25 @@ class Contract:
         return contextlib.closing(make(self.make_env, NUM_ENVS, num_workers, self.seed))
 
     @cached_property
-    def _pair(self) -> tuple[Trace, Trace]:
-        """The same episodes twice, in the same envs: reset within the step, and by hand."""
+    def _pair(self) -> _Twice:
+        """Traces of the same episodes, in the same envs: reset within the step, then by hand."""
         with self._opened(num_workers=1) as batch:
             within = self._take(batch, fused)
             batch.seed(self.seed)
             by_hand = self._take(batch, separate)
         self._demand_ends(within)
-        return within, by_hand
+        return _Twice(within, by_hand)
 
     @cached_property
-    def _spread(self) -> tuple[Trace, Trace]:
-        """The same episodes in new envs over two workers; then with env 0 reset again and again."""
+    def _spread(self) -> _Twice:
+        """Traces of the same episodes in new envs over two workers; then with env 0 reset again and again."""
         with self._opened(num_workers=2) as batch:
             anew = self._take(batch, fused)
             batch.seed(self.seed)
-            return anew, self._take(batch, disturbed)
+            return _Twice(anew, self._take(batch, disturbed))
 
     @cached_property
-    def _saving(self) -> tuple[list[Row], list[Row]] | None:
+    def _saving(self) -> _Twice | None:
         """The rows of the same steps twice, from the same state; None if the envs cannot be saved."""
         rng = np.random.default_rng(self.seed)
         with self._opened(num_workers=1) as batch:
@@ -224,7 +231,7 @@ class Contract:
                 for rows in batch.step(actions, resets_ended=True)
                 for row in rows
             ]
-        return first, again
+        return _Twice(first, again)
 
     def _demand_ends(self, trace: Trace) -> None:
         if trace.num_ends == 0:
@@ -258,20 +265,20 @@ class Contract:
                 spec.metadata.get("resets_itself") for spec in trace.specs
             ):
                 # An env may have begun the episode by itself.
-                num_resets = trace.calls[1]
+                num_resets = trace.calls.resets
             if trace.calls is not None and trace.calls != (num_steps, num_resets):
                 raise ContractViolation(
                     f"rule 1 is broken: expected {num_steps} calls of env.step and {num_resets} of env.reset for "
-                    f"{num_steps} transitions with {trace.num_ends} ends ({how}), got {trace.calls[0]} and "
-                    f"{trace.calls[1]}. The env, or its adapter, steps or resets by itself."
+                    f"{num_steps} transitions with {trace.num_ends} ends ({how}), got {trace.calls.steps} and "
+                    f"{trace.calls.resets}. The env, or its adapter, steps or resets by itself."
                 )
 
     def _check_masks(self) -> None:
-        apart = self._spread[1]
+        apart = self._spread.again
         if self.is_deterministic:
             compare(
                 2,
-                self._pair[0],
+                self._pair.first,
                 apart,
                 "it changed when env 0 was reset. Do the envs share state (a class attribute, a global)?",
                 env_ids=(1,),
@@ -310,8 +317,8 @@ class Contract:
                 "new envs on two workers gave other data for the same seed and actions. Draw all randomness from "
                 "reset's seed, and let envs of a process share nothing that changes."
             )
-            compare(6, within, self._spread[0], why)
-            compare_ends(6, within, self._spread[0], why)
+            compare(6, within, self._spread.first, why)
+            compare_ends(6, within, self._spread.first, why)
             why = "the same envs, seeded again, gave other data: something of an earlier episode outlives the reset."
             compare(6, within, by_hand, why)
 
@@ -327,7 +334,7 @@ class Contract:
         assert self._spread  # taking the trace has checked that masks are unchanged
 
     def _check_values(self) -> None:
-        trace = self._pair[0]
+        trace = self._pair.first
         for env_id, row in enumerate(trace.first):
             check_values(row, trace.specs[env_id], f"first root, env {env_id}")
         for event in trace.events:

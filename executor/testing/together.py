@@ -12,7 +12,7 @@ import types
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,16 +33,28 @@ _LIBRARIES = ("builtins", "gymnasium", "typing", "abc", "envherd")
 _VALUES = (bool, int, float, str, bytes, list, dict, set, tuple, np.ndarray, np.generic)
 
 
+class _Shown(NamedTuple):
+    """What an env has shown in a reset or a step.
+
+    Attributes:
+        where: in words.
+        row: with a checksum of the picture instead of the picture.
+    """
+
+    where: str
+    row: Row
+
+
 @dataclass(frozen=True)
 class Record:
     """What some envs have shown in one worker.
 
     Attributes:
-        rows: env id -> `(where, row)` in order; a row holds a checksum of the picture instead of the picture.
+        rows: of each env, in order.
         changed: class attributes and module globals of the envs that their steps have changed.
     """
 
-    rows: dict[int, list[tuple[str, Row]]]
+    rows: dict[int, list[_Shown]]
     changed: tuple[str, ...]
 
 
@@ -105,12 +117,12 @@ class _Difference:
 
 
 def _first_difference(alone: Record, other: Record, env_id: int) -> _Difference | None:
-    for index, ((where, row), (_, its_row)) in enumerate(
+    for index, (mine, its) in enumerate(
         zip(alone.rows[env_id], other.rows[env_id], strict=True)
     ):
-        for key, value in row.items():
-            if not equal(value, its_row[key]):
-                return _Difference(index, where, key, value, its_row[key])
+        for key, value in mine.row.items():
+            if not equal(value, its.row[key]):
+                return _Difference(index, mine.where, key, value, its.row[key])
     return None
 
 
@@ -127,7 +139,7 @@ def _cause(
     if not any(_first_difference(own[env_id], isolated, env_id) for env_id in alone):
         return "It draws from global generators. ExecutorOptions(isolate_rng=True) is the remedy."
     for env_id, record in alone.items():
-        row = record.rows[env_id][found.index][1]
+        row = record.rows[env_id][found.index].row
         is_constant = equal(row.get(found.key), found.expected)
         if not is_constant and equal(row.get(found.key), found.got):
             what = (
@@ -172,7 +184,7 @@ def _take(
             batch = ExecutorBatch(env)
             before = _shared(env)
             rngs = [np.random.default_rng([seed, env_id]) for env_id in env_ids]
-            rows: dict[int, list[tuple[str, Row]]] = {env_id: [] for env_id in env_ids}
+            rows: dict[int, list[_Shown]] = {env_id: [] for env_id in env_ids}
 
             def note(
                 where: str,
@@ -185,7 +197,7 @@ def _take(
                     pictures or [{}] * len(env_ids),
                     strict=True,
                 ):
-                    rows[env_id].append((where, {**row, **picture}))
+                    rows[env_id].append(_Shown(where, {**row, **picture}))
 
             roots = batch.reset(None)
             note("the first root", roots, _pictures(env))

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from envherd.executor.testing.batch import ExecutorBatch, Row
+from envherd.executor.testing.batch import Calls, ExecutorBatch, Row, Stepped
 from envherd.executor.testing.compare import ContractViolation, demand, has_ended
 from envherd.shm.specs import EnvSpec
 from envherd.workers.errors import ResetNeeded
@@ -14,8 +14,8 @@ from envherd.workers.random_values import draw, draw_masked, mask_key
 
 #: `(spec, rng) -> values aligned with spec.action and then spec.state`
 DrawAction = Callable[[EnvSpec, np.random.Generator], list[Any]]
-#: `(batch, actions, step) -> (next rows, root rows)`
-Advance = Callable[[ExecutorBatch, list[list[Any]], int], tuple[list[Row], list[Row]]]
+#: `(batch, actions, step)`: makes a step.
+Advance = Callable[[ExecutorBatch, list[list[Any]], int], Stepped]
 
 NUM_ENVS = 2
 
@@ -52,13 +52,13 @@ class Trace:
         specs: of the envs.
         first: root rows after the first reset.
         events: by step, then by env.
-        calls: native `(steps, resets)` made by this run; None if they could not be counted.
+        calls: of native envs, made by this run; None if they could not be counted.
     """
 
     specs: list[EnvSpec]
     first: list[Row]
     events: list[TraceEvent]
-    calls: tuple[int, int] | None
+    calls: Calls | None
 
     def ends(self) -> Iterator[TraceEvent]:
         """Yield the events at which (part of) an env ended."""
@@ -102,7 +102,7 @@ def take_trace(
     seed: int,
 ) -> Trace:
     """Reset a batch and step it `num_steps` times, with actions that depend on seed, env, step and masks."""
-    before = batch.count_calls() or (0, 0)
+    before = batch.count_calls() or Calls(0, 0)
     rngs = [np.random.default_rng([seed, env_id]) for env_id in range(NUM_ENVS)]
     first = roots = batch.reset(None)
     events = []
@@ -117,7 +117,9 @@ def take_trace(
             for env_id, rows in enumerate(zip(nexts, roots, strict=True))
         ]
     after = batch.count_calls()
-    calls = None if after is None else (after[0] - before[0], after[1] - before[1])
+    calls = None
+    if after is not None:
+        calls = Calls(after.steps - before.steps, after.resets - before.resets)
     return Trace(list(batch.specs), first, events, calls)
 
 
@@ -125,7 +127,7 @@ def fused(
     batch: ExecutorBatch,
     actions: list[list[Any]],
     step: int,  # noqa: ARG001  # see `Advance`
-) -> tuple[list[Row], list[Row]]:
+) -> Stepped:
     """Step, and reset within the same command."""
     return batch.step(actions, resets_ended=True)
 
@@ -134,23 +136,23 @@ def separate(
     batch: ExecutorBatch,
     actions: list[list[Any]],
     step: int,  # noqa: ARG001
-) -> tuple[list[Row], list[Row]]:
+) -> Stepped:
     """Step, then reset what ended."""
     nexts, roots = batch.step(actions, resets_ended=False)
     if any(map(has_ended, nexts)):
         roots = batch.reset(np.stack([row[("done",)] for row in nexts]))
-    return nexts, roots
+    return Stepped(nexts, roots)
 
 
 def disturbed(
     batch: ExecutorBatch,
     actions: list[list[Any]],
     step: int,
-) -> tuple[list[Row], list[Row]]:
+) -> Stepped:
     """Step and reset ended envs; every third time also reset no env, then env 0, and check the other rows."""
     nexts, roots = separate(batch, actions, step)
     if step % 3 != 0:
-        return nexts, roots
+        return Stepped(nexts, roots)
     where = f"step {step}"
     before = batch.count_calls()
     mask = np.zeros((NUM_ENVS, *nexts[0][("done",)].shape), bool)
@@ -181,20 +183,20 @@ def disturbed(
         f"env 1, {where}",
         "it changed when env 0 was reset.",
     )
-    return nexts, roots
+    return Stepped(nexts, roots)
 
 
 def refused(
     batch: ExecutorBatch,
     actions: list[list[Any]],
     step: int,
-) -> tuple[list[Row], list[Row]]:
+) -> Stepped:
     """Step; where an env has ended, require that the next step is refused, and reset what ended."""
     nexts, roots = batch.step(actions, resets_ended=False)
     if ended := tuple(i for i, row in enumerate(nexts) if has_ended(row)):
         _check_refusal(batch, actions, ended, f"step {step}")
         roots = batch.reset(np.stack([row[("done",)] for row in nexts]))
-    return nexts, roots
+    return Stepped(nexts, roots)
 
 
 def _check_refusal(

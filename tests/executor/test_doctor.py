@@ -148,7 +148,7 @@ def test_a_check_that_raises_is_a_finding(monkeypatch):
         yield
 
     monkeypatch.setattr(doctor, "_packages", broken)
-    monkeypatch.setattr(doctor, "_starter", lambda _: lambda: iter(()))
+    monkeypatch.setattr(doctor, "_start", lambda _: iter(()))
     monkeypatch.setattr(doctor, "_dmlab2d", lambda: iter(()))
     (finding,) = [one for one in doctor.examine() if one.name == "packages"]
     assert (finding.level, finding.found) == (

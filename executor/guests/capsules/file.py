@@ -14,7 +14,7 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -142,6 +142,18 @@ def _array(data: bytes, shape: Sequence[int], dtype: str) -> np.ndarray:
     return np.frombuffer(data, dtype).reshape(shape).copy()
 
 
+class Form(NamedTuple):
+    """What a value of a file, or of a checkpoint, must be.
+
+    Attributes:
+        expected: in words.
+        is_valid: returns whether a value is so.
+    """
+
+    expected: str
+    is_valid: Callable[[Any], bool]
+
+
 def is_count(value: Any, least: int = 0, most: int = 2**63 - 1) -> bool:
     """Return whether a value of a file is an integer from `least` to `most`."""
     return (
@@ -157,11 +169,12 @@ def is_root_seed(value: Any) -> bool:
 
 
 def _is_leaf(value: Any) -> bool:
-    if not (isinstance(value, list) and len(value) == 3 and isinstance(value[2], str)):
+    if not (isinstance(value, list) and len(value) == 3):
         return False
-    key, shape, _ = value
+    key, shape, dtype = value
     return (
-        isinstance(key, list)
+        isinstance(dtype, str)
+        and isinstance(key, list)
         and all(isinstance(part, str) for part in key)
         and all(map(is_count, shape))
     )

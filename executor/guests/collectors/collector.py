@@ -5,7 +5,6 @@ and the policy's own state included), every transition in them was executed, and
 copied, pickled or moved unless `policy_device` is set.
 """
 
-import logging
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, Self
@@ -22,11 +21,10 @@ from envherd.executor.batches.arguments import (
 from envherd.executor.batches.transfer import as_device
 from envherd.executor.guests.collectors.policy import Placed, Policy
 from envherd.executor.keywords import names_right_keyword
+from envherd.executor.processes.error_messages import log
 from envherd.executor.progress import showing
-from envherd.executor.rollouts.policy_state import leaf_keys
+from envherd.executor.rollouts.policy_state import own_leaves
 from envherd.shm.specs import EnvSpec
-
-_log = logging.getLogger("envherd")
 
 
 class Rolls(Protocol):
@@ -169,7 +167,7 @@ class Collector(BatchIterator):
             )
         frames_per_batch = as_count("Collector", "frames_per_batch", frames_per_batch)
         total_frames = as_count("Collector", "total_frames", total_frames, least=-1)
-        init_random_frames = as_count(
+        self._init_random_frames = as_count(
             "Collector",
             "init_random_frames",
             init_random_frames,
@@ -188,12 +186,12 @@ class Collector(BatchIterator):
             close_env=close_env,
         )
         need_state("Collector", "primer", primer, env.num_envs)
-        policy_device = as_device(
+        self._policy_device = as_device(
             policy_device,
             "Collector",
             "policy_device as a device",
         )
-        storing_device = as_device(
+        self._storing_device = as_device(
             storing_device,
             "Collector",
             "storing_device as a device",
@@ -206,10 +204,7 @@ class Collector(BatchIterator):
         self.num_steps = math.ceil(frames_per_batch / env.num_envs)
         super().__init__(self.num_steps * env.num_envs, total_frames)
         self._policy_factory = policy_factory
-        self._policy_device = policy_device
-        self._placed = None if policy is None else Placed(policy, policy_device)
-        self._storing_device = storing_device
-        self._init_random_frames = init_random_frames
+        self._placed = None if policy is None else Placed(policy, self._policy_device)
         self._resets_always = reset_at_each_iter
         self._primer = primer
         self._postproc = postproc
@@ -217,24 +212,27 @@ class Collector(BatchIterator):
         self._closes_env = close_env
         self._has_begun = False
         self._state: TensorDictBase | None = None
-        self._warn_of_rounding(frames_per_batch, init_random_frames)
+        self._warn_of_rounding(frames_per_batch)
 
-    def _warn_of_rounding(self, asked: int, init_random_frames: int) -> None:
-        roundings = []
-        if self.frames_per_batch != asked:
-            roundings.append(
-                f"frames_per_batch={asked} is not a multiple of {self.env.num_envs} envs"
+    def _warn_of_rounding(self, asked: int) -> None:
+        num_envs = self.env.num_envs
+        batch = self.frames_per_batch
+        roundings = [
+            f"{name}={frames} is not a multiple of {count} {what}"
+            for name, frames, count, what in (
+                ("frames_per_batch", asked, num_envs, "envs"),
+                ("total_frames", self.total_frames, batch, "frames per batch"),
+                (
+                    "init_random_frames",
+                    self._init_random_frames,
+                    batch,
+                    "frames per batch",
+                ),
             )
-        if self.total_frames > 0 and self.total_frames % self.frames_per_batch:
-            roundings.append(
-                f"total_frames={self.total_frames} is not a multiple of {self.frames_per_batch} frames per batch"
-            )
-        if init_random_frames % self.frames_per_batch:
-            roundings.append(
-                f"init_random_frames={init_random_frames} is not a multiple of {self.frames_per_batch} frames per batch"
-            )
+            if frames > 0 and frames % count
+        ]
         if roundings:
-            _log.warning("%s: rounded up.", " and ".join(roundings))
+            log.warning("%s: rounded up.", " and ".join(roundings))
 
     def collect(self) -> TensorDictBase:
         """Return the next batch `[N, T]`; the caller owns its memory.
@@ -287,14 +285,9 @@ class Collector(BatchIterator):
 
     def _state_after(self, data: TensorDictBase) -> TensorDictBase | None:
         """Return the policy's own state after a batch `[N]`, in its own memory; None if it has none."""
-        last = data.get("next")[:, -1]
         known = {leaf.key for spec in self.env.specs for leaf in spec.leaves()}
-        keys = [
-            key
-            for key in leaf_keys(last)
-            if key not in known and key != ("interrupted",)
-        ]
-        return last.select(*keys).clone() if keys else None
+        own = own_leaves(data.get("next")[:, -1], known)
+        return None if own is None else own.clone()
 
     def close(self) -> None:
         """Close the executor, unless it is the caller's (`close_env=False`). Idempotent."""

@@ -11,7 +11,6 @@ Does not know: what the policy does.
 
 import contextlib
 import copy
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,11 +21,10 @@ from torch.nn.parameter import is_lazy
 
 from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.batches.transfer import to_device
+from envherd.executor.processes.error_messages import log
 from envherd.executor.rollouts.policy_state import leaf_keys, run_policy
 
 Policy = Callable[[TensorDictBase], TensorDictBase]
-
-_log = logging.getLogger("envherd")
 
 
 class Placed:
@@ -75,7 +73,7 @@ class Placed:
             )
         else:
             self.device = home
-            _log.warning(
+            log.warning(
                 "policy_device=%r was not followed: %s. The policy stays on %s and is not copied; batches are moved to "
                 "it instead.",
                 str(wanted),

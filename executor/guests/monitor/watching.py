@@ -52,7 +52,6 @@ class Watch:
         env: family of its envs.
         num_envs: number of envs.
         path: which calls are made in C; see `Statistics.path`. Empty if nobody has written it.
-        slab_path: where the slab was opened.
         workers: at the latest reading; their shares and rates are those of the time since the reading before it.
         span_s: seconds between these readings.
 
@@ -84,18 +83,15 @@ class Watch:
         finally:
             os.close(fd)
         self.pid = plate.pid
-        self.slab_path = plate.path
         self.env = content["env"]
-        self._made_at = content["made_at"]
-        self._blocks = content["blocks"]
-        self._gpus = content["gpus"]
-        self.num_envs = sum(map(len, self._blocks))
+        self._content = content
+        self.num_envs = sum(map(len, content["blocks"]))
         self._words = {
             name: np.frombuffer(self._map, np.int64, length, offset)
             for name, (offset, length) in content["words"].items()
         }
         self._read_ns = time.monotonic_ns()
-        self.workers = read_workers(self._words, self._blocks, self._read_ns)
+        self.workers = read_workers(self._words, content["blocks"], self._read_ns)
         self.span_s = 0.0
 
     def close(self) -> None:
@@ -112,12 +108,12 @@ class Watch:
         self._read_ns = now_ns
         pairs = zip(
             self.workers,
-            read_workers(self._words, self._blocks, now_ns),
+            read_workers(self._words, self._content["blocks"], now_ns),
             strict=True,
         )
         self.workers = tuple(
             _between(*pair, self.span_s, gpu)
-            for pair, gpu in zip(pairs, self._gpus, strict=True)
+            for pair, gpu in zip(pairs, self._content["gpus"], strict=True)
         )
         return self
 
@@ -134,7 +130,7 @@ class Watch:
             "env": self.env,
             "path": self.path,
             "num_envs": self.num_envs,
-            "running_s": time.time() - self._made_at,
+            "running_s": time.time() - self._content["made_at"],
             "span_s": self.span_s,
             "steps_per_s": self.steps_per_s,
             "workers": [asdict(worker) for worker in self.workers],

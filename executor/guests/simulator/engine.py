@@ -42,8 +42,6 @@ from envherd.workers.protocol import Op, pack_phase
 from envherd.workers.reply import Fault, LeftOut
 from envherd.workers.seeding import EpisodeSeeds
 
-_NO_EXTRAS: Mapping[int, Prepare] = {}
-
 #: `(row, rewards, whether rows are reset afterwards)`: takes the result of a step, before rows are reset.
 Take = Callable[[Row, Leaves, bool], None]
 
@@ -82,6 +80,7 @@ class SimulatorEngine(Calls):
         device: of the batches; None if that is the CPU and the caller has not set it.
         batches, positions: the rows; an `Engine` has separate objects for these.
         side: the infos.
+        intake: checks actions.
         sent: the step that was sent; or None.
         stale_roots: looks at the batches that are passed.
     """
@@ -115,17 +114,12 @@ class SimulatorEngine(Calls):
         self.side = SideData(self.specs, InfoReader(options.info_policy, None, {}))
         self.sent: Sent | None = None
         self.stale_roots = StaleRoots.of(self.specs)
-        self._intake = TensorIntake(pool.slab.groups[0], options.check_actions)
-        self.read_inputs = self._intake.tensors
-        self.input_leaves = self._intake.leaves
+        self.intake = TensorIntake(pool.slab.groups[0], options.check_actions)
         self._pack_info = packer(options.info_policy)
         # Memory views, whose items are read and written faster than those of arrays.
         self._words = {name: array.data for name, array in pool.slab.words.items()}
-        self._phase = "step"
-        self._infos = dict[str, bytes | None]()
         self._left_out = set[str]()
         self._row: Row | None = None
-        self._was_reset = self._has_ended = False
         self._reset_mask: np.ndarray | None = None
         self.guard = CallGuard(self)
         self.use_seed(seed)
@@ -157,7 +151,7 @@ class SimulatorEngine(Calls):
         self.guard.refuse_rolling()
         self.states.check(op, self.all_ids)
         following: Leaves = []
-        outcome = self.carry_out(op, self.read_inputs(td), self._taker(following))
+        outcome = self.carry_out(op, self.intake.tensors(td), self._taker(following))
         try:
             self.note_outcome(outcome, following)
         except EnvError as error:
@@ -184,7 +178,7 @@ class SimulatorEngine(Calls):
 
         Args:
             op: STEP or STEP_RESET; it was checked.
-            inputs: from `read_inputs`.
+            inputs: from `intake`.
             take: see `Take`.
         """
         return self._run(op, lambda: self._step(op, inputs, take))
@@ -242,7 +236,7 @@ class SimulatorEngine(Calls):
         words = self._words
         self.states.start(self.all_ids, op, 0)
         self._phase = "step"
-        self._infos = {}
+        self._infos: dict[str, bytes | None] = {}
         self._row = None
         self._was_reset = False
         words["phase"][0] = pack_phase(op, 0)
@@ -340,11 +334,7 @@ class SimulatorEngine(Calls):
             None if mask is None else mask.reshape(*self.specs[0].batch_shape, 1).copy()
         )
 
-    def reset_envs(
-        self,
-        _: np.ndarray,
-        extras: Mapping[int, Prepare] = _NO_EXTRAS,
-    ) -> None:
+    def reset_envs(self, _: np.ndarray, extras: Mapping[int, Prepare]) -> None:
         """Reset the rows of the mask; all after an exception or an interrupt."""
         self.states.check(Op.RESET, self.all_ids)
         mask = None if self.states.values[0] == State.NEEDS_RESET else self._reset_mask
@@ -360,7 +350,7 @@ class SimulatorEngine(Calls):
         if not auto_reset and not self.states.needs_reset[0]:
             return False
         self.write_reset_masks(None if auto_reset else self._rows.ended_parts())
-        self.reset_envs(self.all_ids)
+        self.reset_envs(self.all_ids, {})
         return True
 
     # ---- send and recv -----------------------------------------------------------------------
@@ -368,7 +358,7 @@ class SimulatorEngine(Calls):
     def send(self, td: TensorDictBase, op: Op) -> None:
         """Step the simulator, and keep the outcome for `take_sent`."""
         self.states.check(op, self.all_ids)
-        inputs = self.read_inputs(td)
+        inputs = self.intake.tensors(td)
         following = Leaves()
         kept = [value.clone() for value in inputs]
         # Before the step, which replaces the current row.
@@ -394,7 +384,7 @@ class SimulatorEngine(Calls):
         if not with_root:
             td = td.empty()
         else:
-            for leaf, value in zip(self.input_leaves, inputs, strict=True):
+            for leaf, value in zip(self.intake.leaves, inputs, strict=True):
                 set_leaf(td, leaf.key, value)
         try:
             self.note_outcome(outcome, following)

@@ -3,7 +3,7 @@
 Guarantees and result are those of `rollout`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,47 +16,19 @@ from envherd.executor.batches.transfer import as_array
 from envherd.executor.guests.simulator.engine import SimulatorEngine
 from envherd.executor.guests.simulator.rows import Row
 from envherd.executor.progress import counted
-from envherd.executor.rollouts.policy_state import Carried, leaf_keys, run_policy
+from envherd.executor.rollouts.policy_state import run_policy
+from envherd.executor.rollouts.run import Run
 from envherd.shm.slab import Storage, plan_storage
-from envherd.shm.specs import Key
 from envherd.workers.errors import EnvError
 from envherd.workers.protocol import Op
 
 
-class SimulatorRun:
-    """One rollout in progress.
-
-    Args:
-        engine: of the executor.
-        policy: takes a root batch `[1]`.
-        carried: the policy's own state.
-        callback: called with each step's batch; or None.
-        break_when_any_done: stop after the first step at which a row ends.
-    """
-
-    def __init__(
-        self,
-        engine: SimulatorEngine,
-        policy: Callable[[TensorDictBase], TensorDictBase],
-        carried: Carried,
-        callback: Callable[[TensorDictBase], Any] | None,
-        *,
-        break_when_any_done: bool,
-    ) -> None:
-        self._engine = engine
-        self._rows = engine.batches
-        self._policy = policy
-        self._carried = carried
-        self._callback = callback
-        self._breaks = break_when_any_done
-        self._shells = {
-            section: self._rows.shell(section, (1,)) for section in ("root", "next")
-        }
-        self._extra_keys: list[Key] | None = None
-        self._extras: list[TensorDictBase] = []
+class SimulatorRun(Run[SimulatorEngine]):
+    """One rollout of a simulator in progress."""
 
     def collect(self, max_steps: int, *, auto_reset: bool) -> TensorDictBase:
         """Return `[1, t]`."""
+        self._rows = self._engine.batches
         was_reset = self._engine.reset_for_rollout(auto_reset=auto_reset)
         plan = plan_storage(self._engine.pool.plan, max_steps)
         place = self._rows.place
@@ -71,7 +43,7 @@ class SimulatorRun:
         sections = {
             "root": self._rows.root_keys,
             "next": self._rows.next_keys,
-            "input": [leaf.key for leaf in self._engine.input_leaves],
+            "input": [leaf.key for leaf in self._engine.intake.leaves],
         }
         self._leaves = {
             section: [tensors[section, *key] for key in keys]
@@ -88,7 +60,20 @@ class SimulatorRun:
                 name: [leaf[:, :num_steps].clone() for leaf in own]
                 for name, own in self._leaves.items()
             }
-        return self._result(num_steps)
+        data: TensorDict = self._rows.shell("root", (1, num_steps)).build(
+            self._leaves["root"]
+        )
+        data.set(
+            "next",
+            self._rows.shell("next", (1, num_steps)).build(self._leaves["next"]),
+        )
+        for leaf, value in zip(
+            self._engine.intake.leaves,
+            self._leaves["input"],
+            strict=True,
+        ):
+            data.set(leaf.key, value)
+        return self._finished(data)
 
     def _go(self, max_steps: int, *, was_reset: bool) -> int:
         """Step until the end; return how many steps were made."""
@@ -115,57 +100,25 @@ class SimulatorRun:
             was_reset = outcome.was_reset
             if self._callback is not None:
                 with self._engine.rolling():
-                    self._callback(self._with_next(acted, step))
+                    next_td = self._rows.next_td(self._at["next"][step])
+                    self._callback(self._with_next(acted, next_td))
             if self._breaks and outcome.has_ended:
                 return step + 1
         return max_steps
 
     def _act(self, step: int, *, was_reset: bool) -> TensorDictBase:
-        root = self._shells["root"].build(self._at["root"][step])
+        root = self._rows.shells["root"].build(self._at["root"][step])
         self._carried.hand_over(root, np.array([was_reset]))
         with self._engine.rolling():
             acted = run_policy(self._policy, root)
-        self._inputs = self._engine.read_inputs(acted)
+        self._inputs = self._engine.intake.tensors(acted)
         self._carried.keep(acted)
         _put(self._at["input"][step], self._inputs)
-        if self._extra_keys is None:
-            known = {*self._engine.known, ("env_ids",)}
-            self._extra_keys = [
-                key for key in leaf_keys(acted) if key[key[0] == "next" :] not in known
-            ]
-        if self._extra_keys:
-            # The policy may reuse its memory.
-            self._extras.append(acted.select(*self._extra_keys).clone())
+        self._keep_extras(acted, self._engine.known)
         return acted
 
     def _take(self, step: int, row: Row, rewards: Leaves, _: bool) -> None:  # noqa: FBT001  # as `Take` has it
         _put(self._at["next"][step], [*row.observation, *rewards, *row.flags])
-
-    def _with_next(self, acted: TensorDictBase, step: int) -> TensorDictBase:
-        """Return a step's batch with its `next` (VIEWS), including the policy's entries there."""
-        next_td = self._shells["next"].build(self._at["next"][step])
-        if self._carried.state is not None:
-            next_td.update(self._carried.state)
-        return acted.copy().set("next", next_td)
-
-    def _result(self, num_steps: int) -> TensorDictBase:
-        data: TensorDict = self._rows.shell("root", (1, num_steps)).build(
-            self._leaves["root"]
-        )
-        data.set(
-            "next",
-            self._rows.shell("next", (1, num_steps)).build(self._leaves["next"]),
-        )
-        for leaf, value in zip(
-            self._engine.input_leaves,
-            self._leaves["input"],
-            strict=True,
-        ):
-            data.set(leaf.key, value)
-        if self._extras:
-            data.update(torch.stack(self._extras, 1))
-        data.refine_names(None, "time", ...)
-        return data
 
 
 def _put(places: Sequence[torch.Tensor], values: Sequence[Any]) -> None:

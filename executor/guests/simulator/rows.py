@@ -49,6 +49,7 @@ class Rows:
     Attributes:
         place: as given.
         present: the root to act on next.
+        shells: the nesting of a batch `[1]`, by section.
     """
 
     mover = None  # nothing is moved
@@ -81,7 +82,7 @@ class Rows:
         self._num_writes: float | None = 0
         self.next_keys = [leaf.key for leaf in next_leaves(spec)]
         self.root_keys = [leaf.key for leaf in root_leaves(spec)]
-        self._shells = {
+        self.shells = {
             "next": self.shell("next", (1,)),
             "root": self.shell("root", (1,)),
         }
@@ -176,11 +177,11 @@ class Rows:
 
     def next_td(self, leaves: Leaves) -> TensorDict:
         """Return the `next` batch over given leaves (no copy)."""
-        return self._shells["next"].build(leaves)
+        return self.shells["next"].build(leaves)
 
     def root_over(self, leaves: Leaves) -> TensorDict:
         """Return the root batch that shares the leaves of a `next`."""
-        return self._shells["root"].build(
+        return self.shells["root"].build(
             [*leaves[: len(self.present.observation)], *leaves[-3:]]
         )
 
@@ -188,7 +189,7 @@ class Rows:
         """Return the present root, batch `[k]` with k 0 or 1, in its own memory."""
         handed = [torch.stack((leaf,)) for leaf in self.present.observation]
         self.note_given(handed)
-        td = self._shells["root"].build([*handed, *self._flag_leaves(self.present)])
+        td = self.shells["root"].build([*handed, *self._flag_leaves(self.present)])
         return td if len(env_ids) else td[:0]
 
     def note_given(

@@ -16,7 +16,7 @@ from PIL import Image
 
 from envherd import SerialEnv
 from envherd.executor.cli import media
-from envherd.executor.cli.media import Film, Pictures, grid, reduced
+from envherd.executor.cli.media import Film, Pictures, Tile, grid, reduced
 from envherd.executor.show.camera import MediaError
 from tests.envs.team_env import film_into, pictured
 
@@ -80,7 +80,7 @@ def test_a_film_keeps_evenly_spread_steps_and_the_last(num_steps, kept):
     for step in range(num_steps + 1):
         if film.wants(step):
             film.add(step, None)
-    assert [step for step, _ in film.moments] == kept
+    assert list(film.moments) == kept
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_values_that_are_no_frame_are_refused(frame):
 )
 def test_a_grid_is_about_as_wide_as_a_screen(count, shape, columns):
     frame = np.full((*shape, 3), 200, np.uint8)
-    picture = np.asarray(grid([("", "", frame)] * count, width_px=1))
+    picture = np.asarray(grid([Tile("", "", frame)] * count, width_px=1))
     shown = (
         (picture == 200).all(axis=(0, 2))
         if count == 1
@@ -136,7 +136,11 @@ def test_a_grid_is_about_as_wide_as_a_screen(count, shape, columns):
 
 def test_small_frames_are_enlarged_by_a_whole_factor_without_smoothing():
     picture = np.asarray(
-        grid([("left", "right", sprite((10, 200, 30)))], title="a title", width_px=2000)
+        grid(
+            [Tile("left", "right", sprite((10, 200, 30)))],
+            title="a title",
+            width_px=2000,
+        )
     )
     greens = (picture == (10, 200, 30)).all(axis=2)
     whites = (picture == 255).all(axis=2)

@@ -350,9 +350,10 @@ def test_on_return_between_leases(on_return, caplog):
             count = env.step()[1]
     assert (first == second) == (on_return in ("keep", World.reset))
     assert count == {"keep": 3, World.reset: 11}.get(on_return, 1)
-    assert ("on_return has failed: " in caplog.text) == (
-        on_return in (World.hang, World.die, World.fail)
-    )
+    # Without the pickled bytes of an exception.
+    assert any(
+        "on_return has failed: " in one and "b'" not in one for one in caplog.messages
+    ) == (on_return in (World.hang, World.die, World.fail))
 
 
 def test_an_env_that_cannot_be_built_again_is_reported(tmp_path):

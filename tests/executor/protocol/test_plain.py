@@ -365,7 +365,7 @@ def test_top_and_doctor_show_it():
 def test_an_env_that_cannot_be_built_is_a_finding(monkeypatch):
     for name in ("_packages", "_dmlab2d", "_meltingpot", "_left_behind", "plain_steps"):
         monkeypatch.setattr(doctor, name, lambda: iter(()))
-    monkeypatch.setattr(doctor, "_starter", lambda _: lambda: iter(()))
+    monkeypatch.setattr(doctor, "_start", lambda _: iter(()))
     (finding,) = [
         one
         for one in doctor.examine("broken", lambda: torch.zeros(()))

@@ -340,7 +340,7 @@ def test_steps_and_resets_count_by_their_work():
 
 
 @pytest.mark.parametrize(
-    ("batches_s", "times_s", "even_s", "uneven_s"),
+    ("batches_s", "times", "even_s", "uneven_s"),
     [
         # A `SerialEnv`, three quarters of the time not on a processor.
         ([1.0] * 4, [(1.0, 3.0, 0.0)], 1.0, 1.0),
@@ -362,10 +362,8 @@ def test_steps_and_resets_count_by_their_work():
         ([1e-4] * 3 + [1.0], [(0.5, 0.5, 0.0)], 4e-4, 0.5003),
     ],
 )
-def test_the_time_of_a_turn_without_other_programs(
-    batches_s, times_s, even_s, uneven_s
-):
-    turn = Turn(8, 0, batches_s, times_s)
+def test_the_time_of_a_turn_without_other_programs(batches_s, times, even_s, uneven_s):
+    turn = Turn.of((8, 0, batches_s, times))
     assert turn.undisturbed_s(is_even=True) == pytest.approx(even_s)
     assert turn.undisturbed_s(is_even=False) == pytest.approx(uneven_s)
 
