@@ -17,7 +17,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, MutableSet, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -236,7 +236,13 @@ class AsyncCollector(BatchIterator):
         need_state("AsyncCollector", "primer", primer, num_envs)
         _check_env(env)
         self._sizes = _sizes(batch_sizes)
-        self._wanted = *_limits(min_batch, max_batch, self._sizes, num_envs), deadline_s
+        self._limits = _limits(
+            min_batch,
+            max_batch,
+            deadline_s,
+            self._sizes,
+            num_envs,
+        )
         self._num_steps = _steps_per_row(
             layout,
             steps_per_row,
@@ -454,7 +460,7 @@ class AsyncCollector(BatchIterator):
     def _begin_idle(self) -> None:
         """Act for the envs without a command: all at first, later those that have failed."""
         env = self.env
-        limit = self._wanted[1]
+        limit = self._limits.most
         if not self._has_begun:
             if not env.is_resumed:
                 env.reset()
@@ -491,7 +497,7 @@ class AsyncCollector(BatchIterator):
 
     def _turn(self) -> None:
         """Receive the ready envs, and act for them."""
-        min_batch, max_batch, deadline_s = self._wanted
+        min_batch, max_batch, deadline_s = self._limits
         self._charge("other")
         # Envs that have failed are not under way, so there may be fewer than `min_batch`.
         least = min(
@@ -649,6 +655,27 @@ class _Waits:
         return float(median), float(late)
 
 
+class _Limits(NamedTuple):
+    """When the policy acts.
+
+    Attributes:
+        least: number of envs.
+        most: number of envs.
+        deadline_s: seconds to wait for `most`, or None.
+    """
+
+    least: int
+    most: int
+    deadline_s: float | None
+
+
+class _Made(NamedTuple):
+    """A batch, or the error in its place, and its number."""
+
+    number: int
+    found: TensorDictBase | BaseException
+
+
 class _Background:
     """Collects in a thread, at most `num_ahead` batches ahead of the caller.
 
@@ -672,8 +699,7 @@ class _Background:
         self._num_ahead = num_ahead
         weakref.finalize(collect.__self__, self.begin_close).atexit = False
         dependents.add(self)
-        # Number and batch, or the error in its place.
-        self._batches: deque[tuple[int, TensorDictBase | BaseException]] = deque()
+        self._batches: deque[_Made] = deque()
         self._taken = -1  # number of the batch that is being handed out
         # Tokens are hints to look at the batches again. (An interrupt inside `Event.set` would keep its lock.)
         self._has_room: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -717,7 +743,7 @@ class _Background:
             if self._is_closing:
                 break
             if (
-                sum(number != self._taken for number, _ in tuple(self._batches))
+                sum(one.number != self._taken for one in tuple(self._batches))
                 >= self._num_ahead
             ):
                 self._has_room.get()
@@ -750,7 +776,7 @@ class _Background:
             del collect  # the traceback also holds this frame
 
     def _put(self, number: int, found: TensorDictBase | BaseException) -> None:
-        self._batches.append((number, found))
+        self._batches.append(_Made(number, found))
         self._has_more.put(None)
 
     def begin_close(self) -> None:
@@ -809,10 +835,11 @@ def _sizes(asked: Any) -> list[int]:
 def _limits(
     min_batch: int,
     max_batch: int | None,
+    deadline_s: float | None,
     sizes: Sequence[int],
     num_envs: int,
-) -> tuple[int, int]:
-    """Return the least and the largest number of envs for which the policy acts at once."""
+) -> _Limits:
+    """Return when the policy acts, after a check of the arguments."""
     most = min([num_envs, *sizes[-1:]])
     asked = as_count("AsyncCollector", "max_batch", max_batch, or_none=True)
     if asked is not None:
@@ -826,7 +853,7 @@ def _limits(
         raise ValueError(
             f"AsyncCollector failed: expected min_batch of at most {most} (max_batch), got {least}."
         )
-    return least, most
+    return _Limits(least, most, deadline_s)
 
 
 def _check_env(env: BatchedEnv) -> None:
