@@ -282,12 +282,13 @@ class Desk:
         is_kept = self._on_return != "rebuild"
         if isinstance(self._on_return, Call) and not worker.has_exited():
             answer = self._make(slot_id, self._on_return, lambda: False)
-            is_kept = not isinstance(answer, Exception) and not answer[1]
+            why = answer if isinstance(answer, Exception) else answer[1]
+            is_kept = not why
             if not (is_kept or self.crew.is_closing):
                 log.warning(
                     "slot %d is built anew, because on_return has failed: %s",
                     slot_id,
-                    answer,
+                    why,
                 )
         if not is_kept or (limit is not None and memory_of(worker.pid)["uss"] > limit):
             self.crew.dismiss([worker], self.crew.options.close_timeout_s)
