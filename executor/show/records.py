@@ -120,9 +120,8 @@ class RecordFile:
             _log.warning("%s. They are not played again.", self._held())
         for name in tasks:
             self.tasks.setdefault(name, TaskRecords())
-        if self._path is not None and not self._path.exists():
-            # A path that cannot be written is refused before an episode is played.
-            self.write()
+        # A path that cannot be written is refused before an episode is played.
+        self.write()
 
     def __enter__(self) -> Self:
         """Return this object."""
@@ -238,13 +237,20 @@ def _records_of(task: dict[str, Any]) -> TaskRecords:
         EpisodeRecord(**{**each, "returns": tuple(map(float, each["returns"]))})
         for each in task["episodes"]
     ]
-    if not all(
-        is_count(one.episode)
-        and is_count(one.length)
-        and isinstance(one.error, str | None)
-        for one in records
+    if not (
+        len(cast.players) == len(cast.roles) == len(cast.is_focal) > 0
+        and all(isinstance(name, str) for name in (*cast.players, *cast.roles))
+        and all(isinstance(is_focal, bool) for is_focal in cast.is_focal)
+        and all(
+            is_count(one.episode)
+            and is_count(one.length)
+            and isinstance(one.error, str | None)
+            and (one.error is not None or len(one.returns) == len(cast.players))
+            and {one.success, one.success_once} <= {None, False, True}
+            for one in records
+        )
     ):
-        raise ValueError("episodes of another form")
+        raise ValueError("players or episodes of another form")
     return TaskRecords(cast, {record.episode: record for record in records})
 
 

@@ -515,6 +515,11 @@ def test_a_complete_file_is_not_played_again_and_grows(tmp_path):
         == evaluate(press, {**suite(), "new": Task}, 3, num_workers=2).to_dict()
     )
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    num_lines = len(lines(log))
+    (tmp_path / f".{out.name}.{os.getpid()}").mkdir()  # stands for a full disk
+    with pytest.raises(IsADirectoryError):
+        evaluate(press, tasks, 4, num_workers=2, out=out)
+    assert len(lines(log)) == num_lines, "it has played first"
 
 
 def test_a_file_of_other_episodes_is_refused(tmp_path):
@@ -541,7 +546,17 @@ def test_a_file_of_other_episodes_is_refused(tmp_path):
         "{",
         "[" * 100_000,
         whole.replace('"episode": 0', '"episode": []'),
-        whole.replace('"returns": [', '"returns": ["x", '),
+        *(
+            whole.replace(f'"{name}": [', f'"{name}": [{value}, ')
+            for name, value in (
+                ("returns", '"x"'),
+                ("returns", 2.0),
+                ("players", '"x"'),
+                ("roles", "[]"),
+            )
+        ),
+        whole.replace("true", "1"),
+        re.sub('"success": (true|false|null)', '"success": "x"', whole),
     ]
     others = [Path("/dev/zero"), tmp_path / "pipe"]
     os.mkfifo(others[1])
@@ -565,7 +580,7 @@ def test_programs_that_write_to_one_file_keep_each_others_records(tmp_path):
         zip((*programs, programs[0]), "aba", strict=True)
     ):
         program.tasks[name].cast = Cast(env=name)
-        program.add(name, EpisodeRecord(episode=number, seed=0))
+        program.add(name, EpisodeRecord(episode=number, seed=0, returns=(1.0,)))
         program.write()
     found = RecordFile(out, {"seed": 0}, []).tasks
     assert {name: [*one.episodes] for name, one in found.items()} == {
