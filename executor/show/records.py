@@ -2,8 +2,8 @@
 
 Guarantees: the file is replaced as a whole, so it is complete JSON at any instant, also after SIGKILL. It holds no
 times, and its records are in the order of tasks and episodes, so that equal episodes make equal bytes.
-Programs that write to one file add to each other's records. If two write in the same milliseconds, the file lacks the
-latest records of one of them until it writes again.
+Programs that write to one file add to each other's records. If two replace it in the same microseconds, the file lacks
+the latest records of one of them until it writes again.
 """
 
 import hashlib
@@ -180,6 +180,9 @@ class RecordFile:
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())
+        if self._path.exists() and _version(self._path) != self._version:
+            self.write(results)  # another program has replaced it meanwhile
+            return
         self._version = _version(complete)
         complete.replace(self._path)
         self._written_at = time.monotonic()

@@ -573,7 +573,16 @@ def test_a_file_of_other_episodes_is_refused(tmp_path):
         evaluate(policy, broken, 1, num_workers=1, out=tmp_path / "none" / "found.json")
 
 
-def test_programs_that_write_to_one_file_keep_each_others_records(tmp_path):
+def test_programs_that_write_to_one_file_keep_each_others_records(
+    tmp_path, monkeypatch
+):
+    def write_meanwhile(_):
+        monkeypatch.undo()
+        monkeypatch.setattr(os, "getpid", lambda: 0)  # of the other program
+        programs[1].add("b", EpisodeRecord(episode=3, seed=0, returns=(1.0,)))
+        programs[1].write()
+        monkeypatch.undo()
+
     out = tmp_path / "found.json"
     programs = [RecordFile(out, {"seed": 0}, ["a", "b"]) for _ in range(2)]
     for number, (program, name) in enumerate(
@@ -582,10 +591,12 @@ def test_programs_that_write_to_one_file_keep_each_others_records(tmp_path):
         program.tasks[name].cast = Cast(env=name)
         program.add(name, EpisodeRecord(episode=number, seed=0, returns=(1.0,)))
         program.write()
+    monkeypatch.setattr(os, "fsync", write_meanwhile)
+    programs[0].write()
     found = RecordFile(out, {"seed": 0}, []).tasks
     assert {name: [*one.episodes] for name, one in found.items()} == {
         "a": [0, 2],
-        "b": [1],
+        "b": [1, 3],
     }
     assert [one.cast for one in found.values()] == [Cast(env="a"), Cast(env="b")]
 
