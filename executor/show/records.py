@@ -113,6 +113,8 @@ class RecordFile:
         self._settings = dict(settings)
         self.tasks: dict[str, TaskRecords] = {}
         self._written_at = -math.inf
+        # Not the process id: programs in two containers may have the same.
+        self._mark = os.urandom(4).hex()
         # Of the file that this object has read or written.
         self._version: tuple[int, int] | None = None
         if self._path is not None and self._path.exists():
@@ -174,7 +176,7 @@ class RecordFile:
             "tasks": tasks,
             "results": results,
         }
-        complete = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        complete = self._path.with_name(f".{self._path.name}.{self._mark}")
         with complete.open("w") as file:
             json.dump(found, file, indent=1)
             file.write("\n")
