@@ -146,8 +146,10 @@ class WorkerProcess:
         return "\n".join(without_own_frames(self.log()).splitlines()[-count:])
 
     def log(self) -> str:
-        """Return the kept part of the worker's output."""
-        return read_log(self.log_fd)
+        """Return the kept part of the worker's output; empty if another thread releases it meanwhile."""
+        with ignoring_refusals():
+            return read_log(self.log_fd)
+        return ""
 
     def stack(self) -> str:
         """Return the present Python stacks of the worker's threads, also if it is stuck in C."""

@@ -2,8 +2,8 @@
 
 Guarantees: the file is replaced as a whole, so it is complete JSON at any instant, also after SIGKILL. It holds no
 times, and its records are in the order of tasks and episodes, so that equal episodes make equal bytes.
-Programs that write to one file add to each other's records. If two write in the same milliseconds, the file lacks the
-latest records of one of them until it writes again.
+Programs that write to one file add to each other's records. If two replace it in the same microseconds, the file lacks
+the latest records of one of them until it writes again.
 """
 
 import contextlib
@@ -114,6 +114,8 @@ class RecordFile(contextlib.AbstractContextManager["RecordFile"]):
         self._settings = dict(settings)
         self.tasks: dict[str, TaskRecords] = {}
         self._written_at = -math.inf
+        # Not the process id: programs in two containers may have the same.
+        self._mark = os.urandom(4).hex()
         # Of the file that this object has read or written.
         self._version: object = None
         if self._path is not None and self._path.exists():
@@ -121,9 +123,8 @@ class RecordFile(contextlib.AbstractContextManager["RecordFile"]):
             _log.warning("%s. They are not played again.", self._held())
         for name in tasks:
             self.tasks.setdefault(name, TaskRecords())
-        if self._path is not None and not self._path.exists():
-            # A path that cannot be written is refused before an episode is played.
-            self.write()
+        # A path that cannot be written is refused before an episode is played.
+        self.write()
 
     def __exit__(
         self,
@@ -172,12 +173,15 @@ class RecordFile(contextlib.AbstractContextManager["RecordFile"]):
             "tasks": tasks,
             "results": results,
         }
-        complete = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        complete = self._path.with_name(f".{self._path.name}.{self._mark}")
         with complete.open("w") as file:
             json.dump(found, file, indent=1)
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())
+        if self._path.exists() and _version(self._path) != self._version:
+            self.write(results)  # another program has replaced it meanwhile
+            return
         self._version = _version(complete)
         complete.replace(self._path)
         self._written_at = time.monotonic()
@@ -235,13 +239,20 @@ def _records_of(task: dict[str, Any]) -> TaskRecords:
         EpisodeRecord(**{**each, "returns": tuple(map(float, each["returns"]))})
         for each in task["episodes"]
     ]
-    if not all(
-        is_count(one.episode)
-        and is_count(one.length)
-        and isinstance(one.error, str | None)
-        for one in records
+    if not (
+        len(cast.players) == len(cast.roles) == len(cast.is_focal) > 0
+        and all(isinstance(name, str) for name in (*cast.players, *cast.roles))
+        and all(isinstance(is_focal, bool) for is_focal in cast.is_focal)
+        and all(
+            is_count(one.episode)
+            and is_count(one.length)
+            and isinstance(one.error, str | None)
+            and (one.error is not None or len(one.returns) == len(cast.players))
+            and {one.success, one.success_once} <= {None, False, True}
+            for one in records
+        )
     ):
-        raise ValueError("episodes of another form")
+        raise ValueError("players or episodes of another form")
     return TaskRecords(cast, {record.episode: record for record in records})
 
 

@@ -20,13 +20,17 @@ _OWN = re.compile(
 #: writes line by line, in well under a millisecond in all, but a busy machine may stop it in between.
 _STACK_WAIT_S = 2.0
 _STACK_PAUSE_S = 0.1
+#: Bytes that are read of a log, and of what a process wrote after a request of its stack: a call may print for hours.
+_LOG_BYTES = 1 << 20
+_STACK_BYTES = 1 << 16
 
 
 def read_log(log_fd: int) -> str:
-    """Return the content of a log; empty if there is none."""
+    """Return the end of a log; empty if there is none."""
     if log_fd < 0:
         return ""
-    return pread(log_fd, os.fstat(log_fd).st_size, 0).decode(errors="replace")
+    start = max(0, os.fstat(log_fd).st_size - _LOG_BYTES)
+    return pread(log_fd, _LOG_BYTES, start).decode(errors="replace")
 
 
 def has_frames_of_others(text: str) -> bool:
@@ -53,5 +57,5 @@ def request_stacks(log_fd: int, request: Callable[[], Any]) -> str:
         if size != os.fstat(log_fd).st_size:
             size = os.fstat(log_fd).st_size
             changed_at = now
-    text = pread(log_fd, max(size - before, 0), before).decode(errors="replace")
+    text = pread(log_fd, _STACK_BYTES, before).decode(errors="replace")
     return text or "(the process did not answer)"

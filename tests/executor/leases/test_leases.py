@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -24,6 +25,7 @@ from envherd import (
     WorkerTimeout,
 )
 from envherd.executor.guests.monitor.watching import Watch, plates
+from envherd.executor.processes.worker_process import WorkerProcess
 from tests.envs.leased_envs import Odd, World
 from tests.faults.children import in_child
 from tests.scale import IS_FULL
@@ -134,6 +136,18 @@ CALLS = {
         lambda env: env.call("hang", timeout_s=0.3),
         WorkerTimeout,
         r"within 0.3 s (.*\n)+.*in hang",
+        True,
+    ),
+    "endless output": (
+        lambda env: env.call(World.talk, 10**9, timeout_s=1),
+        WorkerTimeout,
+        r"(?s)\A(?=.*in talk).{1,200000}\Z",
+        True,
+    ),
+    "much output": (
+        lambda env: env.call(World.talk, 40_000),
+        WorkerLost,
+        r"(?s)\A.{1,1200000}\Z",
         True,
     ),
     "die": (lambda env: env.die(), WorkerLost, r"SIGKILL.*\n(.*\n)*last words", True),
@@ -395,6 +409,8 @@ def test_options_of_processes_hold_and_top_shows_the_lessees():
                 }
             one.call(print)
             assert "World object" in pool.worker_output(0) + pool.worker_output(1)
+            released = SimpleNamespace(log_fd=2**20)  # by another thread
+            assert not WorkerProcess.log(released)
             large = one.step()[0]
             one.call(lambda world: setattr(world, "held", b"x" * 300_000_000))
         assert large not in all_pids(pool)

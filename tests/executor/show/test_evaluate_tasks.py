@@ -496,7 +496,7 @@ def test_task_that_cannot_be_built_is_recorded_and_others_continue():
 
 
 @pytest.mark.slow
-def test_a_complete_file_is_not_played_again_and_grows(tmp_path):
+def test_a_complete_file_is_not_played_again_and_grows(tmp_path, monkeypatch):
     out, log = tmp_path / "found.json", tmp_path / "log"
     tasks = suite(log=str(log))
     first = evaluate(press, tasks, 2, num_workers=2, out=out)
@@ -515,6 +515,11 @@ def test_a_complete_file_is_not_played_again_and_grows(tmp_path):
         == evaluate(press, {**suite(), "new": Task}, 3, num_workers=2).to_dict()
     )
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    num_lines = len(lines(log))
+    monkeypatch.setattr(os, "fsync", lambda _: os.write(-1, b""))  # a full disk
+    with pytest.raises(OSError, match="Errno 9"):
+        evaluate(press, tasks, 4, num_workers=2, out=out)
+    assert len(lines(log)) == num_lines, "it has played first"
 
 
 def test_a_file_of_other_episodes_is_refused(tmp_path):
@@ -541,7 +546,17 @@ def test_a_file_of_other_episodes_is_refused(tmp_path):
         "{",
         "[" * 100_000,
         whole.replace('"episode": 0', '"episode": []'),
-        whole.replace('"returns": [', '"returns": ["x", '),
+        *(
+            whole.replace(f'"{name}": [', f'"{name}": [{value}, ')
+            for name, value in (
+                ("returns", '"x"'),
+                ("returns", 2.0),
+                ("players", '"x"'),
+                ("roles", "[]"),
+            )
+        ),
+        whole.replace("true", "1"),
+        re.sub('"success": (true|false|null)', '"success": "x"', whole),
     ]
     others = [Path("/dev/zero"), tmp_path / "pipe"]
     os.mkfifo(others[1])
@@ -558,19 +573,28 @@ def test_a_file_of_other_episodes_is_refused(tmp_path):
         evaluate(policy, broken, 1, num_workers=1, out=tmp_path / "none" / "found.json")
 
 
-def test_programs_that_write_to_one_file_keep_each_others_records(tmp_path):
+def test_programs_that_write_to_one_file_keep_each_others_records(
+    tmp_path, monkeypatch
+):
+    def write_meanwhile(_):
+        monkeypatch.undo()
+        programs[1].add("b", EpisodeRecord(episode=3, seed=0, returns=(1.0,)))
+        programs[1].write()
+
     out = tmp_path / "found.json"
     programs = [RecordFile(out, {"seed": 0}, ["a", "b"]) for _ in range(2)]
     for number, (program, name) in enumerate(
         zip((*programs, programs[0]), "aba", strict=True)
     ):
         program.tasks[name].cast = Cast(env=name)
-        program.add(name, EpisodeRecord(episode=number, seed=0))
+        program.add(name, EpisodeRecord(episode=number, seed=0, returns=(1.0,)))
         program.write()
+    monkeypatch.setattr(os, "fsync", write_meanwhile)
+    programs[0].write()
     found = RecordFile(out, {"seed": 0}, []).tasks
     assert {name: [*one.episodes] for name, one in found.items()} == {
         "a": [0, 2],
-        "b": [1],
+        "b": [1, 3],
     }
     assert [one.cast for one in found.values()] == [Cast(env="a"), Cast(env="b")]
 
