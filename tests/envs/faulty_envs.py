@@ -67,6 +67,11 @@ def as_torchrl(*arguments: Any) -> Any:
 
 def as_pettingzoo(*arguments: Any) -> Any:
     """Return it as a PettingZoo env with one agent."""
+    return alone(Faulty(*arguments))
+
+
+def alone(env: gymnasium.Env[np.ndarray, Any]) -> Any:
+    """Return an env as a PettingZoo env with one agent."""
     from pettingzoo import ParallelEnv
 
     class Alone(ParallelEnv):
@@ -75,7 +80,7 @@ def as_pettingzoo(*arguments: Any) -> Any:
         possible_agents: ClassVar[list[str]] = ["agent"]
 
         def __init__(self) -> None:
-            self.env, self.agents = Faulty(*arguments), ["agent"]
+            self.env, self.agents = env, ["agent"]
 
         def observation_space(self, agent: str) -> spaces.Space:
             return self.env.observation_space

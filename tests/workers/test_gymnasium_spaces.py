@@ -269,38 +269,35 @@ def side_value(space: spaces.Space, value: Any) -> Any:
     return plain.decode(plain.encode(given))
 
 
-def test_text_is_a_str():
-    assert side_value(spaces.Text(5), np.str_("abc")) == "abc"
+GRAPH = spaces.Graph(spaces.Box(-1, 1, (3,)), spaces.Discrete(4))
+INSTANCE = GRAPH.sample(num_nodes=4, num_edges=2)
+STACKED = np.ones((3, 2), np.float32)
 
 
-def test_graph_is_a_dict_of_arrays():
-    graph = spaces.Graph(spaces.Box(-1, 1, (3,)), spaces.Discrete(4))
-    instance = graph.sample(num_nodes=4, num_edges=2)
-    value = side_value(graph, instance)
-    np.testing.assert_equal(value, instance._asdict())
-    assert value["nodes"].shape == (4, 3)
-    assert (
-        side_value(graph, spaces.GraphInstance(instance.nodes, None, None))["edges"]
-        is None
-    )
-
-
-def test_sequence_is_a_tuple_or_a_stack():
-    assert side_value(
-        spaces.Sequence(spaces.Discrete(9)), (np.int64(3), np.int64(4))
-    ) == (3, 4)
-    stacked = np.ones((3, 2), np.float32)
-    np.testing.assert_array_equal(
-        side_value(spaces.Sequence(spaces.Box(0, 1, (2,)), stack=True), stacked),
-        stacked,
-    )
-
-
-def test_one_of_is_index_and_value():
-    index, value = side_value(
-        spaces.OneOf((spaces.Discrete(3), spaces.Text(3))), (np.int64(1), "ab")
-    )
-    assert (index, value) == (1, "ab")
+@pytest.mark.parametrize(
+    ("space", "given", "expected"),
+    [
+        (spaces.Text(5), np.str_("abc"), "abc"),
+        (GRAPH, INSTANCE, INSTANCE._asdict()),
+        (
+            GRAPH,
+            spaces.GraphInstance(INSTANCE.nodes, None, None),
+            {"nodes": INSTANCE.nodes, "edges": None, "edge_links": None},
+        ),
+        (spaces.Sequence(spaces.Discrete(9)), (np.int64(3), np.int64(4)), (3, 4)),
+        (spaces.Sequence(spaces.Box(0, 1, (2,)), stack=True), STACKED, STACKED),
+        (
+            spaces.OneOf((spaces.Discrete(3), spaces.Text(3))),
+            (np.int64(1), "ab"),
+            (1, "ab"),
+        ),
+    ],
+    ids=["text", "graph", "nodes alone", "sequence", "stack", "one of"],
+)
+def test_values_of_the_side_channel_are_plain(space, given, expected):
+    found = side_value(space, given)
+    assert type(found) is type(expected)
+    np.testing.assert_equal(found, expected)
 
 
 def test_nested_actions_of_the_side_channel_are_what_the_space_samples():
@@ -334,12 +331,41 @@ def test_side_values_are_copies():
     assert not value.any()
 
 
-def test_reserved_names_may_be_below_the_root():
-    space = spaces.Dict({name: spaces.Discrete(2) for name in RESERVED_NAMES})
-    nested = GymnasiumAdapter(Echo(spaces.Dict(inner=space))).spec
-    assert {leaf.key for leaf in nested.observation} == {
-        ("inner", name) for name in RESERVED_NAMES
-    }
+STATE = spaces.Dict(state=spaces.Discrete(2), image=spaces.Box(0, 1, (2,)))
+
+
+@pytest.mark.parametrize(
+    ("space", "observation", "action"),
+    [
+        (
+            spaces.Dict(
+                inner=spaces.Dict({name: spaces.Discrete(2) for name in RESERVED_NAMES})
+            ),
+            [("inner", name) for name in sorted(RESERVED_NAMES)],
+            [("action", "inner", name) for name in sorted(RESERVED_NAMES)],
+        ),
+        (
+            spaces.Tuple((spaces.Discrete(2), spaces.Dict(a=spaces.Discrete(3)))),
+            [("observation", "0"), ("observation", "1", "a")],
+            [("action", "0"), ("action", "1", "a")],
+        ),
+        (
+            spaces.Dict(state=spaces.Discrete(2), observation=spaces.Discrete(3)),
+            [("state",), ("observation",)],
+            [("action", "state"), ("action", "observation")],
+        ),
+        (
+            STATE,
+            [("observation",), ("image",)],
+            [("action", "state"), ("action", "image")],
+        ),
+    ],
+    ids=["reserved names", "a tuple", "state and observation", "state"],
+)
+def test_keys_of_the_leaves(space, observation, action):
+    spec = GymnasiumAdapter(Echo(space)).spec
+    assert [leaf.key for leaf in spec.observation] == observation
+    assert [leaf.key for leaf in spec.action] == action
 
 
 def test_keys_that_are_no_strings():
@@ -352,39 +378,13 @@ def test_keys_that_are_no_strings():
         GymnasiumAdapter(Echo(spaces.Dict(ambiguous)))
 
 
-def test_root_tuple_goes_below_observation():
-    spec = GymnasiumAdapter(
-        Echo(spaces.Tuple((spaces.Discrete(2), spaces.Dict(a=spaces.Discrete(3)))))
-    ).spec
-    assert [leaf.key for leaf in spec.observation] == [
-        ("observation", "0"),
-        ("observation", "1", "a"),
-    ]
-    assert [leaf.key for leaf in spec.action] == [("action", "0"), ("action", "1", "a")]
-
-
 def test_root_state_is_called_observation():
-    both = spaces.Dict(state=spaces.Discrete(2), observation=spaces.Discrete(3))
-    assert {leaf.key for leaf in GymnasiumAdapter(Echo(both)).spec.observation} == {
-        ("state",),
-        ("observation",),
-    }
-    adapter = GymnasiumAdapter(
-        Echo(spaces.Dict(state=spaces.Discrete(2), image=spaces.Box(0, 1, (2,))))
-    )
-    assert {leaf.key for leaf in adapter.spec.observation} == {
-        ("observation",),
-        ("image",),
-    }
+    adapter = GymnasiumAdapter(Echo(STATE))
     assert adapter.spec.metadata["renamed"] == {"observation": "state"}
     assert stored(adapter.spec.observation, adapter.reset(0)).keys() == {
         ("observation",),
         ("image",),
     }
-    assert [leaf.key for leaf in adapter.spec.action] == [
-        ("action", "state"),
-        ("action", "image"),
-    ]
 
 
 PARITY: dict[str, spaces.Space] = {

@@ -52,32 +52,28 @@ def test_a_worker_that_must_leave_begins_no_other_command(worker):
     assert worker.num_rings() == 0
 
 
-def test_close_between_a_command_and_its_execution_ends_the_loop_at_once(worker):
-    class Late(dict[Any, Any]):
-        """The parent writes a message while the worker looks for commands."""
+def scan_while(worker: Side, message: Any) -> None:
+    """Have the worker look for a command; the parent writes a message while it looks."""
 
+    class Late(dict[Any, Any]):
         def __iter__(self) -> Any:
-            worker.send(None)
+            worker.send(message)
             return super().__iter__()
 
     worker.loop._latest = Late(worker.loop._latest)
     worker.command(Op.RESET, [1])
     worker.loop._scan()
+
+
+def test_close_between_a_command_and_its_execution_ends_the_loop_at_once(worker):
+    scan_while(worker, None)
     assert worker.executed == []
     assert worker.loop._is_leaving
 
 
 def test_mail_for_a_command_is_read_before_the_command(worker):
     order: list[str] = []
-
-    class Late(dict[Any, Any]):
-        def __iter__(self) -> Any:
-            worker.send(lambda: order.append(f"mail, {len(worker.executed)} executed"))
-            return super().__iter__()
-
-    worker.loop._latest = Late(worker.loop._latest)
-    worker.command(Op.RESET, [1])
-    worker.loop._scan()
+    scan_while(worker, lambda: order.append(f"mail, {len(worker.executed)} executed"))
     assert order == ["mail, 0 executed"]
     assert worker.executed == [1]
 

@@ -209,8 +209,7 @@ def test_real_ends_are_terminated_and_the_cap_is_truncated(
 
 @pytest.mark.parametrize("seed", [0, 7, 2**32 - 1])
 def test_a_seed_is_the_seed_of_that_very_episode(seed: int) -> None:
-    env = _raw()
-    adapter = MeltingPotAdapter(env)
+    adapter = MeltingPotAdapter(_raw())
     episodes = adapter._episodes
     # The first needs a rebuild: the env was built from Melting Pot's own seed.
     for _ in range(2):
@@ -224,8 +223,7 @@ def test_a_seed_is_the_seed_of_that_very_episode(seed: int) -> None:
 
 
 def test_first_reset_reuses_the_build_with_its_seed() -> None:
-    env = _raw()
-    adapter = MeltingPotAdapter(env)
+    adapter = MeltingPotAdapter(_raw())
     built = adapter._episodes.wrapper._env
     adapter.reset(int(adapter._episodes._settings()["env_seed"]))
     assert adapter._episodes.wrapper._env is built
@@ -291,8 +289,7 @@ def test_a_users_own_wrapper_is_stepped_through() -> None:
             type(self).calls += 1
             return super().step(action)
 
-    env = _raw()
-    adapter = MeltingPotAdapter(Noisy(env._env))
+    adapter = MeltingPotAdapter(Noisy(_raw()._env))
     adapter.reset(2)
     adapter.step([_STAY])
     assert Noisy.calls == 1

@@ -30,14 +30,10 @@ from envherd.workers.adapters.meltingpot.factory import (
     substrate_names,
 )
 from envherd.workers.errors import FactoryError
+from tests.workers.test_meltingpot import _PRISONERS, _made, _play, _same
 
-_PRISONERS = "prisoners_dilemma_in_the_matrix__repeated"
 #: Testing all of them takes a quarter of an hour.
 _RESTARTABLE = tuple(name for name in substrate_names() if not must_rebuild(name))
-
-
-def _adapter(name: str = _PRISONERS, **options: Any) -> Any:
-    return MeltingPotAdapter(MeltingPotFactory(name, **options)())
 
 
 def _keys(adapter: MeltingPotAdapter) -> set[str]:
@@ -46,8 +42,8 @@ def _keys(adapter: MeltingPotAdapter) -> set[str]:
 
 def test_positions_are_observed_and_change_nothing_else() -> None:
     """They match the players' positions in the picture of the world, and the episode is the same, byte for byte."""
-    plain = _adapter(deterministic=True)
-    placed = _adapter(deterministic=True, positions=True)
+    plain = _made(deterministic=True)
+    placed = _made(deterministic=True, positions=True)
     added = {"agents/observation/POSITION", "agents/observation/ORIENTATION"}
     assert _keys(placed) - _keys(plain) == added
     names = ["/".join(leaf.key) for leaf in placed.spec.observation]
@@ -78,7 +74,7 @@ def test_positions_are_observed_and_change_nothing_else() -> None:
 
 
 def test_a_scenario_without_its_bots_has_all_its_players_and_their_roles() -> None:
-    adapter = _adapter(
+    adapter = _made(
         f"{_PRISONERS}_0", bots=False, max_steps=2, keys=("INVENTORY",), world_rgb=False
     )
     assert adapter.spec.metadata["agent_count"] == 2
@@ -199,7 +195,7 @@ def test_factory_survives_pickling() -> None:
 
 
 def test_keys_and_drop_choose_what_is_read() -> None:
-    adapter = _adapter(
+    adapter = _made(
         keys=("RGB", "INVENTORY", "COLLECTIVE_REWARD"),
         drop=("INVENTORY",),
         world_rgb=False,
@@ -217,8 +213,8 @@ def test_keys_and_drop_choose_what_is_read() -> None:
 
 @pytest.mark.slow
 def test_kept_observations_are_those_of_the_whole_env() -> None:
-    whole = _adapter(deterministic=True)
-    some = _adapter(deterministic=True, keys=("RGB",), world_rgb=False)
+    whole = _made(deterministic=True)
+    some = _made(deterministic=True, keys=("RGB",), world_rgb=False)
     indices = [whole.spec.observation.index(leaf) for leaf in some.spec.observation]
     assert len(indices) == 1
     for values, kept in [(whole.reset(4), some.reset(4))] + [
@@ -230,7 +226,7 @@ def test_kept_observations_are_those_of_the_whole_env() -> None:
 
 @pytest.mark.slow
 def test_roles_set_the_number_of_players() -> None:
-    adapter = _adapter(
+    adapter = _made(
         "stag_hunt_in_the_matrix__arena", roles=("default",) * 3, keys=("RGB",)
     )
     assert adapter.spec.metadata["agent_count"] == 3
@@ -242,47 +238,24 @@ def test_roles_set_the_number_of_players() -> None:
 
 @pytest.mark.slow
 def test_fast_reset_starts_the_same_build_anew() -> None:
-    adapter = _adapter(fast_reset=True, deterministic=True)
+    adapter = _made(fast_reset=True, deterministic=True)
 
-    def play(seed: int) -> list[bytes]:
-        given = [np.asarray(value).tobytes() for value in adapter.reset(seed)]
-        for action in np.arange(60).reshape(30, 2) % 8:
-            observation, reward, _, _ = adapter.step([action])
-            given += [np.asarray(value).tobytes() for value in (*observation, *reward)]
-        return given
-
-    first = play(1)
+    first = _play(adapter, 1, 30)
     built = adapter._episodes.wrapper._env
-    second = play(2)
+    second = _play(adapter, 2, 30)
     assert adapter._episodes.wrapper._env is built
-    assert (play(1), play(2)) == (first, second)
-    assert first != second
+    assert _same(_play(adapter, 1, 30), first)
+    assert _same(_play(adapter, 2, 30), second)
+    assert not _same(first, second)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", _RESTARTABLE)
 def test_fast_reset_forgets_the_last_episode(name: str) -> None:
-    adapter = _adapter(name, fast_reset=True, deterministic=True)
-    players, actions = (
-        adapter.spec.metadata["agent_count"],
-        adapter.spec.metadata["num_actions"],
-    )
-
-    def play(seed: int, steps: int) -> list[bytes]:
-        rng = np.random.default_rng(seed)
-        given = [np.asarray(value).tobytes() for value in adapter.reset(seed)]
-        for _ in range(steps):
-            observation, reward, terminated, truncated = adapter.step(
-                [rng.integers(0, actions, players)]
-            )
-            given += [np.asarray(value).tobytes() for value in (*observation, *reward)]
-            if terminated or truncated:
-                break
-        return given
-
-    first = play(1, 60)
-    play(2, 300)
-    assert play(1, 60) == first
+    adapter = _made(name, fast_reset=True, deterministic=True)
+    first = _play(adapter, 1, 60)
+    _play(adapter, 2, 300)
+    assert _same(_play(adapter, 1, 60), first)
 
 
 def test_a_finished_episode_is_freed_before_the_next_is_built(
@@ -290,7 +263,7 @@ def test_a_finished_episode_is_freed_before_the_next_is_built(
 ) -> None:
     import dmlab2d
 
-    adapter = _adapter()
+    adapter = _made()
     adapter.reset(1)
     adapter.step([np.zeros(2, np.int64)])
     finished = weakref.ref(adapter._episodes.wrapper._env)
@@ -307,7 +280,7 @@ def test_a_finished_episode_is_freed_before_the_next_is_built(
 
 
 def test_nothing_is_built_before_the_first_reset() -> None:
-    adapter = _adapter()
+    adapter = _made()
     episodes = adapter._episodes.wrapper
     assert "_env" not in vars(episodes)
     adapter.reset(11)

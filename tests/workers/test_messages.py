@@ -44,19 +44,6 @@ def test_messages_arrive_in_order(ends):
     assert worker.number == parent.num_queued == len(sent)
 
 
-def test_descriptors_ride_along(ends):
-    parent, worker = ends
-    read, write = os.pipe()
-    parent.queue_message(Close(), [read])
-    os.close(read)
-    parent.flush_nowait()
-    _, fds = worker.receive_message()
-    os.write(write, b"x")
-    assert os.read(fds[0], 1) == b"x"
-    for fd in (write, *fds):
-        os.close(fd)
-
-
 def test_each_message_keeps_its_own_descriptors(ends):
     parent, worker = ends
     pipes = [os.pipe() for _ in range(3)]

@@ -26,8 +26,10 @@ from envherd.executor import (
     SpecError,
 )
 from envherd.workers.adapters.common.tree import RESERVED_NAMES
+from envherd.workers.adapters.gymnasium.vector import GymnasiumVectorAdapter
 from envherd.workers.adapters.registry import find_adapter
 from tests.envs import torch_simulators as simulators
+from tests.envs.vector_envs import LoopVectorEnv
 from tests.extras import needs, skip_without
 from tests.oracles import isaaclab_standin as isaac
 from tests.workers import test_gymnasium_vector as vectors
@@ -74,6 +76,22 @@ class OwnVector(CartPoleVectorEnv):
 
     def step(self, action: Any) -> Any:
         return super().step(action)
+
+
+class NoInfos(gymnasium.vector.VectorWrapper):
+    """Leaves out its infos."""
+
+    def step(self, actions: Any) -> Any:
+        *values, _ = super().step(actions)
+        return *values, {}
+
+
+def declared(mode: AutoresetMode, *, says_mode: bool) -> Any:
+    """Return the adapter of a vector env in SAME_STEP mode with another mode."""
+    return GymnasiumVectorAdapter(
+        LoopVectorEnv(2, AutoresetMode.SAME_STEP, says_mode=says_mode),
+        autoreset_mode=mode,
+    )
 
 
 class FourValues(gymnasium.vector.VectorWrapper):
@@ -320,6 +338,14 @@ BUILT: dict[str, tuple[Any, ...]] = {
         partial(OwnVector, 3),
         r"OwnVector.*vectorization_mode='sync'",
     ),
+    "vector: no mode": (
+        partial(LoopVectorEnv, 2, AutoresetMode.SAME_STEP, says_mode=False),
+        r"autoreset_mode.*guessing loses observations.*GymnasiumVectorAdapter",
+    ),
+    "vector: two modes": (
+        partial(declared, AutoresetMode.DISABLED, says_mode=True),
+        "SameStep and Disabled",
+    ),
     "atari: some rows at a time": (atari, "batch_size 1 of 2"),
     "vmas: an env of its own": (vmas_balance, r"torchrl\.envs\.VmasWrapper\(env\)"),
     "old gym: its class": (OldEnv, r"shimmy\.GymV21CompatibilityV0\(env=env\)"),
@@ -520,6 +546,22 @@ STEPPED: dict[str, tuple[Make, str]] = {
     "vector: four values": (
         lambda: FourValues(vectors.sync(AutoresetMode.DISABLED)),
         r"expected \(observations, rewards, terminations, truncations, infos\), got tuple",
+    ),
+    "vector: another mode": (
+        partial(declared, AutoresetMode.NEXT_STEP, says_mode=False),
+        "it is in SAME_STEP mode",
+    ),
+    "vector: lost observations": (
+        partial(LoopVectorEnv, 3, AutoresetMode.SAME_STEP, loses_ends=True),
+        r"it reuses its buffer.*DISABLED",
+    ),
+    "vector: no last observations": (
+        lambda: NoInfos(LoopVectorEnv(2, AutoresetMode.SAME_STEP)),
+        "its last observation is lost",
+    ),
+    "vector: all rows are reset": (
+        partial(LoopVectorEnv, 3, AutoresetMode.NEXT_STEP, knows_masks=False),
+        r"rows \[.*\] and no others.*does not know",
     ),
     "dm_env: no reward": (
         partial(dm_step, "transition", None, np.zeros(2)),

@@ -19,8 +19,7 @@ def test_the_triple_decides():
 
 def test_neighbours_differ():
     triples = itertools.product(range(5), range(20), range(20))
-    seeds = {seeding.episode_seed(*triple) for triple in triples}
-    assert len(seeds) == 5 * 20 * 20
+    assert len({seeding.episode_seed(*triple) for triple in triples}) == 5 * 20 * 20
 
 
 def test_building_draws_from_a_separate_stream():

@@ -298,8 +298,7 @@ def test_root_done_prevails_and_nested_ones_count_without_it(at_root, ends_at):
     adapter = TorchRLAdapter(
         torchrl_own.MockNestedResetEnv(num_steps=3, done_at_root=at_root)
     )
-    nested = [leaf.key for leaf in adapter.spec.done[3:]]
-    assert ("agent_1", "done") in nested
+    assert ("agent_1", "done") in [leaf.key for leaf in adapter.spec.done[3:]]
     adapter.reset(None)
     ends = []
     for _ in range(3):
@@ -419,20 +418,30 @@ def test_leaves_without_fixed_shape_become_side_values(spec, tensor_dtype):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
-def test_dtypes_that_numpy_lacks_are_refused(dtype):
-    with pytest.raises(
-        SpecError, match=rf"that numpy has too, got {dtype} \(added\). Append DTypeCast"
-    ):
-        TorchRLAdapter(Typed(Unbounded((2,), dtype=dtype)))
-
-
-def test_rewards_without_a_fixed_shape_are_refused():
-    with pytest.raises(
-        SpecError,
-        match="expected rewards and done flags of fixed shape, got reward: side channel",
-    ):
-        TorchRLAdapter(Typed(Unbounded((2,)), reward=Unbounded((-1, 1))))
+@pytest.mark.parametrize(
+    ("observation", "reward", "message"),
+    [
+        *(
+            (
+                Unbounded((2,), dtype=dtype),
+                None,
+                rf"that numpy has too, got {dtype} \(added\). Append DTypeCast",
+            )
+            for dtype in (torch.bfloat16, torch.float8_e4m3fn)
+        ),
+        (
+            Unbounded((2,)),
+            Unbounded((-1, 1)),
+            "expected rewards and done flags of fixed shape, got reward: side channel",
+        ),
+    ],
+    ids=["bfloat16", "float8", "reward"],
+)
+def test_dtypes_that_numpy_lacks_and_rewards_without_a_fixed_shape_are_refused(
+    observation, reward, message
+):
+    with pytest.raises(SpecError, match=message):
+        TorchRLAdapter(Typed(observation, reward))
 
 
 def test_rows_of_unlike_specs_are_refused():

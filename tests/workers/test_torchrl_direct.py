@@ -525,27 +525,37 @@ def test_unusual_envs_keep_torchrls_code(case: str) -> None:
     hosted.close()
 
 
-def test_envs_that_may_draw_from_torch_keep_their_own_generator() -> None:
+def noisy(env: Any) -> Any:
+    return gymnasium.wrappers.TransformReward(
+        env, lambda reward: float(reward) + torch.rand(()).item()
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "is_stepped_in_c"),
+    [
+        (lambda: gymnasium.make("CartPole-v1"), True),
+        (
+            lambda: gymnasium.wrappers.RecordEpisodeStatistics(
+                gymnasium.make("CartPole-v1")
+            ),
+            True,
+        ),
+        (lambda: noisy(gymnasium.make("CartPole-v1")), False),
+        pytest.param(
+            lambda: DMControlEnv("cartpole", "balance"), True, marks=needs("dm-control")
+        ),
+        pytest.param(terminating, False, marks=needs("dm-control")),
+    ],
+    ids=["gym", "gym statistics", "gym noise", "dm_control", "dm_control that ends"],
+)
+def test_envs_that_may_draw_from_torch_keep_their_own_generator(
+    make: Callable[[], Any], is_stepped_in_c: Any
+) -> None:
     """C, which does not exchange the states of torch's generator, steps only those that cannot."""
-
-    def noisy(env: Any) -> Any:
-        return gymnasium.wrappers.TransformReward(
-            env, lambda reward: float(reward) + torch.rand(()).item()
-        )
-
-    called = []
-    for wrap in (lambda env: env, gymnasium.wrappers.RecordEpisodeStatistics, noisy):
-        adapter = adapter_of(HostedEnv(GymWrapper(wrap(gymnasium.make("CartPole-v1")))))
-        called.append(adapter.env_call() is not None)
-        adapter.close()
-    assert called == [True, True, False]
-
-
-@needs("dm-control")
-def test_dm_control_envs_that_may_draw_from_torch_use_torchrls_code() -> None:
-    called = []
-    for make in (lambda: DMControlEnv("cartpole", "balance"), terminating):
-        adapter = adapter_of(HostedEnv(make()))
-        called.append(adapter.env_call() is not None)
-        adapter.close()
-    assert called == [True, False]
+    env = make()
+    adapter = adapter_of(
+        HostedEnv(env if isinstance(env, EnvBase) else GymWrapper(env))
+    )
+    assert (adapter.env_call() is not None) == is_stepped_in_c
+    adapter.close()

@@ -40,10 +40,16 @@ def drawn() -> tuple[np.ndarray, list[list[np.ndarray]]]:
     return buffer, sections
 
 
+@pytest.mark.parametrize("largest_record", [hand_out.LARGEST_RECORD, 14])
 @pytest.mark.parametrize("count", [1, 3, ROWS, 0])
 def test_rows_are_those_of_index_arrays(
-    drawn: tuple[np.ndarray, list[list[np.ndarray]]], count: int
+    drawn: tuple[np.ndarray, list[list[np.ndarray]]],
+    count: int,
+    largest_record: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Also if a row is too large for a record, as an image is for one of 14 bytes."""
+    monkeypatch.setattr(hand_out, "LARGEST_RECORD", largest_record)
     buffer, sections = drawn
     gatherer, generator = Gatherer(buffer, sections), np.random.default_rng(count)
     for _ in range(50):
@@ -59,26 +65,6 @@ def test_rows_are_those_of_index_arrays(
                 assert leaf.dtype == first.dtype
                 assert leaf.shape == expected.shape
                 np.testing.assert_array_equal(leaf, expected)
-
-
-def test_rows_that_are_too_large_for_records_are_those_of_index_arrays(
-    drawn, monkeypatch
-):
-    buffer, sections = drawn
-    columns, rows, in_second = (
-        np.array([0, 3, 2]),
-        np.array([5, 0, 1]),
-        np.array([False, True, True]),
-    )
-    expected = Gatherer(buffer, sections)
-    monkeypatch.setattr(hand_out, "LARGEST_RECORD", 14)  # smaller than an image
-    gatherer = Gatherer(buffer, sections)
-    for chosen in (None, in_second):
-        places = gatherer.places(columns, rows, chosen)
-        for leaf, other in zip(
-            gatherer.gather(places), expected.gather(places), strict=True
-        ):
-            np.testing.assert_array_equal(leaf, other)
 
 
 def test_gathered_rows_are_copies(

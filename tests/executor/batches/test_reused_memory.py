@@ -201,8 +201,7 @@ def test_memory_is_always_new_without_use_counts(monkeypatch):
 
 def test_a_batch_that_is_large_is_not_kept():
     large = batch_memory._LARGEST_KEPT + 1
-    memory = ReusedMemory(large, lambda buffer: [buffer])
-    gone = weakref.ref(memory.take()[0])
+    gone = weakref.ref(ReusedMemory(large, lambda buffer: [buffer]).take()[0])
     gc.collect()
     assert gone() is None
 

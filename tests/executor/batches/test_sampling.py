@@ -67,16 +67,6 @@ def test_only_what_the_mask_allows_is_drawn_and_all_of_that():
     assert set(without_roots.tolist()) == set(range(5))
 
 
-def test_unlike_envs_have_their_own_masks():
-    with SerialEnv(2, [Masked, lambda: Masked(4)], seed=0) as env:
-        root = env.reset()
-        for _ in range(20):
-            root = env.rand_action(root)
-            for i in range(2):
-                assert root[i]["action_mask"][root[i]["action"]] == 1
-            root = env.step_and_maybe_reset(root)[1]
-
-
 @pytest.mark.parametrize("factories", [Masked, [Masked, lambda: Masked(4), Masked]])
 def test_actions_of_some_envs_are_drawn_for_these(factories):
     with SerialEnv(3, factories, seed=0) as env:

@@ -268,16 +268,6 @@ def test_an_interrupt_that_loses_steps_ends_their_episodes_in_the_data(
         assert collector.statistics().lag_max == 0
 
 
-def test_a_collector_has_a_number_of_batches():
-    with SerialEnv(N, MakeEnv) as env:
-        collector = AsyncCollector(env, policy, frames_per_batch=8, total_frames=20)
-        assert len(collector) == len([*collector]) == 3
-        endless = AsyncCollector(env, policy, frames_per_batch=8, close_env=False)
-        assert endless
-        with pytest.raises(TypeError, match="never stops"):
-            len(endless)
-
-
 def test_a_policy_may_use_the_memory_of_its_result_again():
     memory = torch.zeros(N, dtype=torch.int64)
 
@@ -364,12 +354,8 @@ def test_weights_may_be_updated_by_the_policy_itself_and_by_any_thread(in_backgr
         assert versions.max() > 4
 
 
-class Versioned(nn.Module):
+class Versioned(Weighted):
     """Acts by its weight and the observation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
 
     def forward(self, root: Any) -> Any:
         return root.set("action", (root["observation"][:, 1] + self.weight.long()) % 4)
@@ -728,8 +714,7 @@ def test_a_collector_that_is_dropped_frees_its_thread_and_its_env(
 
 
 def test_close_ends_a_wait_for_a_batch():
-    data = TensorDict()
-    background = _Background(data.clone, 1, set())
+    background = _Background(TensorDict().clone, 1, set())
     background.begin_close()
     with pytest.raises(Closed):
         background.first()
@@ -836,81 +821,75 @@ def test_a_close_while_an_env_hangs_returns_in_time(in_background, close_env, ca
             assert "no answer from envs [0]" in caplog.text
 
 
-class TestRefusals:
-    @pytest.mark.parametrize(
-        "options",
-        [
-            {"frames_per_batch": 0},
-            {"frames_per_batch": 8, "min_batch": 3, "max_batch": 2},
-            {"frames_per_batch": 8, "max_batch": 9},
-            {"frames_per_batch": 8, "max_batch": 0, "batch_sizes": (2, 4)},
-            {"frames_per_batch": 8, "layout": "flat", "steps_per_row": 2},
-            {"frames_per_batch": 8, "layout": "columns"},
-            {"frames_per_batch": 8, "steps_per_row": 0},
-            {"frames_per_batch": 8, "steps_per_row": 2.5},
-            {"frames_per_batch": 8, "min_batch": True},
-            {"frames_per_batch": 8, "max_batch": 2.0},
-            {"frames_per_batch": 8, "batch_sizes": [-1, 2]},
-            {"frames_per_batch": 8, "batch_sizes": [1.5]},
-            {"frames_per_batch": 8, "in_background": -1},
-            {"frames_per_batch": 8, "in_background": 1.5},
-            {"frames_per_batch": 8, "in_background": True},
-            {"frames_per_batch": 8, "primer": TensorDict({"h": torch.zeros(2)}, [2])},
-            {"frames_per_batch": 8, "policy_device": "gpu"},
-            {"frames_per_batch": 8, "storing_device": 1.5},
-        ],
-        ids=str,
-    )
-    def test_numbers_out_of_range(self, options):
-        with (
-            SerialEnv(N, MakeEnv) as env,
-            pytest.raises(ValueError, match="AsyncCollector failed: expected "),
-        ):
-            AsyncCollector(env, policy, **options)
+def weighted(**attributes):
+    learner = Weighted()
+    vars(learner).update(attributes)
+    return learner
 
-    @pytest.mark.parametrize(
-        "options", [{"batch_sizes": 4}, {"primer": 42}, {"postproc": 3}], ids=str
-    )
-    def test_other_types(self, options):
-        with (
-            SerialEnv(N, MakeEnv) as env,
-            pytest.raises(TypeError, match="AsyncCollector failed: expected "),
-        ):
-            AsyncCollector(env, policy, frames_per_batch=8, **options)
 
-    def test_envs_of_two_kinds(self):
-        with (
-            SerialEnv([MakeEnv, AgentsEnv]) as env,
-            pytest.raises(ValueError, match="expected envs of one kind, got 2"),
-        ):
-            AsyncCollector(env, policy, frames_per_batch=8)
-
-    def test_envs_with_text(self):
-        with (
-            SerialEnv(N, TextEnv) as env,
-            pytest.raises(
-                ValueError, match="expected leaves of fixed shapes, got text"
-            ),
-        ):
-            AsyncCollector(env, policy, frames_per_batch=8)
-
-    def test_a_policy_that_must_not_be_copied_in_the_background(self):
-        module = Weighted()
-        module.copyable = False
-        with (
-            SerialEnv(N, MakeEnv) as env,
-            pytest.raises(ValueError, match="Collect with in_background=0"),
-        ):
-            AsyncCollector(env, module, frames_per_batch=8, in_background=1)
-
-    def test_a_policy_that_cannot_be_copied_in_the_background(self):
-        module = Weighted()
-        module.lock = threading.Lock()
-        with (
-            SerialEnv(N, MakeEnv) as env,
-            pytest.raises(ValueError, match=r"the attribute lock \(_thread.lock\)"),
-        ):
-            AsyncCollector(env, module, frames_per_batch=8, in_background=1)
+@pytest.mark.parametrize(
+    ("kinds", "learner", "options", "error", "message"),
+    [
+        *(
+            (MakeEnv, policy, options, ValueError, "")
+            for options in (
+                {"frames_per_batch": 0},
+                {"min_batch": 3, "max_batch": 2},
+                {"max_batch": 9},
+                {"max_batch": 0, "batch_sizes": (2, 4)},
+                {"layout": "flat", "steps_per_row": 2},
+                {"layout": "columns"},
+                {"steps_per_row": 0},
+                {"steps_per_row": 2.5},
+                {"min_batch": True},
+                {"max_batch": 2.0},
+                {"batch_sizes": [-1, 2]},
+                {"batch_sizes": [1.5]},
+                {"in_background": -1},
+                {"in_background": 1.5},
+                {"in_background": True},
+                {"primer": TensorDict({"h": torch.zeros(2)}, [2])},
+                {"policy_device": "gpu"},
+                {"storing_device": 1.5},
+            )
+        ),
+        *(
+            (MakeEnv, policy, options, TypeError, "")
+            for options in ({"batch_sizes": 4}, {"primer": 42}, {"postproc": 3})
+        ),
+        (
+            [MakeEnv, AgentsEnv, MakeEnv, MakeEnv],
+            policy,
+            {},
+            ValueError,
+            "envs of one kind, got 2",
+        ),
+        (TextEnv, policy, {}, ValueError, "leaves of fixed shapes, got text"),
+        (
+            MakeEnv,
+            weighted(copyable=False),
+            {"in_background": 1},
+            ValueError,
+            ".* Collect with in_background=0",
+        ),
+        (
+            MakeEnv,
+            weighted(lock=threading.Lock()),
+            {"in_background": 1},
+            ValueError,
+            r".* the attribute lock \(_thread.lock\)",
+        ),
+    ],
+    ids=lambda value: None if callable(value) else str(value),
+)
+def test_what_a_collector_cannot_have_is_refused(
+    kinds, learner, options, error, message
+):
+    with (
+        SerialEnv(N, kinds) as env,
+        pytest.raises(error, match=f"AsyncCollector failed: expected {message}"),
+    ):
+        AsyncCollector(env, learner, **{"frames_per_batch": 8, **options})
 
 
 @pytest.mark.slow

@@ -11,9 +11,8 @@ import sys
 import textwrap
 import zipfile
 from pathlib import Path
-from typing import ClassVar
 
-from tests.envs import torch_simulators
+from tests.envs import faulty_envs, torch_simulators
 from tests.extras import needs, skip_without
 
 skip_without("cli", "gymnasium")
@@ -727,31 +726,10 @@ def test_facts_of_wrong_types_are_refused(stored, facts):
     assert "\x1b[2J" not in result.stderr
 
 
-def test_no_archive_is_unpacked_that_is_larger_than_its_file(tmp_path, stored):
-    path = stored()
-    with zipfile.ZipFile(path) as archive:
-        members = {name: archive.read(name) for name in archive.namelist()}
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in members.items():
-            archive.writestr(name, data)
-    assert "members are compressed" in replay(path).stderr
-    path.write_bytes(data_of(members, file_size=2**40))
-    assert "larger than the file" in replay(path).stderr
-    for dtype in (b"object", b"(1,i4", b"\\u001b[2J"):
-        path.write_bytes(
-            data_of(
-                {name: data.replace(b"int64", dtype) for name, data in members.items()}
-            )
-        )
-        result = replay(path)
-        assert "bytes for" in result.stderr
-        assert "\x1b[2J" not in result.stderr
-
-
-def data_of(members, **changes):
+def data_of(members, compression=zipfile.ZIP_STORED, **changes):
     """Return an archive; its directory says something else about the last member."""
     memory = io.BytesIO()
-    with zipfile.ZipFile(memory, "w") as archive:
+    with zipfile.ZipFile(memory, "w", compression) as archive:
         for name, data in members.items():
             archive.writestr(name, data)
         for name, value in changes.items():
@@ -759,23 +737,38 @@ def data_of(members, **changes):
     return memory.getvalue()
 
 
-def test_archives_with_wrong_headers_are_refused(tmp_path, stored):
+DAMAGED = "expected a capsule, got a file that is none, or is damaged"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "changes", "message"),
+    [
+        (b"int64", {"compression": zipfile.ZIP_DEFLATED}, "members are compressed"),
+        (b"int64", {"file_size": 2**40}, "larger than the file"),
+        (b"object", {}, "bytes for"),
+        (b"(1,i4", {}, "bytes for"),
+        (b"\\u001b[2J", {}, "bytes for"),
+        (b"int64", {"flag_bits": 1}, DAMAGED),
+        (b"int64", {"extract_version": 200}, DAMAGED),
+        (b"int64", {"header_offset": 10**6}, DAMAGED),
+        (b"int64", {"CRC": 0}, DAMAGED),
+    ],
+)
+def test_archives_that_are_not_as_they_were_written_are_refused(
+    stored, dtype, changes, message
+):
+    """None is unpacked that is larger than its file."""
     path = stored()
     with zipfile.ZipFile(path) as archive:
-        members = {name: archive.read(name) for name in archive.namelist()}
-    for changes in (
-        {"flag_bits": 1},
-        {"extract_version": 200},
-        {"header_offset": 10**6},
-        {"CRC": 0},
-    ):
-        path.write_bytes(data_of(members, **changes))
-        result = replay(path)
-        assert result.exit_code == 2, result.output
-        assert (
-            "expected a capsule, got a file that is none, or is damaged"
-            in result.stderr
-        )
+        members = {
+            name: archive.read(name).replace(b"int64", dtype)
+            for name in archive.namelist()
+        }
+    path.write_bytes(data_of(members, **changes))
+    result = replay(path)
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert "\x1b[2J" not in result.stderr
 
 
 def test_factory_in_a_file_never_names_another_env():
@@ -898,31 +891,7 @@ def test_the_facade_of_torchrl_refuses_capsules(tmp_path):
 
 def alone():
     """Return `Fragile` as a PettingZoo env with one agent."""
-    from pettingzoo import ParallelEnv as PettingZooEnv
-
-    class Alone(PettingZooEnv):
-        metadata: ClassVar = {"name": "alone"}
-        render_mode = None
-        possible_agents: ClassVar = ["agent"]
-
-        def __init__(self):
-            self.env, self.agents = Fragile(), ["agent"]
-
-        def observation_space(self, agent):
-            return self.env.observation_space
-
-        def action_space(self, agent):
-            return self.env.action_space
-
-        def reset(self, seed=None, options=None):
-            return tuple(
-                {"agent": value} for value in self.env.reset(seed=seed, options=options)
-            )
-
-        def step(self, actions):
-            return tuple({"agent": value} for value in self.env.step(actions["agent"]))
-
-    return Alone()
+    return faulty_envs.alone(Fragile())
 
 
 def _vector_env(host, options):
