@@ -8,6 +8,7 @@ every process. Knows nothing of memory, processes or envs.
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,6 +21,14 @@ Name = tuple[str, ...]
 def align(nbytes: int, alignment: int = ALIGNMENT) -> int:
     """Return the smallest multiple of `alignment` that is at least `nbytes`."""
     return -(-nbytes // alignment) * alignment
+
+
+class Request(NamedTuple):
+    """An array that `lay_out` places: its name, shape and dtype name; it may have no elements."""
+
+    name: Name
+    shape: tuple[int, ...]
+    dtype: str
 
 
 @dataclass(frozen=True)
@@ -54,14 +63,11 @@ class Layout:
         raise KeyError(name)
 
 
-def lay_out(
-    requests: Iterable[tuple[Name, tuple[int, ...], str]],
-    start: int = 0,
-) -> Layout:
+def lay_out(requests: Iterable[Request], start: int = 0) -> Layout:
     """Place arrays one after the other, each aligned.
 
     Args:
-        requests: `(name, shape, dtype name)` of each array; zero-sized arrays are legal.
+        requests: the arrays.
         start: offset of the first field, bytes; itself aligned up.
 
     Returns:

@@ -17,8 +17,9 @@ Guarantees: pure arithmetic up to `Slab`; a plan is picklable and means the same
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from envherd.shm.layout import (
     ALIGNMENT,
     Layout,
     Name,
+    Request,
     align,
     lay_out,
     strided_view,
@@ -34,79 +36,98 @@ from envherd.shm.layout import (
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.shm.sync import DOORBELL_BYTES
 
-#: word -> (length: "env", "info" (two of each env), "worker" or "bin"; who writes it; what it means). The parent also
-#: writes a worker's words while the worker does not: those of an idle worker ("both"), and of one that is lost, copied
-#: or replaced.
-WORDS: dict[str, tuple[str, str, str]] = {
-    "command_seq": (
+
+class Word(NamedTuple):
+    """A control word.
+
+    Attributes:
+        length: one for each "env", "worker" or "bin", or two for each env ("info").
+        writer: who writes it. The parent also writes a worker's words while the worker does not: those of an idle
+            worker ("both"), and of one that is lost, copied or replaced.
+        meaning: in words.
+    """
+
+    length: str
+    writer: str
+    meaning: str
+
+
+WORDS = {
+    "command_seq": Word(
         "env",
         "parent",
         "number of the latest command for the env; written last",
     ),
-    "command": ("env", "parent", "what to do: see workers.protocol.pack"),
-    "reply_seq": (
+    "command": Word("env", "parent", "what to do: see workers.protocol.pack"),
+    "reply_seq": Word(
         "env",
         "worker",
         "number of the latest command that is finished; written last",
     ),
-    "status": (
+    "status": Word(
         "env",
         "both",
         "how it ended: see workers.protocol.Status; the parent clears it once it has read it",
     ),
-    "episode": (
+    "episode": Word(
         "env",
         "both",
         "resets since the root seed was set (which zeroes it); the next begins this episode",
     ),
-    "env_steps": ("env", "worker", "steps of the env whose rows were written, ever"),
-    "errors": ("env", "parent", "exceptions of the env that ended its episode, ever"),
-    "resets": ("env", "worker", "resets that returned, ever"),
-    "info_ids": (
+    "env_steps": Word(
+        "env", "worker", "steps of the env whose rows were written, ever"
+    ),
+    "errors": Word(
+        "env", "parent", "exceptions of the env that ended its episode, ever"
+    ),
+    "resets": Word("env", "worker", "resets that returned, ever"),
+    "info_ids": Word(
         "info",
         "both",
         "ids of the schemas of the infos in its rows, of step and reset; 0 for none",
     ),
-    "ends": (
+    "ends": Word(
         "env",
         "worker",
         "steps after which the env (or a part of it) had ended, ever",
     ),
-    "mail_seq": (
+    "mail_seq": Word(
         "worker",
         "parent",
         "number of the latest message that it is to read from its socket; `workers.protocol.LEAVE` once it must end",
     ),
-    "answered_ns": (
+    "answered_ns": Word(
         "env",
         "worker",
         "when it last answered a command that was sent to it alone: monotonic clock",
     ),
-    "answered": ("worker", "worker", "answers that it has counted, ever: see tally"),
-    "ring_at": (
+    "answered": Word(
+        "worker", "worker", "answers that it has counted, ever: see tally"
+    ),
+    "ring_at": Word(
         "worker",
         "parent",
         "how many answers of all workers together are worth a ring",
     ),
-    "busy_ns": ("worker", "worker", "nanoseconds spent on commands, ever"),
-    "pid": ("worker", "worker", "its process id"),
-    "starts": ("worker", "worker", "processes that have taken this place, ever"),
-    "since_ns": (
+    "busy_ns": Word("worker", "worker", "nanoseconds spent on commands, ever"),
+    "pid": Word("worker", "worker", "its process id"),
+    "starts": Word("worker", "worker", "processes that have taken this place, ever"),
+    "since_ns": Word(
         "worker",
         "worker",
         "when it last began, or finished, what it found to do: monotonic clock",
     ),
-    "reset_ns": (
+    "reset_ns": Word(
         "worker",
         "worker",
         "nanoseconds spent on commands with a reset, ever; estimated from samples",
     ),
-    "step_bins": (
+    "step_bins": Word(
         "bin",
         "worker",
         "sampled steps by duration, `NUM_BINS` words of each worker: see `bin_of`",
     ),
-    "phase": (
+    "phase": Word(
         "worker",
         "worker",
         "the command and env being worked on, 0 when idle: see workers.protocol",
@@ -154,33 +175,31 @@ def input_leaves(spec: EnvSpec) -> tuple[LeafSpec, ...]:
     return tuple(leaf for leaf in (*spec.action, *spec.state) if not leaf.is_side)
 
 
-def section_requests(
-    spec: EnvSpec,
+def requests_of(
+    section: str,
+    leaves: Iterable[LeafSpec],
     lead: tuple[int, ...],
-) -> list[tuple[Name, tuple[int, ...], str]]:
+) -> list[Request]:
+    """List the arrays of some leaves in a section, with leading dimensions."""
+    return [
+        Request((section, *leaf.key), (*lead, *leaf.shape), leaf.dtype)
+        for leaf in leaves
+    ]
+
+
+def section_requests(spec: EnvSpec, lead: tuple[int, ...]) -> list[Request]:
     """List the arrays of one frame (lead `[n]`) or one storage (lead `[n, T]`): all `next`, then all `root`."""
-    requests = [
-        (("next", *leaf.key), (*lead, *leaf.shape), leaf.dtype)
-        for leaf in next_leaves(spec)
+    return [
+        *requests_of("next", next_leaves(spec), lead),
+        *requests_of("root", root_leaves(spec), lead),
     ]
-    requests += [
-        (("root", *leaf.key), (*lead, *leaf.shape), leaf.dtype)
-        for leaf in root_leaves(spec)
-    ]
-    return requests
 
 
-def input_requests(
-    spec: EnvSpec,
-    lead: tuple[int, ...],
-) -> list[tuple[Name, tuple[int, ...], str]]:
+def input_requests(spec: EnvSpec, lead: tuple[int, ...]) -> list[Request]:
     """List the input arrays; envs that are themselves a batch also have a reset mask."""
-    requests = [
-        (("input", *leaf.key), (*lead, *leaf.shape), leaf.dtype)
-        for leaf in input_leaves(spec)
-    ]
+    requests = requests_of("input", input_leaves(spec), lead)
     if spec.batch_shape:
-        requests.append((("reset_mask",), (*lead, *spec.batch_shape, 1), "bool"))
+        requests.append(Request(("reset_mask",), (*lead, *spec.batch_shape, 1), "bool"))
     return requests
 
 
@@ -188,11 +207,7 @@ def input_requests(
 JOURNAL_FACTS = ("steps", "episode", "seed", "flags")
 
 
-def journal_requests(
-    spec: EnvSpec,
-    num_rows: int,
-    row_nbytes: int,
-) -> list[tuple[Name, tuple[int, ...], str]]:
+def journal_requests(spec: EnvSpec, num_rows: int, row_nbytes: int) -> list[Request]:
     """List the arrays of the envs' journals: the facts, and the inputs of as many steps as fit `row_nbytes` per env."""
     leaves = input_leaves(spec)
     nbytes = sum(
@@ -201,8 +216,8 @@ def journal_requests(
     # At least one step, whose input a crash leaves even if it is larger than the journal should be.
     lead = (num_rows, max(1, row_nbytes // max(nbytes, 1)))
     return [
-        (("facts",), (num_rows, len(JOURNAL_FACTS)), "int64"),
-        *((("input", *leaf.key), (*lead, *leaf.shape), leaf.dtype) for leaf in leaves),
+        Request(("facts",), (num_rows, len(JOURNAL_FACTS)), "int64"),
+        *requests_of("input", leaves, lead),
     ]
 
 
@@ -227,6 +242,13 @@ class GroupPlan:
     base: int
     inputs: Layout
     journal: Layout | None = None
+
+
+class Place(NamedTuple):
+    """The index of an env's group, and the env's row in the arrays of the group."""
+
+    group: int
+    row: int
 
 
 @dataclass(frozen=True)
@@ -266,11 +288,11 @@ class SlabPlan:
         """Return the offset of a worker's `go` doorbell."""
         return self.bells_offset + (1 + worker_id) * DOORBELL_BYTES
 
-    def place(self, env_id: int) -> tuple[int, int]:
-        """Return `(group index, row)` of an env."""
+    def place(self, env_id: int) -> Place:
+        """Return the place of an env."""
         for index, group in enumerate(self.groups):
             if env_id in group.env_ids:
-                return index, group.env_ids.index(env_id)
+                return Place(index, group.env_ids.index(env_id))
         raise KeyError(env_id)
 
 
@@ -314,12 +336,14 @@ def plan_slab(
         "bin": num_workers * NUM_BINS,
     }
     words = lay_out(
-        ((name,), (counts[length],), "int64") for name, (length, _, _) in WORDS.items()
+        Request((name,), (counts[word.length],), "int64")
+        for name, word in WORDS.items()
     )
     offset = words.nbytes + (1 + num_workers) * DOORBELL_BYTES
     groups: list[GroupPlan] = []
     num_lendable = 0
-    for spec, env_ids in _group_equal(specs):
+    for env_ids in _group_equal(specs):
+        spec = specs[env_ids[0]]
         lead = (len(env_ids),)
         inputs = lay_out(input_requests(spec, lead), start=offset)
         frame = lay_out(section_requests(spec, lead))
@@ -341,7 +365,7 @@ def plan_slab(
                 min(_MOST_LENDABLE, _LENDABLE_BYTES // frame.nbytes),
             )
         base = align(inputs.nbytes, alignment)
-        groups.append(GroupPlan(env_ids, spec, frame, first_root, base, inputs))
+        groups.append(GroupPlan(tuple(env_ids), spec, frame, first_root, base, inputs))
         offset = base + (num_ring + num_lendable) * frame.nbytes
     # What follows is sparse, and is therefore last: `Segment.create` does not touch the end of its memory.
     frames_end = offset
@@ -354,7 +378,7 @@ def plan_slab(
     infos = None
     if has_infos:
         infos = lay_out(
-            [(("infos",), (num_envs, 2, INFO_BYTES), "uint8")],
+            [Request(("infos",), (num_envs, 2, INFO_BYTES), "uint8")],
             start=align(offset, mmap.PAGESIZE),
         )
         offset = infos.nbytes
@@ -372,17 +396,18 @@ def plan_slab(
     )
 
 
-def _group_equal(specs: Sequence[EnvSpec]) -> list[tuple[EnvSpec, tuple[int, ...]]]:
-    # A list, because specs whose bounds are arrays have no hash.
-    groups: list[tuple[EnvSpec, list[int]]] = []
+def _group_equal(specs: Sequence[EnvSpec]) -> list[list[int]]:
+    """Return the ids of the envs of each spec."""
+    # Not by a dict, because specs whose bounds are arrays have no hash.
+    groups: list[list[int]] = []
     for env_id, spec in enumerate(specs):
-        for known, env_ids in groups:
-            if known == spec:
+        for env_ids in groups:
+            if specs[env_ids[0]] == spec:
                 env_ids.append(env_id)
                 break
         else:
-            groups.append((spec, [env_id]))
-    return [(spec, tuple(env_ids)) for spec, env_ids in groups]
+            groups.append([env_id])
+    return groups
 
 
 class GroupSlab:
@@ -457,11 +482,7 @@ def plan_storage(slab: SlabPlan, num_columns: int) -> StoragePlan:
     offset = 0
     for group in slab.groups:
         lead = (len(group.env_ids), num_columns)
-        inputs = [
-            request
-            for request in input_requests(group.spec, lead)
-            if request[0][0] == "input"
-        ]
+        inputs = requests_of("input", input_leaves(group.spec), lead)
         layout = lay_out(section_requests(group.spec, lead) + inputs, start=offset)
         layouts.append(layout)
         offset = layout.nbytes

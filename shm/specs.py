@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 Key = tuple[str, ...]
+#: Key of a nested tensordict -> its batch shape, as pairs: a spec has no dicts that could change.
+Groups = tuple[tuple[Key, tuple[int, ...]], ...]
 
 #: The done keys that every env has at its root, in the order in which they are stored.
 DONE_KEYS: tuple[Key, ...] = (("done",), ("terminated",), ("truncated",))
@@ -192,7 +194,7 @@ class EnvSpec:
     )
     state: tuple[LeafSpec, ...] = ()
     batch_shape: tuple[int, ...] = ()
-    groups: tuple[tuple[Key, tuple[int, ...]], ...] = ()
+    groups: Groups = ()
     family: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
@@ -280,7 +282,7 @@ class EnvSpec:
 
 def done_leaves(
     batch_shape: tuple[int, ...] = (),
-    groups: tuple[tuple[Key, tuple[int, ...]], ...] = (),
+    groups: Groups = (),
 ) -> tuple[LeafSpec, ...]:
     """Return the done leaves of an env: the three root ones, then three for each `(group key, shape)`."""
     root = [LeafSpec(k, (*batch_shape, 1), "bool", Binary()) for k in DONE_KEYS]

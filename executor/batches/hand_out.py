@@ -30,7 +30,7 @@ from envherd.executor.batches.memory import (
     splitter,
 )
 from envherd.executor.batches.transfer import Mover, apart
-from envherd.shm.slab import GroupSlab, next_leaves, root_leaves
+from envherd.shm.slab import GroupSlab, Place, next_leaves, root_leaves
 from envherd.shm.specs import Key
 
 #: Number of rows up to which each row of a leaf is copied as bytes (0.2 us; indexing by an array takes 2 us a leaf).
@@ -389,12 +389,12 @@ def add_side(
 
 def stack_groups(
     tds: Sequence[TensorDictBase],
-    places: Sequence[tuple[int, int]],
+    places: Sequence[Place],
 ) -> TensorDictBase:
     """Return one batch in env order from one batch per group: itself if there is one group, else a lazy stack."""
-    if len(tds) == 1 and [row for _, row in places] == list(range(len(places))):
+    if len(tds) == 1 and [place.row for place in places] == list(range(len(places))):
         return tds[0]
     return LazyStackedTensorDict(
-        *(tds[group][row] for group, row in places),
+        *(tds[place.group][place.row] for place in places),
         stack_dim=0,
     )

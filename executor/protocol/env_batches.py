@@ -21,6 +21,7 @@ from envherd.executor.batches.transfer import Mover
 from envherd.executor.protocol.positions import Positions, some_or_none
 from envherd.executor.protocol.side_data import SideData
 from envherd.shm.layout import Name
+from envherd.shm.slab import Place
 from envherd.shm.specs import EnvSpec, LeafSpec
 
 
@@ -114,7 +115,7 @@ class EnvBatches:
             strict=True,
         ):
             tds.append(self._group_next(batch, own, env_ids))
-        return stack_groups(tds, self._places.pairs)
+        return stack_groups(tds, self._places.of_env)
 
     def _group_next(
         self,
@@ -167,7 +168,7 @@ class EnvBatches:
             )
             self.add_root_side(td, batch, places.env_ids[index].tolist())
             tds.append(td)
-        return stack_groups(tds, places.pairs)
+        return stack_groups(tds, places.of_env)
 
     # ---- some envs ---------------------------------------------------------------------------
 
@@ -243,12 +244,13 @@ class EnvBatches:
         if self._places.is_one_group:
             return make(self.groups[0], slice(None))
         tds: list[TensorDictBase] = []
-        order: list[tuple[int, int]] = [(0, 0)] * len(env_ids)
+        # Of each env, its batch among `tds`, and its row there.
+        order = [Place(0, 0)] * len(env_ids)
         for index, batch in enumerate(self.groups):
             members = np.flatnonzero(self._places.group_of[env_ids] == index)
             if len(members):
                 for row, member in enumerate(members.tolist()):
-                    order[member] = (len(tds), row)
+                    order[member] = Place(len(tds), row)
                 tds.append(make(batch, members))
         return stack_groups(tds, order)
 

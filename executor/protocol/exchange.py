@@ -266,7 +266,7 @@ class Exchange:
                 )
             return
         for own, env_id in zip(td.unbind(0), env_ids.tolist(), strict=True):
-            group, row = places.pairs[env_id]
+            group, row = places.of_env[env_id]
             intake = engine.intakes[group]
             for leaf, target in zip(intake.leaves, intake.targets, strict=True):
                 set_leaf(own, leaf.key, as_tensor(np.array(target[row])))

@@ -29,7 +29,7 @@ class Places:
 
     Attributes:
         all_ids: int64 `[N]`.
-        pairs: per env, `(group, row)`.
+        of_env: the place of each env.
         group_of, row_of: the same, int64 `[N]`.
         env_ids: per group, the envs of its rows, int64, ascending.
         is_one_group: whether all envs are in one group, so that rows equal ids.
@@ -38,9 +38,9 @@ class Places:
 
     def __init__(self, plan: SlabPlan) -> None:
         self.all_ids = np.arange(plan.num_envs)
-        self.pairs = [plan.place(env_id) for env_id in range(plan.num_envs)]
-        self.group_of = np.array([group for group, _ in self.pairs])
-        self.row_of = np.array([row for _, row in self.pairs])
+        self.of_env = [plan.place(env_id) for env_id in range(plan.num_envs)]
+        self.group_of = np.array([place.group for place in self.of_env])
+        self.row_of = np.array([place.row for place in self.of_env])
         self.env_ids = [np.array(group.env_ids) for group in plan.groups]
         self.is_one_group = len(plan.groups) == 1
         self.is_flat = self.is_one_group and not plan.groups[0].spec.batch_shape
@@ -86,7 +86,7 @@ class Columns:
 
     def row(self, env_id: int, column: int) -> dict[Name, np.ndarray]:
         """Return one env's row by name (VIEWS, also of scalars)."""
-        group, row = self._places.pairs[env_id]
+        group, row = self._places.of_env[env_id]
         arrays = self.groups[group].items()
         return {
             name: array[column, row : row + 1].reshape(array.shape[2:])
@@ -193,7 +193,7 @@ class Positions:
         self.num_frames = slab.plan.num_frames
         self.num_ring = self.num_frames - slab.plan.num_lendable
         self.places = Places(slab.plan)
-        self.specs = [slab.groups[group].spec for group, _ in self.places.pairs]
+        self.specs = [slab.groups[place.group].spec for place in self.places.of_env]
         self.has_interrupted = options.interrupts
         self.interrupted = np.zeros((self.num_envs, 1), bool)
         self.ring = self.where = Columns(

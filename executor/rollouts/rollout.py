@@ -373,7 +373,7 @@ class _Run:
             td = batch.shell("root", (batch.num_rows,)).build(roots[step])
             batches.add_root_side(td, batch, batch.slab.plan.env_ids)
             tds.append(td)
-        return stack_groups(tds, self._positions.places.pairs)
+        return stack_groups(tds, self._positions.places.of_env)
 
     def result(self, num_steps: int) -> TensorDictBase:
         """Return the collected batch `[N, num_steps]`."""
@@ -391,7 +391,7 @@ class _Run:
                     for name, tensor in tensors.items()
                 }
             tds.append(self._group_result(batch, made, num_steps))
-        data = stack_groups(tds, self._positions.places.pairs)
+        data = stack_groups(tds, self._positions.places.of_env)
         if self._extras:
             data.update(torch.stack(self._extras, 1))
         data.refine_names(None, "time", ...)

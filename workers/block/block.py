@@ -107,8 +107,8 @@ class Block:
         self._phase = self._words["phase"]
         for slot in self.slots.values():
             slot.place = slab.plan.place(slot.env_id)
-            group_index, row = slot.place
-            group = slab.groups[group_index]
+            row = slot.place.row
+            group = slab.groups[slot.place.group]
             slot.sinks = {RING: Sink(slot, group.of_row(row), root_follows=False)}
             slot.bind_inputs(group.inputs, row)
             if group.journal:

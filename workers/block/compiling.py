@@ -158,5 +158,5 @@ def _index(slot: Slot) -> np.ndarray | None:
         or not isinstance(leaf.domain, Discrete)
     ):
         return None
-    row = slot.place[1]
+    row = slot.place.row
     return slot.inputs[("input", *leaf.key)][row : row + 1]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from envherd.shm.layout import Name
+from envherd.shm.slab import Place
 from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
 from envherd.workers.adapters.base import Adapter, StepValues
 from envherd.workers.block.journal import Journal
@@ -87,7 +88,7 @@ class Slot:
         self.takes_tensors = adapter.takes_tensors
         self.spec = adapter.spec
         self.check_finite = check_finite
-        self.place = (0, 0)
+        self.place = Place(0, 0)
         self.sinks: dict[int, Sink] = {}
         self.inputs: Mapping[Name, np.ndarray] = {}
         self.action_readers: list[Callable[[], Any]] = []
