@@ -23,7 +23,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -103,6 +103,13 @@ class Bell(Protocol):
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Take a token, waiting for one up to `timeout_s` seconds (None: without a limit); False on timeout."""
+
+
+class Bells(NamedTuple):
+    """The doorbell `go`, which wakes a worker, and `done`, which wakes the caller."""
+
+    go: Bell
+    done: Bell
 
 
 class Doorbell:

@@ -11,14 +11,20 @@ import pickle
 import re
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from envherd.workers import seeding
 from envherd.workers.adapters import Adapter, find_adapter, is_env_like
 from envherd.workers.errors import FactoryError, SpecError
 from envherd.workers.options import EnvType, InfoKeys
 from envherd.workers.sending import importing
-from envherd.workers.sending.pickling import building, captures, dumps, find_culprit
+from envherd.workers.sending.pickling import (
+    Link,
+    building,
+    captures,
+    dumps,
+    find_culprit,
+)
 from envherd.workers.sending.sharing import is_meant_to_be_shared
 from envherd.workers.wrappers.episode_leaves import EpisodeLeaves
 from envherd.workers.wrappers.info_leaves import (
@@ -105,7 +111,7 @@ def _pickle_message(factory: Factory, error: Exception) -> str:
         link
         for link in way
         if not isinstance(
-            link[1],
+            link.value,
             (types.FunctionType, staticmethod, classmethod, property),
         )
     ]
@@ -113,7 +119,7 @@ def _pickle_message(factory: Factory, error: Exception) -> str:
         what = f"cannot be pickled: {error}"
     else:
         variable, value = links[0]
-        cause = links[-1][1]
+        cause = links[-1].value
         found = re.search(r"'([\w.]+)' object", str(error))
         inside = found.group(1) if found and len(links) == 1 else _type_name(cause)
         holder = (
@@ -132,16 +138,16 @@ def _pickle_message(factory: Factory, error: Exception) -> str:
     return f"make_env failed: the factory {describe(factory)} {what}. {_advice(links)}"
 
 
-def _advice(links: list[tuple[str, Any]]) -> str:
+def _advice(links: list[Link]) -> str:
     """Return what to do about an object that cannot be pickled, at the end of these links."""
-    if any(is_meant_to_be_shared(value) for _, value in links):
+    if any(is_meant_to_be_shared(link.value) for link in links):
         return (
             "Workers are not forked from this process: make it with multiprocessing.get_context('spawn'), or take that "
             "of a multiprocessing.Manager(), such as Manager().Queue(), or send the values with env.call or env.set. A "
             "two-way Pipe can only be used by one process."
         )
-    if links and isinstance(links[0][1], type):
-        return f"Put {links[0][1].__name__} into a module that workers import: from my_module import ..."
+    if links and isinstance(links[0].value, type):
+        return f"Put {links[0].value.__name__} into a module that workers import: from my_module import ..."
     return (
         "Build it inside the factory instead: make_env=lambda: make_the_env(...), "
         "with only names and numbers captured."
@@ -151,15 +157,15 @@ def _advice(links: list[tuple[str, Any]]) -> str:
 def kwargs_error(env_kwargs: Any, error: Exception) -> FactoryError:
     """Return the error for keyword arguments that cannot be pickled."""
     way = find_culprit(env_kwargs)
-    found = f"a {_type_name(way[-1][1])} at {_name_way(way)}" if way else "others"
+    found = f"a {_type_name(way[-1].value)} at {_name_way(way)}" if way else "others"
     return FactoryError(
         f"env_kwargs failed: expected arguments that can be pickled, got {found} ({error}). {_advice(way)}"
     )
 
 
-def _name_way(way: list[tuple[str, Any]]) -> str:
+def _name_way(way: list[Link]) -> str:
     """Return `Env -> step -> LOCK` for the way to an object."""
-    return " -> ".join(name for name, _ in way)
+    return " -> ".join(link.name for link in way)
 
 
 def modules_of(factory: Any) -> list[str]:
@@ -213,6 +219,21 @@ def _hinting() -> Iterator[None]:
         raise
 
 
+class _Built(NamedTuple):
+    """An adapter, and the env that the factory has returned."""
+
+    adapter: Adapter
+    env: Any
+
+
+class _Probed(NamedTuple):
+    """The entries that the infos of an env show which a factory has built with some arguments."""
+
+    factory: Factory
+    kwargs: Mapping[str, Any]
+    fields: list[InfoEntry]
+
+
 class Builder:
     """Builds the envs of one worker, and remembers the envs that it has built.
 
@@ -234,9 +255,8 @@ class Builder:
         self._has_statistics = episode_statistics
         self._alone: Any = None
         self._factories: dict[bytes, Factory] = {}
-        # Each adapter with the env that the factory has returned.
-        self._built: list[tuple[Adapter, Any]] = []
-        self._found: list[tuple[Factory, Mapping[str, Any], list[InfoEntry]]] = []
+        self._built: list[_Built] = []
+        self._probed: list[_Probed] = []
 
     def build(self, pickled: bytes, kwargs: Mapping[str, Any]) -> Adapter:
         """Call a pickled factory and return its env's adapter.
@@ -272,10 +292,10 @@ class Builder:
         # The adapter that `_adopt` has recorded is inside those that `adopt` has put around it.
         own = closed
         while isinstance(own, Wrapping) and not any(
-            own is built for built, _ in self._built
+            own is one.adapter for one in self._built
         ):
             own = own.inner
-        self._built = [pair for pair in self._built if pair[0] is not own]
+        self._built = [one for one in self._built if one.adapter is not own]
         if own.is_alone:
             self._alone = None
 
@@ -292,9 +312,9 @@ class Builder:
         keys: Any,
     ) -> list[InfoEntry]:
         """Return the fields that a separate env shows, once for each factory and its arguments."""
-        for known, its_kwargs, fields in self._found:
-            if known is factory and are_equal(its_kwargs, kwargs):
-                return fields
+        for known in self._probed:
+            if known.factory is factory and are_equal(known.kwargs, kwargs):
+                return known.fields
         # The probe draws from the generators, and the env must be built as without it.
         state = seeding.caller_state()
         probe = self._adopt(factory, kwargs)
@@ -309,7 +329,8 @@ class Builder:
             probe.close()
             seeding.restore_caller(state)
         # Only as many as there are envs, because `rebuild` brings any number of tasks.
-        self._found = [*self._found[-len(self._built) - 1 :], (factory, kwargs, fields)]
+        self._probed = self._probed[-len(self._built) - 1 :]
+        self._probed.append(_Probed(factory, kwargs, fields))
         return fields
 
     def _adopt(self, factory: Factory, kwargs: Mapping[str, Any]) -> Adapter:
@@ -330,7 +351,7 @@ class Builder:
             else find_adapter(env, self._env_type)(env)  # type: ignore[call-arg]
         )
         adapter.origin = describe(factory)
-        self._built.append((adapter, env))
+        self._built.append(_Built(adapter, env))
         if adapter.is_alone:
             self._alone = env
         return adapter
@@ -346,7 +367,7 @@ class Builder:
             )
 
     def _refuse_shared(self, factory: Factory, env: Any) -> None:
-        if any(env is built for _, built in self._built) and is_env_like(env):
+        if any(env is one.env for one in self._built) and is_env_like(env):
             raise FactoryError(
                 f"make_env failed: the factory {describe(factory)} returned the same {_type_name(env)} twice. "
                 f"Every call must build a new env: make_env=lambda: {_how_to_build(env)}."

@@ -89,7 +89,7 @@ class Rerun:
             and capsule.pickled is not None
         ):
             factory, kwargs = pickle.loads(capsule.pickled)  # which the user trusts
-            return pickle.loads(factory), kwargs
+            return Made(pickle.loads(factory), kwargs)
         if name is None:
             trusted = ""
             if capsule.pickled is not None:
@@ -119,12 +119,12 @@ class Rerun:
         # Another env that the command line names has other fields.
         if name == facts["env"] and facts["fields"]:
             try:
-                factory = replace(factory, **facts["fields"])  # type: ignore[type-var]  # those with fields are
+                factory = replace(factory, **facts["fields"])
             except TypeError as error:
                 raise CapsuleError(
                     f"reading {self._path} failed: expected options of {name}, got {error}."
                 ) from None
-        return factory, kwargs
+        return Made(factory, kwargs)
 
     def report(self, prepared: tuple[Capsule, Made, ExecutorOptions]) -> int:
         """Run the episode again and report; return the exit code."""

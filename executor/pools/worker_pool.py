@@ -48,10 +48,16 @@ from envherd.shm.tally import Tally
 from envherd.workers import messages
 from envherd.workers.errors import EnvherdError, FactoryError
 from envherd.workers.processes import memory_of
-from envherd.workers.protocol import LEAVE, OP_BITS, Flag, Op, describe_phase, pack_each
+from envherd.workers.protocol import (
+    EACH,
+    LEAVE,
+    Op,
+    Phase,
+    describe_phase,
+    pack_each,
+)
 
 _LOOK_NS = int(LOOK_S * 1e9)
-_EACH = Flag.EACH << OP_BITS
 #: Seconds between checks of the workers' pidfds if answers arrive without a wait of `LOOK_S`.
 _LOOK_ANYWAY_S = 0.03
 #: The same while a worker writes a large message, which this process must read for it to continue.
@@ -275,7 +281,7 @@ class WorkerPool(Pool):
             and count == self.num_envs
             # After an interrupt, perhaps nobody rings any more.
             and not through_losses
-            and not self.words.command[0] & _EACH
+            and not self.words.command[0] & EACH
             and self._has_all()
         ):
             self._collect()
@@ -381,7 +387,7 @@ class WorkerPool(Pool):
         """Return the workers that are in a reset, or have made one since the counts `num_resets` (int `[N]`)."""
         have_reset = self.worker_of[self.slab.words["resets"] != num_resets]
         return set(have_reset.tolist()) | {
-            w for w in self.worker_ids if self.phase_of(w)[0] == "reset"
+            w for w in self.worker_ids if self.phase_of(w).name == "reset"
         }
 
     def _owing(self) -> list[int]:
@@ -395,9 +401,10 @@ class WorkerPool(Pool):
         owing = self._owing()
         self._is_reading = self.supervisor.notice_deaths(owing)
         if self._overdue is not None:
-            for worker_id, limit_s in self._overdue.look(
+            late = self._overdue.look(
                 w for w in owing if w not in self.supervisor.absent
-            ):
+            )
+            for worker_id, limit_s in late.items():
                 self.supervisor.give_up_late([worker_id], limit_s)
 
     def _collect(self) -> None:
@@ -589,7 +596,7 @@ class WorkerPool(Pool):
             # Its predecessor did not take these.
             pass
 
-    def phase_of(self, worker_id: int) -> tuple[str, int | None]:
+    def phase_of(self, worker_id: int) -> Phase:
         """Return the phase of a worker, and its env if known."""
         return describe_phase(int(self.slab.words["phase"][worker_id]))
 

@@ -36,6 +36,7 @@ from envherd.executor.sending.blueprint import Blueprint
 from envherd.shm.interrupts import uninterrupted
 from envherd.workers import messages
 from envherd.workers.errors import EnvherdError
+from envherd.workers.options import FactoryCall
 from envherd.workers.protocol import Op
 
 
@@ -279,7 +280,10 @@ class Engine(Calls):
         old = self.pool.blueprint
         self._send_calls(
             self._being_rebuilt,
-            [(old.factories[i], old.env_kwargs[i]) for i in self._being_rebuilt],
+            [
+                FactoryCall(old.factories[i], old.env_kwargs[i])
+                for i in self._being_rebuilt
+            ],
         )
         # After an interrupt before this line they are sent once more.
         self._being_rebuilt = self.all_ids[:0]
@@ -346,7 +350,7 @@ class Engine(Calls):
         self.is_dirty = True
         self._send_calls(
             env_ids,
-            zip(blueprint.factories, blueprint.env_kwargs, strict=True),
+            map(FactoryCall, blueprint.factories, blueprint.env_kwargs),
         )
         self.ask("rebuild", env_ids.tolist())
         # Envs and calls change at once: in between, a successor would build the wrong env.
@@ -356,11 +360,7 @@ class Engine(Calls):
             self._being_rebuilt = self.all_ids[:0]
         self.is_dirty = False
 
-    def _send_calls(
-        self,
-        env_ids: np.ndarray,
-        calls: Iterable[tuple[Any, dict[str, Any]]],
-    ) -> None:
+    def _send_calls(self, env_ids: np.ndarray, calls: Iterable[FactoryCall]) -> None:
         for env_id, call in zip(env_ids.tolist(), calls, strict=True):
             # Successors build by the pool's blueprint.
             if self.pool.is_serving(int(self.pool.worker_of[env_id])):

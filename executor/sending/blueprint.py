@@ -33,6 +33,7 @@ from envherd.workers.build import (
 )
 from envherd.workers.errors import FactoryError, SpecError
 from envherd.workers.messages import Prepare
+from envherd.workers.options import FactoryCall
 from envherd.workers.seeding import as_root_seed
 from envherd.workers.sending.pickling import dumps
 
@@ -375,7 +376,10 @@ def _check_kwargs(kwargs: tuple[dict[str, Any], ...]) -> None:
                     f"Build envs inside make_env."
                 )
     try:
-        dumps([Prepare(env_id=0, call=(b"", one)) for one in kwargs], shares=True)
+        dumps(
+            [Prepare(env_id=0, call=FactoryCall(b"", one)) for one in kwargs],
+            shares=True,
+        )
     except Exception as error:
         if not isinstance(error, MemoryError) and getattr(error, "errno", None) not in (
             *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EAGAIN),

@@ -33,7 +33,7 @@ from envherd.shm.platforms import (
 )
 from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, Storage
-from envherd.shm.sync import Bell, Doorbell
+from envherd.shm.sync import Bells, Doorbell
 from envherd.workers import current, messages, seeding
 from envherd.workers.adapters.base import Adapter
 from envherd.workers.adapters.registry import install_import_hooks
@@ -41,7 +41,7 @@ from envherd.workers.block.block import Block
 from envherd.workers.build import Builder
 from envherd.workers.current import WorkerInfo
 from envherd.workers.guest import guest
-from envherd.workers.options import BlockOptions
+from envherd.workers.options import BlockOptions, FactoryCall
 from envherd.workers.process.loop import Loop
 from envherd.workers.process.native_loop import loop_class
 from envherd.workers.reply import Fault
@@ -75,7 +75,7 @@ def run(
     config: dict[str, Any],
     *,
     lifeline_fd: int = -1,
-    bells: tuple[Bell, Bell] | None = None,
+    bells: Bells | None = None,
 ) -> None:
     """Serve messages and commands, in a process that is cut off from its parent's surroundings; never returns.
 
@@ -84,7 +84,7 @@ def run(
         log_fd: of the worker's log.
         config: the settings of `executor.processes.worker_process.worker_config`.
         lifeline_fd: of the lifeline; -1 without one.
-        bells: `go` and `done`; None for those in the slab.
+        bells: None for those in the slab.
     """
     faulthandler.enable(file=log_fd, all_threads=True)
     listen_for_stack_requests(log_fd)
@@ -164,7 +164,7 @@ class Worker:
         channel: messages.WorkerChannel,
         log_fd: int,
         lifeline_fd: int,
-        bells: tuple[Bell, Bell] | None,
+        bells: Bells | None,
     ) -> None:
         self._channel = channel
         self._bells = bells
@@ -259,23 +259,26 @@ class Worker:
             {"kind": "specs", "specs": specs, "why_python": self._block.why_python()}
         )
 
-    def _build_env(self, env_id: int, *call: Any) -> Adapter:
+    def _build_env(self, env_id: int, call: FactoryCall | None = None) -> Adapter:
         """Build an env by a factory call, or without one by that of the start."""
         message = self._build
         env_ids = message.worker.env_ids
         # A copy of another env remains what that one is: the only env of its worker.
         index = next((i for i, own in enumerate(env_ids) if own == env_id), 0)
         # Before the env is built, because the factories of former tasks may hold as much memory as it does.
-        if call:
+        if call is not None:
             self._builder.keep(
                 {
                     *message.factories,
-                    *(s.call[0] for s in self._block.slots.values() if s.call),
+                    *(s.call.factory for s in self._block.slots.values() if s.call),
                 }
             )
         with current.building(current.worker(), message.block.first_env_id + env_id):
             return self._builder.build(
-                *(call or (message.factories[index], message.env_kwargs[index]))
+                *(
+                    call
+                    or FactoryCall(message.factories[index], message.env_kwargs[index])
+                )
             )
 
     def _enter(self, worker: WorkerInfo) -> None:
@@ -296,7 +299,7 @@ class Worker:
         slab.words["pid"][self._block.worker_id] = os.getpid()
         slab.words["starts"][self._block.worker_id] += 1
         kind = self._calls.loop_type(is_native=self._bells is None)
-        bells = self._bells or (
+        bells = self._bells or Bells(
             Doorbell.attach(buffer, message.plan.go_offset(self._block.worker_id)),
             Doorbell.attach(buffer, message.plan.bells_offset),
         )

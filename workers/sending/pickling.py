@@ -37,7 +37,7 @@ import typing
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import reduction
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 from cloudpickle import cloudpickle as private
@@ -765,8 +765,15 @@ def captures(factory: Any) -> Iterator[tuple[str, Any]]:
         yield from getattr(factory, "__dict__", {}).items()
 
 
-def find_culprit(value: Any) -> list[tuple[str, Any]]:
-    """Return the way from an object that cannot be pickled to the cause: pairs of a name and the object.
+class Link(NamedTuple):
+    """A step of the way to an object: its name in what holds it, and the object."""
+
+    name: str
+    value: Any
+
+
+def find_culprit(value: Any) -> list[Link]:
+    """Return the way from an object that cannot be pickled to the cause.
 
     Returns:
         empty if the object holds nothing that fails alone.
@@ -778,13 +785,13 @@ def find_culprit(value: Any) -> list[tuple[str, Any]]:
         return _way_to_culprit(value, named)
 
 
-def _way_to_culprit(value: Any, named: _Names) -> list[tuple[str, Any]]:
-    way: list[tuple[str, Any]] = []
+def _way_to_culprit(value: Any, named: _Names) -> list[Link]:
+    way: list[Link] = []
     seen = {id(value)}
     while len(way) < _MAX_DEPTH:
         found = next(
             (
-                (name, one)
+                Link(name, one)
                 for name, one in _held_by(value)
                 if id(one) not in seen and _fails(one, named)
             ),
@@ -793,7 +800,7 @@ def _way_to_culprit(value: Any, named: _Names) -> list[tuple[str, Any]]:
         if found is None:
             break
         way.append(found)
-        value = found[1]
+        value = found.value
         seen.add(id(value))
     return way
 

@@ -273,7 +273,8 @@ def _add_to_torchrl(name: str, value: Any) -> None:
     if name == "backend":
         gym.set_gym_backend(value).set()
     elif not isinstance(value, _Refused):
-        gym.register_gym_spec_conversion(value[0])(value[1])
+        space, convert = value
+        gym.register_gym_spec_conversion(space)(convert)
 
 
 #: Package whose import completes the registry -> the registry.
