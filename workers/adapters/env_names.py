@@ -155,7 +155,9 @@ def is_only_looked_up(name: str) -> bool:
     """
     key, _, rest = name.partition(":")
     if key in ("gymnasium", "gymnasium_vec"):
-        env_id = rest if key == "gymnasium" else _split_rows(rest)[0]
+        env_id = rest
+        if key == "gymnasium_vec":
+            env_id, _ = _split_rows(rest)
         return env_id.rpartition(":")[0] in ("", *GYMNASIUM_PLUG_INS)
     return (
         is_pettingzoo_id(rest)

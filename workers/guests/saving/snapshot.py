@@ -50,8 +50,8 @@ def save(env: Any) -> dict[str, Any]:
             [
                 writer.nodes,
                 {
-                    path: _SIMULATORS[kind].save(one)
-                    for path, (kind, one) in graph.simulators.items()
+                    path: _functions_of(one).save(one)
+                    for path, one in graph.simulators.items()
                 },
             ]
         )
@@ -90,8 +90,8 @@ def read(env: Any, state: Any) -> Callable[[], None]:
         reader = Reader(graph, nodes)
         reader.read()
         loads = [
-            _SIMULATORS[kind].read(one, simulators.pop(path))
-            for path, (kind, one) in graph.simulators.items()
+            _functions_of(one).read(one, simulators.pop(path))
+            for path, one in graph.simulators.items()
         ]
     except Exception as error:  # whatever the bytes are
         why = (
@@ -106,13 +106,13 @@ def read(env: Any, state: Any) -> Callable[[], None]:
         )
 
     def put() -> None:
-        for one, attributes in reader.changes.values():
-            present = vars(one)
+        for change in reader.changes.values():
+            present = vars(change.one)
             pictures = {
                 name: value for name, value in present.items() if is_picture(value)
             }
             present.clear()
-            present.update({**attributes, **pictures})
+            present.update({**change.attributes, **pictures})
         for load in loads:
             load()
 
@@ -122,8 +122,8 @@ def read(env: Any, state: Any) -> Callable[[], None]:
 def _graph_of(env: Any) -> Graph:
     """Return what can be reached from an env, with the arrays of its simulators."""
     graph = Graph(env)
-    for path, (kind, one) in graph.simulators.items():
-        for name, array in _SIMULATORS[kind].lent(one).items():
+    for path, one in graph.simulators.items():
+        for name, array in _functions_of(one).lent(one).items():
             if array.dtype.kind == "f" and array.flags.c_contiguous:
                 graph.lent[f"{path}.{name}"] = array
     return graph
@@ -344,3 +344,7 @@ _SIMULATORS = {
     ),
     "ale_py._ale_py:ALEInterface": _Simulator(_save_ale, _read_ale),
 }
+
+
+def _functions_of(simulator: Any) -> _Simulator:
+    return _SIMULATORS[simulator_of(type(simulator)) or ""]
