@@ -152,7 +152,7 @@ class GroupIntake:
         self.side_leaves = [
             leaf for leaf in (*spec.action, *spec.state) if leaf.is_side
         ]
-        self.side_keys = list(enumerate(leaf.key for leaf in self.side_leaves))
+        self.side_keys = dict(enumerate(leaf.key for leaf in self.side_leaves))
         self.targets = [slab.inputs["input", *leaf.key] for leaf in self.leaves]
         self._dtypes = [np.dtype(leaf.dtype) for leaf in self.leaves]
         self._checks = [

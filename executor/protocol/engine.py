@@ -18,7 +18,7 @@ from envherd.executor.batches.actions import GroupIntake
 from envherd.executor.batches.arguments import wrong_rows
 from envherd.executor.batches.memory import make_loans
 from envherd.executor.batches.plain_actions import PlainIntake
-from envherd.executor.batches.step_data import Draft, StepBatches
+from envherd.executor.batches.step_data import Draft, StepBatches, WithRoot
 from envherd.executor.batches.transfer import Mover
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
@@ -212,7 +212,7 @@ class Engine(Calls):
         td: TensorDictBase,
         op: Op,
         cut: np.ndarray | None = None,
-    ) -> tuple[TensorDictBase, TensorDictBase | None]:
+    ) -> WithRoot:
         """Step all envs; return the `next` batch, and the root after it if the op is STEP_RESET.
 
         Args:
@@ -240,7 +240,7 @@ class Engine(Calls):
         flight: Flight,
         draft: Draft | None,
         steps: StepBatches | None = None,
-    ) -> tuple[TensorDictBase, TensorDictBase | None]:
+    ) -> WithRoot:
         """Land a step of all envs, with batches if they were drafted; return the same as `step_all`.
 
         Args:

@@ -16,7 +16,7 @@ from envherd.executor.batches.hand_out import (
     stack_groups,
 )
 from envherd.executor.batches.memory import Leaves
-from envherd.executor.batches.step_data import StepBatches
+from envherd.executor.batches.step_data import StepBatches, WithRoot
 from envherd.executor.batches.transfer import Mover
 from envherd.executor.protocol.positions import Positions, some_or_none
 from envherd.executor.protocol.side_data import SideData
@@ -77,7 +77,7 @@ class EnvBatches:
         self.steps = StepBatches(
             first,
             first.shell("next", lead),
-            first.root_shell_over_next(lead),
+            first.shell("root over next", lead),
             self.root_shell,
             is_copy=is_copy,
             interrupted=interrupted,
@@ -91,7 +91,7 @@ class EnvBatches:
         reset_ids: np.ndarray | None,
         *,
         has_root: bool,
-    ) -> tuple[TensorDictBase, TensorDictBase | None]:
+    ) -> WithRoot:
         """The same as `StepBatches.finish` without a draft, for all rows; with a root only if `has_root`."""
         leaves = self.next_leaves(column)
         root = None

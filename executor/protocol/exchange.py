@@ -119,7 +119,8 @@ class Exchange:
         if (
             received is None
             or not received.is_of(env_ids)
-            or received.stamp != (engine.pool.words.number[0], engine.pool.num_losses)
+            or received.number != engine.pool.words.number[0]
+            or received.num_losses != engine.pool.num_losses
             # A rollout that has given no command yet has moved the roots.
             or engine.positions.where is not engine.positions.ring
         ):
@@ -244,7 +245,8 @@ class Exchange:
                 ready,
                 leaves,
                 num_writes(leaves or []),
-                (engine.pool.words.number[0], engine.pool.num_losses),
+                engine.pool.words.number[0],
+                engine.pool.num_losses,
             )
         return td
 
@@ -270,7 +272,7 @@ class Exchange:
             intake = engine.intakes[group]
             for leaf, target in zip(intake.leaves, intake.targets, strict=True):
                 set_leaf(own, leaf.key, as_tensor(np.array(target[row])))
-            for index, key in intake.side_keys:
+            for index, key in intake.side_keys.items():
                 own.set(key, NonTensorData(engine.side_inputs[env_id][index]))
 
 

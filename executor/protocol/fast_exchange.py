@@ -79,7 +79,7 @@ class _Sizes:
             make=maker(torch.Size(lead), batch.device),
             next=batch.shell("next", lead),
             before=Shell(
-                list(enumerate([*batch.root_keys, *inputs])),
+                {key: i for i, key in enumerate([*batch.root_keys, *inputs])},
                 dict(spec.groups),
                 lead,
                 (),
@@ -249,7 +249,8 @@ class FastExchange:
             # After a reset, roots are elsewhere.
             None if num_reset else leaves,
             num_writes(leaves),
-            (engine.pool.words.number[0], engine.pool.num_losses),
+            engine.pool.words.number[0],
+            engine.pool.num_losses,
         )
         return td
 

@@ -12,18 +12,15 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from envherd.executor.batches.step_data import StepBatches, WithRoot
 from envherd.executor.protocol.flight import Flight
 from envherd.workers.protocol import Op
 
 if TYPE_CHECKING:
-    from envherd.executor.batches.step_data import StepBatches
     from envherd.executor.protocol.engine import Engine
 
-#: `td -> (next, root)`, or None if the step was not made.
-FastStep = Callable[
-    [TensorDictBase],
-    tuple[TensorDictBase, TensorDictBase | None] | None,
-]
+#: Returns the batch with its `next`, and the root; or None if the step was not made.
+FastStep = Callable[[TensorDictBase], WithRoot | None]
 #: The second function of `_compile_give`.
 Give = Callable[
     [np.ndarray | None, int, Any],
@@ -38,7 +35,7 @@ def never(_: Any) -> None:
 def compile_step(
     engine: "Engine",
     op: Op,
-    steps: "StepBatches | None" = None,
+    steps: StepBatches | None = None,
     device: torch.device | None = None,
 ) -> FastStep:
     """Return a step of all envs, which holds the call guard, and sets `next` of its batch.
@@ -84,11 +81,11 @@ def compile_step(
         column = next_column()
         drafted, flight, ended = give(None, column, draft)
         if flight is None:
-            pair = finish(drafted, column, ended)
+            next_td, root = finish(drafted, column, ended)
         else:
-            pair = land(flight, drafted, steps)
-        source["next"] = pair[0]
-        return td, pair[1]
+            next_td, root = land(flight, drafted, steps)
+        source["next"] = next_td
+        return td, root
 
     return engine.guard.held(step)
 

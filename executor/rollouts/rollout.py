@@ -421,9 +421,9 @@ class _Run:
         td.set("next", batch.shell("next", lead).build(next_leaves))
         for leaf in input_leaves(batch.spec):
             td.set(leaf.key, tensors["input", *leaf.key])
-        for index, key in batch.side_keys:
+        for index, key in batch.side_keys.items():
             self._add_side(td, index, key, ids)
-        for index, key in batch.side_input_keys:
+        for index, key in batch.side_input_keys.items():
             td.set(
                 key,
                 _non_tensor(

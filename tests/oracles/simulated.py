@@ -155,7 +155,7 @@ class SimulatedWorker:
         """Keep a message for the loop, with the memory that it names: a process keeps what it has mapped."""
         memory = None
         if isinstance(message, messages.AttachStorage):
-            memory = self._crew.equipment._storages[message.target][1].array()
+            memory = self._crew.equipment._storages[message.target].segment.array()
         self._inbox.append((message, memory))
         self.num_queued += 1
         if isinstance(message, messages.Attach):

@@ -90,7 +90,7 @@ class Shells:
         prefixes = {path[:depth] for path in paths for depth in range(1, len(path))}
         groups = {prefix: tuple(template.get(prefix).batch_size) for prefix in prefixes}
         return Shell(
-            list(zip(places, paths, strict=True)),
+            dict(zip(paths, places, strict=True)),
             groups,
             (),
             tuple(template.batch_size),
