@@ -7,8 +7,7 @@ every process. Knows nothing of memory, processes or envs.
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,22 +22,14 @@ def align(nbytes: int, alignment: int = ALIGNMENT) -> int:
     return -(-nbytes // alignment) * alignment
 
 
-class Request(NamedTuple):
-    """An array that `lay_out` places: its name, shape and dtype name; it may have no elements."""
-
-    name: Name
-    shape: tuple[int, ...]
-    dtype: str
-
-
 @dataclass(frozen=True)
 class Field:
-    """One array: its name, shape, dtype name, and offset in bytes from the start of its layout."""
+    """One array: its name, shape, dtype name, and offset in bytes from the start of its layout, once it has one."""
 
     name: Name
     shape: tuple[int, ...]
     dtype: str
-    offset: int
+    offset: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -63,11 +54,11 @@ class Layout:
         raise KeyError(name)
 
 
-def lay_out(requests: Iterable[Request], start: int = 0) -> Layout:
+def lay_out(wanted: Iterable[Field], start: int = 0) -> Layout:
     """Place arrays one after the other, each aligned.
 
     Args:
-        requests: the arrays.
+        wanted: the arrays, without offsets; they may have no elements.
         start: offset of the first field, bytes; itself aligned up.
 
     Returns:
@@ -79,18 +70,17 @@ def lay_out(requests: Iterable[Request], start: int = 0) -> Layout:
     fields: list[Field] = []
     seen: set[Name] = set()
     offset = align(start)
-    for name, shape, dtype in requests:
-        if name in seen:
+    for field in wanted:
+        if field.name in seen:
             raise ValueError(
-                f"lay_out failed: expected unique names, got {name} twice."
+                f"lay_out failed: expected unique names, got {field.name} twice."
             )
-        if any(n < 0 for n in shape):
+        if any(n < 0 for n in field.shape):
             raise ValueError(
-                f"lay_out failed: expected dimensions >= 0, got {shape} for {name}."
+                f"lay_out failed: expected dimensions >= 0, got {field.shape} for {field.name}."
             )
-        seen.add(name)
-        field = Field(name, tuple(shape), np.dtype(dtype).name, offset)
-        fields.append(field)
+        seen.add(field.name)
+        fields.append(replace(field, dtype=np.dtype(field.dtype).name, offset=offset))
         offset = align(offset + field.nbytes)
     return Layout(tuple(fields), offset)
 

@@ -25,9 +25,9 @@ import numpy as np
 
 from envherd.shm.layout import (
     ALIGNMENT,
+    Field,
     Layout,
     Name,
-    Request,
     align,
     lay_out,
     strided_view,
@@ -175,39 +175,38 @@ def input_leaves(spec: EnvSpec) -> tuple[LeafSpec, ...]:
     return tuple(leaf for leaf in (*spec.action, *spec.state) if not leaf.is_side)
 
 
-def requests_of(
+def fields_of(
     section: str,
     leaves: Iterable[LeafSpec],
     lead: tuple[int, ...],
-) -> list[Request]:
+) -> list[Field]:
     """List the arrays of some leaves in a section, with leading dimensions."""
     return [
-        Request((section, *leaf.key), (*lead, *leaf.shape), leaf.dtype)
-        for leaf in leaves
+        Field((section, *leaf.key), (*lead, *leaf.shape), leaf.dtype) for leaf in leaves
     ]
 
 
-def section_requests(spec: EnvSpec, lead: tuple[int, ...]) -> list[Request]:
+def section_fields(spec: EnvSpec, lead: tuple[int, ...]) -> list[Field]:
     """List the arrays of one frame (lead `[n]`) or one storage (lead `[n, T]`): all `next`, then all `root`."""
     return [
-        *requests_of("next", next_leaves(spec), lead),
-        *requests_of("root", root_leaves(spec), lead),
+        *fields_of("next", next_leaves(spec), lead),
+        *fields_of("root", root_leaves(spec), lead),
     ]
 
 
-def input_requests(spec: EnvSpec, lead: tuple[int, ...]) -> list[Request]:
+def input_fields(spec: EnvSpec, lead: tuple[int, ...]) -> list[Field]:
     """List the input arrays; envs that are themselves a batch also have a reset mask."""
-    requests = requests_of("input", input_leaves(spec), lead)
+    fields = fields_of("input", input_leaves(spec), lead)
     if spec.batch_shape:
-        requests.append(Request(("reset_mask",), (*lead, *spec.batch_shape, 1), "bool"))
-    return requests
+        fields.append(Field(("reset_mask",), (*lead, *spec.batch_shape, 1), "bool"))
+    return fields
 
 
 #: What the journal of an env has besides inputs, int64 each; `workers.block.journal` says what they mean.
 JOURNAL_FACTS = ("steps", "episode", "seed", "flags")
 
 
-def journal_requests(spec: EnvSpec, num_rows: int, row_nbytes: int) -> list[Request]:
+def journal_fields(spec: EnvSpec, num_rows: int, row_nbytes: int) -> list[Field]:
     """List the arrays of the envs' journals: the facts, and the inputs of as many steps as fit `row_nbytes` per env."""
     leaves = input_leaves(spec)
     nbytes = sum(
@@ -216,8 +215,8 @@ def journal_requests(spec: EnvSpec, num_rows: int, row_nbytes: int) -> list[Requ
     # At least one step, whose input a crash leaves even if it is larger than the journal should be.
     lead = (num_rows, max(1, row_nbytes // max(nbytes, 1)))
     return [
-        Request(("facts",), (num_rows, len(JOURNAL_FACTS)), "int64"),
-        *requests_of("input", leaves, lead),
+        Field(("facts",), (num_rows, len(JOURNAL_FACTS)), "int64"),
+        *fields_of("input", leaves, lead),
     ]
 
 
@@ -336,8 +335,7 @@ def plan_slab(
         "bin": num_workers * NUM_BINS,
     }
     words = lay_out(
-        Request((name,), (counts[word.length],), "int64")
-        for name, word in WORDS.items()
+        Field((name,), (counts[word.length],), "int64") for name, word in WORDS.items()
     )
     offset = words.nbytes + (1 + num_workers) * DOORBELL_BYTES
     groups: list[GroupPlan] = []
@@ -345,8 +343,8 @@ def plan_slab(
     for env_ids in _group_equal(specs):
         spec = specs[env_ids[0]]
         lead = (len(env_ids),)
-        inputs = lay_out(input_requests(spec, lead), start=offset)
-        frame = lay_out(section_requests(spec, lead))
+        inputs = lay_out(input_fields(spec, lead), start=offset)
+        frame = lay_out(section_fields(spec, lead))
         first_root = next(
             (f.offset for f in frame if f.name[0] == "root"),
             frame.nbytes,
@@ -371,14 +369,14 @@ def plan_slab(
     frames_end = offset
     if journal_nbytes:
         for index, group in enumerate(groups):
-            requests = journal_requests(group.spec, len(group.env_ids), journal_nbytes)
-            journal = lay_out(requests, start=offset)
+            fields = journal_fields(group.spec, len(group.env_ids), journal_nbytes)
+            journal = lay_out(fields, start=offset)
             groups[index] = replace(group, journal=journal)
             offset = journal.nbytes
     infos = None
     if has_infos:
         infos = lay_out(
-            [Request(("infos",), (num_envs, 2, INFO_BYTES), "uint8")],
+            [Field(("infos",), (num_envs, 2, INFO_BYTES), "uint8")],
             start=align(offset, mmap.PAGESIZE),
         )
         offset = infos.nbytes
@@ -482,8 +480,8 @@ def plan_storage(slab: SlabPlan, num_columns: int) -> StoragePlan:
     offset = 0
     for group in slab.groups:
         lead = (len(group.env_ids), num_columns)
-        inputs = requests_of("input", input_leaves(group.spec), lead)
-        layout = lay_out(section_requests(group.spec, lead) + inputs, start=offset)
+        inputs = fields_of("input", input_leaves(group.spec), lead)
+        layout = lay_out(section_fields(group.spec, lead) + inputs, start=offset)
         layouts.append(layout)
         offset = layout.nbytes
     return StoragePlan(num_columns, tuple(layouts), offset)

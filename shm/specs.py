@@ -295,15 +295,9 @@ def done_leaves(
 
 
 def _domain_to_plain(domain: Domain) -> dict[str, Any]:
-    plain: dict[str, Any] = {"kind": type(domain).__name__}
+    plain = {"kind": type(domain).__name__, **vars(domain)}
     if isinstance(domain, Box):
         plain.update(low=np.asarray(domain.low), high=np.asarray(domain.high))
-    elif isinstance(domain, Discrete):
-        plain.update(n=domain.n, start=domain.start)
-    elif isinstance(domain, MultiDiscrete):
-        plain.update(nvec=domain.nvec, start=domain.start)
-    elif isinstance(domain, OneHot):
-        plain.update(n=domain.n)
     return plain
 
 

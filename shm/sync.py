@@ -113,7 +113,7 @@ class Bells(NamedTuple):
 
 
 class Doorbell:
-    """One counting semaphore in shared memory; call `create` once and `attach` in other processes."""
+    """One counting semaphore in shared memory, at an offset of a buffer. `create` initialises it, once."""
 
     __slots__ = (
         "_acquire",
@@ -161,11 +161,6 @@ class Doorbell:
                 "SemLock does not work over an unnamed semaphore on this platform"
             )
         return bell
-
-    @classmethod
-    def attach(cls, buffer: np.ndarray, offset: int) -> "Doorbell":
-        """Return the doorbell that another process created at `offset`."""
-        return cls(buffer, offset)
 
     def try_wait(self) -> bool:
         """Take a token if there is one; never blocks."""

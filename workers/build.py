@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from envherd.workers import seeding
 from envherd.workers.adapters import Adapter, find_adapter, is_env_like
 from envherd.workers.errors import FactoryError, SpecError
-from envherd.workers.options import EnvType, InfoKeys
+from envherd.workers.options import BlockOptions
 from envherd.workers.sending import importing
 from envherd.workers.sending.pickling import (
     Link,
@@ -238,21 +238,11 @@ class Builder:
     """Builds the envs of one worker, and remembers the envs that it has built.
 
     Args:
-        info_keys: entries of the envs' infos that become leaves, by `wrappers.info_leaves`.
-        env_type: what the envs take and return; `registry.find_adapter` reads it.
-        episode_statistics: whether statistics of the envs' episodes become leaves, by `wrappers.episode_leaves`.
+        options: what the envs take and return, and which leaves are added to theirs.
     """
 
-    def __init__(
-        self,
-        info_keys: InfoKeys | None = None,
-        env_type: EnvType = "auto",
-        *,
-        episode_statistics: bool = False,
-    ) -> None:
-        self._info_keys = info_keys
-        self._env_type = env_type
-        self._has_statistics = episode_statistics
+    def __init__(self, options: BlockOptions) -> None:
+        self._options = options
         self._alone: Any = None
         self._factories: dict[bytes, Factory] = {}
         self._built: list[_Built] = []
@@ -279,13 +269,14 @@ class Builder:
     def adopt(self, factory: Factory, kwargs: Mapping[str, Any]) -> Adapter:
         """Call a factory and return its env's adapter, or the adapter that it returned. `SystemExit` passes."""
         adapter = self._adopt(factory, kwargs)
-        if self._has_statistics:
+        if self._options.episode_statistics:
             adapter = EpisodeLeaves(adapter)
-        if self._info_keys is None:
+        keys = self._options.info_keys
+        if keys is None:
             return adapter
-        if isinstance(self._info_keys, Mapping):
-            return InfoLeaves(adapter, declared_fields(self._info_keys, adapter.spec))
-        return InfoLeaves(adapter, self._found_fields(factory, kwargs, self._info_keys))
+        if isinstance(keys, Mapping):
+            return InfoLeaves(adapter, declared_fields(keys, adapter.spec))
+        return InfoLeaves(adapter, self._found_fields(factory, kwargs, keys))
 
     def forget(self, closed: Adapter) -> None:
         """Forget an env that is closed, so that another one can take its place."""
@@ -327,7 +318,7 @@ class Builder:
             raise SpecError(f"{error} Built by {probe.origin}.") from None
         finally:
             probe.close()
-            seeding.restore_caller(state)
+            seeding.restore_globals(state)
         # Only as many as there are envs, because `rebuild` brings any number of tasks.
         self._probed = self._probed[-len(self._built) - 1 :]
         self._probed.append(_Probed(factory, kwargs, fields))
@@ -348,7 +339,7 @@ class Builder:
         adapter = (
             made
             if isinstance(made, Adapter)
-            else find_adapter(env, self._env_type)(env)  # type: ignore[call-arg]
+            else find_adapter(env, self._options.env_type)(env)  # type: ignore[call-arg]
         )
         adapter.origin = describe(factory)
         self._built.append(_Built(adapter, env))

@@ -264,9 +264,11 @@ def globals_state() -> GlobalsState:
 
 
 def restore_globals(state: GlobalsState) -> None:
-    """Restore a state from `globals_state`."""
+    """Restore a state from `globals_state` or `caller_state`."""
     random.setstate(state.python)
     np.random.set_state(state.numpy)
+    if state.torch is not None:
+        sys.modules["torch"].set_rng_state(state.torch)
 
 
 def as_plain(state: GlobalsState) -> dict[str, Any]:
@@ -309,16 +311,8 @@ def drawn_between(before: GlobalsState, after: GlobalsState) -> list[str]:
 
 
 def caller_state() -> GlobalsState:
-    """Return the state of all global generators (torch's too, if it is loaded), for `restore_caller`."""
+    """Return the state of all global generators (torch's too, if it is loaded)."""
     torch = sys.modules.get("torch")
     return globals_state()._replace(
         torch=None if torch is None else torch.get_rng_state()
     )
-
-
-def restore_caller(state: GlobalsState) -> None:
-    """Restore a state from `caller_state`."""
-    restore_globals(state)
-    torch = sys.modules.get("torch")
-    if torch is not None and state.torch is not None:
-        torch.set_rng_state(state.torch)

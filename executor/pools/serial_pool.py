@@ -56,11 +56,7 @@ class SerialPool(Pool):
     def start(self) -> None:
         """Build the envs; set `specs`, `plan` and `slab`."""
         before = seeding.caller_state()
-        self._builder = Builder(
-            self.options.info_keys,
-            self.options.env_type,
-            episode_statistics=self.options.episode_statistics,
-        )
+        self._builder = Builder(self.options.for_block())
         first = self.options.first_env_id
         self._info = WorkerInfo(
             worker_id=0,
@@ -80,7 +76,7 @@ class SerialPool(Pool):
             self.close()
             raise
         finally:
-            seeding.restore_caller(before)
+            seeding.restore_globals(before)
         self.plan = self._plan_slab(1, lends=HAS_MEMFD)
         self.slab = Slab(self.plan, self._make_memory())
         self._block = Block(

@@ -151,16 +151,14 @@ class WorkerPool(Pool):
             )
         self.supervisor = Supervisor(self, self.crew, self.options)
         self.absent = self.supervisor.absent
-        self._overdue: Overdue | None = None
-        limits = (self.options.step_timeout_s, self.options.reset_timeout_s)
-        if limits != (None, None):
-            self._overdue = Overdue(
-                self._clock,
-                *limits,
-                self.phase_of,
-                self.words.command_seq,
-                self.worker_of,
-            )
+        self._overdue = Overdue(
+            self._clock,
+            self.options.step_timeout_s,
+            self.options.reset_timeout_s,
+            self.phase_of,
+            self.words.command_seq,
+            self.worker_of,
+        )
         # Last: from here on workers serve.
         self.crew.equipment.hand_over(self.plan, segment, self.wake_worker)
 
@@ -400,12 +398,9 @@ class WorkerPool(Pool):
         self.supervisor.continue_replacing()
         owing = self._owing()
         self._is_reading = self.supervisor.notice_deaths(owing)
-        if self._overdue is not None:
-            late = self._overdue.look(
-                w for w in owing if w not in self.supervisor.absent
-            )
-            for worker_id, limit_s in late.items():
-                self.supervisor.give_up_late([worker_id], limit_s)
+        late = self._overdue.look(w for w in owing if w not in self.supervisor.absent)
+        for worker_id, limit_s in late.items():
+            self.supervisor.give_up_late([worker_id], limit_s)
 
     def _collect(self) -> None:
         """Read the messages that the status words announce into `outcome`."""

@@ -20,8 +20,8 @@ from envherd.executor.batches.memory import ReusedMemory, splitter
 from envherd.executor.protocol.calls import Received
 from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.exchange import ENV_IDS
-from envherd.shm.layout import Layout, Request, lay_out
-from envherd.shm.slab import input_leaves, next_leaves, requests_of, root_leaves
+from envherd.shm.layout import Field, Layout, lay_out
+from envherd.shm.slab import fields_of, input_leaves, next_leaves, root_leaves
 from envherd.workers.protocol import Op
 
 #: Bytes of memory that is kept for batches of each layout. Batch sizes vary from one to all envs where a receive takes
@@ -74,7 +74,7 @@ class _Sizes:
         spec = batch.spec
         lead = (count,)
         inputs = [leaf.key for leaf in input_leaves(spec)]
-        root_requests = requests_of("root", root_leaves(spec), lead)
+        root_fields = fields_of("root", root_leaves(spec), lead)
         return _Size(
             make=maker(torch.Size(lead), batch.device),
             next=batch.shell("next", lead),
@@ -88,14 +88,14 @@ class _Sizes:
             root=batch.shell("root", lead),
             next_layout=lay_out(
                 [
-                    *requests_of("next", next_leaves(spec), lead),
-                    Request((ENV_IDS,), lead, "int64"),
+                    *fields_of("next", next_leaves(spec), lead),
+                    Field((ENV_IDS,), lead, "int64"),
                 ]
             ),
             before_layout=lay_out(
-                [*root_requests, *requests_of("input", input_leaves(spec), lead)]
+                [*root_fields, *fields_of("input", input_leaves(spec), lead)]
             ),
-            root_layout=lay_out(root_requests),
+            root_layout=lay_out(root_fields),
         )
 
     def _kept(

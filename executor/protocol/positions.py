@@ -222,8 +222,6 @@ class Positions:
             self.places,
             root_ahead=0,
         )
-        # A move that is not complete.
-        self._before: _Kept | None = None
         self.held: _Kept | None = None
         self.column = 0
         self._columns = np.zeros(self.num_envs, np.int64)
@@ -358,16 +356,12 @@ class Positions:
         if self.held is not None:
             self._restore(self.held)
             self.held = None
-        self._catch_up()
-        # It has written only to roots that no env's position used.
-        if self._before is not None:
-            self._restore(self._before)
-            self._before = None
         if self.where is not self.ring:
             self._move(self.ring, self.column)
 
     def _move(self, where: Columns, column: int) -> None:
-        self._before = self._kept()
+        # The move writes only to roots that no env's position uses.
+        self.held = self._kept()
         for group, (arrays, env_ids) in enumerate(
             zip(where.groups, self.places.env_ids, strict=True)
         ):
@@ -384,7 +378,7 @@ class Positions:
         self._in_root[:] = True
         self.is_mixed = False
         self.where = where
-        self._before = None
+        self.held = None
 
     def _kept(self) -> _Kept:
         return _Kept(

@@ -14,7 +14,6 @@ import contextlib
 import itertools
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -30,6 +29,7 @@ from envherd.executor.start.process_log import read_log, request_stacks
 from envherd.executor.start.waiting import DeadlinePassed, seconds
 from envherd.shm.interrupts import ignoring_refusals, uninterrupted
 from envherd.shm.platforms import (
+    can_read,
     open_standard_descriptors,
     register_at_fork,
     send_signal,
@@ -45,9 +45,6 @@ IDLE_S = 10.0
 # Processor time of imports for which a helper is kept; without torch, most need less.
 _KEPT_CPU_S = 1.0
 _RESUME_S = 2.0  # for an idle helper to answer
-#: Makes `torch.cuda.is_available()` ask the driver's library: torch refuses CUDA in forks of a process that has asked
-#: CUDA itself, and modules that the helper imports ask, as TorchRL does.
-_ASKS_WITHOUT_CUDA = ("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 _THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -163,6 +160,9 @@ class Helper:
         key: by which `shared` finds it; None if it ends with its last user.
         must_import: a module that cannot be imported is an error.
         user: the first one; None for the helper itself.
+
+    Attributes:
+        pid: its process id.
     """
 
     _log_fd = lifeline_read = _lifeline_write = -1
@@ -222,6 +222,7 @@ class Helper:
                 ) from error
             raise
         self._theirs.close()
+        self.pid = self._process.pid
         self._start = {
             # Imports see what those of the script see; the environment variables are there from the start.
             "caller": {
@@ -236,11 +237,6 @@ class Helper:
         self._start_number: int | None = None
         self.failed_preloads: dict[str, str] = {}
         self.num_threads = 1
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
 
     def join(self, user: object) -> bool:
         """Register another user, which must `close` it later; return whether it is usable."""
@@ -513,9 +509,7 @@ class Helper:
 
         A finalizer in this thread may have taken the expected one.
         """
-        poller = select.poll()
-        poller.register(self._sock, select.POLLIN)
-        if not poller.poll(_RECEIVE_S * 1000):
+        if not can_read(self._sock, _RECEIVE_S * 1000):
             return False
         try:
             data = self._sock.recv(_PACKET, socket.MSG_DONTWAIT)
@@ -541,9 +535,7 @@ class Helper:
 def _wait_exit(pid: int, timeout_s: float) -> None:
     """Wait for a child to end, without reaping it."""
     with open(os.pidfd_open(pid), "rb", buffering=0) as process:
-        poller = select.poll()
-        poller.register(process, select.POLLIN)
-        poller.poll(timeout_s * 1000)
+        can_read(process, timeout_s * 1000)
 
 
 def surroundings_of(options: ExecutorOptions) -> dict[str, Any]:
@@ -554,7 +546,9 @@ def surroundings_of(options: ExecutorOptions) -> dict[str, Any]:
 def environment_of(options: ExecutorOptions) -> dict[str, str]:
     """Return the environment variables that workers start with."""
     environment = dict(os.environ)
-    environment.setdefault(*_ASKS_WITHOUT_CUDA)
+    # Makes `torch.cuda.is_available()` ask the driver's library: torch refuses CUDA in forks of a process that has
+    # asked CUDA itself, and modules that the helper imports ask, as TorchRL does.
+    environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if options.worker_threads is not None:
         environment.update(
             dict.fromkeys(_THREAD_VARIABLES, str(options.worker_threads))

@@ -170,11 +170,9 @@ class SimulatedWorker:
         self._go: Bell = (
             bells[0][self.worker_id]
             if bells
-            else Doorbell.attach(slab.buffer, plan.go_offset(self.worker_id))
+            else Doorbell(slab.buffer, plan.go_offset(self.worker_id))
         )
-        done: Bell = (
-            bells[1] if bells else Doorbell.attach(slab.buffer, plan.bells_offset)
-        )
+        done: Bell = bells[1] if bells else Doorbell(slab.buffer, plan.bells_offset)
         self._serve = (Loop if bells else loop_class())(
             self._block, slab, Bells(self._go, done), self._read, lambda: None, 0
         ).server()

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from envherd.shm.layout import (
     ALIGNMENT,
     Field,
-    Request,
     align,
     lay_out,
     strided_view,
@@ -18,7 +17,7 @@ from envherd.shm.layout import (
 DTYPES = st.sampled_from(["bool", "uint8", "int64", "float32", "float64"])
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 REQUESTS = st.lists(
-    st.builds(Request, st.integers(0, 99).map(lambda i: (str(i),)), SHAPES, DTYPES),
+    st.builds(Field, st.integers(0, 99).map(lambda i: (str(i),)), SHAPES, DTYPES),
     unique_by=lambda r: r.name,
 )
 
@@ -54,7 +53,7 @@ def test_views_do_not_share_bytes(requests):
 
 def test_a_field_is_found_by_name():
     layout = lay_out(
-        [Request(("a",), (2,), "int64"), Request(("next", "b"), (3, 4), "float32")]
+        [Field(("a",), (2,), "int64"), Field(("next", "b"), (3, 4), "float32")]
     )
     assert layout["next", "b"] == Field(("next", "b"), (3, 4), "float32", 128)
     with pytest.raises(KeyError):
@@ -64,8 +63,8 @@ def test_a_field_is_found_by_name():
 @pytest.mark.parametrize(
     ("requests", "message"),
     [
-        ([Request(("a",), (), "bool")] * 2, "expected unique names"),
-        ([Request(("a",), (2, -1), "bool")], "expected dimensions >= 0"),
+        ([Field(("a",), (), "bool")] * 2, "expected unique names"),
+        ([Field(("a",), (2, -1), "bool")], "expected dimensions >= 0"),
     ],
 )
 def test_impossible_requests_are_refused(requests, message):
@@ -74,7 +73,7 @@ def test_impossible_requests_are_refused(requests, message):
 
 
 def test_strided_view_repeats_a_field():
-    layout = lay_out([Request(("a",), (2,), "int64")])
+    layout = lay_out([Field(("a",), (2,), "int64")])
     buffer = np.zeros(3 * layout.nbytes, np.uint8)
     columns = strided_view(buffer, layout["a",], 0, 3, layout.nbytes)
     columns[:] = [[1, 2], [3, 4], [5, 6]]

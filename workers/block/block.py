@@ -472,7 +472,7 @@ class Block:
         try:
             adapter = self.build_again(slot.env_id, slot.call)
         finally:
-            seeding.restore_caller(outer)
+            seeding.restore_globals(outer)
         if adapter.spec != slot.spec:
             adapter.close()
             self.forget(adapter)

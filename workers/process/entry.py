@@ -16,7 +16,6 @@ import dataclasses
 import faulthandler
 import functools
 import os
-import select
 import socket
 import sys
 from collections.abc import Callable
@@ -26,6 +25,7 @@ import numpy as np
 
 from envherd.shm.platforms import (
     arm_lifeline,
+    can_read,
     detach,
     fcntl,
     listen_for_stack_requests,
@@ -116,10 +116,8 @@ def _arm_lifeline(fd: int) -> int:
     os.close(fd)
     own = _out_of_the_way(own)
     arm_lifeline(own, os.getpid())
-    poller = select.poll()
-    poller.register(own, select.POLLIN)
     # An end that came before the line was armed sends no signal.
-    if poller.poll(0):
+    if can_read(own):
         os._exit(1)
     return own
 
@@ -171,7 +169,7 @@ class Worker:
         self._log_fd = log_fd
         self._lifeline_fd = lifeline_fd
         self._fds: list[int] = []
-        self._builder = Builder()
+        self._builder = Builder(BlockOptions())
         # Without envs until they are built.
         self._block = Block(0, {}, 0, channel.send_plain, BlockOptions())
         self._loop: Loop | None = None
@@ -216,11 +214,7 @@ class Worker:
 
     def _on_build(self, message: messages.Build) -> None:
         self._build = message
-        self._builder = Builder(
-            message.block.info_keys,
-            message.block.env_type,
-            episode_statistics=message.block.episode_statistics,
-        )
+        self._builder = Builder(message.block)
         adapters = {}
         self._enter(message.worker)
         if message.block.env_threads:
@@ -300,8 +294,8 @@ class Worker:
         slab.words["starts"][self._block.worker_id] += 1
         kind = self._calls.loop_type(is_native=self._bells is None)
         bells = self._bells or Bells(
-            Doorbell.attach(buffer, message.plan.go_offset(self._block.worker_id)),
-            Doorbell.attach(buffer, message.plan.bells_offset),
+            Doorbell(buffer, message.plan.go_offset(self._block.worker_id)),
+            Doorbell(buffer, message.plan.bells_offset),
         )
         self._loop = kind(
             self._block,

@@ -35,7 +35,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from envherd.shm.platforms import arm_lifeline, fcntl, send_signal, termios
+from envherd.shm.platforms import (
+    arm_lifeline,
+    can_read,
+    fcntl,
+    send_signal,
+    termios,
+)
 from envherd.workers.current import MARK, mark_of
 from envherd.workers.sending import surroundings
 
@@ -131,9 +137,7 @@ def _ended_with_owner(sock: socket.socket) -> Iterator[None]:
     fd = sock.fileno()
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     arm_lifeline(fd, os.getpid())
-    poller = select.poll()
-    poller.register(sock, select.POLLIN)
-    if poller.poll(0):  # the owner ended earlier
+    if can_read(sock):  # the owner ended earlier
         os._exit(1)
     yield
     fcntl.fcntl(fd, fcntl.F_SETFL, flags)
@@ -241,9 +245,7 @@ class Zygote:
             self._kill_all()
 
     def _answer(self) -> bool:
-        poller = select.poll()
-        poller.register(self._sock, select.POLLIN)
-        if not poller.poll(0):
+        if not can_read(self._sock):
             return True
         try:
             request, fds = _receive(self._sock)

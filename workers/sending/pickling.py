@@ -498,17 +498,6 @@ def _add_names_of_classes(function: types.FunctionType, reduced: _Reduced) -> No
 # ---- functools ---------------------------------------------------------------------------------
 
 
-def _reduce_cache(cache: Any) -> _Reduced:
-    return (
-        _make_cache,
-        (cache.__wrapped__, cache.cache_parameters()),
-        vars(cache),
-        None,
-        None,
-        _set_attributes,
-    )
-
-
 def _make_cache(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(function)
 
@@ -551,26 +540,29 @@ def _set_attributes(obj: Any, state: dict[str, Any]) -> None:
 # ---- typing ------------------------------------------------------------------------------------
 
 
-def _reduce_new_type(kind: Any) -> _Reduced:
-    return (
-        typing.NewType,
-        (kind.__name__, kind.__supertype__),
-        {"__module__": kind.__module__, "__qualname__": kind.__qualname__},
-        None,
-        None,
-        _set_attributes,
-    )
-
-
 def _reduce_parameters(parameters: Any) -> _Reduced:
     return type(parameters), (parameters.__name__,)
 
 
 #: Types whose objects pickle stores by their name -> how to rebuild them.
 _REDUCERS: dict[type, Callable[[Any], _Reduced]] = {
-    _LRU_CACHE: _reduce_cache,
+    _LRU_CACHE: lambda cache: (
+        _make_cache,
+        (cache.__wrapped__, cache.cache_parameters()),
+        vars(cache),
+        None,
+        None,
+        _set_attributes,
+    ),
     _KEY_WRAPPER: _reduce_key,
-    typing.NewType: _reduce_new_type,
+    typing.NewType: lambda kind: (
+        typing.NewType,
+        (kind.__name__, kind.__supertype__),
+        {"__module__": kind.__module__, "__qualname__": kind.__qualname__},
+        None,
+        None,
+        _set_attributes,
+    ),
     typing.ParamSpec: _reduce_parameters,
     typing.TypeVar: lambda variable: (
         private._make_typevar,  # noqa: SLF001

@@ -54,17 +54,9 @@ def _recurse() -> None:
     _recurse()
 
 
-def _segfault() -> None:
-    ctypes.string_at(0)
-
-
 def _signal(number: int) -> None:
     signal.raise_signal(number)
     time.sleep(60)  # until it arrives
-
-
-def _kill() -> None:
-    _signal(signal.SIGKILL)
 
 
 def _sleep() -> None:
@@ -121,9 +113,9 @@ class Death(NamedTuple):
 DEATHS = {
     "exit": Death(lambda: os._exit(3), "exit code 3"),
     "exit_0": Death(lambda: os._exit(0), "exit code 0"),
-    "segfault": Death(_segfault, "SIGSEGV(-11)"),
+    "segfault": Death(lambda: ctypes.string_at(0), "SIGSEGV(-11)"),
     "abort": Death(os.abort, "SIGABRT(-6)"),
-    "kill": Death(_kill, "SIGKILL(-9)"),
+    "kill": Death(lambda: _signal(signal.SIGKILL), "SIGKILL(-9)"),
 }
 
 #: Signals from other processes: one that ends the process, and one that stops it for good.

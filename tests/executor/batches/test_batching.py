@@ -8,7 +8,7 @@ from envherd.executor.batches import hand_out
 from envherd.executor.batches import memory as batch_memory
 from envherd.executor.batches.hand_out import GroupBatch
 from envherd.executor.batches.memory import splitter
-from envherd.shm.layout import Request, lay_out
+from envherd.shm.layout import Field, lay_out
 from envherd.shm.slab import Slab, plan_slab
 from envherd.shm.specs import EnvSpec, LeafSpec
 
@@ -65,9 +65,9 @@ def test_a_buffer_is_split_into_its_fields(monkeypatch, largest):
     monkeypatch.setattr(batch_memory, "LARGEST_RECORD", largest)
     layout = lay_out(
         [
-            Request(("a",), (2, 3), "int16"),
-            Request(("b",), (), "float64"),
-            Request(("c",), (2, 0), "uint8"),
+            Field(("a",), (2, 3), "int16"),
+            Field(("b",), (), "float64"),
+            Field(("c",), (2, 0), "uint8"),
         ],
         64,
     )
