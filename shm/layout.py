@@ -47,12 +47,6 @@ class Layout:
     def __iter__(self) -> Iterator[Field]:
         return iter(self.fields)
 
-    def __getitem__(self, name: Name) -> Field:
-        for field in self.fields:
-            if field.name == name:
-                return field
-        raise KeyError(name)
-
 
 def lay_out(wanted: Iterable[Field], start: int = 0) -> Layout:
     """Place arrays one after the other, each aligned.

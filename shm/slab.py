@@ -462,7 +462,7 @@ class Slab:
         self.groups = tuple(
             GroupSlab(group, plan.num_frames, buffer) for group in plan.groups
         )
-        self.infos = None if plan.infos is None else view(buffer, plan.infos["infos",])
+        self.infos = None if plan.infos is None else view(buffer, *plan.infos)
 
 
 @dataclass(frozen=True)

@@ -224,13 +224,15 @@ class EnvSpec:
 
     def reward_names(self) -> list[str]:
         """Return a name for each number of one env's rewards: that of its agent."""
-        found = []
-        for leaf in self.reward:
-            found += self.agent_names(
+        num_leading = len(self.batch_shape)
+        return [
+            name
+            for leaf in self.reward
+            for name in self.agent_names(
                 leaf.key[:-1] or leaf.key,
-                math.prod(leaf.shape[len(self.batch_shape) :]),
+                math.prod(leaf.shape[num_leading:]),
             )
-        return found
+        ]
 
     def leaves(self) -> Iterator[LeafSpec]:
         """Yield every leaf of every group."""

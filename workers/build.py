@@ -219,13 +219,6 @@ def _hinting() -> Iterator[None]:
         raise
 
 
-class _Built(NamedTuple):
-    """An adapter, and the env that the factory has returned."""
-
-    adapter: Adapter
-    env: Any
-
-
 class _Probed(NamedTuple):
     """The entries that the infos of an env show which a factory has built with some arguments."""
 
@@ -245,7 +238,7 @@ class Builder:
         self._options = options
         self._alone: Any = None
         self._factories: dict[bytes, Factory] = {}
-        self._built: list[_Built] = []
+        self._built: list[Adapter] = []
         self._probed: list[_Probed] = []
 
     def build(self, pickled: bytes, kwargs: Mapping[str, Any]) -> Adapter:
@@ -283,10 +276,10 @@ class Builder:
         # The adapter that `_adopt` has recorded is inside those that `adopt` has put around it.
         own = closed
         while isinstance(own, Wrapping) and not any(
-            own is one.adapter for one in self._built
+            own is built for built in self._built
         ):
             own = own.inner
-        self._built = [one for one in self._built if one.adapter is not own]
+        self._built = [built for built in self._built if built is not own]
         if own.is_alone:
             self._alone = None
 
@@ -342,7 +335,8 @@ class Builder:
             else find_adapter(env, self._options.env_type)(env)  # type: ignore[call-arg]
         )
         adapter.origin = describe(factory)
-        self._built.append(_Built(adapter, env))
+        adapter.returned = env
+        self._built.append(adapter)
         if adapter.is_alone:
             self._alone = env
         return adapter
@@ -358,7 +352,7 @@ class Builder:
             )
 
     def _refuse_shared(self, factory: Factory, env: Any) -> None:
-        if any(env is one.env for one in self._built) and is_env_like(env):
+        if any(env is one.returned for one in self._built) and is_env_like(env):
             raise FactoryError(
                 f"make_env failed: the factory {describe(factory)} returned the same {_type_name(env)} twice. "
                 f"Every call must build a new env: make_env=lambda: {_how_to_build(env)}."

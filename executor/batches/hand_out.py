@@ -91,8 +91,6 @@ class GroupBatch:
         self.side_keys = {
             i: leaf.key for i, leaf in enumerate(spec.observation) if leaf.is_side
         }
-        side_inputs = [leaf for leaf in (*spec.action, *spec.state) if leaf.is_side]
-        self.side_input_keys = {i: leaf.key for i, leaf in enumerate(side_inputs)}
         #: Root leaf i is the same array as next leaf `root_in_next[i]` when nothing was reset.
         self.root_in_next = [self.next_keys.index(key) for key in self.root_keys]
         self._done_in_next = self.next_keys.index(("done",))
@@ -187,7 +185,7 @@ class GroupBatch:
         columns: np.ndarray,
         rows: np.ndarray,
     ) -> tuple[TensorDict, Leaves, np.ndarray]:
-        """Return the `next` of some rows, each from its own column; its leaves, for `root_over`; and the ended rows."""
+        """Return the `next` of some rows, each from its own column; its leaves; and the ended rows."""
         arrays = self.gather_next(columns, rows)
         leaves = self.to_tensors(arrays)
         done = arrays[self._done_in_next]
@@ -196,10 +194,6 @@ class GroupBatch:
         if done.ndim > 2:
             ended = np.asarray(done.reshape(len(done), -1).any(1))
         return self.shell("next", (len(rows),)).build(leaves), leaves, ended
-
-    def root_over(self, leaves: Leaves, count: int) -> TensorDict:
-        """Return a root batch `[count]` that shares the leaves of a `next` without resets."""
-        return self.shell("root over next", (count,)).build(leaves)
 
     def gather_roots(
         self,
@@ -379,31 +373,17 @@ class Gatherer:
         gathered: list[np.ndarray] = []
         for shape, dtype, records, own_table, arrays in self._leaves:
             if records is None:
-                gathered.append(
-                    self._gather_larger(
-                        arrays,
-                        places,
-                        np.empty((count, *shape), dtype),
-                    )
-                )
+                taken = np.empty((count, *shape), dtype)
+                for position, place in enumerate(places.tolist()):
+                    section, rest = divmod(place, self._section)
+                    taken[position] = arrays[section][divmod(rest, self._num_rows)]
+                gathered.append(taken)
                 continue
             if own_table is not table:
                 table = own_table
                 addresses = table[places]
             gathered.append(np.ndarray((count, *shape), dtype, records[addresses]))
         return gathered
-
-    def _gather_larger(
-        self,
-        arrays: Sequence[np.ndarray],
-        places: np.ndarray,
-        rows: np.ndarray,
-    ) -> np.ndarray:
-        """Return the rows of a leaf without records."""
-        for position, place in enumerate(places.tolist()):
-            section, rest = divmod(place, self._section)
-            rows[position] = arrays[section][divmod(rest, self._num_rows)]
-        return rows
 
 
 def _addresses(array: np.ndarray, start: int) -> np.ndarray:

@@ -124,17 +124,16 @@ class WorkerPool(Pool):
             self.specs[0].family,
             [worker.gpu for worker in self.crew.workers],
         )
-        ring_nbytes = self.plan.ring_nbytes
         segment = create_named(
             self.plan.nbytes,
             LABEL,
             plate,
-            num_sparse=self.plan.nbytes - ring_nbytes,
+            num_sparse=self.plan.nbytes - self.plan.ring_nbytes,
             create=self._create_segment,
         )
         buffer = segment.array()
         if self.plan.num_lendable:
-            self.lendable = segment.private_view(ring_nbytes)
+            self.lendable = segment.private_view(self.plan.ring_nbytes)
         self.slab = Slab(self.plan, buffer)
         self._tally = Tally(self.slab.words)
         self._go, self._done = self._make_bells(buffer)
@@ -352,7 +351,7 @@ class WorkerPool(Pool):
             self._look_around()
             if not through_losses and self.supervisor.must_raise(time.monotonic()):
                 return
-            if deadline.has_passed() and not (
+            if deadline.left_s(LOOK_S) <= 0 and not (
                 deadline.kills and self._give_up_late(deadline, num_resets)
             ):
                 # The envs of killed workers count as answered. Without kills, the caller gets fewer envs.
@@ -377,7 +376,7 @@ class WorkerPool(Pool):
             if not self.supervisor.is_being_replaced(worker_id):
                 log_stall(
                     self.crew.workers[worker_id],
-                    int(self.slab.words["phase"][worker_id]),
+                    self.phase_of(worker_id),
                     waited_s,
                 )
 
@@ -398,8 +397,9 @@ class WorkerPool(Pool):
         self.supervisor.continue_replacing()
         owing = self._owing()
         self._is_reading = self.supervisor.notice_deaths(owing)
-        late = self._overdue.look(w for w in owing if w not in self.supervisor.absent)
-        for worker_id, limit_s in late.items():
+        for worker_id, limit_s in self._overdue.look(
+            w for w in owing if w not in self.supervisor.absent
+        ).items():
             self.supervisor.give_up_late([worker_id], limit_s)
 
     def _collect(self) -> None:

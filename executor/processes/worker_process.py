@@ -24,7 +24,11 @@ from envherd.executor.start.process_log import (
 )
 from envherd.executor.start.zygote import Helper
 from envherd.shm import platforms
-from envherd.shm.interrupts import ignoring_refusals, uninterrupted
+from envherd.shm.interrupts import (
+    close_descriptors,
+    ignoring_refusals,
+    uninterrupted,
+)
 from envherd.workers.current import WorkerInfo
 from envherd.workers.errors import WorkerLost
 from envherd.workers.messages import Channel
@@ -198,10 +202,7 @@ class WorkerProcess:
         """Close this process's descriptors of it. Idempotent."""
         self.channel.close()
         self._theirs.close()
-        for name in ("pidfd", "log_fd"):
-            if name in vars(self):
-                # One line: an interrupt must not have it closed twice or never.
-                os.close(vars(self).pop(name))
+        close_descriptors(self, "pidfd", "log_fd")
 
 
 def describe_exit(code: int | None) -> str:

@@ -99,6 +99,10 @@ class Engine(Calls):
         # One group: rows are ids.
         if len(self.intakes) == 1 and not self.intakes[0].side_leaves:
             self.write_inputs = self.intakes[0].put
+        # The fast path for the actions of a step of all envs, if they are one leaf of one group.
+        self.plain_intake: PlainIntake | None = None
+        if len(self.intakes) == 1:
+            self.plain_intake = self.intakes[0].plain
         self.flights = Flights(
             pool,
             self.positions,
@@ -263,13 +267,6 @@ class Engine(Calls):
             flight.ended,
             has_root=flight.op == Op.STEP_RESET,
         )
-
-    @property
-    def plain_intake(self) -> PlainIntake | None:
-        """The fast path for the actions of a step of all envs, if they are one leaf of one group."""
-        if len(self.intakes) > 1:
-            return None
-        return self.intakes[0].plain
 
     def recover(self) -> None:
         """After a call was broken off anywhere: wait for pending commands, and drop their answers."""

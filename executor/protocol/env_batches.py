@@ -56,13 +56,12 @@ class EnvBatches:
         self.mover = mover
         self._is_copy = is_copy
         self._places = positions.places
-        self._has_interrupted = positions.has_interrupted
         self.groups = [
             GroupBatch(
                 group,
                 positions.num_frames,
                 device,
-                has_interrupted=self._has_interrupted,
+                has_interrupted=positions.has_interrupted,
                 mover=mover,
                 loans=positions.loans,
             )
@@ -72,7 +71,7 @@ class EnvBatches:
         lead = (first.num_rows,)
         self.root_shell = first.shell("root", lead)
         interrupted = None
-        if self._has_interrupted:
+        if positions.has_interrupted:
             interrupted = self._interrupted(first, slice(None))
         self.steps = StepBatches(
             first,
@@ -124,7 +123,7 @@ class EnvBatches:
         env_ids: np.ndarray,
     ) -> TensorDict:
         """Return the `next` batch `[k]` of some envs of a group over given leaves, with its other entries."""
-        if self._has_interrupted:
+        if self._positions.has_interrupted:
             leaves = [
                 *leaves,
                 *batch.to_tensors([self._interrupted(batch, env_ids).copy()]),

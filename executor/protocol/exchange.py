@@ -132,10 +132,11 @@ class Exchange:
             return set_ids(td, ids)
         # Else the caller has changed its `next`.
         if received.leaves and num_writes(received.leaves) == received.num_writes:
-            td = engine.batches.groups[0].root_over(
-                received.leaves,
-                len(received.env_ids),
+            shell = engine.batches.groups[0].shell(
+                "root over next",
+                (len(received.env_ids),),
             )
+            td = shell.build(received.leaves)
         elif self.fast is not None:
             td = self.fast.roots_of(received.env_ids)
         else:

@@ -21,11 +21,8 @@ if TYPE_CHECKING:
 
 #: Returns the batch with its `next`, and the root; or None if the step was not made.
 FastStep = Callable[[TensorDictBase], WithRoot | None]
-#: The second function of `_compile_give`.
-Give = Callable[
-    [np.ndarray | None, int, Any],
-    tuple[Any, Flight | None, np.ndarray | None],
-]
+#: Result of the second function of `_compile_give`: that of `draft`, the flight, and the envs that have ended.
+Given = tuple[Any, Flight | None, np.ndarray | None]
 
 
 def never(_: Any) -> None:
@@ -144,7 +141,7 @@ def compile_command(engine: "Engine", op: Op) -> Callable[..., Flight]:
 def _compile_give(
     engine: "Engine",
     op: Op,
-) -> tuple[Callable[[np.ndarray | None], bool], Give]:
+) -> tuple[Callable[[np.ndarray | None], bool], Callable[..., Given]]:
     """Return the two functions that begin and land a command of all envs.
 
     Returns:
@@ -180,7 +177,7 @@ def _compile_give(
         resets: np.ndarray | None,
         column: int,
         draft: Any,
-    ) -> tuple[Any, Flight | None, np.ndarray | None]:
+    ) -> Given:
         # Before C moves a state, as `flight` 1 says.
         flights.current = under_way
         drafted, num_ended = step(

@@ -141,12 +141,7 @@ def storage_columns(target: int, storage: Storage, places: Places) -> Columns:
         }
         for group in storage.columns
     ]
-    return Columns(
-        target,
-        groups,
-        places,
-        root_ahead=1,
-    )
+    return Columns(target, groups, places, root_ahead=1)
 
 
 class _Update(NamedTuple):

@@ -423,9 +423,10 @@ class _Run:
             td.set(leaf.key, tensors["input", *leaf.key])
         for index, key in batch.side_keys.items():
             self._add_side(td, index, key, ids)
-        for index, key in batch.side_input_keys.items():
+        inputs = (*batch.spec.action, *batch.spec.state)
+        for index, leaf in enumerate(leaf for leaf in inputs if leaf.is_side):
             td.set(
-                key,
+                leaf.key,
                 _non_tensor(
                     [[step[i][index] for step in self._side_inputs] for i in ids]
                 ),

@@ -81,12 +81,8 @@ class Deadline:
         self._stall_at = self._began + stall_log_s
 
     def left_s(self, at_most_s: float) -> float:
-        """Return the seconds that are left, but at most `at_most_s`."""
+        """Return the seconds that are left, but at most `at_most_s`; not above 0 if the wait is over."""
         return min(at_most_s, self._end - self._now())
-
-    def has_passed(self) -> bool:
-        """Return whether the wait is over."""
-        return self._now() >= self._end
 
     @property
     def limit_s(self) -> float:

@@ -27,7 +27,11 @@ from envherd.executor.options import ExecutorOptions
 from envherd.executor.sending.variables import common_variables
 from envherd.executor.start.process_log import read_log, request_stacks
 from envherd.executor.start.waiting import DeadlinePassed, seconds
-from envherd.shm.interrupts import ignoring_refusals, uninterrupted
+from envherd.shm.interrupts import (
+    close_descriptors,
+    ignoring_refusals,
+    uninterrupted,
+)
 from envherd.shm.platforms import (
     can_read,
     open_standard_descriptors,
@@ -425,7 +429,7 @@ class Helper:
     def end(self) -> None:
         """End it and all its workers."""
         self._sock.close()
-        self._close("lifeline_read", "_lifeline_write")
+        close_descriptors(self, "lifeline_read", "_lifeline_write")
         with ignoring_refusals():  # EMFILE: then do not wait for its cleanup
             if self._process.returncode is None:
                 _wait_exit(self.pid, _FAREWELL_S)
@@ -437,7 +441,7 @@ class Helper:
         for name in ("_sock", "_theirs"):
             if name in vars(self):
                 getattr(self, name).close()
-        self._close("lifeline_read", "_lifeline_write", "_log_fd")
+        close_descriptors(self, "lifeline_read", "_lifeline_write", "_log_fd")
         with _fork_lock:
             _zygotes.discard(self)
 
@@ -451,12 +455,6 @@ class Helper:
         if "_process" in vars(self):
             # Not this process's child, so Popen must neither wait nor warn.
             self._process.returncode = 0
-
-    def _close(self, *names: str) -> None:
-        for name in names:
-            if name in vars(self):
-                # One line: an interrupt must not have it closed twice or never.
-                os.close(vars(self).pop(name))
 
     def _request(
         self,

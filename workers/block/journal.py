@@ -7,7 +7,6 @@ Who writes: the worker that runs the env. Who reads: the parent, once the env ha
 
 from collections.abc import Iterable, Mapping
 from enum import IntFlag
-from typing import Any
 
 import numpy as np
 
@@ -57,15 +56,6 @@ class Journal:
         self._words = self.facts.data
         self._kept_bytes = [*map(_bytes_of, self.rows)]
         self._source_bytes = [*map(_bytes_of, self.sources)]
-
-    def for_c(self) -> dict[str, Any]:
-        """Return the journal as arguments of `_native.Step`."""
-        return {
-            "journal": self.facts,
-            "journal_rows": self.num_rows,
-            "kept": self.rows,
-            "sources": self.sources,
-        }
 
     def begin(
         self,

@@ -17,6 +17,7 @@ import collections
 import contextlib
 import ctypes
 import enum
+import functools
 import math
 import operator
 import pickle
@@ -203,12 +204,12 @@ class Writer:
     def _add(self, one: Any) -> int:
         self._written.append(one)
         kind = self._kind_of(one)
-        if _KINDS[kind].fill is not None:  # what it holds may hold it
-            number = self._numbers[id(one)] = len(self.nodes)
-            self.nodes.append([kind])
+        node: list[Any] = [kind]
+        # What it holds may hold it.
+        if _KINDS[kind].fill is not None:
             self._unfinished.append(one)
-            return number
-        node = self._node(kind, one)
+        else:
+            node = self._node(kind, one)
         number = self._numbers[id(one)] = len(self.nodes)
         self.nodes.append(node)
         if kind in ("array", "tensor"):
@@ -274,11 +275,12 @@ class Writer:
 # ---- reading -----------------------------------------------------------------------------------
 
 
-class Change(NamedTuple):
-    """An object of the env, or a new one that it shall hold by attributes, and the attributes that it gets."""
-
-    one: Any
-    attributes: dict[str, Any]
+def _put(one: Any, attributes: dict[str, Any]) -> None:
+    """Give an object of the env, or a new one, these attributes; it keeps what only draws."""
+    present = vars(one)
+    pictures = {name: value for name, value in present.items() if is_picture(value)}
+    present.clear()
+    present.update({**attributes, **pictures})
 
 
 class Reader:
@@ -287,12 +289,12 @@ class Reader:
     Any exception means that these nodes are none of this env.
 
     Attributes:
-        changes: path -> what is to be set.
+        changes: path -> sets the attributes of the object there, of the env or new.
     """
 
     def __init__(self, graph: Graph, nodes: list[list[Any]]) -> None:
         self.graph = graph
-        self.changes: dict[str, Change] = {}
+        self.changes: dict[str, Callable[[], None]] = {}
         self._nodes = nodes
         self._made: dict[int, Any] = {}
         self._begun: set[int] = set()
@@ -367,7 +369,11 @@ class Reader:
         one = self._object(number)
         if kind == "owner":
             path, _ = content
-            self.changes[path] = Change(one, self.attributes(attributes))
+            self.changes[path] = functools.partial(
+                _put,
+                one,
+                self.attributes(attributes),
+            )
             return
         if attributes and _KINDS[kind].base is None:
             raise ValueError(f"attributes of a {kind}")

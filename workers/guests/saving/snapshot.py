@@ -21,7 +21,7 @@ import numpy as np
 
 from envherd.workers import plain, seeding
 from envherd.workers.errors import Unsaveable
-from envherd.workers.guests.saving.env_graph import Graph, is_picture, simulator_of
+from envherd.workers.guests.saving.env_graph import Graph, simulator_of
 from envherd.workers.guests.saving.env_values import (
     Reader,
     Writer,
@@ -106,15 +106,8 @@ def read(env: Any, state: Any) -> Callable[[], None]:
         )
 
     def put() -> None:
-        for change in reader.changes.values():
-            present = vars(change.one)
-            pictures = {
-                name: value for name, value in present.items() if is_picture(value)
-            }
-            present.clear()
-            present.update({**change.attributes, **pictures})
-        for load in loads:
-            load()
+        for change in (*reader.changes.values(), *loads):
+            change()
 
     return put
 
