@@ -26,7 +26,7 @@ from envherd.executor.batches.memory import (
     Leaves,
     Loans,
     ReusedMemory,
-    Taken,
+    StepMemory,
     splitter,
 )
 from envherd.executor.batches.transfer import Mover, apart
@@ -68,6 +68,9 @@ class GroupBatch:
         has_interrupted: add an `interrupted` leaf to every `next`.
         mover: moves frames to the device; None on the CPU.
         loans: frames that are handed out themselves; None copies all.
+
+    Attributes:
+        memory: for the `next` of a step, on the CPU.
     """
 
     def __init__(
@@ -96,8 +99,10 @@ class GroupBatch:
         self._done_in_next = self.next_keys.index(("done",))
         self._fields = [f for f in slab.plan.frame if f.name[0] == "next"]
         self._split = splitter(self._fields, slab.plan.next_nbytes)
-        self._blocks = ReusedMemory(slab.plan.next_nbytes, self._split)
-        self._loans = loans
+        self.memory = StepMemory(
+            ReusedMemory(slab.plan.next_nbytes, self._split),
+            loans,
+        )
         self._root_memory = ReusedMemory(slab.plan.next_nbytes, self._split)
         self._bytes = slab.buffer.data
         self.next_bytes = [slab.next_bytes(column) for column in range(num_frames)]
@@ -150,18 +155,6 @@ class GroupBatch:
         """Return the `next` leaves of a frame (VIEW)."""
         return self._views[column]
 
-    def take(self, column: int) -> Taken:
-        """Return memory for the `next` of a column, and its leaves, before or after they are written.
-
-        The caller fills the memory from the frame with one memcpy. It is None if the frame itself is lent.
-        """
-        if (loans := self._loans) is not None:
-            # Here, because the workers step meanwhile: the search costs the caller no time.
-            loans.look_ahead(column)
-            if column >= loans.first:
-                return None, loans.leaves(column)
-        return self._blocks.take()
-
     def next_copies(self, column: int) -> Leaves:
         """Return copies of the `next` leaves of a frame, on the device; a frame that is lent is its own copy."""
         if self._mover is not None:
@@ -170,7 +163,7 @@ class GroupBatch:
                 self._sizes,
                 self._views[0],
             )
-        buffer, leaves = self.take(column)
+        buffer, leaves = self.memory.take(column)
         # None of a frame that is lent.
         if buffer is not None:
             buffer[:] = self.next_bytes[column]

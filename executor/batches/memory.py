@@ -378,6 +378,31 @@ def _keep_held() -> None:
 register_at_fork(before=_keep_held)
 
 
+class StepMemory:
+    """Memory for the `next` of a step of all envs of one group: the frame itself, if it is lent, or a block.
+
+    Args:
+        blocks: used again.
+        loans: frames that can be lent; None for none.
+    """
+
+    def __init__(self, blocks: ReusedMemory, loans: Loans | None) -> None:
+        self._blocks = blocks
+        self._loans = loans
+
+    def take(self, column: int) -> Taken:
+        """Return memory for the rows of a column, uint8 `[nbytes]`, and its leaves, before or after they are written.
+
+        The caller fills the memory from the frame with one memcpy. It is None if the frame itself is lent.
+        """
+        if (loans := self._loans) is not None:
+            # Here, because the workers step meanwhile: the search costs the caller no time.
+            loans.look_ahead(column)
+            if column >= loans.first:
+                return None, loans.leaves(column)
+        return self._blocks.take()
+
+
 def make_loans(slab: Slab, view: PrivateView | None) -> Loans | None:
     """Return the lendable frames of a slab; None if nothing can be lent."""
     if view is None or _use_count is None:

@@ -74,7 +74,7 @@ class StepBatches:
         build_root = self._build_over_next
         take: Callable[[int], Taken] = self._take
         if self._is_copy:
-            take = self._batch.take
+            take = self._batch.memory.take
         interrupted = self._interrupted
 
         def draft(column: int) -> Draft:

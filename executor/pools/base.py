@@ -21,6 +21,7 @@ from envherd.shm.slab import Slab, SlabPlan, StoragePlan, plan_slab
 from envherd.shm.specs import EnvSpec, Key
 from envherd.workers import messages, native
 from envherd.workers.errors import EnvherdError
+from envherd.workers.info_rows import Schema
 from envherd.workers.processes import cpu_ns, cpu_of, memory_of
 from envherd.workers.protocol import Op
 
@@ -145,6 +146,11 @@ class Pool(ABC):
         self.num_envs = len(blueprint.factories)
         self.why_python: Sequence[str] = native.why_not()
         self.outcome = Outcome()
+
+    @property
+    def schemas(self) -> Mapping[int, Schema]:
+        """The schemas of infos in rows, by id; workers report further ones."""
+        return self.outcome.schemas
 
     def _plan_slab(self, num_workers: int, *, lends: bool) -> SlabPlan:
         rules = self.options.capsule_rules

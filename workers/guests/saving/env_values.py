@@ -409,16 +409,8 @@ class _Kind(NamedTuple):
     base: type | None = None
 
 
-def _exactly(kind: type) -> Callable[[type], bool]:
-    return lambda cls: cls is kind
-
-
 def _below(base: type) -> Callable[[type], bool]:
     return lambda cls: issubclass(cls, base)
-
-
-def _named(name: str) -> Callable[[type], bool]:
-    return lambda cls: name_of(cls) == name
 
 
 def _nothing(_: Reader, __: Any, ___: Any) -> None:
@@ -697,31 +689,33 @@ _KINDS: dict[str, _Kind] = {
         make=lambda reader, _, content: sys.modules["torch"].from_numpy(
             _make_array(reader, np.ndarray, content)
         ),
-        has=_named("torch:Tensor"),
+        has=lambda cls: name_of(cls) == "torch:Tensor",
     ),
     "torch.dtype": _Kind(
-        take=lambda _, one: str(one), make=_make_torch_dtype, has=_named("torch:dtype")
+        take=lambda _, one: str(one),
+        make=_make_torch_dtype,
+        has=lambda cls: name_of(cls) == "torch:dtype",
     ),
     "seeds": _Kind(
         take=_take_seeds,
         make=_make_seeds,
-        has=_exactly(np.random.SeedSequence),
+        has=lambda cls: cls is np.random.SeedSequence,
     ),
     "bits": _Kind(take=_take_bits, make=_make_bits, has=_below(np.random.BitGenerator)),
     "generator": _Kind(
         take=lambda writer, one: writer.value(one.bit_generator),
         make=_make_generator,
-        has=_exactly(np.random.Generator),
+        has=lambda cls: cls is np.random.Generator,
     ),
     "legacy": _Kind(
         take=lambda _, one: one.get_state(legacy=False),
         make=lambda _, __, state: seeding.legacy_of(state),
-        has=_exactly(np.random.RandomState),
+        has=lambda cls: cls is np.random.RandomState,
     ),
     "random": _Kind(
         take=lambda _, one: list(one.getstate()),
         make=lambda _, __, state: seeding.python_of(*state),
-        has=_exactly(random.Random),
+        has=lambda cls: cls is random.Random,
     ),
     "OrderedDict": _mapping(collections.OrderedDict),
     "defaultdict": _mapping(collections.defaultdict)._replace(
