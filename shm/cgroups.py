@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from envherd.shm.interrupts import ignoring_refusals
 
@@ -75,19 +76,26 @@ def group_folders(root: Path, controller: str) -> Iterator[Path]:
     names = [name for name in (controller, "") if name in mounts and name in paths]
     if not names:
         return
-    mounted_root, mount_point = mounts[names[0]]
-    mount = root / mount_point.lstrip("/")
+    mount = mounts[names[0]]
+    top = root / mount.point.lstrip("/")
     path = PurePosixPath(paths[names[0]])
     # A group outside this namespace has none: only what is mounted can be seen.
     parts: tuple[str, ...] = ()
-    if path.is_relative_to(mounted_root):
-        parts = path.relative_to(mounted_root).parts
+    if path.is_relative_to(mount.group):
+        parts = path.relative_to(mount.group).parts
     if ".." in parts:
         parts = ()
     for count in range(len(parts), -1, -1):
-        folder = mount.joinpath(*parts[:count])
+        folder = top.joinpath(*parts[:count])
         if folder.is_dir():
             yield folder
+
+
+class _Mount(NamedTuple):
+    """A mounted hierarchy of groups: the group that is mounted, and where."""
+
+    group: str
+    point: str
 
 
 def _paths(root: Path) -> dict[str, str]:
@@ -100,8 +108,8 @@ def _paths(root: Path) -> dict[str, str]:
     return paths
 
 
-def _mounts(root: Path) -> dict[str, tuple[str, str]]:
-    """Return controller -> (group that is mounted, where); v2's is under the empty name."""
+def _mounts(root: Path) -> dict[str, _Mount]:
+    """Return controller -> its mount; v2's is under the empty name."""
     mounts = {}
     for line in (read_word(root / "proc/self/mountinfo") or "").splitlines():
         left, _, right = line.partition(" - ")
@@ -109,11 +117,12 @@ def _mounts(root: Path) -> dict[str, tuple[str, str]]:
         kind = right.split()
         if len(fields) < 5 or not kind:
             continue
+        mount = _Mount(fields[3], fields[4])
         if kind[0] == "cgroup2":
-            mounts[""] = (fields[3], fields[4])
+            mounts[""] = mount
         elif kind[0] == "cgroup":
             for option in kind[-1].split(","):
-                mounts.setdefault(option, (fields[3], fields[4]))
+                mounts.setdefault(option, mount)
     return mounts
 
 

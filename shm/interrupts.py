@@ -6,11 +6,20 @@ Assumes: Python runs handlers in the main thread only, so in other threads the b
 not enough: another thread of the process would receive it, and the main thread would run its handler.
 """
 
+import os
 import signal
 import threading
 from typing import Any
 
 from envherd.shm.platforms import HANDLED_SIGNALS
+
+
+def close_descriptors(holder: object, *names: str) -> None:
+    """Close descriptors in attributes of an object, and delete the attributes. Idempotent."""
+    for name in names:
+        if name in vars(holder):
+            # One line: an interrupt must not have it closed twice or never.
+            os.close(vars(holder).pop(name))
 
 
 class uninterrupted:  # noqa: N801  # used as a function

@@ -7,7 +7,7 @@ every process. Knows nothing of memory, processes or envs.
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,12 +24,12 @@ def align(nbytes: int, alignment: int = ALIGNMENT) -> int:
 
 @dataclass(frozen=True)
 class Field:
-    """One array: its name, shape, dtype name, and offset in bytes from the start of its layout."""
+    """One array: its name, shape, dtype name, and offset in bytes from the start of its layout, once it has one."""
 
     name: Name
     shape: tuple[int, ...]
     dtype: str
-    offset: int
+    offset: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -47,21 +47,12 @@ class Layout:
     def __iter__(self) -> Iterator[Field]:
         return iter(self.fields)
 
-    def __getitem__(self, name: Name) -> Field:
-        for field in self.fields:
-            if field.name == name:
-                return field
-        raise KeyError(name)
 
-
-def lay_out(
-    requests: Iterable[tuple[Name, tuple[int, ...], str]],
-    start: int = 0,
-) -> Layout:
+def lay_out(wanted: Iterable[Field], start: int = 0) -> Layout:
     """Place arrays one after the other, each aligned.
 
     Args:
-        requests: `(name, shape, dtype name)` of each array; zero-sized arrays are legal.
+        wanted: the arrays, without offsets; they may have no elements.
         start: offset of the first field, bytes; itself aligned up.
 
     Returns:
@@ -73,18 +64,17 @@ def lay_out(
     fields: list[Field] = []
     seen: set[Name] = set()
     offset = align(start)
-    for name, shape, dtype in requests:
-        if name in seen:
+    for field in wanted:
+        if field.name in seen:
             raise ValueError(
-                f"lay_out failed: expected unique names, got {name} twice."
+                f"lay_out failed: expected unique names, got {field.name} twice."
             )
-        if any(n < 0 for n in shape):
+        if any(n < 0 for n in field.shape):
             raise ValueError(
-                f"lay_out failed: expected dimensions >= 0, got {shape} for {name}."
+                f"lay_out failed: expected dimensions >= 0, got {field.shape} for {field.name}."
             )
-        seen.add(name)
-        field = Field(name, tuple(shape), np.dtype(dtype).name, offset)
-        fields.append(field)
+        seen.add(field.name)
+        fields.append(replace(field, dtype=np.dtype(field.dtype).name, offset=offset))
         offset = align(offset + field.nbytes)
     return Layout(tuple(fields), offset)
 

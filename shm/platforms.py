@@ -368,6 +368,13 @@ def let_signals_in() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
 
 
+def can_read(file: Any, timeout_ms: float = 0) -> bool:
+    """Return whether a file or descriptor can be read, or its other end has closed; wait for that. Platforms: Linux."""
+    poller = select.poll()
+    poller.register(file, select.POLLIN)
+    return bool(poller.poll(timeout_ms))
+
+
 def listen_for_stack_requests(log_fd: int) -> None:
     """Make SIGUSR2 write the stacks of all threads to a log, also if it had another handler."""
     if SIGUSR2 is not None:
@@ -391,14 +398,6 @@ def waiter(sock: socket.socket) -> Callable[[float | None], object]:
     return lambda timeout_s: poller.poll(
         None if timeout_s is None else -(-timeout_s * 1000 // 1)
     )
-
-
-def _try_memfd() -> None:
-    os.close(os.memfd_create("envherd-probe", os.MFD_CLOEXEC))
-
-
-def _try_pidfd() -> None:
-    os.close(os.pidfd_open(os.getpid()))
 
 
 def _try_semaphore() -> None:
@@ -427,10 +426,6 @@ def _try_waitid() -> None:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
 
-def _try_proc() -> None:
-    os.close(os.open("/proc/self/stat", os.O_RDONLY))
-
-
 def require(what: str, need: str = "") -> None:
     """Refuse something that needs a part of what Linux has, or all of it.
 
@@ -449,12 +444,12 @@ def require(what: str, need: str = "") -> None:
 
 #: What the pool of forked workers needs -> a function that raises if it is not there.
 _NEEDS: dict[str, Callable[[], None]] = {
-    "memfd_create": _try_memfd,
-    "pidfd_open": _try_pidfd,
+    "memfd_create": lambda: os.close(os.memfd_create("envherd-probe", os.MFD_CLOEXEC)),
+    "pidfd_open": lambda: os.close(os.pidfd_open(os.getpid())),
     "process-shared semaphores": _try_semaphore,
     "F_SETSIG": _try_lifeline,
     "waitid": _try_waitid,
-    "/proc": _try_proc,
+    "/proc": lambda: os.close(os.open("/proc/self/stat", os.O_RDONLY)),
 }
 
 

@@ -17,13 +17,15 @@ Guarantees: pure arithmetic up to `Slab`; a plan is picklable and means the same
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from envherd.shm.layout import (
     ALIGNMENT,
+    Field,
     Layout,
     Name,
     align,
@@ -34,79 +36,98 @@ from envherd.shm.layout import (
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.shm.sync import DOORBELL_BYTES
 
-#: word -> (length: "env", "info" (two of each env), "worker" or "bin"; who writes it; what it means). The parent also
-#: writes a worker's words while the worker does not: those of an idle worker ("both"), and of one that is lost, copied
-#: or replaced.
-WORDS: dict[str, tuple[str, str, str]] = {
-    "command_seq": (
+
+class Word(NamedTuple):
+    """A control word.
+
+    Attributes:
+        length: one for each "env", "worker" or "bin", or two for each env ("info").
+        writer: who writes it. The parent also writes a worker's words while the worker does not: those of an idle
+            worker ("both"), and of one that is lost, copied or replaced.
+        meaning: in words.
+    """
+
+    length: str
+    writer: str
+    meaning: str
+
+
+WORDS = {
+    "command_seq": Word(
         "env",
         "parent",
         "number of the latest command for the env; written last",
     ),
-    "command": ("env", "parent", "what to do: see workers.protocol.pack"),
-    "reply_seq": (
+    "command": Word("env", "parent", "what to do: see workers.protocol.pack"),
+    "reply_seq": Word(
         "env",
         "worker",
         "number of the latest command that is finished; written last",
     ),
-    "status": (
+    "status": Word(
         "env",
         "both",
         "how it ended: see workers.protocol.Status; the parent clears it once it has read it",
     ),
-    "episode": (
+    "episode": Word(
         "env",
         "both",
         "resets since the root seed was set (which zeroes it); the next begins this episode",
     ),
-    "env_steps": ("env", "worker", "steps of the env whose rows were written, ever"),
-    "errors": ("env", "parent", "exceptions of the env that ended its episode, ever"),
-    "resets": ("env", "worker", "resets that returned, ever"),
-    "info_ids": (
+    "env_steps": Word(
+        "env", "worker", "steps of the env whose rows were written, ever"
+    ),
+    "errors": Word(
+        "env", "parent", "exceptions of the env that ended its episode, ever"
+    ),
+    "resets": Word("env", "worker", "resets that returned, ever"),
+    "info_ids": Word(
         "info",
         "both",
         "ids of the schemas of the infos in its rows, of step and reset; 0 for none",
     ),
-    "ends": (
+    "ends": Word(
         "env",
         "worker",
         "steps after which the env (or a part of it) had ended, ever",
     ),
-    "mail_seq": (
+    "mail_seq": Word(
         "worker",
         "parent",
         "number of the latest message that it is to read from its socket; `workers.protocol.LEAVE` once it must end",
     ),
-    "answered_ns": (
+    "answered_ns": Word(
         "env",
         "worker",
         "when it last answered a command that was sent to it alone: monotonic clock",
     ),
-    "answered": ("worker", "worker", "answers that it has counted, ever: see tally"),
-    "ring_at": (
+    "answered": Word(
+        "worker", "worker", "answers that it has counted, ever: see tally"
+    ),
+    "ring_at": Word(
         "worker",
         "parent",
         "how many answers of all workers together are worth a ring",
     ),
-    "busy_ns": ("worker", "worker", "nanoseconds spent on commands, ever"),
-    "pid": ("worker", "worker", "its process id"),
-    "starts": ("worker", "worker", "processes that have taken this place, ever"),
-    "since_ns": (
+    "busy_ns": Word("worker", "worker", "nanoseconds spent on commands, ever"),
+    "pid": Word("worker", "worker", "its process id"),
+    "starts": Word("worker", "worker", "processes that have taken this place, ever"),
+    "since_ns": Word(
         "worker",
         "worker",
         "when it last began, or finished, what it found to do: monotonic clock",
     ),
-    "reset_ns": (
+    "reset_ns": Word(
         "worker",
         "worker",
         "nanoseconds spent on commands with a reset, ever; estimated from samples",
     ),
-    "step_bins": (
+    "step_bins": Word(
         "bin",
         "worker",
         "sampled steps by duration, `NUM_BINS` words of each worker: see `bin_of`",
     ),
-    "phase": (
+    "phase": Word(
         "worker",
         "worker",
         "the command and env being worked on, 0 when idle: see workers.protocol",
@@ -154,45 +175,38 @@ def input_leaves(spec: EnvSpec) -> tuple[LeafSpec, ...]:
     return tuple(leaf for leaf in (*spec.action, *spec.state) if not leaf.is_side)
 
 
-def section_requests(
-    spec: EnvSpec,
+def fields_of(
+    section: str,
+    leaves: Iterable[LeafSpec],
     lead: tuple[int, ...],
-) -> list[tuple[Name, tuple[int, ...], str]]:
+) -> list[Field]:
+    """List the arrays of some leaves in a section, with leading dimensions."""
+    return [
+        Field((section, *leaf.key), (*lead, *leaf.shape), leaf.dtype) for leaf in leaves
+    ]
+
+
+def section_fields(spec: EnvSpec, lead: tuple[int, ...]) -> list[Field]:
     """List the arrays of one frame (lead `[n]`) or one storage (lead `[n, T]`): all `next`, then all `root`."""
-    requests = [
-        (("next", *leaf.key), (*lead, *leaf.shape), leaf.dtype)
-        for leaf in next_leaves(spec)
+    return [
+        *fields_of("next", next_leaves(spec), lead),
+        *fields_of("root", root_leaves(spec), lead),
     ]
-    requests += [
-        (("root", *leaf.key), (*lead, *leaf.shape), leaf.dtype)
-        for leaf in root_leaves(spec)
-    ]
-    return requests
 
 
-def input_requests(
-    spec: EnvSpec,
-    lead: tuple[int, ...],
-) -> list[tuple[Name, tuple[int, ...], str]]:
+def input_fields(spec: EnvSpec, lead: tuple[int, ...]) -> list[Field]:
     """List the input arrays; envs that are themselves a batch also have a reset mask."""
-    requests = [
-        (("input", *leaf.key), (*lead, *leaf.shape), leaf.dtype)
-        for leaf in input_leaves(spec)
-    ]
+    fields = fields_of("input", input_leaves(spec), lead)
     if spec.batch_shape:
-        requests.append((("reset_mask",), (*lead, *spec.batch_shape, 1), "bool"))
-    return requests
+        fields.append(Field(("reset_mask",), (*lead, *spec.batch_shape, 1), "bool"))
+    return fields
 
 
 #: What the journal of an env has besides inputs, int64 each; `workers.block.journal` says what they mean.
 JOURNAL_FACTS = ("steps", "episode", "seed", "flags")
 
 
-def journal_requests(
-    spec: EnvSpec,
-    num_rows: int,
-    row_nbytes: int,
-) -> list[tuple[Name, tuple[int, ...], str]]:
+def journal_fields(spec: EnvSpec, num_rows: int, row_nbytes: int) -> list[Field]:
     """List the arrays of the envs' journals: the facts, and the inputs of as many steps as fit `row_nbytes` per env."""
     leaves = input_leaves(spec)
     nbytes = sum(
@@ -201,8 +215,8 @@ def journal_requests(
     # At least one step, whose input a crash leaves even if it is larger than the journal should be.
     lead = (num_rows, max(1, row_nbytes // max(nbytes, 1)))
     return [
-        (("facts",), (num_rows, len(JOURNAL_FACTS)), "int64"),
-        *((("input", *leaf.key), (*lead, *leaf.shape), leaf.dtype) for leaf in leaves),
+        Field(("facts",), (num_rows, len(JOURNAL_FACTS)), "int64"),
+        *fields_of("input", leaves, lead),
     ]
 
 
@@ -227,6 +241,13 @@ class GroupPlan:
     base: int
     inputs: Layout
     journal: Layout | None = None
+
+
+class Place(NamedTuple):
+    """The index of an env's group, and the env's row in the arrays of the group."""
+
+    group: int
+    row: int
 
 
 @dataclass(frozen=True)
@@ -266,11 +287,11 @@ class SlabPlan:
         """Return the offset of a worker's `go` doorbell."""
         return self.bells_offset + (1 + worker_id) * DOORBELL_BYTES
 
-    def place(self, env_id: int) -> tuple[int, int]:
-        """Return `(group index, row)` of an env."""
+    def place(self, env_id: int) -> Place:
+        """Return the place of an env."""
         for index, group in enumerate(self.groups):
             if env_id in group.env_ids:
-                return index, group.env_ids.index(env_id)
+                return Place(index, group.env_ids.index(env_id))
         raise KeyError(env_id)
 
 
@@ -314,15 +335,16 @@ def plan_slab(
         "bin": num_workers * NUM_BINS,
     }
     words = lay_out(
-        ((name,), (counts[length],), "int64") for name, (length, _, _) in WORDS.items()
+        Field((name,), (counts[word.length],), "int64") for name, word in WORDS.items()
     )
     offset = words.nbytes + (1 + num_workers) * DOORBELL_BYTES
     groups: list[GroupPlan] = []
     num_lendable = 0
-    for spec, env_ids in _group_equal(specs):
+    for env_ids in _group_equal(specs):
+        spec = specs[env_ids[0]]
         lead = (len(env_ids),)
-        inputs = lay_out(input_requests(spec, lead), start=offset)
-        frame = lay_out(section_requests(spec, lead))
+        inputs = lay_out(input_fields(spec, lead), start=offset)
+        frame = lay_out(section_fields(spec, lead))
         first_root = next(
             (f.offset for f in frame if f.name[0] == "root"),
             frame.nbytes,
@@ -341,20 +363,20 @@ def plan_slab(
                 min(_MOST_LENDABLE, _LENDABLE_BYTES // frame.nbytes),
             )
         base = align(inputs.nbytes, alignment)
-        groups.append(GroupPlan(env_ids, spec, frame, first_root, base, inputs))
+        groups.append(GroupPlan(tuple(env_ids), spec, frame, first_root, base, inputs))
         offset = base + (num_ring + num_lendable) * frame.nbytes
     # What follows is sparse, and is therefore last: `Segment.create` does not touch the end of its memory.
     frames_end = offset
     if journal_nbytes:
         for index, group in enumerate(groups):
-            requests = journal_requests(group.spec, len(group.env_ids), journal_nbytes)
-            journal = lay_out(requests, start=offset)
+            fields = journal_fields(group.spec, len(group.env_ids), journal_nbytes)
+            journal = lay_out(fields, start=offset)
             groups[index] = replace(group, journal=journal)
             offset = journal.nbytes
     infos = None
     if has_infos:
         infos = lay_out(
-            [(("infos",), (num_envs, 2, INFO_BYTES), "uint8")],
+            [Field(("infos",), (num_envs, 2, INFO_BYTES), "uint8")],
             start=align(offset, mmap.PAGESIZE),
         )
         offset = infos.nbytes
@@ -372,17 +394,18 @@ def plan_slab(
     )
 
 
-def _group_equal(specs: Sequence[EnvSpec]) -> list[tuple[EnvSpec, tuple[int, ...]]]:
-    # A list, because specs whose bounds are arrays have no hash.
-    groups: list[tuple[EnvSpec, list[int]]] = []
+def _group_equal(specs: Sequence[EnvSpec]) -> list[list[int]]:
+    """Return the ids of the envs of each spec."""
+    # Not by a dict, because specs whose bounds are arrays have no hash.
+    groups: list[list[int]] = []
     for env_id, spec in enumerate(specs):
-        for known, env_ids in groups:
-            if known == spec:
+        for env_ids in groups:
+            if specs[env_ids[0]] == spec:
                 env_ids.append(env_id)
                 break
         else:
-            groups.append((spec, [env_id]))
-    return [(spec, tuple(env_ids)) for spec, env_ids in groups]
+            groups.append([env_id])
+    return groups
 
 
 class GroupSlab:
@@ -439,7 +462,7 @@ class Slab:
         self.groups = tuple(
             GroupSlab(group, plan.num_frames, buffer) for group in plan.groups
         )
-        self.infos = None if plan.infos is None else view(buffer, plan.infos["infos",])
+        self.infos = None if plan.infos is None else view(buffer, *plan.infos)
 
 
 @dataclass(frozen=True)
@@ -457,12 +480,8 @@ def plan_storage(slab: SlabPlan, num_columns: int) -> StoragePlan:
     offset = 0
     for group in slab.groups:
         lead = (len(group.env_ids), num_columns)
-        inputs = [
-            request
-            for request in input_requests(group.spec, lead)
-            if request[0][0] == "input"
-        ]
-        layout = lay_out(section_requests(group.spec, lead) + inputs, start=offset)
+        inputs = fields_of("input", input_leaves(group.spec), lead)
+        layout = lay_out(section_fields(group.spec, lead) + inputs, start=offset)
         layouts.append(layout)
         offset = layout.nbytes
     return StoragePlan(num_columns, tuple(layouts), offset)

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 Key = tuple[str, ...]
+#: Key of a nested tensordict -> its batch shape, as pairs: a spec has no dicts that could change.
+Groups = tuple[tuple[Key, tuple[int, ...]], ...]
 
 #: The done keys that every env has at its root, in the order in which they are stored.
 DONE_KEYS: tuple[Key, ...] = (("done",), ("terminated",), ("truncated",))
@@ -192,7 +194,7 @@ class EnvSpec:
     )
     state: tuple[LeafSpec, ...] = ()
     batch_shape: tuple[int, ...] = ()
-    groups: tuple[tuple[Key, tuple[int, ...]], ...] = ()
+    groups: Groups = ()
     family: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
@@ -222,13 +224,15 @@ class EnvSpec:
 
     def reward_names(self) -> list[str]:
         """Return a name for each number of one env's rewards: that of its agent."""
-        found = []
-        for leaf in self.reward:
-            found += self.agent_names(
+        num_leading = len(self.batch_shape)
+        return [
+            name
+            for leaf in self.reward
+            for name in self.agent_names(
                 leaf.key[:-1] or leaf.key,
-                math.prod(leaf.shape[len(self.batch_shape) :]),
+                math.prod(leaf.shape[num_leading:]),
             )
-        return found
+        ]
 
     def leaves(self) -> Iterator[LeafSpec]:
         """Yield every leaf of every group."""
@@ -280,7 +284,7 @@ class EnvSpec:
 
 def done_leaves(
     batch_shape: tuple[int, ...] = (),
-    groups: tuple[tuple[Key, tuple[int, ...]], ...] = (),
+    groups: Groups = (),
 ) -> tuple[LeafSpec, ...]:
     """Return the done leaves of an env: the three root ones, then three for each `(group key, shape)`."""
     root = [LeafSpec(k, (*batch_shape, 1), "bool", Binary()) for k in DONE_KEYS]
@@ -293,15 +297,9 @@ def done_leaves(
 
 
 def _domain_to_plain(domain: Domain) -> dict[str, Any]:
-    plain: dict[str, Any] = {"kind": type(domain).__name__}
+    plain = {"kind": type(domain).__name__, **vars(domain)}
     if isinstance(domain, Box):
         plain.update(low=np.asarray(domain.low), high=np.asarray(domain.high))
-    elif isinstance(domain, Discrete):
-        plain.update(n=domain.n, start=domain.start)
-    elif isinstance(domain, MultiDiscrete):
-        plain.update(nvec=domain.nvec, start=domain.start)
-    elif isinstance(domain, OneHot):
-        plain.update(n=domain.n)
     return plain
 
 

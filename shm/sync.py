@@ -23,7 +23,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -105,8 +105,15 @@ class Bell(Protocol):
         """Take a token, waiting for one up to `timeout_s` seconds (None: without a limit); False on timeout."""
 
 
+class Bells(NamedTuple):
+    """The doorbell `go`, which wakes a worker, and `done`, which wakes the caller."""
+
+    go: Bell
+    done: Bell
+
+
 class Doorbell:
-    """One counting semaphore in shared memory; call `create` once and `attach` in other processes."""
+    """One counting semaphore in shared memory, at an offset of a buffer. `create` initialises it, once."""
 
     __slots__ = (
         "_acquire",
@@ -154,11 +161,6 @@ class Doorbell:
                 "SemLock does not work over an unnamed semaphore on this platform"
             )
         return bell
-
-    @classmethod
-    def attach(cls, buffer: np.ndarray, offset: int) -> "Doorbell":
-        """Return the doorbell that another process created at `offset`."""
-        return cls(buffer, offset)
 
     def try_wait(self) -> bool:
         """Take a token if there is one; never blocks."""

@@ -11,14 +11,20 @@ import pickle
 import re
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from envherd.workers import seeding
 from envherd.workers.adapters import Adapter, find_adapter, is_env_like
 from envherd.workers.errors import FactoryError, SpecError
-from envherd.workers.options import EnvType, InfoKeys
+from envherd.workers.options import BlockOptions
 from envherd.workers.sending import importing
-from envherd.workers.sending.pickling import building, captures, dumps, find_culprit
+from envherd.workers.sending.pickling import (
+    Link,
+    building,
+    captures,
+    dumps,
+    find_culprit,
+)
 from envherd.workers.sending.sharing import is_meant_to_be_shared
 from envherd.workers.wrappers.episode_leaves import EpisodeLeaves
 from envherd.workers.wrappers.info_leaves import (
@@ -105,7 +111,7 @@ def _pickle_message(factory: Factory, error: Exception) -> str:
         link
         for link in way
         if not isinstance(
-            link[1],
+            link.value,
             (types.FunctionType, staticmethod, classmethod, property),
         )
     ]
@@ -113,7 +119,7 @@ def _pickle_message(factory: Factory, error: Exception) -> str:
         what = f"cannot be pickled: {error}"
     else:
         variable, value = links[0]
-        cause = links[-1][1]
+        cause = links[-1].value
         found = re.search(r"'([\w.]+)' object", str(error))
         inside = found.group(1) if found and len(links) == 1 else _type_name(cause)
         holder = (
@@ -132,16 +138,16 @@ def _pickle_message(factory: Factory, error: Exception) -> str:
     return f"make_env failed: the factory {describe(factory)} {what}. {_advice(links)}"
 
 
-def _advice(links: list[tuple[str, Any]]) -> str:
+def _advice(links: list[Link]) -> str:
     """Return what to do about an object that cannot be pickled, at the end of these links."""
-    if any(is_meant_to_be_shared(value) for _, value in links):
+    if any(is_meant_to_be_shared(link.value) for link in links):
         return (
             "Workers are not forked from this process: make it with multiprocessing.get_context('spawn'), or take that "
             "of a multiprocessing.Manager(), such as Manager().Queue(), or send the values with env.call or env.set. A "
             "two-way Pipe can only be used by one process."
         )
-    if links and isinstance(links[0][1], type):
-        return f"Put {links[0][1].__name__} into a module that workers import: from my_module import ..."
+    if links and isinstance(links[0].value, type):
+        return f"Put {links[0].value.__name__} into a module that workers import: from my_module import ..."
     return (
         "Build it inside the factory instead: make_env=lambda: make_the_env(...), "
         "with only names and numbers captured."
@@ -151,15 +157,15 @@ def _advice(links: list[tuple[str, Any]]) -> str:
 def kwargs_error(env_kwargs: Any, error: Exception) -> FactoryError:
     """Return the error for keyword arguments that cannot be pickled."""
     way = find_culprit(env_kwargs)
-    found = f"a {_type_name(way[-1][1])} at {_name_way(way)}" if way else "others"
+    found = f"a {_type_name(way[-1].value)} at {_name_way(way)}" if way else "others"
     return FactoryError(
         f"env_kwargs failed: expected arguments that can be pickled, got {found} ({error}). {_advice(way)}"
     )
 
 
-def _name_way(way: list[tuple[str, Any]]) -> str:
+def _name_way(way: list[Link]) -> str:
     """Return `Env -> step -> LOCK` for the way to an object."""
-    return " -> ".join(name for name, _ in way)
+    return " -> ".join(link.name for link in way)
 
 
 def modules_of(factory: Any) -> list[str]:
@@ -213,30 +219,27 @@ def _hinting() -> Iterator[None]:
         raise
 
 
+class _Probed(NamedTuple):
+    """The entries that the infos of an env show which a factory has built with some arguments."""
+
+    factory: Factory
+    kwargs: Mapping[str, Any]
+    fields: list[InfoEntry]
+
+
 class Builder:
     """Builds the envs of one worker, and remembers the envs that it has built.
 
     Args:
-        info_keys: entries of the envs' infos that become leaves, by `wrappers.info_leaves`.
-        env_type: what the envs take and return; `registry.find_adapter` reads it.
-        episode_statistics: whether statistics of the envs' episodes become leaves, by `wrappers.episode_leaves`.
+        options: what the envs take and return, and which leaves are added to theirs.
     """
 
-    def __init__(
-        self,
-        info_keys: InfoKeys | None = None,
-        env_type: EnvType = "auto",
-        *,
-        episode_statistics: bool = False,
-    ) -> None:
-        self._info_keys = info_keys
-        self._env_type = env_type
-        self._has_statistics = episode_statistics
+    def __init__(self, options: BlockOptions) -> None:
+        self._options = options
         self._alone: Any = None
         self._factories: dict[bytes, Factory] = {}
-        # Each adapter with the env that the factory has returned.
-        self._built: list[tuple[Adapter, Any]] = []
-        self._found: list[tuple[Factory, Mapping[str, Any], list[InfoEntry]]] = []
+        self._built: list[Adapter] = []
+        self._probed: list[_Probed] = []
 
     def build(self, pickled: bytes, kwargs: Mapping[str, Any]) -> Adapter:
         """Call a pickled factory and return its env's adapter.
@@ -259,23 +262,24 @@ class Builder:
     def adopt(self, factory: Factory, kwargs: Mapping[str, Any]) -> Adapter:
         """Call a factory and return its env's adapter, or the adapter that it returned. `SystemExit` passes."""
         adapter = self._adopt(factory, kwargs)
-        if self._has_statistics:
+        if self._options.episode_statistics:
             adapter = EpisodeLeaves(adapter)
-        if self._info_keys is None:
+        keys = self._options.info_keys
+        if keys is None:
             return adapter
-        if isinstance(self._info_keys, Mapping):
-            return InfoLeaves(adapter, declared_fields(self._info_keys, adapter.spec))
-        return InfoLeaves(adapter, self._found_fields(factory, kwargs, self._info_keys))
+        if isinstance(keys, Mapping):
+            return InfoLeaves(adapter, declared_fields(keys, adapter.spec))
+        return InfoLeaves(adapter, self._found_fields(factory, kwargs, keys))
 
     def forget(self, closed: Adapter) -> None:
         """Forget an env that is closed, so that another one can take its place."""
         # The adapter that `_adopt` has recorded is inside those that `adopt` has put around it.
         own = closed
         while isinstance(own, Wrapping) and not any(
-            own is built for built, _ in self._built
+            own is built for built in self._built
         ):
             own = own.inner
-        self._built = [pair for pair in self._built if pair[0] is not own]
+        self._built = [built for built in self._built if built is not own]
         if own.is_alone:
             self._alone = None
 
@@ -292,9 +296,9 @@ class Builder:
         keys: Any,
     ) -> list[InfoEntry]:
         """Return the fields that a separate env shows, once for each factory and its arguments."""
-        for known, its_kwargs, fields in self._found:
-            if known is factory and are_equal(its_kwargs, kwargs):
-                return fields
+        for known in self._probed:
+            if known.factory is factory and are_equal(known.kwargs, kwargs):
+                return known.fields
         # The probe draws from the generators, and the env must be built as without it.
         state = seeding.caller_state()
         probe = self._adopt(factory, kwargs)
@@ -307,9 +311,10 @@ class Builder:
             raise SpecError(f"{error} Built by {probe.origin}.") from None
         finally:
             probe.close()
-            seeding.restore_caller(state)
+            seeding.restore_globals(state)
         # Only as many as there are envs, because `rebuild` brings any number of tasks.
-        self._found = [*self._found[-len(self._built) - 1 :], (factory, kwargs, fields)]
+        self._probed = self._probed[-len(self._built) - 1 :]
+        self._probed.append(_Probed(factory, kwargs, fields))
         return fields
 
     def _adopt(self, factory: Factory, kwargs: Mapping[str, Any]) -> Adapter:
@@ -327,10 +332,11 @@ class Builder:
         adapter = (
             made
             if isinstance(made, Adapter)
-            else find_adapter(env, self._env_type)(env)  # type: ignore[call-arg]
+            else find_adapter(env, self._options.env_type)(env)  # type: ignore[call-arg]
         )
         adapter.origin = describe(factory)
-        self._built.append((adapter, env))
+        adapter.returned = env
+        self._built.append(adapter)
         if adapter.is_alone:
             self._alone = env
         return adapter
@@ -346,7 +352,7 @@ class Builder:
             )
 
     def _refuse_shared(self, factory: Factory, env: Any) -> None:
-        if any(env is built for _, built in self._built) and is_env_like(env):
+        if any(env is one.returned for one in self._built) and is_env_like(env):
             raise FactoryError(
                 f"make_env failed: the factory {describe(factory)} returned the same {_type_name(env)} twice. "
                 f"Every call must build a new env: make_env=lambda: {_how_to_build(env)}."

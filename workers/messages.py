@@ -24,7 +24,7 @@ from envherd.shm.platforms import MSG_DONTWAIT, MSG_NOSIGNAL, recv_fds
 from envherd.shm.slab import SlabPlan, StoragePlan
 from envherd.workers import plain
 from envherd.workers.current import WorkerInfo
-from envherd.workers.options import BlockOptions
+from envherd.workers.options import BlockOptions, FactoryCall
 from envherd.workers.sending.pickling import dumps
 
 _HEAD = struct.Struct("<QQI")
@@ -114,7 +114,7 @@ class Prepare:
     options: dict[str, Any] | None = None
     side: list[Any] | None = None
     rebuilds: bool = False
-    call: tuple[Any, dict[str, Any]] | None = None
+    call: FactoryCall | None = None
 
 
 #: The values of `what` for which `args` holds one item per env.
@@ -182,8 +182,22 @@ Message = (
 )
 
 
-def _frames_in(data: bytes | bytearray) -> tuple[list[tuple[int, bytes, int]], int]:
-    """Return the complete frames at the start of a stream, as (number, payload, descriptors), and their bytes."""
+class _Frame(NamedTuple):
+    """A frame, decoded.
+
+    Attributes:
+        number: of its message.
+        payload: of the message.
+        num_fds: descriptors that ride along.
+    """
+
+    number: int
+    payload: bytes
+    num_fds: int
+
+
+def _frames_in(data: bytes | bytearray) -> tuple[list[_Frame], int]:
+    """Return the complete frames at the start of a stream, and the number of their bytes."""
     frames = []
     begin = 0
     while len(data) >= begin + _HEAD.size:
@@ -191,7 +205,7 @@ def _frames_in(data: bytes | bytearray) -> tuple[list[tuple[int, bytes, int]], i
         end = begin + _HEAD.size + size
         if len(data) < end:
             break
-        frames.append((number, bytes(data[begin + _HEAD.size : end]), num_fds))
+        frames.append(_Frame(number, bytes(data[begin + _HEAD.size : end]), num_fds))
         begin = end
     return frames, begin
 
@@ -343,7 +357,7 @@ class Channel:
                 rest = received[size:]
                 frames = [
                     *incoming.frames,
-                    *(plain.decode(payload) for _, payload, _ in found),
+                    *(plain.decode(frame.payload) for frame in found),
                 ]
                 num_needed = _HEAD.size + (
                     _HEAD.unpack_from(rest)[0] if len(rest) >= _HEAD.size else 0
@@ -379,7 +393,7 @@ class WorkerChannel:
         self._sending = threading.Lock()
         self.number = 0
         self._fds: list[int] = []
-        self._frames: deque[tuple[int, bytes, int]] = deque()
+        self._frames: deque[_Frame] = deque()
         self._rest = bytearray()
 
     def receive_message(self) -> tuple[Message, list[int]]:

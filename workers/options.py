@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 #: What an env takes and returns: tensors, or arrays and numbers, or what is known of its class.
 EnvType = Literal["torch", "numpy", "auto"]
@@ -16,6 +16,13 @@ InfoKeys = (
     | Sequence[str | tuple[str, ...]]
     | Mapping[str | tuple[str, ...], Any]
 )
+
+
+class FactoryCall(NamedTuple):
+    """A factory, pickled for a worker process, and the keyword arguments of its call."""
+
+    factory: Any
+    kwargs: dict[str, Any]
 
 
 @dataclass(frozen=True)

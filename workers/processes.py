@@ -67,7 +67,8 @@ def processor_ns(pid: int) -> tuple[int, int, int]:
             if scheduled and int(task) == pid:
                 own, delay = scheduled
             elif scheduled:
-                others += scheduled[0]
+                ran, _ = scheduled
+                others += ran
     return own, delay, others
 
 

@@ -21,7 +21,7 @@ interrupts), another checks that the code keeps the order:
 
 import functools
 from enum import IntEnum, IntFlag
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -76,6 +76,8 @@ LEAVE = 1 << 62
 OP_BITS = 4
 FLAG_BITS = 4
 TARGET_BITS = 24
+#: `Flag.EACH` in a command word.
+EACH = Flag.EACH << OP_BITS
 
 
 def pack(op: Any, target: int, column: Any, flags: int = 0) -> Any:
@@ -109,6 +111,8 @@ def _ring_words(op: int, flags: int, num_frames: int) -> np.ndarray:
     return words
 
 
+# With a cache, because the same few commands repeat.
+@functools.lru_cache(4096)
 def unpack(command: int) -> tuple[int, int, int, int]:
     """Return `(op, target, column, flags)` of a command word."""
     op = command & (1 << OP_BITS) - 1
@@ -127,9 +131,16 @@ def pack_phase(op: int, env_id: int) -> int:
 IDLE = "idle"
 
 
-def describe_phase(phase: int) -> tuple[str, int | None]:
-    """Return `("step" | "reset" | "idle", env id or None)` of a phase word."""
+class Phase(NamedTuple):
+    """What a worker is doing: "step", "reset" or "idle", and the env; None if that is unknown."""
+
+    name: str
+    env_id: int | None
+
+
+def describe_phase(phase: int) -> Phase:
+    """Return the phase of a phase word."""
     if phase == 0:
-        return IDLE, None
+        return Phase(IDLE, None)
     op = phase & (1 << OP_BITS) - 1
-    return ("reset" if op == Op.RESET else "step"), (phase >> OP_BITS) - 1
+    return Phase("reset" if op == Op.RESET else "step", (phase >> OP_BITS) - 1)

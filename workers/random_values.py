@@ -108,19 +108,13 @@ def _box_drawer(domain: Box, dtype: np.dtype) -> Draw:
     )
     low_cast = safe_low.astype(dtype)
     high_cast = safe_high.astype(dtype)
-    with np.errstate(over="ignore"):
-        is_finite = np.isfinite(safe_high - safe_low).all()
-    if is_finite:
-        return lambda rng, shape: np.clip(
-            rng.uniform(safe_low, safe_high, shape).astype(dtype),
-            low_cast,
-            high_cast,
-        )
     # Numpy accepts no interval wider than the largest float.
-    half_low = safe_low / 2
-    half_high = safe_high / 2
+    with np.errstate(over="ignore"):
+        scale = 1 if np.isfinite(safe_high - safe_low).all() else 2
+    low = safe_low / scale
+    high = safe_high / scale
     return lambda rng, shape: np.clip(
-        (2 * rng.uniform(half_low, half_high, shape)).astype(dtype),
+        (scale * rng.uniform(low, high, shape)).astype(dtype),
         low_cast,
         high_cast,
     )

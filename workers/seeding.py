@@ -11,7 +11,7 @@ import random
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -66,7 +66,8 @@ class EpisodeSeeds:
     """
 
     def __init__(self, root_seed: int, env_id: int) -> None:
-        self._of = root_seed, env_id
+        self._root_seed = root_seed
+        self._env_id = env_id
         words = _words_of(root_seed)
         words += [0] * (POOL_SIZE - len(words)) + _words_of(env_id)
         pool, self._hash = _mixed(words)
@@ -77,7 +78,7 @@ class EpisodeSeeds:
         """Return the seed of an episode, in `[0, 2**32)`."""
         # `SeedSequence` takes a larger number for two words.
         if episode > _MASK:
-            return episode_seed(*self._of, episode)
+            return episode_seed(self._root_seed, self._env_id, episode)
         multiplier = self._hash
         value = episode ^ multiplier
         multiplier = multiplier * MULT_A & _MASK
@@ -249,20 +250,31 @@ def python_of(version: int, words: Sequence[int], gauss: float | None) -> random
     return found
 
 
-def globals_state() -> tuple[Any, ...]:
-    """Return the state of python's and numpy's global generators, comparable with `same_state`."""
-    return random.getstate(), np.random.get_state(legacy=False)
+class GlobalsState(NamedTuple):
+    """The state of the global generators: of python's `random`, of `numpy.random`, and of torch if that is kept."""
+
+    python: tuple[Any, ...]
+    numpy: Any
+    torch: Any = None
 
 
-def restore_globals(state: tuple[Any, ...]) -> None:
-    """Restore a state from `globals_state`."""
-    random.setstate(state[0])
-    np.random.set_state(state[1])
+def globals_state() -> GlobalsState:
+    """Return the state of python's and numpy's global generators, comparable with `drawn_between`."""
+    return GlobalsState(random.getstate(), np.random.get_state(legacy=False))
 
 
-def as_plain(state: tuple[Any, ...]) -> dict[str, Any]:
+def restore_globals(state: GlobalsState) -> None:
+    """Restore a state from `globals_state` or `caller_state`."""
+    random.setstate(state.python)
+    np.random.set_state(state.numpy)
+    if state.torch is not None:
+        sys.modules["torch"].set_rng_state(state.torch)
+
+
+def as_plain(state: GlobalsState) -> dict[str, Any]:
     """Return a state from `globals_state` as plain data without arrays."""
-    (version, words, gauss), legacy = state
+    version, words, gauss = state.python
+    legacy = state.numpy
     key = legacy["state"]["key"].astype("<u4").tobytes()
     return {
         "python": [version, np.array(words, "<u4").tobytes(), gauss],
@@ -270,7 +282,7 @@ def as_plain(state: tuple[Any, ...]) -> dict[str, Any]:
     }
 
 
-def from_plain(state: Mapping[str, Any]) -> tuple[Any, ...]:
+def from_plain(state: Mapping[str, Any]) -> GlobalsState:
     """Return the state that `as_plain` was given; raises as `bits_of`, if it was given none."""
     version, words, gauss = state["python"]
     legacy = dict(state["numpy"])
@@ -280,33 +292,27 @@ def from_plain(state: Mapping[str, Any]) -> tuple[Any, ...]:
     }
     if legacy["bit_generator"] != "MT19937":
         raise ValueError(f"the global generator {legacy['bit_generator']!r:.80}")
-    return (
+    return GlobalsState(
         python_of(version, np.frombuffer(words, "<u4").tolist(), gauss).getstate(),
         legacy_of(legacy).get_state(legacy=False),
     )
 
 
-def drawn_between(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[str]:
+def drawn_between(before: GlobalsState, after: GlobalsState) -> list[str]:
     """Name the global generators that were drawn from between two states: "random", "numpy.random"."""
     drawn = []
-    if before[0] != after[0]:
+    if before.python != after.python:
         drawn.append("random")
-    old = before[1]["state"]
-    new = after[1]["state"]
+    old = before.numpy["state"]
+    new = after.numpy["state"]
     if old["pos"] != new["pos"] or not np.array_equal(old["key"], new["key"]):
         drawn.append("numpy.random")
     return drawn
 
 
-def caller_state() -> tuple[Any, ...]:
-    """Return the state of all global generators (torch's too, if it is loaded), for `restore_caller`."""
+def caller_state() -> GlobalsState:
+    """Return the state of all global generators (torch's too, if it is loaded)."""
     torch = sys.modules.get("torch")
-    return (*globals_state(), None if torch is None else torch.get_rng_state())
-
-
-def restore_caller(state: tuple[Any, ...]) -> None:
-    """Restore a state from `caller_state`."""
-    restore_globals(state)
-    torch = sys.modules.get("torch")
-    if torch is not None and state[2] is not None:
-        torch.set_rng_state(state[2])
+    return globals_state()._replace(
+        torch=None if torch is None else torch.get_rng_state()
+    )

@@ -94,10 +94,6 @@ def _within(domain: Box) -> Check:
     return check
 
 
-def _binary(values: np.ndarray) -> np.ndarray | None:
-    return _if_any((values != 0) & (values != 1))
-
-
 def _one_hot(values: np.ndarray) -> np.ndarray | None:
     illegal = (values != 0).sum(-1, keepdims=True) != 1
     return _if_any(np.broadcast_to(illegal, values.shape))
@@ -119,7 +115,7 @@ def check_for(leaf: LeafSpec, level: ActionCheck) -> Check | None:
         if isinstance(leaf.domain, Box):
             return _within(leaf.domain)
         if isinstance(leaf.domain, Binary) and dtype.kind != "b":
-            return _binary
+            return lambda values: _if_any((values != 0) & (values != 1))
         if isinstance(leaf.domain, OneHot):
             return _one_hot
     if dtype.kind == "f":
@@ -152,7 +148,7 @@ class GroupIntake:
         self.side_leaves = [
             leaf for leaf in (*spec.action, *spec.state) if leaf.is_side
         ]
-        self.side_keys = list(enumerate(leaf.key for leaf in self.side_leaves))
+        self.side_keys = dict(enumerate(leaf.key for leaf in self.side_leaves))
         self.targets = [slab.inputs["input", *leaf.key] for leaf in self.leaves]
         self._dtypes = [np.dtype(leaf.dtype) for leaf in self.leaves]
         self._checks = [
@@ -244,7 +240,14 @@ class GroupIntake:
         # Identity first: types of one array library are mostly the same objects, and comparing takes longer.
         if value.dtype is not dtype and value.dtype != dtype:
             uncast = value
-            value = self._cast(leaf, uncast)
+            if not np.can_cast(uncast.dtype, dtype, "same_kind"):
+                raise self._refuse(
+                    leaf,
+                    leaf.dtype,
+                    str(uncast.dtype),
+                    advice=f" Pass action.to(torch.{leaf.dtype}).",
+                )
+            value = uncast.astype(dtype)
             # A number that is too large for the type has wrapped around.
             if dtype.kind in "iu" and (changed := value != uncast).any():
                 raise self._refuse_first(
@@ -284,16 +287,6 @@ class GroupIntake:
                 advice=" The policy must set it.",
             )
         return value
-
-    def _cast(self, leaf: LeafSpec, value: np.ndarray) -> np.ndarray:
-        if not np.can_cast(value.dtype, leaf.dtype, "same_kind"):
-            raise self._refuse(
-                leaf,
-                leaf.dtype,
-                str(value.dtype),
-                advice=f" Pass action.to(torch.{leaf.dtype}).",
-            )
-        return value.astype(leaf.dtype)
 
     def _refuse_first(
         self,
@@ -372,10 +365,13 @@ def reset_mask(
     if td is None:
         return None
     root = td.get(RESET_KEY, None)
-    if root is not None:
-        masks = [root]
-    else:
-        masks = _nested_masks(td)
+    masks = [root]
+    if root is None:
+        masks = [
+            td.get(key)
+            for key in td.keys(include_nested=True)
+            if isinstance(key, tuple) and key[-1] == RESET_KEY and key[0] != "next"
+        ]
     if not masks:
         return None
     found = np.zeros(batch_shape, bool)
@@ -388,14 +384,6 @@ def reset_mask(
             )
         found |= mask.reshape(*batch_shape, -1).any(-1)
     return found
-
-
-def _nested_masks(td: TensorDictBase) -> list[Any]:
-    return [
-        td.get(key)
-        for key in td.keys(include_nested=True)
-        if isinstance(key, tuple) and key[-1] == RESET_KEY and key[0] != "next"
-    ]
 
 
 def _names_next_to(key: Key, td: TensorDictBase) -> list[str]:

@@ -71,7 +71,7 @@ class Shell:
     """The compiled nesting of a TensorDict: builds it from a flat list of leaves (1 us).
 
     Args:
-        members: `(index into the leaves, key)` of each leaf.
+        members: key of each leaf -> its index in the list.
         groups: key prefix -> batch shape of that nested tensordict, without the leading dimensions.
         lead: the leading dimensions of everything, `[n]` or `[n, T]`.
         own_shape: the batch shape of this tensordict after them.
@@ -80,19 +80,21 @@ class Shell:
 
     def __init__(
         self,
-        members: Sequence[tuple[int, Key]],
+        members: Mapping[Key, int],
         groups: Mapping[Key, tuple[int, ...]],
         lead: tuple[int, ...],
         own_shape: tuple[int, ...],
         device: torch.device | None,
     ) -> None:
         self._make = maker(torch.Size((*lead, *own_shape)), device)
-        self._leaves = [(key[0], index) for index, key in members if len(key) == 1]
-        nested: dict[str, list[tuple[int, Key]]] = {}
-        for index, key in members:
+        self._leaves = {
+            key[0]: index for key, index in members.items() if len(key) == 1
+        }
+        nested: dict[str, dict[Key, int]] = {}
+        for key, index in members.items():
             if len(key) > 1:
-                nested.setdefault(key[0], []).append((index, key[1:]))
-        self._nested: list[tuple[str, Shell]] = []
+                nested.setdefault(key[0], {})[key[1:]] = index
+        self._nested: dict[str, Shell] = {}
         for name, inner in nested.items():
             inner_groups = {
                 key[1:]: shape
@@ -100,23 +102,18 @@ class Shell:
                 if len(key) > 1 and key[0] == name
             }
             shape = groups.get((name,), own_shape)
-            self._nested.append(
-                (
-                    name,
-                    Shell(
-                        inner,
-                        inner_groups,
-                        lead,
-                        shape,
-                        device,
-                    ),
-                )
+            self._nested[name] = Shell(
+                inner,
+                inner_groups,
+                lead,
+                shape,
+                device,
             )
 
     def build(self, leaves: Sequence[Any]) -> TensorDict:
         """Return a fresh TensorDict over the given leaves (no copy)."""
-        source = {name: leaves[index] for name, index in self._leaves}
-        for name, shell in self._nested:
+        source = {name: leaves[index] for name, index in self._leaves.items()}
+        for name, shell in self._nested.items():
             source[name] = shell.build(leaves)
         return self._make(source)
 

@@ -6,8 +6,8 @@ is used again (after `ExecutorOptions.ring_frames` steps). Knows nothing of work
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from envherd.executor.batches.memory import (
     splitter,
 )
 from envherd.executor.batches.transfer import Mover, apart
-from envherd.shm.slab import GroupSlab, next_leaves, root_leaves
+from envherd.shm.slab import GroupSlab, Place, next_leaves, root_leaves
 from envherd.shm.specs import Key
 
 #: Number of rows up to which each row of a leaf is copied as bytes (0.2 us; indexing by an array takes 2 us a leaf).
@@ -40,6 +40,22 @@ Members = np.ndarray | slice
 
 
 _move = outside_inference_mode(torch.Tensor.to)
+
+
+class _RootPlace(NamedTuple):
+    """Where the bytes of a root leaf are.
+
+    Attributes:
+        in_next: its offset in a `next`.
+        in_slab: its offset in the slab, in the first frame.
+        stride: bytes of a frame.
+        nbytes: of a row.
+    """
+
+    in_next: int
+    in_slab: int
+    stride: int
+    nbytes: int
 
 
 class GroupBatch:
@@ -73,14 +89,11 @@ class GroupBatch:
         self.num_rows = len(slab.plan.env_ids)
         self.device = device
         self.is_on_cpu = device is None or device.type == "cpu"
-        self.has_interrupted = has_interrupted
         self.next_keys = [leaf.key for leaf in next_leaves(spec)]
         self.root_keys = [leaf.key for leaf in root_leaves(spec)]
-        self.side_keys = [
-            (i, leaf.key) for i, leaf in enumerate(spec.observation) if leaf.is_side
-        ]
-        side_inputs = [leaf for leaf in (*spec.action, *spec.state) if leaf.is_side]
-        self.side_input_keys = [(i, leaf.key) for i, leaf in enumerate(side_inputs)]
+        self.side_keys = {
+            i: leaf.key for i, leaf in enumerate(spec.observation) if leaf.is_side
+        }
         #: Root leaf i is the same array as next leaf `root_in_next[i]` when nothing was reset.
         self.root_in_next = [self.next_keys.index(key) for key in self.root_keys]
         self._done_in_next = self.next_keys.index(("done",))
@@ -110,17 +123,23 @@ class GroupBatch:
             [[self.next_arrays[i] for i in self.root_in_next], self.root_arrays],
         )
         self._shells: dict[tuple[str, tuple[int, ...]], Shell] = {}
-        #: Section -> which leaf has which key.
+        #: Section -> key -> index of the leaf.
         self._members = {
-            "next": list(enumerate(self.next_keys)),
-            "root": list(enumerate(self.root_keys)),
-            "root over next": list(zip(self.root_in_next, self.root_keys, strict=True)),
+            "next": {key: i for i, key in enumerate(self.next_keys)},
+            "root": {key: i for i, key in enumerate(self.root_keys)},
+            "root over next": dict(zip(self.root_keys, self.root_in_next, strict=True)),
         }
         if has_interrupted:
-            self._members["next"].append((len(self.next_keys), ("interrupted",)))
+            self._members["next"]["interrupted",] = len(self.next_keys)
 
     def shell(self, section: str, lead: tuple[int, ...]) -> Shell:
-        """Return the nesting of a section ("next" or "root") for leading dimensions `lead`."""
+        """Return the nesting of a section for leading dimensions `lead`.
+
+        Args:
+            section: "next", "root", or "root over next": a root over the leaves of a `next`, for rows that were not
+                reset.
+            lead: `[n]`.
+        """
         cached = self._shells.get((section, lead))
         if cached is None:
             cached = self._shells[section, lead] = Shell(
@@ -131,10 +150,6 @@ class GroupBatch:
                 self.device,
             )
         return cached
-
-    def root_shell_over_next(self, lead: tuple[int, ...]) -> Shell:
-        """Return the nesting of a root over the leaves of a `next`, for rows that were not reset."""
-        return self.shell("root over next", lead)
 
     def next_views(self, column: int) -> Leaves:
         """Return the `next` leaves of a frame (VIEW)."""
@@ -163,7 +178,7 @@ class GroupBatch:
         columns: np.ndarray,
         rows: np.ndarray,
     ) -> tuple[TensorDict, Leaves, np.ndarray]:
-        """Return the `next` of some rows, each from its own column; its leaves, for `root_over`; and the ended rows."""
+        """Return the `next` of some rows, each from its own column; its leaves; and the ended rows."""
         arrays = self.gather_next(columns, rows)
         leaves = self.to_tensors(arrays)
         done = arrays[self._done_in_next]
@@ -172,10 +187,6 @@ class GroupBatch:
         if done.ndim > 2:
             ended = np.asarray(done.reshape(len(done), -1).any(1))
         return self.shell("next", (len(rows),)).build(leaves), leaves, ended
-
-    def root_over(self, leaves: Leaves, count: int) -> TensorDict:
-        """Return a root batch `[count]` that shares the leaves of a `next` without resets."""
-        return self.root_shell_over_next((count,)).build(leaves)
 
     def gather_roots(
         self,
@@ -221,9 +232,9 @@ class GroupBatch:
         if len(reset_rows) <= _FEW_ROWS:
             to = buffer.data
             for row in reset_rows.tolist():
-                for own, start, stride, nbytes in self._root_places:
-                    at = own + row * nbytes
-                    of = start + column * stride + row * nbytes
+                for in_next, in_slab, stride, nbytes in self._root_places:
+                    at = in_next + row * nbytes
+                    of = in_slab + column * stride + row * nbytes
                     to[at : at + nbytes] = self._bytes[of : of + nbytes]
         else:
             arrays = self._split(buffer)
@@ -232,14 +243,15 @@ class GroupBatch:
         return [leaves[index] for index in self.root_in_next]
 
     @functools.cached_property
-    def _root_places(self) -> list[tuple[int, int, int, int]]:
-        """Return for each root leaf its offset in a `next` and in the slab, and the bytes of a frame and of a row."""
+    def _root_places(self) -> list[_RootPlace]:
         start = self.slab.buffer.__array_interface__["data"][0]
         places = []
         for index, array in zip(self.root_in_next, self.root_arrays, strict=True):
             own = self._fields[index].offset
             offset = array.__array_interface__["data"][0] - start
-            places.append((own, offset, array.strides[0], array[0, :1].nbytes))
+            places.append(
+                _RootPlace(own, offset, array.strides[0], array[0, :1].nbytes)
+            )
         return places
 
     @outside_inference_mode
@@ -267,6 +279,25 @@ class GroupBatch:
         return [_move(tensor, self.device) for tensor in tensors]
 
 
+class _Gathered(NamedTuple):
+    """A leaf whose rows are gathered.
+
+    Attributes:
+        shape: of a row.
+        dtype: of the leaf.
+        records: a record of one row at every byte from its first row on; None of empty rows, and of rows that are too
+            large for a record.
+        table: place -> record.
+        arrays: one of each section.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    records: np.ndarray | None
+    table: np.ndarray
+    arrays: Sequence[np.ndarray]
+
+
 class Gatherer:
     """Gathers some rows of each leaf of a group, from several frames, by their addresses in memory.
 
@@ -288,12 +319,7 @@ class Gatherer:
         self._num_rows = sections[0][0].shape[1]
         self._section = sections[0][0].shape[0] * self._num_rows
         tables: dict[bytes, np.ndarray] = {}
-        #: (row shape, dtype, records of one row at every byte from its first row on, place -> record) of each leaf.
-        self._leaves: list[
-            tuple[tuple[int, ...], np.dtype, np.ndarray | None, np.ndarray]
-        ] = []
-        #: Index of a leaf without records -> its arrays.
-        self._larger: dict[int, Sequence[np.ndarray]] = {}
+        self._leaves: list[_Gathered] = []
         for arrays in zip(*sections, strict=True):
             first = arrays[0]
             nbytes = first[0, 0].nbytes
@@ -308,9 +334,9 @@ class Gatherer:
             if 0 < nbytes <= LARGEST_RECORD:
                 shape = (len(buffer) - offset - nbytes + 1,)
                 records = np.ndarray(shape, f"V{nbytes}", buffer, offset, (1,))
-            else:
-                self._larger[len(self._leaves)] = arrays
-            self._leaves.append((first.shape[2:], first.dtype, records, table))
+            self._leaves.append(
+                _Gathered(first.shape[2:], first.dtype, records, table, arrays)
+            )
 
     def places(
         self,
@@ -335,37 +361,22 @@ class Gatherer:
         """Return the rows at some places of every leaf, as fresh arrays `[k, ...]`."""
         count = len(places)
         if not count:
-            return [np.empty((0, *shape), dtype) for shape, dtype, _, _ in self._leaves]
+            return [np.empty((0, *leaf.shape), leaf.dtype) for leaf in self._leaves]
         table = addresses = None
         gathered: list[np.ndarray] = []
-        for shape, dtype, records, own_table in self._leaves:
+        for shape, dtype, records, own_table, arrays in self._leaves:
             if records is None:
-                gathered.append(
-                    self._gather_larger(
-                        len(gathered),
-                        places,
-                        np.empty((count, *shape), dtype),
-                    )
-                )
+                taken = np.empty((count, *shape), dtype)
+                for position, place in enumerate(places.tolist()):
+                    section, rest = divmod(place, self._section)
+                    taken[position] = arrays[section][divmod(rest, self._num_rows)]
+                gathered.append(taken)
                 continue
             if own_table is not table:
                 table = own_table
                 addresses = table[places]
             gathered.append(np.ndarray((count, *shape), dtype, records[addresses]))
         return gathered
-
-    def _gather_larger(
-        self,
-        index: int,
-        places: np.ndarray,
-        rows: np.ndarray,
-    ) -> np.ndarray:
-        """Return the rows of a leaf without records, whose rows are empty or too large for a record."""
-        arrays = self._larger[index]
-        for position, place in enumerate(places.tolist()):
-            section, rest = divmod(place, self._section)
-            rows[position] = arrays[section][divmod(rest, self._num_rows)]
-        return rows
 
 
 def _addresses(array: np.ndarray, start: int) -> np.ndarray:
@@ -377,11 +388,11 @@ def _addresses(array: np.ndarray, start: int) -> np.ndarray:
 
 def add_side(
     td: TensorDictBase,
-    keys: Sequence[tuple[int, Key]],
+    keys: Mapping[int, Key],
     values: Sequence[Sequence[Any]],
 ) -> None:
     """Put copies of side-channel leaves into a batch, as non-tensor data: `values[row][leaf index]`."""
-    for index, key in keys:
+    for index, key in keys.items():
         # Deep copies, because the executor hands the same values out again.
         copies = [NonTensorData(copy.deepcopy(row[index])) for row in values]
         td.set(key, NonTensorStack(*copies))
@@ -389,12 +400,12 @@ def add_side(
 
 def stack_groups(
     tds: Sequence[TensorDictBase],
-    places: Sequence[tuple[int, int]],
+    places: Sequence[Place],
 ) -> TensorDictBase:
     """Return one batch in env order from one batch per group: itself if there is one group, else a lazy stack."""
-    if len(tds) == 1 and [row for _, row in places] == list(range(len(places))):
+    if len(tds) == 1 and [place.row for place in places] == list(range(len(places))):
         return tds[0]
     return LazyStackedTensorDict(
-        *(tds[group][row] for group, row in places),
+        *(tds[place.group][place.row] for place in places),
         stack_dim=0,
     )

@@ -27,6 +27,8 @@ from envherd.shm.private_view import PrivateView
 from envherd.shm.slab import GroupSlab, Slab
 
 Leaves = list[torch.Tensor]
+#: Memory that the caller fills, uint8 `[nbytes]`, or None if there is nothing to fill; and the leaves over it.
+Taken = tuple[np.ndarray | None, Leaves]
 #: Buffer, uint8 -> the arrays of the leaves (VIEWS).
 Split = Callable[[np.ndarray], Sequence[np.ndarray]]
 
@@ -388,7 +390,7 @@ class StepMemory:
         self._blocks = blocks
         self._loans = loans
 
-    def take(self, column: int) -> tuple[np.ndarray | None, Leaves]:
+    def take(self, column: int) -> Taken:
         """Return memory for the rows of a column, uint8 `[nbytes]`, and its leaves, before or after they are written.
 
         The caller fills the memory from the frame with one memcpy. It is None if the frame itself is lent.

@@ -5,7 +5,7 @@ it allows are drawn; action 0 if it allows none.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,12 +13,20 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from envherd.executor.batches.actions import to_numpy
 from envherd.executor.batches.grad_mode import outside_inference_mode
-from envherd.shm.specs import EnvSpec, LeafSpec
+from envherd.shm.specs import EnvSpec, Key, LeafSpec
 from envherd.workers import seeding
 from envherd.workers.random_values import Draw, draw_masked, drawer, mask_key
 
 # spawn_key of the sampler's generator: different from those of envs (workers.seeding).
 _STREAM = 2**32 - 2
+
+
+class _Action(NamedTuple):
+    """A leaf of an action, what draws its values, and the key of its mask; None without one."""
+
+    leaf: LeafSpec
+    draw: Draw
+    mask: Key | None
 
 
 class ActionSampler:
@@ -36,13 +44,17 @@ class ActionSampler:
             np.random.SeedSequence(seed, spawn_key=(_STREAM, *share))
         )
         self._specs = specs
-        #: For each env, the first env with an equal spec and the function that draws its actions.
+        # Of each env, the first env with an equal spec.
         self._kinds = [specs.index(spec) for spec in specs]
         # All envs have the first one's spec.
         self._is_uniform = not any(self._kinds)
-        self._draws = {
+        self._actions = {
             kind: [
-                (leaf, drawer(leaf) or _refuser(leaf), mask_key(specs[kind], leaf))
+                _Action(
+                    leaf,
+                    drawer(leaf) or _refuser(leaf),
+                    mask_key(specs[kind], leaf),
+                )
                 for leaf in specs[kind].action
             ]
             for kind in set(self._kinds)
@@ -104,7 +116,7 @@ class ActionSampler:
 
     def _draw(self, td: TensorDictBase, kind: int, lead: tuple[int, ...]) -> None:
         """Set the action leaves of rows of one kind, `[*lead]`."""
-        for leaf, draw, masking in self._draws[kind]:
+        for leaf, draw, masking in self._actions[kind]:
             # Without a mask in the batch, as before the first reset, every action is allowed.
             mask = masking and td.get(masking, None)
             if mask is None:

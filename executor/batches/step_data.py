@@ -1,18 +1,34 @@
 """The batches of a step of all envs of one kind, compiled for these envs."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 
 from envherd.executor.batches.fast_tensordict import Shell
 from envherd.executor.batches.hand_out import GroupBatch
-from envherd.executor.batches.memory import Leaves
+from envherd.executor.batches.memory import Taken
 from envherd.workers.protocol import Op
 
-#: The batches of a step, created before their memory is filled: `(memory, or None for the frame's own; memory of
-#: `interrupted`, or None; next; root)`.
-Draft = tuple[np.ndarray | None, np.ndarray | None, TensorDict, TensorDict | None]
+#: A batch, and the root after it; None without a root.
+WithRoot = tuple[TensorDictBase, TensorDictBase | None]
+
+
+class Draft(NamedTuple):
+    """The batches of a step, created before their memory is filled.
+
+    Attributes:
+        buffer: memory of `next`; None for the frame's own.
+        flags: memory of `interrupted`; None without it.
+        next: the `next` batch.
+        root: None without a root.
+    """
+
+    buffer: np.ndarray | None
+    flags: np.ndarray | None
+    next: TensorDict
+    root: TensorDict | None
 
 
 class StepBatches:
@@ -56,7 +72,7 @@ class StepBatches:
         # Names of the closure, because attributes take longer.
         build_next = self._build_next
         build_root = self._build_over_next
-        take: Callable[[int], tuple[np.ndarray | None, Leaves]] = self._take
+        take: Callable[[int], Taken] = self._take
         if self._is_copy:
             take = self._batch.memory.take
         interrupted = self._interrupted
@@ -68,11 +84,16 @@ class StepBatches:
                 flags = np.empty_like(interrupted)
                 leaves = [*leaves, *self._batch.to_tensors([flags])]
             next_td = build_next(leaves)
-            return buffer, flags, next_td, build_root(leaves) if has_root else None
+            return Draft(
+                buffer,
+                flags,
+                next_td,
+                build_root(leaves) if has_root else None,
+            )
 
         return draft
 
-    def _take(self, column: int) -> tuple[None, Leaves]:
+    def _take(self, column: int) -> Taken:
         """Return a column's leaves as views, in place of memory for copies."""
         return None, self._batch.next_views(column)
 
@@ -81,7 +102,7 @@ class StepBatches:
         draft: Draft,
         column: int,
         reset_ids: np.ndarray | None,
-    ) -> tuple[TensorDict, TensorDict | None]:
+    ) -> WithRoot:
         """Return the `next` batch `[N]` of a step, and the root after it.
 
         Args:

@@ -94,7 +94,7 @@ class Rerun:
             sys.path += [folder for folder in facts["search"] if folder not in sys.path]
         if self._options.trust and self._options.env is None and pickled is not None:
             factory, kwargs = pickle.loads(pickled)  # which the user trusts
-            return pickle.loads(factory), kwargs
+            return Made(pickle.loads(factory), kwargs)
         if name is None:
             trusted = ""
             if pickled is not None:
@@ -124,12 +124,12 @@ class Rerun:
         # Another env that the command line names has other fields.
         if name == facts["env"] and facts["fields"]:
             try:
-                factory = replace(factory, **facts["fields"])  # type: ignore[type-var]  # those with fields are
+                factory = replace(factory, **facts["fields"])
             except TypeError as error:
                 raise CapsuleError(
                     f"reading {self._path} failed: expected options of {name}, got {error}."
                 ) from None
-        return factory, kwargs
+        return Made(factory, kwargs)
 
     def report(self, _: None) -> int:
         """Run the episode again and report; return the exit code."""

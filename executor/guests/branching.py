@@ -74,7 +74,7 @@ def _copy_journals(
     is_changed: bool,
 ) -> None:
     """Make the inputs of an env's episode also those of its copies; see `workers.block.journal`."""
-    group, row = engine.positions.places.pairs[source]
+    group, row = engine.positions.places.of_env[source]
     journal = dict(engine.pool.slab.groups[group].journal)
     rows = engine.positions.places.row_of[targets]
     if not journal:

@@ -110,7 +110,7 @@ class Recycler:
     def _are_reset_whole(self, worker_id: int) -> bool:
         """Return whether the next reset begins all episodes of a worker's envs, if an env is a batch."""
         for env_id in self._pool.blueprint.blocks[worker_id]:
-            group, row = self._engine.positions.places.pairs[env_id]
+            group, row = self._engine.positions.places.of_env[env_id]
             mask = self._engine.positions.slab.groups[group].inputs.get(("reset_mask",))
             if mask is not None and not mask[row].all():
                 return False

@@ -61,13 +61,9 @@ static int are_of_the_same(Caller *caller)
 static int take_room(Caller *caller)
 {
     caller->num_envs = caller->command.shape[0];
-    caller->answers = PyMem_Calloc((size_t)caller->num_envs + 1, sizeof *caller->answers);
-    caller->sorted = PyMem_Calloc((size_t)caller->num_envs + 1, sizeof *caller->sorted);
-    if (caller->answers == NULL || caller->sorted == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    return 0;
+    caller->answers = room_for(caller->num_envs, sizeof *caller->answers);
+    caller->sorted = room_for(caller->num_envs, sizeof *caller->sorted);
+    return caller->answers == NULL || caller->sorted == NULL ? -1 : 0;
 }
 
 static int take_bells(Caller *caller, PyObject *facts)
@@ -76,12 +72,10 @@ static int take_bells(Caller *caller, PyObject *facts)
     Py_ssize_t count = go == NULL ? -1 : PyList_Size(go);
     if (count < 0 || bell_take(facts, "done", &caller->done) < 0)
         return -1;
-    caller->go = PyMem_Calloc((size_t)count + 1, sizeof *caller->go);
-    caller->rung = PyMem_Calloc((size_t)count + 1, sizeof *caller->rung);
-    if (caller->go == NULL || caller->rung == NULL) {
-        PyErr_NoMemory();
+    caller->go = room_for(count, sizeof *caller->go);
+    caller->rung = room_for(count, sizeof *caller->rung);
+    if (caller->go == NULL || caller->rung == NULL)
         return -1;
-    }
     caller->num_workers = count; /* those that are not taken yet hold nothing, which is as good to release */
     for (Py_ssize_t i = 0; i < count; i++)
         if (bell_take_memory(PyList_GetItem(go, i), "go", &caller->go[i]) < 0)
@@ -89,26 +83,21 @@ static int take_bells(Caller *caller, PyObject *facts)
     return 0;
 }
 
+static int take_all(PyObject *self, PyObject *facts)
+{
+    Caller *caller = (Caller *)self;
+    if (take_facts(facts, FACTS, caller) < 0 || take_room(caller) < 0 || take_bells(caller, facts) < 0)
+        return -1;
+    return are_of_the_same(caller);
+}
+
 static PyObject *caller_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs))
 {
-    PyObject *facts;
-    if (!PyArg_ParseTuple(args, "O!", &PyDict_Type, &facts))
-        return NULL;
-    Caller *caller = (Caller *)PyType_GenericAlloc(type, 0);
-    if (caller == NULL)
-        return NULL;
-    if (take_facts(facts, FACTS, caller) < 0 || take_room(caller) < 0 || take_bells(caller, facts) < 0
-        || are_of_the_same(caller) < 0) {
-        Py_DECREF(caller);
-        return NULL;
-    }
-    return (PyObject *)caller;
+    return make(type, args, take_all);
 }
 
 static void caller_dealloc(Caller *caller)
 {
-    PyTypeObject *type = Py_TYPE((PyObject *)caller);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release_facts(FACTS, caller);
     PyBuffer_Release(&caller->done.memory);
     for (Py_ssize_t i = 0; i < caller->num_workers; i++)
@@ -117,8 +106,7 @@ static void caller_dealloc(Caller *caller)
     PyMem_Free(caller->rung);
     PyMem_Free(caller->answers);
     PyMem_Free(caller->sorted);
-    release(caller);
-    Py_DECREF(type);
+    give_up((PyObject *)caller);
 }
 
 /* ---- commands --------------------------------------------------------------------------------------- */

@@ -109,11 +109,9 @@ static int group_take(PyObject *facts, const char *name, int num_leading, Exchan
     Py_ssize_t count = arrays == NULL ? -1 : PyList_Size(arrays);
     if (count < 0)
         return -1;
-    group->rows = PyMem_Calloc((size_t)count + 1, sizeof *group->rows);
-    if (group->rows == NULL) {
-        PyErr_NoMemory();
+    group->rows = room_for(count, sizeof *group->rows);
+    if (group->rows == NULL)
         return -1;
-    }
     group->count = count; /* those that are not taken yet hold nothing, which is as good to release */
     for (Py_ssize_t i = 0; i < count; i++)
         if (rows_take(PyList_GetItem(arrays, i), num_leading, exchange->num_columns, exchange->num_envs, &group->rows[i]) < 0)
@@ -157,11 +155,9 @@ static int take_root_in_next(Exchange *exchange, PyObject *facts)
     int is_right = indices != NULL && PyList_Size(indices) == exchange->root.count && exchange->done >= 0
                    && exchange->done < exchange->next.count && exchange->blank >= 0 && exchange->root_done >= 0
                    && exchange->root_done < exchange->root.count && exchange->num_columns > 0;
-    exchange->root_in_next = PyMem_Calloc((size_t)exchange->root.count + 1, sizeof(i64));
-    if (exchange->root_in_next == NULL) {
-        PyErr_NoMemory();
+    exchange->root_in_next = room_for(exchange->root.count, sizeof(i64));
+    if (exchange->root_in_next == NULL)
         return -1;
-    }
     for (Py_ssize_t i = 0; is_right && i < exchange->root.count; i++) {
         i64 index = PyLong_AsLongLong(PyList_GetItem(indices, i));
         is_right = index >= 0 && index < exchange->next.count
@@ -201,30 +197,26 @@ static int take_space(Exchange *exchange)
 {
     i64 **places[] = {&exchange->sent, &exchange->found, &exchange->commands, &exchange->marks};
     for (size_t i = 0; i < sizeof places / sizeof *places; i++)
-        if ((*places[i] = PyMem_Calloc((size_t)exchange->num_envs + 1, sizeof(i64))) == NULL) {
-            PyErr_NoMemory();
+        if ((*places[i] = room_for(exchange->num_envs, sizeof(i64))) == NULL)
             return -1;
-        }
     return 0;
 }
 
-static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs))
+static int take_all(PyObject *self, PyObject *facts)
 {
-    PyObject *facts;
-    if (!PyArg_ParseTuple(args, "O!", &PyDict_Type, &facts))
-        return NULL;
-    Exchange *exchange = (Exchange *)PyType_GenericAlloc(type, 0);
-    if (exchange == NULL)
-        return NULL;
+    Exchange *exchange = (Exchange *)self;
     if (take_facts(facts, FACTS, exchange) < 0 || take_caller(exchange, facts) < 0 || !have_right_shapes(exchange)
         || group_take(facts, "next", 2, exchange, &exchange->next) < 0
         || group_take(facts, "root", 2, exchange, &exchange->root) < 0
         || group_take(facts, "inputs", 1, exchange, &exchange->inputs) < 0 || take_root_in_next(exchange, facts) < 0
-        || take_action(exchange, facts) < 0 || take_space(exchange) < 0) {
-        Py_DECREF(exchange);
-        return NULL;
-    }
-    return (PyObject *)exchange;
+        || take_action(exchange, facts) < 0)
+        return -1;
+    return take_space(exchange);
+}
+
+static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs))
+{
+    return make(type, args, take_all);
 }
 
 static void group_release(Group *group)
@@ -236,8 +228,6 @@ static void group_release(Group *group)
 
 static void exchange_dealloc(Exchange *exchange)
 {
-    PyTypeObject *type = Py_TYPE((PyObject *)exchange);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     PyBuffer_Release(&exchange->action.memory);
     group_release(&exchange->next);
     group_release(&exchange->root);
@@ -246,8 +236,7 @@ static void exchange_dealloc(Exchange *exchange)
     for (size_t i = 0; i < sizeof places / sizeof *places; i++)
         PyMem_Free(places[i]);
     release_facts(FACTS, exchange);
-    release(exchange);
-    Py_DECREF(type);
+    give_up((PyObject *)exchange);
 }
 
 /* ---- send ------------------------------------------------------------------------------------------- */
@@ -423,10 +412,11 @@ static Py_ssize_t size_of(const Group *group, Py_ssize_t count)
     return size;
 }
 
-static void gather_next(const Exchange *exchange, const i64 *ids, Py_ssize_t count, char *to)
+/* Write the rows of `next` at the columns of the envs' commands, or inputs, which have no columns. */
+static void gather(const Exchange *exchange, const Group *group, const i64 *ids, Py_ssize_t count, char *to)
 {
-    for (Py_ssize_t leaf = 0, offset = 0; leaf < exchange->next.count; leaf++) {
-        const Rows *rows = &exchange->next.rows[leaf];
+    for (Py_ssize_t leaf = 0, offset = 0; leaf < group->count; leaf++) {
+        const Rows *rows = &group->rows[leaf];
         for (Py_ssize_t i = 0; i < count; i++)
             memcpy(to + offset + i * rows->num_bytes, row_at(rows, *word(&exchange->at, ids[i]), ids[i]),
                    (size_t)rows->num_bytes);
@@ -446,16 +436,6 @@ static void gather_roots(const Exchange *exchange, const Numbers *ids, char *to)
                    (size_t)root->num_bytes);
         }
         offset = after(offset, ids->count * root->num_bytes);
-    }
-}
-
-static void gather_inputs(const Exchange *exchange, const i64 *ids, Py_ssize_t count, char *to)
-{
-    for (Py_ssize_t leaf = 0, offset = 0; leaf < exchange->inputs.count; leaf++) {
-        const Rows *rows = &exchange->inputs.rows[leaf];
-        for (Py_ssize_t i = 0; i < count; i++)
-            memcpy(to + offset + i * rows->num_bytes, row_at(rows, 0, ids[i]), (size_t)rows->num_bytes);
-        offset = after(offset, count * rows->num_bytes);
     }
 }
 
@@ -502,9 +482,9 @@ static i64 take(Exchange *exchange, Py_ssize_t count, const Py_buffer *next, con
             return -1;
     if (root->obj != NULL) {
         gather_roots(exchange, &ids, root->buf);
-        gather_inputs(exchange, exchange->found, count, (char *)root->buf + roots_end);
+        gather(exchange, &exchange->inputs, exchange->found, count, (char *)root->buf + roots_end);
     }
-    gather_next(exchange, exchange->found, count, next->buf);
+    gather(exchange, &exchange->next, exchange->found, count, next->buf);
     memcpy((char *)next->buf + end, exchange->found, (size_t)ids_size);
     memcpy(own->buf, exchange->found, (size_t)ids_size);
     for (Py_ssize_t i = 0; i < count; i++)

@@ -13,7 +13,6 @@ import numpy as np
 
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.command_words import CommandWords
-from envherd.executor.pools.fast_commands import exchange_natively
 from envherd.executor.pools.replies import Outcome
 from envherd.executor.processes.error_messages import Frame
 from envherd.executor.sending.blueprint import Blueprint
@@ -172,7 +171,10 @@ class Pool(ABC):
         Args:
             facts: the engine's arguments for `executor/native/exchange.c`.
         """
-        return exchange_natively(self._caller, facts)
+        module = native.load()
+        return module.Exchange(
+            {"caller": self._caller, "caller_type": module.Caller, **facts}
+        )
 
     def must_look(self) -> bool:
         """Return whether a check of the workers is due, which `wait_some` makes."""

@@ -54,14 +54,3 @@ def native_caller(
             **native.waiting_facts(),
         }
     )
-
-
-def exchange_natively(caller: Any, facts: Mapping[str, Any]) -> Any:
-    """Return the `Exchange` of the C extension: steps of all envs or of some.
-
-    Args:
-        caller: result of `native_caller`.
-        facts: what `Engine.facts` returns.
-    """
-    module = native.load()
-    return module.Exchange({"caller": caller, "caller_type": module.Caller, **facts})

@@ -23,13 +23,14 @@ from envherd.executor.processes.error_messages import (
 from envherd.executor.sending.blueprint import Blueprint
 from envherd.shm.segment import HAS_MEMFD, Segment
 from envherd.shm.slab import Slab, Storage, StoragePlan
-from envherd.shm.sync import Bell, Doorbell, LocalBell
+from envherd.shm.sync import Bells, Doorbell, LocalBell
 from envherd.workers import messages, plain, seeding
 from envherd.workers.adapters import Adapter
 from envherd.workers.block.block import Block
 from envherd.workers.build import Builder, pickle_factory
 from envherd.workers.current import WorkerInfo, building
 from envherd.workers.errors import EnvherdError, FactoryError
+from envherd.workers.options import FactoryCall
 from envherd.workers.process.loop import Loop
 from envherd.workers.process.native_loop import loop_class
 from envherd.workers.protocol import Op, pack_each
@@ -55,11 +56,7 @@ class SerialPool(Pool):
     def start(self) -> None:
         """Build the envs; set `specs`, `plan` and `slab`."""
         before = seeding.caller_state()
-        self._builder = Builder(
-            self.options.info_keys,
-            self.options.env_type,
-            episode_statistics=self.options.episode_statistics,
-        )
+        self._builder = Builder(self.options.for_block())
         first = self.options.first_env_id
         self._info = WorkerInfo(
             worker_id=0,
@@ -79,7 +76,7 @@ class SerialPool(Pool):
             self.close()
             raise
         finally:
-            seeding.restore_caller(before)
+            seeding.restore_globals(before)
         self.plan = self._plan_slab(1, lends=HAS_MEMFD)
         self.slab = Slab(self.plan, self._make_memory())
         self._block = Block(
@@ -135,7 +132,7 @@ class SerialPool(Pool):
             lambda: None,
             int(mail[0]),
         ).server()
-        take_token = self._bells[1].try_wait
+        take_token = self._bells.done.try_wait
 
         def serve() -> None:
             serve_token()
@@ -145,26 +142,26 @@ class SerialPool(Pool):
 
         return serve
 
-    def _make_bells(self) -> tuple[type[Loop], tuple[Bell, Bell]]:
+    def _make_bells(self) -> tuple[type[Loop], Bells]:
         """Return the class of the loop and its doorbells; without semaphores in shared memory, the one in Python."""
         buffer = self.slab.buffer
         try:
             go = Doorbell.create(buffer, self.plan.go_offset(0))
             done = Doorbell.create(buffer, self.plan.bells_offset)
         except (AttributeError, OSError):
-            return Loop, (LocalBell(), LocalBell())
-        return loop_class(), (go, done)
+            return Loop, Bells(LocalBell(), LocalBell())
+        return loop_class(), Bells(go, done)
 
     def _note_change(self) -> None:
         """Make the loop read the envs again, after a change other than by a command."""
         self.slab.words["mail_seq"][0] += 1
 
-    def _build_env(self, env_id: int, *call: Any) -> Adapter:
+    def _build_env(self, env_id: int, call: FactoryCall | None = None) -> Adapter:
         with building(self._info, self.options.first_env_id + env_id):
             adapter = self._builder.adopt(
                 *(
                     call
-                    or (
+                    or FactoryCall(
                         self.blueprint.factories[env_id],
                         self.blueprint.env_kwargs[env_id],
                     )

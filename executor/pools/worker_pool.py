@@ -48,10 +48,16 @@ from envherd.shm.tally import Tally
 from envherd.workers import messages
 from envherd.workers.errors import EnvherdError, FactoryError
 from envherd.workers.processes import memory_of
-from envherd.workers.protocol import LEAVE, OP_BITS, Flag, Op, describe_phase, pack_each
+from envherd.workers.protocol import (
+    EACH,
+    LEAVE,
+    Op,
+    Phase,
+    describe_phase,
+    pack_each,
+)
 
 _LOOK_NS = int(LOOK_S * 1e9)
-_EACH = Flag.EACH << OP_BITS
 #: Seconds between checks of the workers' pidfds if answers arrive without a wait of `LOOK_S`.
 _LOOK_ANYWAY_S = 0.03
 #: The same while a worker writes a large message, which this process must read for it to continue.
@@ -118,17 +124,16 @@ class WorkerPool(Pool):
             self.specs[0].family,
             [worker.gpu for worker in self.crew.workers],
         )
-        ring_nbytes = self.plan.ring_nbytes
         segment = create_named(
             self.plan.nbytes,
             LABEL,
             plate,
-            num_sparse=self.plan.nbytes - ring_nbytes,
+            num_sparse=self.plan.nbytes - self.plan.ring_nbytes,
             create=self._create_segment,
         )
         buffer = segment.array()
         if self.plan.num_lendable:
-            self.lendable = segment.private_view(ring_nbytes)
+            self.lendable = segment.private_view(self.plan.ring_nbytes)
         self.slab = Slab(self.plan, buffer)
         self._tally = Tally(self.slab.words)
         self._go, self._done = self._make_bells(buffer)
@@ -145,16 +150,14 @@ class WorkerPool(Pool):
             )
         self.supervisor = Supervisor(self, self.crew, self.options)
         self.absent = self.supervisor.absent
-        self._overdue: Overdue | None = None
-        limits = (self.options.step_timeout_s, self.options.reset_timeout_s)
-        if limits != (None, None):
-            self._overdue = Overdue(
-                self._clock,
-                *limits,
-                self.phase_of,
-                self.words.command_seq,
-                self.worker_of,
-            )
+        self._overdue = Overdue(
+            self._clock,
+            self.options.step_timeout_s,
+            self.options.reset_timeout_s,
+            self.phase_of,
+            self.words.command_seq,
+            self.worker_of,
+        )
         # Last: from here on workers serve.
         self.crew.equipment.hand_over(self.plan, segment, self.wake_worker)
 
@@ -275,7 +278,7 @@ class WorkerPool(Pool):
             and count == self.num_envs
             # After an interrupt, perhaps nobody rings any more.
             and not through_losses
-            and not self.words.command[0] & _EACH
+            and not self.words.command[0] & EACH
             and self._has_all()
         ):
             self._collect()
@@ -348,7 +351,7 @@ class WorkerPool(Pool):
             self._look_around()
             if not through_losses and self.supervisor.must_raise(time.monotonic()):
                 return
-            if deadline.has_passed() and not (
+            if deadline.left_s(LOOK_S) <= 0 and not (
                 deadline.kills and self._give_up_late(deadline, num_resets)
             ):
                 # The envs of killed workers count as answered. Without kills, the caller gets fewer envs.
@@ -373,7 +376,7 @@ class WorkerPool(Pool):
             if not self.supervisor.is_being_replaced(worker_id):
                 log_stall(
                     self.crew.workers[worker_id],
-                    int(self.slab.words["phase"][worker_id]),
+                    self.phase_of(worker_id),
                     waited_s,
                 )
 
@@ -381,7 +384,7 @@ class WorkerPool(Pool):
         """Return the workers that are in a reset, or have made one since the counts `num_resets` (int `[N]`)."""
         have_reset = self.worker_of[self.slab.words["resets"] != num_resets]
         return set(have_reset.tolist()) | {
-            w for w in self.worker_ids if self.phase_of(w)[0] == "reset"
+            w for w in self.worker_ids if self.phase_of(w).name == "reset"
         }
 
     def _owing(self) -> list[int]:
@@ -394,11 +397,10 @@ class WorkerPool(Pool):
         self.supervisor.continue_replacing()
         owing = self._owing()
         self._is_reading = self.supervisor.notice_deaths(owing)
-        if self._overdue is not None:
-            for worker_id, limit_s in self._overdue.look(
-                w for w in owing if w not in self.supervisor.absent
-            ):
-                self.supervisor.give_up_late([worker_id], limit_s)
+        for worker_id, limit_s in self._overdue.look(
+            w for w in owing if w not in self.supervisor.absent
+        ).items():
+            self.supervisor.give_up_late([worker_id], limit_s)
 
     def _collect(self) -> None:
         """Read the messages that the status words announce into `outcome`."""
@@ -589,7 +591,7 @@ class WorkerPool(Pool):
             # Its predecessor did not take these.
             pass
 
-    def phase_of(self, worker_id: int) -> tuple[str, int | None]:
+    def phase_of(self, worker_id: int) -> Phase:
         """Return the phase of a worker, and its env if known."""
         return describe_phase(int(self.slab.words["phase"][worker_id]))
 

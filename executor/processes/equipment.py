@@ -6,6 +6,7 @@ serves.
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.processes.mail import await_frame, mail
@@ -14,6 +15,13 @@ from envherd.shm.interrupts import uninterrupted
 from envherd.shm.segment import Segment
 from envherd.shm.slab import SlabPlan, StoragePlan
 from envherd.workers import messages
+
+
+class _Storage(NamedTuple):
+    """The message by which a worker maps a rollout storage, and the memory."""
+
+    message: messages.AttachStorage
+    segment: Segment
 
 
 class Equipment:
@@ -38,7 +46,7 @@ class Equipment:
         self._options = options
         self.seed = messages.Seed(root_seed=root_seed)
         self._segment: Segment | None = None
-        self._storages: dict[int, tuple[messages.AttachStorage, Segment]] = {}
+        self._storages: dict[int, _Storage] = {}
 
     def hand_over(
         self,
@@ -73,8 +81,8 @@ class Equipment:
         await_frame(worker, "attach", self._options.build_timeout_s)
         # Mail makes it look for commands, so it serves from here on.
         with uninterrupted():
-            for message, segment in self._storages.values():
-                mail(worker, message, _fds(segment))
+            for storage in self._storages.values():
+                mail(worker, storage.message, _fds(storage.segment))
             # The message also has the episodes, which a worker counts from then on itself.
             if worker.root_seed != self.seed.root_seed:
                 mail(worker, self.seed)
@@ -89,7 +97,7 @@ class Equipment:
             name=segment.name,
         )
         # Before the mail: after an interrupt, workers that are attached later get it as well.
-        self._storages[target] = (message, segment)
+        self._storages[target] = _Storage(message, segment)
         for worker in self._attached():
             mail(worker, message, _fds(segment))
 
@@ -99,7 +107,7 @@ class Equipment:
             mail(worker, messages.DetachStorage(target=target))
         # After the mail: when this is repeated, successors that were attached meanwhile forget it as well.
         if target in self._storages:
-            self._storages.pop(target)[1].close()
+            self._storages.pop(target).segment.close()
 
     def set_seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:
         """Give every worker a new root seed, and the episodes of the next resets: now, or when it gets the slab."""
@@ -112,8 +120,8 @@ class Equipment:
 
     def close(self) -> None:
         """Close the memory. Idempotent."""
-        for _, segment in self._storages.values():
-            segment.close()
+        for storage in self._storages.values():
+            storage.segment.close()
         if self._segment is not None:
             self._segment.close()
 

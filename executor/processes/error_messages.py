@@ -16,7 +16,7 @@ from envherd.workers.errors import (
     WorkerLost,
     WorkerTimeout,
 )
-from envherd.workers.protocol import IDLE, describe_phase
+from envherd.workers.protocol import IDLE, Phase
 
 log = logging.getLogger("envherd")
 
@@ -309,14 +309,13 @@ def first_fault(faults: Sequence[Frame]) -> Frame:
     return min(faults, key=lambda one: one["env_id"])
 
 
-def log_stall(worker: WorkerProcess, phase_word: int, waited_s: float) -> None:
+def log_stall(worker: WorkerProcess, phase: Phase, waited_s: float) -> None:
     """Log the stack of a worker in a long wait without a deadline."""
-    phase, env_id = describe_phase(phase_word)
     log.warning(
         "worker %d has not answered for %.0f s, %s:\n%s",
         _called(worker),
         waited_s,
-        _in_words(phase, env_id),
+        _in_words(*phase),
         without_own_frames(worker.stack()),
     )
 

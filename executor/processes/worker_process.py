@@ -24,7 +24,11 @@ from envherd.executor.start.process_log import (
 )
 from envherd.executor.start.zygote import Helper
 from envherd.shm import platforms
-from envherd.shm.interrupts import ignoring_refusals, uninterrupted
+from envherd.shm.interrupts import (
+    close_descriptors,
+    ignoring_refusals,
+    uninterrupted,
+)
 from envherd.workers.current import WorkerInfo
 from envherd.workers.errors import WorkerLost
 from envherd.workers.messages import Channel
@@ -74,7 +78,7 @@ class WorkerProcess:
         self.generation = info.generation
         self._zygote = zygote
         self._exit_code: int | None = None
-        self._oom_kills = count_oom_kills()
+        self._own_kills, self._all_kills = count_oom_kills()
         ours, self._theirs = socket.socketpair()
         self.channel = Channel(ours)
         try:
@@ -134,12 +138,11 @@ class WorkerProcess:
             "group": a process of this one's control group, for that group's limit. "machine": some process.
         """
         own, everywhere = count_oom_kills()
-        own_before, before = self._oom_kills
-        if own > own_before:
+        if own > self._own_kills:
             return "group"
-        if everywhere is None or before is None:
+        if everywhere is None or self._all_kills is None:
             return "unknown"
-        return "machine" if everywhere > before else "nobody"
+        return "machine" if everywhere > self._all_kills else "nobody"
 
     def last_lines(self, count: int = _LAST_LINES) -> str:
         """Return the last lines of the worker's output, without frames of this package."""
@@ -195,18 +198,13 @@ class WorkerProcess:
         """Wait for the process to end, up to `timeout_s`; return whether it has."""
         if self.pidfd < 0:
             return True
-        poller = select.poll()
-        poller.register(self.pidfd, select.POLLIN)
-        return bool(poller.poll(max(0, int(timeout_s * 1000))))
+        return platforms.can_read(self.pidfd, max(0, int(timeout_s * 1000)))
 
     def release(self) -> None:
         """Close this process's descriptors of it. Idempotent."""
         self.channel.close()
         self._theirs.close()
-        for name in ("pidfd", "log_fd"):
-            if name in vars(self):
-                # One line: an interrupt must not have it closed twice or never.
-                os.close(vars(self).pop(name))
+        close_descriptors(self, "pidfd", "log_fd")
 
 
 def describe_exit(code: int | None) -> str:

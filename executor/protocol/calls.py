@@ -29,14 +29,15 @@ class Received(NamedTuple):
         env_ids: the same, unchanged.
         leaves: of its `next`; None if they are not the envs' present roots.
         num_writes: torch's number of writes to these leaves when it was received.
-        stamp: numbers of the latest command and of losses; if these have changed, `leaves` are outdated.
+        number, num_losses: those of the latest command and of losses; if one has changed, `leaves` are outdated.
     """
 
     ids: torch.Tensor
     env_ids: np.ndarray
     leaves: Leaves | None
     num_writes: float
-    stamp: tuple[int, int]
+    number: int
+    num_losses: int
 
     def is_of(self, env_ids: Any) -> bool:
         """Return whether an object is `ids`, with the values that they had."""

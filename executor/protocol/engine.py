@@ -18,7 +18,7 @@ from envherd.executor.batches.actions import GroupIntake
 from envherd.executor.batches.arguments import wrong_rows
 from envherd.executor.batches.memory import make_loans
 from envherd.executor.batches.plain_actions import PlainIntake
-from envherd.executor.batches.step_data import Draft, StepBatches
+from envherd.executor.batches.step_data import Draft, StepBatches, WithRoot
 from envherd.executor.batches.transfer import Mover
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
@@ -36,6 +36,7 @@ from envherd.executor.sending.blueprint import Blueprint
 from envherd.shm.interrupts import uninterrupted
 from envherd.workers import messages
 from envherd.workers.errors import EnvherdError
+from envherd.workers.options import FactoryCall
 from envherd.workers.protocol import Op
 
 
@@ -98,6 +99,10 @@ class Engine(Calls):
         # One group: rows are ids.
         if len(self.intakes) == 1 and not self.intakes[0].side_leaves:
             self.write_inputs = self.intakes[0].put
+        # The fast path for the actions of a step of all envs, if they are one leaf of one group.
+        self.plain_intake: PlainIntake | None = None
+        if len(self.intakes) == 1:
+            self.plain_intake = self.intakes[0].plain
         self.flights = Flights(
             pool,
             self.positions,
@@ -211,7 +216,7 @@ class Engine(Calls):
         td: TensorDictBase,
         op: Op,
         cut: np.ndarray | None = None,
-    ) -> tuple[TensorDictBase, TensorDictBase | None]:
+    ) -> WithRoot:
         """Step all envs; return the `next` batch, and the root after it if the op is STEP_RESET.
 
         Args:
@@ -239,7 +244,7 @@ class Engine(Calls):
         flight: Flight,
         draft: Draft | None,
         steps: StepBatches | None = None,
-    ) -> tuple[TensorDictBase, TensorDictBase | None]:
+    ) -> WithRoot:
         """Land a step of all envs, with batches if they were drafted; return the same as `step_all`.
 
         Args:
@@ -263,13 +268,6 @@ class Engine(Calls):
             has_root=flight.op == Op.STEP_RESET,
         )
 
-    @property
-    def plain_intake(self) -> PlainIntake | None:
-        """The fast path for the actions of a step of all envs, if they are one leaf of one group."""
-        if len(self.intakes) > 1:
-            return None
-        return self.intakes[0].plain
-
     def recover(self) -> None:
         """After a call was broken off anywhere: wait for pending commands, and drop their answers."""
         self.is_rolling = False
@@ -279,7 +277,10 @@ class Engine(Calls):
         old = self.pool.blueprint
         self._send_calls(
             self._being_rebuilt,
-            [(old.factories[i], old.env_kwargs[i]) for i in self._being_rebuilt],
+            [
+                FactoryCall(old.factories[i], old.env_kwargs[i])
+                for i in self._being_rebuilt
+            ],
         )
         # After an interrupt before this line they are sent once more.
         self._being_rebuilt = self.all_ids[:0]
@@ -346,7 +347,7 @@ class Engine(Calls):
         self.is_dirty = True
         self._send_calls(
             env_ids,
-            zip(blueprint.factories, blueprint.env_kwargs, strict=True),
+            map(FactoryCall, blueprint.factories, blueprint.env_kwargs),
         )
         self.ask("rebuild", env_ids.tolist())
         # Envs and calls change at once: in between, a successor would build the wrong env.
@@ -356,11 +357,7 @@ class Engine(Calls):
             self._being_rebuilt = self.all_ids[:0]
         self.is_dirty = False
 
-    def _send_calls(
-        self,
-        env_ids: np.ndarray,
-        calls: Iterable[tuple[Any, dict[str, Any]]],
-    ) -> None:
+    def _send_calls(self, env_ids: np.ndarray, calls: Iterable[FactoryCall]) -> None:
         for env_id, call in zip(env_ids.tolist(), calls, strict=True):
             # Successors build by the pool's blueprint.
             if self.pool.is_serving(int(self.pool.worker_of[env_id])):

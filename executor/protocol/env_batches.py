@@ -16,11 +16,12 @@ from envherd.executor.batches.hand_out import (
     stack_groups,
 )
 from envherd.executor.batches.memory import Leaves
-from envherd.executor.batches.step_data import StepBatches
+from envherd.executor.batches.step_data import StepBatches, WithRoot
 from envherd.executor.batches.transfer import Mover
 from envherd.executor.protocol.positions import Positions, some_or_none
 from envherd.executor.protocol.side_data import SideData
 from envherd.shm.layout import Name
+from envherd.shm.slab import Place
 from envherd.shm.specs import EnvSpec, LeafSpec
 
 
@@ -55,13 +56,12 @@ class EnvBatches:
         self.mover = mover
         self._is_copy = is_copy
         self._places = positions.places
-        self._has_interrupted = positions.has_interrupted
         self.groups = [
             GroupBatch(
                 group,
                 positions.num_frames,
                 device,
-                has_interrupted=self._has_interrupted,
+                has_interrupted=positions.has_interrupted,
                 mover=mover,
                 loans=positions.loans,
             )
@@ -71,12 +71,12 @@ class EnvBatches:
         lead = (first.num_rows,)
         self.root_shell = first.shell("root", lead)
         interrupted = None
-        if self._has_interrupted:
+        if positions.has_interrupted:
             interrupted = self._interrupted(first, slice(None))
         self.steps = StepBatches(
             first,
             first.shell("next", lead),
-            first.root_shell_over_next(lead),
+            first.shell("root over next", lead),
             self.root_shell,
             is_copy=is_copy,
             interrupted=interrupted,
@@ -90,7 +90,7 @@ class EnvBatches:
         reset_ids: np.ndarray | None,
         *,
         has_root: bool,
-    ) -> tuple[TensorDictBase, TensorDictBase | None]:
+    ) -> WithRoot:
         """The same as `StepBatches.finish` without a draft, for all rows; with a root only if `has_root`."""
         leaves = self.next_leaves(column)
         root = None
@@ -114,7 +114,7 @@ class EnvBatches:
             strict=True,
         ):
             tds.append(self._group_next(batch, own, env_ids))
-        return stack_groups(tds, self._places.pairs)
+        return stack_groups(tds, self._places.of_env)
 
     def _group_next(
         self,
@@ -123,7 +123,7 @@ class EnvBatches:
         env_ids: np.ndarray,
     ) -> TensorDict:
         """Return the `next` batch `[k]` of some envs of a group over given leaves, with its other entries."""
-        if self._has_interrupted:
+        if self._positions.has_interrupted:
             leaves = [
                 *leaves,
                 *batch.to_tensors([self._interrupted(batch, env_ids).copy()]),
@@ -167,7 +167,7 @@ class EnvBatches:
             )
             self.add_root_side(td, batch, places.env_ids[index].tolist())
             tds.append(td)
-        return stack_groups(tds, places.pairs)
+        return stack_groups(tds, places.of_env)
 
     # ---- some envs ---------------------------------------------------------------------------
 
@@ -243,12 +243,13 @@ class EnvBatches:
         if self._places.is_one_group:
             return make(self.groups[0], slice(None))
         tds: list[TensorDictBase] = []
-        order: list[tuple[int, int]] = [(0, 0)] * len(env_ids)
+        # Of each env, its batch among `tds`, and its row there.
+        order = [Place(0, 0)] * len(env_ids)
         for index, batch in enumerate(self.groups):
             members = np.flatnonzero(self._places.group_of[env_ids] == index)
             if len(members):
                 for row, member in enumerate(members.tolist()):
-                    order[member] = (len(tds), row)
+                    order[member] = Place(len(tds), row)
                 tds.append(make(batch, members))
         return stack_groups(tds, order)
 

@@ -121,7 +121,8 @@ class Exchange:
         if (
             received is None
             or not received.is_of(env_ids)
-            or received.stamp != (engine.pool.words.number[0], engine.pool.num_losses)
+            or received.number != engine.pool.words.number[0]
+            or received.num_losses != engine.pool.num_losses
             # A rollout that has given no command yet has moved the roots.
             or engine.positions.where is not engine.positions.ring
         ):
@@ -133,10 +134,11 @@ class Exchange:
             return set_ids(td, ids)
         # Else the caller has changed its `next`.
         if received.leaves and num_writes(received.leaves) == received.num_writes:
-            td = engine.batches.groups[0].root_over(
-                received.leaves,
-                len(received.env_ids),
+            shell = engine.batches.groups[0].shell(
+                "root over next",
+                (len(received.env_ids),),
             )
+            td = shell.build(received.leaves)
         elif self.fast is not None:
             td = self.fast.roots_of(received.env_ids)
         else:
@@ -245,7 +247,8 @@ class Exchange:
                 ready,
                 leaves,
                 num_writes(leaves or []),
-                (engine.pool.words.number[0], engine.pool.num_losses),
+                engine.pool.words.number[0],
+                engine.pool.num_losses,
             )
         return td
 
@@ -267,11 +270,11 @@ class Exchange:
                 )
             return
         for own, env_id in zip(td.unbind(0), env_ids.tolist(), strict=True):
-            group, row = places.pairs[env_id]
+            group, row = places.of_env[env_id]
             intake = engine.intakes[group]
             for leaf, target in zip(intake.leaves, intake.targets, strict=True):
                 set_leaf(own, leaf.key, as_tensor(np.array(target[row])))
-            for index, key in intake.side_keys:
+            for index, key in intake.side_keys.items():
                 own.set(key, NonTensorData(engine.side_inputs[env_id][index]))
 
 

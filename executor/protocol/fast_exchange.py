@@ -7,7 +7,7 @@ Limits: needs the C extension, and envs of one kind on worker processes of this 
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,9 +20,8 @@ from envherd.executor.batches.memory import ReusedMemory, splitter
 from envherd.executor.protocol.calls import Received
 from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.exchange import ENV_IDS
-from envherd.shm.layout import Layout, Name, lay_out
-from envherd.shm.slab import input_leaves, next_leaves, root_leaves
-from envherd.shm.specs import LeafSpec
+from envherd.shm.layout import Field, Layout, lay_out
+from envherd.shm.slab import fields_of, input_leaves, next_leaves, root_leaves
 from envherd.workers.protocol import Op
 
 #: Bytes of memory that is kept for batches of each layout. Batch sizes vary from one to all envs where a receive takes
@@ -75,12 +74,12 @@ class _Sizes:
         spec = batch.spec
         lead = (count,)
         inputs = [leaf.key for leaf in input_leaves(spec)]
-        root_requests = _requests("root", root_leaves(spec), count)
+        root_fields = fields_of("root", root_leaves(spec), lead)
         return _Size(
             make=maker(torch.Size(lead), batch.device),
             next=batch.shell("next", lead),
             before=Shell(
-                list(enumerate([*batch.root_keys, *inputs])),
+                {key: i for i, key in enumerate([*batch.root_keys, *inputs])},
                 dict(spec.groups),
                 lead,
                 (),
@@ -89,14 +88,14 @@ class _Sizes:
             root=batch.shell("root", lead),
             next_layout=lay_out(
                 [
-                    *_requests("next", next_leaves(spec), count),
-                    ((ENV_IDS,), lead, "int64"),
+                    *fields_of("next", next_leaves(spec), lead),
+                    Field((ENV_IDS,), lead, "int64"),
                 ]
             ),
             before_layout=lay_out(
-                [*root_requests, *_requests("input", input_leaves(spec), count)]
+                [*root_fields, *fields_of("input", input_leaves(spec), lead)]
             ),
-            root_layout=lay_out(root_requests),
+            root_layout=lay_out(root_fields),
         )
 
     def _kept(
@@ -110,14 +109,6 @@ class _Sizes:
         # At least a few sizes of large batches, and all sizes of small ones.
         largest = ReusedMemory.NUM_BLOCKS * layout_of(self.of(self._num_envs)).nbytes
         return functools.lru_cache(max(_LEAST_KEPT, 2 * _KEPT_BYTES // largest))(make)
-
-
-def _requests(
-    section: str,
-    leaves: Iterable[LeafSpec],
-    count: int,
-) -> list[tuple[Name, tuple[int, ...], str]]:
-    return [((section, *leaf.key), (count, *leaf.shape), leaf.dtype) for leaf in leaves]
 
 
 class FastExchange:
@@ -258,7 +249,8 @@ class FastExchange:
             # After a reset, roots are elsewhere.
             None if num_reset else leaves,
             num_writes(leaves),
-            (engine.pool.words.number[0], engine.pool.num_losses),
+            engine.pool.words.number[0],
+            engine.pool.num_losses,
         )
         return td
 

@@ -12,23 +12,17 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from envherd.executor.batches.step_data import StepBatches, WithRoot
 from envherd.executor.protocol.flight import Flight
 from envherd.workers.protocol import Op
 
 if TYPE_CHECKING:
-    from envherd.executor.batches.step_data import StepBatches
     from envherd.executor.protocol.engine import Engine
 
-#: `td -> (next, root)`, or None if the step was not made.
-FastStep = Callable[
-    [TensorDictBase],
-    tuple[TensorDictBase, TensorDictBase | None] | None,
-]
-#: The second function of `_compile_give`.
-Give = Callable[
-    [np.ndarray | None, int, Any],
-    tuple[Any, Flight | None, np.ndarray | None],
-]
+#: Returns the batch with its `next`, and the root; or None if the step was not made.
+FastStep = Callable[[TensorDictBase], WithRoot | None]
+#: Result of the second function of `_compile_give`: that of `draft`, the flight, and the envs that have ended.
+Given = tuple[Any, Flight | None, np.ndarray | None]
 
 
 def never(_: Any) -> None:
@@ -38,7 +32,7 @@ def never(_: Any) -> None:
 def compile_step(
     engine: "Engine",
     op: Op,
-    steps: "StepBatches | None" = None,
+    steps: StepBatches | None = None,
     device: torch.device | None = None,
 ) -> FastStep:
     """Return a step of all envs, which holds the call guard, and sets `next` of its batch.
@@ -84,11 +78,11 @@ def compile_step(
         column = next_column()
         drafted, flight, ended = give(None, column, draft)
         if flight is None:
-            pair = finish(drafted, column, ended)
+            next_td, root = finish(drafted, column, ended)
         else:
-            pair = land(flight, drafted, steps)
-        source["next"] = pair[0]
-        return td, pair[1]
+            next_td, root = land(flight, drafted, steps)
+        source["next"] = next_td
+        return td, root
 
     return engine.guard.held(step)
 
@@ -147,7 +141,7 @@ def compile_command(engine: "Engine", op: Op) -> Callable[..., Flight]:
 def _compile_give(
     engine: "Engine",
     op: Op,
-) -> tuple[Callable[[np.ndarray | None], bool], Give]:
+) -> tuple[Callable[[np.ndarray | None], bool], Callable[..., Given]]:
     """Return the two functions that begin and land a command of all envs.
 
     Returns:
@@ -183,7 +177,7 @@ def _compile_give(
         resets: np.ndarray | None,
         column: int,
         draft: Any,
-    ) -> tuple[Any, Flight | None, np.ndarray | None]:
+    ) -> Given:
         # Before C moves a state, as `flight` 1 says.
         flights.current = under_way
         drafted, num_ended = step(

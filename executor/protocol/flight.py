@@ -50,7 +50,7 @@ from envherd.executor.protocol.side_data import SideData
 from envherd.executor.start.waiting import DeadlinePassed
 from envherd.workers.errors import EnvherdError, InternalError, ResetNeeded
 from envherd.workers.messages import Prepare
-from envherd.workers.protocol import OP_BITS, RESET, STEP, STEP_RESET, Flag, Op
+from envherd.workers.protocol import EACH, RESET, STEP, STEP_RESET, Flag, Op
 
 #: `(env_ids [k], columns [k] of their steps, replace)`: calls `replace` and resets the envs.
 Renew = Callable[[np.ndarray, np.ndarray, Callable[[], None]], None]
@@ -789,7 +789,7 @@ class Flights:
         sent = env_ids[self.states.under_way[env_ids]]
         self.states.check(
             Op.RESET,
-            sent[self.pool.words.command[sent] & (Flag.EACH << OP_BITS) == 0],
+            sent[self.pool.words.command[sent] & EACH == 0],
         )
         self.let_finish(sent)
         self.states.move(env_ids, Event.IS_CUT)

@@ -6,8 +6,8 @@ are copied when a command lands. They become objects when the caller reads them.
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,11 +61,11 @@ class _Layout(NamedTuple):
 
     Attributes:
         parts: of each section, in the order of the first env of each.
-        copies: pairs of arrays: what is kept, and the slab's rows for it.
+        copies: functions that copy the slab's rows to those that are kept.
     """
 
     parts: dict[str, list[Part]]
-    copies: list[tuple[np.ndarray, np.ndarray]]
+    copies: list[Callable[[], None]]
 
 
 class InfoReader:
@@ -123,8 +123,8 @@ class InfoReader:
         layout = self._layout_of(ids)
         # First: after an interrupt no row is read by another's schema.
         self._id_words.fill(0)
-        for kept, now in layout.copies:
-            np.copyto(kept, now)
+        for copy_rows in layout.copies:
+            copy_rows()
         np.copyto(self._id_words, self._words)
         for others in self._others.values():
             others.clear()
@@ -241,7 +241,9 @@ class InfoReader:
             ]
             if schemas:
                 nbytes = max(schema.nbytes for schema in schemas)
-                layout.copies.append((rows[:, :nbytes], now[:, :nbytes]))
+                layout.copies.append(
+                    partial(np.copyto, rows[:, :nbytes], now[:, :nbytes])
+                )
         return layout
 
     def read(

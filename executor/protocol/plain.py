@@ -6,6 +6,7 @@ class of a batch, the envs' states, a loss) is not decided here.
 """
 
 import reprlib
+from collections.abc import Mapping
 from typing import NamedTuple, Self
 
 import tensordict
@@ -55,18 +56,17 @@ class Plain(NamedTuple):
         return f"steps in Python: {_listed(self.step)}"
 
     def __str__(self) -> str:
-        exchange = ("send and recv", self.recv) if self.recv else ("send", self.send)
-        others = [
-            (
-                "calls of the envs",
-                tuple(one for one in self.envs if one not in self.step),
-            )
-        ]
+        calls = {
+            "steps": self.step,
+            "calls of the envs": tuple(
+                one for one in self.envs if one not in self.step
+            ),
+        }
         if not self.step:
-            others.append(exchange)
+            calls |= {"send and recv": self.recv} if self.recv else {"send": self.send}
         parts = [
             f"{what} in Python, because {_listed(why)}"
-            for what, why in (("steps", self.step), *others)
+            for what, why in calls.items()
             if why
         ]
         return "; ".join(parts if self.step else ["steps in C", *parts])
@@ -93,42 +93,45 @@ def what_is_plain(
     }
     recycles = pool.is_recyclable
     rows = _those(
-        (num_groups > 1, f"the envs have {num_groups} different specs"),
-        (device is not None and device.type != "cpu", f"device={str(device)!r}"),
-        (bool(side), f"values without a fixed shape: {reprlib.repr([*side])}"),
+        {
+            f"the envs have {num_groups} different specs": num_groups > 1,
+            f"device={str(device)!r}": device is not None and device.type != "cpu",
+            f"values without a fixed shape: {reprlib.repr([*side])}": bool(side),
+        }
     )
     interrupts = _those(
-        (options.on_worker_loss == "restart", "on_worker_loss='restart'"),
-        (options.on_env_error == "interrupt", "on_env_error='interrupt'"),
+        {
+            "on_worker_loss='restart'": options.on_worker_loss == "restart",
+            "on_env_error='interrupt'": options.on_env_error == "interrupt",
+        }
     )
     odd = _those(
-        (not IS_AS_EXPECTED, f"tensordict {tensordict.__version__} is not known"),
-        (
-            recycles and options.recycle_after is not None,
-            f"recycle_after={options.recycle_after}",
-        ),
-        (
-            recycles and options.max_worker_memory is not None,
-            f"max_worker_memory={options.max_worker_memory}",
-        ),
+        {
+            f"tensordict {tensordict.__version__} is not known": not IS_AS_EXPECTED,
+            f"recycle_after={options.recycle_after}": recycles
+            and options.recycle_after is not None,
+            f"max_worker_memory={options.max_worker_memory}": recycles
+            and options.max_worker_memory is not None,
+        }
     )
     step = (*pool.why_python, *rows, *odd)
-    # C's sends leave the commands to workers.
-    here = (not pool.num_workers, "the envs run in this process")
-    recv = (
-        *step,
-        *interrupts,
-        *_those(here, (bool(spec.batch_shape), "each env is a batch of rows")),
+    exchange = _those(
+        {
+            # C's sends leave the commands to workers.
+            "the envs run in this process": not pool.num_workers,
+            "each env is a batch of rows": bool(spec.batch_shape),
+        }
     )
+    recv = (*step, *interrupts, *exchange)
     inputs = reprlib.repr([leaf.key for leaf in (*spec.action, *spec.state)])
-    unchecked = (
-        intake is not None and intake.legal is None,
-        f"check_actions={options.check_actions!r}",
+    sends = _those(
+        {
+            f"the inputs are not one array: {inputs}": intake is None,
+            f"check_actions={options.check_actions!r}": intake is not None
+            and intake.legal is None,
+        }
     )
-    send = (
-        *recv,
-        *_those((intake is None, f"the inputs are not one array: {inputs}"), unchecked),
-    )
+    send = (*recv, *sends)
     return Plain(
         rows,
         step,
@@ -138,9 +141,9 @@ def what_is_plain(
     )
 
 
-def _those(*reasons: tuple[bool, str]) -> Why:
+def _those(reasons: Mapping[str, bool]) -> Why:
     """Return the reasons that apply."""
-    return tuple(why for applies, why in reasons if applies)
+    return tuple(why for why, applies in reasons.items() if applies)
 
 
 def _listed(why: Why) -> str:

@@ -9,7 +9,7 @@ two small arrays record the place. Uses only numpy: `env_batches` makes TensorDi
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -29,7 +29,7 @@ class Places:
 
     Attributes:
         all_ids: int64 `[N]`.
-        pairs: per env, `(group, row)`.
+        of_env: the place of each env.
         group_of, row_of: the same, int64 `[N]`.
         env_ids: per group, the envs of its rows, int64, ascending.
         is_one_group: whether all envs are in one group, so that rows equal ids.
@@ -38,9 +38,9 @@ class Places:
 
     def __init__(self, plan: SlabPlan) -> None:
         self.all_ids = np.arange(plan.num_envs)
-        self.pairs = [plan.place(env_id) for env_id in range(plan.num_envs)]
-        self.group_of = np.array([group for group, _ in self.pairs])
-        self.row_of = np.array([row for _, row in self.pairs])
+        self.of_env = [plan.place(env_id) for env_id in range(plan.num_envs)]
+        self.group_of = np.array([place.group for place in self.of_env])
+        self.row_of = np.array([place.row for place in self.of_env])
         self.env_ids = [np.array(group.env_ids) for group in plan.groups]
         self.is_one_group = len(plan.groups) == 1
         self.is_flat = self.is_one_group and not plan.groups[0].spec.batch_shape
@@ -82,11 +82,12 @@ class Columns:
         self.in_c: Any = None
         if target != RING:
             next_done = self._done["next"][0]
+            # C reads it by position.
             self.in_c = target, next_done, self._done["root"][0], len(next_done)
 
     def row(self, env_id: int, column: int) -> dict[Name, np.ndarray]:
         """Return one env's row by name (VIEWS, also of scalars)."""
-        group, row = self._places.pairs[env_id]
+        group, row = self._places.of_env[env_id]
         arrays = self.groups[group].items()
         return {
             name: array[column, row : row + 1].reshape(array.shape[2:])
@@ -140,12 +141,26 @@ def storage_columns(target: int, storage: Storage, places: Places) -> Columns:
         }
         for group in storage.columns
     ]
-    return Columns(
-        target,
-        groups,
-        places,
-        root_ahead=1,
-    )
+    return Columns(target, groups, places, root_ahead=1)
+
+
+class _Update(NamedTuple):
+    """New positions of some envs: one column or each its own, and whether their rows there are roots."""
+
+    env_ids: np.ndarray
+    columns: np.ndarray | int
+    in_root: bool
+
+
+class _Kept(NamedTuple):
+    """Copies of all positions and side values, and the columns to which the positions belong."""
+
+    where: Columns
+    columns: np.ndarray
+    in_root: np.ndarray
+    step_columns: np.ndarray
+    next_values: dict[int, list[Any]]
+    root_values: dict[int, list[Any]]
 
 
 class Positions:
@@ -173,8 +188,8 @@ class Positions:
         is_mixed: whether latest rows may be in several columns.
     """
 
-    # The update that `_put` has begun.
-    _latest: tuple[np.ndarray, np.ndarray | int, bool] | None = None
+    # One that is not complete.
+    _latest: _Update | None = None
 
     def __init__(
         self,
@@ -193,7 +208,7 @@ class Positions:
         self.num_frames = slab.plan.num_frames
         self.num_ring = self.num_frames - slab.plan.num_lendable
         self.places = Places(slab.plan)
-        self.specs = [slab.groups[group].spec for group, _ in self.places.pairs]
+        self.specs = [slab.groups[place.group].spec for place in self.places.of_env]
         self.has_interrupted = options.interrupts
         self.interrupted = np.zeros((self.num_envs, 1), bool)
         self.ring = self.where = Columns(
@@ -202,9 +217,7 @@ class Positions:
             self.places,
             root_ahead=0,
         )
-        # A move that is not complete.
-        self._before: tuple[Columns, np.ndarray, np.ndarray, np.ndarray] | None = None
-        self.held: tuple[Any, ...] | None = None
+        self.held: _Kept | None = None
         self.column = 0
         self._columns = np.zeros(self.num_envs, np.int64)
         self._in_root = np.ones(self.num_envs, bool)
@@ -234,32 +247,20 @@ class Positions:
         return self._in_root
 
     def _catch_up(self) -> None:
+        """Complete the latest update."""
         if self._latest is not None:
-            self._put_latest(*self._latest)
+            env_ids, columns, in_root = self._latest
+            self._columns[env_ids] = columns
+            if not in_root:
+                self._step_columns[env_ids] = columns
+            self._in_root[env_ids] = in_root
+            self._latest = None
 
-    def _put(
-        self,
-        env_ids: np.ndarray,
-        columns: np.ndarray | int,
-        *,
-        in_root: bool,
-    ) -> None:
+    def _put(self, update: _Update) -> None:
         """Update the positions of some envs atomically: after an interrupt `_catch_up` completes the update."""
         self._catch_up()
-        self._latest = env_ids, columns, in_root
-        self._put_latest(env_ids, columns, in_root)
-
-    def _put_latest(
-        self,
-        env_ids: np.ndarray,
-        columns: np.ndarray | int,
-        in_root: bool,  # noqa: FBT001
-    ) -> None:
-        self._columns[env_ids] = columns
-        if not in_root:
-            self._step_columns[env_ids] = columns
-        self._in_root[env_ids] = in_root
-        self._latest = None
+        self._latest = update
+        self._catch_up()
 
     # ---- columns for commands ----------------------------------------------------------------
 
@@ -318,7 +319,7 @@ class Positions:
         self._write_root(env_id, column, self.latest_root(env_id))
         if not self.in_root[env_id]:
             self._side.root[env_id] = self._side.next[env_id]
-        self._put(np.array([env_id]), column, in_root=True)
+        self._put(_Update(np.array([env_id]), column, in_root=True))
 
     def _write_root(
         self,
@@ -348,20 +349,14 @@ class Positions:
     def move_back(self) -> None:
         """Copy all envs' roots back to the ring. An interrupted move, or what came after `hold`, is undone first."""
         if self.held is not None:
-            self._restore(*self.held)
-        self._catch_up()
-        if self._before is not None:
-            self._undo(*self._before)
+            self._restore(self.held)
+            self.held = None
         if self.where is not self.ring:
             self._move(self.ring, self.column)
 
     def _move(self, where: Columns, column: int) -> None:
-        self._before = (
-            self.where,
-            self.columns.copy(),
-            self._in_root.copy(),
-            self._step_columns.copy(),
-        )
+        # The move writes only to roots that no env's position uses.
+        self.held = self._kept()
         for group, (arrays, env_ids) in enumerate(
             zip(where.groups, self.places.env_ids, strict=True)
         ):
@@ -378,48 +373,34 @@ class Positions:
         self._in_root[:] = True
         self.is_mixed = False
         self.where = where
-        self._before = None
+        self.held = None
 
-    def _undo(
-        self,
-        where: Columns,
-        columns: np.ndarray,
-        in_root: np.ndarray,
-        step_columns: np.ndarray,
-    ) -> None:
-        """Restore the positions before a move, which has written only to roots that no env's position used."""
-        self._columns[:] = columns
-        self._in_root[:] = in_root
-        self._step_columns[:] = step_columns
+    def _kept(self) -> _Kept:
+        return _Kept(
+            self.where,
+            self.columns.copy(),
+            self._in_root.copy(),
+            self._step_columns.copy(),
+            dict(self._side.next),
+            dict(self._side.root),
+        )
+
+    def _restore(self, kept: _Kept) -> None:
+        self._latest = None
+        self._columns[:] = kept.columns
+        self._in_root[:] = kept.in_root
+        self._step_columns[:] = kept.step_columns
+        self._side.next = kept.next_values
+        self._side.root = kept.root_values
         self.is_mixed = True
-        self.where = where
-        self._before = None
+        self.where = kept.where
 
     # ---- after a command ---------------------------------------------------------------------
 
     def hold(self) -> None:
         """Keep positions and side values in `held`: until it is None, an interrupt leaves those, and not a mixture."""
-        side = self._side
-        if side.has_values:
-            kept = self.columns.copy(), self._in_root.copy(), self._step_columns.copy()
-            self.held = *kept, dict(side.next), dict(side.root)
-
-    def _restore(
-        self,
-        columns: np.ndarray,
-        in_root: np.ndarray,
-        step_columns: np.ndarray,
-        next_values: dict[int, list[Any]],
-        root_values: dict[int, list[Any]],
-    ) -> None:
-        self._latest = None
-        self._columns[:] = columns
-        self._in_root[:] = in_root
-        self._step_columns[:] = step_columns
-        self._side.next = next_values
-        self._side.root = root_values
-        self.is_mixed = True
-        self.held = None
+        if self._side.has_values:
+            self.held = self._kept()
 
     def copy_root(self, source: int, targets: np.ndarray) -> None:
         """Make the present root of an env also that of others, int64 `[k]` (with its side values)."""
@@ -435,16 +416,16 @@ class Positions:
 
     def stepped(self, env_ids: np.ndarray, columns: np.ndarray | int) -> None:
         """Note that some envs were stepped, to one column or each to its own."""
-        self._put(env_ids, columns, in_root=False)
+        self._put(_Update(env_ids, columns, in_root=False))
 
     def all_stepped(self, column: int) -> None:
         """Note that all envs were stepped to one column. Takes the place of an update that is not complete."""
         # Left to `_catch_up`: loops of steps never read the positions in between.
-        self._latest = self.places.all_ids, column, False
+        self._latest = _Update(self.places.all_ids, column, in_root=False)
 
     def were_reset(self, env_ids: np.ndarray, columns: np.ndarray | int) -> np.ndarray:
         """Note that some envs were reset, at one column or each at its own; return which roots are done."""
-        self._put(env_ids, columns, in_root=True)
+        self._put(_Update(env_ids, columns, in_root=True))
         return self.where.done_of("root", env_ids, columns)
 
     # ---- rows --------------------------------------------------------------------------------

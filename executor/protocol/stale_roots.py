@@ -7,7 +7,7 @@ steps are not looked at: only those of a batch that already has a `next`, and th
 import logging
 import weakref
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -25,6 +25,13 @@ _STALE = (
     "the one from before. Pass the policy the envs' present roots: td['next'] after step, the second value of "
     "step_and_maybe_reset, or current() after recv. This is reported once."
 )
+
+
+class _Hashes(NamedTuple):
+    """Of a row of the root, and of the same row of `next`."""
+
+    root: int
+    next: int
 
 
 class StaleRoots:
@@ -47,8 +54,8 @@ class StaleRoots:
     ) -> None:
         self._keys = keys
         self._action_keys = action_keys
-        # Env id -> hashes of its rows of the root and of `next`.
-        self._seen: dict[int, tuple[int, int]] = {}
+        # Env id -> those of its latest rows.
+        self._seen: dict[int, _Hashes] = {}
         self._action: Any = lambda: None  # the latest one
 
     @classmethod
@@ -101,13 +108,14 @@ class StaleRoots:
                 strict=True,
             )
         ):
-            before = self._seen.get(env_id, (root, next_))
-            self._seen[env_id] = root, next_
+            now = _Hashes(root, next_)
+            before = self._seen.get(env_id, now)
+            self._seen[env_id] = now
             if as_array(done[row].cpu()).any():
                 continue
             # A step's batch that is passed again has the same root; one of `recv` has the `next` before its own.
             is_present = is_present or root not in before
-            if next_ not in (root, before[1]):
+            if next_ not in (root, before.next):
                 has_left.append(env_id)
         if has_left and not is_present and not is_repeated:
             self.looks_left = 0

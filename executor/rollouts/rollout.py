@@ -347,7 +347,7 @@ class _StorageRun(Run[Engine]):
             td = batch.shell("root", (batch.num_rows,)).build(roots[step])
             batches.add_root_side(td, batch, batch.slab.plan.env_ids)
             tds.append(td)
-        return stack_groups(tds, self._positions.places.pairs)
+        return stack_groups(tds, self._positions.places.of_env)
 
     def result(self, num_steps: int) -> TensorDictBase:
         """Return the collected batch `[N, num_steps]`."""
@@ -365,7 +365,7 @@ class _StorageRun(Run[Engine]):
                     for name, tensor in tensors.items()
                 }
             tds.append(self._group_result(batch, made, num_steps))
-        return self._finished(stack_groups(tds, self._positions.places.pairs))
+        return self._finished(stack_groups(tds, self._positions.places.of_env))
 
     def _group_result(
         self,
@@ -391,7 +391,7 @@ class _StorageRun(Run[Engine]):
         td.set("next", batch.shell("next", lead).build(next_leaves))
         for leaf in input_leaves(batch.spec):
             td.set(leaf.key, tensors["input", *leaf.key])
-        for index, key in batch.side_keys:
+        for index, key in batch.side_keys.items():
             for steps, where in (
                 (self._side_roots, key),
                 (self._side_nexts, ("next", *key)),
@@ -400,9 +400,10 @@ class _StorageRun(Run[Engine]):
                     where,
                     _non_tensor([[step[i][index] for step in steps] for i in ids]),
                 )
-        for index, key in batch.side_input_keys:
+        inputs = (*batch.spec.action, *batch.spec.state)
+        for index, leaf in enumerate(leaf for leaf in inputs if leaf.is_side):
             td.set(
-                key,
+                leaf.key,
                 _non_tensor(
                     [[step[i][index] for step in self._side_inputs] for i in ids]
                 ),

@@ -3,7 +3,6 @@
 Also check that the envs which were built have specs that fit together.
 """
 
-import copy
 import errno
 import functools
 import importlib.util
@@ -33,6 +32,7 @@ from envherd.workers.build import (
 )
 from envherd.workers.errors import FactoryError, SpecError
 from envherd.workers.messages import Prepare
+from envherd.workers.options import FactoryCall
 from envherd.workers.seeding import as_root_seed
 from envherd.workers.sending.pickling import dumps
 
@@ -91,10 +91,9 @@ class Blueprint:
 
     def is_equal_call(self, env_id: int, other: int) -> bool:
         """Return whether equal calls build two envs."""
-        kwargs = self.env_kwargs
         return self.factories[other] is self.factories[env_id] and are_equal(
-            kwargs[other],
-            kwargs[env_id],
+            self.env_kwargs[other],
+            self.env_kwargs[env_id],
         )
 
     def equal_call_before(self, env_id: int, worker_id: int) -> int | None:
@@ -322,11 +321,9 @@ def serial_blueprint(
     seed: int | None,
 ) -> Blueprint:
     """Return the blueprint of a serial pool: nothing is pickled."""
-    # Copies, because the calls are made later, and a rebuild repeats them.
-    kwargs = tuple(copy.copy(one) for one in as_kwargs(len(factories), env_kwargs))
     return Blueprint(
         factories=tuple(factories),
-        env_kwargs=kwargs,
+        env_kwargs=as_kwargs(len(factories), env_kwargs),
         blocks=spread(len(factories), 1),
         root_seed=as_root_seed(seed),
         references=tuple(map(reference_of, factories)),
@@ -375,7 +372,10 @@ def _check_kwargs(kwargs: tuple[dict[str, Any], ...]) -> None:
                     f"Build envs inside make_env."
                 )
     try:
-        dumps([Prepare(env_id=0, call=(b"", one)) for one in kwargs], shares=True)
+        dumps(
+            [Prepare(env_id=0, call=FactoryCall(b"", one)) for one in kwargs],
+            shares=True,
+        )
     except Exception as error:
         if not isinstance(error, MemoryError) and getattr(error, "errno", None) not in (
             *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EAGAIN),

@@ -95,17 +95,13 @@ def visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
     count = (
         len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
         or len(list(Path("/dev").glob("nvidia[0-9]*")))
-        or _count_rocm()
+        # AMD's: nodes of the driver's topology that have SIMD units.
+        or sum(
+            int(dict(map(str.split, node.read_text().splitlines()))["simd_count"]) > 0
+            for node in Path("/sys/class/kfd/kfd/topology/nodes").glob("*/properties")
+        )
     )
     return tuple(map(str, range(count)))
-
-
-def _count_rocm() -> int:
-    """Return the number of AMD's GPUs: nodes of the driver's topology that have SIMD units."""
-    return sum(
-        int(dict(map(str.split, node.read_text().splitlines()))["simd_count"]) > 0
-        for node in Path("/sys/class/kfd/kfd/topology/nodes").glob("*/properties")
-    )
 
 
 def select(gpu: str | None) -> dict[str, str]:

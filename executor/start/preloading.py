@@ -121,7 +121,11 @@ def helper_for(
         tuple(import_path()),
         tuple(flags()),
         tuple(TABLE["argv"].read()),
-        *_inherited(),
+        # What a new process would inherit.
+        *(one for one in _read("status").splitlines() if one.startswith(_INHERITED)),
+        *(_read(name) for name in ("limits", "cgroup", "oom_score_adj")),
+        os.getpriority(os.PRIO_PROCESS, 0),
+        os.getsid(0),
     )
     return shared(user, key, options, list(modules))
 
@@ -133,16 +137,6 @@ def _surroundings(options: ExecutorOptions) -> tuple[object, ...]:
         common_variables(options),
         options.worker_threads,
         options.worker_output,
-    )
-
-
-def _inherited() -> tuple[object, ...]:
-    """Return what a new process would inherit, except for variables and folder."""
-    return (
-        *(one for one in _read("status").splitlines() if one.startswith(_INHERITED)),
-        *(_read(name) for name in ("limits", "cgroup", "oom_score_adj")),
-        os.getpriority(os.PRIO_PROCESS, 0),
-        os.getsid(0),
     )
 
 

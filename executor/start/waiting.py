@@ -7,8 +7,11 @@ earlier and starts again, so a hanging env would never be noticed: `Overdue` fin
 import math
 import time
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import numpy as np
+
+from envherd.workers.protocol import Phase
 
 
 class DeadlinePassed(TimeoutError):
@@ -78,12 +81,8 @@ class Deadline:
         self._stall_at = self._began + stall_log_s
 
     def left_s(self, at_most_s: float) -> float:
-        """Return the seconds that are left, but at most `at_most_s`."""
+        """Return the seconds that are left, but at most `at_most_s`; not above 0 if the wait is over."""
         return min(at_most_s, self._end - self._now())
-
-    def has_passed(self) -> bool:
-        """Return whether the wait is over."""
-        return self._now() >= self._end
 
     @property
     def limit_s(self) -> float:
@@ -109,6 +108,14 @@ class Deadline:
         return now - self._began
 
 
+class _Doing(NamedTuple):
+    """A command that a worker is carrying out: its phase, and the number of the command."""
+
+    worker_id: int
+    phase: Phase
+    number: int
+
+
 class Overdue:
     """Finds workers that spend too long on one env, across waits that are each too short to notice it.
 
@@ -119,7 +126,7 @@ class Overdue:
         clock: counts the seconds.
         step_s: seconds for a step; None: no limit.
         reset_s: seconds for a reset, in addition to those for a step; None: no limit.
-        phase_of: returns the phase of a worker, and its env.
+        phase_of: returns the phase of a worker.
         command_seq: int64 `[N]`, the number of each env's latest command (VIEW of the slab).
         worker_of: int64 `[N]`, the worker of each env.
     """
@@ -129,7 +136,7 @@ class Overdue:
         clock: Clock,
         step_s: float | None,
         reset_s: float | None,
-        phase_of: Callable[[int], tuple[str, int | None]],
+        phase_of: Callable[[int], Phase],
         command_seq: np.ndarray,
         worker_of: np.ndarray,
     ) -> None:
@@ -140,25 +147,25 @@ class Overdue:
         self._phase_of = phase_of
         self._command_seq = command_seq
         self._worker_of = worker_of
-        #: (worker, phase, env, number of its command) -> when it was seen first.
-        self._seen: dict[tuple[int, str, int | None, int], float] = {}
+        #: When each was seen first.
+        self._seen: dict[_Doing, float] = {}
 
-    def look(self, owing: Iterable[int]) -> list[tuple[int, float]]:
-        """Return the overdue workers, each with its limit in seconds.
+    def look(self, owing: Iterable[int]) -> dict[int, float]:
+        """Return the overdue workers, with the limit of each in seconds.
 
         Args:
             owing: workers that have a command to carry out; the others are forgotten.
         """
         now = self._clock.now()
-        seen: dict[tuple[int, str, int | None, int], float] = {}
-        late = []
+        seen: dict[_Doing, float] = {}
+        late = {}
         for worker_id in owing:
-            phase, env_id = self._phase_of(worker_id)
-            of = self._worker_of == worker_id if env_id is None else env_id
-            state = (worker_id, phase, env_id, int(self._command_seq[of].max()))
-            seen[state] = self._seen.get(state, now)
-            limit_s = self._limits_s.get(phase, self._limit_s)
-            if now - seen[state] > limit_s:
-                late.append((worker_id, limit_s))
+            phase = self._phase_of(worker_id)
+            of = self._worker_of == worker_id if phase.env_id is None else phase.env_id
+            doing = _Doing(worker_id, phase, int(self._command_seq[of].max()))
+            seen[doing] = self._seen.get(doing, now)
+            limit_s = self._limits_s.get(phase.name, self._limit_s)
+            if now - seen[doing] > limit_s:
+                late[worker_id] = limit_s
         self._seen = seen
         return late

@@ -14,7 +14,6 @@ import contextlib
 import itertools
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -28,8 +27,13 @@ from envherd.executor.options import ExecutorOptions
 from envherd.executor.sending.variables import common_variables
 from envherd.executor.start.process_log import read_log, request_stacks
 from envherd.executor.start.waiting import DeadlinePassed, seconds
-from envherd.shm.interrupts import ignoring_refusals, uninterrupted
+from envherd.shm.interrupts import (
+    close_descriptors,
+    ignoring_refusals,
+    uninterrupted,
+)
 from envherd.shm.platforms import (
+    can_read,
     open_standard_descriptors,
     register_at_fork,
     send_signal,
@@ -45,9 +49,6 @@ IDLE_S = 10.0
 # Processor time of imports for which a helper is kept; without torch, most need less.
 _KEPT_CPU_S = 1.0
 _RESUME_S = 2.0  # for an idle helper to answer
-#: Makes `torch.cuda.is_available()` ask the driver's library: torch refuses CUDA in forks of a process that has asked
-#: CUDA itself, and modules that the helper imports ask, as TorchRL does.
-_ASKS_WITHOUT_CUDA = ("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 _THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -163,6 +164,9 @@ class Helper:
         key: by which `shared` finds it; None if it ends with its last user.
         must_import: a module that cannot be imported is an error.
         user: the first one; None for the helper itself.
+
+    Attributes:
+        pid: its process id.
     """
 
     _log_fd = lifeline_read = _lifeline_write = -1
@@ -222,6 +226,7 @@ class Helper:
                 ) from error
             raise
         self._theirs.close()
+        self.pid = self._process.pid
         self._start = {
             # Imports see what those of the script see; the environment variables are there from the start.
             "caller": {
@@ -236,11 +241,6 @@ class Helper:
         self._start_number: int | None = None
         self.failed_preloads: dict[str, str] = {}
         self.num_threads = 1
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
 
     def join(self, user: object) -> bool:
         """Register another user, which must `close` it later; return whether it is usable."""
@@ -429,7 +429,7 @@ class Helper:
     def end(self) -> None:
         """End it and all its workers."""
         self._sock.close()
-        self._close("lifeline_read", "_lifeline_write")
+        close_descriptors(self, "lifeline_read", "_lifeline_write")
         with ignoring_refusals():  # EMFILE: then do not wait for its cleanup
             if self._process.returncode is None:
                 _wait_exit(self.pid, _FAREWELL_S)
@@ -441,7 +441,7 @@ class Helper:
         for name in ("_sock", "_theirs"):
             if name in vars(self):
                 getattr(self, name).close()
-        self._close("lifeline_read", "_lifeline_write", "_log_fd")
+        close_descriptors(self, "lifeline_read", "_lifeline_write", "_log_fd")
         with _fork_lock:
             _zygotes.discard(self)
 
@@ -455,12 +455,6 @@ class Helper:
         if "_process" in vars(self):
             # Not this process's child, so Popen must neither wait nor warn.
             self._process.returncode = 0
-
-    def _close(self, *names: str) -> None:
-        for name in names:
-            if name in vars(self):
-                # One line: an interrupt must not have it closed twice or never.
-                os.close(vars(self).pop(name))
 
     def _request(
         self,
@@ -513,9 +507,7 @@ class Helper:
 
         A finalizer in this thread may have taken the expected one.
         """
-        poller = select.poll()
-        poller.register(self._sock, select.POLLIN)
-        if not poller.poll(_RECEIVE_S * 1000):
+        if not can_read(self._sock, _RECEIVE_S * 1000):
             return False
         try:
             data = self._sock.recv(_PACKET, socket.MSG_DONTWAIT)
@@ -541,9 +533,7 @@ class Helper:
 def _wait_exit(pid: int, timeout_s: float) -> None:
     """Wait for a child to end, without reaping it."""
     with open(os.pidfd_open(pid), "rb", buffering=0) as process:
-        poller = select.poll()
-        poller.register(process, select.POLLIN)
-        poller.poll(timeout_s * 1000)
+        can_read(process, timeout_s * 1000)
 
 
 def surroundings_of(options: ExecutorOptions) -> dict[str, Any]:
@@ -554,7 +544,9 @@ def surroundings_of(options: ExecutorOptions) -> dict[str, Any]:
 def environment_of(options: ExecutorOptions) -> dict[str, str]:
     """Return the environment variables that workers start with."""
     environment = dict(os.environ)
-    environment.setdefault(*_ASKS_WITHOUT_CUDA)
+    # Makes `torch.cuda.is_available()` ask the driver's library: torch refuses CUDA in forks of a process that has
+    # asked CUDA itself, and modules that the helper imports ask, as TorchRL does.
+    environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if options.worker_threads is not None:
         environment.update(
             dict.fromkeys(_THREAD_VARIABLES, str(options.worker_threads))

@@ -61,7 +61,7 @@ FROM_OUTSIDE = {
 }
 
 _ENDS = {
-    **{name: outcome_text for name, (_, outcome_text) in DEATHS.items()},
+    **{name: death.outcome for name, death in DEATHS.items()},
     "term": "SIGTERM(-15)",
 }
 FAULTS = (*EXCEPTIONS, *BAD_OBSERVATIONS, *_ENDS, *HANGS, "stop")

@@ -10,7 +10,7 @@ import gymnasium
 import numpy as np
 
 from envherd.shm.slab import Slab, Storage, plan_slab, plan_storage
-from envherd.shm.sync import DOORBELL_BYTES, Doorbell
+from envherd.shm.sync import DOORBELL_BYTES, Bells, Doorbell
 from envherd.workers.adapters.base import Adapter
 from envherd.workers.block import block as block_module
 from envherd.workers.block.block import Block
@@ -77,7 +77,11 @@ class Side:
         self.num_read = self.num_tidied = 0
         kind = NativeLoop if way == "loop" else Loop
         self.loop = kind(
-            self.block, self.slab, (self.go, self.done), self._read_mail, self._tidy
+            self.block,
+            self.slab,
+            Bells(self.go, self.done),
+            self._read_mail,
+            self._tidy,
         )
         self.native = self.loop.make() if isinstance(self.loop, NativeLoop) else None
         for env in self.envs:

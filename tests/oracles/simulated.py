@@ -24,7 +24,7 @@ from envherd.executor.processes.mail import await_frame
 from envherd.executor.sending.blueprint import Blueprint, serial_blueprint
 from envherd.shm.slab import Slab, SlabPlan, Storage
 from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
-from envherd.shm.sync import Bell, Doorbell
+from envherd.shm.sync import Bell, Bells, Doorbell
 from envherd.workers import messages
 from envherd.workers.adapters.base import Adapter, StepValues
 from envherd.workers.block.block import Block
@@ -141,10 +141,10 @@ class SimulatedWorker:
         )
         self._block.build_again, self._block.forget = self._build_again, lambda _: None
 
-    def _build_again(self, env_id: int, *call: Any) -> Adapter:
+    def _build_again(self, env_id: int, call: Any) -> Adapter:
         before, rebuilt = (
             self.envs[env_id],
-            (call[0] if call else self._factories[env_id])(),
+            (call.factory if call else self._factories[env_id])(),
         )
         # The row of a step is not handed out yet.
         rebuilt.stepped, rebuilt.faults = before.stepped, before.faults
@@ -155,7 +155,7 @@ class SimulatedWorker:
         """Keep a message for the loop, with the memory that it names: a process keeps what it has mapped."""
         memory = None
         if isinstance(message, messages.AttachStorage):
-            memory = self._crew.equipment._storages[message.target][1].array()
+            memory = self._crew.equipment._storages[message.target].segment.array()
         self._inbox.append((message, memory))
         self.num_queued += 1
         if isinstance(message, messages.Attach):
@@ -170,13 +170,11 @@ class SimulatedWorker:
         self._go: Bell = (
             bells[0][self.worker_id]
             if bells
-            else Doorbell.attach(slab.buffer, plan.go_offset(self.worker_id))
+            else Doorbell(slab.buffer, plan.go_offset(self.worker_id))
         )
-        done: Bell = (
-            bells[1] if bells else Doorbell.attach(slab.buffer, plan.bells_offset)
-        )
+        done: Bell = bells[1] if bells else Doorbell(slab.buffer, plan.bells_offset)
         self._serve = (Loop if bells else loop_class())(
-            self._block, slab, (self._go, done), self._read, lambda: None, 0
+            self._block, slab, Bells(self._go, done), self._read, lambda: None, 0
         ).server()
         self.frames.append({"kind": "attached"})
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from envherd.executor.pools import base
-from envherd.executor.pools.fast_commands import exchange_natively
 from envherd.executor.protocol.env_states import FOLLOWS, EnvStates, Event, State
 from envherd.workers.protocol import Op
 
@@ -40,10 +39,14 @@ class StateTrace:
             )
 
         monkeypatch.setattr(EnvStates, "move", moved)
-        monkeypatch.setattr(base, "exchange_natively", self._exchange_natively)
+        compiled = base.Pool.compile
+        monkeypatch.setattr(
+            base.Pool,
+            "compile",
+            lambda pool, facts: trace._watched(compiled(pool, facts), facts),
+        )
 
-    def _exchange_natively(self, *args: Any) -> Any:
-        exchange, facts = exchange_natively(*args), args[-1]
+    def _watched(self, exchange: Any, facts: Mapping[str, Any]) -> Any:
         values, everyone = facts["states"], range(len(facts["states"]))
 
         def watched(

@@ -5,13 +5,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envherd.shm.layout import ALIGNMENT, Field, align, lay_out, strided_view, view
+from envherd.shm.layout import (
+    ALIGNMENT,
+    Field,
+    align,
+    lay_out,
+    strided_view,
+    view,
+)
 
 DTYPES = st.sampled_from(["bool", "uint8", "int64", "float32", "float64"])
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 REQUESTS = st.lists(
-    st.tuples(st.integers(0, 99).map(lambda i: (str(i),)), SHAPES, DTYPES),
-    unique_by=lambda r: r[0],
+    st.builds(Field, st.integers(0, 99).map(lambda i: (str(i),)), SHAPES, DTYPES),
+    unique_by=lambda r: r.name,
 )
 
 
@@ -44,18 +51,21 @@ def test_views_do_not_share_bytes(requests):
         assert (view(buffer, field) == number % 2).all()
 
 
-def test_a_field_is_found_by_name():
-    layout = lay_out([(("a",), (2,), "int64"), (("next", "b"), (3, 4), "float32")])
-    assert layout["next", "b"] == Field(("next", "b"), (3, 4), "float32", 128)
-    with pytest.raises(KeyError):
-        layout["b",]
+def test_fields_follow_each_other_with_their_offsets():
+    layout = lay_out(
+        [Field(("a",), (2,), "int64"), Field(("next", "b"), (3, 4), "float32")]
+    )
+    assert [*layout] == [
+        Field(("a",), (2,), "int64", 0),
+        Field(("next", "b"), (3, 4), "float32", 128),
+    ]
 
 
 @pytest.mark.parametrize(
     ("requests", "message"),
     [
-        ([(("a",), (), "bool"), (("a",), (), "bool")], "expected unique names"),
-        ([(("a",), (2, -1), "bool")], "expected dimensions >= 0"),
+        ([Field(("a",), (), "bool")] * 2, "expected unique names"),
+        ([Field(("a",), (2, -1), "bool")], "expected dimensions >= 0"),
     ],
 )
 def test_impossible_requests_are_refused(requests, message):
@@ -64,12 +74,13 @@ def test_impossible_requests_are_refused(requests, message):
 
 
 def test_strided_view_repeats_a_field():
-    layout = lay_out([(("a",), (2,), "int64")])
+    layout = lay_out([Field(("a",), (2,), "int64")])
     buffer = np.zeros(3 * layout.nbytes, np.uint8)
-    columns = strided_view(buffer, layout["a",], 0, 3, layout.nbytes)
+    (field,) = layout
+    columns = strided_view(buffer, field, 0, 3, layout.nbytes)
     columns[:] = [[1, 2], [3, 4], [5, 6]]
     for frame in range(3):
-        assert view(buffer, layout["a",], frame * layout.nbytes).tolist() == [
+        assert view(buffer, field, frame * layout.nbytes).tolist() == [
             2 * frame + 1,
             2 * frame + 2,
         ]

@@ -30,13 +30,13 @@ def slab_of(*widths, num_workers=2, num_frames=3):
 
 def test_words_have_one_entry_per_env_or_worker():
     slab = slab_of(4, 4, 4)
-    for name, (length, writer, meaning) in WORDS.items():
+    for name, word in WORDS.items():
         assert (
             len(slab.words[name])
-            == {"env": 3, "info": 6, "worker": 2, "bin": 2 * NUM_BINS}[length]
+            == {"env": 3, "info": 6, "worker": 2, "bin": 2 * NUM_BINS}[word.length]
         )
-        assert writer in ("parent", "worker", "both")
-        assert meaning
+        assert word.writer in ("parent", "worker", "both")
+        assert word.meaning
 
 
 def test_every_duration_has_a_bin_that_is_near_it():

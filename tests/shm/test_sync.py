@@ -42,7 +42,7 @@ def test_an_attached_bell_is_the_same_bell(segment):
     buffer = segment.array()
     bell, other = (
         Doorbell.create(buffer, DOORBELL_BYTES),
-        Doorbell.attach(buffer, DOORBELL_BYTES),
+        Doorbell(buffer, DOORBELL_BYTES),
     )
     bell.ring()
     assert other.try_wait()

@@ -249,6 +249,6 @@ def test_a_doorbell_that_is_not_one_is_refused():
 def test_a_doorbells_memory_is_where_it_lives():
     buffer = np.zeros(2 * DOORBELL_BYTES, np.uint8)
     bell = Doorbell.create(buffer, DOORBELL_BYTES)
-    other = Doorbell.attach(bell.memory, 0)
+    other = Doorbell(bell.memory, 0)
     bell.ring()
     assert other.try_wait()

@@ -35,17 +35,17 @@ def test_global_generators_are_seeded():
 
     before = seeding.caller_state()
     assert draw() == draw()
-    seeding.restore_caller(before)
+    seeding.restore_globals(before)
 
 
 def test_the_caller_gets_its_generators_back():
     before = seeding.caller_state()
     expected = random.random(), np.random.random(), torch.rand(1).item()
-    seeding.restore_caller(before)
+    seeding.restore_globals(before)
     seeding.seed_globals(5)
-    seeding.restore_caller(before)
+    seeding.restore_globals(before)
     assert (random.random(), np.random.random(), torch.rand(1).item()) == expected
-    seeding.restore_caller(before)
+    seeding.restore_globals(before)
 
 
 def test_drawn_generators_are_named():

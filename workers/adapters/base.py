@@ -99,8 +99,9 @@ class Adapter(ABC):
     has_whole_state: bool = True
     #: Whether a process may hold only one env of the family.
     is_alone: bool = False
-    #: The factory that built the env, for messages; set by its caller.
+    #: The factory that built the env, for messages, and what it has returned; set by its caller.
     origin: str = ""
+    returned: Any = None
 
     @abstractmethod
     def reset(

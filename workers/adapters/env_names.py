@@ -37,10 +37,11 @@ from envherd.workers.adapters.named import (
     registered_by_plug_ins,
 )
 from envherd.workers.errors import FactoryError, closest
+from envherd.workers.options import FactoryCall
 
 Factory = Callable[..., Any]
-#: A factory, and the keyword arguments for its calls.
-Made = tuple[Factory, dict[str, Any]]
+#: What a name stands for.
+Made = FactoryCall
 
 FORMS = tuple(family.form for family in FAMILIES.values())
 #: The families whose envs have names, in the order of the lookup.
@@ -104,7 +105,7 @@ def made_for(
     factory: Any = factory_for(name, with_frames=with_frames)
     kwargs = dict(env_kwargs or {})
     if max_steps is None:
-        return factory, kwargs
+        return Made(factory, kwargs)
     limit = FAMILIES[full_name(name).partition(":")[0]].limit
     if limit is None:
         known = ", ".join(one for one, family in FAMILIES.items() if family.limit)
@@ -113,8 +114,8 @@ def made_for(
             f"--env-kwargs."
         )
     if hasattr(factory, limit):
-        return replace(factory, **{limit: max_steps}), kwargs
-    return factory, {limit: max_steps, **kwargs}
+        return Made(replace(factory, **{limit: max_steps}), kwargs)
+    return Made(factory, {limit: max_steps, **kwargs})
 
 
 def full_name(name: str) -> str:
@@ -154,7 +155,9 @@ def is_only_looked_up(name: str) -> bool:
     """
     key, _, rest = name.partition(":")
     if key in ("gymnasium", "gymnasium_vec"):
-        env_id = rest if key == "gymnasium" else _split_rows(rest)[0]
+        env_id = rest
+        if key == "gymnasium_vec":
+            env_id, _ = _split_rows(rest)
         return env_id.rpartition(":")[0] in ("", *GYMNASIUM_PLUG_INS)
     return (
         is_pettingzoo_id(rest)

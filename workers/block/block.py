@@ -29,12 +29,9 @@ from envherd.workers.errors import SpecError
 from envherd.workers.info_rows import InfoWriter
 from envherd.workers.infos import packer
 from envherd.workers.messages import CHANGES, UNGUARDS, Ask, Prepare
-from envherd.workers.options import BlockOptions
+from envherd.workers.options import BlockOptions, FactoryCall
 from envherd.workers.protocol import RING, Flag, Op, Status, unpack
 from envherd.workers.reply import Fault, InfosReply, LeftOut, Notice, SideValues
-
-#: Commands whose fields are kept; a ring has a handful, a storage one or two per column.
-_MAX_REMEMBERED = 4096
 
 # Ints, because comparing and storing enum members costs more than the step of a small env.
 _STEP_RESET = int(Op.STEP_RESET)
@@ -63,12 +60,12 @@ class Block:
             process.
 
     Attributes:
-        build_again: `(env id, *factory call)`: builds an env by that call, or without one as at the start, and returns
-            the new adapter.
+        build_again: builds the env of an id by a factory call, or without one as at the start, and returns the new
+            adapter.
         forget: `(adapter)`: that env is closed, and another one may take its place.
     """
 
-    build_again: Callable[..., Adapter]
+    build_again: Callable[[int, FactoryCall | None], Adapter]
     forget: Callable[[Adapter], None]
 
     def __init__(
@@ -94,7 +91,6 @@ class Block:
         self.use_root_seed(root_seed)
         self._pack_info = packer(options.infos)
         self._words: dict[str, memoryview] = {}
-        self._unpacked: dict[int, tuple[int, int, int, int]] = {}
 
     def _listen(self, slot: Slot) -> None:
         """Let an adapter report the entries of infos that it leaves out."""
@@ -107,8 +103,8 @@ class Block:
         self._phase = self._words["phase"]
         for slot in self.slots.values():
             slot.place = slab.plan.place(slot.env_id)
-            group_index, row = slot.place
-            group = slab.groups[group_index]
+            row = slot.place.row
+            group = slab.groups[slot.place.group]
             slot.sinks = {RING: Sink(slot, group.of_row(row), root_follows=False)}
             slot.bind_inputs(group.inputs, row)
             if group.journal:
@@ -295,7 +291,7 @@ class Block:
         Returns:
             A `Status`, as an int.
         """
-        op, target, column, flags = self._unpacked.get(command) or self._unpack(command)
+        op, target, column, flags = unpack(command)
         slot = self.slots[env_id]
         # Extras that an interrupted call has sent for another reset.
         if op == _RESET and not flags & _PREPARED:
@@ -404,13 +400,6 @@ class Block:
         slot.has_news = False
         return int(Status.SIDE)
 
-    def _unpack(self, command: int) -> tuple[int, int, int, int]:
-        """Unpack a command, with a cache: the same few commands repeat."""
-        if len(self._unpacked) > _MAX_REMEMBERED:
-            self._unpacked.clear()
-        unpacked = self._unpacked[command] = unpack(command)
-        return unpacked
-
     def _reset(
         self,
         slot: Slot,
@@ -481,9 +470,9 @@ class Block:
         outer = seeding.caller_state()
         self._seed_globals(slot)
         try:
-            adapter = self.build_again(slot.env_id, *slot.call)
+            adapter = self.build_again(slot.env_id, slot.call)
         finally:
-            seeding.restore_caller(outer)
+            seeding.restore_globals(outer)
         if adapter.spec != slot.spec:
             adapter.close()
             self.forget(adapter)
@@ -560,7 +549,8 @@ class Block:
             return [flag[column - 1] & slot.last_done for flag in sink.next_done]
         return [
             slot.last_done,
-            *(ends & slot.last_done for ends in slot.last_ends),
+            slot.last_terminated & slot.last_done,
+            slot.last_truncated & slot.last_done,
         ]
 
     def _with_own_rng(

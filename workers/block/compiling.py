@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from envherd.shm.specs import Discrete, LeafSpec
+from envherd.shm.specs import Discrete
 from envherd.workers import native
 from envherd.workers.adapters.base import EnvCall, StepValues
 from envherd.workers.adapters.common.scalars import NUMBERS
@@ -114,7 +114,12 @@ def step_facts(
         "number_types": tuple(NUMBERS),
     }
     if slot.journal is not None:
-        facts |= slot.journal.for_c()
+        facts |= {
+            "journal": slot.journal.facts,
+            "journal_rows": slot.journal.num_rows,
+            "kept": slot.journal.rows,
+            "sources": slot.journal.sources,
+        }
     return facts
 
 
@@ -125,7 +130,8 @@ def why_not_stored(slot: Slot) -> list[str]:
     odd = [
         leaf.key
         for leaf in (*spec.observation, *spec.reward)
-        if not leaf.is_side and not _is_stored_plainly(leaf)
+        if not leaf.is_side
+        and (0 in leaf.shape or (leaf.shape == () and leaf.dtype != "int64"))
     ]
     reasons = {
         "check_finite=True": slot.check_finite,
@@ -142,11 +148,6 @@ def why_not_stored(slot: Slot) -> list[str]:
     ]
 
 
-def _is_stored_plainly(leaf: LeafSpec) -> bool:
-    """Return whether a leaf is an int64 number, or an array with values."""
-    return 0 not in leaf.shape and (leaf.shape != () or leaf.dtype == "int64")
-
-
 def _index(slot: Slot) -> np.ndarray | None:
     """Return the action as int64 `[1]` (VIEW) if it is a single index, else None."""
     leaves = (*slot.spec.action, *slot.spec.state)
@@ -158,5 +159,5 @@ def _index(slot: Slot) -> np.ndarray | None:
         or not isinstance(leaf.domain, Discrete)
     ):
         return None
-    row = slot.place[1]
+    row = slot.place.row
     return slot.inputs[("input", *leaf.key)][row : row + 1]

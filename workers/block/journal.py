@@ -7,7 +7,6 @@ Who writes: the worker that runs the env. Who reads: the parent, once the env ha
 
 from collections.abc import Iterable, Mapping
 from enum import IntFlag
-from typing import Any
 
 import numpy as np
 
@@ -55,23 +54,8 @@ class Journal:
         # All have the same number; an env without inputs needs no rows.
         self.num_rows = next(map(len, self.rows), 1)
         self._words = self.facts.data
-        self._copies = [
-            (
-                _bytes_of(kept),
-                _bytes_of(source),
-                source.nbytes,
-            )
-            for kept, source in zip(self.rows, self.sources, strict=True)
-        ]
-
-    def for_c(self) -> dict[str, Any]:
-        """Return the journal as arguments of `_native.Step`."""
-        return {
-            "journal": self.facts,
-            "journal_rows": self.num_rows,
-            "kept": self.rows,
-            "sources": self.sources,
-        }
+        self._kept_bytes = [*map(_bytes_of, self.rows)]
+        self._source_bytes = [*map(_bytes_of, self.sources)]
 
     def begin(
         self,
@@ -101,7 +85,8 @@ class Journal:
         words = self._words
         steps = words[STEPS]
         row = steps % self.num_rows
-        for kept, source, nbytes in self._copies:
+        for kept, source in zip(self._kept_bytes, self._source_bytes, strict=True):
+            nbytes = source.nbytes
             kept[row * nbytes : (row + 1) * nbytes] = source
         words[STEPS] = steps + 1
 

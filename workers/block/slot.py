@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from envherd.shm.layout import Name
+from envherd.shm.slab import Place
 from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
 from envherd.workers.adapters.base import Adapter, StepValues
 from envherd.workers.block.journal import Journal
@@ -18,8 +19,9 @@ from envherd.workers.block.slot_states import AFTER, NEW, OVER, SlotEvent, SlotS
 from envherd.workers.errors import InternalError, SpecError
 from envherd.workers.info_rows import InfoWriter
 from envherd.workers.messages import Prepare
+from envherd.workers.options import FactoryCall
 from envherd.workers.protocol import Op, pack_phase
-from envherd.workers.seeding import EpisodeSeeds
+from envherd.workers.seeding import EpisodeSeeds, GlobalsState
 from envherd.workers.state_tables import IMPOSSIBLE
 from envherd.workers.writers import Writer, writer_for
 
@@ -81,13 +83,13 @@ class Slot:
         self.adapter: Any = adapter  # None while it is not built
         # False while a new instance was not built yet, or could not be.
         self.is_built = True
-        # The call of its factory that `Prepare.call` has brought; empty for that of the start.
-        self.call: tuple[Any, ...] = ()
+        # What `Prepare.call` has brought; None for the call of the start.
+        self.call: FactoryCall | None = None
         self.unchecked = adapter.unchecked
         self.takes_tensors = adapter.takes_tensors
         self.spec = adapter.spec
         self.check_finite = check_finite
-        self.place = (0, 0)
+        self.place = Place(0, 0)
         self.sinks: dict[int, Sink] = {}
         self.inputs: Mapping[Name, np.ndarray] = {}
         self.action_readers: list[Callable[[], Any]] = []
@@ -95,7 +97,7 @@ class Slot:
         self.journal: Journal | None = None
         self.prepared: Prepare | None = None
         self.rename(env_id)
-        self.rng_state: tuple[Any, ...] | None = None
+        self.rng_state: GlobalsState | None = None
         # `seeding.EpisodeSeeds.pool`, for C; None if the env's own generators continue.
         self.seed_pool: np.ndarray | None = None
         self._seeds: EpisodeSeeds | None = None
@@ -105,8 +107,9 @@ class Slot:
         self._state = self.state.data
         # Which rows have ended, if the env is a batch.
         self.last_done: Any = not self.spec.batch_shape
-        # Terminated, truncated of the latest step in which any did.
-        self.last_ends: tuple[Any, Any] = (False, False)
+        # Of the latest step in which rows have ended.
+        self.last_terminated: Any = False
+        self.last_truncated: Any = False
         self.has_news = False
         self.phase = "step"
         self.infos: dict[str, bytes] = {}
@@ -376,10 +379,8 @@ def _ends_noter(slot: Slot, sink: Sink) -> Callable[[int, Any, Any], bool] | Non
             ended = bool(ended.any())
         # Copies, because the env may change its arrays before a root needs them.
         if is_batch and ended:
-            slot.last_ends = (
-                np.array(terminated),
-                np.array(truncated),
-            )
+            slot.last_terminated = np.array(terminated)
+            slot.last_truncated = np.array(truncated)
         if nested:
             store(nested, column, done_values(), "done")
         return bool(ended)

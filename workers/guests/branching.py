@@ -131,7 +131,7 @@ def fork_orphan() -> tuple[int, list[str]]:
         between = _fork()
         if between == 0:
             _fork_again(write)
-            end_on_error(functools.partial(seeding.restore_caller, generators))
+            end_on_error(functools.partial(seeding.restore_globals, generators))
             return 0, []
         os.close(write)
         write = -1  # so that a read after the other's death ends

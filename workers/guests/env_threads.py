@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from envherd.shm.slab import NUM_BINS, Slab, bin_of
 from envherd.shm.sync import keep_order
@@ -28,10 +28,8 @@ from envherd.workers.messages import PER_ENV, Ask
 from envherd.workers.options import BlockOptions
 from envherd.workers.process.entry import EnvCalls
 from envherd.workers.process.loop import Loop
-from envherd.workers.protocol import Flag, describe_phase
+from envherd.workers.protocol import EACH, describe_phase
 
-# Where `protocol.pack` puts the flag: above the 4 bits of the op.
-_EACH = Flag.EACH << 4
 #: Bytes of a thread's stack; Linux allocates only the pages that are touched.
 _STACK_BYTES = 1 << 21
 
@@ -97,6 +95,13 @@ class EnvThreads(EnvCalls):
         return ThreadedLoop
 
 
+class _Call(NamedTuple):
+    """The phase of a thread, and when its call began."""
+
+    phase: int
+    since_ns: int
+
+
 class _Phases:
     """The worker's words `phase` and `since_ns`: of the env whose call has lasted longest.
 
@@ -107,29 +112,30 @@ class _Phases:
     def __init__(self, words: Mapping[str, memoryview], *, steps_first: bool) -> None:
         self._words = words
         self._steps_first = steps_first
-        # Thread -> phase and start, oldest first.
-        self._running: dict[int, tuple[int, int]] = {}
+        # Of each thread, oldest first.
+        self._running: dict[int, _Call] = {}
         self._lock = threading.Lock()
 
     def __setitem__(self, worker_id: int, phase: int) -> None:
         """Note the phase of the calling thread; 0: it is in no call."""
         thread = threading.get_ident()
-        now = time.perf_counter_ns()
+        idle = _Call(0, time.perf_counter_ns())
         with self._lock:
             if phase:
-                self._running[thread] = phase, self._running.get(thread, (0, now))[1]
+                began = self._running.get(thread, idle).since_ns
+                self._running[thread] = _Call(phase, began)
             else:
                 self._running.pop(thread, None)
-            shown, since = next(iter(self._running.values()), (0, now))
-            if self._steps_first and describe_phase(shown)[0] == "reset":
+            shown = next(iter(self._running.values()), idle)
+            if self._steps_first and describe_phase(shown.phase).name == "reset":
                 steps = (
                     call
                     for call in self._running.values()
-                    if describe_phase(call[0])[0] == "step"
+                    if describe_phase(call.phase).name == "step"
                 )
-                shown, since = next(steps, (shown, since))
-            self._words["phase"][worker_id] = shown
-            self._words["since_ns"][worker_id] = since
+                shown = next(steps, shown)
+            self._words["phase"][worker_id] = shown.phase
+            self._words["since_ns"][worker_id] = shown.since_ns
 
 
 class ThreadedBlock(Block):
@@ -208,7 +214,7 @@ class ThreadedLoop(Loop):
         numbers = self._words["command_seq"]
         commands = self._words["command"]
         pending = [env_id for env_id in latest if numbers[env_id] != latest[env_id]]
-        if len(pending) > 1 and commands[pending[0]] & _EACH:
+        if len(pending) > 1 and commands[pending[0]] & EACH:
             pending.sort(key=numbers.__getitem__)
         if not self._check_mail() or not pending:
             return
@@ -218,7 +224,7 @@ class ThreadedLoop(Loop):
                 self._busy_since = time.perf_counter_ns()
             self._num_running += len(pending)
         # Answers missing before the one ring.
-        owed = [sum(not commands[env_id] & _EACH for env_id in pending)]
+        owed = [sum(not commands[env_id] & EACH for env_id in pending)]
         for env_id in pending:
             number = numbers[env_id]
             latest[env_id] = number
@@ -244,7 +250,7 @@ class ThreadedLoop(Loop):
             words["status"][env_id] = block.execute(env_id, command)
             block.rest()
             ended = time.perf_counter_ns()
-            if command & _EACH:
+            if command & EACH:
                 words["answered_ns"][env_id] = ended
             keep_order()
             words["reply_seq"][env_id] = number
@@ -280,7 +286,7 @@ class ThreadedLoop(Loop):
         self._num_running -= 1
         if not self._num_running:
             words["busy_ns"][worker_id] += now - self._busy_since
-        if command & _EACH:
+        if command & EACH:
             return self._counter.add()
         owed[0] -= 1
         return not owed[0]

@@ -122,9 +122,6 @@ class Target:
             made = getattr(made, part)
         return made(**{**plain.decode(self._kwargs), **env_kwargs})
 
-    def __reduce__(self) -> Any:
-        return Target, (self.interpreter, self.target, self._kwargs)
-
 
 def enter(interpreter: str) -> None:
     """Note which interpreter executes this process, and let it read arrays that the caller has pickled."""

@@ -27,7 +27,8 @@ _OLDEST = 0x030B0000
 
 def load() -> Any:
     """Return the extension module, or None where it was not built, cannot be loaded, or is switched off."""
-    return find()[0]
+    module, _ = find()
+    return module
 
 
 def why_not() -> list[str]:

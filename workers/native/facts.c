@@ -1,4 +1,5 @@
-/* Facts: a struct takes and gives up what Python has passed by one table, which names each fact and its field. */
+/* Facts: a struct takes and gives up what Python has passed by one table, which names each fact and its field; and how
+ * all objects are created and freed. */
 #include "native.h"
 
 PyObject *fact(PyObject *facts, const char *name)
@@ -64,4 +65,31 @@ void release_facts(const Fact *table, void *of)
     for (; table->name != NULL; table++)
         if (table->kind != OBJECT && table->kind != NUMBER)
             PyBuffer_Release((Py_buffer *)((char *)of + table->offset));
+}
+
+PyObject *make(PyTypeObject *type, PyObject *args, int (*take)(PyObject *self, PyObject *facts))
+{
+    PyObject *facts;
+    if (!PyArg_ParseTuple(args, "O!", &PyDict_Type, &facts))
+        return NULL;
+    PyObject *self = PyType_GenericAlloc(type, 0);
+    if (self != NULL && take(self, facts) < 0)
+        Py_CLEAR(self);
+    return self;
+}
+
+void give_up(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(self);
+    Py_DECREF(type);
+}
+
+void *room_for(Py_ssize_t count, size_t size)
+{
+    void *room = PyMem_Calloc((size_t)count + 1, size);
+    if (room == NULL)
+        PyErr_NoMemory();
+    return room;
 }

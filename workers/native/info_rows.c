@@ -41,11 +41,9 @@ static int field_take(PyObject *facts, Field *field, Py_ssize_t nbytes)
         PyErr_SetString(PyExc_ValueError, "expected fields within a row");
         return -1;
     }
-    field->items = PyMem_Calloc((size_t)count + 1, sizeof *field->items);
-    if (field->items == NULL) {
-        PyErr_NoMemory();
+    field->items = room_for(count, sizeof *field->items);
+    if (field->items == NULL)
         return -1;
-    }
     field->count = count; /* those that are not taken yet hold nothing, which is as good to release */
     for (Py_ssize_t i = 0; i < count; i++)
         if (field_take(PyTuple_GetItem(items, i), &field->items[i], nbytes) < 0)
@@ -83,11 +81,8 @@ static PyObject *schema_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNU
 
 static void schema_dealloc(Schema *schema)
 {
-    PyTypeObject *type = Py_TYPE((PyObject *)schema);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     field_release(&schema->root);
-    release(schema);
-    Py_DECREF(type);
+    give_up((PyObject *)schema);
 }
 
 /* ---- an info: 1 if it fits, else 0, with no exception ------------------------------------------------- */

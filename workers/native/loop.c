@@ -71,12 +71,10 @@ static int take_envs(Loop *loop, PyObject *facts)
     Py_ssize_t count = slots == NULL ? -1 : PyList_Size(slots), num_words = loop->command_seq.shape[0];
     if (count < 0)
         return -1;
-    loop->envs = PyMem_Calloc((size_t)count + 1, sizeof *loop->envs);
-    loop->pending = PyMem_Calloc((size_t)count + 1, sizeof *loop->pending);
-    if (loop->envs == NULL || loop->pending == NULL) {
-        PyErr_NoMemory();
+    loop->envs = room_for(count, sizeof *loop->envs);
+    loop->pending = room_for(count, sizeof *loop->pending);
+    if (loop->envs == NULL || loop->pending == NULL)
         return -1;
-    }
     loop->num_envs = count;
     for (Py_ssize_t i = 0; i < count; i++) {
         Env *env = &loop->envs[i];
@@ -94,8 +92,9 @@ static int take_envs(Loop *loop, PyObject *facts)
     return 0;
 }
 
-static int take_all(Loop *loop, PyObject *facts)
+static int take_all(PyObject *self, PyObject *facts)
 {
+    Loop *loop = (Loop *)self;
     PyObject *words = fact(facts, "words"), *calls = fact(facts, "calls");
     if (words == NULL || calls == NULL || take_facts(facts, FACTS, loop) < 0 || take_facts(words, WORDS_OF_SLAB, loop) < 0
         || take_facts(calls, CALLS, loop) < 0 || bell_take(facts, "go", &loop->go) < 0
@@ -116,17 +115,7 @@ static int take_all(Loop *loop, PyObject *facts)
 
 static PyObject *loop_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs))
 {
-    PyObject *facts;
-    if (!PyArg_ParseTuple(args, "O!", &PyDict_Type, &facts))
-        return NULL;
-    Loop *loop = (Loop *)PyType_GenericAlloc(type, 0);
-    if (loop == NULL)
-        return NULL;
-    if (take_all(loop, facts) < 0) {
-        Py_DECREF(loop);
-        return NULL;
-    }
-    return (PyObject *)loop;
+    return make(type, args, take_all);
 }
 
 static int loop_traverse(Loop *loop, visitproc visit, void *arg)
@@ -151,7 +140,6 @@ static int loop_clear(Loop *loop)
 
 static void loop_dealloc(Loop *loop)
 {
-    PyTypeObject *type = Py_TYPE((PyObject *)loop);
     PyObject_GC_UnTrack(loop);
     loop_clear(loop);
     release_facts(FACTS, loop);
@@ -162,8 +150,7 @@ static void loop_dealloc(Loop *loop)
     PyBuffer_Release(&loop->done.memory);
     PyMem_Free(loop->envs);
     PyMem_Free(loop->pending);
-    PyObject_GC_Del(loop);
-    Py_DECREF(type);
+    give_up((PyObject *)loop);
 }
 
 /* ---- what python does ------------------------------------------------------------------------------- */

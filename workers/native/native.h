@@ -51,6 +51,11 @@ int visit_facts(const Fact *table, void *of, visitproc visit, void *arg);
 void clear_facts(const Fact *table, void *of);                      /* give up the objects */
 void release_facts(const Fact *table, void *of);                    /* and the buffers */
 
+/* Create an object, and let `take` read the facts, which are the only argument; NULL with an exception. */
+PyObject *make(PyTypeObject *type, PyObject *args, int (*take)(PyObject *self, PyObject *facts));
+void give_up(PyObject *self);                                       /* the last call of a `dealloc` */
+void *room_for(Py_ssize_t count, size_t size);                      /* zeros, for at least one; NULL with an exception */
+
 /* ---- doorbells: bell.c ------------------------------------------------------------------------------ */
 
 typedef struct {

@@ -116,11 +116,9 @@ static int leaves_take(PyObject *facts, const char *name, Leaves *leaves, i64 nu
     Py_ssize_t count = arrays == NULL ? -1 : PyList_Size(arrays);
     if (count < 0)
         return -1;
-    leaves->leaf = PyMem_Calloc((size_t)count + 1, sizeof *leaves->leaf);
-    if (leaves->leaf == NULL) {
-        PyErr_NoMemory();
+    leaves->leaf = room_for(count, sizeof *leaves->leaf);
+    if (leaves->leaf == NULL)
         return -1;
-    }
     leaves->count = count; /* those that are not taken yet hold nothing, which is as good to release */
     for (Py_ssize_t i = 0; i < count; i++)
         if (leaf_take(PyList_GetItem(arrays, i), &leaves->leaf[i], num_columns) < 0)
@@ -163,22 +161,21 @@ static int are_own(const Step *step)
 
 static int take_room(Step *step)
 {
-    step->values = PyMem_Calloc((size_t)(step->observation.count + step->reward.count) + 1, sizeof *step->values);
+    step->values = room_for(step->observation.count + step->reward.count, sizeof *step->values);
     int has_room = step->values != NULL;
     for (Py_ssize_t i = 0; has_room && i < step->observation.count; i++) {
         const Py_buffer *memory = &step->observation.leaf[i].memory;
         if (memory->ndim < 2 || memory->shape[1] > MOST_ROWS)
             continue;
-        step->values[i].rows = PyMem_Calloc((size_t)memory->shape[1] + 1, sizeof *step->values[i].rows);
+        step->values[i].rows = room_for(memory->shape[1], sizeof *step->values[i].rows);
         has_room = step->values[i].rows != NULL;
     }
-    if (!has_room)
-        PyErr_NoMemory();
     return has_room ? 0 : -1;
 }
 
-static int take_all(Step *step, PyObject *facts)
+static int take_all(PyObject *self, PyObject *facts)
 {
+    Step *step = (Step *)self;
     PyObject *words = fact(facts, "words");
     if (words == NULL || take_facts(facts, FACTS, step) < 0 || take_facts(words, WORDS_OF_ENVS, step) < 0
         || leaves_take(facts, "observation", &step->observation, step->num_columns) < 0
@@ -198,17 +195,7 @@ static int take_all(Step *step, PyObject *facts)
 
 static PyObject *step_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs))
 {
-    PyObject *facts;
-    if (!PyArg_ParseTuple(args, "O!", &PyDict_Type, &facts))
-        return NULL;
-    Step *step = (Step *)PyType_GenericAlloc(type, 0);
-    if (step == NULL)
-        return NULL;
-    if (take_all(step, facts) < 0) {
-        Py_DECREF(step);
-        return NULL;
-    }
-    return (PyObject *)step;
+    return make(type, args, take_all);
 }
 
 static int step_traverse(Step *step, visitproc visit, void *arg)
@@ -232,7 +219,6 @@ static void leaves_release(Leaves *leaves)
 
 static void step_dealloc(Step *step)
 {
-    PyTypeObject *type = Py_TYPE((PyObject *)step);
     PyObject_GC_UnTrack(step);
     release_facts(FACTS, step);
     release_facts(WORDS_OF_ENVS, step);
@@ -245,8 +231,7 @@ static void step_dealloc(Step *step)
     PyMem_Free(step->values);
     for (int i = 0; i < NUM_NAMES; i++)
         Py_XDECREF(step->names[i]);
-    PyObject_GC_Del(step);
-    Py_DECREF(type);
+    give_up((PyObject *)step);
 }
 
 /* ---- the action ------------------------------------------------------------------------------------- */

@@ -16,7 +16,6 @@ import dataclasses
 import faulthandler
 import functools
 import os
-import select
 import socket
 import sys
 from collections.abc import Callable
@@ -26,6 +25,7 @@ import numpy as np
 
 from envherd.shm.platforms import (
     arm_lifeline,
+    can_read,
     detach,
     fcntl,
     listen_for_stack_requests,
@@ -33,7 +33,7 @@ from envherd.shm.platforms import (
 )
 from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, Storage
-from envherd.shm.sync import Bell, Doorbell
+from envherd.shm.sync import Bells, Doorbell
 from envherd.workers import current, messages, seeding
 from envherd.workers.adapters.base import Adapter
 from envherd.workers.adapters.registry import install_import_hooks
@@ -41,7 +41,7 @@ from envherd.workers.block.block import Block
 from envherd.workers.build import Builder
 from envherd.workers.current import WorkerInfo
 from envherd.workers.guest import guest
-from envherd.workers.options import BlockOptions
+from envherd.workers.options import BlockOptions, FactoryCall
 from envherd.workers.process.loop import Loop
 from envherd.workers.process.native_loop import loop_class
 from envherd.workers.reply import Fault
@@ -75,7 +75,7 @@ def run(
     config: dict[str, Any],
     *,
     lifeline_fd: int = -1,
-    bells: tuple[Bell, Bell] | None = None,
+    bells: Bells | None = None,
 ) -> None:
     """Serve messages and commands, in a process that is cut off from its parent's surroundings; never returns.
 
@@ -84,7 +84,7 @@ def run(
         log_fd: of the worker's log.
         config: the settings of `executor.processes.worker_process.worker_config`.
         lifeline_fd: of the lifeline; -1 without one.
-        bells: `go` and `done`; None for those in the slab.
+        bells: None for those in the slab.
     """
     faulthandler.enable(file=log_fd, all_threads=True)
     listen_for_stack_requests(log_fd)
@@ -116,10 +116,8 @@ def _arm_lifeline(fd: int) -> int:
     os.close(fd)
     own = _out_of_the_way(own)
     arm_lifeline(own, os.getpid())
-    poller = select.poll()
-    poller.register(own, select.POLLIN)
     # An end that came before the line was armed sends no signal.
-    if poller.poll(0):
+    if can_read(own):
         os._exit(1)
     return own
 
@@ -164,14 +162,14 @@ class Worker:
         channel: messages.WorkerChannel,
         log_fd: int,
         lifeline_fd: int,
-        bells: tuple[Bell, Bell] | None,
+        bells: Bells | None,
     ) -> None:
         self._channel = channel
         self._bells = bells
         self._log_fd = log_fd
         self._lifeline_fd = lifeline_fd
         self._fds: list[int] = []
-        self._builder = Builder()
+        self._builder = Builder(BlockOptions())
         # Without envs until they are built.
         self._block = Block(0, {}, 0, channel.send_plain, BlockOptions())
         self._loop: Loop | None = None
@@ -216,11 +214,7 @@ class Worker:
 
     def _on_build(self, message: messages.Build) -> None:
         self._build = message
-        self._builder = Builder(
-            message.block.info_keys,
-            message.block.env_type,
-            episode_statistics=message.block.episode_statistics,
-        )
+        self._builder = Builder(message.block)
         adapters = {}
         self._enter(message.worker)
         if message.block.env_threads:
@@ -259,23 +253,26 @@ class Worker:
             {"kind": "specs", "specs": specs, "why_python": self._block.why_python()}
         )
 
-    def _build_env(self, env_id: int, *call: Any) -> Adapter:
+    def _build_env(self, env_id: int, call: FactoryCall | None = None) -> Adapter:
         """Build an env by a factory call, or without one by that of the start."""
         message = self._build
         env_ids = message.worker.env_ids
         # A copy of another env remains what that one is: the only env of its worker.
         index = next((i for i, own in enumerate(env_ids) if own == env_id), 0)
         # Before the env is built, because the factories of former tasks may hold as much memory as it does.
-        if call:
+        if call is not None:
             self._builder.keep(
                 {
                     *message.factories,
-                    *(s.call[0] for s in self._block.slots.values() if s.call),
+                    *(s.call.factory for s in self._block.slots.values() if s.call),
                 }
             )
         with current.building(current.worker(), message.block.first_env_id + env_id):
             return self._builder.build(
-                *(call or (message.factories[index], message.env_kwargs[index]))
+                *(
+                    call
+                    or FactoryCall(message.factories[index], message.env_kwargs[index])
+                )
             )
 
     def _enter(self, worker: WorkerInfo) -> None:
@@ -296,9 +293,9 @@ class Worker:
         slab.words["pid"][self._block.worker_id] = os.getpid()
         slab.words["starts"][self._block.worker_id] += 1
         kind = self._calls.loop_type(is_native=self._bells is None)
-        bells = self._bells or (
-            Doorbell.attach(buffer, message.plan.go_offset(self._block.worker_id)),
-            Doorbell.attach(buffer, message.plan.bells_offset),
+        bells = self._bells or Bells(
+            Doorbell(buffer, message.plan.go_offset(self._block.worker_id)),
+            Doorbell(buffer, message.plan.bells_offset),
         )
         self._loop = kind(
             self._block,

@@ -10,12 +10,11 @@ import time
 from collections.abc import Callable
 
 from envherd.shm.slab import NUM_BINS, Slab, bin_of
-from envherd.shm.sync import Bell, keep_order
+from envherd.shm.sync import Bells, keep_order
 from envherd.shm.tally import Counter
 from envherd.workers.block.block import Block
-from envherd.workers.protocol import LEAVE, Flag
+from envherd.workers.protocol import EACH, LEAVE
 
-_EACH = Flag.EACH << 4
 #: Wakes. Checking the log costs a microsecond, and an env may print a megabyte per step.
 TIDY_EVERY = 64
 
@@ -26,7 +25,7 @@ class Loop:
     Args:
         block: carries commands out.
         slab: where commands are read and answers are written.
-        bells: `go`, which wakes this loop, and `done`, which wakes the parent.
+        bells: `go` wakes this loop, `done` the parent.
         read_mail: handles one message and returns its number, or None to exit.
         tidy: called every `TIDY_EVERY` wakes.
         mail_read: number of the latest message that was read.
@@ -36,7 +35,7 @@ class Loop:
         self,
         block: Block,
         slab: Slab,
-        bells: tuple[Bell, Bell],
+        bells: Bells,
         read_mail: Callable[[], int | None],
         tidy: Callable[[], None],
         mail_read: int = 0,
@@ -110,7 +109,7 @@ class Loop:
         status = words["status"]
         owes_ring = False
         pending = [env_id for env_id in latest if numbers[env_id] != latest[env_id]]
-        if len(pending) > 1 and commands[pending[0]] & _EACH:
+        if len(pending) > 1 and commands[pending[0]] & EACH:
             # They were sent one by one: the longest waiting first.
             pending.sort(key=numbers.__getitem__)
         # Again: what came by mail for these commands was sent before their numbers were written, but perhaps after
@@ -135,12 +134,12 @@ class Loop:
             else:
                 status[env_id] = self._block.execute(env_id, command)
             latest[env_id] = number
-            if command & _EACH:
+            if command & EACH:
                 words["answered_ns"][env_id] = time.perf_counter_ns()
             # The rows and the status before the reply, which the owner may see at once.
             keep_order()
             words["reply_seq"][env_id] = number
-            if command & _EACH:
+            if command & EACH:
                 if self._counter.add():
                     self._done.ring()
             else:

@@ -35,7 +35,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from envherd.shm.platforms import arm_lifeline, fcntl, send_signal, termios
+from envherd.shm.platforms import (
+    arm_lifeline,
+    can_read,
+    fcntl,
+    send_signal,
+    termios,
+)
 from envherd.workers.current import MARK, mark_of
 from envherd.workers.sending import surroundings
 
@@ -59,7 +65,7 @@ def main(fd: int, log_fd: int) -> None:
     _adopt_orphans()
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text("envherd-helper")  # what `ps` and `top` show
-    start = _receive(sock)[0]
+    start, _ = _receive(sock)
     if start is None:
         return
     surroundings.enter(start["caller"])
@@ -131,9 +137,7 @@ def _ended_with_owner(sock: socket.socket) -> Iterator[None]:
     fd = sock.fileno()
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     arm_lifeline(fd, os.getpid())
-    poller = select.poll()
-    poller.register(sock, select.POLLIN)
-    if poller.poll(0):  # the owner ended earlier
+    if can_read(sock):  # the owner ended earlier
         os._exit(1)
     yield
     fcntl.fcntl(fd, fcntl.F_SETFL, flags)
@@ -241,9 +245,7 @@ class Zygote:
             self._kill_all()
 
     def _answer(self) -> bool:
-        poller = select.poll()
-        poller.register(self._sock, select.POLLIN)
-        if not poller.poll(0):
+        if not can_read(self._sock):
             return True
         try:
             request, fds = _receive(self._sock)
@@ -254,7 +256,7 @@ class Zygote:
         self._ends_at = None
         if request["op"] == "fork":
             try:
-                _send(self._sock, request, {"pid": self._fork(request["config"], fds)})
+                _send(self._sock, request, {"pid": self._fork(request["config"], *fds)})
             # A limit on processes or memory: only this worker fails.
             except OSError as error:
                 _send(self._sock, request, {"error": f"fork: {error}"})
@@ -277,14 +279,20 @@ class Zygote:
             _send(self._sock, request, {"status": self._statuses.get(request["pid"])})
         return True
 
-    def _fork(self, config: dict[str, Any], fds: list[int]) -> int:
-        log = os.fstat(fds[2]).st_ino
+    def _fork(
+        self,
+        config: dict[str, Any],
+        sock_fd: int,
+        lifeline_fd: int,
+        log_fd: int,
+    ) -> int:
+        log = os.fstat(log_fd).st_ino
         try:
             pid = os.fork()
             if pid == 0:
-                self._become_worker(config, fds)
+                self._become_worker(config, sock_fd, lifeline_fd, log_fd)
         finally:
-            for fd in fds:
+            for fd in (sock_fd, lifeline_fd, log_fd):
                 os.close(fd)
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)  # the worker does so too; the first of both has effect
@@ -302,14 +310,20 @@ class Zygote:
         self._worker_of_log[log] = pid
         return True
 
-    def _become_worker(self, config: dict[str, Any], fds: list[int]) -> None:
+    def _become_worker(
+        self,
+        config: dict[str, Any],
+        sock_fd: int,
+        lifeline_fd: int,
+        log_fd: int,
+    ) -> None:
         try:
             signal.set_wakeup_fd(-1)
             os.close(self._wake_read)
             os.close(self._wake_write)
             self._sock.close()
             # The handler of SIGUSR2 writes to that descriptor, which becomes the worker's own log.
-            os.dup2(fds[2], self._log_fd, inheritable=False)
+            os.dup2(log_fd, self._log_fd, inheritable=False)
             python = config.get("python")
             if self._must_exec or python:
                 surroundings.enter_before_exec(config["caller"])
@@ -318,9 +332,9 @@ class Zygote:
                 file = in_file(json.dumps(config).encode())
                 # Before `entry` does so, because imports print as well.
                 if config.get("output") == "capture":
-                    os.dup2(fds[2], 1)
-                    os.dup2(fds[2], 2)
-                fds.append(file.fileno())
+                    os.dup2(log_fd, 1)
+                    os.dup2(log_fd, 2)
+                fds = [sock_fd, lifeline_fd, log_fd, file.fileno()]
                 for fd in fds:
                     os.set_inheritable(fd, True)
                 command = [sys.executable, *flags(), "-c", _EXEC]
@@ -332,7 +346,7 @@ class Zygote:
             from envherd.workers.process import entry
 
             surroundings.enter(config["caller"])
-            entry.main(socket.socket(fileno=fds[0]), fds[1], fds[2], config)
+            entry.main(socket.socket(fileno=sock_fd), lifeline_fd, log_fd, config)
         except BaseException:
             import traceback
 

@@ -37,7 +37,7 @@ import typing
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import reduction
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 from cloudpickle import cloudpickle as private
@@ -498,17 +498,6 @@ def _add_names_of_classes(function: types.FunctionType, reduced: _Reduced) -> No
 # ---- functools ---------------------------------------------------------------------------------
 
 
-def _reduce_cache(cache: Any) -> _Reduced:
-    return (
-        _make_cache,
-        (cache.__wrapped__, cache.cache_parameters()),
-        vars(cache),
-        None,
-        None,
-        _set_attributes,
-    )
-
-
 def _make_cache(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(function)
 
@@ -551,26 +540,29 @@ def _set_attributes(obj: Any, state: dict[str, Any]) -> None:
 # ---- typing ------------------------------------------------------------------------------------
 
 
-def _reduce_new_type(kind: Any) -> _Reduced:
-    return (
-        typing.NewType,
-        (kind.__name__, kind.__supertype__),
-        {"__module__": kind.__module__, "__qualname__": kind.__qualname__},
-        None,
-        None,
-        _set_attributes,
-    )
-
-
 def _reduce_parameters(parameters: Any) -> _Reduced:
     return type(parameters), (parameters.__name__,)
 
 
 #: Types whose objects pickle stores by their name -> how to rebuild them.
 _REDUCERS: dict[type, Callable[[Any], _Reduced]] = {
-    _LRU_CACHE: _reduce_cache,
+    _LRU_CACHE: lambda cache: (
+        _make_cache,
+        (cache.__wrapped__, cache.cache_parameters()),
+        vars(cache),
+        None,
+        None,
+        _set_attributes,
+    ),
     _KEY_WRAPPER: _reduce_key,
-    typing.NewType: _reduce_new_type,
+    typing.NewType: lambda kind: (
+        typing.NewType,
+        (kind.__name__, kind.__supertype__),
+        {"__module__": kind.__module__, "__qualname__": kind.__qualname__},
+        None,
+        None,
+        _set_attributes,
+    ),
     typing.ParamSpec: _reduce_parameters,
     typing.TypeVar: lambda variable: (
         private._make_typevar,  # noqa: SLF001
@@ -765,8 +757,15 @@ def captures(factory: Any) -> Iterator[tuple[str, Any]]:
         yield from getattr(factory, "__dict__", {}).items()
 
 
-def find_culprit(value: Any) -> list[tuple[str, Any]]:
-    """Return the way from an object that cannot be pickled to the cause: pairs of a name and the object.
+class Link(NamedTuple):
+    """A step of the way to an object: its name in what holds it, and the object."""
+
+    name: str
+    value: Any
+
+
+def find_culprit(value: Any) -> list[Link]:
+    """Return the way from an object that cannot be pickled to the cause.
 
     Returns:
         empty if the object holds nothing that fails alone.
@@ -778,13 +777,13 @@ def find_culprit(value: Any) -> list[tuple[str, Any]]:
         return _way_to_culprit(value, named)
 
 
-def _way_to_culprit(value: Any, named: _Names) -> list[tuple[str, Any]]:
-    way: list[tuple[str, Any]] = []
+def _way_to_culprit(value: Any, named: _Names) -> list[Link]:
+    way: list[Link] = []
     seen = {id(value)}
     while len(way) < _MAX_DEPTH:
         found = next(
             (
-                (name, one)
+                Link(name, one)
                 for name, one in _held_by(value)
                 if id(one) not in seen and _fails(one, named)
             ),
@@ -793,7 +792,7 @@ def _way_to_culprit(value: Any, named: _Names) -> list[tuple[str, Any]]:
         if found is None:
             break
         way.append(found)
-        value = found[1]
+        value = found.value
         seen.add(id(value))
     return way
 

@@ -211,13 +211,6 @@ def _names_in_script(spec: Any) -> Iterator[str]:
             yield point
 
 
-def _gym(package: str) -> _Registry:
-    return _Registry(
-        functools.partial(_read_specs, package),
-        functools.partial(_add_spec, package),
-    )
-
-
 # ---- dm_control --------------------------------------------------------------------------------
 
 
@@ -273,13 +266,19 @@ def _add_to_torchrl(name: str, value: Any) -> None:
     if name == "backend":
         gym.set_gym_backend(value).set()
     elif not isinstance(value, _Refused):
-        gym.register_gym_spec_conversion(value[0])(value[1])
+        space, convert = value
+        gym.register_gym_spec_conversion(space)(convert)
 
 
 #: Package whose import completes the registry -> the registry.
 _REGISTRIES = {
-    "gymnasium.envs": _gym("gymnasium.envs"),
-    "gym.envs": _gym("gym.envs"),
+    **{
+        package: _Registry(
+            functools.partial(_read_specs, package),
+            functools.partial(_add_spec, package),
+        )
+        for package in ("gymnasium.envs", "gym.envs")
+    },
     "dm_control.suite": _Registry(_suite_entries, _add_to_suite),
     "torchrl.envs.libs.gym": _Registry(_torchrl_entries, _add_to_torchrl),
 }

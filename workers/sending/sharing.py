@@ -32,14 +32,15 @@ class OwnersDescriptor(NamedTuple):
         host: where that process runs.
         pid: of that process.
         fd: its number there.
-        file: device and inode.
+        device, inode: of the file.
         flags: with which it was opened.
     """
 
     host: str
     pid: int
     fd: int
-    file: tuple[int, int]
+    device: int
+    inode: int
     flags: int
 
     def detach(self) -> int:
@@ -55,7 +56,7 @@ class OwnersDescriptor(NamedTuple):
                     f"/proc/{self.pid}/fd/{self.fd}",
                     self.flags | os.O_NONBLOCK | os.O_CLOEXEC,
                 )
-        if fd < 0 or _file_of(fd) != self.file:
+        if fd < 0 or not self._is_of(os.fstat(fd)):
             if fd >= 0:
                 os.close(fd)
             raise RuntimeError(
@@ -65,17 +66,24 @@ class OwnersDescriptor(NamedTuple):
         os.set_blocking(fd, not self.flags & os.O_NONBLOCK)
         return fd
 
-
-def _file_of(fd: int) -> tuple[int, int]:
-    found = os.fstat(fd)
-    return found.st_dev, found.st_ino
+    def _is_of(self, status: os.stat_result) -> bool:
+        """Return whether a status is that of the file."""
+        return status.st_dev == self.device and status.st_ino == self.inode
 
 
 def _share(fd: int) -> OwnersDescriptor:
-    if stat.S_ISSOCK(os.fstat(fd).st_mode):
+    status = os.fstat(fd)
+    if stat.S_ISSOCK(status.st_mode):
         raise TypeError("cannot pickle a socket")
     flags = fcntl.fcntl(fd, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_NONBLOCK)
-    return OwnersDescriptor(platform.node(), os.getpid(), fd, _file_of(fd), flags)
+    return OwnersDescriptor(
+        platform.node(),
+        os.getpid(),
+        fd,
+        status.st_dev,
+        status.st_ino,
+        flags,
+    )
 
 
 class _Spawning:

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -54,17 +54,9 @@ def _recurse() -> None:
     _recurse()
 
 
-def _segfault() -> None:
-    ctypes.string_at(0)
-
-
 def _signal(number: int) -> None:
     signal.raise_signal(number)
     time.sleep(60)  # until it arrives
-
-
-def _kill() -> None:
-    _signal(signal.SIGKILL)
 
 
 def _sleep() -> None:
@@ -109,13 +101,21 @@ EXCEPTIONS: dict[str, Callable[[], Any]] = {
     "unprintable": lambda: _raise(UnprintableError(BROKEN)),
 }
 
-#: Ways to end the process, and their names in `WorkerLost`.
-DEATHS: dict[str, tuple[Callable[[], Any], str]] = {
-    "exit": (lambda: os._exit(3), "exit code 3"),
-    "exit_0": (lambda: os._exit(0), "exit code 0"),
-    "segfault": (_segfault, "SIGSEGV(-11)"),
-    "abort": (os.abort, "SIGABRT(-6)"),
-    "kill": (_kill, "SIGKILL(-9)"),
+
+class Death(NamedTuple):
+    """A way to end the process, and its name in `WorkerLost`."""
+
+    act: Callable[[], Any]
+    outcome: str
+
+
+#: Ways to end the process.
+DEATHS = {
+    "exit": Death(lambda: os._exit(3), "exit code 3"),
+    "exit_0": Death(lambda: os._exit(0), "exit code 0"),
+    "segfault": Death(lambda: ctypes.string_at(0), "SIGSEGV(-11)"),
+    "abort": Death(os.abort, "SIGABRT(-6)"),
+    "kill": Death(lambda: _signal(signal.SIGKILL), "SIGKILL(-9)"),
 }
 
 #: Signals from other processes: one that ends the process, and one that stops it for good.
@@ -143,7 +143,7 @@ BAD_OBSERVATIONS: dict[str, Callable[[np.ndarray], Any]] = {
 
 _ACTS: dict[str, Callable[[], Any]] = {
     **EXCEPTIONS,
-    **{name: act for name, (act, _) in DEATHS.items()},
+    **{name: death.act for name, death in DEATHS.items()},
     **SIGNALS,
     **HANGS,
     "slow": lambda: time.sleep(0.3),

@@ -16,7 +16,8 @@ Guarantees: no info makes a step fail. A value that does not fit its leaf (anoth
 text) counts as absent and is logged once.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -180,7 +181,8 @@ def find_fields(
             if path[: len(wanted)] == wanted
         }
         if not matching:
-            kind = type(_look_up(adapter.info, wanted)[0]).__name__
+            value, _ = _look_up(adapter.info, wanted)
+            kind = type(value).__name__
             if kind != "NoneType":
                 raise SpecError(
                     f"infos failed: expected a number as {_show(wanted)!r}, got a {kind}. {_AS_DICTS}"
@@ -226,7 +228,11 @@ def _collect(
     """Add the numbers of an info (of one env, or of a batch) to those already found; existing ones are kept."""
     if len(path) == _DEEPEST or not isinstance(info, Mapping):
         return
-    for key, value in _items(info):
+    items: list[Any] = []
+    # It may be a mapping of the user's own.
+    with contextlib.suppress(Exception):
+        items = list(info.items())
+    for key, value in items:
         if not isinstance(key, str) or not key or len(found) >= _MOST:
             continue
         if isinstance(value, Mapping):
@@ -237,13 +243,6 @@ def _collect(
         array = _number(value)
         if array is not None and array.shape[: len(batch_shape)] == batch_shape:
             found.setdefault((*path, key), array)
-
-
-def _items(info: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
-    try:
-        yield from list(info.items())
-    except Exception:  # a mapping of the user's own
-        return
 
 
 def _number(value: Any) -> np.ndarray | None:

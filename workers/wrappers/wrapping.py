@@ -38,6 +38,7 @@ class Wrapping(Adapter):
         self.has_whole_state = inner.has_whole_state
         self.done_values = inner.done_values  # type: ignore[method-assign]
         self.render = inner.render  # type: ignore[method-assign]
+        self.reseeded = inner.reseeded  # type: ignore[method-assign]
         self.close = inner.close  # type: ignore[method-assign]
         self.leaves = tuple(leaves)
         refuse_taken([leaf.key for leaf in inner.spec.observation], roots, option)
@@ -56,9 +57,6 @@ class Wrapping(Adapter):
     def info(self) -> Mapping[str, Any]:  # type: ignore[override]
         """The env's info of its last reset or step (VIEW)."""
         return self.inner.info
-
-    def reseeded(self) -> None:
-        self.inner.reseeded()
 
     def state_dict(self) -> Any:
         return self.inner.state_dict()

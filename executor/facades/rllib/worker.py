@@ -163,9 +163,9 @@ class MultiAgentAdapter(ParallelNativeAdapter):
         acting: Collection[Any],  # noqa: ARG002  # all that ended say so
     ) -> tuple[bool, bool]:
         for agent, seat in self._seats.items():
-            seat.end = (
-                bool(terminations.get(agent, False)),
-                bool(truncations.get(agent, False)),
+            seat.end(
+                terminated=bool(terminations.get(agent, False)),
+                truncated=bool(truncations.get(agent, False)),
             )
         return bool(terminations.get(ALL, False)), bool(truncations.get(ALL, False))
 
@@ -173,7 +173,7 @@ class MultiAgentAdapter(ParallelNativeAdapter):
         for i, seat in enumerate(self._seats.values()):
             self._active[i] = (
                 self._present[i] & OBSERVED
-                and not any(seat.end)
+                and not seat.has_ended
                 and not self._needs_reset
             )
         return [*self._observations(), self._active, self._present]

@@ -96,7 +96,7 @@ class Shells:
         }
         groups = {prefix: tuple(template.get(prefix).batch_size) for prefix in prefixes}
         return Shell(
-            [(places[name], path) for name, path in paths.items()],
+            {path: places[name] for name, path in paths.items()},
             groups,
             (),
             tuple(template.batch_size),

@@ -94,8 +94,9 @@ class Rows:
 
     def shell(self, section: str, lead: tuple[int, ...]) -> Shell:
         """Return the nesting of a section ("next" or "root") for leading dimensions `lead`."""
+        keys = self.next_keys if section == "next" else self.root_keys
         return Shell(
-            list(enumerate(self.next_keys if section == "next" else self.root_keys)),
+            {key: index for index, key in enumerate(keys)},
             dict(self._spec.groups),
             lead,
             self._spec.batch_shape,

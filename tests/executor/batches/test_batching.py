@@ -8,7 +8,7 @@ from envherd.executor.batches import hand_out
 from envherd.executor.batches import memory as batch_memory
 from envherd.executor.batches.hand_out import GroupBatch
 from envherd.executor.batches.memory import splitter
-from envherd.shm.layout import lay_out
+from envherd.shm.layout import Field, lay_out
 from envherd.shm.slab import Slab, plan_slab
 from envherd.shm.specs import EnvSpec, LeafSpec
 
@@ -64,7 +64,11 @@ def test_mended_roots_equal_next_except_for_reset_rows(monkeypatch, few, rows):
 def test_a_buffer_is_split_into_its_fields(monkeypatch, largest):
     monkeypatch.setattr(batch_memory, "LARGEST_RECORD", largest)
     layout = lay_out(
-        [(("a",), (2, 3), "int16"), (("b",), (), "float64"), (("c",), (2, 0), "uint8")],
+        [
+            Field(("a",), (2, 3), "int16"),
+            Field(("b",), (), "float64"),
+            Field(("c",), (2, 0), "uint8"),
+        ],
         64,
     )
     buffer = np.arange(layout.nbytes, dtype=np.uint8)

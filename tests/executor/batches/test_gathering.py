@@ -5,7 +5,7 @@ import pytest
 
 from envherd.executor.batches import hand_out
 from envherd.executor.batches.hand_out import Gatherer
-from envherd.shm.layout import lay_out, strided_view
+from envherd.shm.layout import Field, lay_out, strided_view
 
 FRAMES, ROWS = 4, 6
 LEAVES = [
@@ -23,7 +23,7 @@ def drawn() -> tuple[np.ndarray, list[list[np.ndarray]]]:
     """A buffer of random bytes (bools are 0 or 1), and two sections of the same leaves in frames of it."""
     generator = np.random.default_rng(0)
     requests = [
-        ((section, *name), (ROWS, *shape), dtype)
+        Field((section, *name), (ROWS, *shape), dtype)
         for section in "ab"
         for name, shape, dtype in LEAVES
     ]

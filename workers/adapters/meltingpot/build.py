@@ -21,7 +21,7 @@ import random
 import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import dm_env
 import dmlab2d
@@ -59,7 +59,13 @@ _POSITIONS = {
 }
 
 FlatSettings = dict[str, str]
-Specs = tuple[dict[str, Any], dict[str, Any]]  # raw observation specs, raw action specs
+
+
+class Specs(NamedTuple):
+    """Raw specs of dmlab2d, by name."""
+
+    observation: dict[str, Any]
+    action: dict[str, Any]
 
 
 class EpisodeEnv(reset_wrapper.ResetWrapper):  # type: ignore[misc]  # untyped base
@@ -128,14 +134,16 @@ class EpisodeEnv(reset_wrapper.ResetWrapper):  # type: ignore[misc]  # untyped b
 
     def action_spec(self) -> Any:
         """Return dmlab2d's action spec, known before anything is built."""
-        return self._env.action_spec() if self._promised is None else self._promised[1]
+        return (
+            self._env.action_spec() if self._promised is None else self._promised.action
+        )
 
     def observation_spec(self) -> Any:
         """Return dmlab2d's spec of the observations that are read, known before anything is built."""
         return (
             self._env.observation_spec()
             if self._promised is None
-            else self._promised[0]
+            else self._promised.observation
         )
 
     def close(self) -> None:
@@ -358,7 +366,7 @@ def _promised_specs(
                 min(values),
                 max(values),
             )
-    return observation, action
+    return Specs(observation, action)
 
 
 def _observe_positions(game_objects: Any) -> None:

@@ -156,13 +156,11 @@ class DirectStep:
         self._reward = reward
         self._collective_reward = collective_reward
         players = range(1, len(reward) + 1)
-        self._reads = [
-            (f"{i}.{key}", rows[i - 1])
-            for key, rows in numbers.items()
-            for i in players
-        ]
-        self._reads += [(f"{i}.REWARD", reward[i - 1]) for i in players]
-        self._images = [(key, [f"{i}.{key}" for i in players]) for key in images]
+        self._reads = {
+            f"{i}.{key}": rows[i - 1] for key, rows in numbers.items() for i in players
+        }
+        self._reads |= {f"{i}.REWARD": reward[i - 1] for i in players}
+        self._images = {key: [f"{i}.{key}" for i in players] for key in images}
         self._lab2d: Any = None
         self._places = np.zeros(0, np.intp)
         self._is_stock = False
@@ -206,9 +204,9 @@ class DirectStep:
         lab2d._status = status
         lab2d._reset_next_step = has_ended
         read = raw.observation
-        for name, place in self._reads:
+        for name, place in self._reads.items():
             place[...] = read(name)
-        for key, names in self._images:
+        for key, names in self._images.items():
             players[key] = tuple(map(read, names))
         for name in worlds:
             worlds[name] = read(name)

@@ -95,7 +95,7 @@ class ParallelAdapter(Adapter):
                 "reset failed: expected a PettingZoo env with agents, got one that has none. Fix the env."
             )
         for seat in self._seats.values():
-            seat.end = (False, False)
+            seat.end(terminated=False, truncated=False)
         self._observe(observations)
         self._needs_reset = False
         return self._row()
@@ -139,7 +139,9 @@ class ParallelAdapter(Adapter):
         """Return the env's state, and which agents have ended."""
         return {
             "env": super().state_dict(),
-            "ends": [list(seat.end) for seat in self._seats.values()],
+            "ends": [
+                [seat.terminated, seat.truncated] for seat in self._seats.values()
+            ],
             "needs_reset": self._needs_reset,
         }
 
@@ -170,8 +172,12 @@ class ParallelAdapter(Adapter):
 
         def put_all() -> None:
             put()
-            for seat, end in zip(self._seats.values(), ends, strict=True):
-                seat.end = tuple(end)
+            for seat, (terminated, truncated) in zip(
+                self._seats.values(),
+                ends,
+                strict=True,
+            ):
+                seat.end(terminated=terminated, truncated=truncated)
             self._needs_reset = needs_reset
 
         return put_all
@@ -199,16 +205,16 @@ class ParallelAdapter(Adapter):
             terminated = terminations.get(agent)
             truncated = truncations.get(agent)
             if terminated is not None or truncated is not None:
-                seat.end = (
-                    terminated is not None
+                seat.end(
+                    terminated=terminated is not None
                     and as_flag(terminated, f"terminations[{agent!r}]"),
-                    truncated is not None
+                    truncated=truncated is not None
                     and as_flag(truncated, f"truncations[{agent!r}]"),
                 )
             elif agent in present:
-                seat.end = (False, False)
+                seat.end(terminated=False, truncated=False)
             elif agent in acting:
-                seat.end = (True, False)
+                seat.end(terminated=True, truncated=False)
         return _end_episode(self._seats, present)
 
     def _actions(self, action: list[Any], acting: list[Agent]) -> dict[Agent, Any]:
@@ -459,12 +465,14 @@ def _end_episode(
         seats: of all agents.
         agents: those that are present now.
     """
-    if not all(any(seats[agent].end) for agent in agents):
+    if not all(seats[agent].has_ended for agent in agents):
         return False, False
-    ends = [seat.end for seat in seats.values() if any(seat.end)]
-    terminated = all(end[0] for end in ends)
-    truncated = not terminated or (bool(ends) and all(end[1] for end in ends))
+    ended = [seat for seat in seats.values() if seat.has_ended]
+    terminated = all(seat.terminated for seat in ended)
+    truncated = not terminated or (
+        bool(ended) and all(seat.truncated for seat in ended)
+    )
     for seat in seats.values():
-        if not any(seat.end):
-            seat.end = (terminated, truncated)
+        if not seat.has_ended:
+            seat.end(terminated=terminated, truncated=truncated)
     return terminated, truncated

@@ -170,13 +170,23 @@ class Place:
         self._ends = flags
 
     @property
-    def end(self) -> tuple[bool, bool]:
-        """Whether the agent has terminated, and whether it was truncated."""
-        return bool(self._ends[1]), bool(self._ends[2])
+    def has_ended(self) -> bool:
+        """Whether the agent has terminated or was truncated."""
+        return bool(self._ends[0])
 
-    @end.setter
-    def end(self, flags: tuple[bool, bool]) -> None:
-        self._ends[:] = any(flags), *flags
+    @property
+    def terminated(self) -> bool:
+        """Whether the agent has terminated."""
+        return bool(self._ends[1])
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the agent was truncated."""
+        return bool(self._ends[2])
+
+    def end(self, *, terminated: bool, truncated: bool) -> None:
+        """Store how the agent has ended, if it has."""
+        self._ends[:] = terminated or truncated, terminated, truncated
 
 
 class Seat(Place):

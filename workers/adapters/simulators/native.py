@@ -106,7 +106,7 @@ class TorchNativeAdapter(Adapter):
         self.device = torch.device(getattr(inner, "device", None) or "cpu")
         self._num_rows = num_rows
         self._lender = Lender(self.device, keeps_actions=keeps_actions)
-        self._generators = OwnGenerators(seeding.caller_state, seeding.restore_caller)
+        self._generators = OwnGenerators(seeding.caller_state, seeding.restore_globals)
         self._latest: Leaves | None = None
         self._resets: Resets = resets or _resets_of(inner)
         if self._resets not in get_args(Resets):

@@ -119,9 +119,9 @@ class TorchRLAdapter(Adapter):
             full_specs["state"],
         )
         shapes = {leaf.path[:-1]: leaf.spec.shape for leaf in leaves["done"]}
-        self._reset_signals = [
-            (prefix, shapes[prefix]) for prefix in topmost(leaves["done"])
-        ]
+        self._reset_signals = {
+            prefix: shapes[prefix] for prefix in topmost(leaves["done"])
+        }
         self._root: TensorDictBase | None = None
         self._latest: TensorDictBase = TensorDict({}, env.batch_size)
 
@@ -226,7 +226,7 @@ class TorchRLAdapter(Adapter):
     def _masked_root(self, root: TensorDictBase, mask: np.ndarray) -> TensorDictBase:
         """Return a copy of the root that asks for a reset of the masked rows (TorchRL writes into what it is given)."""
         root = root.clone()
-        for path, shape in self._reset_signals:
+        for path, shape in self._reset_signals.items():
             rows = mask.reshape(
                 *self.spec.batch_shape,
                 *(1,) * (len(shape) - len(self.spec.batch_shape)),

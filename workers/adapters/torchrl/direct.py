@@ -8,7 +8,7 @@ that. A class, option or value for which this is not so keeps TorchRL's own code
 
 import importlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,25 +25,19 @@ TdKey = Any
 
 _LIBS = "torchrl.envs.libs"
 _WAYS = "envherd.workers.adapters.torchrl"
-#: Exact class -> module and class of its way.
+#: Exact class -> `module:Class` of its way.
 FAMILIES = {
-    f"{_LIBS}.gym.GymEnv": ("gym", "DirectGym"),
-    f"{_LIBS}.gym.GymWrapper": ("gym", "DirectGym"),
-    f"{_LIBS}.dm_control.DMControlEnv": ("gym", "DirectDMControl"),
-    f"{_LIBS}.dm_control.DMControlWrapper": ("gym", "DirectDMControl"),
-    f"{_LIBS}.meltingpot.MeltingpotEnv": ("meltingpot", "DirectMeltingPot"),
-    f"{_LIBS}.meltingpot.MeltingpotWrapper": ("meltingpot", "DirectMeltingPot"),
-    f"{_LIBS}.pettingzoo.PettingZooEnv": ("pettingzoo", "DirectPettingZoo"),
-    f"{_LIBS}.pettingzoo.PettingZooWrapper": ("pettingzoo", "DirectPettingZoo"),
-    "torchrl.envs.transforms._base.TransformedEnv": (
-        "transformed",
-        "DirectTransformed",
-    ),
+    f"{_LIBS}.gym.GymEnv": "gym:DirectGym",
+    f"{_LIBS}.gym.GymWrapper": "gym:DirectGym",
+    f"{_LIBS}.dm_control.DMControlEnv": "gym:DirectDMControl",
+    f"{_LIBS}.dm_control.DMControlWrapper": "gym:DirectDMControl",
+    f"{_LIBS}.meltingpot.MeltingpotEnv": "meltingpot:DirectMeltingPot",
+    f"{_LIBS}.meltingpot.MeltingpotWrapper": "meltingpot:DirectMeltingPot",
+    f"{_LIBS}.pettingzoo.PettingZooEnv": "pettingzoo:DirectPettingZoo",
+    f"{_LIBS}.pettingzoo.PettingZooWrapper": "pettingzoo:DirectPettingZoo",
+    "torchrl.envs.transforms._base.TransformedEnv": "transformed:DirectTransformed",
     # Before TorchRL 0.14.
-    "torchrl.envs.transforms.transforms.TransformedEnv": (
-        "transformed",
-        "DirectTransformed",
-    ),
+    "torchrl.envs.transforms.transforms.TransformedEnv": "transformed:DirectTransformed",
 }
 #: What an instance must not replace: its way does not call them.
 _METHODS = ("step", "reset", "_step", "_reset", "step_mdp", "any_done")
@@ -168,9 +162,10 @@ def direct_way(
     found = FAMILIES.get(f"{kind.__module__}.{kind.__qualname__}")
     if found is None:
         return f"{kind.__qualname__} has no direct way"
+    module, _, name = found.partition(":")
     make: Callable[..., DirectWay] = getattr(
-        importlib.import_module(f"{_WAYS}.{found[0]}"),
-        found[1],
+        importlib.import_module(f"{_WAYS}.{module}"),
+        name,
     )
     try:
         return make(env, inputs, observed, rewards)
@@ -241,34 +236,39 @@ def builder(
     keys: Sequence[TdKey],
 ) -> Callable[[Sequence[Any]], TensorDict]:
     """Return the function that makes a tensordict of tensors aligned with keys, nested as the env's `next`."""
-    like = env.fake_tensordict().get("next")
-    device = env.device
-    places: list[tuple[int, str]] = []  # (node, name) of each leaf
-    # (parent, name, batch size), parents first.
-    nodes: list[tuple[int, str, Any]] = [(0, "", like.batch_size)]
-    known: dict[tuple[str, ...], int] = {(): 0}
-    for key in keys:
-        path = (key,) if isinstance(key, str) else key
-        for depth in range(1, len(path)):
-            if path[:depth] not in known:
-                known[path[:depth]] = len(nodes)
-                nodes.append(
-                    (
-                        known[path[: depth - 1]],
-                        path[depth - 1],
-                        like.get(path[:depth]).batch_size,
-                    )
-                )
-        places.append((known[path[:-1]], path[-1]))
+    indices = {
+        (key,) if isinstance(key, str) else key: index for index, key in enumerate(keys)
+    }
+    return _builder(env.fake_tensordict().get("next"), indices, env.device)
+
+
+def _builder(
+    like: Any,
+    indices: Mapping[tuple[str, ...], int],
+    device: torch.device | None,
+) -> Callable[[Sequence[Any]], TensorDict]:
+    """Return the function of `builder` for one tensordict.
+
+    Args:
+        like: of which the new ones have the batch sizes.
+        indices: path of a leaf -> index of its tensor.
+        device: that the new ones name.
+    """
+    leaves = {path[0]: index for path, index in indices.items() if len(path) == 1}
+    nested = {}
+    for name in dict.fromkeys(path[0] for path in indices if len(path) > 1):
+        below = {
+            path[1:]: index
+            for path, index in indices.items()
+            if len(path) > 1 and path[0] == name
+        }
+        nested[name] = _builder(like.get(name), below, device)
+    size = like.batch_size
 
     def build(tensors: Sequence[Any]) -> TensorDict:
-        sources: list[dict[str, Any]] = [{} for _ in nodes]
-        for (node, name), tensor in zip(places, tensors, strict=True):
-            sources[node][name] = tensor
-        # Children before their parents, which stand before them in the list.
-        for index in range(len(nodes) - 1, 0, -1):
-            parent, name, size = nodes[index]
-            sources[parent][name] = new_tensordict(sources[index], size, device)
-        return new_tensordict(sources[0], nodes[0][2], device)
+        source = {name: tensors[index] for name, index in leaves.items()}
+        for name, make in nested.items():
+            source[name] = make(tensors)
+        return new_tensordict(source, size, device)
 
     return build

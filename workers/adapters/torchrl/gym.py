@@ -102,12 +102,12 @@ class DirectGymLike(DirectWay):
             )
         self._encode_reward = encoder(reward)
         paths = [(key,) if isinstance(key, str) else key for key in observed[:-3]]
-        self._encoders = [
-            (path, encoder(env.full_observation_spec[path])) for path in paths
-        ]
-        self._encode = (
-            self._encoders[0][1] if len(paths) == 1 and len(paths[0]) == 1 else None
-        )
+        self._encoders = {
+            path: encoder(env.full_observation_spec[path]) for path in paths
+        }
+        self._encode: Callable[[Any], np.ndarray] | None = None
+        if len(paths) == 1 and len(paths[0]) == 1:
+            (self._encode,) = self._encoders.values()
         self._num_entries = len({path[0] for path in paths})
         self._end_order = [_ENDS.index(key) for key in observed[-3:]]
 
@@ -117,13 +117,14 @@ class DirectGymLike(DirectWay):
     def _accept(self, result: Any) -> StepValues:
         observation, reward, terminated, truncated, _ = result
         values = self._read(observation)
-        ends = (bool(terminated or truncated), bool(terminated), bool(truncated))
+        has_ended = bool(terminated or truncated)
+        ends = (has_ended, bool(terminated), bool(truncated))
         values += [FLAGS[ends[index]] for index in self._end_order]
         self.latest = values
         self.is_ahead = True
         if reward.__class__ is not float:
             reward = self._number(reward)
-        return values, [reward], ends[0], False
+        return values, [reward], has_ended, False
 
     def reset(self) -> list[Any]:
         self.latest = values = [*self._read(self._begin()), *_NOT_ENDED]
@@ -153,7 +154,7 @@ class DirectGymLike(DirectWay):
             )
         return [
             encode(functools.reduce(operator.getitem, path, observation))
-            for path, encode in self._encoders
+            for path, encode in self._encoders.items()
         ]
 
     def _number(self, reward: Any) -> Any:
@@ -290,7 +291,8 @@ def own_generators(env: EnvBase) -> OwnGenerators:
     shared: list[Any] = wrapped_env(base).vmas_random_state
 
     def restore(state: list[Any]) -> None:
-        torchs.set_state(state[0])
-        shared[:] = state[1:]
+        of_torch, *of_vmas = state
+        torchs.set_state(of_torch)
+        shared[:] = of_vmas
 
     return OwnGenerators(lambda: [torchs.get_state(), *shared], restore)

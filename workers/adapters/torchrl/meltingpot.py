@@ -7,7 +7,7 @@ the TorchRL env.
 
 from collections.abc import Callable
 from itertools import chain, product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torchrl.envs import EnvBase
@@ -57,15 +57,13 @@ class DirectMeltingPot(DirectWay):
             observed[-2:] == ["done", "terminated"],
             f"its observation and done leaves are {observed}",
         )
-        self._readers = [
-            (action_reader(env.full_action_spec[key]), np.array(rows[key[0]]))
-            for key in inputs
-        ]
-        seen: list[tuple[TdKey, Any]] = [
-            (key, (key,) if isinstance(key, str) else key) for key in observed[:-2]
-        ]
+        self._readers = [action_reader(env.full_action_spec[key]) for key in inputs]
+        self._acting = [np.array(rows[key[0]]) for key in inputs]
+        paths: dict[TdKey, Any] = {
+            key: (key,) if isinstance(key, str) else key for key in observed[:-2]
+        }
         stacks: dict[str, np.ndarray] = {}
-        for key, path in seen:
+        for key, path in paths.items():
             if len(path) == 1:
                 continue
             require(
@@ -80,28 +78,33 @@ class DirectMeltingPot(DirectWay):
                 "agents of its groups see unlike things",
             )
         require(
-            sum(len(path) > 1 for _, path in seen) == len(stacks) * len(rows),
+            sum(len(path) > 1 for path in paths.values()) == len(stacks) * len(rows),
             "agents of its groups see unlike things",
         )
         self._native = wrapped_env(env)
         self._views = Views(
             self._native,
             stacks,
-            [_WORLD + path[0] for _, path in seen if len(path) == 1],
+            [_WORLD + path[0] for path in paths.values() if len(path) == 1],
             len(names),
         )
         self._rows_of = {
             group: _rows_reader(members, len(names)) for group, members in rows.items()
         }
         self._seen = [
-            (None, _WORLD + path[0]) if len(path) == 1 else (path[0], path[2])
-            for _, path in seen
+            _Seen(None, _WORLD + path[0]) if len(path) == 1 else _Seen(path[0], path[2])
+            for path in paths.values()
         ]
         self._actions = np.zeros(len(names), np.int64)
         self._of_env = vars(env)
 
     def step(self, action: list[Any]) -> StepValues:
-        for (read, members), value in zip(self._readers, action, strict=True):
+        for read, members, value in zip(
+            self._readers,
+            self._acting,
+            action,
+            strict=True,
+        ):
             self._actions[members] = read(value)
         has_ended = self._views.step(self._actions, list)
         own = self._of_env
@@ -134,6 +137,13 @@ class DirectMeltingPot(DirectWay):
         self.latest = values
         self.is_ahead = True
         return values
+
+
+class _Seen(NamedTuple):
+    """An observation: its name in the substrate, and the group that sees it; None for a view of the world."""
+
+    group: str | None
+    name: str
 
 
 def _rows_reader(members: list[int], num_players: int) -> Callable[[Any], Any]:

@@ -8,7 +8,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -63,9 +63,8 @@ class DirectPettingZoo(DirectWay):
         self.native = wrapped_env(env)
         self._use_mask = bool(env.use_mask)
         self._use_any = bool(env.done_on_any)
-        self._readers = [
-            (action_reader(env.full_action_spec[key]), names[key[0]]) for key in inputs
-        ]
+        self._readers = [action_reader(env.full_action_spec[key]) for key in inputs]
+        self._acting = [names[key[0]] for key in inputs]
         self._encode_state = encoder(specs["state"]) if env.return_state else None
         own = {
             key: spec
@@ -85,7 +84,12 @@ class DirectPettingZoo(DirectWay):
 
     def step(self, action: list[Any]) -> StepValues:
         actions: dict[Any, Any] = {}
-        for (read, agents), value in zip(self._readers, action, strict=True):
+        for read, agents, value in zip(
+            self._readers,
+            self._acting,
+            action,
+            strict=True,
+        ):
             actions.update(zip(agents, read(value), strict=True))
         observations, rewards, terminations, truncations, infos = self.native.step(
             actions
@@ -138,6 +142,20 @@ class DirectPettingZoo(DirectWay):
         return list(self._values)
 
 
+class _Entry(NamedTuple):
+    """An observation of an agent.
+
+    Attributes:
+        place: its row of the array, `[1, ...]` (VIEW).
+        path: of its value in what the env returns for the agent.
+        encode: converts the value.
+    """
+
+    place: Any
+    path: tuple[str, ...]
+    encode: Callable[[Any], np.ndarray]
+
+
 class _Group:
     """The agents of one group, and their rows of the arrays.
 
@@ -174,11 +192,9 @@ class _Group:
         }
         paths = [key for key in own if key[1] == "observation"]
         spec = env.full_observation_spec
-        self._rows: list[
-            list[tuple[Any, tuple[str, ...], Callable[[Any], np.ndarray]]]
-        ] = [
+        self._rows = [
             [
-                (arrays[key][row : row + 1], key[2:], encoder(spec[key][row]))
+                _Entry(arrays[key][row : row + 1], key[2:], encoder(spec[key][row]))
                 for key in paths
             ]
             for row, _ in self._agents
@@ -218,8 +234,8 @@ class _Group:
                     is_acting=agent in acting,
                 )
             else:
-                for place, _, _ in self._rows[row]:
-                    place[...] = 0
+                for entry in self._rows[row]:
+                    entry.place[...] = 0
 
     def _observe_one(
         self,
@@ -289,7 +305,7 @@ class _Group:
                 self._reward[row] = 0
                 ends = terminations.get(agent, True), truncations.get(agent, True)
             terminated[row], truncated[row] = ends
-            done[row] = ends[0] or ends[1]
+            done[row] = any(ends)
 
     def clear_ends(self, observations: Mapping[Any, Any]) -> None:
         """Write what a reset leaves: no ends.

@@ -22,6 +22,7 @@ from envherd.shm.specs import (
     Box,
     Discrete,
     Domain,
+    Groups,
     Key,
     LeafSpec,
     MultiDiscrete,
@@ -90,7 +91,7 @@ def group_shapes(
     composites: Iterable[Any],
     leaves: Iterable[PlacedLeaf],
     batch_shape: tuple[int, ...],
-) -> tuple[tuple[Key, tuple[int, ...]], ...]:
+) -> Groups:
     """Return the nested tensordicts whose batch shape differs from that of their parent.
 
     Args:

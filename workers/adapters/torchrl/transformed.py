@@ -57,7 +57,7 @@ class DirectTransformed(DirectWay):
         self._reward_dtypes = [inner.full_reward_spec[key].dtype for key in way.rewards]
         specs = {**leaves_of(env.full_action_spec), **leaves_of(env.full_state_spec)}
         self._dtypes = [specs[key].dtype for key in inputs]
-        self._shapes = [(key, env.full_reward_spec[key].shape) for key in rewards]
+        self._shapes = {key: env.full_reward_spec[key].shape for key in rewards}
         # `any_done` decides for all others.
         self._has_simple_end = {"done", "terminated"} <= set(env.full_done_spec.keys())
         self._root: TensorDictBase | None = None
@@ -91,7 +91,7 @@ class DirectTransformed(DirectWay):
             for invert in self._inversions:
                 given = invert(given)
             following = self._transform._step(given, self._stepped(given))  # noqa: SLF001  # env authors write it
-            for key, shape in self._shapes:
+            for key, shape in self._shapes.items():
                 reward = get_leaf(following, key)
                 if reward.shape != shape:
                     following.set(key, reward.view(shape))

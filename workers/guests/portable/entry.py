@@ -59,15 +59,17 @@ def main(
         daemon=True,
     ).start()
     surroundings.enter(config["caller"])
+    from envherd.shm.sync import Bells
     from envherd.workers.adapters.registry import install_import_hooks
     from envherd.workers.process.entry import run  # imports numpy
 
     install_import_hooks()
+    go, done = bells
     run(
         sock,
         log_fd,
         config,
-        bells=(SocketBell(bells[0], None), SocketBell(None, bells[1])),
+        bells=Bells(SocketBell(go, None), SocketBell(None, done)),
     )
 
 

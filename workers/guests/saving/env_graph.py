@@ -65,7 +65,7 @@ class Graph:
 
     Attributes:
         owners: path -> object that is reached by attributes alone, "" for the env.
-        simulators: path -> kind and object.
+        simulators: path -> object.
         held_classes: name -> class that is itself a value, e.g. a key.
         packages: of the classes of all objects, without those of `_NOT_OF_ENVS`.
         lent: path -> array of a simulator, of which the env may hold views; floats alone, because simulators do not
@@ -74,7 +74,7 @@ class Graph:
 
     def __init__(self, env: Any) -> None:
         self.owners: dict[str, Any] = {}
-        self.simulators: dict[str, tuple[str, Any]] = {}
+        self.simulators: dict[str, Any] = {}
         self.fixed: dict[str, Any] = {}
         self.held_classes: dict[str, type] = {}
         self.paths: dict[int, str] = {}
@@ -104,8 +104,8 @@ class Graph:
         name = name_of(cls)
         self._classes.setdefault(name, cls)
         self.packages |= {re.split(r"[.:]", name)[0]} - _NOT_OF_ENVS
-        if (kind := simulator_of(cls)) is not None:
-            self.simulators[path] = (kind, one)
+        if simulator_of(cls) is not None:
+            self.simulators[path] = one
             self.paths[id(one)] = path
         elif isinstance(one, type):
             self.held_classes[name_of(one)] = one

@@ -17,7 +17,9 @@ import collections
 import contextlib
 import ctypes
 import enum
+import functools
 import math
+import operator
 import pickle
 import random
 import re
@@ -46,6 +48,8 @@ _SCALARS = frozenset({type(None), bool, int, float, str, bytes})
 _DTYPE = re.compile(r"[<>|=][biufcSUmM]\d+(\[\d*[a-zA-Z]+\])?")
 #: Of the pool of a `SeedSequence`; numpy's own have 4, and mixing takes the square of it.
 _MAX_SEED_WORDS = 64
+#: Index of the content in a node.
+_CONTENT = 2
 
 
 def words_for(value: Any) -> str:
@@ -132,8 +136,17 @@ def view_of(memory: np.ndarray, packed: Any, kind: type) -> np.ndarray:
 # ---- writing -----------------------------------------------------------------------------------
 
 
+class _Found(NamedTuple):
+    """An array that a node holds, and its first and last address; see `bounds`."""
+
+    start: int
+    end: int
+    number: int
+    array: np.ndarray
+
+
 class Writer:
-    """Writes values as nodes.
+    """Writes values as nodes: lists of kind, name of a class, content and attributes.
 
     Attributes:
         nodes: so far; complete after `finish`.
@@ -144,10 +157,9 @@ class Writer:
         self.graph = graph
         self._numbers: dict[int, int] = {}
         self._written: list[Any] = []  # ids are unique only among objects that live
-        self._unfinished: collections.deque[tuple[int, Any]] = collections.deque()
+        self._unfinished: collections.deque[Any] = collections.deque()
         self._kinds: dict[type, str] = {}
-        # Bounds, number, array.
-        self._arrays: list[tuple[int, int, int, np.ndarray]] = []
+        self._arrays: list[_Found] = []
 
     def value(self, one: Any) -> Any:
         """Return a value: a scalar, or the number of its node."""
@@ -159,41 +171,45 @@ class Writer:
     def finish(self, *, with_owners: bool = True) -> None:
         """Write what the nodes so far refer to; without the attributes of the graph's owners, on request."""
         while self._unfinished:
-            number, one = self._unfinished.popleft()
+            one = self._unfinished.popleft()
+            number = self._numbers[id(one)]
             [kind] = self.nodes[number]
             if with_owners or kind != "owner":
                 self.nodes[number] = self._node(kind, one)
-        together: list[tuple[int, int, int, np.ndarray]] = []
+        together: list[_Found] = []
         reached = 0
-        for entry in sorted(self._arrays, key=lambda entry: entry[:2]):
-            if entry[0] >= reached:
+        for found in sorted(self._arrays, key=operator.attrgetter("start", "end")):
+            if found.start >= reached:
                 self._share(together, reached)
                 together = []
-            together.append(entry)
-            reached = max(reached, entry[1])
+            together.append(found)
+            reached = max(reached, found.end)
         self._share(together, reached)
         self._arrays = []
 
-    def _share(self, arrays: list[tuple[int, int, int, np.ndarray]], end: int) -> None:
+    def _share(self, arrays: list[_Found], end: int) -> None:
         """Make arrays views of one array of bytes up to an address, if they are several; see `view_of`."""
         if len(arrays) < 2:
             return
-        start = arrays[0][0]
+        start = arrays[0].start
         memory = np.frombuffer(ctypes.string_at(start, end - start), np.uint8)
         shared = [len(self.nodes)]
         self.nodes.append(["array", None, pack(memory), {}])
-        for _, _, number, array in arrays:
-            self.nodes[number][2] = [shared, _packed_view(array, start)]
+        for found in arrays:
+            self.nodes[found.number][_CONTENT] = [
+                shared,
+                _packed_view(found.array, start),
+            ]
 
     def _add(self, one: Any) -> int:
         self._written.append(one)
         kind = self._kind_of(one)
-        if _KINDS[kind].fill is not None:  # what it holds may hold it
-            number = self._numbers[id(one)] = len(self.nodes)
-            self.nodes.append([kind])
-            self._unfinished.append((number, one))
-            return number
-        node = self._node(kind, one)
+        node: list[Any] = [kind]
+        # What it holds may hold it.
+        if _KINDS[kind].fill is not None:
+            self._unfinished.append(one)
+        else:
+            node = self._node(kind, one)
         number = self._numbers[id(one)] = len(self.nodes)
         self.nodes.append(node)
         if kind in ("array", "tensor"):
@@ -208,12 +224,10 @@ class Writer:
                 else self.graph.lender_of(start, end, array.dtype)
             )
             if lender is not None:
-                node[2] = [
-                    lender,
-                    _packed_view(array, bounds(self.graph.lent[lender])[0]),
-                ]
+                first, _ = bounds(self.graph.lent[lender])
+                node[_CONTENT] = [lender, _packed_view(array, first)]
             else:
-                self._arrays.append((start, end, number, array))
+                self._arrays.append(_Found(start, end, number, array))
         return number
 
     def _node(self, kind: str, one: Any) -> list[Any]:
@@ -261,18 +275,26 @@ class Writer:
 # ---- reading -----------------------------------------------------------------------------------
 
 
+def _put(one: Any, attributes: dict[str, Any]) -> None:
+    """Give an object of the env, or a new one, these attributes; it keeps what only draws."""
+    present = vars(one)
+    pictures = {name: value for name, value in present.items() if is_picture(value)}
+    present.clear()
+    present.update({**attributes, **pictures})
+
+
 class Reader:
     """Makes the values of nodes.
 
     Any exception means that these nodes are none of this env.
 
     Attributes:
-        changes: objects of the env, or new ones that it shall hold by attributes, and the attributes that each gets.
+        changes: path -> sets the attributes of the object there, of the env or new.
     """
 
     def __init__(self, graph: Graph, nodes: list[list[Any]]) -> None:
         self.graph = graph
-        self.changes: dict[str, tuple[Any, dict[str, Any]]] = {}
+        self.changes: dict[str, Callable[[], None]] = {}
         self._nodes = nodes
         self._made: dict[int, Any] = {}
         self._begun: set[int] = set()
@@ -346,7 +368,12 @@ class Reader:
         self._filled.add(number)
         one = self._object(number)
         if kind == "owner":
-            self.changes[content[0]] = one, self.attributes(attributes)
+            path, _ = content
+            self.changes[path] = functools.partial(
+                _put,
+                one,
+                self.attributes(attributes),
+            )
             return
         if attributes and _KINDS[kind].base is None:
             raise ValueError(f"attributes of a {kind}")
@@ -382,16 +409,8 @@ class _Kind(NamedTuple):
     base: type | None = None
 
 
-def _exactly(kind: type) -> Callable[[type], bool]:
-    return lambda cls: cls is kind
-
-
 def _below(base: type) -> Callable[[type], bool]:
     return lambda cls: issubclass(cls, base)
-
-
-def _named(name: str) -> Callable[[type], bool]:
-    return lambda cls: name_of(cls) == name
 
 
 def _nothing(_: Reader, __: Any, ___: Any) -> None:
@@ -426,7 +445,7 @@ def _make_at(reader: Reader, _: Any, content: Any) -> Any:
     path, is_drawing = content
     graph = reader.graph
     if path in graph.simulators:
-        return graph.simulators[path][1]
+        return graph.simulators[path]
     if path not in graph.fixed and not is_drawing:
         raise ValueError(f"a reference to env{path}, where there is no equal object")
     return graph.fixed.get(path)
@@ -521,7 +540,8 @@ def _make_objects(_: Reader, __: Any, content: Any) -> Any:
 
 def _fill_objects(reader: Reader, one: Any, content: Any) -> None:
     flat = one.reshape(-1)  # a view, because the array is contiguous
-    for position, item in enumerate(content[1]):
+    _, items = content
+    for position, item in enumerate(items):
         flat[position] = reader.value(item)
 
 
@@ -669,31 +689,33 @@ _KINDS: dict[str, _Kind] = {
         make=lambda reader, _, content: sys.modules["torch"].from_numpy(
             _make_array(reader, np.ndarray, content)
         ),
-        has=_named("torch:Tensor"),
+        has=lambda cls: name_of(cls) == "torch:Tensor",
     ),
     "torch.dtype": _Kind(
-        take=lambda _, one: str(one), make=_make_torch_dtype, has=_named("torch:dtype")
+        take=lambda _, one: str(one),
+        make=_make_torch_dtype,
+        has=lambda cls: name_of(cls) == "torch:dtype",
     ),
     "seeds": _Kind(
         take=_take_seeds,
         make=_make_seeds,
-        has=_exactly(np.random.SeedSequence),
+        has=lambda cls: cls is np.random.SeedSequence,
     ),
     "bits": _Kind(take=_take_bits, make=_make_bits, has=_below(np.random.BitGenerator)),
     "generator": _Kind(
         take=lambda writer, one: writer.value(one.bit_generator),
         make=_make_generator,
-        has=_exactly(np.random.Generator),
+        has=lambda cls: cls is np.random.Generator,
     ),
     "legacy": _Kind(
         take=lambda _, one: one.get_state(legacy=False),
         make=lambda _, __, state: seeding.legacy_of(state),
-        has=_exactly(np.random.RandomState),
+        has=lambda cls: cls is np.random.RandomState,
     ),
     "random": _Kind(
         take=lambda _, one: list(one.getstate()),
         make=lambda _, __, state: seeding.python_of(*state),
-        has=_exactly(random.Random),
+        has=lambda cls: cls is random.Random,
     ),
     "OrderedDict": _mapping(collections.OrderedDict),
     "defaultdict": _mapping(collections.defaultdict)._replace(

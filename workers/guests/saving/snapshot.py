@@ -21,7 +21,7 @@ import numpy as np
 
 from envherd.workers import plain, seeding
 from envherd.workers.errors import Unsaveable
-from envherd.workers.guests.saving.env_graph import Graph, is_picture, simulator_of
+from envherd.workers.guests.saving.env_graph import Graph, simulator_of
 from envherd.workers.guests.saving.env_values import (
     Reader,
     Writer,
@@ -50,8 +50,8 @@ def save(env: Any) -> dict[str, Any]:
             [
                 writer.nodes,
                 {
-                    path: _SIMULATORS[kind].save(one)
-                    for path, (kind, one) in graph.simulators.items()
+                    path: _functions_of(one).save(one)
+                    for path, one in graph.simulators.items()
                 },
             ]
         )
@@ -90,8 +90,8 @@ def read(env: Any, state: Any) -> Callable[[], None]:
         reader = Reader(graph, nodes)
         reader.read()
         loads = [
-            _SIMULATORS[kind].read(one, simulators.pop(path))
-            for path, (kind, one) in graph.simulators.items()
+            _functions_of(one).read(one, simulators.pop(path))
+            for path, one in graph.simulators.items()
         ]
     except Exception as error:  # whatever the bytes are
         why = (
@@ -106,15 +106,8 @@ def read(env: Any, state: Any) -> Callable[[], None]:
         )
 
     def put() -> None:
-        for one, attributes in reader.changes.values():
-            present = vars(one)
-            pictures = {
-                name: value for name, value in present.items() if is_picture(value)
-            }
-            present.clear()
-            present.update({**attributes, **pictures})
-        for load in loads:
-            load()
+        for change in (*reader.changes.values(), *loads):
+            change()
 
     return put
 
@@ -122,8 +115,8 @@ def read(env: Any, state: Any) -> Callable[[], None]:
 def _graph_of(env: Any) -> Graph:
     """Return what can be reached from an env, with the arrays of its simulators."""
     graph = Graph(env)
-    for path, (kind, one) in graph.simulators.items():
-        for name, array in _SIMULATORS[kind].lent(one).items():
+    for path, one in graph.simulators.items():
+        for name, array in _functions_of(one).lent(one).items():
             if array.dtype.kind == "f" and array.flags.c_contiguous:
                 graph.lent[f"{path}.{name}"] = array
     return graph
@@ -344,3 +337,7 @@ _SIMULATORS = {
     ),
     "ale_py._ale_py:ALEInterface": _Simulator(_save_ale, _read_ale),
 }
+
+
+def _functions_of(simulator: Any) -> _Simulator:
+    return _SIMULATORS[simulator_of(type(simulator)) or ""]
