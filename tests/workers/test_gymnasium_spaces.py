@@ -339,7 +339,9 @@ STATE = spaces.Dict(state=spaces.Discrete(2), image=spaces.Box(0, 1, (2,)))
     [
         (
             spaces.Dict(
-                inner=spaces.Dict({name: spaces.Discrete(2) for name in RESERVED_NAMES})
+                inner=spaces.Dict(
+                    dict.fromkeys(sorted(RESERVED_NAMES), spaces.Discrete(2))
+                )
             ),
             [("inner", name) for name in sorted(RESERVED_NAMES)],
             [("action", "inner", name) for name in sorted(RESERVED_NAMES)],

@@ -5,6 +5,7 @@ import pytest
 
 from envherd.executor.batches import hand_out
 from envherd.executor.batches.hand_out import Gatherer
+from envherd.executor.batches.memory import LARGEST_RECORD
 from envherd.shm.layout import Field, lay_out, strided_view
 
 FRAMES, ROWS = 4, 6
@@ -40,7 +41,7 @@ def drawn() -> tuple[np.ndarray, list[list[np.ndarray]]]:
     return buffer, sections
 
 
-@pytest.mark.parametrize("largest_record", [hand_out.LARGEST_RECORD, 14])
+@pytest.mark.parametrize("largest_record", [LARGEST_RECORD, 14])
 @pytest.mark.parametrize("count", [1, 3, ROWS, 0])
 def test_rows_are_those_of_index_arrays(
     drawn: tuple[np.ndarray, list[list[np.ndarray]]],

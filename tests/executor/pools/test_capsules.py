@@ -757,7 +757,7 @@ DAMAGED = "expected a capsule, got a file that is none, or is damaged"
 def test_archives_that_are_not_as_they_were_written_are_refused(
     stored, dtype, changes, message
 ):
-    """None is unpacked that is larger than its file."""
+    """No archive is unpacked that is larger than its file."""
     path = stored()
     with zipfile.ZipFile(path) as archive:
         members = {
