@@ -152,7 +152,7 @@ def unnamed_agents() -> Any:
 
 def no_seed() -> Any:
     env = zoo()
-    env.reset = lambda seed, options: {}[f"seed {seed}"]
+    env.reset = lambda seed, options: dict[str, Any]()[f"seed {seed}"]
     return env
 
 
