@@ -411,7 +411,7 @@ BUILT: dict[str, tuple[Any, ...]] = {
     ),
     "pettingzoo: a reset that raises": (
         no_seed,
-        r"the env's reset\(seed=None, options=None\), .*, raised KeyError: 'seed None'",
+        r"KeyError: 'seed None' \(in the env's reset\(seed=None, options=None\), .*\) \(env 0, phase build\)",
     ),
     "pettingzoo: turns": (tictactoe, r"turn_based_aec_to_parallel\(env\)"),
     "torch: no mode": (simulators.Silent, r"says when it resets.*resets='never'"),

@@ -220,9 +220,8 @@ class HostedEnvs(ParallelEnv):
         return lost
 
     def _cast(self, td: TensorDictBase) -> TensorDictBase:
-        leaves = self.spec.action
-        inputs = td.select(*(leaf.key for leaf in leaves), strict=False)
-        for leaf in leaves:
+        inputs = td.select(*(leaf.key for leaf in self.spec.action), strict=False)
+        for leaf in self.spec.action:
             value = inputs.get(leaf.key, None)
             if value is not None:
                 inputs.set(leaf.key, value.to(getattr(torch, leaf.dtype)))

@@ -39,7 +39,7 @@ from envherd.workers.adapters.pettingzoo.groups import (
     read_agent,
 )
 from envherd.workers.adapters.registry import is_one_of
-from envherd.workers.errors import FactoryError, ResetNeeded, SpecError
+from envherd.workers.errors import ResetNeeded, SpecError
 
 #: PettingZoo's base class of envs whose agents take turns.
 AEC = "pettingzoo.utils.env.AECEnv"
@@ -253,7 +253,6 @@ class PettingZooAdapter(ParallelAdapter):
         info: the infos by agent, as the env gave them (VIEW).
 
     Raises:
-        FactoryError: the reset raised.
         SpecError: no `possible_agents`, an AEC env that cannot be made parallel, spaces without a fixed shape,
             agents that cannot be grouped as the factory says.
     """
@@ -265,10 +264,10 @@ class PettingZooAdapter(ParallelAdapter):
         try:
             first = env.reset(seed=None, options=None)
         except Exception as error:
-            raise FactoryError(
-                f"make_env failed: the env's reset(seed=None, options=None), by which envherd learns its agents, "
-                f"raised {type(error).__name__}: {error}"
-            ) from error
+            error.add_note(
+                "(in the env's reset(seed=None, options=None), by which envherd learns its agents)"
+            )
+            raise
         _, infos = checked_reset(first)
         self._groups = make_groups(
             [
