@@ -1,7 +1,6 @@
 """The batches of a step of all envs of one kind, compiled for these envs."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 from tensordict import TensorDict, TensorDictBase
@@ -13,22 +12,9 @@ from envherd.workers.protocol import Op
 
 #: A batch, and the root after it; None without a root.
 WithRoot = tuple[TensorDictBase, TensorDictBase | None]
-
-
-class Draft(NamedTuple):
-    """The batches of a step, created before their memory is filled.
-
-    Attributes:
-        buffer: memory of `next`; None for the frame's own.
-        flags: memory of `interrupted`; None without it.
-        next: the `next` batch.
-        root: None without a root.
-    """
-
-    buffer: np.ndarray | None
-    flags: np.ndarray | None
-    next: TensorDict
-    root: TensorDict | None
+#: The batches of a step, created before their memory is filled: the memory of `next`, or None for the frame's own; that
+#: of `interrupted`, or None; the `next` batch; the root, or None. A plain tuple, because each step creates one.
+Draft = tuple[np.ndarray | None, np.ndarray | None, TensorDict, TensorDict | None]
 
 
 class StepBatches:
@@ -84,12 +70,7 @@ class StepBatches:
                 flags = np.empty_like(interrupted)
                 leaves = [*leaves, *self._batch.to_tensors([flags])]
             next_td = build_next(leaves)
-            return Draft(
-                buffer,
-                flags,
-                next_td,
-                build_root(leaves) if has_root else None,
-            )
+            return buffer, flags, next_td, build_root(leaves) if has_root else None
 
         return draft
 

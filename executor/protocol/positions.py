@@ -184,7 +184,8 @@ class Positions:
         ring: the frames of the ring.
         where: the columns with the latest rows: the ring's, or those of a rollout in progress.
         column: of the ring, of the latest command to all envs.
-        held: what `hold` keeps; the caller sets None once positions and side values are those of the same rows again.
+        held: what `hold` keeps, or a move to other columns until it is complete; the caller of `hold` sets None once
+            positions and side values are those of the same rows again.
         is_mixed: whether latest rows may be in several columns.
     """
 

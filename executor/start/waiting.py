@@ -156,6 +156,8 @@ class Overdue:
         Args:
             owing: workers that have a command to carry out; the others are forgotten.
         """
+        if math.isinf(self._limit_s) and math.isinf(self._limits_s["reset"]):
+            return {}
         now = self._clock.now()
         seen: dict[_Doing, float] = {}
         late = {}
