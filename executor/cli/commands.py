@@ -122,7 +122,7 @@ def table_of_facts(
         title: above it.
         facts: value by name.
         lines_below: names of the rows with a line below them.
-        justify: of the values.
+        justify: of the values. If they are not at the left, a narrow terminal wraps the names too.
     """
     grid = Table(
         title=Text(title, "bold"),
@@ -130,7 +130,7 @@ def table_of_facts(
         box=box.ROUNDED,
         show_header=False,
     )
-    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(style="dim", no_wrap=justify == "left")
     grid.add_column(overflow="fold", justify=justify)
     for name, value in facts.items():
         grid.add_row(name, value, end_section=name in lines_below)

@@ -162,15 +162,15 @@ PAIR = ("a_0", "a_1")
 
 
 @pytest.mark.parametrize(
-    ("told", "ends", "root", "agents"),
+    ("reported", "ends", "root", "agents"),
     [
         *((ends, ends, root, agents) for ends, root in ENDS for agents in (PAIR, ())),
         ((ALIVE, ALIVE), (TERMINATED, TERMINATED), TERMINATED, ()),
     ],
 )
-def test_how_an_episode_ends(told, ends, root, agents):
+def test_how_an_episode_ends(reported, ends, root, agents):
     """Some envs leave agents that are done in their list. Agents that are gone without a word have terminated."""
-    answer = outcome(dict(zip(PAIR, told, strict=True)))
+    answer = outcome(dict(zip(PAIR, reported, strict=True)))
     driver = Driver(Scripted(answers=[(list(agents), answer)]))
     driver.reset()
     values = driver.step()

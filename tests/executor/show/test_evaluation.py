@@ -276,9 +276,10 @@ def test_the_command_writes_what_it_found(tmp_path):
             "--json",
             str(path),
         ],
+        env={"COLUMNS": "40"},  # names are longer than that
     )
     assert done.exit_code == 0, done.output
-    assert "focal return per capita" in done.output
+    assert re.search(r"focal return .* 1\.50 ", done.output), done.output
     found = json.loads(path.read_text())
     assert found["focal_per_capita"]["mean"] == 1.5
     assert [one["focal"] for one in found["by_player"]] == [True, False, True]
