@@ -120,7 +120,8 @@ class RecordFile(contextlib.AbstractContextManager["RecordFile"]):
         self._version: object = None
         if self._path is not None and self._path.exists():
             self._read(self._path)
-            _log.warning("%s. They are not played again.", self._held())
+            if any(one.episodes for one in self.tasks.values()):
+                _log.warning("%s. They are not played again.", self._held())
         for name in tasks:
             self.tasks.setdefault(name, TaskRecords())
         # A path that cannot be written is refused before an episode is played.
