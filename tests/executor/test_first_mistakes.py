@@ -596,7 +596,7 @@ def test_a_command_shows_the_traceback_of_a_factory_that_began(frames, is_shown)
             "make_env failed.", remote_traceback=f"Traceback:\n{frames}TypeError: x"
         ),
     )
-    assert ("in the worker" in console.file.getvalue()) == is_shown
+    assert ("in the process" in console.file.getvalue()) == is_shown
 
 
 @needs("cli")

@@ -470,7 +470,8 @@ class Failure:
         is_new = event == "line" and place not in self.places
         if (
             is_new
-            and linecache.getline(*place).strip() != "try:"
+            # A name stays if the system refuses to remove it.
+            and linecache.getline(*place).strip() not in ("try:", "self.unlink()")
             and not is_finalizing(frame)
         ):
             self.places[place] = None

@@ -16,7 +16,7 @@ import numpy as np
 
 from envherd.executor import ExecutorOptions
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.guests.portable import PortablePool
+from envherd.executor.guests.portable import PortableCrew, PortablePool
 from envherd.executor.pools import fast_commands, worker_pool
 from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.executor.processes.equipment import Equipment
@@ -166,15 +166,15 @@ class SimulatedWorker:
         segment: Any = self._crew.equipment._segment
         slab = Slab(plan, segment.array())
         self._block.attach(slab)
-        bells = self._crew.bells
+        done = self._crew.done
         self._go: Bell = (
-            bells[0][self.worker_id]
-            if bells
+            self._crew.go[self.worker_id]
+            if done
             else Doorbell(slab.buffer, plan.go_offset(self.worker_id))
         )
-        done: Bell = bells[1] if bells else Doorbell(slab.buffer, plan.bells_offset)
-        self._serve = (Loop if bells else loop_class())(
-            self._block, slab, Bells(self._go, done), self._read, lambda: None, 0
+        ring: Bell = done or Doorbell(slab.buffer, plan.bells_offset)
+        self._serve = (Loop if done else loop_class())(
+            self._block, slab, Bells(self._go, ring), self._read, lambda: None, 0
         ).server()
         self.frames.append({"kind": "attached"})
 
@@ -231,7 +231,9 @@ class SimulatedCrew:
     """In place of a `Crew`."""
 
     is_closing = False
-    bells: Any = None  # of the portable pool: those of the workers, and the caller's
+    # Of the portable pool: the doorbells of the workers, and the caller's.
+    go: Sequence[Any] = ()
+    done: Any = None
 
     def __init__(
         self,
@@ -269,7 +271,7 @@ class SimulatedCrew:
 
     def close(self, timeout_s: float) -> None:
         self.equipment.close()
-        for bell in () if self.bells is None else (*self.bells[0], self.bells[1]):
+        for bell in (*self.go, self.done) if self.done else ():
             bell.close()
 
 
@@ -288,9 +290,11 @@ class SimulatedPool(WorkerPool):
         plan = serial_blueprint([partial(Scripted, 0)] * sum(map(len, blocks)), None, 0)
         blueprint = replace(plan, blocks=tuple(map(tuple, blocks)))
         super().__init__(blueprint, options)
-        bells = getattr(self.crew, "bells", None)
+        crew = self.crew
         self.crew = SimulatedCrew(blueprint, options, self.outcome.take)
-        self.crew.bells = bells
+        if isinstance(crew, PortableCrew):
+            self.crew.go = crew.go
+            self.crew.done = crew.done
         self.fates: dict[int, Fate] = {}
         self.start()
         restarts: Any = self.supervisor._restarts

@@ -59,7 +59,7 @@ def test_exception_of_an_env_has_its_type_and_ours(make, name):
     assert error.env_ids == (1,)
     assert str(ERRORS[name]) in str(error)
     assert "in step" in error.remote_traceback
-    assert "in the worker" in str(error.__cause__)
+    assert "in the process" in str(error.__cause__)
     assert envs.executor.statistics().env_errors == 1
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is type(error)
