@@ -16,7 +16,6 @@ Assumes: a reset with a seed makes an env forget its earlier episodes.
 """
 
 import contextlib
-import logging
 import math
 import re
 import threading
@@ -38,6 +37,7 @@ from envherd.executor.batches.fast_tensordict import get_leaf
 from envherd.executor.batches.random_actions import ActionSampler
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
+from envherd.executor.processes.error_messages import log
 from envherd.executor.rollouts.policy_state import leaf_keys, own_leaves, run_policy
 from envherd.executor.sending.blueprint import as_factories, draw
 from envherd.executor.sending.variables import gpus_of, variables_of
@@ -626,7 +626,7 @@ class _Session:
                 and not self.task.is_reported
             ):
                 self.task.is_reported = True
-                logging.getLogger("envherd").warning(
+                log.warning(
                     "evaluate: episode %d of %r has not ended in %.0f s and %d steps. If it may never end, pass "
                     "max_steps= (--max-steps).",
                     episode.number,

@@ -9,7 +9,6 @@ the latest records of one of them until it writes again.
 import contextlib
 import hashlib
 import json
-import logging
 import math
 import os
 import time
@@ -23,8 +22,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from envherd.executor.guests.capsules.file import DamagedFile, is_count, text_of
+from envherd.executor.processes.error_messages import log
 
-_log = logging.getLogger("envherd")
 SCHEMA = "envherd.evaluation-run/1"
 #: Least seconds between two writes while episodes end: a write of 400 episodes takes 5 ms.
 _BETWEEN_WRITES_S = 1.0
@@ -121,7 +120,7 @@ class RecordFile(contextlib.AbstractContextManager["RecordFile"]):
         if self._path is not None and self._path.exists():
             self._read(self._path)
             if any(one.episodes for one in self.tasks.values()):
-                _log.warning("%s. They are not played again.", self._held())
+                log.warning("%s. They are not played again.", self._held())
         for name in tasks:
             self.tasks.setdefault(name, TaskRecords())
         # A path that cannot be written is refused before an episode is played.

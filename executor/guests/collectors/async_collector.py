@@ -7,7 +7,6 @@ waits for another: the policy runs on the envs that are ready.
 
 import contextlib
 import itertools
-import logging
 import math
 import queue
 import threading
@@ -44,6 +43,7 @@ from envherd.executor.batches.transfer import (
 from envherd.executor.guests.collectors.collector import BatchIterator
 from envherd.executor.guests.collectors.policy import Placed, Policy
 from envherd.executor.keywords import names_right_keyword
+from envherd.executor.processes.error_messages import log
 from envherd.executor.rollouts.contiguous_rows import ContiguousRows
 from envherd.executor.rollouts.policy_state import leaf_keys, own_leaves, run_policy
 from envherd.executor.start.waiting import DeadlinePassed
@@ -55,8 +55,6 @@ from envherd.workers.errors import (
     WorkerLost,
     WorkerTimeout,
 )
-
-log = logging.getLogger("envherd")
 
 VALID = "valid"
 #: The `policy_version` of a row that stands for a lost step.
