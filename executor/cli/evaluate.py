@@ -56,10 +56,8 @@ def _prepare(options: Evaluate) -> tuple[dict[str, Any], Any, Any]:
             has_background=options.background is not None,
             with_frames=options.videos is not None,
         )
-    policy, background = (
-        None if name == _RANDOM else name
-        for name in (options.policy, options.background)
-    )
+    policy = None if options.policy == _RANDOM else options.policy
+    background = None if options.background == _RANDOM else options.background
     return tasks, policy_maker(policy), policy_maker(background, "--background")
 
 

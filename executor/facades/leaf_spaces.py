@@ -36,11 +36,11 @@ def space_of(leaf: LeafSpec, lead: int) -> Space:
         )
     if isinstance(domain, Binary) and dtype.kind in "iu":
         return spaces.MultiBinary(shape)
-    low, high = (
+    bounds = [
         np.broadcast_to(bound, leaf.shape)[(0,) * lead].astype(dtype)
         for bound in _bounds(domain, dtype)
-    )
-    return spaces.Box(low, high, shape, dtype.type)
+    ]
+    return spaces.Box(bounds[0], bounds[1], shape, dtype.type)
 
 
 def _bounds(domain: Domain, dtype: np.dtype) -> tuple[Any, Any]:

@@ -273,9 +273,9 @@ class Driver:
             self.env.recv(with_root=False)
             self._root = self.env.current()
         batches_s = np.diff(ticks).tolist()
-        own, *workers = [Times(*one) for one in (times_after - times).tolist()]
-        own = own._replace(busy_s=self._policy_s * len(batches_s))
-        return Turn(steps, resets_after - resets, batches_s, [own, *workers])
+        spent = [Times(*one) for one in (times_after - times).tolist()]
+        own = spent[0]._replace(busy_s=self._policy_s * len(batches_s))
+        return Turn(steps, resets_after - resets, batches_s, [own, *spent[1:]])
 
     def _counters(self) -> tuple[int, np.ndarray]:
         """Return the number of resets, and the figures of `Turn.times` so far."""

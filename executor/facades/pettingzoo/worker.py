@@ -47,12 +47,16 @@ class HostedParallelEnv(NativeEnv):
     def spaces(self) -> tuple[spaces.Dict, spaces.Dict]:
         """Return the spaces of all agents, as dicts by agent in the order of `possible_agents`."""
         agents: list[Any] = possible_agents(self.env)
-        observed, acted = (
+
+        def by_agent(space_of: Callable[[Any], Any]) -> spaces.Dict:
             # `spaces.Dict` sorts the keys of any other dict.
-            spaces.Dict(OrderedDict(zip(agents, map(space_of, agents), strict=True)))
-            for space_of in (getattr(self.env, name) for name in self._spaces_of)
+            return spaces.Dict(OrderedDict((one, space_of(one)) for one in agents))
+
+        observed, acted = self._spaces_of
+        return (
+            by_agent(getattr(self.env, observed)),
+            by_agent(getattr(self.env, acted)),
         )
-        return observed, acted
 
     def ask(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
         """Return an attribute of the env, pickled; if it is a method, its result."""

@@ -140,14 +140,15 @@ def mask_reader(
     widths = [
         slab.groups[0].columns["next", *key][0, 0].size // num_agents for key in keys
     ]
-    legal_now, *has_mask_now = (
+    # That of the masks, and that of which envs have one, if there is such a leaf.
+    columns = [
         LatestColumn(positions, key, slab.plan.num_envs * num_agents, (width,))
         for key, width in zip(keys, widths, strict=True)
-    )
+    ]
 
     def read() -> np.ndarray:
-        legal = legal_now.read().astype(bool)
-        for has_mask in has_mask_now:
+        legal = columns[0].read().astype(bool)
+        for has_mask in columns[1:]:
             legal[~has_mask.read()[:, 0].astype(bool)] = True
         return legal
 
