@@ -120,17 +120,21 @@ class Crew:
             )
 
     def _make_process(self, worker_id: int, generation: int) -> WorkerProcess:
-        """Return a process for a worker, which is not started yet."""
-        return self._process_type(
-            WorkerInfo(
-                worker_id=worker_id,
-                generation=generation,
-                num_workers=len(self._variables),
-                env_ids=self.blueprint.blocks[worker_id],
-            ),
-            self._on_row_frame,
-            self._zygote,
+        """Return a process for a worker, which is not started yet.
+
+        Raises:
+            WorkerLost: the system refuses its socket or its log.
+        """
+        info = WorkerInfo(
+            worker_id=worker_id,
+            generation=generation,
+            num_workers=len(self._variables),
+            env_ids=self.blueprint.blocks[worker_id],
         )
+        try:
+            return self._process_type(info, self._on_row_frame, self._zygote)
+        except OSError as error:
+            raise not_started(info, error) from error.with_traceback(None)
 
     def _start_process(self, worker: WorkerProcess, config: dict[str, Any]) -> None:
         zygote = self._zygote
@@ -155,7 +159,7 @@ class Crew:
             process.release()
             # Without a number, a signal handler has raised it.
             if isinstance(error, OSError) and error.errno is not None:
-                raise not_started(process, error) from error.with_traceback(None)
+                raise not_started(process.info, error) from error.with_traceback(None)
             raise
 
     def _begin(self, process: WorkerProcess) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.processes.worker_process import WorkerProcess
 from envherd.executor.start.process_log import without_own_frames
+from envherd.workers.current import WorkerInfo
 from envherd.workers.errors import (
     EnvError,
     EnvherdError,
@@ -87,21 +88,22 @@ def worker_lost(
         hint = " " + _KILLERS[worker.killed_for_memory()]
     lines = worker.last_lines()
     return WorkerLost(
-        f"{_operation(phase)} failed: worker {_called(worker)} ended with {how} {_in_words(phase, env_id)} "
-        f"({_where(worker)}).{hint}" + (lines and f"\nIts last output:\n{lines}"),
+        f"{_operation(phase)} failed: worker {_called(worker.info)} ended with {how} {_in_words(phase, env_id)} "
+        f"({_where(worker.info, worker.pid, worker.gpu)}).{hint}"
+        + (lines and f"\nIts last output:\n{lines}"),
         remote_traceback=lines or None,
         exit_code=worker.exit_code(),
-        **_context(worker, phase, env_id),
+        **_context(worker.info, phase, env_id, worker.pid),
     )
 
 
-def not_started(worker: WorkerProcess, error: OSError) -> WorkerLost:
+def not_started(info: WorkerInfo, error: OSError) -> WorkerLost:
     """Return the error for a worker that the system does not let start."""
     return WorkerLost(
-        f"starting a worker failed: expected another process and its descriptors for worker {_called(worker)}, got "
-        f"{error} ({_where(worker)}, phase start). "
+        f"starting a worker failed: expected another process and its descriptors for worker {_called(info)}, got "
+        f"{error} ({_where(info)}, phase start). "
         "Use fewer workers, or raise the limit (ulimit -n, ulimit -u).",
-        **_context(worker, "start", None),
+        **_context(info, "start"),
     )
 
 
@@ -144,21 +146,21 @@ def worker_late(
         IDLE: "step_timeout_s or reset_timeout_s",
     }.get(phase, "build_timeout_s")
     return WorkerTimeout(
-        f"{_operation(phase)} failed: worker {_called(worker)} gave no answer within {timeout_s:g} s "
-        f"{_in_words(phase, env_id)} and was killed ({_where(worker)}). "
+        f"{_operation(phase)} failed: worker {_called(worker.info)} gave no answer within {timeout_s:g} s "
+        f"{_in_words(phase, env_id)} and was killed ({_where(worker.info, worker.pid, worker.gpu)}). "
         f"Raise ExecutorOptions.{option} if it may take longer.\n"
         f"It was stuck in:\n{stack}",
         remote_traceback=stack,
-        **_context(worker, phase, env_id),
+        **_context(worker.info, phase, env_id, worker.pid),
     )
 
 
 def not_forked(worker: WorkerProcess, why: Sequence[str]) -> ValueError:
     """Return the error for a worker that cannot be forked, for these reasons."""
     return ValueError(
-        f"branch failed: expected a worker that can be forked, got {', '.join(why)} (worker {_called(worker)}, "
-        f"{_where(worker)}). A fork would break these: leave them out of the env, or copy its state with "
-        f"save() and restore()."
+        f"branch failed: expected a worker that can be forked, got {', '.join(why)} (worker {_called(worker.info)}, "
+        f"{_where(worker.info, worker.pid, worker.gpu)}). A fork would break these: leave them out of the env, or "
+        f"copy its state with save() and restore()."
     )
 
 
@@ -188,13 +190,13 @@ def factory_error(
                 f"only one such env, set ExecutorOptions(alone=True)."
             )
     return FactoryError(
-        f"{message} (env {numbering.first_env_id + env_id}, worker {_called(worker)}, pid {worker.pid}"
+        f"{message} (env {numbering.first_env_id + env_id}, worker {_called(worker.info)}, pid {worker.pid}"
         f"{_place(worker.gpu)}, phase build).{advice}",
         remote_traceback=without_own_frames(fault["traceback"]),
         type_name=fault["type_name"],
         type_module=fault["type_module"],
         **{
-            **_context(worker, "build", env_id),
+            **_context(worker.info, "build", env_id, worker.pid),
             "env_ids": (numbering.first_env_id + env_id,),
         },
     )
@@ -313,7 +315,7 @@ def log_stall(worker: WorkerProcess, phase: Phase, waited_s: float) -> None:
     """Log the stack of a worker in a long wait without a deadline."""
     log.warning(
         "worker %d has not answered for %.0f s, %s:\n%s",
-        _called(worker),
+        _called(worker.info),
         waited_s,
         _in_words(*phase),
         without_own_frames(worker.stack()),
@@ -351,8 +353,8 @@ def log_close_fault(frame: Frame) -> None:
     )
 
 
-def _called(worker: WorkerProcess) -> int:
-    return numbering.first_worker_id + worker.worker_id
+def _called(info: WorkerInfo) -> int:
+    return numbering.first_worker_id + info.worker_id
 
 
 def _place(gpu: str | None) -> str:
@@ -373,22 +375,27 @@ def _in_words(phase: str, env_id: int | None) -> str:
     return f"in {phase} of env {numbering.first_env_id + env_id}"
 
 
-def _where(worker: WorkerProcess) -> str:
-    env_ids = [numbering.first_env_id + i for i in worker.info.env_ids]
+def _where(info: WorkerInfo, pid: int = 0, gpu: str | None = None) -> str:
+    """Return the envs and the process of a worker, in words; it has no pid before its start."""
+    env_ids = [numbering.first_env_id + i for i in info.env_ids]
     span = f"env {env_ids[0]}"
     if len(env_ids) > 1:
         span = f"envs {env_ids[0]}-{env_ids[-1]}"
-    # It has none before its start.
-    pid = f", pid {worker.pid}" if worker.pid else ""
-    return f"{span}{pid}, generation {worker.generation}{_place(worker.gpu)}"
+    process = f", pid {pid}" if pid else ""
+    return f"{span}{process}, generation {info.generation}{_place(gpu)}"
 
 
-def _context(worker: WorkerProcess, phase: str, env_id: int | None) -> dict[str, Any]:
+def _context(
+    info: WorkerInfo,
+    phase: str,
+    env_id: int | None = None,
+    pid: int = 0,
+) -> dict[str, Any]:
     return {
-        "env_ids": tuple(numbering.first_env_id + i for i in worker.info.env_ids),
+        "env_ids": tuple(numbering.first_env_id + i for i in info.env_ids),
         "env_id": None if env_id is None else numbering.first_env_id + env_id,
-        "worker_id": _called(worker),
-        "pid": worker.pid,
-        "generation": worker.generation,
+        "worker_id": _called(info),
+        "pid": pid,
+        "generation": info.generation,
         "phase": phase,
     }

@@ -5,6 +5,7 @@ import functools
 import gc
 import os
 import pickle
+import re
 import resource
 import signal
 import subprocess
@@ -120,27 +121,36 @@ def few_files() -> str:
 
 
 def few_files_at_a_restart(start_method: str) -> str:
-    """Without room the worker is lost, and with room it is replaced."""
+    """Without room for one of its descriptors a successor is lost, and with room it is replaced."""
     before = _held()
     assert np.ma  # imported at its first use
-    with make_by(start_method, "restart") as env:
-        env.reset()
-        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        for worker_id in range(2):
-            os.kill(env._pool.pid_of(worker_id), signal.SIGKILL)
-        num_open = len(os.listdir("/proc/self/fd"))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (num_open - 1, limits[1]))
-        with pytest.raises(
-            WorkerLost,
-            match=r"starting a worker failed: .*Too many open files.*ulimit -n",
-        ) as caught:
-            env.step(actions())
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        with contextlib.suppress(WorkerLost):  # of a worker that was lost before
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    first = os.dup(0)
+    os.close(first)
+    seen = ""
+    # A limit is on the number of a new descriptor: with the first one a successor gets none.
+    for limit in range(first, first + 60, 2):
+        with make_by(start_method, "restart") as env:
             env.reset()
-        works(env)
+            for worker_id in range(2):
+                os.kill(env._pool.pid_of(worker_id), signal.SIGKILL)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limits[1]))
+            try:
+                env.step(actions())
+            except WorkerLost as error:
+                seen = message_of(error)
+            else:
+                break
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            assert re.search(r"starting a worker failed: .*Too many open", seen), seen
+            with contextlib.suppress(WorkerLost):  # of a worker that was lost before
+                env.reset()
+            works(env)
+    assert seen.endswith("(ulimit -n, ulimit -u).")
+    assert limit > first + 4
     assert not _left(before)
-    return message_of(caught.value)
+    return seen
 
 
 def deleted_folder(start_method: str, folder: str) -> str:
