@@ -388,8 +388,8 @@ class Engine(Calls):
         """Reset all envs, or those that have ended.
 
         Returns:
-            `(fresh, cut)`: bool `[N]`, envs that were reset; int64 `[k]`, envs that were running until a loss during
-            this call or elsewhere (`cut` of a flight, `take_over`), or None for none.
+            `(fresh, cut)`: bool `[N]` or `[N, *B]`, what was reset; int64 `[k]`, envs that were running until a loss
+            during this call or elsewhere (`cut` of a flight, `take_over`), or None for none.
         """
         was_lost = self.states.values == State.CUT
         if auto_reset:
@@ -412,15 +412,19 @@ class Engine(Calls):
             }
             for i in running
         }
+        parts = self.batches.ended_parts(
+            fresh,
+            partial(self.batches.current, self.all_ids),
+        )
         if fresh.any():
-            self.write_reset_masks(self.batches.ended_parts(fresh))
+            self.write_reset_masks(parts)
             self.reset_envs(np.flatnonzero(fresh))
         cut = np.flatnonzero(self.states.needs_reset & ~fresh)
         # The interrupted row reports the loss, not the row before it.
         for env_id in cut.tolist():
             for key, flag in flags[env_id].items():
                 positions.latest_root(env_id)[key][...] = flag
-        return fresh, some_or_none(cut)
+        return parts, some_or_none(cut)
 
     def write_reset_masks(self, mask: np.ndarray | None) -> None:
         """Write the reset masks of envs that are batches themselves: bool `[N, *B]`, None for all."""

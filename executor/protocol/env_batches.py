@@ -253,18 +253,28 @@ class EnvBatches:
                 tds.append(make(batch, members))
         return stack_groups(tds, order)
 
-    def ended_parts(self, needs_reset: np.ndarray) -> np.ndarray | None:
-        """Return which parts of envs that are batches themselves have ended, bool `[N, *B]`; None for no such envs.
+    def ended_parts(
+        self,
+        needs_reset: np.ndarray,
+        read: Callable[[], TensorDictBase],
+    ) -> np.ndarray:
+        """Return which parts of some envs have ended; all parts of an env of which no row is done.
 
         Args:
-            needs_reset: bool `[N]`, envs that must be reset; all parts of an env of which no row is done.
+            needs_reset: bool `[N]`, the envs that must be reset, or were.
+            read: returns the batch `[N, *B]` with their last flags; only called for envs that are batches themselves.
+
+        Returns:
+            Bool `[N, *B]`, or `needs_reset` for no such envs.
         """
-        if not any(batch.spec.batch_shape for batch in self.groups):
-            return None
-        num_envs = len(needs_reset)
-        done = self.current(np.arange(num_envs))["done"].cpu().numpy()[..., 0]
-        done[needs_reset & ~done.reshape(num_envs, -1).any(1)] = True
-        return done
+        if not needs_reset.any() or not any(
+            batch.spec.batch_shape for batch in self.groups
+        ):
+            return needs_reset
+        done = read()["done"].cpu().numpy()[..., 0]
+        inner = tuple(range(1, done.ndim))
+        is_whole = ~done.any(inner, keepdims=True)
+        return (done | is_whole) & needs_reset.reshape(is_whole.shape)
 
     # ---- roots that are saved ----------------------------------------------------------------
 

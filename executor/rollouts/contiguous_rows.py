@@ -213,20 +213,32 @@ class ContiguousRows:
         self.full, self._free = self.full[num_rows:], self._free + self.full[:num_rows]
 
     def first(self, num_rows: int) -> TensorDictBase:
-        """Return the rows that were full first, batch `[num_rows, T]`, a copy; they stay until they are dropped."""
+        """Return the rows that were full first, a copy; they stay until they are dropped.
+
+        Returns:
+            Batch `[num_rows, T]`, or `[num_rows, T, *B]` if each env is a batch.
+        """
         taken = self.full[:num_rows]
+        each = self._nested[False].batch_size[1:]
         data = (
             self._nested[False]
             .copy()
             .set("next", self._nested[True].copy())
             .unsqueeze(1)
-            .expand(num_rows, self._num_steps)
+            .expand(num_rows, self._num_steps, *each)
             .clone(recurse=False)
         )
         for key, leaf in self._leaves.items():
-            data.set(key, as_tensor(as_array(leaf)[taken], leaf.dtype))
+            value = as_tensor(as_array(leaf)[taken], leaf.dtype)
+            # Entries by name have one number for all of an env's batch.
+            while value.ndim < data.ndim:
+                value = value.unsqueeze(-1)
+            data.set(
+                key,
+                value.expand(*data.batch_size, *value.shape[data.ndim :]).contiguous(),
+            )
         done = as_array(self._leaves["next", "done"])[taken, -1].reshape(num_rows, -1)
         for slot, flags in zip(taken, done, strict=True):
             self._is_open[self._owners[slot]] = not flags.all()
-        data.refine_names(..., "time")
+        data.refine_names(None, "time", ...)
         return data

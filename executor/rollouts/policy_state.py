@@ -62,15 +62,15 @@ class Carried:
         """Write the state into the policy's next root.
 
         Args:
-            root: batch `[N]`.
-            fresh: bool `[N]`, envs that were reset since the last step.
+            root: batch `[N]`, or `[N, *B]`.
+            fresh: bool of that shape or `[N]`, what was reset since the last step.
         """
         self.renew(fresh)
         if self.state is not None:
             root.update(self.state)
 
     def renew(self, fresh: np.ndarray) -> None:
-        """Set the primer's values for envs that were reset since the last step, bool `[N]`."""
+        """Set the primer's values for what was reset since the last step, see `hand_over`."""
         if self._primer is None:
             return
         if self.state is None or fresh.all():
@@ -180,18 +180,21 @@ def leaf_keys(
 
 
 def _where(
-    rows: np.ndarray,
+    chosen_where: np.ndarray,
     chosen: TensorDictBase,
     other: TensorDictBase,
 ) -> TensorDictBase:
-    """Return `other` with some rows from `chosen`, for keys that `chosen` has."""
-    mask = torch.from_numpy(rows)
+    """Return `other` with the values of `chosen` where a mask is true, for keys that `chosen` has."""
+    mask = torch.from_numpy(chosen_where)
     result = other.clone(recurse=False)
     for key in leaf_keys(chosen):
         new = chosen.get(key)
         old = other.get(key, None)
         if old is not None:
-            on_device = mask.to(old.device).reshape(-1, *(1 for _ in old.shape[1:]))
+            on_device = mask.to(old.device).reshape(
+                *mask.shape,
+                *(1 for _ in old.shape[mask.ndim :]),
+            )
             new = torch.where(on_device, new.to(old.device), old)
         result.set(key, new)
     return result

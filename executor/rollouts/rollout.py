@@ -36,6 +36,7 @@ from envherd.executor.processes.error_messages import log
 from envherd.executor.progress import counted
 from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.fast_step import compile_command
+from envherd.executor.protocol.flight import Flight
 from envherd.executor.protocol.positions import storage_columns
 from envherd.executor.rollouts.policy_state import Carried, leaf_keys, run_policy
 from envherd.executor.rollouts.run import Run
@@ -297,7 +298,7 @@ class _StorageRun(Run[Engine]):
                     self._engine.flights.land(flight)
             except EnvherdError:
                 # The flight was made good before it raised: its envs may be in new episodes.
-                self._carried.renew(flight.fresh)
+                self._carried.renew(self._reset_by(flight, step))
                 raise
             if positions.has_interrupted:
                 self._interrupted.append(positions.interrupted.copy())
@@ -307,10 +308,17 @@ class _StorageRun(Run[Engine]):
                 with self._engine.rolling():
                     self._callback(self._with_next(acted, self._next_td(step)))
             if self._carried.is_in_use:
-                self._fresh = flight.fresh
+                self._fresh = self._reset_by(flight, step)
             if self._breaks and any(done[:, step].any() for done in self._next_done):
                 return step + 1
         return num_steps
+
+    def _reset_by(self, flight: Flight, step: int) -> np.ndarray:
+        """Return what a step has reset, bool `[N]` or `[N, *B]`."""
+        return self._batches.ended_parts(
+            flight.fresh,
+            functools.partial(self._next_td, step),
+        )
 
     def _next_td(self, step: int) -> TensorDictBase:
         """Return the `next` batch of a step (VIEWS)."""

@@ -40,7 +40,7 @@ class StepwiseRun(Run[Engine]):
             self._carried.hand_over(root, fresh)
             is_last = self._breaks or step == max_steps - 1
             root = self._step(root, Op.STEP if is_last else Op.STEP_RESET, cut)
-            fresh = engine.positions.in_root.copy()
+            fresh = self._reset_before(self._steps[-1]["next"])
             if self._breaks and (engine.states.needs_reset.any() or cut is not None):
                 break
             cut = None
@@ -64,7 +64,7 @@ class StepwiseRun(Run[Engine]):
             # With a partial batch, the other envs were stepped, and the policy's state follows them.
             if error.partial is not None:
                 self._carried.keep(acted)
-                self._carried.renew(engine.positions.in_root)
+                self._carried.renew(self._reset_before(error.partial))
             raise
         self._carried.keep(acted)
         if after is None:
@@ -96,3 +96,10 @@ class StepwiseRun(Run[Engine]):
             with engine.rolling():
                 self._callback(acted)
         return after
+
+    def _reset_before(self, next_td: TensorDictBase) -> np.ndarray:
+        """Return what was reset after a step, bool `[N]` or `[N, *B]`."""
+        return self._engine.batches.ended_parts(
+            self._engine.positions.in_root.copy(),
+            lambda: next_td,
+        )

@@ -134,6 +134,7 @@ class AsyncStatistics:
 class AsyncCollector(BatchIterator):
     """Iterates batches of `frames_per_batch` transitions: `[B, T]`, rows of T contiguous steps of one env, or `[B]`.
 
+    An env that is a batch of rows adds its dimensions at the end: `[B, T, *B']`.
     Fast envs give more rows than slow ones. An episode that ends within a row is followed by the next one. Besides the
     entries of the envs and the policy, each transition has `env_ids` (int64), `step` (int64, the number of the env's
     step since the collector began; a step lost with an error leaves a gap) and `policy_version` (int64, of the weights
@@ -597,20 +598,26 @@ class AsyncCollector(BatchIterator):
         self._state[torch.from_numpy(env_ids)] = own
 
     def _note_ends(self, env_ids: np.ndarray, following: TensorDictBase) -> None:
-        done = following.get("done").reshape(len(env_ids), -1).any(1).cpu().numpy()
+        done = following.get("done").squeeze(-1).cpu()
         if done.any():
-            self._renew(env_ids[done])
+            self._renew(env_ids, done)
 
-    def _renew(self, env_ids: np.ndarray) -> None:
-        """Set the policy's state to the primer for envs that begin an episode, if there is a primer."""
+    def _renew(self, env_ids: np.ndarray, done: torch.Tensor | bool = True) -> None:  # noqa: FBT001, FBT002
+        """Set the policy's state to the primer where episodes begin, if there is a primer.
+
+        Args:
+            env_ids: int64 `[k]`.
+            done: bool `[k, *B]`, the rows that have ended, or all.
+        """
         if (
             self._primer is not None
             and self._state is not None
             and self._state is not self._primer
         ):
-            index = torch.from_numpy(env_ids)
+            mask = torch.zeros(self.env.batch_size, dtype=torch.bool)
+            mask[torch.from_numpy(env_ids)] = done
             for key in leaf_keys(self._primer):
-                self._state.get(key)[index] = self._primer.get(key)[index]
+                self._state.get(key)[mask] = self._primer.get(key)[mask]
 
     def _charge(self, what: str) -> None:
         """Add the time since the last call to an activity."""

@@ -345,13 +345,17 @@ class SimulatorEngine(Calls):
             )
         )
 
-    def reset_for_rollout(self, *, auto_reset: bool) -> bool:
-        """Reset all rows, or those that have ended; return whether any was reset."""
-        if not auto_reset and not self.states.needs_reset[0]:
-            return False
-        self.write_reset_masks(None if auto_reset else self._rows.ended_parts())
+    def reset_for_rollout(self, *, auto_reset: bool) -> np.ndarray:
+        """Reset all rows, or those that have ended; return what was reset, bool `[1, *B]`, or `[1]` for all or none."""
+        fresh = self.all_ids == 0
+        mask = None
+        if not auto_reset:
+            if not self.states.needs_reset[0]:
+                return ~fresh
+            fresh = mask = self._rows.ended_parts()
+        self.write_reset_masks(mask)
         self.reset_envs(self.all_ids, {})
-        return True
+        return fresh
 
     # ---- send and recv -----------------------------------------------------------------------
 

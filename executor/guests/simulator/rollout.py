@@ -29,7 +29,7 @@ class SimulatorRun(Run[SimulatorEngine]):
     def collect(self, max_steps: int, *, auto_reset: bool) -> TensorDictBase:
         """Return `[1, t]`."""
         self._rows = self._engine.batches
-        was_reset = self._engine.reset_for_rollout(auto_reset=auto_reset)
+        self._fresh = self._engine.reset_for_rollout(auto_reset=auto_reset)
         plan = plan_storage(self._engine.pool.plan, max_steps)
         place = self._rows.place
         tensors = {
@@ -54,7 +54,7 @@ class SimulatorRun(Run[SimulatorEngine]):
             section: list(zip(*(leaf.unbind(1) for leaf in leaves), strict=True))
             for section, leaves in self._leaves.items()
         }
-        num_steps = self._go(max_steps, was_reset=was_reset)
+        num_steps = self._go(max_steps)
         if num_steps < max_steps:
             self._leaves = {
                 name: [leaf[:, :num_steps].clone() for leaf in own]
@@ -75,12 +75,12 @@ class SimulatorRun(Run[SimulatorEngine]):
             data.set(leaf.key, value)
         return self._finished(data)
 
-    def _go(self, max_steps: int, *, was_reset: bool) -> int:
+    def _go(self, max_steps: int) -> int:
         """Step until the end; return how many steps were made."""
         for step in counted(max_steps, "rollout"):
             present = self._rows.present
             _put(self._at["root"][step], [*present.observation, *present.flags])
-            acted = self._act(step, was_reset=was_reset)
+            acted = self._act(step)
             # Rows that end in the last step are reset by the next rollout, if there is one.
             op = Op.STEP if self._breaks or step == max_steps - 1 else Op.STEP_RESET
             outcome = self._engine.carry_out(
@@ -97,7 +97,6 @@ class SimulatorRun(Run[SimulatorEngine]):
             except EnvError:
                 self._carried.renew(np.zeros(1, bool))
                 raise
-            was_reset = outcome.was_reset
             if self._callback is not None:
                 with self._engine.rolling():
                     next_td = self._rows.next_td(self._at["next"][step])
@@ -106,9 +105,9 @@ class SimulatorRun(Run[SimulatorEngine]):
                 return step + 1
         return max_steps
 
-    def _act(self, step: int, *, was_reset: bool) -> TensorDictBase:
+    def _act(self, step: int) -> TensorDictBase:
         root = self._rows.shells["root"].build(self._at["root"][step])
-        self._carried.hand_over(root, np.array([was_reset]))
+        self._carried.hand_over(root, self._fresh)
         with self._engine.rolling():
             acted = run_policy(self._policy, root)
         self._inputs = self._engine.intake.tensors(acted)
@@ -119,6 +118,8 @@ class SimulatorRun(Run[SimulatorEngine]):
 
     def _take(self, step: int, row: Row, rewards: Leaves, _: bool) -> None:  # noqa: FBT001  # as `Take` has it
         _put(self._at["next"][step], [*row.observation, *rewards, *row.flags])
+        # These rows are reset, unless it is the last step.
+        self._fresh = row.flags[0][None, ..., 0]
 
 
 def _put(places: Sequence[torch.Tensor], values: Sequence[Any]) -> None:
