@@ -125,7 +125,9 @@ class SimulatedWorker:
         block = crew.blueprint.blocks[worker_id]
         self.worker_id = worker_id
         self.generation = generation
-        self.info = SimpleNamespace(env_ids=block)
+        self.info = SimpleNamespace(
+            env_ids=block, worker_id=worker_id, generation=generation
+        )
         self.channel = self
         self.on_row_frame = crew.on_row_frame
         self._crew = crew
