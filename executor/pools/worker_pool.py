@@ -523,7 +523,7 @@ class WorkerPool(Pool):
 
     def pickled(self, env_id: int) -> bytes:
         """Return the pickled factory of an env."""
-        return self.blueprint.factories[env_id]
+        return self.blueprint.calls[env_id].sent.factory
 
     def pid_of(self, worker_id: int) -> int:
         """Return a worker's process id."""

@@ -25,7 +25,6 @@ from envherd.executor.processes.error_messages import log
 from envherd.executor.protocol.env_states import EnvStates, Event
 from envherd.executor.protocol.positions import Positions
 from envherd.workers.errors import EnvherdError, InternalError
-from envherd.workers.messages import Prepare
 from envherd.workers.protocol import RESET, STEP, Flag, Op
 
 NOBODY = np.zeros(0, np.int64)
@@ -196,17 +195,13 @@ class Losses:
             self._positions.cut_off(env_id, column)
         self.note_interrupted(lost[is_stepped])
         self._pool.words.answers_lost[lost[~is_due]] = False
-        for env_id in lost[is_rebuilt].tolist():
-            self._pool.prepare(Prepare(env_id=env_id, rebuilds=True))
-        for is_one, flags in (
-            (is_due & ~is_rebuilt, Flag.EACH),
-            (is_rebuilt, Flag.EACH | Flag.PREPARED),
-        ):
-            if is_one.any():
-                self._pool.submit_later(
-                    lost[is_one],
-                    Op.RESET,
-                    self._positions.where.target,
-                    columns[is_one],
-                    flags,
-                )
+        self._pool.send_calls(self._pool.blueprint.sent_to(lost[is_rebuilt].tolist()))
+        if is_due.any():
+            # PREPARED: of the others no message is left, because their processes are new.
+            self._pool.submit_later(
+                lost[is_due],
+                Op.RESET,
+                self._positions.where.target,
+                columns[is_due],
+                Flag.EACH | Flag.PREPARED,
+            )
