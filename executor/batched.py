@@ -434,8 +434,7 @@ class BatchedEnv:
         """
         with self._guard:
             ids = self._exchange.as_ids(env_ids)
-            blueprint = self._pool.blueprint
-            old = [blueprint.calls[i] for i in ids.tolist()]
+            old = [self._pool.blueprint.calls[i] for i in ids.tolist()]
             made = [call.factory for call in old]
             if factories is not None and len(ids):
                 made = [
@@ -444,8 +443,7 @@ class BatchedEnv:
             elif env_kwargs is None:
                 env_kwargs = [call.sent.kwargs for call in old]
             if len(ids):
-                new = blueprint.draw(made, env_kwargs).calls.values()
-                self._engine.rebuild(ids, dict(zip(ids.tolist(), new, strict=True)))
+                self._engine.rebuild(ids, self._pool.blueprint.draw(made, env_kwargs))
 
     # ---- send and recv -----------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from envherd.executor.protocol.plain import what_is_plain
 from envherd.executor.protocol.positions import Positions, some_or_none
 from envherd.executor.protocol.side_data import SideData
 from envherd.executor.protocol.stale_roots import StaleRoots
-from envherd.executor.sending.blueprint import EnvCall
+from envherd.executor.sending.blueprint import Blueprint
 from envherd.shm.interrupts import uninterrupted
 from envherd.workers import messages
 from envherd.workers.errors import EnvherdError
@@ -115,7 +115,7 @@ class Engine(Calls):
         self.positions.mark_lost(self.all_ids)
         self.guard = CallGuard(self)
         self.side_inputs: dict[int, list[Any]] = {}
-        self._being_rebuilt: dict[int, EnvCall] = {}
+        self._being_rebuilt: list[int] = []
         self.use_seed(seed)
         self.stale_roots = StaleRoots.of(self.specs)
         self.plain = what_is_plain(
@@ -175,8 +175,8 @@ class Engine(Calls):
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether a flight of the current call is open."""
-        return self.flights.current is not None
+        """Whether a flight of the current call is open, or a rebuild is not complete."""
+        return self.flights.current is not None or bool(self._being_rebuilt)
 
     # ---- inputs ------------------------------------------------------------------------------
 
@@ -275,7 +275,7 @@ class Engine(Calls):
         self.positions.move_back()
         self.pool.send_calls(self.pool.blueprint.sent_to(self._being_rebuilt))
         # After an interrupt before this line they are sent once more.
-        self._being_rebuilt = {}
+        self._being_rebuilt = []
         self.flights.recover()
         self.is_dirty = False
 
@@ -324,8 +324,8 @@ class Engine(Calls):
         """
         self.flights.begin_resets(env_ids, extras=extras).land()
 
-    def rebuild(self, env_ids: np.ndarray, calls: dict[int, EnvCall]) -> None:
-        """Replace envs, int64 `[k]`, by those that these calls build, for `BatchedEnv.rebuild`.
+    def rebuild(self, env_ids: np.ndarray, blueprint: Blueprint) -> None:
+        """Replace envs, int64 `[k]`, by those of a blueprint of as many, for `BatchedEnv.rebuild`.
 
         Until the pool's own blueprint has the new calls, the old ones count: after an error or an interrupt, the next
         call gives them to the workers again (`recover`).
@@ -333,18 +333,16 @@ class Engine(Calls):
         self.guard.refuse_rolling()
         self.pool.await_workers(env_ids)
         self.flights.end_episodes(env_ids)
-        self.received = None
-        # Before the first message: from here an interrupt makes `recover` send the old calls.
-        self._being_rebuilt = calls
-        self.is_dirty = True
+        # Before the first message: from here an error or an interrupt makes `recover` send the old calls.
+        self._being_rebuilt = env_ids.tolist()
+        calls = dict(zip(self._being_rebuilt, blueprint.calls.values(), strict=True))
         self.pool.send_calls({i: call.sent for i, call in calls.items()})
-        self.ask("rebuild", [*calls])
+        self.ask("rebuild", self._being_rebuilt)
         # Envs and calls change at once: in between, a successor would build the wrong env.
         with uninterrupted():
             self.pool.blueprint.calls.update(calls)
             self.pool.slab.words["episode"][env_ids] = 0
-            self._being_rebuilt = {}
-        self.is_dirty = False
+            self._being_rebuilt = []
 
     def allow_steps(self) -> None:
         """Allow steps of envs that were never reset, for facades that leave this check to the envs."""
