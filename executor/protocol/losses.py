@@ -196,12 +196,16 @@ class Losses:
         self.note_interrupted(lost[is_stepped])
         self._pool.words.answers_lost[lost[~is_due]] = False
         self._pool.send_calls(self._pool.blueprint.sent_to(lost[is_rebuilt].tolist()))
-        if is_due.any():
-            # PREPARED: of the others no message is left, because their processes are new.
-            self._pool.submit_later(
-                lost[is_due],
-                Op.RESET,
-                self._positions.where.target,
-                columns[is_due],
-                Flag.EACH | Flag.PREPARED,
-            )
+        # PREPARED: the message stays until the reset, which then keeps the info of the step before it.
+        for is_one, flags in (
+            (is_due & ~is_rebuilt, Flag.EACH),
+            (is_rebuilt, Flag.EACH | Flag.PREPARED),
+        ):
+            if is_one.any():
+                self._pool.submit_later(
+                    lost[is_one],
+                    Op.RESET,
+                    self._positions.where.target,
+                    columns[is_one],
+                    flags,
+                )
