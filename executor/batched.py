@@ -434,16 +434,16 @@ class BatchedEnv:
         """
         with self._guard:
             ids = self._exchange.as_ids(env_ids)
-            old = self._pool.blueprint
-            made = [old.callables[i] for i in ids.tolist()]
+            old = [self._pool.blueprint.calls[i] for i in ids.tolist()]
+            made = [call.factory for call in old]
             if factories is not None and len(ids):
                 made = [
                     *map(self.hosted, as_factories(len(ids), factories), ids.tolist()),
                 ]
             elif env_kwargs is None:
-                env_kwargs = [old.env_kwargs[i] for i in ids.tolist()]
+                env_kwargs = [call.sent.kwargs for call in old]
             if len(ids):
-                self._engine.rebuild(ids, old.draw(made, env_kwargs))
+                self._engine.rebuild(ids, self._pool.blueprint.draw(made, env_kwargs))
 
     # ---- send and recv -----------------------------------------------------------------------
 

@@ -88,7 +88,11 @@ class ParallelEnv(BatchedEnv):
         try:
             pool.start()
             self._branch_pool = pool
-            self._check_specs(pool.specs, factories, blueprint.env_kwargs)
+            self._check_specs(
+                pool.specs,
+                factories,
+                [call.sent.kwargs for call in blueprint.calls.values()],
+            )
             super().__init__(
                 pool,
                 seed=blueprint.root_seed,

@@ -64,7 +64,11 @@ class SerialEnv(BatchedEnv):
         watch(pool, options)
         try:
             pool.start()
-            check_agreement(pool.specs, factories, blueprint.env_kwargs)
+            check_agreement(
+                pool.specs,
+                factories,
+                [call.sent.kwargs for call in blueprint.calls.values()],
+            )
             parts = Parts()
             if is_simulator(pool):
                 from envherd.executor.guests.simulator.engine import (

@@ -6,11 +6,12 @@ an env that the factory did not build itself.
 """
 
 import contextlib
+import functools
 import inspect
 import pickle
 import re
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from envherd.workers import seeding
@@ -232,12 +233,13 @@ class Builder:
 
     Args:
         options: what the envs take and return, and which leaves are added to theirs.
+        num_envs: of the worker. As many factories are kept: those of former tasks may hold as much memory as an env.
     """
 
-    def __init__(self, options: BlockOptions) -> None:
+    def __init__(self, options: BlockOptions, num_envs: int) -> None:
         self._options = options
         self._alone: Any = None
-        self._factories: dict[bytes, Factory] = {}
+        self._unpickle = functools.lru_cache(num_envs)(pickle.loads)
         self._built: list[Adapter] = []
         self._probed: list[_Probed] = []
 
@@ -250,10 +252,9 @@ class Builder:
         try:
             with building():
                 # Equal factories of a worker are one object, as in the caller's process.
-                if pickled not in self._factories:
-                    with _hinting():
-                        self._factories[pickled] = pickle.loads(pickled)
-                return self.adopt(self._factories[pickled], kwargs)
+                with _hinting():
+                    factory = self._unpickle(pickled)
+                return self.adopt(factory, kwargs)
         except SystemExit as error:
             raise FactoryError(
                 f"make_env failed: the factory raised {importing.explain_exit(error)}."
@@ -282,12 +283,6 @@ class Builder:
         self._built = [built for built in self._built if built is not own]
         if own.is_alone:
             self._alone = None
-
-    def keep(self, pickled: Collection[bytes]) -> None:
-        """Forget all factories but these."""
-        self._factories = {
-            one: factory for one, factory in self._factories.items() if one in pickled
-        }
 
     def _found_fields(
         self,

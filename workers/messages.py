@@ -47,15 +47,13 @@ class Build:
     Attributes:
         worker: of this process, with the ids that its pool uses.
         first_worker_id: id of the pool's worker 0 in messages.
-        factories: one pickled callable for each env; equal objects are unpickled once.
-        env_kwargs: keyword arguments for each factory call.
+        calls: env id -> factory call; equal factories are unpickled once.
         root_seed: seeds the global generators before each factory runs, and the episodes.
         block: how the envs are run.
     """
 
     worker: WorkerInfo
-    factories: tuple[bytes, ...]
-    env_kwargs: tuple[dict[str, Any], ...]
+    calls: dict[int, FactoryCall]
     root_seed: int
     block: BlockOptions
     first_worker_id: int = 0
@@ -104,8 +102,8 @@ class Seed:
 class Prepare:
     """Extras for the next command of one env: explicit seed, reset keyword arguments, side inputs.
 
-    With `rebuilds`, a new instance takes the env's place before its reset. With `call`, another factory call takes the
-    place of the env's own: this closes the env, and what needs it next builds it.
+    With `call`, a new instance takes the env's place: this closes the env, and what needs it next builds it by that
+    factory call.
     """
 
     env_id: int
@@ -113,7 +111,6 @@ class Prepare:
     has_seed: bool = False
     options: dict[str, Any] | None = None
     side: list[Any] | None = None
-    rebuilds: bool = False
     call: FactoryCall | None = None
 
 

@@ -459,10 +459,18 @@ class LeasePool(
             draw(as_factories(num_envs, make_env), env_kwargs, num_envs, None, options)
         )
         # Equal ones remain the same object.
-        leased = {one: dumps(LeasedFactory(one)) for one in blueprint.factories}
+        leased = {
+            call.sent.factory: dumps(LeasedFactory(call.sent.factory))
+            for call in blueprint.calls.values()
+        }
         blueprint = replace(
             blueprint,
-            factories=tuple(leased[one] for one in blueprint.factories),
+            calls={
+                env_id: call._replace(
+                    sent=call.sent._replace(factory=leased[call.sent.factory])
+                )
+                for env_id, call in blueprint.calls.items()
+            },
         )
         between = (
             _packed(on_return, (), {}, timeout_s) if callable(on_return) else on_return

@@ -22,6 +22,7 @@ from envherd.shm.specs import EnvSpec, Key
 from envherd.workers import messages, native
 from envherd.workers.errors import EnvherdError
 from envherd.workers.info_rows import Schema
+from envherd.workers.options import FactoryCall
 from envherd.workers.processes import cpu_ns, cpu_of, memory_of
 from envherd.workers.protocol import Op
 
@@ -143,7 +144,7 @@ class Pool(ABC):
     def __init__(self, blueprint: Blueprint, options: ExecutorOptions) -> None:
         self.blueprint = blueprint
         self.options = options
-        self.num_envs = len(blueprint.factories)
+        self.num_envs = len(blueprint.calls)
         self.why_python: Sequence[str] = native.why_not()
         self.outcome = Outcome()
 
@@ -225,6 +226,18 @@ class Pool(ABC):
         Raises:
             WorkerLost, WorkerTimeout: its worker is lost and not replaced.
         """
+
+    def send_calls(self, calls: Mapping[int, FactoryCall]) -> None:
+        """Make workers close envs, and build new instances by these factory calls when they need them.
+
+        Successors of workers build by the blueprint.
+
+        Args:
+            calls: env id -> call. These envs owe nothing, or only the answer that a new instance completes.
+        """
+        for env_id, call in calls.items():
+            if self.is_serving(int(self.worker_of[env_id])):
+                self.prepare(messages.Prepare(env_id=env_id, call=call))
 
     def await_workers(self, env_ids: np.ndarray) -> None:  # noqa: B027  # envs in this process are always there
         """Make sure that some envs can be given commands, before anything is sent or changed for a call.

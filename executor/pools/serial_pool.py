@@ -56,7 +56,7 @@ class SerialPool(Pool):
     def start(self) -> None:
         """Build the envs; set `specs`, `plan` and `slab`."""
         before = seeding.caller_state()
-        self._builder = Builder(self.options.for_block())
+        self._builder = Builder(self.options.for_block(), self.num_envs)
         first = self.options.first_env_id
         self._info = WorkerInfo(
             worker_id=0,
@@ -156,17 +156,9 @@ class SerialPool(Pool):
         """Make the loop read the envs again, after a change other than by a command."""
         self.slab.words["mail_seq"][0] += 1
 
-    def _build_env(self, env_id: int, call: FactoryCall | None = None) -> Adapter:
+    def _build_env(self, env_id: int, call: FactoryCall) -> Adapter:
         with building(self._info, self.options.first_env_id + env_id):
-            adapter = self._builder.adopt(
-                *(
-                    call
-                    or FactoryCall(
-                        self.blueprint.factories[env_id],
-                        self.blueprint.env_kwargs[env_id],
-                    )
-                )
-            )
+            adapter = self._builder.adopt(*call)
         self.adapters[env_id] = adapter
         return adapter
 
@@ -180,7 +172,7 @@ class SerialPool(Pool):
 
     def _build(self, env_id: int) -> None:
         try:
-            self._build_env(env_id)
+            self._build_env(env_id, self.blueprint.calls[env_id].sent)
         except EnvherdError:
             raise
         except Exception as error:
@@ -268,7 +260,7 @@ class SerialPool(Pool):
 
     def pickled(self, env_id: int) -> bytes:
         """Return an env's factory, pickled as for a worker."""
-        return pickle_factory(self.blueprint.factories[env_id])
+        return pickle_factory(self.blueprint.calls[env_id].factory)
 
     def figures(self) -> list[WorkerFigures]:
         """Return the figures of this process."""

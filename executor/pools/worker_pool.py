@@ -478,9 +478,10 @@ class WorkerPool(Pool):
 
     def _answer(self, worker_id: int, env_ids: list[int], what: str) -> dict[int, Any]:
         """Return a worker's answers. Those to earlier questions are dropped; a worker that dies or is late is lost."""
-        timeout_s = self.options.reset_timeout_s
-        if what == "rebuild":
-            timeout_s = self.options.build_timeout_s
+        timeout_s = {"rebuild": self.options.build_timeout_s}.get(
+            what,
+            self.options.reset_timeout_s,
+        )
         worker = self.crew.workers[worker_id]
         try:
             frame = await_frame(worker, what, timeout_s, self._num_questions)
@@ -523,7 +524,7 @@ class WorkerPool(Pool):
 
     def pickled(self, env_id: int) -> bytes:
         """Return the pickled factory of an env."""
-        return self.blueprint.factories[env_id]
+        return self.blueprint.calls[env_id].sent.factory
 
     def pid_of(self, worker_id: int) -> int:
         """Return a worker's process id."""

@@ -180,8 +180,7 @@ class Crew:
         build = messages.Build(
             worker=process.info,
             first_worker_id=numbering.first_worker_id,
-            factories=tuple(self.blueprint.factories[i] for i in env_ids),
-            env_kwargs=tuple(self.blueprint.env_kwargs[i] for i in env_ids),
+            calls=self.blueprint.sent_to(env_ids),
             root_seed=self.equipment.seed.root_seed,
             block=self.options.for_block(),
         )

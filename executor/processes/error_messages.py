@@ -44,6 +44,13 @@ numbering = Numbering()
 
 #: The types whose messages are written by this package.
 _OURS = ("FactoryError", "SpecError")
+#: Phase -> types of exceptions whose messages need no words about the env: those of the builder, and those of adapters
+#: of envs that have no state.
+_WHOLE = {
+    "rebuild": _OURS,
+    "save": ("NotImplementedError",),
+    "restore": ("NotImplementedError",),
+}
 #: Advice by the type of an env's exception.
 _ADVICE = {
     "BdbQuit": " A debugger needs envs in this process: SerialEnv. There `q` raises this error, and `c` continues."
@@ -257,10 +264,7 @@ def env_error(
         advice = "The envs of this call keep their tasks, and need a reset."
     elif is_interrupted:
         advice = "All envs go on: the rows count as interrupted."
-    if phase == "rebuild" and type_name in _OURS:
-        what = fault["message"]
-    elif phase in ("save", "restore") and type_name == "NotImplementedError":
-        # Of the adapter: the env has no state, and was not touched.
+    if type_name in _WHOLE.get(phase, ()):
         what = fault["message"]
     elif phase in ("step", "reset", "restore") and not is_interrupted:
         advice = f"The other envs go on; {again}."

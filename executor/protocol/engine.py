@@ -6,7 +6,7 @@ sent only if it is legal for all its envs, and after an interrupt, a fault or a 
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,6 @@ from envherd.executor.sending.blueprint import Blueprint
 from envherd.shm.interrupts import uninterrupted
 from envherd.workers import messages
 from envherd.workers.errors import EnvherdError
-from envherd.workers.options import FactoryCall
 from envherd.workers.protocol import Op
 
 
@@ -116,7 +115,7 @@ class Engine(Calls):
         self.positions.mark_lost(self.all_ids)
         self.guard = CallGuard(self)
         self.side_inputs: dict[int, list[Any]] = {}
-        self._being_rebuilt = self.all_ids[:0]
+        self._being_rebuilt: list[int] = []
         self.use_seed(seed)
         self.stale_roots = StaleRoots.of(self.specs)
         self.plain = what_is_plain(
@@ -176,8 +175,8 @@ class Engine(Calls):
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether a flight of the current call is open."""
-        return self.flights.current is not None
+        """Whether a flight of the current call is open, or a rebuild is not complete."""
+        return self.flights.current is not None or bool(self._being_rebuilt)
 
     # ---- inputs ------------------------------------------------------------------------------
 
@@ -274,16 +273,9 @@ class Engine(Calls):
         self.received = None
         # Before the flights, which mark roots where the positions are: not in a storage that a rollout gives back.
         self.positions.move_back()
-        old = self.pool.blueprint
-        self._send_calls(
-            self._being_rebuilt,
-            [
-                FactoryCall(old.factories[i], old.env_kwargs[i])
-                for i in self._being_rebuilt
-            ],
-        )
+        self.pool.send_calls(self.pool.blueprint.sent_to(self._being_rebuilt))
         # After an interrupt before this line they are sent once more.
-        self._being_rebuilt = self.all_ids[:0]
+        self._being_rebuilt = []
         self.flights.recover()
         self.is_dirty = False
 
@@ -341,27 +333,16 @@ class Engine(Calls):
         self.guard.refuse_rolling()
         self.pool.await_workers(env_ids)
         self.flights.end_episodes(env_ids)
-        self.received = None
-        # Before the first message: from here an interrupt makes `recover` send the old calls.
-        self._being_rebuilt = env_ids
-        self.is_dirty = True
-        self._send_calls(
-            env_ids,
-            map(FactoryCall, blueprint.factories, blueprint.env_kwargs),
-        )
-        self.ask("rebuild", env_ids.tolist())
+        # Before the first message: from here an error or an interrupt makes `recover` send the old calls.
+        self._being_rebuilt = env_ids.tolist()
+        calls = dict(zip(self._being_rebuilt, blueprint.calls.values(), strict=True))
+        self.pool.send_calls({i: call.sent for i, call in calls.items()})
+        self.ask("rebuild", self._being_rebuilt)
         # Envs and calls change at once: in between, a successor would build the wrong env.
         with uninterrupted():
-            self.pool.blueprint.take_calls(env_ids.tolist(), blueprint)
+            self.pool.blueprint.calls.update(calls)
             self.pool.slab.words["episode"][env_ids] = 0
-            self._being_rebuilt = self.all_ids[:0]
-        self.is_dirty = False
-
-    def _send_calls(self, env_ids: np.ndarray, calls: Iterable[FactoryCall]) -> None:
-        for env_id, call in zip(env_ids.tolist(), calls, strict=True):
-            # Successors build by the pool's blueprint.
-            if self.pool.is_serving(int(self.pool.worker_of[env_id])):
-                self.pool.prepare(messages.Prepare(env_id=env_id, call=call))
+            self._being_rebuilt = []
 
     def allow_steps(self) -> None:
         """Allow steps of envs that were never reset, for facades that leave this check to the envs."""

@@ -33,7 +33,6 @@ Order, because a handler may raise between any two lines. The numbers are at the
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -662,20 +661,19 @@ class Flights:
         if not is_due.any():
             return None
         due = failed[is_due].tolist()
-        extras = flight.extras
         # An env whose reset has raised may be in any state, so it is built again.
-        if broken:
-            extras = {
-                i: replace(extras.get(i, Prepare(env_id=i)), rebuilds=i in broken)
-                for i in due
-            }
+        self.pool.send_calls(self.pool.blueprint.sent_to(broken))
         # The resets below replace all infos of these envs, but their steps' are still to be read.
         of_steps = self.side.infos.read("next")
         at = self.states.columns[failed] + self.positions.where.root_ahead * (
             ops != RESET
         )
         try:
-            self.begin_resets(failed[is_due], at=at[is_due], extras=extras).land()
+            self.begin_resets(
+                failed[is_due],
+                at=at[is_due],
+                extras=flight.extras,
+            ).land()
             # These resets may lose envs that had answered. Then they are reset again: a reset returns no lost env.
             raised = np.setdiff1d(flight.dead, failed)
             while flight.op == RESET:

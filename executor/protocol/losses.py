@@ -25,7 +25,6 @@ from envherd.executor.processes.error_messages import log
 from envherd.executor.protocol.env_states import EnvStates, Event
 from envherd.executor.protocol.positions import Positions
 from envherd.workers.errors import EnvherdError, InternalError
-from envherd.workers.messages import Prepare
 from envherd.workers.protocol import RESET, STEP, Flag, Op
 
 NOBODY = np.zeros(0, np.int64)
@@ -196,8 +195,8 @@ class Losses:
             self._positions.cut_off(env_id, column)
         self.note_interrupted(lost[is_stepped])
         self._pool.words.answers_lost[lost[~is_due]] = False
-        for env_id in lost[is_rebuilt].tolist():
-            self._pool.prepare(Prepare(env_id=env_id, rebuilds=True))
+        self._pool.send_calls(self._pool.blueprint.sent_to(lost[is_rebuilt].tolist()))
+        # PREPARED: the message stays until the reset, which then keeps the info of the step before it.
         for is_one, flags in (
             (is_due & ~is_rebuilt, Flag.EACH),
             (is_rebuilt, Flag.EACH | Flag.PREPARED),

@@ -9,7 +9,7 @@ import importlib.util
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from envherd.executor.options import ExecutorOptions
 from envherd.shm.specs import EnvSpec
 from envherd.workers.adapters import is_env_like
 from envherd.workers.adapters.env_names import factory_for
-from envherd.workers.adapters.named import reference_of
 from envherd.workers.build import (
     Factory,
     are_equal,
@@ -45,56 +44,54 @@ EnvKwargs = dict[str, Any] | Sequence[dict[str, Any]] | None
 _BROUGHT_IN = {"torchrl.envs.libs.gym": "stable_baselines3"}
 
 
-@dataclass
-class Blueprint:
-    """The description of a pool. The pool and its crew have the same object, which only `take_calls` changes.
+class EnvCall(NamedTuple):
+    """How an env is built.
 
     Attributes:
-        factories: one per env, pickled; in a serial pool, itself.
-        env_kwargs: keyword arguments of each call.
+        sent: what its process gets: the factory, pickled unless the pool is serial, and the arguments.
+        factory: itself.
+    """
+
+    sent: FactoryCall
+    factory: Factory
+
+
+@dataclass
+class Blueprint:
+    """The description of a pool. The pool and its crew have the same object, of which only `rebuild` changes calls.
+
+    Attributes:
+        calls: env id -> how it is built, ascending.
         blocks: env ids of each worker: contiguous, ascending, none empty.
         root_seed: of which `workers.seeding` makes the seeds of all episodes.
         preload: modules for the zygote to import.
         interpreters: of each env, None for this one.
         starts: of each env, what changes the settings of its worker, or None; empty if nothing does. Those of a worker
             do the same.
-        references: what `named.reference_of` finds to name the factory of each env.
-        callables: the factory of each env itself.
         draw: `(factories, env_kwargs)`: returns the blueprint of such a pool for others.
     """
 
-    factories: tuple[Any, ...]
-    env_kwargs: tuple[dict[str, Any], ...]
+    calls: dict[int, EnvCall]
     blocks: tuple[tuple[int, ...], ...]
     root_seed: int
     preload: tuple[str, ...] = ()
     interpreters: tuple[str | None, ...] = ()
     starts: tuple[Callable[[dict[str, Any]], None] | None, ...] = ()
-    references: tuple[dict[str, Any], ...] = ()
-    callables: tuple[Any, ...] = ()
     draw: Any = None
 
     def envs_of(self, worker_ids: Iterable[int]) -> np.ndarray:
         """Return the ids of all envs of some workers, int64 `[k]`, ascending."""
         return np.array(sorted(i for w in worker_ids for i in self.blocks[w]), np.int64)
 
-    def take_calls(self, env_ids: Sequence[int], other: "Blueprint") -> None:
-        """Replace the factory calls of some envs by all those of another blueprint, in that order."""
-        for name in ("factories", "env_kwargs", "references", "callables"):
-            # `references` may be empty.
-            new = dict(zip(env_ids, getattr(other, name), strict=False))
-            setattr(
-                self,
-                name,
-                tuple(new.get(i, one) for i, one in enumerate(getattr(self, name))),
-            )
+    def sent_to(self, env_ids: Iterable[int]) -> dict[int, FactoryCall]:
+        """Return what the processes of some envs get, by env id."""
+        return {i: self.calls[i].sent for i in env_ids}
 
     def is_equal_call(self, env_id: int, other: int) -> bool:
         """Return whether equal calls build two envs."""
-        return self.factories[other] is self.factories[env_id] and are_equal(
-            self.env_kwargs[other],
-            self.env_kwargs[env_id],
-        )
+        one = self.calls[env_id].sent
+        another = self.calls[other].sent
+        return another.factory is one.factory and are_equal(another.kwargs, one.kwargs)
 
     def equal_call_before(self, env_id: int, worker_id: int) -> int | None:
         """Return an env of a worker that an equal call built before this one, or None."""
@@ -299,18 +296,14 @@ def draw(
             if name in _BROUGHT_IN and importlib.util.find_spec(_BROUGHT_IN[name])
         ]
         preload = tuple(dict.fromkeys([*named, *brought_in]))
-    references: tuple[dict[str, Any], ...] = ()
-    if options.capsules is not None:
-        references = tuple(map(reference_of, factories))
     return Blueprint(
-        factories=tuple(pickled[id(factory)] for factory in factories),
-        env_kwargs=kwargs,
+        calls=_numbered(
+            [pickled[id(factory)] for factory in factories], kwargs, factories
+        ),
         blocks=spread(len(factories), num_workers or 1),
         root_seed=as_root_seed(seed),
         preload=preload,
         interpreters=tuple(map(interpreter_of, factories)),
-        references=references,
-        callables=tuple(factories),
         draw=lambda others, kwargs: draw(others, kwargs, 0, 0, options),
     )
 
@@ -322,13 +315,23 @@ def serial_blueprint(
 ) -> Blueprint:
     """Return the blueprint of a serial pool: nothing is pickled."""
     return Blueprint(
-        factories=tuple(factories),
-        env_kwargs=as_kwargs(len(factories), env_kwargs),
+        calls=_numbered(factories, as_kwargs(len(factories), env_kwargs), factories),
         blocks=spread(len(factories), 1),
         root_seed=as_root_seed(seed),
-        references=tuple(map(reference_of, factories)),
-        callables=tuple(factories),
         draw=lambda others, others_kwargs: serial_blueprint(others, others_kwargs, 0),
+    )
+
+
+def _numbered(
+    sent: Sequence[Any],
+    env_kwargs: Sequence[dict[str, Any]],
+    factories: Sequence[Factory],
+) -> dict[int, EnvCall]:
+    """Return the calls of a blueprint: of each env the factory as its process gets it, the arguments, the factory."""
+    return dict(
+        enumerate(
+            map(EnvCall, map(FactoryCall, sent, env_kwargs), factories),
+        )
     )
 
 

@@ -407,7 +407,7 @@ class Explorer:
                 f"{what}: its worker was lost"
             )
             assert env.is_in_episode, f"{what}: its instance is not in an episode"
-            assert (env.task,) == pool.blueprint.factories[env_id].args, (
+            assert (env.task,) == pool.blueprint.calls[env_id].factory.args, (
                 f"{what}: its instance is of another task"
             )
             assert (row, is_done) == (env.latest, False), (

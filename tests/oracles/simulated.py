@@ -125,12 +125,14 @@ class SimulatedWorker:
         block = crew.blueprint.blocks[worker_id]
         self.worker_id = worker_id
         self.generation = generation
-        self.info = SimpleNamespace(env_ids=block)
+        self.info = SimpleNamespace(
+            env_ids=block, worker_id=worker_id, generation=generation
+        )
         self.channel = self
         self.on_row_frame = crew.on_row_frame
         self._crew = crew
         self.is_alive = True
-        self._factories = {i: crew.blueprint.factories[i] for i in block}
+        self._factories = {i: crew.blueprint.calls[i].factory for i in block}
         self.envs = {env_id: factory() for env_id, factory in self._factories.items()}
         self.frames: list[dict[str, Any]] = [{"kind": "specs"}]
         self._inbox: deque[tuple[Any, Any]] = deque()
@@ -142,10 +144,7 @@ class SimulatedWorker:
         self._block.build_again, self._block.forget = self._build_again, lambda _: None
 
     def _build_again(self, env_id: int, call: Any) -> Adapter:
-        before, rebuilt = (
-            self.envs[env_id],
-            (call.factory if call else self._factories[env_id])(),
-        )
+        before, rebuilt = self.envs[env_id], call.factory()
         # The row of a step is not handed out yet.
         rebuilt.stepped, rebuilt.faults = before.stepped, before.faults
         self.envs[env_id] = rebuilt

@@ -60,12 +60,11 @@ class Block:
             process.
 
     Attributes:
-        build_again: builds the env of an id by a factory call, or without one as at the start, and returns the new
-            adapter.
+        build_again: builds the env of an id by a factory call, and returns the new adapter.
         forget: `(adapter)`: that env is closed, and another one may take its place.
     """
 
-    build_again: Callable[[int, FactoryCall | None], Adapter]
+    build_again: Callable[[int, FactoryCall], Adapter]
     forget: Callable[[Adapter], None]
 
     def __init__(
@@ -224,11 +223,10 @@ class Block:
             slot.rng_state = seeding.globals_state()
 
     def prepare(self, message: Prepare) -> None:
-        """Keep the extras of an env's next command, or a factory call that replaces its present one."""
+        """Keep the extras of an env's next command, and close an env that is to be built anew."""
         slot = self.slots[message.env_id]
-        if message.call is None:
-            slot.prepared = message
-        else:
+        slot.prepared = message
+        if message.call is not None:
             self._close(slot)
             slot.call = message.call
             slot.move(SlotEvent.IS_BROKEN_OFF)
@@ -362,7 +360,7 @@ class Block:
         """Forget the info that a command will not note; but a RESET that completes a step keeps the step's."""
         if op != _RESET:
             slot.clear_infos("root")
-        elif slot.prepared is None or not slot.prepared.rebuilds:
+        elif slot.prepared is None or slot.prepared.call is None:
             slot.clear_infos("next")
 
     def _keep_step(self, slot: Slot, op: int) -> None:
@@ -440,7 +438,7 @@ class Block:
         prepared = slot.prepared or _NO_EXTRAS
         # Before anything that may raise: extras are for one reset.
         slot.prepared = None
-        if prepared.rebuilds or not slot.is_built:
+        if not slot.is_built:
             self._rebuild(slot)
         episodes = self._words["episode"]
         episode = episodes[slot.env_id]
@@ -465,8 +463,7 @@ class Block:
         )
 
     def _rebuild(self, slot: Slot) -> None:
-        """Close an env, and put a new instance in its place. If that fails, what needs the env next tries again."""
-        self._close(slot)
+        """Put a new instance in the place of a closed env. If that fails, what needs the env next tries again."""
         outer = seeding.caller_state()
         self._seed_globals(slot)
         try:

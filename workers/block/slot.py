@@ -19,7 +19,6 @@ from envherd.workers.block.slot_states import AFTER, NEW, OVER, SlotEvent, SlotS
 from envherd.workers.errors import InternalError, SpecError
 from envherd.workers.info_rows import InfoWriter
 from envherd.workers.messages import Prepare
-from envherd.workers.options import FactoryCall
 from envherd.workers.protocol import Op, pack_phase
 from envherd.workers.seeding import EpisodeSeeds, GlobalsState
 from envherd.workers.state_tables import IMPOSSIBLE
@@ -83,8 +82,8 @@ class Slot:
         self.adapter: Any = adapter  # None while it is not built
         # False while a new instance was not built yet, or could not be.
         self.is_built = True
-        # What `Prepare.call` has brought; None for the call of the start.
-        self.call: FactoryCall | None = None
+        # The `FactoryCall` that `Prepare.call` has brought; None before the first.
+        self.call: Any = None
         self.unchecked = adapter.unchecked
         self.takes_tensors = adapter.takes_tensors
         self.spec = adapter.spec

@@ -169,7 +169,7 @@ class Worker:
         self._log_fd = log_fd
         self._lifeline_fd = lifeline_fd
         self._fds: list[int] = []
-        self._builder = Builder(BlockOptions())
+        self._builder = Builder(BlockOptions(), 0)
         # Without envs until they are built.
         self._block = Block(0, {}, 0, channel.send_plain, BlockOptions())
         self._loop: Loop | None = None
@@ -214,12 +214,12 @@ class Worker:
 
     def _on_build(self, message: messages.Build) -> None:
         self._build = message
-        self._builder = Builder(message.block)
+        self._builder = Builder(message.block, len(message.calls))
         adapters = {}
         self._enter(message.worker)
         if message.block.env_threads:
             self._calls = guest("env_threads").EnvThreads(message.worker.env_ids)
-        for env_id in message.worker.env_ids:
+        for env_id, call in message.calls.items():
             # Before each one: a constructor draws from the global generators, and what it draws must not depend on
             # the envs that were built before in the same process.
             first = message.block.first_env_id
@@ -227,7 +227,7 @@ class Worker:
             try:
                 adapters[env_id] = self._calls.run(
                     env_id,
-                    functools.partial(self._build_env, env_id),
+                    functools.partial(self._build_env, env_id, call),
                 )
             # A factory may raise anything, and the parent decides what follows.
             except BaseException as error:
@@ -253,27 +253,10 @@ class Worker:
             {"kind": "specs", "specs": specs, "why_python": self._block.why_python()}
         )
 
-    def _build_env(self, env_id: int, call: FactoryCall | None = None) -> Adapter:
-        """Build an env by a factory call, or without one by that of the start."""
-        message = self._build
-        env_ids = message.worker.env_ids
-        # A copy of another env remains what that one is: the only env of its worker.
-        index = next((i for i, own in enumerate(env_ids) if own == env_id), 0)
-        # Before the env is built, because the factories of former tasks may hold as much memory as it does.
-        if call is not None:
-            self._builder.keep(
-                {
-                    *message.factories,
-                    *(s.call.factory for s in self._block.slots.values() if s.call),
-                }
-            )
-        with current.building(current.worker(), message.block.first_env_id + env_id):
-            return self._builder.build(
-                *(
-                    call
-                    or FactoryCall(message.factories[index], message.env_kwargs[index])
-                )
-            )
+    def _build_env(self, env_id: int, call: FactoryCall) -> Adapter:
+        first = self._build.block.first_env_id
+        with current.building(current.worker(), first + env_id):
+            return self._builder.build(*call)
 
     def _enter(self, worker: WorkerInfo) -> None:
         """Make this process that worker, with the ids of messages."""

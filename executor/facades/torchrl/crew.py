@@ -23,7 +23,6 @@ from envherd.executor.protocol.fast_step import FastStep, compile_step
 from envherd.executor.sending.blueprint import choose_workers
 from envherd.workers.build import describe, modules_of, pickle_factory
 from envherd.workers.errors import ActionError
-from envherd.workers.messages import Prepare
 from envherd.workers.protocol import Op
 
 #: Additional modules that a helper process imports if they are installed, by a module that the factories refer to. With
@@ -149,10 +148,8 @@ class HostedEnvs(ParallelEnv):
             raise error
         engine.flights.losses.log(error, len(faults))
         with engine.guard:
-            engine.reset_envs(
-                np.array([*faults], np.int64),
-                {env_id: Prepare(env_id=env_id, rebuilds=True) for env_id in faults},
-            )
+            pool.send_calls(pool.blueprint.sent_to(faults))
+            engine.reset_envs(np.array([*faults], np.int64))
 
     def _replace_lost(self, env_ids: Sequence[int], calls: Sequence[Call]) -> None:
         """Replace lost workers all of whose envs will be reset, if the options allow it; else keep their loss."""

@@ -21,6 +21,7 @@ from envherd.executor.options import Capsules
 from envherd.executor.processes.error_messages import Frame, numbering, with_sentence
 from envherd.shm.slab import input_leaves
 from envherd.shm.specs import EnvSpec, Key
+from envherd.workers.adapters.named import reference_of
 from envherd.workers.block.journal import Journal, JournalFlag
 from envherd.workers.errors import EnvherdError
 from envherd.workers.messages import Prepare
@@ -199,7 +200,10 @@ class CapsuleWriter:
         pickled = None
         if self._rules.pickle:
             pickled = dumps(
-                (self._pool.pickled(env_id), self._pool.blueprint.env_kwargs[env_id])
+                (
+                    self._pool.pickled(env_id),
+                    self._pool.blueprint.calls[env_id].sent.kwargs,
+                )
             )
         path = self._save(
             Capsule(facts, inputs, pickled),
@@ -211,10 +215,9 @@ class CapsuleWriter:
 
     def _env_of(self, env_id: int) -> tuple[dict[str, Any], list[str]]:
         """Return the facts about how an env is built, and what is missing among them."""
-        found = self._pool.blueprint.references[env_id]
-        kwargs = _as_plain(
-            {**found.get("kwargs", {}), **self._pool.blueprint.env_kwargs[env_id]}
-        )
+        call = self._pool.blueprint.calls[env_id]
+        found = reference_of(call.factory)
+        kwargs = _as_plain({**found.get("kwargs", {}), **call.sent.kwargs})
         fields = _as_plain(found.get("fields", {}))
         facts = {
             "env": found.get("env"),
