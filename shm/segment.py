@@ -210,13 +210,14 @@ class Segment:
         if self.fd < 0 or start >= self.nbytes:
             return None
         with ignoring_refusals():
-            memory = _map(
-                self.fd,
-                self.nbytes - start,
-                mmap.MAP_PRIVATE | _MAP_NORESERVE,
-                start,
+            self._private_view = open_view(
+                _map(
+                    self.fd,
+                    self.nbytes - start,
+                    mmap.MAP_PRIVATE | _MAP_NORESERVE,
+                    start,
+                )
             )
-            self._private_view = open_view(memory)
         return self._private_view
 
     def close(self) -> None:
@@ -248,8 +249,14 @@ def admit(nbytes: int) -> None:
 
 def available_bytes() -> int | None:
     """Return the bytes this process may still take: the smaller of MemAvailable and the room in its control groups."""
-    rooms = (_meminfo_available(), read_memory().room)
-    return min((room for room in rooms if room is not None), default=None)
+    return min(
+        (
+            room
+            for room in (_meminfo_available(), read_memory().room)
+            if room is not None
+        ),
+        default=None,
+    )
 
 
 def _map(fd: int, nbytes: int, flags: int = MAP_SHARED, start: int = 0) -> Any:
@@ -290,10 +297,8 @@ def _create_memfd(label: str) -> int:
 
 
 def _meminfo_available() -> int | None:
-    lines: list[str] = []
     with ignoring_refusals():
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
     return None

@@ -48,6 +48,8 @@ _OURS = ("FactoryError", "SpecError")
 _ADVICE = {
     "BdbQuit": " A debugger needs envs in this process: SerialEnv. There `q` raises this error, and `c` continues."
 }
+#: What has failed, by the phase of a worker, if that is not its name.
+_OPERATIONS = {IDLE: "the call"}
 _REMEDY = (
     "Use fewer envs or workers (`envherd size` says how many fit), or raise the limit."
 )
@@ -88,8 +90,8 @@ def worker_lost(
         hint = " " + _KILLERS[worker.killed_for_memory()]
     lines = worker.last_lines()
     return WorkerLost(
-        f"{_operation(phase)} failed: worker {_called(worker.info)} ended with {how} {_in_words(phase, env_id)} "
-        f"({_where(worker.info, worker.pid, worker.gpu)}).{hint}"
+        f"{_OPERATIONS.get(phase, phase)} failed: worker {_called(worker.info)} ended with {how} "
+        f"{_in_words(phase, env_id)} ({_where(worker.info, worker.pid, worker.gpu)}).{hint}"
         + (lines and f"\nIts last output:\n{lines}"),
         remote_traceback=lines or None,
         exit_code=worker.exit_code(),
@@ -146,7 +148,7 @@ def worker_late(
         IDLE: "step_timeout_s or reset_timeout_s",
     }.get(phase, "build_timeout_s")
     return WorkerTimeout(
-        f"{_operation(phase)} failed: worker {_called(worker.info)} gave no answer within {timeout_s:g} s "
+        f"{_OPERATIONS.get(phase, phase)} failed: worker {_called(worker.info)} gave no answer within {timeout_s:g} s "
         f"{_in_words(phase, env_id)} and was killed ({_where(worker.info, worker.pid, worker.gpu)}). "
         f"Raise ExecutorOptions.{option} if it may take longer.\n"
         f"It was stuck in:\n{stack}",
@@ -257,10 +259,10 @@ def env_error(
         advice = "The envs of this call keep their tasks, and need a reset."
     elif is_interrupted:
         advice = "All envs go on: the rows count as interrupted."
-    if phase == "rebuild" and type_name in _OURS:
-        what = fault["message"]
-    elif phase in ("save", "restore") and type_name == "NotImplementedError":
-        # Of the adapter: the env has no state, and was not touched.
+    # In save and restore it is of the adapter: the env has no state, and was not touched.
+    if (phase == "rebuild" and type_name in _OURS) or (
+        phase in ("save", "restore") and type_name == "NotImplementedError"
+    ):
         what = fault["message"]
     elif phase in ("step", "reset", "restore") and not is_interrupted:
         advice = f"The other envs go on; {again}."
@@ -360,10 +362,6 @@ def _called(info: WorkerInfo) -> int:
 def _place(gpu: str | None) -> str:
     """Return where a worker is, to go on after a comma: its GPU, and its share of a larger batch; "" for neither."""
     return "".join(f", {one}" for one in (gpu and f"gpu {gpu}", numbering.place) if one)
-
-
-def _operation(phase: str) -> str:
-    return {IDLE: "the call"}.get(phase, phase)
 
 
 def _in_words(phase: str, env_id: int | None) -> str:

@@ -314,8 +314,7 @@ class AsyncCollector(BatchIterator):
             raise Closed(
                 "collect failed: expected an open AsyncCollector, got one that is closed. Make a new one."
             )
-        background = self._background
-        data = self._collect() if background is None else background.first()
+        data = self._collect() if self._background is None else self._background.first()
         versions = as_array(data.get("policy_version"))
         lag = self.version - versions[versions != LOST]
         # A batch may have no lag: all its rows stand for lost steps.
@@ -324,10 +323,10 @@ class AsyncCollector(BatchIterator):
         if self._storing_device is not None:
             data = to_device(data, self._storing_device)
         # No signal handler runs between a drop and the return: Python runs them at calls and in loops alone.
-        if background is None:
+        if self._background is None:
             self._rows.drop(self.num_rows)
         else:
-            background.drop()
+            self._background.drop()
         self.num_frames += self.frames_per_batch
         self._lag_sum += mean
         self._num_lags += 1
@@ -458,7 +457,6 @@ class AsyncCollector(BatchIterator):
     def _begin_idle(self) -> None:
         """Act for the envs without a command: all at first, later those that have failed."""
         env = self.env
-        limit = self._limits.most
         if not self._has_begun:
             if not env.is_resumed:
                 env.reset()
@@ -479,8 +477,8 @@ class AsyncCollector(BatchIterator):
             self._stand_in(handed_out[(self._is_owed & ~self._is_reported)[handed_out]])
             self._steps[failed] += self._is_owed[failed]  # count the lost step
             self._is_owed[failed] = self._is_reported[failed] = False
-        for start in range(0, len(idle), limit):
-            self._act(idle[start : start + limit])
+        for start in range(0, len(idle), self._limits.most):
+            self._act(idle[start : start + self._limits.most])
 
     def _stand_in(self, env_ids: np.ndarray) -> None:
         """Write rows for steps that an interrupt has lost, after steps that were handed out and cannot be marked."""
@@ -598,8 +596,7 @@ class AsyncCollector(BatchIterator):
 
     def _note_ends(self, env_ids: np.ndarray, following: TensorDictBase) -> None:
         done = following.get("done").reshape(len(env_ids), -1).any(1).cpu().numpy()
-        if done.any():
-            self._renew(env_ids[done])
+        self._renew(env_ids[done])
 
     def _renew(self, env_ids: np.ndarray) -> None:
         """Set the policy's state to the primer for envs that begin an episode, if there is a primer."""
@@ -784,11 +781,10 @@ class _Background:
 
     def join(self, timeout_s: float) -> bool:
         """Wait until the thread has ended, up to `timeout_s`; it first receives the envs that it waits for."""
-        thread = self._thread
-        if thread is None or thread is threading.current_thread():
+        if self._thread is None or self._thread is threading.current_thread():
             return True
-        thread.join(max(0.0, timeout_s))
-        return not thread.is_alive()
+        self._thread.join(max(0.0, timeout_s))
+        return not self._thread.is_alive()
 
 
 def _drain(tokens: queue.SimpleQueue[None]) -> None:

@@ -14,12 +14,10 @@ import pytest
 import torch
 
 from envherd.executor import (
-    EnvError,
     ExecutorOptions,
     ParallelEnv,
     SerialEnv,
     WorkerLost,
-    WorkerTimeout,
 )
 from envherd.executor.sizing.recommending import recommend
 from envherd.executor.sizing.settings import Goal
@@ -107,28 +105,6 @@ def test_some_envs_are_sent_and_received_and_asked():
 
 
 @pytest.mark.broken_pool
-def test_killed_workers_are_reported_and_replaced():
-    options = {"on_worker_loss": "restart"}
-    with portable(4, CountingEnv, options=options) as env:
-        root = env.reset()
-        os.kill(env.statistics().workers[1].pid, signal.SIGKILL)
-        batch, root = env.step_and_maybe_reset(env.rand_action(root))
-        assert batch["next", "interrupted"].flatten().tolist() == [
-            False,
-            False,
-            True,
-            True,
-        ]
-        env.step(env.rand_action(root))
-        assert env.statistics().workers[1].generation == 1
-    with portable(4, CountingEnv) as env:
-        root = env.reset()
-        os.kill(env.statistics().workers[1].pid, signal.SIGKILL)
-        with pytest.raises(WorkerLost, match=r"SIGKILL\(-9\)"):
-            env.step(env.rand_action(root))
-
-
-@pytest.mark.broken_pool
 @pytest.mark.parametrize("fault", ["exit", "segfault"])
 def test_a_worker_that_ends_by_itself_is_reported_with_its_output(fault):
     with portable(2, FaultyEnv, env_kwargs=[{}, {"fault": fault}]) as env:
@@ -140,23 +116,6 @@ def test_a_worker_that_ends_by_itself_is_reported_with_its_output(fault):
             env.step(env.rand_action(root))
         assert lost.value.env_ids == (1,)
         assert fault == "exit" or "Fatal Python error" in lost.value.remote_traceback
-
-
-@pytest.mark.broken_pool
-def test_hanging_env_is_killed_with_its_stack_and_raising_env_is_not():
-    faults = [
-        {"fault": "value_error", "step": 2},
-        {"fault": "sleep", "step": 1, "episode": 1},
-    ]
-    with portable(
-        2, FaultyEnv, env_kwargs=faults, options={"step_timeout_s": 1.5}
-    ) as env:
-        _, root = env.step_and_maybe_reset(env.rand_action(env.reset()))
-        with pytest.raises(EnvError, match="broke on purpose"):
-            env.step(env.rand_action(root))
-        root = env.reset()
-        with pytest.raises(WorkerTimeout, match="_sleep"):
-            env.step(env.rand_action(root))
 
 
 def test_an_interrupt_ends_the_call_and_the_next_reset_works():
