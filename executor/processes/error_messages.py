@@ -99,14 +99,28 @@ def worker_lost(
     )
 
 
-def not_started(info: WorkerInfo, error: OSError) -> WorkerLost:
-    """Return the error for a worker that the system does not let start."""
-    return WorkerLost(
-        f"starting a worker failed: expected another process and its descriptors for worker {_called(info)}, got "
-        f"{error} ({_where(info)}, phase start). "
-        "Use fewer workers, or raise the limit (ulimit -n, ulimit -u).",
-        **_context(info, "start"),
-    )
+class refusals_as_loss:  # noqa: N801  # used as a function
+    """Raise what the system refuses to a process that is being started as the loss of that worker."""
+
+    def __init__(self, info: WorkerInfo) -> None:
+        self._info = info
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(
+        self, _kind: object, error: BaseException | None, trace: object
+    ) -> None:
+        """Raise the loss; an error without a number was raised by a signal handler, and passes."""
+        # The error is kept. With these frames it would keep the process, and its descriptors open.
+        del trace
+        if isinstance(error, OSError) and error.errno is not None:
+            raise WorkerLost(
+                f"starting a worker failed: expected another process and its descriptors for worker "
+                f"{_called(self._info)}, got {error} ({_where(self._info)}, phase start). "
+                "Use fewer workers, or raise the limit (ulimit -n, ulimit -u).",
+                **_context(self._info, "start"),
+            ) from error.with_traceback(None)
 
 
 def not_replaced(error: EnvherdError, options: ExecutorOptions) -> EnvherdError:

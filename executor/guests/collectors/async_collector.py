@@ -705,13 +705,15 @@ class _Background:
     def first(self) -> TensorDictBase:
         """Return the next batch, which stays in the queue, or remove and raise what was raised in its place."""
         if self._thread is None:
+            thread = threading.Thread(
+                target=self._run,
+                name="envherd-collector",
+                daemon=True,
+            )
+            # A thread that the system refuses is started by the next call.
             with uninterrupted():
-                self._thread = threading.Thread(
-                    target=self._run,
-                    name="envherd-collector",
-                    daemon=True,
-                )
-                self._thread.start()
+                thread.start()
+                self._thread = thread
         self._has_room.put(None)
         _drain(self._has_more)
         while not self._batches:

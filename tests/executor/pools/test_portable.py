@@ -29,6 +29,7 @@ from tests.envs.costly_envs import ParentEnv
 from tests.envs.counting_envs import AgentsEnv, TextEnv
 from tests.executor.pools.test_lifecycle import is_running
 from tests.extras import needs
+from tests.faults.children import files_left
 from tests.gates import wait_for
 
 pytestmark = pytest.mark.slow
@@ -164,6 +165,14 @@ def test_an_interrupt_does_not_lose_the_end_of_a_worker(monkeypatch):
             wait_for(worker.has_exited)
         assert worker.has_exited()
         assert worker.exit_code() == -signal.SIGKILL
+
+
+def test_a_worker_is_killed_without_room_for_a_descriptor():
+    with portable(2, CountingEnv) as env:
+        worker = env._pool.crew.workers[0]
+        with files_left(0):
+            worker.kill()
+        assert worker.wait_exit(5.0)
 
 
 def test_portable_pool_refuses_branch():
