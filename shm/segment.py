@@ -16,7 +16,7 @@ import mmap
 import os
 import secrets
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,8 @@ _MFD_NOEXEC_SEAL = 0x8  # linux/memfd.h; kernels before 6.3 answer EINVAL
 _MAP_NORESERVE = 0x4000  # asm-generic/mman.h
 _MAP_FIXED = 0x10  # the same, and macOS's sys/mman.h
 _PAGE = mmap.PAGESIZE
+#: Errors of memory beyond its file system, and beyond the limit on files, which counts shared memory as well.
+_TOO_LARGE = (errno.ENOSPC, errno.EFBIG)
 
 with contextlib.suppress(AttributeError):  # then `_map` raises it
     libc.mmap.restype = ctypes.c_void_p
@@ -142,14 +144,14 @@ class Segment:
             num_sparse: bytes at the end that may never be used: they are not touched, and need not be available.
 
         Raises:
-            MemoryError: it would take more than `ADMISSION_MARGIN` of the available memory.
+            MemoryError: it would take more than `ADMISSION_MARGIN` of the available memory, or than a file may have.
         """
         size = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
         # Before it is created: touching pages that there are not ends in a kill, not in an exception.
         admit(size - num_sparse)
         if not HAS_MEMFD:
             return cls.create_with_name(nbytes)
-        with uninterrupted():
+        with uninterrupted(), _within_limits(size):
             fd = _create_memfd(label)
             try:
                 os.ftruncate(fd, size)
@@ -175,7 +177,7 @@ class Segment:
         """Create a segment of zeros that other processes attach by its name, on any platform, with pages reserved."""
         size = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
         admit(size)
-        with uninterrupted():
+        with uninterrupted(), _within_limits(size):
             memory = _NamedMemory(
                 f"{NAMES}{os.getpid()}-{secrets.token_hex(4)}",
                 create=True,
@@ -184,13 +186,8 @@ class Segment:
             try:
                 memory.reserve()
                 return cls(size, memory.bytes(), named=memory, is_owner=True)
-            except BaseException as error:
+            except BaseException:
                 memory.remove()
-                if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-                    raise MemoryError(
-                        f"shared memory failed: expected {size / 2**20:.0f} MiB, got {error}. Use fewer envs or "
-                        f"shorter rollouts, or a larger /dev/shm (docker --shm-size=1g)."
-                    ) from None
                 raise
 
     @classmethod
@@ -210,13 +207,14 @@ class Segment:
         if self.fd < 0 or start >= self.nbytes:
             return None
         with ignoring_refusals():
-            memory = _map(
-                self.fd,
-                self.nbytes - start,
-                mmap.MAP_PRIVATE | _MAP_NORESERVE,
-                start,
+            self._private_view = open_view(
+                _map(
+                    self.fd,
+                    self.nbytes - start,
+                    mmap.MAP_PRIVATE | _MAP_NORESERVE,
+                    start,
+                )
             )
-            self._private_view = open_view(memory)
         return self._private_view
 
     def close(self) -> None:
@@ -236,6 +234,20 @@ def _release_named(memory: _NamedMemory, owner: int | None) -> None:
         memory.close()
 
 
+@contextlib.contextmanager
+def _within_limits(nbytes: int) -> Iterator[None]:
+    """Raise MemoryError if the system refuses memory of that size."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _TOO_LARGE:
+            raise
+        raise MemoryError(
+            f"shared memory failed: expected {nbytes / 2**20:.0f} MiB, got {error}. Use fewer envs or shorter "
+            f"rollouts, a larger /dev/shm (docker --shm-size=1g), or a higher limit on files (ulimit -f)."
+        ) from None
+
+
 def admit(nbytes: int) -> None:
     """Raise MemoryError, with the numbers, if `nbytes` bytes do not fit into the memory now available."""
     available = available_bytes()
@@ -248,8 +260,14 @@ def admit(nbytes: int) -> None:
 
 def available_bytes() -> int | None:
     """Return the bytes this process may still take: the smaller of MemAvailable and the room in its control groups."""
-    rooms = (_meminfo_available(), read_memory().room)
-    return min((room for room in rooms if room is not None), default=None)
+    return min(
+        (
+            room
+            for room in (_meminfo_available(), read_memory().room)
+            if room is not None
+        ),
+        default=None,
+    )
 
 
 def _map(fd: int, nbytes: int, flags: int = MAP_SHARED, start: int = 0) -> Any:
@@ -290,10 +308,8 @@ def _create_memfd(label: str) -> int:
 
 
 def _meminfo_available() -> int | None:
-    lines: list[str] = []
     with ignoring_refusals():
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
     return None

@@ -228,7 +228,8 @@ class PortableProcess(WorkerProcess):
         if self.has_exited():
             return
         pid = self._popen.pid
-        with contextlib.suppress(psutil.Error):
+        # EMFILE: its envs' processes end with its group.
+        with contextlib.suppress(psutil.Error), ignoring_refusals():
             for child in psutil.Process(pid).children(recursive=True):
                 with ignoring_refusals():
                     platforms.send_signal(child.pid, platforms.SIGKILL)

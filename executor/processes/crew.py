@@ -20,8 +20,8 @@ from envherd.executor.processes.error_messages import (
     log,
     log_close_fault,
     not_forked,
-    not_started,
     numbering,
+    refusals_as_loss,
 )
 from envherd.executor.processes.mail import await_frame, drain, mail
 from envherd.executor.processes.worker_process import WorkerProcess, worker_config
@@ -131,10 +131,8 @@ class Crew:
             num_workers=len(self._variables),
             env_ids=self.blueprint.blocks[worker_id],
         )
-        try:
+        with refusals_as_loss(info):
             return self._process_type(info, self._on_row_frame, self._zygote)
-        except OSError as error:
-            raise not_started(info, error) from error.with_traceback(None)
 
     def _start_process(self, worker: WorkerProcess, config: dict[str, Any]) -> None:
         zygote = self._zygote
@@ -152,14 +150,12 @@ class Crew:
         platforms.open_standard_descriptors()
         process = self._make_process(worker_id, generation)
         try:
-            self._begin(process)
+            with refusals_as_loss(process.info):
+                self._begin(process)
             return process
-        except BaseException as error:
+        except BaseException:
             process.kill()
             process.release()
-            # Without a number, a signal handler has raised it.
-            if isinstance(error, OSError) and error.errno is not None:
-                raise not_started(process.info, error) from error.with_traceback(None)
             raise
 
     def _begin(self, process: WorkerProcess) -> None:
@@ -260,7 +256,8 @@ class Crew:
 
         Raises:
             ValueError: the worker cannot be forked.
-            WorkerLost, WorkerTimeout: the worker or the copy died, or the worker was late and was killed.
+            WorkerLost: the worker or the copy died, or the system refuses the copy or what it needs.
+            WorkerTimeout: the worker was late and was killed.
         """
         source = self.workers[source_id]
         zygote = self._zygote
@@ -287,7 +284,8 @@ class Crew:
                 raise not_forked(source, frame["why"])
             return zygote.adopt(frame["pid"], copy.log_fd)
 
-        copy.start(fork)
+        with refusals_as_loss(copy.info):
+            copy.start(fork)
 
     # ---- the end -----------------------------------------------------------------------------
 

@@ -55,6 +55,8 @@ _WHOLE = {
 _ADVICE = {
     "BdbQuit": " A debugger needs envs in this process: SerialEnv. There `q` raises this error, and `c` continues."
 }
+#: What has failed, by the phase of a worker, if that is not its name.
+_OPERATIONS = {IDLE: "the call"}
 _REMEDY = (
     "Use fewer envs or workers (`envherd size` says how many fit), or raise the limit."
 )
@@ -95,8 +97,8 @@ def worker_lost(
         hint = " " + _KILLERS[worker.killed_for_memory()]
     lines = worker.last_lines()
     return WorkerLost(
-        f"{_operation(phase)} failed: worker {_called(worker.info)} ended with {how} {_in_words(phase, env_id)} "
-        f"({_where(worker.info, worker.pid, worker.gpu)}).{hint}"
+        f"{_OPERATIONS.get(phase, phase)} failed: worker {_called(worker.info)} ended with {how} "
+        f"{_in_words(phase, env_id)} ({_where(worker.info, worker.pid, worker.gpu)}).{hint}"
         + (lines and f"\nIts last output:\n{lines}"),
         remote_traceback=lines or None,
         exit_code=worker.exit_code(),
@@ -104,14 +106,28 @@ def worker_lost(
     )
 
 
-def not_started(info: WorkerInfo, error: OSError) -> WorkerLost:
-    """Return the error for a worker that the system does not let start."""
-    return WorkerLost(
-        f"starting a worker failed: expected another process and its descriptors for worker {_called(info)}, got "
-        f"{error} ({_where(info)}, phase start). "
-        "Use fewer workers, or raise the limit (ulimit -n, ulimit -u).",
-        **_context(info, "start"),
-    )
+class refusals_as_loss:  # noqa: N801  # used as a function
+    """Raise what the system refuses to a process that is being started as the loss of that worker."""
+
+    def __init__(self, info: WorkerInfo) -> None:
+        self._info = info
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(
+        self, _kind: object, error: BaseException | None, trace: object
+    ) -> None:
+        """Raise the loss; an error without a number was raised by a signal handler, and passes."""
+        # The error is kept. With these frames it would keep the process, and its descriptors open.
+        del trace
+        if isinstance(error, OSError) and error.errno is not None:
+            raise WorkerLost(
+                f"starting a worker failed: expected another process and its descriptors for worker "
+                f"{_called(self._info)}, got {error} ({_where(self._info)}, phase start). "
+                "Use fewer workers, or raise the limit (ulimit -n, ulimit -u).",
+                **_context(self._info, "start"),
+            ) from error.with_traceback(None)
 
 
 def not_replaced(error: EnvherdError, options: ExecutorOptions) -> EnvherdError:
@@ -153,7 +169,7 @@ def worker_late(
         IDLE: "step_timeout_s or reset_timeout_s",
     }.get(phase, "build_timeout_s")
     return WorkerTimeout(
-        f"{_operation(phase)} failed: worker {_called(worker.info)} gave no answer within {timeout_s:g} s "
+        f"{_OPERATIONS.get(phase, phase)} failed: worker {_called(worker.info)} gave no answer within {timeout_s:g} s "
         f"{_in_words(phase, env_id)} and was killed ({_where(worker.info, worker.pid, worker.gpu)}). "
         f"Raise ExecutorOptions.{option} if it may take longer.\n"
         f"It was stuck in:\n{stack}",
@@ -364,10 +380,6 @@ def _called(info: WorkerInfo) -> int:
 def _place(gpu: str | None) -> str:
     """Return where a worker is, to go on after a comma: its GPU, and its share of a larger batch; "" for neither."""
     return "".join(f", {one}" for one in (gpu and f"gpu {gpu}", numbering.place) if one)
-
-
-def _operation(phase: str) -> str:
-    return {IDLE: "the call"}.get(phase, phase)
 
 
 def _in_words(phase: str, env_id: int | None) -> str:

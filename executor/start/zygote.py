@@ -60,9 +60,7 @@ _RECEIVE_S = 0.02  # between checks whether another thread has taken the answer
 _HELPER_END_S = 5.0  # for the helper to end after its socket is closed
 #: Environment variables that change while a program runs and that no import reads.
 _PASSING = {"PYTEST_CURRENT_TEST", "PWD", "OLDPWD", "_"}
-_LIMITS = (
-    "Use fewer workers, or raise the limit (ulimit -u; pids.max of the control group)."
-)
+_LIMITS = "Use fewer workers, or raise the limit (ulimit -n, ulimit -u; pids.max of the control group)."
 #: The first import is of a built-in module, then the current folder leaves the path: else the import of json would take
 #: a json.py there. -P would do so too, but workers would have that flag of which their script may know nothing.
 _BOOT = """# envherd helper: imports modules, forks workers; see docs/faq.md
@@ -219,7 +217,8 @@ class Helper:
                 )
         except BaseException as error:
             self._release()
-            if isinstance(error, BlockingIOError):  # fork's error at a limit
+            # Without a number, a signal handler has raised it.
+            if isinstance(error, OSError) and error.errno is not None:
                 raise WorkerLost(
                     f"starting a worker failed: its helper process cannot be started ({error}). {_LIMITS}",
                     phase="start",

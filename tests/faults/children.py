@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import json
 import os
+import resource
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,6 +46,25 @@ def in_child(body: Callable[..., Any], *args: Any) -> Any:
     answer = json.loads(text)
     assert "error" not in answer, answer.get("error")
     return answer["value"]
+
+
+@contextlib.contextmanager
+def limited(what: int, limit: int) -> Iterator[None]:
+    """Lower a limit of this process inside the block."""
+    before = resource.getrlimit(what)
+    resource.setrlimit(what, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(what, before)
+
+
+def files_left(count: int) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which this process can open that many more descriptors."""
+    first = os.dup(0)
+    os.close(first)
+    # The limit is on the number of a new descriptor.
+    return limited(resource.RLIMIT_NOFILE, first + count)
 
 
 def can_mount() -> bool:

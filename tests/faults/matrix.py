@@ -181,7 +181,9 @@ QUICK = {
     Cell("gil", "sent", "restart"),
     Cell("segfault", "build", "raise", "portable"),
     Cell("value_error", "step", "raise", "portable"),
+    Cell("sleep", "step", "raise", "portable"),
     Cell("kill", "sent", "raise", "portable"),
+    Cell("kill", "step", "restart", "portable"),
     Cell("gil", "step", "restart", "portable"),
 }
 

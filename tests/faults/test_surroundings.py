@@ -46,6 +46,7 @@ from tests.faults.children import (
     be_bound_by_process_limits,
     can_limit_memory,
     can_mount,  # noqa: F401  # in the condition of a mark
+    files_left,
     fill,
     in_child,
     memory_group,
@@ -99,19 +100,17 @@ def message_of(error: BaseException) -> str:
 
 def few_files() -> str:
     before = _held()
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 14, limit[1])
-    )
-    with pytest.raises(OSError, match=r"more open files \(2 workers\)"):
+    with (
+        files_left(14),
+        pytest.raises(OSError, match=r"more open files \(2 workers\)"),
+    ):
         make(2, ENDLESS)
     assert not _left(before)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limit[1]))
     with make(2, ENDLESS) as env:
-        with contextlib.suppress(OSError):
-            while True:
-                os.dup(0)
-        with pytest.raises(OSError, match="Too many open files"):
+        with (
+            files_left(0),
+            pytest.raises(OSError, match="Too many open files"),
+        ):
             env.rollout(3)
         works(env)
     return (
@@ -124,31 +123,26 @@ def few_files_at_a_restart(start_method: str) -> str:
     """Without room for one of its descriptors a successor is lost, and with room it is replaced."""
     before = _held()
     assert np.ma  # imported at its first use
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    first = os.dup(0)
-    os.close(first)
     seen = ""
-    # A limit is on the number of a new descriptor: with the first one a successor gets none.
-    for limit in range(first, first + 60, 2):
+    for count in range(60):
         with make_by(start_method, "restart") as env:
             env.reset()
             for worker_id in range(2):
                 os.kill(env._pool.pid_of(worker_id), signal.SIGKILL)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limits[1]))
             try:
-                env.step(actions())
+                with files_left(count):
+                    env.step(actions())
+                break
             except WorkerLost as error:
                 seen = message_of(error)
-            else:
-                break
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-            assert re.search(r"starting a worker failed: .*Too many open", seen), seen
+            assert re.search(
+                r"starting a worker failed: .*Too many .*\(ulimit -n, ulimit -u\)\.$",
+                seen,
+            ), seen
             with contextlib.suppress(WorkerLost):  # of a worker that was lost before
                 env.reset()
             works(env)
-    assert seen.endswith("(ulimit -n, ulimit -u).")
-    assert limit > first + 4
+    assert count > 2
     assert not _left(before)
     return seen
 

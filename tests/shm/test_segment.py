@@ -1,6 +1,7 @@
 """Segments are shared by descriptor, sealed, checked against the available memory, and never named."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from envherd.shm.cgroups import GroupMemory
 from envherd.shm.platforms import reserve
 from envherd.shm.segment import Segment
 from tests.conftest import gained_shm_names, shm_names
+from tests.faults.children import limited
 
 
 def test_two_mappings_see_the_same_bytes():
@@ -29,6 +31,15 @@ def test_size_is_whole_pages_of_zeros():
     assert segment.nbytes % 4096 == 0
     assert not segment.array().any()
     segment.close()
+
+
+@pytest.mark.parametrize("create", [Segment.create, Segment.create_with_name])
+def test_a_limit_on_files_is_named(create):
+    with (
+        limited(resource.RLIMIT_FSIZE, 8192),
+        pytest.raises(MemoryError, match=r"expected 1 MiB, got .*large.*\(ulimit -f\)"),
+    ):
+        create(1 << 20)
 
 
 def test_views_outlive_the_segment():

@@ -315,8 +315,7 @@ class AsyncCollector(BatchIterator):
             raise Closed(
                 "collect failed: expected an open AsyncCollector, got one that is closed. Make a new one."
             )
-        background = self._background
-        data = self._collect() if background is None else background.first()
+        data = self._collect() if self._background is None else self._background.first()
         versions = as_array(data.get("policy_version"))
         lag = self.version - versions[versions != LOST]
         # A batch may have no lag: all its rows stand for lost steps.
@@ -325,10 +324,10 @@ class AsyncCollector(BatchIterator):
         if self._storing_device is not None:
             data = to_device(data, self._storing_device)
         # No signal handler runs between a drop and the return: Python runs them at calls and in loops alone.
-        if background is None:
+        if self._background is None:
             self._rows.drop(self.num_rows)
         else:
-            background.drop()
+            self._background.drop()
         self.num_frames += self.frames_per_batch
         self._lag_sum += mean
         self._num_lags += 1
@@ -459,7 +458,6 @@ class AsyncCollector(BatchIterator):
     def _begin_idle(self) -> None:
         """Act for the envs without a command: all at first, later those that have failed."""
         env = self.env
-        limit = self._limits.most
         if not self._has_begun:
             if not env.is_resumed:
                 env.reset()
@@ -480,8 +478,8 @@ class AsyncCollector(BatchIterator):
             self._stand_in(handed_out[(self._is_owed & ~self._is_reported)[handed_out]])
             self._steps[failed] += self._is_owed[failed]  # count the lost step
             self._is_owed[failed] = self._is_reported[failed] = False
-        for start in range(0, len(idle), limit):
-            self._act(idle[start : start + limit])
+        for start in range(0, len(idle), self._limits.most):
+            self._act(idle[start : start + self._limits.most])
 
     def _stand_in(self, env_ids: np.ndarray) -> None:
         """Write rows for steps that an interrupt has lost, after steps that were handed out and cannot be marked."""
@@ -518,7 +516,7 @@ class AsyncCollector(BatchIterator):
         env_ids = to_numpy(get_leaf(td, "env_ids")).reshape(len(td), -1)[:, 0]
         self._rows.write(env_ids, following, is_next=True)
         if self._state is not None:
-            self._note_ends(env_ids, following)
+            self._renew(env_ids, following.get("done").squeeze(-1).cpu())
         self._rows.advance(env_ids)
         self._steps[env_ids] += 1
         self._is_owed[env_ids] = False
@@ -596,11 +594,6 @@ class AsyncCollector(BatchIterator):
                 if self._primer is not None:
                     self._state.update(self._primer.clone())
         self._state[torch.from_numpy(env_ids)] = own
-
-    def _note_ends(self, env_ids: np.ndarray, following: TensorDictBase) -> None:
-        done = following.get("done").squeeze(-1).cpu()
-        if done.any():
-            self._renew(env_ids, done)
 
     def _renew(self, env_ids: np.ndarray, done: torch.Tensor | bool = True) -> None:  # noqa: FBT001, FBT002
         """Set the policy's state to the primer where episodes begin, if there is a primer.
@@ -715,13 +708,15 @@ class _Background:
     def first(self) -> TensorDictBase:
         """Return the next batch, which stays in the queue, or remove and raise what was raised in its place."""
         if self._thread is None:
+            thread = threading.Thread(
+                target=self._run,
+                name="envherd-collector",
+                daemon=True,
+            )
+            # A thread that the system refuses is started by the next call.
             with uninterrupted():
-                self._thread = threading.Thread(
-                    target=self._run,
-                    name="envherd-collector",
-                    daemon=True,
-                )
-                self._thread.start()
+                thread.start()
+                self._thread = thread
         self._has_room.put(None)
         _drain(self._has_more)
         while not self._batches:
@@ -791,11 +786,10 @@ class _Background:
 
     def join(self, timeout_s: float) -> bool:
         """Wait until the thread has ended, up to `timeout_s`; it first receives the envs that it waits for."""
-        thread = self._thread
-        if thread is None or thread is threading.current_thread():
+        if self._thread is None or self._thread is threading.current_thread():
             return True
-        thread.join(max(0.0, timeout_s))
-        return not thread.is_alive()
+        self._thread.join(max(0.0, timeout_s))
+        return not self._thread.is_alive()
 
 
 def _drain(tokens: queue.SimpleQueue[None]) -> None:

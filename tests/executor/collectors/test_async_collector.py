@@ -941,3 +941,18 @@ def test_it_learns_from_what_it_collects():
             ]
         )
     assert share > 0.8
+
+
+@pytest.mark.parametrize("call", ["collect", "close"])
+def test_a_thread_that_the_system_refuses_is_started_by_the_next_call(call):
+    with AsyncCollector(
+        SerialEnv(N, MakeEnv, seed=0), policy, frames_per_batch=4, in_background=1
+    ) as collector:
+        with (
+            mock.patch.object(
+                threading.Thread, "start", side_effect=RuntimeError("no")
+            ),
+            pytest.raises(RuntimeError, match="no"),
+        ):
+            collector.collect()
+        getattr(collector, call)()

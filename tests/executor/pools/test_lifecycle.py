@@ -1,6 +1,7 @@
 """Worker processes and their helper: failures during their start, and cleanup."""
 
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -207,7 +208,7 @@ def test_a_fork_in_another_thread_while_the_helper_starts_keeps_no_descriptor(
         thread = threading.Thread(target=lambda: kept.append(in_child(pipes)))
         thread.start()
         thread.join()
-        raise BlockingIOError("as at a limit")
+        raise OSError(errno.EMFILE, "as at a limit")
 
     monkeypatch.setattr(helper.subprocess, "Popen", fork)
     before = pipes()

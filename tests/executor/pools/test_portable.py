@@ -14,12 +14,10 @@ import pytest
 import torch
 
 from envherd.executor import (
-    EnvError,
     ExecutorOptions,
     ParallelEnv,
     SerialEnv,
     WorkerLost,
-    WorkerTimeout,
 )
 from envherd.executor.sizing.recommending import recommend
 from envherd.executor.sizing.settings import Goal
@@ -31,6 +29,7 @@ from tests.envs.costly_envs import ParentEnv
 from tests.envs.counting_envs import AgentsEnv, TextEnv
 from tests.executor.pools.test_lifecycle import is_running
 from tests.extras import needs
+from tests.faults.children import files_left
 from tests.gates import wait_for
 
 pytestmark = pytest.mark.slow
@@ -107,28 +106,6 @@ def test_some_envs_are_sent_and_received_and_asked():
 
 
 @pytest.mark.broken_pool
-def test_killed_workers_are_reported_and_replaced():
-    options = {"on_worker_loss": "restart"}
-    with portable(4, CountingEnv, options=options) as env:
-        root = env.reset()
-        os.kill(env.statistics().workers[1].pid, signal.SIGKILL)
-        batch, root = env.step_and_maybe_reset(env.rand_action(root))
-        assert batch["next", "interrupted"].flatten().tolist() == [
-            False,
-            False,
-            True,
-            True,
-        ]
-        env.step(env.rand_action(root))
-        assert env.statistics().workers[1].generation == 1
-    with portable(4, CountingEnv) as env:
-        root = env.reset()
-        os.kill(env.statistics().workers[1].pid, signal.SIGKILL)
-        with pytest.raises(WorkerLost, match=r"SIGKILL\(-9\)"):
-            env.step(env.rand_action(root))
-
-
-@pytest.mark.broken_pool
 @pytest.mark.parametrize("fault", ["exit", "segfault"])
 def test_a_worker_that_ends_by_itself_is_reported_with_its_output(fault):
     with portable(2, FaultyEnv, env_kwargs=[{}, {"fault": fault}]) as env:
@@ -140,23 +117,6 @@ def test_a_worker_that_ends_by_itself_is_reported_with_its_output(fault):
             env.step(env.rand_action(root))
         assert lost.value.env_ids == (1,)
         assert fault == "exit" or "Fatal Python error" in lost.value.remote_traceback
-
-
-@pytest.mark.broken_pool
-def test_hanging_env_is_killed_with_its_stack_and_raising_env_is_not():
-    faults = [
-        {"fault": "value_error", "step": 2},
-        {"fault": "sleep", "step": 1, "episode": 1},
-    ]
-    with portable(
-        2, FaultyEnv, env_kwargs=faults, options={"step_timeout_s": 1.5}
-    ) as env:
-        _, root = env.step_and_maybe_reset(env.rand_action(env.reset()))
-        with pytest.raises(EnvError, match="broke on purpose"):
-            env.step(env.rand_action(root))
-        root = env.reset()
-        with pytest.raises(WorkerTimeout, match="_sleep"):
-            env.step(env.rand_action(root))
 
 
 def test_an_interrupt_ends_the_call_and_the_next_reset_works():
@@ -205,6 +165,14 @@ def test_an_interrupt_does_not_lose_the_end_of_a_worker(monkeypatch):
             wait_for(worker.has_exited)
         assert worker.has_exited()
         assert worker.exit_code() == -signal.SIGKILL
+
+
+def test_a_worker_is_killed_without_room_for_a_descriptor():
+    with portable(2, CountingEnv) as env:
+        worker = env._pool.crew.workers[0]
+        with files_left(0):
+            worker.kill()
+        assert worker.wait_exit(5.0)
 
 
 def test_portable_pool_refuses_branch():

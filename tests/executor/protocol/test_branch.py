@@ -31,6 +31,7 @@ from tests.envs.branch_envs import Unforkable, Walk
 from tests.envs.counting_envs import PairEnv, TextEnv
 from tests.executor.calls import act, kill, only
 from tests.executor.pools.test_lifecycle import is_running
+from tests.faults.children import files_left
 from tests.faults.test_interrupts import Interrupt, at_each, tracing
 from tests.gates import wait_for
 from tests.scale import scaled
@@ -249,6 +250,18 @@ class TestCopies:
                 num_fds.add(env.call("who")[other][5])
             assert len(num_fds) == 1
             assert env.call("num_threads") == [1, 1]
+
+    def test_without_descriptors_for_a_copy_nothing_has_changed(self):
+        with walks(2) as env:
+            for count in range(1, 7):  # 0: no import of a module
+                with (
+                    files_left(count),
+                    pytest.raises(WorkerLost, match=r"starting a worker .*Too many"),
+                ):
+                    env.branch(0, [1])
+            assert not are_equal(data_of(env, 1), 0, 1)
+            env.branch(0, [1])
+            assert are_equal(data_of(env, 1), 0, 1)
 
 
 class TestPlaces:

@@ -2,7 +2,6 @@
 
 import functools
 import re
-import resource
 import threading
 import weakref
 from pathlib import Path
@@ -25,10 +24,10 @@ from envherd.executor import (
 )
 from envherd.gymnasium import AsyncVectorEnv
 from envherd.sb3 import SubprocVecEnv
-from envherd.shm.platforms import open_descriptors
 from envherd.workers.testing import CountingEnv, FaultyEnv
 from tests.executor.calls import TWO_WORKERS, both
 from tests.executor.drives import DRIVES, rolled
+from tests.faults.children import files_left
 
 ACTIONS = TensorDict({"action": torch.ones(4, dtype=torch.int64)}, [4])
 TASKS = [{"length": length} for length in (9, 3, 9, 4)]
@@ -168,12 +167,8 @@ def test_a_rebuild_needs_no_room_for_other_workers() -> None:
     with ParallelEnv(
         16, CountingEnv, seed=0, options=ExecutorOptions(alone=True)
     ) as env:
-        old = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (open_descriptors() + 20, old[1]))
-        try:
+        with files_left(20):
             env.rebuild(env_kwargs={"length": 2})
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, old)
         assert (
             env.rollout(9, break_when_any_done=False)["observation"][..., 1].max() == 1
         )
