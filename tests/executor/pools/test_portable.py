@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
 
 import pytest
@@ -29,9 +28,10 @@ from envherd.workers.guests.interpreters import InPython
 from envherd.workers.testing import CountingEnv, FaultyEnv
 from tests.envs.costly_envs import ParentEnv
 from tests.envs.counting_envs import AgentsEnv, TextEnv
+from tests.envs.disturbing_envs import HaltingEnv
 from tests.executor.pools.test_lifecycle import is_running
 from tests.extras import needs
-from tests.gates import wait_for
+from tests.gates import Gate, interrupt, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -159,13 +159,12 @@ def test_hanging_env_is_killed_with_its_stack_and_raising_env_is_not():
             env.step(env.rand_action(root))
 
 
-def test_an_interrupt_ends_the_call_and_the_next_reset_works():
-    with portable(2, FaultyEnv, env_kwargs={"fault": "slow"}) as env:
+def test_an_interrupt_ends_the_call_and_the_next_reset_works(tmp_path):
+    gate = Gate(tmp_path)
+    with portable(2, functools.partial(HaltingEnv, gate, 2)) as env:
         root = env.reset()
         _, root = env.step_and_maybe_reset(env.rand_action(root))
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt):
-            env.step(env.rand_action(root))
+        interrupt(gate, lambda: env.step(env.rand_action(root)))
         env.step(env.rand_action(env.reset()))
 
 
@@ -285,9 +284,7 @@ class Mine(CountingEnv):  # of this script, which has no main guard
 
 env = ParallelEnv(2, Mine, num_workers=2, options=ExecutorOptions(start_method="portable"))
 root = env.reset()
-print(*(worker.pid for worker in env.statistics().workers), flush=True)
-if sys.argv[1] == "interrupted":
-    time.sleep(60)
+print(os.getpid(), *(worker.pid for worker in env.statistics().workers), flush=True)
 if sys.argv[1] == "hung":
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
 env.step(env.rand_action(root))
@@ -299,20 +296,24 @@ if sys.argv[1] == "killed":
 @pytest.mark.parametrize("end", ["hung", "killed", "returns"])
 def test_an_owner_that_ends_leaves_nothing(end, script_host, tmp_path):
     """The script has no main guard, and defines its env itself."""
-    before = _files()
-    script = tmp_path / "owner.py"
+    script, temporary = tmp_path / "owner.py", tmp_path / "temporary"
     script.write_text(_OWNER)
-    done = script_host.run(script, end, folder=tmp_path, output=tmp_path)
+    temporary.mkdir()
+    done = script_host.run(
+        script, end, folder=tmp_path, output=tmp_path, TMPDIR=str(temporary)
+    )
     assert done.returncode == (0 if end == "returns" else -signal.SIGKILL), done.stderr
-    pids = list(map(int, done.stdout.split()))
+    owner, *pids = map(int, done.stdout.split())
     assert len(pids) == 2
     wait_for(lambda: not any(map(is_running, pids)), "a worker still runs")
-    wait_for(lambda: not _files() - before, "a file is left")
 
+    def files():
+        return [
+            *temporary.glob("envherd-log-*"),
+            *Path("/dev/shm").glob(f"{NAMES}{owner}-*"),
+        ]
 
-def _files():
-    names = set(os.listdir("/dev/shm")) | set(os.listdir(tempfile.gettempdir()))
-    return {name for name in names if name.startswith((NAMES, "envherd-log-"))}
+    wait_for(lambda: not files(), "a file is left")
 
 
 _UNGUARDED = """
