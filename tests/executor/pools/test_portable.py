@@ -93,7 +93,7 @@ def test_data_are_those_of_a_serial_executor_bit_for_bit(factory):
         assert (mine == its).all()
 
 
-def test_some_envs_are_sent_and_received_and_asked():
+def test_some_envs_are_sent_and_received_and_asked_and_none_is_branched():
     with portable(4, CountingEnv) as env:
         root = env.reset()
         env.send(env.rand_action(root))
@@ -104,6 +104,12 @@ def test_some_envs_are_sent_and_received_and_asked():
         env.load_state_dict(state)
         assert env.get("num_steps") == [1, 1, 1, 1]
         assert "portable" in env.statistics().path
+        with pytest.raises(
+            ValueError,
+            match=r"branch failed: .* got the portable pool. Use `env.restore\(",
+        ):
+            env.branch(0, [1])
+        env.step(env.rand_action())
 
 
 @pytest.mark.broken_pool
@@ -204,17 +210,6 @@ def test_an_interrupt_does_not_lose_the_end_of_a_worker(monkeypatch):
             wait_for(worker.has_exited)
         assert worker.has_exited()
         assert worker.exit_code() == -signal.SIGKILL
-
-
-def test_portable_pool_refuses_branch():
-    with portable(2, CountingEnv) as env:
-        root = env.reset()
-        with pytest.raises(
-            ValueError,
-            match=r"branch failed: .* got the portable pool. Use `env.restore\(",
-        ):
-            env.branch(0, [1])
-        env.step(env.rand_action(root))
 
 
 def test_a_saved_state_continues_in_all_envs_and_another_executor():
