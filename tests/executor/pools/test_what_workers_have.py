@@ -188,7 +188,6 @@ LOOKING = """
 import json, logging, multiprocessing, os, re, sys
 from multiprocessing import process, util
 from worlds import World
-from envherd import ExecutorOptions, ParallelEnv
 
 def look():
     own, script = multiprocessing.current_process(), sys.modules["__main__"]
@@ -215,6 +214,7 @@ def child(queue):
     queue.put(look())
 
 if __name__ == "__main__":
+    from envherd import ExecutorOptions, ParallelEnv  # here: spawned processes run this file
     sys.argv.append("later")
     sys.path.append("/somewhere/else")
     os.environ["SET"] = "1"
