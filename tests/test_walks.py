@@ -146,17 +146,16 @@ def opened(*, is_plain: bool, size: int = 0) -> ParallelEnv:
 
 @needs_c
 @pytest.mark.parametrize(
-    ("section", "is_plain"), [("A plain step", True), ("A step", False)]
+    ("section", "is_plain", "calls"),
+    [
+        ("A plain step", True, functools.partial(stepped, ends=True)),
+        ("A step", False, functools.partial(stepped, ends=True)),
+        ("A receive", False, received),
+    ],
 )
-def test_the_caller_makes_the_hops_of_a_step_in_this_order(section, is_plain):
+def test_the_caller_makes_the_hops_in_this_order(section, is_plain, calls):
     with opened(is_plain=is_plain) as env:
-        assert missing(section, stepped(env, ends=True), is_in_worker=False) == []
-
-
-@needs_c
-def test_the_caller_makes_the_hops_of_a_receive_in_this_order():
-    with opened(is_plain=False) as env:
-        assert missing("A receive", received(env), is_in_worker=False) == []
+        assert missing(section, calls(env), is_in_worker=False) == []
 
 
 def lose_and_step(env: ParallelEnv) -> None:

@@ -69,15 +69,24 @@ def test_impossible_options_are_refused_by_name(options, expected):
         ExecutorOptions(**options)
 
 
-def test_options_that_exclude_each_other():
-    with pytest.raises(ValueError, match="expected isolate_rng=False with env_threads"):
-        ExecutorOptions(env_threads=True, isolate_rng=True)
-
-
-def test_numbers_of_capsules_are_checked():
-    expected = "ExecutorOptions failed: expected capsules.max_files to be an integer of at least 1, got 0."
-    with pytest.raises(ValueError, match=re.escape(expected)):
-        Capsules("crashes", max_files=0)
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (
+            lambda: ExecutorOptions(env_threads=True, isolate_rng=True),
+            "isolate_rng=False with env_threads",
+        ),
+        (
+            lambda: Capsules("crashes", max_files=0),
+            "capsules.max_files to be an integer of at least 1, got 0.",
+        ),
+    ],
+)
+def test_options_that_exclude_each_other_and_numbers_of_capsules(make, expected):
+    with pytest.raises(
+        ValueError, match=re.escape(f"ExecutorOptions failed: expected {expected}")
+    ):
+        make()
 
 
 def test_every_option_is_checked():

@@ -121,6 +121,11 @@ def few_files() -> str:
 
 def few_files_at_a_restart(start_method: str) -> str:
     """Without room for one of its descriptors a successor is lost, and with room it is replaced."""
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    # Fill the gaps that this process has inherited: they would be room for a successor.
+    while (first := os.dup(0)) < highest:
+        pass
+    os.close(first)
     before = _held()
     assert np.ma  # imported at its first use
     seen = ""
@@ -142,7 +147,7 @@ def few_files_at_a_restart(start_method: str) -> str:
             with contextlib.suppress(WorkerLost):  # of a worker that was lost before
                 env.reset()
             works(env)
-    assert count > 2
+    assert 2 < count < 59, "the last one: it was never replaced"
     assert not _left(before)
     return seen
 
@@ -322,12 +327,12 @@ def test_death_is_noticed_where_the_program_ignores_or_reaps_children(
             with pytest.raises(WorkerLost, match=expected):
                 env.step(actions())
             assert time.process_time() - used_s < 1.0
+            assert time.monotonic() - began < 30
         with make_by(start_method, "restart") as env:
             env.reset()
             os.kill(env._pool.pid_of(1), signal.SIGKILL)
             env.step(actions())
             works(env)
-        assert time.monotonic() - began < 30
         signal.signal(signal.SIGCHLD, handlers)
         return not _left(before)
 

@@ -28,6 +28,7 @@ from envherd.shm.sync import Bell, Bells, Doorbell
 from envherd.workers import messages
 from envherd.workers.adapters.base import Adapter, StepValues
 from envherd.workers.block.block import Block
+from envherd.workers.current import WorkerInfo
 from envherd.workers.process.loop import Loop
 from envherd.workers.process.native_loop import loop_class
 from envherd.workers.testing.envs import PlainAdapter, PlainEnv
@@ -125,8 +126,11 @@ class SimulatedWorker:
         block = crew.blueprint.blocks[worker_id]
         self.worker_id = worker_id
         self.generation = generation
-        self.info = SimpleNamespace(
-            env_ids=block, worker_id=worker_id, generation=generation
+        self.info = WorkerInfo(
+            worker_id=worker_id,
+            generation=generation,
+            num_workers=len(crew.blueprint.blocks),
+            env_ids=block,
         )
         self.channel = self
         self.on_row_frame = crew.on_row_frame

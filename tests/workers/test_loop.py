@@ -37,10 +37,16 @@ def test_the_order_of_a_number_and_of_what_it_announces_is_kept(worker, monkeypa
     assert seen == [([1, 2], []), ([1, 2], [1]), ([2], [1, 2])]
 
 
-def test_a_command_is_carried_out_once_however_many_tokens_come(worker):
-    worker.command(Op.RESET, [1, 2])
-    worker.serve(num_tokens=3)
-    assert worker.executed == [1, 2]
+@pytest.mark.parametrize(
+    ("env_ids", "flags", "num_tokens"), [([1, 2], 0, 3), ([3, 1, 2], Flag.EACH, 1)]
+)
+def test_commands_are_carried_out_once_in_the_order_in_which_they_were_sent(
+    worker, env_ids, flags, num_tokens
+):
+    """However many tokens come; commands to all are in the order of the ids."""
+    worker.command(Op.RESET, env_ids, flags=flags)
+    worker.serve(num_tokens=num_tokens)
+    assert worker.executed == env_ids
 
 
 def test_a_worker_that_must_leave_begins_no_other_command(worker):
@@ -83,12 +89,6 @@ def test_every_message_is_read_once_and_in_its_order(worker):
     worker.send(*(lambda number=number: seen.append(number) for number in range(3)))
     worker.serve(num_tokens=2)
     assert seen == [0, 1, 2]
-
-
-def test_commands_sent_one_by_one_are_answered_in_that_order(worker):
-    worker.command(Op.RESET, [3, 1, 2], flags=Flag.EACH)
-    worker.serve()
-    assert worker.executed == [3, 1, 2]
 
 
 def test_command_to_all_rings_once_and_sends_ring_at_the_expected_count(

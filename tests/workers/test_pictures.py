@@ -56,29 +56,22 @@ def test_views_are_made_smaller_and_the_world_view_is_not():
 
 
 @pytest.mark.parametrize(
-    ("how", "error", "message"),
+    ("make", "shrink", "error", "message"),
     [
-        ({"shrink": 3}, SpecError, "expected sides that shrink=3 divides"),
+        (TEAM, 3, SpecError, "expected sides that shrink=3 divides"),
+        (TEAM, 0, FactoryError, "expected shrink to be a positive integer, got 0"),
         (
-            {"shrink": 0},
-            FactoryError,
-            "expected shrink to be a positive integer, got 0",
-        ),
-        (
-            {"shrink": True},
+            TEAM,
+            True,
             FactoryError,
             "expected shrink to be a positive integer, got True",
         ),
+        (Team, 1, SpecError, "got none among"),  # it has no pictures
     ],
 )
-def test_impossible_arguments_are_refused(how, error, message):
+def test_impossible_arguments_are_refused(make, shrink, error, message):
     with pytest.raises(error, match=message):
-        SerialEnv(1, SmallPictures(TEAM, **how))
-
-
-def test_an_env_without_pictures_is_refused():
-    with pytest.raises(SpecError, match="got none among"):
-        SerialEnv(1, SmallPictures(Team, shrink=1))
+        SerialEnv(1, SmallPictures(make, shrink=shrink))
 
 
 @needs("meltingpot")

@@ -21,16 +21,20 @@ def env():
         yield env
 
 
-def test_an_attribute_of_the_inner_env_is_set_there(env):
-    env.set("unwrapped.length", [0.25, 0.75])
-    assert env.get("unwrapped.length") == [0.25, 0.75]
-    assert env.call("__dict__.__contains__", "unwrapped.length") == [False, False]
-
-
-def test_a_plain_name_is_set_on_the_outermost_wrapper(env):
-    env.set("mark", 3)
-    assert env.get("mark") == [3, 3]
-    assert env.call("unwrapped.__dict__.__contains__", "mark") == [False, False]
+@pytest.mark.parametrize(
+    ("name", "value", "expected", "elsewhere"),
+    [
+        ("unwrapped.length", [0.25, 0.75], [0.25, 0.75], "__dict__"),
+        ("mark", 3, [3, 3], "unwrapped.__dict__"),
+    ],
+)
+def test_an_attribute_is_set_on_the_env_of_its_path_alone(
+    env, name, value, expected, elsewhere
+):
+    """A plain name is that of the outermost wrapper."""
+    env.set(name, value)
+    assert env.get(name) == expected
+    assert env.call(f"{elsewhere}.__contains__", name) == [False, False]
 
 
 def test_a_path_that_there_is_not_names_the_env(env):

@@ -411,11 +411,6 @@ def test_a_rollout_that_is_cut_short_says_so_each_time(caplog):
             assert "break_when_any_done=False" in message
 
 
-def test_a_processor_that_is_not_there_is_named():
-    with pytest.raises(ValueError, match="ExecutorOptions failed: expected affinity"):
-        ParallelEnv(1, CountingEnv, options=ExecutorOptions(affinity=(99_999,)))
-
-
 def test_a_misspelt_name_of_the_package_is_corrected():
     with pytest.raises(
         AttributeError, match=r"'ParalelEnv'\. Did you mean ParallelEnv\?$"

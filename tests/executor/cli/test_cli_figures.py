@@ -101,18 +101,23 @@ def printed(plain: dict) -> str:
     return capture.get()
 
 
-def test_rates_count_complete_steps_only():
-    plain = found()
+@pytest.mark.parametrize(
+    ("plain", "expected"),
+    [
+        (found(), (1200, 600.0, 1200.0)),
+        (
+            found(replace(STATISTICS, env_steps=0), steps_done=0, collect_s=0.0),
+            (0, 0.0, 0.0),
+        ),
+    ],
+    ids=["some", "nothing"],
+)
+def test_rates_count_complete_steps_only(plain, expected):
     assert (
         plain["env_steps"],
         plain["env_steps_per_s"],
         plain["agent_steps_per_s"],
-    ) == (1200, 600.0, 1200.0)
-
-
-def test_rates_of_nothing_are_zero():
-    plain = found(replace(STATISTICS, env_steps=0), steps_done=0, collect_s=0.0)
-    assert (plain["env_steps_per_s"], plain["agent_steps_per_s"]) == (0.0, 0.0)
+    ) == expected
 
 
 def test_table_says_everything():

@@ -404,23 +404,32 @@ def test_start_method_that_there_is_not():
         SubprocVecEnv([make_cartpole], start_method="illegal_method")
 
 
-@pytest.mark.usefixtures("own_helper")
-def test_workers_do_not_import_stable_baselines3():
-    env = SubprocVecEnv([SampledEnv], options=ExecutorOptions(stall_log_s=60))
-    assert env.env_is_wrapped(Monitor) == [False]
-    assert env.env_method(
-        "loaded", "stable_baselines3", "torch", "tensorflow", "gymnasium"
-    ) == [["gymnasium"]]
-    env.close()
-
-
 @pytest.mark.slow
-def test_workers_with_stable_baselines3_do_without_tensorflow():
-    env = SubprocVecEnv([lambda: Monitor(SampledEnv())])
-    assert env.env_is_wrapped(Monitor) == [True]
-    assert env.env_method("loaded", "stable_baselines3", "tensorflow") == [
-        ["stable_baselines3"]
-    ]
+@pytest.mark.usefixtures("own_helper")
+@pytest.mark.parametrize(
+    ("make_env", "is_wrapped", "asked", "expected"),
+    [
+        (
+            SampledEnv,
+            False,
+            ("stable_baselines3", "torch", "tensorflow", "gymnasium"),
+            ["gymnasium"],
+        ),
+        (
+            lambda: Monitor(SampledEnv()),
+            True,
+            ("stable_baselines3", "tensorflow"),
+            ["stable_baselines3"],
+        ),
+    ],
+    ids=["without", "with"],
+)
+def test_workers_import_stable_baselines3_for_their_env_alone_and_no_tensorflow(
+    make_env, is_wrapped, asked, expected
+):
+    env = SubprocVecEnv([make_env], options=ExecutorOptions(stall_log_s=60))
+    assert env.env_is_wrapped(Monitor) == [is_wrapped]
+    assert env.env_method("loaded", *asked) == [expected]
     env.close()
 
 

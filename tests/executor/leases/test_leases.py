@@ -28,6 +28,7 @@ from envherd.executor.guests.monitor.watching import Watch, plates
 from envherd.executor.processes.worker_process import WorkerProcess
 from tests.envs.leased_envs import Odd, World
 from tests.faults.children import in_child
+from tests.gates import wait_for
 from tests.scale import IS_FULL
 
 pytestmark = pytest.mark.broken_pool
@@ -190,7 +191,7 @@ CALLS = {
     "between": (
         lambda env: [
             env.call(lambda _: threading.Timer(0.1, World().die).start()),
-            time.sleep(0.5),  # type: ignore[func-returns-value]
+            wait_for(lambda: env._seat.over),  # type: ignore[func-returns-value]
             env.step(),
         ],
         WorkerLost,
@@ -302,8 +303,8 @@ def interrupted(pool):
     """Ctrl-C in a call, and while waiting for an env."""
     with pool.lease(), pool.lease() as env:
         for wait in (pool.lease().__enter__, env.hang):
-            threading.Timer(0.1, os.kill, (os.getpid(), 2)).start()
-            with pytest.raises(KeyboardInterrupt):
+            with pytest.raises(KeyboardInterrupt):  # noqa: PT012  # it may come before the wait
+                threading.Timer(0.1, os.kill, (os.getpid(), 2)).start()
                 wait()
 
 
@@ -355,8 +356,9 @@ def test_closed_pool_fork_and_unentered_lease_raise_closed(pool):
     "on_return", ["keep", "rebuild", World.reset, World.hang, World.die, World.fail]
 )
 def test_on_return_between_leases(on_return, caplog):
+    timeout_s = 1.0 if on_return is World.hang else 30.0
     with (
-        LeasePool(World, 1, 0.5, on_return=on_return) as pool,
+        LeasePool(World, 1, timeout_s, on_return=on_return) as pool,
         caplog.at_level("WARNING", "envherd"),
     ):
         (first,), (second,) = all_pids(pool, 1), all_pids(pool, 1)

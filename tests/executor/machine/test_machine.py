@@ -136,17 +136,24 @@ def test_the_machine_may_have_less_memory_than_the_limit_leaves(tmp_path):
     assert machine.memory_available == GIB
 
 
-def test_a_group_outside_of_the_namespace_is_read_at_the_mount(tmp_path):
-    files = {**KUBERNETES, "proc/self/cgroup": "0::/../../other.scope\n"}
-    assert read_cgroup(tree(tmp_path, files)).cpu_quota == 0.5
-
-
-def test_cgroup_v1_is_read_where_v2_is_also_mounted(tmp_path):
-    files = {**DOCKER, "sys/fs/cgroup/unified/cpu.max": "100 100000\n"}
-    files["proc/self/mountinfo"] += (
-        "40 23 0:26 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n"
-    )
-    assert read_cgroup(tree(tmp_path, files)).cpu_quota == 1.5
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({**KUBERNETES, "proc/self/cgroup": "0::/../../other.scope\n"}, 0.5),
+        (
+            {
+                **DOCKER,
+                "sys/fs/cgroup/unified/cpu.max": "100 100000\n",
+                "proc/self/mountinfo": f"{DOCKER['proc/self/mountinfo']}"
+                "40 23 0:26 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n",
+            },
+            1.5,
+        ),
+    ],
+    ids=["outside of the namespace: at the mount", "v1 where v2 is also mounted"],
+)
+def test_odd_mounts_of_groups(tmp_path, files, quota):
+    assert read_cgroup(tree(tmp_path, files)).cpu_quota == quota
 
 
 def test_no_groups_at_all(tmp_path):

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
 
 import pytest
@@ -27,10 +26,11 @@ from envherd.workers.guests.interpreters import InPython
 from envherd.workers.testing import CountingEnv, FaultyEnv
 from tests.envs.costly_envs import ParentEnv
 from tests.envs.counting_envs import AgentsEnv, TextEnv
+from tests.envs.disturbing_envs import HaltingEnv
 from tests.executor.pools.test_lifecycle import is_running
 from tests.extras import needs
 from tests.faults.children import files_left
-from tests.gates import wait_for
+from tests.gates import Gate, interrupt, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -92,7 +92,7 @@ def test_data_are_those_of_a_serial_executor_bit_for_bit(factory):
         assert (mine == its).all()
 
 
-def test_some_envs_are_sent_and_received_and_asked():
+def test_some_envs_are_sent_and_received_and_asked_and_none_is_branched():
     with portable(4, CountingEnv) as env:
         root = env.reset()
         env.send(env.rand_action(root))
@@ -103,6 +103,12 @@ def test_some_envs_are_sent_and_received_and_asked():
         env.load_state_dict(state)
         assert env.get("num_steps") == [1, 1, 1, 1]
         assert "portable" in env.statistics().path
+        with pytest.raises(
+            ValueError,
+            match=r"branch failed: .* got the portable pool. Use `env.restore\(",
+        ):
+            env.branch(0, [1])
+        env.step(env.rand_action())
 
 
 @pytest.mark.broken_pool
@@ -119,13 +125,12 @@ def test_a_worker_that_ends_by_itself_is_reported_with_its_output(fault):
         assert fault == "exit" or "Fatal Python error" in lost.value.remote_traceback
 
 
-def test_an_interrupt_ends_the_call_and_the_next_reset_works():
-    with portable(2, FaultyEnv, env_kwargs={"fault": "slow"}) as env:
+def test_an_interrupt_ends_the_call_and_the_next_reset_works(tmp_path):
+    gate = Gate(tmp_path)
+    with portable(2, functools.partial(HaltingEnv, gate, 2)) as env:
         root = env.reset()
         _, root = env.step_and_maybe_reset(env.rand_action(root))
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt):
-            env.step(env.rand_action(root))
+        interrupt(gate, lambda: env.step(env.rand_action(root)))
         env.step(env.rand_action(env.reset()))
 
 
@@ -173,17 +178,6 @@ def test_a_worker_is_killed_without_room_for_a_descriptor():
         with files_left(0):
             worker.kill()
         assert worker.wait_exit(5.0)
-
-
-def test_portable_pool_refuses_branch():
-    with portable(2, CountingEnv) as env:
-        root = env.reset()
-        with pytest.raises(
-            ValueError,
-            match=r"branch failed: .* got the portable pool. Use `env.restore\(",
-        ):
-            env.branch(0, [1])
-        env.step(env.rand_action(root))
 
 
 def test_a_saved_state_continues_in_all_envs_and_another_executor():
@@ -253,9 +247,7 @@ class Mine(CountingEnv):  # of this script, which has no main guard
 
 env = ParallelEnv(2, Mine, num_workers=2, options=ExecutorOptions(start_method="portable"))
 root = env.reset()
-print(*(worker.pid for worker in env.statistics().workers), flush=True)
-if sys.argv[1] == "interrupted":
-    time.sleep(60)
+print(os.getpid(), *(worker.pid for worker in env.statistics().workers), flush=True)
 if sys.argv[1] == "hung":
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
 env.step(env.rand_action(root))
@@ -267,20 +259,24 @@ if sys.argv[1] == "killed":
 @pytest.mark.parametrize("end", ["hung", "killed", "returns"])
 def test_an_owner_that_ends_leaves_nothing(end, script_host, tmp_path):
     """The script has no main guard, and defines its env itself."""
-    before = _files()
-    script = tmp_path / "owner.py"
+    script, temporary = tmp_path / "owner.py", tmp_path / "temporary"
     script.write_text(_OWNER)
-    done = script_host.run(script, end, folder=tmp_path, output=tmp_path)
+    temporary.mkdir()
+    done = script_host.run(
+        script, end, folder=tmp_path, output=tmp_path, TMPDIR=str(temporary)
+    )
     assert done.returncode == (0 if end == "returns" else -signal.SIGKILL), done.stderr
-    pids = list(map(int, done.stdout.split()))
+    owner, *pids = map(int, done.stdout.split())
     assert len(pids) == 2
     wait_for(lambda: not any(map(is_running, pids)), "a worker still runs")
-    wait_for(lambda: not _files() - before, "a file is left")
 
+    def files():
+        return [
+            *temporary.glob("envherd-log-*"),
+            *Path("/dev/shm").glob(f"{NAMES}{owner}-*"),
+        ]
 
-def _files():
-    names = set(os.listdir("/dev/shm")) | set(os.listdir(tempfile.gettempdir()))
-    return {name for name in names if name.startswith((NAMES, "envherd-log-"))}
+    wait_for(lambda: not files(), "a file is left")
 
 
 _UNGUARDED = """

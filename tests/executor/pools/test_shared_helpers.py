@@ -187,16 +187,10 @@ def test_idle_helper_ends_and_the_next_executor_starts_another(monkeypatch):
         assert is_running(helper)  # in use
 
 
-def test_a_helper_that_was_killed_while_it_was_idle_is_replaced():
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_helper_that_was_killed_or_stopped_while_it_was_idle_is_replaced(number):
     helper = helper_of()
-    os.kill(helper, signal.SIGKILL)
-    assert helper_of() != helper
-    assert not psutil.pid_exists(helper)
-
-
-def test_a_helper_that_is_stopped_is_replaced():
-    helper = helper_of()
-    os.kill(helper, signal.SIGSTOP)
+    os.kill(helper, number)
     assert helper_of() != helper
     assert not psutil.pid_exists(helper)
 

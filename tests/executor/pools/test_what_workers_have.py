@@ -188,7 +188,6 @@ LOOKING = """
 import json, logging, multiprocessing, os, re, sys
 from multiprocessing import process, util
 from worlds import World
-from envherd import ExecutorOptions, ParallelEnv
 
 def look():
     own, script = multiprocessing.current_process(), sys.modules["__main__"]
@@ -215,6 +214,7 @@ def child(queue):
     queue.put(look())
 
 if __name__ == "__main__":
+    from envherd import ExecutorOptions, ParallelEnv  # here: spawned processes run this file
     sys.argv.append("later")
     sys.path.append("/somewhere/else")
     os.environ["SET"] = "1"
@@ -235,7 +235,7 @@ if __name__ == "__main__":
 """
 #: Of the programs below, next to them.
 WORLDS = """
-import gymnasium, json, numpy as np, torch
+import gymnasium, json, numpy as np
 
 class World(gymnasium.Env):
     observation_space = gymnasium.spaces.Box(-1, 1, (1,))
@@ -250,6 +250,7 @@ class World(gymnasium.Env):
         return np.zeros(1, "float32"), float(value() if callable(value) else value), False, False, {}
 
 def rewards(make_env, n=2, each=lambda env: None, **options):
+    import torch  # here, because workers import this module also
     from envherd import ExecutorOptions, ParallelEnv
     with ParallelEnv(n, make_env, num_workers=1, options=ExecutorOptions(**options)) as env:
         env.reset()
@@ -556,15 +557,33 @@ PROGRAMS = {
 }
 
 
+#: These scripts run in a process that has imported torch; the others need a fresh process.
+HOSTED = {
+    "definitions",
+    "an unguarded import",
+    "an unguarded package",
+    "sources that change meanwhile",
+    "arguments",
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_ways_to_start_a_script(tmp_path, name):
+def test_ways_to_start_a_script(tmp_path, script_host, name):
     files, command, expected = PROGRAMS[name]
     for file, text in {**files, "worlds.py": WORLDS}.items():
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text(text)
     expected = expected or [[3.0, 3.0]] * 2
-    assert run(tmp_path, *command, lines=len(expected)) == expected
+    if name in HOSTED:
+        script, *arguments = command
+        done = script_host.run(
+            tmp_path / script, *arguments, folder=tmp_path, output=tmp_path
+        )
+        assert done.returncode == 0, done.stderr
+        assert [json.loads(line) for line in done.stdout.splitlines()] == expected
+    else:
+        assert run(tmp_path, *command, lines=len(expected)) == expected
 
 
 @pytest.mark.slow
@@ -596,9 +615,8 @@ ADVICE = "multiprocessing.get_context('spawn')"
 @pytest.mark.slow
 @pytest.mark.parametrize("start_method", ["zygote", "portable"])
 def test_objects_that_processes_share_are_not_copied(tmp_path, start_method):
-    assert run(tmp_path, Path(__file__).with_name("sharing_script.py"), start_method)[
-        0
-    ] == {
+    script = Path(__file__).with_name("sharing_script.py")
+    assert run(tmp_path, script, start_method)[0] == {
         "a tensor": [4.0, 4.0, 0.0],
         "parameters": [4.0],
         "a queue": [1] * 4,

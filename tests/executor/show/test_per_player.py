@@ -215,35 +215,44 @@ def test_names_without_a_spec():
 
 
 @pytest.mark.parametrize(
-    ("policies", "how", "message"),
+    ("policies", "how", "error", "message"),
     [
         (
             {"hunter": Always(1)},
             {"roles": ROLES},
+            ValueError,
             "got none for agent_1 (role 'gatherer')",
         ),
         (
             {"farmer": None, "*": None},
             {"roles": ROLES},
+            ValueError,
             "'gatherer', 'hunter'] and '*', got 'farmer'",
         ),
-        ({3: None, "*": None}, {"roles": ROLES}, "got 3"),
+        ({3: None, "*": None}, {"roles": ROLES}, ValueError, "got 3"),
         (
             {"*": None},
             {"roles": ROLES},
+            ValueError,
             "expected the spec of envs with discrete actions",
         ),
-        ({"*": None}, {}, "expected the spec of the envs or roles, got neither"),
+        (
+            {"*": None},
+            {},
+            ValueError,
+            "expected the spec of the envs or roles, got neither",
+        ),
+        (
+            [Always(1)],
+            {"roles": ROLES},
+            TypeError,
+            "got a list. Write {'*': policy}",
+        ),
     ],
 )
-def test_impossible_arguments_are_refused(policies, how, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+def test_impossible_arguments_are_refused(policies, how, error, message):
+    with pytest.raises(error, match=re.escape(message)):
         PerPlayer(policies, **how)
-
-
-def test_policies_that_are_no_dict_are_refused():
-    with pytest.raises(TypeError, match=r"got a list\. Write \{'\*': policy\}"):
-        PerPlayer([Always(1)], roles=ROLES)
 
 
 @needs("pettingzoo")
