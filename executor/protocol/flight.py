@@ -625,7 +625,8 @@ class Flights:
         self._note_rows(flight)
         self.states.move(own, Event.IS_LOST)
         self.states.move(np.array([*outcome.faults], np.int64), Event.FAILS)
-        positions.mark_lost(flight.dead[~is_stepped[flight.dead]])
+        # A step has ended the episode, except for rows of an env that is a batch and has raised in the reset after it.
+        positions.mark_lost(flight.dead)
         positions.held = None
         flight.has_landed = True
         return outcome, own

@@ -236,9 +236,10 @@ class Rows:
         ]
 
     def mark_lost(self, _: np.ndarray) -> None:
-        """Note that the episodes of all rows were lost: the present root is truncated."""
-        flags = np.ones_like(self.present.flags)
-        flags[1] = False
+        """Note that the episodes of all rows were lost: the present root is truncated, where it has not ended."""
+        flags = self.present.flags.copy()
+        flags[2] |= ~flags[0]
+        flags[0] = True
         self.present = Row(self.present.observation, flags)
 
     def mark_running(self) -> None:
