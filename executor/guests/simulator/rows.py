@@ -237,10 +237,11 @@ class Rows:
 
     def mark_lost(self, _: np.ndarray) -> None:
         """Note that the episodes of all rows were lost: the present root is truncated, where it has not ended."""
-        flags = self.present.flags.copy()
-        flags[2] |= ~flags[0]
-        flags[0] = True
-        self.present = Row(self.present.observation, flags)
+        lost = ~self.present.flags[0]
+        self.present = Row(
+            self.present.observation,
+            self.present.flags | np.stack([lost, np.zeros_like(lost), lost]),
+        )
 
     def mark_running(self) -> None:
         """Note that all rows are running."""
