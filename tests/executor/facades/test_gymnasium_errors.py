@@ -350,8 +350,11 @@ def test_arguments_that_cannot_be():
 
 
 def test_envs_that_are_batches_are_refused_at_once():
-    def make_batch():
-        return gymnasium.make_vec("CartPole-v1", 2, vectorization_mode="sync")
-
     with pytest.raises(TypeError, match="expected single envs, got SyncVectorEnv"):
-        AsyncVectorEnv([make_batch])
+        AsyncVectorEnv(
+            [
+                functools.partial(
+                    gymnasium.make_vec, "CartPole-v1", 2, vectorization_mode="sync"
+                )
+            ]
+        )

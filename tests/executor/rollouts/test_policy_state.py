@@ -92,8 +92,7 @@ class RaisesOnce(Counter):
     """Raises in its first reset of some rows."""
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        if options is not None and len(self.masks) < 3:
-            self.masks += [None] * 3
+        if options is not None and self.num_steps == 3:
             raise RuntimeError("boom")
         return super().reset(seed=seed, options=options)
 
@@ -128,7 +127,6 @@ def collected_on(env: Any, primer: TensorDict) -> TensorDict:
 )
 def test_an_env_whose_partial_reset_raises_begins_anew_in_all_rows(make, run):
     with make(RaisesOnce, seed=0) as env:
-        shape = (env.num_envs, NUM_ROWS)
-        primer = TensorDict({"memory": torch.zeros(*shape, 1)}, shape)
+        primer = TensorDict({"memory": torch.zeros(*env.batch_size, 1)}, env.batch_size)
         data = run(env, primer)
     assert torch.equal(data["memory"][..., 0], data["observation"][..., 1])
