@@ -7,8 +7,8 @@ from typing import Any
 from tensordict import TensorDict, TensorDictBase
 
 MASK_ADVICE = (
-    "A mask of the envs to reset goes into one: "
-    "TensorDict({'_reset': mask}, [num_envs]), a bool for each env."
+    "A mask of what to reset goes into a batch: "
+    "TensorDict({'_reset': mask}, env.batch_size), a bool for each env or row."
 )
 #: Call -> advice for one that got no TensorDict.
 _ADVICE = {

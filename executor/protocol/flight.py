@@ -611,20 +611,20 @@ class Flights:
         outcome = self.pool.outcome.hand_out(flight.ids)
         lost = self.pool.blueprint.envs_of(outcome.losses)
         own = lost[np.isin(lost, flight.ids)]
-        is_stepped = self.states.ops != RESET
         # An env may have answered before its worker died in another env's command.
         outcome.forget_rows(own)
         self.side.infos.lose(own)
         self._note_news(flight.ids, outcome)  # 5, until `held` below
         self._forget_interrupted(flight)
         failed = [i for i, fault in outcome.faults.items() if fault["phase"] == "step"]
-        for env_id in [*own[is_stepped[own]].tolist(), *failed]:
+        for env_id in [*own[self.states.ops[own] != RESET].tolist(), *failed]:
             positions.cut_off(env_id, int(self.states.columns[env_id]))
         flight.dead = np.union1d(own, [*outcome.faults]).astype(np.int64)
         self._note_rows(flight)
         self.states.move(own, Event.IS_LOST)
         self.states.move(np.array([*outcome.faults], np.int64), Event.FAILS)
-        positions.mark_lost(flight.dead[~is_stepped[flight.dead]])
+        # A step has ended the episode, except for rows of an env that is a batch and has raised in the reset after it.
+        positions.mark_lost(flight.dead)
         positions.held = None
         flight.has_landed = True
         return outcome, own

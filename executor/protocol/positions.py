@@ -501,7 +501,8 @@ class Positions:
     def mark_lost(self, env_ids: np.ndarray) -> None:
         """Note that envs have lost their episodes: set truncated in their present rows.
 
-        A row that has ended its episode keeps its flags. A step's `next` that was handed out as a view is not changed.
+        A row that has ended its episode keeps its flags, also of an env that is a batch. A step's `next` that was
+        handed out as a view is not changed.
         """
         self._set_flags(env_ids, is_cut_off=True)
 
@@ -521,8 +522,10 @@ class Positions:
                 column = min(column + self.where.root_ahead, last)
             self._move_latest(env_id, column)
             row = self.latest_root(env_id)
+            # Of an env that is a batch, only some rows may have ended.
+            is_set = ~row["done",][..., 0] | (not is_cut_off)
             for leaf in self.specs[env_id].done:
-                row[leaf.key][...] = is_cut_off and leaf.key[-1] != "terminated"
+                row[leaf.key][is_set] = is_cut_off and leaf.key[-1] != "terminated"
 
 
 def poison(array: np.ndarray) -> None:

@@ -131,6 +131,11 @@ class NativeFactory:
     def __call__(self) -> Any:
         """Return the env, behind its adapter; anything else as it is, to be refused."""
         env = self.env_fn()
+        if isinstance(env, gymnasium.vector.VectorEnv):
+            raise TypeError(
+                f"expected single envs, got {env}, a batch of rows. Return one env from each factory, "
+                f"or use envherd.ParallelEnv."
+            )
         # A class of envs has `step` as well.
         if isinstance(env, type) or not hasattr(env, "step"):
             return env

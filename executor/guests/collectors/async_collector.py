@@ -470,10 +470,10 @@ class AsyncCollector(BatchIterator):
         is_lost = self.env.engine.states.needs_reset | self._is_owed
         if is_lost[idle].any():
             failed = idle[is_lost[idle]]
-            mask = np.zeros(env.num_envs, bool)
-            mask[failed] = True
+            mask = torch.zeros(env.batch_size, dtype=torch.bool)
+            mask[torch.from_numpy(failed)] = True
             handed_out = self._rows.cut(failed)
-            env.reset(TensorDict({"_reset": torch.from_numpy(mask)}, [env.num_envs]))
+            env.reset(TensorDict({"_reset": mask}, env.batch_size))
             self._renew(failed)
             self._stand_in(handed_out[(self._is_owed & ~self._is_reported)[handed_out]])
             self._steps[failed] += self._is_owed[failed]  # count the lost step

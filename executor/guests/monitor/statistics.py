@@ -117,7 +117,8 @@ class Statistics:
         env_steps: steps that the envs made: `env.step` calls whose results were accepted.
         agent_steps: the same times the number of agents of each env (1 for single-agent envs).
         resets: resets that returned.
-        episodes: episodes that ended (terminated or truncated by the env itself).
+        episodes: episodes that ended (terminated or truncated by the env itself); of an env that is a batch, the
+            steps in which any row ended.
         env_errors: exceptions raised by envs.
         worker_losses: workers that died or were killed for being late.
         interrupted: rows that were marked interrupted.

@@ -302,14 +302,13 @@ class SimulatorEngine(Calls):
         else:
             self.states.move(self.all_ids, Event.FAILS)
             self._words["errors"][0] += 1
-            self._lose(has_row=outcome.row is not None)
+            self._lose()
             raise outcome.error
 
-    def _lose(self, *, has_row: bool) -> None:
-        """Note that the simulator has lost its episodes; `has_row`: in the reset after a step, which has its row."""
+    def _lose(self) -> None:
+        """Note that the simulator has lost its episodes."""
         self._rows.keep()
-        if not has_row:
-            self._rows.mark_lost(self.all_ids)
+        self._rows.mark_lost(self.all_ids)
 
     def _note_info(self, section: str) -> None:
         if self._pack_info is not None:
@@ -407,7 +406,7 @@ class SimulatorEngine(Calls):
             self.sent = None
         elif self.sent is None:
             self.states.move(self.all_ids, Event.IS_BROKEN_OFF)
-            self._lose(has_row=False)
+            self._lose()
         self.is_dirty = False
 
     def ask(self, what: str, env_ids: list[int], **question: Any) -> dict[int, Any]:

@@ -236,10 +236,12 @@ class Rows:
         ]
 
     def mark_lost(self, _: np.ndarray) -> None:
-        """Note that the episodes of all rows were lost: the present root is truncated."""
-        flags = np.ones_like(self.present.flags)
-        flags[1] = False
-        self.present = Row(self.present.observation, flags)
+        """Note that the episodes of all rows were lost: the present root is truncated, where it has not ended."""
+        lost = ~self.present.flags[0]
+        self.present = Row(
+            self.present.observation,
+            self.present.flags | np.stack([lost, np.zeros_like(lost), lost]),
+        )
 
     def mark_running(self) -> None:
         """Note that all rows are running."""

@@ -347,3 +347,14 @@ def test_arguments_that_cannot_be():
     ):
         with pytest.raises(ValueError, match=expected_text):
             AsyncVectorEnv([Failing], **kwargs)
+
+
+def test_envs_that_are_batches_are_refused_at_once():
+    with pytest.raises(TypeError, match="expected single envs, got SyncVectorEnv"):
+        AsyncVectorEnv(
+            [
+                functools.partial(
+                    gymnasium.make_vec, "CartPole-v1", 2, vectorization_mode="sync"
+                )
+            ]
+        )

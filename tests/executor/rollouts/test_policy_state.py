@@ -9,6 +9,7 @@ from tensordict import TensorDict
 
 from envherd.executor import AsyncCollector, Collector, ParallelEnv, SerialEnv
 from envherd.executor.rollouts.stepwise import StepwiseRun
+from envherd.workers.errors import EnvError
 from tests.envs.torch_simulators import NUM_ROWS, Counter
 
 pytestmark = pytest.mark.preloads()
@@ -84,4 +85,48 @@ def test_a_row_that_ends_leaves_the_state_of_the_others(make, collect):
     assert data.batch_size[2:] == (NUM_ROWS,)
     done = data["next", "done"]
     assert (done.any(2) & ~done.all(2)).any()
+    assert torch.equal(data["memory"][..., 0], data["observation"][..., 1])
+
+
+class RaisesOnce(Counter):
+    """Raises in its first reset of some rows."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        if options is not None and self.num_steps == 3:
+            raise RuntimeError("boom")
+        return super().reset(seed=seed, options=options)
+
+
+def rolled_on(env: Any, primer: TensorDict) -> TensorDict:
+    with pytest.raises(EnvError):
+        env.rollout(11, remember, primer=primer, break_when_any_done=False)
+    assert env.current()["done"].all()
+    return env.rollout(
+        11,
+        remember,
+        primer=primer,
+        break_when_any_done=False,
+        auto_reset=False,
+        tensordict=env.policy_state,
+    )
+
+
+def collected_on(env: Any, primer: TensorDict) -> TensorDict:
+    made = AsyncCollector(
+        env, remember, frames_per_batch=FRAMES, primer=primer, close_env=False
+    )
+    for _ in range(env.num_envs):
+        with pytest.raises(EnvError):
+            made.collect()
+    return made.collect()
+
+
+@pytest.mark.parametrize("run", [rolled_on, collected_on])
+@pytest.mark.parametrize(
+    "make", [functools.partial(SerialEnv, 1), functools.partial(ParallelEnv, 2)]
+)
+def test_an_env_whose_partial_reset_raises_begins_anew_in_all_rows(make, run):
+    with make(RaisesOnce, seed=0) as env:
+        primer = TensorDict({"memory": torch.zeros(*env.batch_size, 1)}, env.batch_size)
+        data = run(env, primer)
     assert torch.equal(data["memory"][..., 0], data["observation"][..., 1])
