@@ -240,20 +240,33 @@ class Builder:
         self._options = options
         self._alone: Any = None
         self._unpickle = functools.lru_cache(num_envs)(pickle.loads)
+        # Env id -> the pickled factory that has built it.
+        self._in_use: dict[int, bytes] = {}
         self._built: list[Adapter] = []
         self._probed: list[_Probed] = []
 
-    def build(self, pickled: bytes, kwargs: Mapping[str, Any]) -> Adapter:
-        """Call a pickled factory and return its env's adapter.
+    def build(
+        self,
+        env_id: int,
+        pickled: bytes,
+        kwargs: Mapping[str, Any],
+    ) -> Adapter:
+        """Call a pickled factory and return the adapter of the env of that id.
 
         Raises:
             FactoryError: it returned no env, an env that it had not built itself, or ended the process.
         """
         try:
             with building():
-                # Equal factories of a worker are one object, as in the caller's process.
+                # Equal factories of a worker are one object, as in the caller's process. So those of its other envs
+                # become the latest in the cache, which drops a former one.
+                self._in_use.pop(env_id, None)
+                # A list, because envs may be built in threads.
+                for other in [*self._in_use.values()]:
+                    self._unpickle(other)
                 with _hinting():
                     factory = self._unpickle(pickled)
+                self._in_use[env_id] = pickled
                 return self.adopt(factory, kwargs)
         except SystemExit as error:
             raise FactoryError(

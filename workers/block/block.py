@@ -8,7 +8,6 @@ Guarantees:
 Knows nothing of processes or doorbells: both the worker's loop and `SerialEnv` drive it.
 """
 
-import contextlib
 import copy
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
@@ -227,9 +226,13 @@ class Block:
         slot = self.slots[message.env_id]
         slot.prepared = message
         if message.call is not None:
-            self._close(slot)
+            # First: after an interrupt of the close, a reset builds by it.
             slot.call = message.call
             slot.move(SlotEvent.IS_BROKEN_OFF)
+            # For the error about a worker that hangs or dies in the close.
+            self._phase[self.worker_id] = slot.phase_words[_RESET]
+            self._close(slot)
+            self._phase[self.worker_id] = 0
 
     def ask(self, message: Ask) -> dict[str, Any]:
         """Do something with envs that is not a step; return the answer."""
@@ -499,9 +502,13 @@ class Block:
             for sink in slot.sinks.values():
                 sink.native = sink.step = None
             slot.is_built = False
-            # Some envs end their program.
-            with contextlib.suppress(Exception, SystemExit):
+            try:
                 slot.adapter.close()
+            except self._passes:
+                raise
+            # Some envs end their program, or are cancelled.
+            except BaseException:
+                pass
             self.forget(slot.adapter)
             slot.adapter = None
 

@@ -254,9 +254,9 @@ class Worker:
         )
 
     def _build_env(self, env_id: int, call: FactoryCall) -> Adapter:
-        first = self._build.block.first_env_id
-        with current.building(current.worker(), first + env_id):
-            return self._builder.build(*call)
+        number = self._build.block.first_env_id + env_id
+        with current.building(current.worker(), number):
+            return self._builder.build(env_id, *call)
 
     def _enter(self, worker: WorkerInfo) -> None:
         """Make this process that worker, with the ids of messages."""
