@@ -227,7 +227,7 @@ class Level:
 
 
 class LevelEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
-    def __init__(self, level: Level) -> None:
+    def __init__(self, level: Any) -> None:
         super().__init__(gymnasium.make("CartPole-v1"))
         vars(self).update(level=level, level_id=id(level))
 
@@ -281,8 +281,8 @@ def test_forty_tasks_need_the_memory_of_four() -> None:
 @both
 def test_envs_share_their_factory_after_former_tasks_of_another(make: Any) -> None:
     with make(6, functools.partial(LevelEnv, Level())) as env:
-        for _ in range(3):
-            env.rebuild([0], factories=functools.partial(LevelEnv, Level()))
+        for level in range(3):
+            env.rebuild([0], factories=functools.partial(LevelEnv, level))
         env.rebuild([1])
         assert len({*env.get("level_id")[1:3]}) == 1
 
