@@ -158,9 +158,8 @@ class SerialPool(Pool):
 
     def _build_env(self, env_id: int, call: FactoryCall) -> Adapter:
         with building(self._info, self.options.first_env_id + env_id):
-            adapter = self._builder.adopt(*call)
-        self.adapters[env_id] = adapter
-        return adapter
+            self.adapters[env_id] = self._builder.adopt(*call)
+        return self.adapters[env_id]
 
     def _forget(self, closed: Adapter) -> None:
         self.adapters = {

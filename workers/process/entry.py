@@ -222,8 +222,12 @@ class Worker:
         for env_id, call in message.calls.items():
             # Before each one: a constructor draws from the global generators, and what it draws must not depend on
             # the envs that were built before in the same process.
-            first = message.block.first_env_id
-            seeding.seed_globals(seeding.build_seed(message.root_seed, first + env_id))
+            seeding.seed_globals(
+                seeding.build_seed(
+                    message.root_seed,
+                    message.block.first_env_id + env_id,
+                )
+            )
             try:
                 adapters[env_id] = self._calls.run(
                     env_id,
@@ -254,8 +258,10 @@ class Worker:
         )
 
     def _build_env(self, env_id: int, call: FactoryCall) -> Adapter:
-        number = self._build.block.first_env_id + env_id
-        with current.building(current.worker(), number):
+        with current.building(
+            current.worker(),
+            self._build.block.first_env_id + env_id,
+        ):
             return self._builder.build(env_id, *call)
 
     def _enter(self, worker: WorkerInfo) -> None:
