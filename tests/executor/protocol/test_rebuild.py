@@ -290,8 +290,10 @@ def test_envs_share_their_factory_after_former_tasks_of_another(make: Any) -> No
 def _broken(built: list[Any], at_close: Any) -> Any:
     built.append(CountingEnv(9))
     if len(built) == 1:
-        built[0].reset = Mock(side_effect=ValueError)
-        built[0].close = Mock(side_effect=at_close)
+        vars(built[0]).update(
+            reset=Mock(side_effect=ValueError),
+            close=Mock(side_effect=at_close),
+        )
     return built[-1]
 
 
@@ -311,8 +313,11 @@ def _broken(built: list[Any], at_close: Any) -> Any:
 def test_an_env_whose_reset_and_close_have_raised_is_replaced(
     make: Any, at_close: Any, then: Any
 ) -> None:
-    options = ExecutorOptions(on_env_error="interrupt", reset_timeout_s=3)
-    with make(1, functools.partial(_broken, [], at_close), options=options) as env:
+    with make(
+        1,
+        functools.partial(_broken, [], at_close),
+        options=ExecutorOptions(on_env_error="interrupt", reset_timeout_s=3),
+    ) as env:
         with contextlib.suppress(KeyboardInterrupt, WorkerTimeout):
             env.reset()
         with then:
