@@ -6,7 +6,6 @@ an env that the factory did not build itself.
 """
 
 import contextlib
-import functools
 import inspect
 import pickle
 import re
@@ -233,28 +232,43 @@ class Builder:
 
     Args:
         options: what the envs take and return, and which leaves are added to theirs.
-        num_envs: of the worker. As many factories are kept: those of former tasks may hold as much memory as an env.
     """
 
-    def __init__(self, options: BlockOptions, num_envs: int) -> None:
+    def __init__(self, options: BlockOptions) -> None:
         self._options = options
         self._alone: Any = None
-        self._unpickle = functools.lru_cache(num_envs)(pickle.loads)
+        self._factories: dict[bytes, Factory] = {}
+        # Env id -> the pickled factory that has built it.
+        self._in_use: dict[int, bytes] = {}
         self._built: list[Adapter] = []
         self._probed: list[_Probed] = []
 
-    def build(self, pickled: bytes, kwargs: Mapping[str, Any]) -> Adapter:
-        """Call a pickled factory and return its env's adapter.
+    def build(
+        self,
+        env_id: int,
+        pickled: bytes,
+        kwargs: Mapping[str, Any],
+    ) -> Adapter:
+        """Call a pickled factory and return the adapter of the env of that id.
 
         Raises:
             FactoryError: it returned no env, an env that it had not built itself, or ended the process.
         """
         try:
             with building():
+                self._in_use[env_id] = pickled
+                # Before another is loaded: a factory of a former task may hold as much memory as an env.
+                kept = {
+                    one: factory
+                    for one, factory in [*self._factories.items()]
+                    if one in self._in_use.values()
+                }
+                self._factories = kept
                 # Equal factories of a worker are one object, as in the caller's process.
-                with _hinting():
-                    factory = self._unpickle(pickled)
-                return self.adopt(factory, kwargs)
+                if pickled not in kept:
+                    with _hinting():
+                        kept[pickled] = pickle.loads(pickled)
+                return self.adopt(kept[pickled], kwargs)
         except SystemExit as error:
             raise FactoryError(
                 f"make_env failed: the factory raised {importing.explain_exit(error)}."

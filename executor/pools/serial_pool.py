@@ -56,7 +56,7 @@ class SerialPool(Pool):
     def start(self) -> None:
         """Build the envs; set `specs`, `plan` and `slab`."""
         before = seeding.caller_state()
-        self._builder = Builder(self.options.for_block(), self.num_envs)
+        self._builder = Builder(self.options.for_block())
         first = self.options.first_env_id
         self._info = WorkerInfo(
             worker_id=0,
@@ -158,9 +158,8 @@ class SerialPool(Pool):
 
     def _build_env(self, env_id: int, call: FactoryCall) -> Adapter:
         with building(self._info, self.options.first_env_id + env_id):
-            adapter = self._builder.adopt(*call)
-        self.adapters[env_id] = adapter
-        return adapter
+            self.adapters[env_id] = self._builder.adopt(*call)
+        return self.adapters[env_id]
 
     def _forget(self, closed: Adapter) -> None:
         self.adapters = {

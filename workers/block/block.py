@@ -8,7 +8,6 @@ Guarantees:
 Knows nothing of processes or doorbells: both the worker's loop and `SerialEnv` drive it.
 """
 
-import contextlib
 import copy
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
@@ -223,13 +222,34 @@ class Block:
             slot.rng_state = seeding.globals_state()
 
     def prepare(self, message: Prepare) -> None:
-        """Keep the extras of an env's next command, and close an env that is to be built anew."""
+        """Keep the extras of an env's next command, and close an env that is to be built anew, if it is not closed.
+
+        No reference to it remains: two instances at once may take more memory than there is.
+        """
         slot = self.slots[message.env_id]
         slot.prepared = message
-        if message.call is not None:
-            self._close(slot)
-            slot.call = message.call
-            slot.move(SlotEvent.IS_BROKEN_OFF)
+        if message.call is None:
+            return
+        # First: after an interrupt of the close, a reset builds by it.
+        slot.call = message.call
+        slot.move(SlotEvent.IS_BROKEN_OFF)
+        if slot.is_built:
+            # Before the env is closed, because C would otherwise step and reset an instance that is closed.
+            for sink in slot.sinks.values():
+                sink.native = sink.step = None
+            slot.is_built = False
+            # For the error about a worker that hangs or dies in the close.
+            self._phase[self.worker_id] = slot.phase_words[_RESET]
+            try:
+                slot.adapter.close()
+            except self._passes:
+                raise
+            # Some envs end their program, or are cancelled.
+            except BaseException:
+                pass
+            self._phase[self.worker_id] = 0
+            self.forget(slot.adapter)
+            slot.adapter = None
 
     def ask(self, message: Ask) -> dict[str, Any]:
         """Do something with envs that is not a step; return the answer."""
@@ -486,24 +506,12 @@ class Block:
 
     def _seed_globals(self, slot: Slot) -> None:
         """Seed the global generators as for the constructor of an env."""
-        number = self._options.first_env_id + slot.env_id
-        seeding.seed_globals(seeding.build_seed(self.root_seed, number))
-
-    def _close(self, slot: Slot) -> None:
-        """Close an env that another instance will replace, unless it is closed already.
-
-        No reference to it remains: two instances at once may take more memory than there is.
-        """
-        if slot.is_built:
-            # Before the env is closed, because C would otherwise step and reset an instance that is closed.
-            for sink in slot.sinks.values():
-                sink.native = sink.step = None
-            slot.is_built = False
-            # Some envs end their program.
-            with contextlib.suppress(Exception, SystemExit):
-                slot.adapter.close()
-            self.forget(slot.adapter)
-            slot.adapter = None
+        seeding.seed_globals(
+            seeding.build_seed(
+                self.root_seed,
+                self._options.first_env_id + slot.env_id,
+            )
+        )
 
     def _note_info(self, slot: Slot, section: str) -> None:
         """Keep the env's info of the step or reset just made."""

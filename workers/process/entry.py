@@ -169,7 +169,7 @@ class Worker:
         self._log_fd = log_fd
         self._lifeline_fd = lifeline_fd
         self._fds: list[int] = []
-        self._builder = Builder(BlockOptions(), 0)
+        self._builder = Builder(BlockOptions())
         # Without envs until they are built.
         self._block = Block(0, {}, 0, channel.send_plain, BlockOptions())
         self._loop: Loop | None = None
@@ -214,7 +214,7 @@ class Worker:
 
     def _on_build(self, message: messages.Build) -> None:
         self._build = message
-        self._builder = Builder(message.block, len(message.calls))
+        self._builder = Builder(message.block)
         adapters = {}
         self._enter(message.worker)
         if message.block.env_threads:
@@ -222,8 +222,12 @@ class Worker:
         for env_id, call in message.calls.items():
             # Before each one: a constructor draws from the global generators, and what it draws must not depend on
             # the envs that were built before in the same process.
-            first = message.block.first_env_id
-            seeding.seed_globals(seeding.build_seed(message.root_seed, first + env_id))
+            seeding.seed_globals(
+                seeding.build_seed(
+                    message.root_seed,
+                    message.block.first_env_id + env_id,
+                )
+            )
             try:
                 adapters[env_id] = self._calls.run(
                     env_id,
@@ -254,9 +258,11 @@ class Worker:
         )
 
     def _build_env(self, env_id: int, call: FactoryCall) -> Adapter:
-        first = self._build.block.first_env_id
-        with current.building(current.worker(), first + env_id):
-            return self._builder.build(*call)
+        with current.building(
+            current.worker(),
+            self._build.block.first_env_id + env_id,
+        ):
+            return self._builder.build(env_id, *call)
 
     def _enter(self, worker: WorkerInfo) -> None:
         """Make this process that worker, with the ids of messages."""

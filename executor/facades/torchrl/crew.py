@@ -132,11 +132,12 @@ class HostedEnvs(ParallelEnv):
         Raises:
             EnvError: they do not, or other calls have raised.
         """
-        engine = self._engine
         pool = self._pool
         worker_id = int(pool.worker_of[min(faults)])
         are_resets = all(call.name == "reset" for call in calls.values())
-        is_interrupted = engine.flights.losses.may_interrupt(faults) and are_resets
+        is_interrupted = (
+            self._engine.flights.losses.may_interrupt(faults) and are_resets
+        )
         error = env_error(
             [*faults.values()],
             worker_id,
@@ -146,10 +147,10 @@ class HostedEnvs(ParallelEnv):
         )
         if not is_interrupted:
             raise error
-        engine.flights.losses.log(error, len(faults))
-        with engine.guard:
+        self._engine.flights.losses.log(error, len(faults))
+        with self._engine.guard:
             pool.send_calls(pool.blueprint.sent_to(faults))
-            engine.reset_envs(np.array([*faults], np.int64))
+            self._engine.reset_envs(np.array([*faults], np.int64))
 
     def _replace_lost(self, env_ids: Sequence[int], calls: Sequence[Call]) -> None:
         """Replace lost workers all of whose envs will be reset, if the options allow it; else keep their loss."""

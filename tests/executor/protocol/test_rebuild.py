@@ -1,11 +1,14 @@
 """`rebuild`: another task takes the place of an env, in the same process."""
 
+import contextlib
 import functools
 import re
+import signal
 import threading
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import gymnasium
 import numpy as np
@@ -21,6 +24,7 @@ from envherd.executor import (
     ParallelEnv,
     SerialEnv,
     SpecError,
+    WorkerTimeout,
 )
 from envherd.gymnasium import AsyncVectorEnv
 from envherd.sb3 import SubprocVecEnv
@@ -218,8 +222,9 @@ class Level:
 
 
 class LevelEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
-    def __init__(self, level: Level) -> None:
+    def __init__(self, level: Any) -> None:
         super().__init__(gymnasium.make("CartPole-v1"))
+        vars(self).update(level=level, level_id=id(level))
 
     def step(self, action: Any) -> Any:
         return *super().step(action)[:4], {"score": 1.0}
@@ -266,3 +271,50 @@ def test_forty_tasks_need_the_memory_of_four() -> None:
         # A second env in memory would take 60 MB; what the allocator keeps grows for three tasks, by 20 MB.
         # A level (3 MB) that were kept at each later rebuild would take 18 MB.
         assert (peaks[-1] < np.add([peaks[0], peaks[3]], [[45_000], [9_000]])).all()
+
+
+@both
+def test_envs_share_their_factory_after_former_tasks_of_another(make: Any) -> None:
+    with make(6, functools.partial(LevelEnv, Level())) as env:
+        for level in range(3):
+            env.rebuild([0], factories=functools.partial(LevelEnv, level))
+        env.rebuild([1])
+        assert len({*env.get("level_id")[1:3]}) == 1
+
+
+def _broken(built: list[Any], at_close: Any) -> Any:
+    built.append(CountingEnv(9))
+    if len(built) == 1:
+        vars(built[0]).update(
+            reset=Mock(side_effect=ValueError),
+            close=Mock(side_effect=at_close),
+        )
+    return built[-1]
+
+
+@pytest.mark.parametrize(
+    ("make", "at_close", "then"),
+    [
+        (SerialEnv, [KeyboardInterrupt, None], contextlib.nullcontext()),
+        (ParallelEnv, GeneratorExit, contextlib.nullcontext()),
+        pytest.param(
+            ParallelEnv,
+            signal.pause,
+            pytest.raises(WorkerTimeout, match="in reset of env 0"),
+            marks=pytest.mark.broken_pool,
+        ),
+    ],
+)
+def test_an_env_whose_reset_and_close_have_raised_is_replaced(
+    make: Any, at_close: Any, then: Any
+) -> None:
+    with make(
+        1,
+        functools.partial(_broken, [], at_close),
+        options=ExecutorOptions(on_env_error="interrupt", reset_timeout_s=3),
+    ) as env:
+        with contextlib.suppress(KeyboardInterrupt, WorkerTimeout):
+            env.reset()
+        with then:
+            env.reset()
+        assert env.statistics().env_errors == 1
