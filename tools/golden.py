@@ -286,12 +286,18 @@ def gathered(run: Run) -> None:
     ) as collector:
         while num_left:
             rows = collector.collect().flatten(0, 1)
-            parts.append(rows[rows["step"] < NUM_STEPS].exclude("policy_version"))
+            is_early = _of_env(rows, "step") < NUM_STEPS
+            parts.append(rows[is_early].exclude("policy_version"))
             num_left -= len(parts[-1])
     rows = TensorDict.cat(parts)
     # The rows of a batch are in the order in which they were completed.
-    rows = rows[rows["step"].argsort(stable=True)]
-    run.trace.add_rows(rows, rows["env_ids"])
+    rows = rows[_of_env(rows, "step").argsort(stable=True)]
+    run.trace.add_rows(rows, _of_env(rows, "env_ids"))
+
+
+def _of_env(rows: TensorDictBase, name: str) -> torch.Tensor:
+    """Return a number of each step, int64 `[k]`; an env that is a batch has it for each of its rows."""
+    return rows[name].reshape(len(rows), -1)[:, 0]
 
 
 MODES: dict[str, Callable[[Run], None]] = {
@@ -302,9 +308,7 @@ MODES: dict[str, Callable[[Run], None]] = {
 
 def _suits(mode: str, env: Any) -> bool:
     """Return whether `AsyncCollector` takes the envs, if it is the mode."""
-    return mode != "gathered" or not (
-        env.spec.batch_shape or any(leaf.is_side for leaf in env.spec.leaves())
-    )
+    return mode != "gathered" or not any(leaf.is_side for leaf in env.spec.leaves())
 
 
 # ---- the facades -----------------------------------------------------------------------------
