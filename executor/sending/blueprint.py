@@ -328,11 +328,8 @@ def _numbered(
     factories: Sequence[Factory],
 ) -> dict[int, EnvCall]:
     """Return the calls of a blueprint: of each env the factory as its process gets it, the arguments, the factory."""
-    return dict(
-        enumerate(
-            map(EnvCall, map(FactoryCall, sent, env_kwargs), factories),
-        )
-    )
+    calls = map(FactoryCall, sent, env_kwargs)
+    return dict(enumerate(map(EnvCall, calls, factories)))
 
 
 def check_agreement(
