@@ -18,6 +18,7 @@ import numpy as np
 
 from benchmarks.pools import Contender, Job, Pool
 from benchmarks.watching import die_with_parent
+from benchmarks.work import import_melting_pot
 
 IDEAL, SERIAL, INSTALLED = (
     "measured ideal",
@@ -82,6 +83,7 @@ def serial_loop(job: Job) -> Pool:
 
 def installed_loop(job: Job) -> Pool:
     """Step Melting Pot's own envs one after the other: the installed Lua code, without envherd."""
+    import_melting_pot()
     from meltingpot import substrate
 
     name = job.make_env.name  # type: ignore[attr-defined]  # its factory

@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.ours import stepped_arrays
 from benchmarks.pools import Contender, EndCounter, Job, Pool
+from benchmarks.work import import_melting_pot
 
 GYMNASIUM_SYNC, GYMNASIUM_ASYNC = "Gymnasium SyncVectorEnv", "Gymnasium AsyncVectorEnv"
 SB3_DUMMY, SB3_SUBPROC = "SB3 DummyVecEnv", "SB3 SubprocVecEnv"
@@ -53,6 +54,8 @@ def torchrl_factory(job: Job) -> Any:
     from torchrl.envs import GymWrapper, MeltingpotEnv
 
     if job.family == "meltingpot":
+        # Before the workers are forked, which inherit it.
+        import_melting_pot()
         return functools.partial(
             MeltingpotEnv,
             job.make_env.name,  # type: ignore[attr-defined]  # its factory

@@ -5,6 +5,7 @@ An env that spins for a given time makes progress while it is preempted; one tha
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import time
@@ -27,6 +28,18 @@ def compute(iterations: int) -> int:
     for _ in range(iterations):
         x = (x * 1103515245 + 12345) & 0x7FFFFFFF
     return x
+
+
+def import_melting_pot() -> None:
+    """Import Melting Pot's own code so that LuaJIT finds room for its machine code, as in a user's script.
+
+    LuaJIT places machine code within 1 GiB of its library, at random addresses. TensorFlow, which Melting Pot imports
+    after that library, would be placed next to it, and in a process with the libraries of this harness no room would be
+    left: LuaJIT then interprets, and a step takes up to ten times as long.
+    """
+    with contextlib.suppress(ImportError):
+        importlib.import_module("tensorflow")
+    importlib.import_module("meltingpot.substrate")
 
 
 def iterations_per_us() -> float:
