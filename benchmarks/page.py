@@ -54,8 +54,7 @@ _FACADES = (
 _ON_OTHERS = """\
 The other libraries use one process per env; PufferLib, which polls, leaves the caller a core. envherd uses one worker
 per core (for no-op envs one worker in total, which is what `num_workers="auto"` chooses). Median and quartiles over the
-rounds. The installed Melting Pot code, which TorchRL's class steps, has
-[two speeds](meltingpot.md#whole-episodes-next-to-torchrl) on some machines."""
+rounds."""
 _ON_FACADES = """\
 The next table compares the facades with the classes that they replace, for 8 CartPoles with episodes of about nine
 steps. They use one worker, as `envherd size` recommends for envs this cheap, unless the row names another number."""
