@@ -442,8 +442,10 @@ class BatchedEnv:
                 ]
             elif env_kwargs is None:
                 env_kwargs = [call.sent.kwargs for call in old]
-            if len(ids):
-                self._engine.rebuild(ids, self._pool.blueprint.draw(made, env_kwargs))
+            self._engine.rebuild(
+                ids,
+                self._pool.blueprint.draw(made, env_kwargs, ids.tolist()),
+            )
 
     # ---- send and recv -----------------------------------------------------------------------
 

@@ -258,17 +258,16 @@ class Builder:
             with building():
                 self._in_use[env_id] = pickled
                 # Before another is loaded: a factory of a former task may hold as much memory as an env.
-                kept = {
+                self._factories = {
                     one: factory
-                    for one, factory in [*self._factories.items()]
+                    for one, factory in self._factories.items()
                     if one in self._in_use.values()
                 }
-                self._factories = kept
                 # Equal factories of a worker are one object, as in the caller's process.
-                if pickled not in kept:
+                if pickled not in self._factories:
                     with _hinting():
-                        kept[pickled] = pickle.loads(pickled)
-                return self.adopt(kept[pickled], kwargs)
+                        self._factories[pickled] = pickle.loads(pickled)
+                return self.adopt(self._factories[pickled], kwargs)
         except SystemExit as error:
             raise FactoryError(
                 f"make_env failed: the factory raised {importing.explain_exit(error)}."

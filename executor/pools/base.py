@@ -6,7 +6,7 @@ and the env is counted as answered. Env ids are int64 `[k]` without duplicates, 
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -22,7 +22,6 @@ from envherd.shm.specs import EnvSpec, Key
 from envherd.workers import messages, native
 from envherd.workers.errors import EnvherdError
 from envherd.workers.info_rows import Schema
-from envherd.workers.options import FactoryCall
 from envherd.workers.processes import cpu_ns, cpu_of, memory_of
 from envherd.workers.protocol import Op
 
@@ -227,17 +226,25 @@ class Pool(ABC):
             WorkerLost, WorkerTimeout: its worker is lost and not replaced.
         """
 
-    def send_calls(self, calls: Mapping[int, FactoryCall]) -> None:
-        """Make workers close envs, and build new instances by these factory calls when they need them.
-
-        Successors of workers build by the blueprint.
+    def send_calls(
+        self,
+        env_ids: Iterable[int],
+        others: Blueprint | None = None,
+    ) -> None:
+        """Make workers close envs, and build new instances by a blueprint when they need them.
 
         Args:
-            calls: env id -> call. These envs owe nothing, or only the answer that a new instance completes.
+            env_ids: they owe nothing, or only the answer that a new instance completes.
+            others: the blueprint; None for the pool's own, by which successors of workers build.
         """
-        for env_id, call in calls.items():
+        for env_id in env_ids:
             if self.is_serving(int(self.worker_of[env_id])):
-                self.prepare(messages.Prepare(env_id=env_id, call=call))
+                self.prepare(
+                    messages.Prepare(
+                        env_id=env_id,
+                        call=(others or self.blueprint).calls[env_id].sent,
+                    )
+                )
 
     def await_workers(self, env_ids: np.ndarray) -> None:  # noqa: B027  # envs in this process are always there
         """Make sure that some envs can be given commands, before anything is sent or changed for a call.

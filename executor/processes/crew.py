@@ -176,7 +176,7 @@ class Crew:
         build = messages.Build(
             worker=process.info,
             first_worker_id=numbering.first_worker_id,
-            calls=self.blueprint.sent_to(env_ids),
+            calls={i: self.blueprint.calls[i].sent for i in env_ids},
             root_seed=self.equipment.seed.root_seed,
             block=self.options.for_block(),
         )

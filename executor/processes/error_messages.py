@@ -42,14 +42,22 @@ class Numbering:
 numbering = Numbering()
 
 
-#: The types whose messages are written by this package.
-_OURS = ("FactoryError", "SpecError")
-#: Phase -> types of exceptions whose messages need no words about the env: those of the builder, and those of adapters
-#: of envs that have no state.
-_WHOLE = {
+#: The types whose messages are written by this package, and the errors that have them.
+_OURS = {"FactoryError": FactoryError, "SpecError": SpecError}
+#: Phase -> types of exceptions whose messages need no words about the env, and the errors that have them: those of the
+#: builder, and those of adapters of envs that have no state.
+_WHOLE: dict[str, dict[str, type[EnvherdError]]] = {
     "rebuild": _OURS,
-    "save": ("NotImplementedError",),
-    "restore": ("NotImplementedError",),
+    "save": {"NotImplementedError": EnvError},
+    "restore": {"NotImplementedError": EnvError},
+}
+#: Phase -> what raises in it, the error for that, and what becomes of the envs.
+_RAISERS: dict[str, tuple[str, type[EnvherdError], str]] = {
+    "rebuild": (
+        "the factory",
+        FactoryError,
+        "The envs of this call keep their tasks, and need a reset.",
+    )
 }
 #: Advice by the type of an env's exception.
 _ADVICE = {
@@ -263,7 +271,6 @@ def env_error(
     worker_id += numbering.first_worker_id
     phase = fault["phase"]
     type_name = fault["type_name"]
-    what = f"the env raised {raised(type_name, fault['message'])}"
     also = ""
     again = "reset this one to use it again"
     others = sorted(
@@ -272,19 +279,19 @@ def env_error(
     if others:
         also = f" Envs {others} raised too."
         again = "reset these to use them again"
-    kind: type[EnvherdError] = EnvError
-    advice = "Its episode goes on."
-    if phase == "rebuild":
-        kind = {"SpecError": SpecError}.get(type_name, FactoryError)
-        what = f"the factory raised {raised(type_name, fault['message'])}"
-        advice = "The envs of this call keep their tasks, and need a reset."
-    elif is_interrupted:
+    raiser, kind, advice = _RAISERS.get(
+        phase,
+        ("the env", EnvError, "Its episode goes on."),
+    )
+    what = f"{raiser} raised {raised(type_name, fault['message'])}"
+    if is_interrupted:
         advice = "All envs go on: the rows count as interrupted."
-    if type_name in _WHOLE.get(phase, ()):
+    whole = _WHOLE.get(phase, {})
+    if type_name in whole:
         what = fault["message"]
     elif phase in ("step", "reset", "restore") and not is_interrupted:
         advice = f"The other envs go on; {again}."
-    return kind(
+    return whole.get(type_name, kind)(
         f"{phase} failed: {what} (env {env_id}, worker {worker_id}, pid {pid}{_place(gpu)}).{also} {advice}"
         f"{_ADVICE.get(type_name, '')}",
         remote_traceback=without_own_frames(fault["traceback"]),

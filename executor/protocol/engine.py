@@ -273,7 +273,7 @@ class Engine(Calls):
         self.received = None
         # Before the flights, which mark roots where the positions are: not in a storage that a rollout gives back.
         self.positions.move_back()
-        self.pool.send_calls(self.pool.blueprint.sent_to(self._being_rebuilt))
+        self.pool.send_calls(self._being_rebuilt)
         # After an interrupt before this line they are sent once more.
         self._being_rebuilt = []
         self.flights.recover()
@@ -324,8 +324,8 @@ class Engine(Calls):
         """
         self.flights.begin_resets(env_ids, extras=extras).land()
 
-    def rebuild(self, env_ids: np.ndarray, blueprint: Blueprint) -> None:
-        """Replace envs, int64 `[k]`, by those of a blueprint of as many, for `BatchedEnv.rebuild`.
+    def rebuild(self, env_ids: np.ndarray, others: Blueprint) -> None:
+        """Replace envs, int64 `[k]`, by those of a blueprint that has the same ids, for `BatchedEnv.rebuild`.
 
         Until the pool's own blueprint has the new calls, the old ones count: after an error or an interrupt, the next
         call gives them to the workers again (`recover`).
@@ -335,12 +335,11 @@ class Engine(Calls):
         self.flights.end_episodes(env_ids)
         # Before the first message: from here an error or an interrupt makes `recover` send the old calls.
         self._being_rebuilt = env_ids.tolist()
-        calls = dict(zip(self._being_rebuilt, blueprint.calls.values(), strict=True))
-        self.pool.send_calls({i: call.sent for i, call in calls.items()})
+        self.pool.send_calls(self._being_rebuilt, others)
         self.ask("rebuild", self._being_rebuilt)
         # Envs and calls change at once: in between, a successor would build the wrong env.
         with uninterrupted():
-            self.pool.blueprint.calls.update(calls)
+            self.pool.blueprint.calls.update(others.calls)
             self.pool.slab.words["episode"][env_ids] = 0
             self._being_rebuilt = []
 

@@ -662,7 +662,7 @@ class Flights:
             return None
         due = failed[is_due].tolist()
         # An env whose reset has raised may be in any state, so it is built again.
-        self.pool.send_calls(self.pool.blueprint.sent_to(broken))
+        self.pool.send_calls(broken)
         # The resets below replace all infos of these envs, but their steps' are still to be read.
         of_steps = self.side.infos.read("next")
         at = self.states.columns[failed] + self.positions.where.root_ahead * (

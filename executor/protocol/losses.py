@@ -195,7 +195,7 @@ class Losses:
             self._positions.cut_off(env_id, column)
         self.note_interrupted(lost[is_stepped])
         self._pool.words.answers_lost[lost[~is_due]] = False
-        self._pool.send_calls(self._pool.blueprint.sent_to(lost[is_rebuilt].tolist()))
+        self._pool.send_calls(lost[is_rebuilt].tolist())
         # PREPARED: the message stays until the reset, which then keeps the info of the step before it.
         for is_one, flags in (
             (is_due & ~is_rebuilt, Flag.EACH),

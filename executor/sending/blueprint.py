@@ -68,7 +68,7 @@ class Blueprint:
         interpreters: of each env, None for this one.
         starts: of each env, what changes the settings of its worker, or None; empty if nothing does. Those of a worker
             do the same.
-        draw: `(factories, env_kwargs)`: returns the blueprint of such a pool for others.
+        draw: `(factories, env_kwargs, env_ids)`: returns the blueprint of such a pool for others, with these ids.
     """
 
     calls: dict[int, EnvCall]
@@ -82,10 +82,6 @@ class Blueprint:
     def envs_of(self, worker_ids: Iterable[int]) -> np.ndarray:
         """Return the ids of all envs of some workers, int64 `[k]`, ascending."""
         return np.array(sorted(i for w in worker_ids for i in self.blocks[w]), np.int64)
-
-    def sent_to(self, env_ids: Iterable[int]) -> dict[int, FactoryCall]:
-        """Return what the processes of some envs get, by env id."""
-        return {i: self.calls[i].sent for i in env_ids}
 
     def is_equal_call(self, env_id: int, other: int) -> bool:
         """Return whether equal calls build two envs."""
@@ -261,8 +257,11 @@ def draw(
     num_workers: int,
     seed: int | None,
     options: ExecutorOptions,
+    env_ids: Sequence[int] | None = None,
 ) -> Blueprint:
     """Return the blueprint of a pool of worker processes; of `num_workers` 0, if those of another pool take its calls.
+
+    Its envs have the ids from 0 on, or those of the other pool.
 
     Raises:
         FactoryError: a factory or its keyword arguments cannot be pickled.
@@ -298,13 +297,16 @@ def draw(
         preload = tuple(dict.fromkeys([*named, *brought_in]))
     return Blueprint(
         calls=_numbered(
-            [pickled[id(factory)] for factory in factories], kwargs, factories
+            env_ids,
+            [pickled[id(factory)] for factory in factories],
+            kwargs,
+            factories,
         ),
         blocks=spread(len(factories), num_workers or 1),
         root_seed=as_root_seed(seed),
         preload=preload,
         interpreters=tuple(map(interpreter_of, factories)),
-        draw=lambda others, kwargs: draw(others, kwargs, 0, 0, options),
+        draw=lambda others, kwargs, ids: draw(others, kwargs, 0, 0, options, ids),
     )
 
 
@@ -312,24 +314,33 @@ def serial_blueprint(
     factories: list[Factory],
     env_kwargs: EnvKwargs,
     seed: int | None,
+    env_ids: Sequence[int] | None = None,
 ) -> Blueprint:
-    """Return the blueprint of a serial pool: nothing is pickled."""
+    """Return the blueprint of a serial pool: nothing is pickled. Its envs have the ids from 0 on, or these."""
     return Blueprint(
-        calls=_numbered(factories, as_kwargs(len(factories), env_kwargs), factories),
+        calls=_numbered(
+            env_ids,
+            factories,
+            as_kwargs(len(factories), env_kwargs),
+            factories,
+        ),
         blocks=spread(len(factories), 1),
         root_seed=as_root_seed(seed),
-        draw=lambda others, others_kwargs: serial_blueprint(others, others_kwargs, 0),
+        draw=lambda others, kwargs, ids: serial_blueprint(others, kwargs, 0, ids),
     )
 
 
 def _numbered(
+    env_ids: Sequence[int] | None,
     sent: Sequence[Any],
     env_kwargs: Sequence[dict[str, Any]],
     factories: Sequence[Factory],
 ) -> dict[int, EnvCall]:
     """Return the calls of a blueprint: of each env the factory as its process gets it, the arguments, the factory."""
     calls = map(FactoryCall, sent, env_kwargs)
-    return dict(enumerate(map(EnvCall, calls, factories)))
+    return dict(
+        zip(env_ids or range(len(sent)), map(EnvCall, calls, factories), strict=True)
+    )
 
 
 def check_agreement(

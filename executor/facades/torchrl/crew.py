@@ -149,7 +149,7 @@ class HostedEnvs(ParallelEnv):
             raise error
         self._engine.flights.losses.log(error, len(faults))
         with self._engine.guard:
-            pool.send_calls(pool.blueprint.sent_to(faults))
+            pool.send_calls(faults)
             self._engine.reset_envs(np.array([*faults], np.int64))
 
     def _replace_lost(self, env_ids: Sequence[int], calls: Sequence[Call]) -> None:

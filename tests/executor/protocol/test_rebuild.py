@@ -60,8 +60,12 @@ def test_the_data_are_those_of_an_executor_that_was_made_so(
     ):
         for drive in DRIVES:
             drive(env, 7)  # ends in the middle of episodes
-            env.rebuild([1, 3], factories=CountingEnv, env_kwargs=TASKS[1::2])
-            env.rebuild([0, 2])
+            for ids, call in (
+                ([1, 3], {"factories": CountingEnv, "env_kwargs": TASKS[1::2]}),
+                ([0, 2], {}),
+                (np.zeros(4, bool), {"factories": FaultyEnv, "env_kwargs": {}}),
+            ):
+                env.rebuild(ids, **call)
             made.set_seed(5)
             assert all(
                 (one == other).all()
