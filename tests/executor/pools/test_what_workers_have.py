@@ -383,7 +383,8 @@ found = {}
 def write(name, value):
     os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
     with open(name, "w") as file:
-        file.write(SOURCE % value)
+        # Sizes differ, as Python takes bytecode to be fresh if a file has the size and the second of the former one.
+        file.write(SOURCE % value + "#" * value)
 
 def note(name, module):
     found[name] = [*rewards(module.make, 1), *rewards(lambda: module.make(), 1)]
