@@ -154,8 +154,9 @@ def test_every_episode_is_played_once(tmp_path):
     log = tmp_path / "log"
     found = evaluate(press, suite(log=str(log)), 4, num_workers=2)
     assert [one.num_episodes for one in found.tasks.values()] == [4] * 3
-    resets = [int(words[1]) for words in lines(log) if words[0] == "reset"]
-    assert sorted(resets) == sorted(SEEDS[:4] * 3)
+    assert sorted(
+        int(words[1]) for words in lines(log) if words[0] == "reset"
+    ) == sorted(SEEDS[:4] * 3)
 
 
 def test_no_more_envs_are_alive_than_workers(tmp_path):
