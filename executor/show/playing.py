@@ -517,8 +517,11 @@ class _Session:
             (key, getattr(leaf, "shape", ())[1:], getattr(leaf, "dtype", None))
             for key, leaf in leaves.items()
         ]
-        is_first = next(iter(self.playing.values())).state is None
-        return id(getattr(placed, "policy", placed)), shapes, is_first
+        return (
+            id(getattr(placed, "policy", placed)),
+            shapes,
+            next(iter(self.playing.values())).state is None,  # the first step
+        )
 
     def play(self) -> _Work:
         """Play until no episode is left."""
@@ -613,8 +616,11 @@ class _Session:
             axis=1,
         )
         is_over = following.get("done").flatten().tolist()
-        nobody = torch.zeros(len(ids), device="cpu")
-        is_lost = following.get("interrupted", nobody).flatten().tolist()
+        is_lost = (
+            following.get("interrupted", torch.zeros(len(ids), device="cpu"))
+            .flatten()
+            .tolist()
+        )
         infos = (
             self.env.infos("next") if self.env.options.info_policy != "drop" else None
         )

@@ -172,8 +172,11 @@ def test_early_stack_request_does_not_kill_a_worker(start_method):
     options = ExecutorOptions(start_method=start_method)
     zygote = Helper(options, [])
     zygote.wait_ready()
-    info = WorkerInfo(worker_id=0, generation=0, num_workers=1, env_ids=(0,))
-    worker = WorkerProcess(info, Mock(), zygote)
+    worker = WorkerProcess(
+        WorkerInfo(worker_id=0, generation=0, num_workers=1, env_ids=(0,)),
+        Mock(),
+        zygote,
+    )
     worker.start(
         lambda sock, log: zygote.fork(
             worker_config(options, 0), [sock, zygote.lifeline_read, log]
