@@ -469,14 +469,24 @@ _NAMES: dict[Any, str] = {
 
 @functools.cache
 def missing() -> tuple[str, ...]:
-    """Return what the pool of forked workers needs and this system lacks or refuses; empty if it has everything."""
+    """Return what the pool of forked workers needs and this system lacks or refuses; empty if it has everything.
+
+    Raises:
+        OSError: EMFILE: this process has no descriptor left to try it.
+    """
     if not IS_LINUX:
         return tuple(_NEEDS)
     lacking = []
     for name, attempt in _NEEDS.items():
         try:
             attempt()
-        except (AttributeError, OSError):
+        except (AttributeError, OSError) as error:
+            # Nothing is cached: the system has it once this process closes files.
+            if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+                raise OSError(
+                    errno.EMFILE,
+                    f"trying {name} failed: too many open files. Raise the limit (ulimit -n), or close some",
+                ) from error
             lacking.append(name)
     for module, names in _NAMES.items():
         lacking += [name for name in names.split() if not hasattr(module, name)]

@@ -236,12 +236,16 @@ def _release_named(memory: _NamedMemory, owner: int | None) -> None:
 
 @contextlib.contextmanager
 def _within_limits(nbytes: int) -> Iterator[None]:
-    """Raise MemoryError if the system refuses memory of that size."""
+    """Raise MemoryError if the system refuses memory of that size, and its error with advice if it refuses a file."""
     try:
         yield
     except OSError as error:
         if error.errno not in _TOO_LARGE:
-            raise
+            raise OSError(
+                error.errno,
+                f"shared memory failed: expected {nbytes / 2**20:.0f} MiB, got {error.strerror}. Raise the limit if "
+                f"too many files are open (ulimit -n), or close executors that are not used",
+            ) from error
         raise MemoryError(
             f"shared memory failed: expected {nbytes / 2**20:.0f} MiB, got {error}. Use fewer envs or shorter "
             f"rollouts, a larger /dev/shm (docker --shm-size=1g), or a higher limit on files (ulimit -f)."

@@ -17,6 +17,9 @@ FILES_PER_WORKER = 3
 #: Descriptors of the owner once for an executor: the helper's socket, lifeline and log; the slab; temporary ones while
 #: a process is started.
 FILES_FIXED = 12
+#: Descriptors of the owner for each executor of one worker that starts while others do, by whether they share a helper:
+#: those of a worker, the slab, and the temporary ones of its start; without, also those of its helper.
+FILES_PER_EXECUTOR = {True: 7, False: 11}
 #: Bytes of the smallest env in all processes together, below what `CountingEnv` takes (27 KiB in `SerialEnv`, 55 in
 #: workers; 2026-11-28).
 _ENV_BYTES = 24 * 2**10
@@ -30,12 +33,17 @@ class TooMany(EnvherdError, ValueError):
     """More envs or worker processes than the machine can hold, whatever the envs are. Nothing was started."""
 
 
-def require_room(num_envs: int = 1, num_workers: int = 0) -> None:
+def require_room(
+    num_envs: int = 1,
+    num_workers: int = 0,
+    files_per_worker: int = FILES_PER_WORKER,
+) -> None:
     """Refuse numbers that the machine cannot hold.
 
     Args:
         num_envs: N.
         num_workers: processes to start; 0 for envs in this process.
+        files_per_worker: descriptors of this process for each.
 
     Raises:
         TooMany: the memory, or the limits on processes; with the largest number that may fit.
@@ -59,7 +67,7 @@ def require_room(num_envs: int = 1, num_workers: int = 0) -> None:
             f"leave, got {_shown(num_workers)}. Use fewer workers, or raise the limit (ulimit -u, docker --pids-limit, "
             f"TasksMax=, kernel.pid_max)."
         )
-    num_files = num_workers * FILES_PER_WORKER + FILES_FIXED
+    num_files = num_workers * files_per_worker + FILES_FIXED
     files = files_left()
     if num_workers and files is not None and num_files > files:
         raise OSError(

@@ -21,7 +21,6 @@ from envherd.executor.batches.arguments import as_count, need_callables, need_se
 from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.guests.collectors.policy import Placed, Policy
 from envherd.executor.keywords import names_right_keyword
-from envherd.executor.machine.room import require_room
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.sending.blueprint import checked_options, choose_workers
 from envherd.executor.show.camera import require_imageio
@@ -229,9 +228,7 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
             play.play_in(executor)
         elif play.num_left:
             chosen = default_options() if options is None else _with_infos(options)
-            seats = choose_workers(play.num_left, num_workers)
-            require_room(num_workers=seats)
-            play.run(seats, chosen)
+            play.run(choose_workers(play.num_left, num_workers), chosen)
     if play.build_error is not None and all(
         records.tasks[name].cast is None for name in tasks
     ):

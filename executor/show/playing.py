@@ -35,6 +35,7 @@ from tensordict import TensorDict, TensorDictBase
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.batches.fast_tensordict import get_leaf
 from envherd.executor.batches.random_actions import ActionSampler
+from envherd.executor.machine.room import FILES_PER_EXECUTOR, require_room
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.processes.error_messages import log
@@ -295,18 +296,29 @@ class Play:
                 operation = _advance(work, _outcome_of(None, operation))
 
     def run(self, num_seats: int, options: ExecutorOptions) -> None:
-        """Play all episodes, in envs of at most `num_seats` worker processes; an exception closes the envs."""
+        """Play all episodes, in envs of at most `num_seats` worker processes; an exception closes the envs.
+
+        Raises:
+            TooMany, OSError: the machine has no room for the workers. Nothing was started.
+        """
+        is_shared = (
+            options.start_method == "zygote"
+            and options.worker_output == "capture"
+            and not options.differ_by_worker
+            and not platforms.missing()
+        )
+        require_room(
+            num_workers=num_seats,
+            files_per_worker=FILES_PER_EXECUTOR[is_shared],
+        )
         factories = as_factories(len(self._tasks), [task.env for task in self._tasks])
         # Refuses factories that cannot be pickled.
         modules = draw(factories, None, 1, 0, options).preload
-        is_shared = (
-            options.start_method == "zygote" and options.worker_output == "capture"
-        )
         outcomes: SimpleQueue[_Outcome] = SimpleQueue()
         waiting: dict[_Seat, _Session] = {}
         works: dict[_Seat, _Work] = {}
         with contextlib.ExitStack() as at_end:
-            if is_shared and not options.differ_by_worker and not platforms.missing():
+            if is_shared:
                 # One helper for all tasks, so that a worker starts in 0.1 s.
                 options = replace(options, preload=modules)
                 at_end.callback(helper_for(self, options, modules).close, self)
@@ -505,8 +517,11 @@ class _Session:
             (key, getattr(leaf, "shape", ())[1:], getattr(leaf, "dtype", None))
             for key, leaf in leaves.items()
         ]
-        is_first = next(iter(self.playing.values())).state is None
-        return id(getattr(placed, "policy", placed)), shapes, is_first
+        return (
+            id(getattr(placed, "policy", placed)),
+            shapes,
+            next(iter(self.playing.values())).state is None,  # the first step
+        )
 
     def play(self) -> _Work:
         """Play until no episode is left."""
@@ -601,8 +616,11 @@ class _Session:
             axis=1,
         )
         is_over = following.get("done").flatten().tolist()
-        nobody = torch.zeros(len(ids), device="cpu")
-        is_lost = following.get("interrupted", nobody).flatten().tolist()
+        is_lost = (
+            following.get("interrupted", torch.zeros(len(ids), device="cpu"))
+            .flatten()
+            .tolist()
+        )
         infos = (
             self.env.infos("next") if self.env.options.info_policy != "drop" else None
         )

@@ -206,7 +206,7 @@ class Helper:
             with in_file(json.dumps(path).encode()) as file:
                 theirs = (self._theirs.fileno(), self._log_fd, file.fileno())
                 self._process = subprocess.Popen(
-                    [sys.executable, *flags(), "-c", _BOOT, *map(str, theirs)],
+                    [sys.executable or "", *flags(), "-c", _BOOT, *map(str, theirs)],
                     pass_fds=theirs,
                     env=self._environ,
                     stdin=subprocess.DEVNULL,
@@ -220,7 +220,8 @@ class Helper:
             # Without a number, a signal handler has raised it.
             if isinstance(error, OSError) and error.errno is not None:
                 raise WorkerLost(
-                    f"starting a worker failed: its helper process cannot be started ({error}). {_LIMITS}",
+                    f"starting a worker failed: its helper process cannot be started ({error}). Set sys.executable to "
+                    f"the path of a Python interpreter if {sys.executable!r} is none. {_LIMITS}",
                     phase="start",
                 ) from error
             raise

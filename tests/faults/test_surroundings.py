@@ -30,6 +30,7 @@ from envherd.executor import (
     WorkerLost,
     WorkerTimeout,
 )
+from envherd.executor.show.evaluate import evaluate
 from envherd.workers.testing import CountingEnv, FaultyEnv
 from tests.envs.counting_envs import ChattyEnv
 from tests.envs.disturbing_envs import (
@@ -100,16 +101,23 @@ def message_of(error: BaseException) -> str:
 
 def few_files() -> str:
     before = _held()
-    with (
-        files_left(14),
-        pytest.raises(OSError, match=r"more open files \(2 workers\)"),
+    for count, start in (
+        (14, functools.partial(make, 2, ENDLESS)),
+        (25, lambda: evaluate(None, ENDLESS, num_workers=2, max_steps=3)),
     ):
-        make(2, ENDLESS)
+        with (
+            files_left(count),
+            pytest.raises(OSError, match=r"more open files \(2 workers\)"),
+        ):
+            start()
     assert not _left(before)
     with make(2, ENDLESS) as env:
         with (
             files_left(0),
-            pytest.raises(OSError, match="Too many open files"),
+            pytest.raises(
+                OSError,
+                match=r"shared memory failed: .*Too many open files.*\(ulimit -n\)",
+            ),
         ):
             env.rollout(3)
         works(env)
@@ -170,8 +178,9 @@ def closed_descriptors(start_method: str) -> str:
         os.kill(env._pool.pid_of(1), signal.SIGKILL)
         env.step(actions())
         works(env)
-        held = {os.readlink(f"/proc/self/fd/{fd}") for fd in range(3)}
-    return f"works; 0, 1 and 2 are {', '.join(held)}"
+        return "works; 0, 1 and 2 are " + ", ".join(
+            {os.readlink(f"/proc/self/fd/{fd}") for fd in range(3)}
+        )
 
 
 def few_processes(num_allowed: int, start_method: str) -> str:
@@ -279,11 +288,10 @@ def test_few_files():
     ids=["no helper", "no worker", "no tracker", "one worker"],
 )
 def test_few_processes(num_allowed, start_method):
-    seen = in_child(few_processes, num_allowed, start_method)
     record(
         f"few processes {num_allowed} {start_method}",
         what="RLIMIT_NPROC too low",
-        seen=seen,
+        seen=in_child(few_processes, num_allowed, start_method),
     )
 
 
@@ -294,13 +302,14 @@ def test_few_processes(num_allowed, start_method):
     ids=lambda b: b.__name__,
 )
 def test_a_start_in_odd_surroundings(body, start_method, tmp_path):
-    seen = in_child(
-        body, start_method, *([str(tmp_path)] if body is deleted_folder else [])
-    )
     record(
         f"{body.__name__} {start_method}",
         what=f"{body.__name__.replace('_', ' ')} ({start_method})",
-        seen=seen,
+        seen=in_child(
+            body,
+            start_method,
+            *([str(tmp_path)] if body is deleted_folder else []),
+        ),
     )
 
 

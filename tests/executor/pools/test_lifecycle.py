@@ -172,8 +172,11 @@ def test_early_stack_request_does_not_kill_a_worker(start_method):
     options = ExecutorOptions(start_method=start_method)
     zygote = Helper(options, [])
     zygote.wait_ready()
-    info = WorkerInfo(worker_id=0, generation=0, num_workers=1, env_ids=(0,))
-    worker = WorkerProcess(info, Mock(), zygote)
+    worker = WorkerProcess(
+        WorkerInfo(worker_id=0, generation=0, num_workers=1, env_ids=(0,)),
+        Mock(),
+        zygote,
+    )
     worker.start(
         lambda sock, log: zygote.fork(
             worker_config(options, 0), [sock, zygote.lifeline_read, log]
@@ -214,8 +217,14 @@ def test_a_fork_in_another_thread_while_the_helper_starts_keeps_no_descriptor(
     before = pipes()
     with pytest.raises(WorkerLost, match="its helper process cannot be started"):
         Helper(ExecutorOptions(), [])
-    (in_fork,) = kept
-    assert len(set(in_fork) - set(before)) == 1  # the pipe to its parent
+    assert len(set(kept[0]) - set(before)) == 1  # the pipe to its parent
+
+
+@pytest.mark.parametrize("path", [None, "", "/nonexistent"])
+def test_an_interpreter_that_cannot_be_executed_is_named(monkeypatch, path):
+    monkeypatch.setattr(helper.sys, "executable", path)
+    with pytest.raises(WorkerLost, match=f"Set sys.executable to .* if {path!r} is"):
+        Helper(ExecutorOptions(), [])
 
 
 @pytest.mark.slow
@@ -248,8 +257,12 @@ class ClosesSlowly(CountingEnv):
 @pytest.mark.slow
 @pytest.mark.parametrize("start_method", ["zygote", "portable"])
 def test_an_interrupted_close_ends_the_workers(start_method):
-    options = ExecutorOptions(start_method=start_method, close_timeout_s=30)
-    env = ParallelEnv(2, ClosesSlowly, num_workers=2, options=options)
+    env = ParallelEnv(
+        2,
+        ClosesSlowly,
+        num_workers=2,
+        options=ExecutorOptions(start_method=start_method, close_timeout_s=30),
+    )
     pids = [worker.pid for worker in env.statistics().workers]
     with pytest.raises(TimeoutError, match="alarm"), alarm(1.0):
         env.close()

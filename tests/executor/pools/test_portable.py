@@ -20,6 +20,7 @@ from envherd.executor import (
 )
 from envherd.executor.sizing.recommending import recommend
 from envherd.executor.sizing.settings import Goal
+from envherd.shm import platforms
 from envherd.shm.segment import NAMES
 from envherd.workers.adapters.named import NamedFactory, PettingZooFactory
 from envherd.workers.guests.interpreters import InPython
@@ -178,6 +179,12 @@ def test_a_worker_is_killed_without_room_for_a_descriptor():
         with files_left(0):
             worker.kill()
         assert worker.wait_exit(5.0)
+
+
+def test_a_limit_on_files_is_not_taken_for_another_system():
+    platforms.missing.cache_clear()
+    with files_left(0), pytest.raises(OSError, match=r"too many open files.*ulimit -n"):
+        platforms.missing()
 
 
 def test_a_saved_state_continues_in_all_envs_and_another_executor():

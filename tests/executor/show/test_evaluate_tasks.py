@@ -78,8 +78,7 @@ def lines(path):
 )
 def test_success_has_wilsons_interval(numbers, low, high):
     """The last row is from Newcombe (1998), table I, method 3."""
-    found = rate_of(*numbers)
-    assert found == pytest.approx(
+    assert rate_of(*numbers) == pytest.approx(
         (numbers[0] / numbers[1], low, high, *numbers), abs=2e-5
     )
 
@@ -101,17 +100,20 @@ def test_mean_over_tasks_weighs_tasks_equally():
 
 def played(*outcomes):
     """Return results; of each episode True, False, None, or "failed"."""
-    records = [
-        EpisodeRecord(
-            episode=number, seed=number, length=1, returns=(1.0,), error="broken"
-        )
-        if outcome == "failed"
-        else EpisodeRecord(
-            episode=number, seed=number, length=1, returns=(1.0,), success=outcome
-        )
-        for number, outcome in enumerate(outcomes)
-    ]
-    return Evaluation.of(Cast(env="x"), 0, records)
+    return Evaluation.of(
+        Cast(env="x"),
+        0,
+        [
+            EpisodeRecord(
+                episode=number, seed=number, length=1, returns=(1.0,), error="broken"
+            )
+            if outcome == "failed"
+            else EpisodeRecord(
+                episode=number, seed=number, length=1, returns=(1.0,), success=outcome
+            )
+            for number, outcome in enumerate(outcomes)
+        ],
+    )
 
 
 def test_failed_episodes_are_counted_separately():
@@ -131,8 +133,11 @@ def test_failed_episodes_are_counted_separately():
         "those of a task without success do not count, those of a dead one do"
     )
     json.dumps(both.to_dict(), allow_nan=False)
-    lines = [f"  {name!r}: {one!r}," for name, one in both.tasks.items()]
-    assert repr(both).splitlines() == ["Evaluations(", *lines, ")"]
+    assert repr(both).splitlines() == [
+        "Evaluations(",
+        *(f"  {name!r}: {one!r}," for name, one in both.tasks.items()),
+        ")",
+    ]
 
 
 # ---- which episodes ------------------------------------------------------------------------------
@@ -154,8 +159,9 @@ def test_every_episode_is_played_once(tmp_path):
     log = tmp_path / "log"
     found = evaluate(press, suite(log=str(log)), 4, num_workers=2)
     assert [one.num_episodes for one in found.tasks.values()] == [4] * 3
-    resets = [int(words[1]) for words in lines(log) if words[0] == "reset"]
-    assert sorted(resets) == sorted(SEEDS[:4] * 3)
+    assert sorted(
+        int(words[1]) for words in lines(log) if words[0] == "reset"
+    ) == sorted(SEEDS[:4] * 3)
 
 
 def test_no_more_envs_are_alive_than_workers(tmp_path):
@@ -194,10 +200,12 @@ def records(*tasks):
 
 
 def test_a_seat_has_what_the_worker_of_its_number_would_have():
-    options = ExecutorOptions(
-        affinity=(0, 1), env_vars=lambda worker_id: {"PORT": str(worker_id)}
+    each = playing._options_of_seats(
+        ExecutorOptions(
+            affinity=(0, 1), env_vars=lambda worker_id: {"PORT": str(worker_id)}
+        ),
+        3,
     )
-    each = playing._options_of_seats(options, 3)
     assert [one.affinity for one in each] == [(0,), (1,), (0,)]
     assert [one.env_vars["PORT"] for one in each] == ["0", "1", "2"]
     found = evaluate(
