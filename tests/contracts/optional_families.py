@@ -33,22 +33,13 @@ def highway_parking(*, draws: bool = False) -> Any:
     )
 
 
-def robotics_fetch() -> Any:
-    """Return Gymnasium-Robotics' arm that reaches for goals."""
+def robotics(name: str) -> Any:
+    """Return an env of Gymnasium-Robotics: an arm that reaches for goals, a ball in a maze."""
     import gymnasium
     import gymnasium_robotics
 
     gymnasium.register_envs(gymnasium_robotics)
-    return gymnasium.make("FetchReach-v4", max_episode_steps=_MAX_STEPS)
-
-
-def robotics_maze() -> Any:
-    """Return Gymnasium-Robotics' ball in a maze."""
-    import gymnasium
-    import gymnasium_robotics
-
-    gymnasium.register_envs(gymnasium_robotics)
-    return gymnasium.make("PointMaze_UMaze-v3", max_episode_steps=_MAX_STEPS)
+    return gymnasium.make(name, max_episode_steps=_MAX_STEPS)
 
 
 def _seeded(env: Any, seed_env: Callable[[int], Any]) -> Any:
@@ -199,10 +190,14 @@ OPTIONAL: dict[str, Family] = {
         "highway-env: parking, 50 steps", highway_parking, "highway"
     ),
     "robotics_fetch": _optional(
-        "Gymnasium-Robotics: FetchReach, 50 steps", robotics_fetch, "robotics"
+        "Gymnasium-Robotics: FetchReach, 50 steps",
+        functools.partial(robotics, "FetchReach-v4"),
+        "robotics",
     ),
     "robotics_maze": _optional(
-        "Gymnasium-Robotics: PointMaze, 50 steps", robotics_maze, "robotics"
+        "Gymnasium-Robotics: PointMaze, 50 steps",
+        functools.partial(robotics, "PointMaze_UMaze-v3"),
+        "robotics",
     ),
     "nle": _optional("NLE: NetHackScore, 50 steps", nethack, "nle"),
     "metaworld": _optional("Meta-World: reach, 50 steps", metaworld_reach, "metaworld"),

@@ -78,23 +78,20 @@ def _run(folder: Path, *arguments: str) -> tuple[dict[str, str], str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (
-            ["my_envs:Good", "--together", "2", "-k", "rule_1 or rule_10"],
-            {"1": "PASSED", "10": "PASSED"},
-        ),
-        (["my_envs:Random", "-k", "rule_6 or rule_8"], {"6": "FAILED", "8": "PASSED"}),
-    ],
-)
-def test_the_option_checks_each_rule_of_a_factory(
-    tmp_path: Path, arguments: list[str], expected: dict[str, str]
-) -> None:
-    outcomes, text = _run(tmp_path, "--envherd", *arguments)
-    assert outcomes == expected, text
-    assert ("rule 6 is broken: expected observation" in text) == ("6" in expected)
-    assert "Traceback" not in text
+def test_the_option_checks_each_rule_of_a_factory(tmp_path: Path) -> None:
+    outcomes, text = _run(
+        tmp_path,
+        "--envherd",
+        "my_envs:Random",
+        "--together",
+        "2",
+        "-k",
+        "rule_6 or rule_8 or rule_10",
+    )
+    assert outcomes == {"6": "FAILED", "8": "PASSED", "10": "FAILED"}, text
+    assert "rule 6 is broken: expected observation" in text
+    assert "rule 10 is broken: nothing was proved" in text
+    assert "pytest_plugin.py" not in text
 
 
 @pytest.mark.slow

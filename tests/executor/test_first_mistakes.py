@@ -731,7 +731,7 @@ def test_a_loop_of_torchrl_that_acts_on_old_roots_is_reported_once(step, caplog)
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setitem(globals(), "act_at_random", act)
-        env = Facade(2, functools.partial(GymEnv, "CartPole-v1"))
+        env = Facade(2, functools.partial(GymEnv, "CartPole-v1"), num_processes=1)
         td = env.reset()
         for _ in range(6):
             td = step(env, td)

@@ -27,7 +27,6 @@ from envherd.executor import (
     WorkerTimeout,
 )
 from envherd.gymnasium import AsyncVectorEnv
-from envherd.sb3 import SubprocVecEnv
 from envherd.workers.testing import CountingEnv, FaultyEnv
 from tests.executor.calls import TWO_WORKERS, both
 from tests.executor.drives import DRIVES, rolled
@@ -198,6 +197,8 @@ def test_collectors_go_on_with_the_new_task(kind: Any) -> None:
 
 @pytest.mark.parametrize("mode", [None, "NextStep", "SameStep"])
 def test_facades_build_the_new_env_as_their_own(mode: str | None) -> None:
+    from envherd.sb3 import SubprocVecEnv  # not for workers, which import this module
+
     limited = [
         functools.partial(gymnasium.make, "CartPole-v1", max_episode_steps=limit)
         for limit in (50, 3)
