@@ -442,10 +442,12 @@ class BatchedEnv:
                 ]
             elif env_kwargs is None:
                 env_kwargs = [call.sent.kwargs for call in old]
-            self._engine.rebuild(
-                ids,
-                self._pool.blueprint.draw(made, env_kwargs, ids.tolist()),
-            )
+            # A mask may name no env: then the workers get no question, which would replace one that is open.
+            if len(ids):
+                self._engine.rebuild(
+                    ids,
+                    self._pool.blueprint.draw(made, env_kwargs, ids.tolist()),
+                )
 
     # ---- send and recv -----------------------------------------------------------------------
 

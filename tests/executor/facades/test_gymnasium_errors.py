@@ -165,6 +165,11 @@ def test_calls_out_of_order():
         ):
             call()
     envs.reset_wait()
+    envs.call_async("count")
+    envs.executor.rebuild(
+        []
+    )  # asks the workers nothing, so the answers are still those to the call
+    assert len(envs.call_wait(timeout=60)) == 3
     with pytest.raises(ValueError, match="use `reset` directly"):
         envs.call("reset")
     envs.step_async(ACTIONS)
