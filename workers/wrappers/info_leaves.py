@@ -33,6 +33,8 @@ from envherd.workers.wrappers.wrapping import Wrapping
 from envherd.workers.writers import coerce
 
 _ROOT = "info"
+#: Where a vector env in SAME_STEP mode reports the infos of the rows that ended: Gymnasium's key.
+_FINAL = "final_info"
 _DEEPEST = 6
 _AS_DICTS = "ExecutorOptions(infos='plain') returns infos as dicts, by env.infos()."
 _MOST = 1000  # leaves; an info with more numbers is probably a mistake
@@ -69,6 +71,7 @@ class InfoLeaves(Wrapping):
         leaves = [leaf for field in self._fields for leaf in (field.leaf, field.mask)]
         super().__init__(inner, leaves, [(_ROOT,)] if leaves else [], "infos")
         self._batch_shape = inner.spec.batch_shape
+        self._resets_itself = inner.spec.metadata.get("resets_itself", False)
         self._values: list[Any] = [np.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
 
     def reset(
@@ -84,27 +87,40 @@ class InfoLeaves(Wrapping):
     def step(self, action: list[Any]) -> StepValues:
         observation, reward, terminated, truncated = self.inner.step(action)
         self._read(None)
+        if self._resets_itself and (terminated | truncated).any():
+            # What such an env reports of a row that ended is of the next episode, whose reset reads it. An entry that
+            # is not among the last infos stays: a wrapper may have added it (RecordEpisodeStatistics: `episode`).
+            self._read(as_array(terminated | truncated)[..., 0], (_FINAL,))
         return [*observation, *self._values], reward, terminated, truncated
 
-    def _read(self, rows: np.ndarray | None) -> None:
-        """Read the info into the values, only of `rows` (bool `[*batch_shape]`); None for all."""
-        info = self.inner.info
+    def _read(self, rows: np.ndarray | None, within: Path = ()) -> None:
+        """Read the info, or the mapping at a path in it, into the values.
+
+        Args:
+            rows: bool `[*batch_shape]`: of which rows; None for all.
+            within: the path. Entries that are not there are left as they are.
+        """
         values = self._values
         for index, field in enumerate(self._fields):
-            value, was_given = self._value_of(field, info)
+            value, was_given = self._value_of(field, within)
             if rows is not None:
+                read = rows & (was_given | (not within))
                 value = np.where(
-                    rows.reshape(*rows.shape, *[1] * (value.ndim - rows.ndim)),
+                    read.reshape(*read.shape, *[1] * (value.ndim - read.ndim)),
                     value,
                     values[2 * index],
                 )
-                was_given = np.where(rows, was_given, values[2 * index + 1])
+                was_given = np.where(read, was_given, values[2 * index + 1])
             values[2 * index] = value
             values[2 * index + 1] = was_given
 
-    def _value_of(self, field: InfoEntry, info: Any) -> tuple[np.ndarray, np.ndarray]:
+    def _value_of(
+        self,
+        field: InfoEntry,
+        within: Path,
+    ) -> tuple[np.ndarray, np.ndarray]:
         try:
-            found, holder = _look_up(info, field.path)
+            found, holder = _look_up(self.inner.info, (*within, *field.path))
             if found is None:
                 return self._nothing(field)
             value = coerce(field.leaf, as_array(found))

@@ -660,7 +660,8 @@ def test_the_contract_holds():
 
 
 @pytest.mark.parametrize("mode", list(gymnasium.vector.AutoresetMode))
-def test_rows_of_a_vector_env_tell_of_themselves(mode):
+@pytest.mark.parametrize("kind", ["SyncVectorEnv", "AsyncVectorEnv"])
+def test_rows_of_a_vector_env_tell_of_themselves(kind, mode):
     """Also at an end whose info is inside `final_info`, and in resets of some rows."""
 
     class Long(Numbered):
@@ -669,10 +670,11 @@ def test_rows_of_a_vector_env_tell_of_themselves(mode):
             return observation, reward, self.count == 4, truncated, info
 
     def make_env():
-        return gymnasium.vector.SyncVectorEnv([Numbered, Long], autoreset_mode=mode)
+        return getattr(gymnasium.vector, kind)([Numbered, Long], autoreset_mode=mode)
 
     keys = {"lives": int, ("episode", "r"): float}
-    with SerialEnv(1, make_env, seed=0, options=ExecutorOptions(infos=keys)) as env:
+    # In a worker, because the memory of Gymnasium's processes stays open in the process that has started them.
+    with ParallelEnv(1, make_env, seed=0, options=ExecutorOptions(infos=keys)) as env:
         data = env.rollout(5, break_when_any_done=False)[0]
     assert data["info", "lives"].tolist() == [[3, 3], [2, 2], [1, 1], [3, 0], [2, 3]]
     assert data["next", "info", "lives"].tolist() == [
