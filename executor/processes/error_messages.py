@@ -51,7 +51,7 @@ _WHOLE: dict[str, dict[str, type[EnvherdError]]] = {
     "save": {"NotImplementedError": EnvError},
     "restore": {"NotImplementedError": EnvError},
 }
-#: Phase -> what raises in it, the error for that, and what becomes of the envs.
+#: Phase -> what raises in it, the error for that, and how its envs go on.
 _RAISERS: dict[str, tuple[str, type[EnvherdError], str]] = {
     "rebuild": (
         "the factory",
