@@ -478,17 +478,13 @@ class WorkerPool(Pool):
 
     def _answer(self, worker_id: int, env_ids: list[int], what: str) -> dict[int, Any]:
         """Return a worker's answers. Those to earlier questions are dropped; a worker that dies or is late is lost."""
+        timeout_s = {"rebuild": self.options.build_timeout_s}.get(
+            what,
+            self.options.reset_timeout_s,
+        )
         worker = self.crew.workers[worker_id]
         try:
-            frame = await_frame(
-                worker,
-                what,
-                {"rebuild": self.options.build_timeout_s}.get(
-                    what,
-                    self.options.reset_timeout_s,
-                ),
-                self._num_questions,
-            )
+            frame = await_frame(worker, what, timeout_s, self._num_questions)
         except EnvherdError as error:
             self.supervisor.declare_lost(worker_id, error)
             raise

@@ -616,11 +616,8 @@ class _Session:
             axis=1,
         )
         is_over = following.get("done").flatten().tolist()
-        is_lost = (
-            following.get("interrupted", torch.zeros(len(ids), device="cpu"))
-            .flatten()
-            .tolist()
-        )
+        nobody = torch.zeros(len(ids), device="cpu")
+        is_lost = following.get("interrupted", nobody).flatten().tolist()
         infos = (
             self.env.infos("next") if self.env.options.info_policy != "drop" else None
         )

@@ -219,9 +219,11 @@ class Helper:
             self._release()
             # Without a number, a signal handler has raised it.
             if isinstance(error, OSError) and error.errno is not None:
+                advice = _LIMITS
+                if isinstance(error, (FileNotFoundError, PermissionError)):
+                    advice = f"Set sys.executable, which is {sys.executable!r}, to the path of a Python interpreter."
                 raise WorkerLost(
-                    f"starting a worker failed: its helper process cannot be started ({error}). Set sys.executable to "
-                    f"the path of a Python interpreter if {sys.executable!r} is none. {_LIMITS}",
+                    f"starting a worker failed: its helper process cannot be started ({error}). {advice}",
                     phase="start",
                 ) from error
             raise
