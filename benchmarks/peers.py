@@ -54,7 +54,7 @@ def torchrl_factory(job: Job) -> Any:
     from torchrl.envs import GymWrapper, MeltingpotEnv
 
     if job.family == "meltingpot":
-        # Before the workers are forked, which inherit it.
+        # For envs in this process. Workers that TorchRL spawns import by themselves.
         import_melting_pot()
         return functools.partial(
             MeltingpotEnv,
