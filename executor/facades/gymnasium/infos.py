@@ -1,6 +1,6 @@
 """The infos of a vector env from columns: as `VectorEnv._add_info` makes them env by env, but a key at a time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from operator import itemgetter
 from typing import Any
@@ -53,6 +53,26 @@ class Columns:
         infos.update(own)
         return True
 
+    def copies(self, parts: Sequence[Part]) -> list[tuple[str, Callable[[], Any]]]:
+        """Return the functions that copy each entry of the infos in some parts, as long as their records are written.
+
+        An empty list unless all envs have the same numbers: then infos must be added by `add`.
+        """
+        first = parts[0]
+        schema = first.schema
+        if schema is None or len(first.env_ids) < self._num_envs or len(parts) > 1:
+            return []
+        root = schema.root
+        if _has_special_key(root) or not all(map(_is_number, root.items)):
+            return []
+        mask = np.ones(self._num_envs, bool)
+        copies = []
+        for key, item in zip(root.keys, root.items, strict=True):
+            copies.append((key, first.records[str(item.place)].copy))
+            # The caller owns each mask.
+            copies.append((f"_{key}", mask.copy))
+        return copies
+
     def _dict_reader(self, field: SchemaField) -> _Read:
         """Return what reads the arrays of a dict's entries, each with its mask."""
         everybody = np.ones(self._num_envs, bool)
@@ -81,9 +101,7 @@ class Columns:
     def _reader(self, field: SchemaField) -> _Read:
         if field.kind == Kind.DICT:
             return self._dict_reader(field)
-        if field.kind in _OBJECTS or (
-            field.kind == Kind.SCALAR and field.dtype == "|b1"
-        ):
+        if not _is_number(field):
             return _object_reader(field)
         values_of = itemgetter(str(field.place))
 
@@ -127,6 +145,12 @@ def _object_reader(field: SchemaField) -> _Read:
         return array
 
     return read
+
+
+def _is_number(field: SchemaField) -> bool:
+    """Return whether a field is an array of numbers for all envs, and no array of objects or dict."""
+    is_bool = field.kind == Kind.SCALAR and field.dtype == "|b1"
+    return not (is_bool or field.kind == Kind.DICT or field.kind in _OBJECTS)
 
 
 def _has_special_key(field: SchemaField) -> bool:

@@ -17,7 +17,12 @@ from envherd.executor.facades.gymnasium.worker import loads
 from envherd.executor.facades.leaf_spaces import Space, leaf_spaces
 from envherd.executor.protocol.engine import Engine
 from envherd.shm.specs import LeafSpec
-from envherd.workers.adapters.common.tree import builder, flattener, leaf_specs
+from envherd.workers.adapters.common.tree import (
+    Leaf,
+    builder,
+    flattener,
+    leaf_specs,
+)
 from envherd.workers.adapters.gymnasium.spaces import native_tree
 from envherd.workers.errors import WorkerLost, WorkerTimeout
 
@@ -47,6 +52,10 @@ class Actions:
             else None
         )
         self._split = flattener(tree, None)
+        #: The rows of a space that is one array; None for other spaces.
+        self._only = None
+        if self._targets and isinstance(tree, Leaf) and tree.take is None:
+            self._only = self._targets[0]
 
     def take(self, actions: Any) -> None:
         """Pass a batch of actions to the envs.
@@ -55,7 +64,16 @@ class Actions:
             ValueError: not one action for each env.
             TypeError: not a batch at all.
         """
-        if self._targets is None or not self._take_arrays(self._targets, actions):
+        only = self._only
+        if (
+            only is not None
+            and actions.__class__ is np.ndarray
+            and actions.dtype == only.dtype
+            and actions.shape == only.shape
+        ):
+            # The usual batch, in less time.
+            only[...] = actions
+        elif self._targets is None or not self._take_arrays(self._targets, actions):
             self._take_objects(actions)
 
     def _take_arrays(self, targets: list[np.ndarray], actions: Any) -> bool:

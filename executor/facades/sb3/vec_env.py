@@ -244,7 +244,9 @@ class ExecutorVecEnv(Hosted, VecEnv):  # type: ignore[misc]  # mypy is not shown
         """Return a fresh info for every row."""
         infos = self._infos_of("next")
         rows = range(self.num_envs)
-        if not infos or (self.num_agents == 1 and not self._agents):
+        if not infos:
+            return [{"TimeLimit.truncated": False} for _ in rows]
+        if self.num_agents == 1 and not self._agents:
             return [
                 {**infos.get(row, {}), "TimeLimit.truncated": False} for row in rows
             ]
