@@ -117,6 +117,11 @@ WORDS = {
         "worker",
         "when it last began, or finished, what it found to do: monotonic clock",
     ),
+    "cpu": Word(
+        "worker",
+        "worker",
+        "processor on which it began what it found to do last, plus 1; 0 if that is not noted",
+    ),
     "reset_ns": Word(
         "worker",
         "worker",

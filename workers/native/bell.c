@@ -83,6 +83,7 @@ static int spin(Bell *bell)
         now = monotonic_ns();
     }
     if (now > limit + bell->overrun) {
+        bell->num_overruns++;
         bell->waits_without_spin = bell->back_off;
         bell->back_off = 2 * bell->back_off < bell->most_waits ? 2 * bell->back_off : bell->most_waits;
     } else if (bell->back_off > bell->fewest_waits) {

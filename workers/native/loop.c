@@ -12,12 +12,19 @@
  * 3. The count of answers, after the number, then a full fence, then `ring_at`: the caller that counts an answer finds
  *    its number, and either it or this worker sees the last one (see shm.tally).
  * 4. The ring, last; one for all envs of a command that is for all of them. */
+#define _GNU_SOURCE /* sched_getcpu, and sets of processors */
 #include "native.h"
 
+#include <sched.h>
 #include <stdlib.h>
 
 static const char *const NAMES[] = {"sinks", "native", "prepared"};
 enum { SINKS, NATIVE, PREPARED, NUM_NAMES };
+
+enum { SHARED_TOKENS = 8 };                /* in a row, before a worker leaves a processor */
+static const i64 LONG_NS = 20 * 1000LL; /* what takes less is done sooner where another worker has just run */
+/* On a processor, at least; eight times as long after each move to where other programs run. */
+static const i64 SHORTEST_STAY_NS = 10 * 1000000LL, LONGEST_STAY_NS = 5000 * 1000000LL;
 
 typedef struct {
     i64 id, latest;    /* `latest`: number of the latest command that was carried out */
@@ -35,7 +42,7 @@ typedef struct {
     PyObject_HEAD
     /* Words of each env, or of each worker; see shm.slab and shm.tally. */
     Py_buffer command_seq, command, reply_seq, status, resets, mail_seq, answered, ring_at, busy_ns, since_ns, reset_ns,
-        step_bins, phase, answered_ns;
+        step_bins, phase, answered_ns, cpu;
     Bell go, done;
     /* What Python does: functions of `process.native_loop.NativeLoop` and its block. */
     PyObject *execute, *hand_over, *fail, *go_on, *hand_over_reset, *fail_reset, *check_mail, *tidy;
@@ -45,6 +52,7 @@ typedef struct {
     Py_ssize_t num_envs;
     i64 worker_id, num_workers, num_bins, tidy_every;
     i64 num_wakes, num_scans, mail_read;
+    i64 num_shared, stay_ns, stays_until_ns, num_overruns, took_ns; /* `took_ns`: for the latest token */
 } Loop;
 
 static const Fact FACTS[] = {
@@ -60,7 +68,7 @@ static const Fact WORDS_OF_SLAB[] = {
     FACT(WORDS, Loop, command_seq), FACT(WORDS, Loop, command), FACT(WORDS, Loop, reply_seq), FACT(WORDS, Loop, status),
     FACT(WORDS, Loop, resets), FACT(WORDS, Loop, mail_seq), FACT(WORDS, Loop, answered), FACT(WORDS, Loop, ring_at),
     FACT(WORDS, Loop, busy_ns), FACT(WORDS, Loop, since_ns), FACT(WORDS, Loop, reset_ns), FACT(WORDS, Loop, step_bins),
-    FACT(WORDS, Loop, phase), FACT(WORDS, Loop, answered_ns), {NULL},
+    FACT(WORDS, Loop, phase), FACT(WORDS, Loop, answered_ns), FACT(WORDS, Loop, cpu), {NULL},
 };
 
 /* ---- construction ----------------------------------------------------------------------------------- */
@@ -104,6 +112,7 @@ static int take_all(PyObject *self, PyObject *facts)
         if ((loop->names[i] = PyUnicode_InternFromString(NAMES[i])) == NULL)
             return -1;
     loop->num_workers = loop->answered.shape[0];
+    loop->stay_ns = SHORTEST_STAY_NS;
     int is_of_slab = loop->worker_id >= 0 && loop->worker_id < loop->num_workers && loop->num_bins > 0
         && loop->tidy_every > 0 && loop->step_bins.shape[0] == loop->num_workers * loop->num_bins;
     if (!is_of_slab) {
@@ -395,6 +404,53 @@ static int scan(Loop *loop)
     return 1;
 }
 
+/* Whether one of some other workers began its latest token on a processor. */
+static int is_used(const Loop *loop, int cpu, i64 num_workers)
+{
+    for (i64 worker = 0; worker < num_workers; worker++)
+        if (worker != loop->worker_id && LOAD(word(&loop->cpu, worker)) == cpu + 1)
+            return 1;
+    return 0;
+}
+
+/* Move to a processor that no worker uses, if there is one. The process is not bound to it afterwards. */
+static void move_away(Loop *loop)
+{
+    int cpu = 0;
+    cpu_set_t allowed, one;
+    if (sched_getaffinity(0, sizeof allowed, &allowed) != 0)
+        return;
+    while (cpu < CPU_SETSIZE && (!CPU_ISSET(cpu, &allowed) || is_used(loop, cpu, loop->num_workers)))
+        cpu++;
+    if (cpu == CPU_SETSIZE)
+        return;
+    CPU_ZERO(&one);
+    CPU_SET(cpu, &one);
+    if (sched_setaffinity(0, sizeof one, &one) == 0)
+        sched_setaffinity(0, sizeof allowed, &allowed);
+    STORE(word(&loop->cpu, loop->worker_id), cpu + 1);
+}
+
+/* Leave a processor that a worker with a lower number uses as well. If batches take less than 0.5 ms, the kernel leaves
+ * both there for hundreds of batches: see docs/reports/performance.md, "Where workers run". */
+static void keep_apart(Loop *loop)
+{
+    int cpu = sched_getcpu();
+    STORE(word(&loop->cpu, loop->worker_id), cpu + 1);
+    int is_shared = loop->took_ns >= LONG_NS && is_used(loop, cpu, loop->worker_id);
+    loop->num_shared = is_shared ? loop->num_shared + 1 : 0;
+    if (loop->num_shared < SHARED_TOKENS || monotonic_ns() < loop->stays_until_ns)
+        return;
+    int was_in_vain = loop->go.num_overruns > loop->num_overruns; /* its yields gave the processor to others */
+    if (!was_in_vain)
+        loop->stay_ns = SHORTEST_STAY_NS;
+    else if (loop->stay_ns < LONGEST_STAY_NS)
+        loop->stay_ns *= 8;
+    loop->num_overruns = loop->go.num_overruns;
+    loop->stays_until_ns = monotonic_ns() + loop->stay_ns;
+    move_away(loop);
+}
+
 static int serve_token(Loop *loop)
 {
     i64 worker_id = loop->worker_id;
@@ -410,7 +466,8 @@ static int serve_token(Loop *loop)
     i64 ended = monotonic_ns();
     STORE(word(&loop->phase, worker_id), 0);
     STORE(word(&loop->since_ns, worker_id), ended);
-    ADD(word(&loop->busy_ns, worker_id), ended - began);
+    loop->took_ns = ended - began;
+    ADD(word(&loop->busy_ns, worker_id), loop->took_ns);
     return goes_on;
 }
 
@@ -418,7 +475,11 @@ static PyObject *loop_run(PyObject *self, PyObject *Py_UNUSED(none))
 {
     Loop *loop = (Loop *)self;
     for (int goes_on = 1; goes_on == 1;) {
-        if (bell_wait(&loop->go, -1) < 0 || (goes_on = serve_token(loop)) < 0)
+        if (bell_wait(&loop->go, -1) < 0)
+            return NULL;
+        keep_apart(loop);
+        goes_on = serve_token(loop);
+        if (goes_on < 0)
             return NULL;
     }
     Py_RETURN_NONE;

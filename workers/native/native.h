@@ -62,7 +62,7 @@ typedef struct {
     Py_buffer memory;
     sem_t *semaphore;
     i64 brief_spin, long_spin, short_wait, overrun, fewest_waits, most_waits; /* constants of shm.sync, in ns */
-    i64 spin, waits_without_spin, back_off;
+    i64 spin, waits_without_spin, back_off, num_overruns;
 } Bell;
 
 i64 monotonic_ns(void);

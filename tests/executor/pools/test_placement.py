@@ -4,11 +4,15 @@ import contextlib
 import fcntl
 import os
 import termios
+import time
 from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
 
 from envherd.executor import ExecutorOptions, ParallelEnv
+from envherd.workers import native
 from envherd.workers.processes import cpu_of
 from envherd.workers.testing import CountingEnv
 from tests.faults.children import in_child
@@ -59,6 +63,40 @@ def test_a_yield_of_the_caller_reaches_its_workers():
             assert {Path(f"/proc/{pid}/autogroup").read_text() for pid in pids} == {
                 own.read_text()
             }
+
+
+class _Brief(_Pinned):
+    """Computes for 40 us in each step: then batches take less than the kernel needs to move a process."""
+
+    def step(self, action):
+        end = time.perf_counter_ns() + 40_000
+        while time.perf_counter_ns() < end:
+            pass
+        return super().step(action)
+
+
+@pytest.mark.quiet
+@pytest.mark.skipif(
+    len(ALL) < 2 or native.load() is None, reason="needs two processors, and C"
+)
+def test_workers_leave_a_processor_that_they_share():
+    """They are not bound to the other one: what an env starts may run on all processors."""
+    with ParallelEnv(4, lambda: _Brief(10**6), num_workers=2) as env:
+        for worker in env.statistics().workers:
+            psutil.Process(worker.pid).cpu_affinity(ALL[:1])
+        td = env.rand_action(env.reset())
+        env.step(td)
+        for worker in env.statistics().workers:
+            psutil.Process(worker.pid).cpu_affinity(ALL)
+        words = env.engine.pool.slab.words["cpu"]
+        assert set(words.tolist()) == {ALL[0] + 1}
+        share = np.mean([_are_equal(env.step(td), words) for _ in range(5000)])
+        assert share < 0.1, f"{share:.0%} of the steps were made on one processor"
+        assert env.call("affinity") == [ALL] * 4
+
+
+def _are_equal(_: object, words: np.ndarray) -> bool:
+    return words[0] == words[1]
 
 
 class _Printing(CountingEnv):
