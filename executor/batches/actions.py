@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NonTensorStack, TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from envherd.executor.batches.arguments import MASK_ADVICE
 from envherd.executor.batches.fast_tensordict import IS_AS_EXPECTED
@@ -344,10 +344,7 @@ def _side_values(given: Any) -> list[Any]:
     """Return the value of each row of a batch of non-tensor data, or of a tensor."""
     if isinstance(given, torch.Tensor):
         return [*to_numpy(given)]
-    return [
-        row.tolist() if isinstance(row, NonTensorStack) else row.data
-        for row in given.unbind(0)
-    ]
+    return [row.tolist() for row in given.unbind(0)]
 
 
 def reset_mask(
