@@ -299,7 +299,11 @@ class Engine(Calls):
         """Send envs a request other than a step (`Pool.ask`). They answer after the steps that were sent before.
 
         A worker reads requests before commands, so this waits for those steps; `recv` still returns them.
+
+        Raises:
+            Busy: a facade's `call_async` is open.
         """
+        self.guard.refuse_asking()
         sent = np.array(env_ids, np.int64)[self.states.under_way[env_ids]]
         try:
             if len(sent):
