@@ -217,8 +217,6 @@ class GroupIntake:
         Raises:
             ActionError: a key is missing.
         """
-        if not self.side_leaves:
-            return []
         columns = [_side_values(self._get(td, leaf, rows)) for leaf in self.side_leaves]
         # Copies, because they are sent later, and the caller may change them meanwhile.
         return [copy.deepcopy(list(values)) for values in zip(*columns, strict=True)]

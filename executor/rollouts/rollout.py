@@ -401,8 +401,13 @@ class _StorageRun(Run[Engine]):
             (self._side_inputs, intake.side_keys, ()),
         ):
             for index, key in keys.items():
-                values = [[step[i][index] for step in steps] for i in ids]
-                td.set((*section, *key), non_tensor(values, td.batch_size))
+                td.set(
+                    (*section, *key),
+                    non_tensor(
+                        [[step[i][index] for step in steps] for i in ids],
+                        td.batch_size,
+                    ),
+                )
         return td
 
 

@@ -81,8 +81,12 @@ class ExecutorBatch:
             if leaf.is_side:
                 td.set(leaf.key, non_tensor(values, td.batch_size))
             else:
-                arrays = [np.asarray(value, leaf.dtype) for value in values]
-                td.set(leaf.key, torch.from_numpy(np.stack(arrays)))
+                td.set(
+                    leaf.key,
+                    torch.from_numpy(
+                        np.stack([np.asarray(value, leaf.dtype) for value in values])
+                    ),
+                )
         if resets_ended:
             td, root = self.env.step_and_maybe_reset(td)
         else:
