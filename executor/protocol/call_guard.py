@@ -100,8 +100,7 @@ class CallGuard:
             )
 
     def refuse_rolling(self) -> None:
-        """Raise `Busy` inside a rollout, and while a facade's `call_async` is open."""
-        self.refuse_asking()
+        """Raise `Busy` inside a rollout."""
         if self._engine.is_rolling:
             raise Busy(
                 f"{call_name()} failed: a rollout is in progress. Its policy and callback cannot step or reset envs."

@@ -335,6 +335,8 @@ class Engine(Calls):
         call gives them to the workers again (`recover`).
         """
         self.guard.refuse_rolling()
+        # Not only in `ask` below: a refused call changes nothing.
+        self.guard.refuse_asking()
         self.pool.await_workers(env_ids)
         self.flights.end_episodes(env_ids)
         # Before the first message: from here an error or an interrupt makes `recover` send the old calls.

@@ -262,7 +262,8 @@ class Exchange:
             rows = places.rows_of(env_ids)
             for leaf, target in zip(intake.leaves, intake.targets, strict=True):
                 set_leaf(td, leaf.key, as_tensor(target[rows]))
-            add_side(td, intake.side_keys, engine.side_inputs, env_ids.tolist())
+            if intake.side_keys:
+                add_side(td, intake.side_keys, engine.side_inputs, env_ids.tolist())
             return
         for own, env_id in zip(td.unbind(0), env_ids.tolist(), strict=True):
             group, row = places.of_env[env_id]
