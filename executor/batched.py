@@ -430,7 +430,7 @@ class BatchedEnv:
                 are what they were before the call.
             WorkerLost, WorkerTimeout: a worker died meanwhile, or has not built its envs within
                 `options.build_timeout_s`.
-            Busy: a rollout or a facade's step is in progress.
+            Busy: a rollout, or a facade's step or `call_async`, is in progress.
         """
         with self._guard:
             ids = self._exchange.as_ids(env_ids)
@@ -442,12 +442,10 @@ class BatchedEnv:
                 ]
             elif env_kwargs is None:
                 env_kwargs = [call.sent.kwargs for call in old]
-            # A mask may name no env: then the workers get no question, which would replace one that is open.
-            if len(ids):
-                self._engine.rebuild(
-                    ids,
-                    self._pool.blueprint.draw(made, env_kwargs, ids.tolist()),
-                )
+            self._engine.rebuild(
+                ids,
+                self._pool.blueprint.draw(made, env_kwargs, ids.tolist()),
+            )
 
     # ---- send and recv -----------------------------------------------------------------------
 

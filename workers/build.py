@@ -238,8 +238,8 @@ class Builder:
         self._options = options
         self._alone: Any = None
         self._factories: dict[bytes, Factory] = {}
-        # Env id -> the pickled factory that has built it.
-        self._in_use: dict[int, bytes] = {}
+        #: Env id -> the pickled factory that has built it.
+        self.in_use: dict[int, bytes] = {}
         self._built: list[Adapter] = []
         self._probed: list[_Probed] = []
 
@@ -256,12 +256,12 @@ class Builder:
         """
         try:
             with building():
-                self._in_use[env_id] = pickled
+                self.in_use[env_id] = pickled
                 # Before another is loaded: a factory of a former task may hold as much memory as an env.
                 self._factories = {
                     one: factory
                     for one, factory in self._factories.items()
-                    if one in self._in_use.values()
+                    if one in self.in_use.values()
                 }
                 # Equal factories of a worker are one object, as in the caller's process.
                 if pickled not in self._factories:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NonTensorStack, TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from envherd.executor.batches.arguments import MASK_ADVICE
 from envherd.executor.batches.fast_tensordict import IS_AS_EXPECTED
@@ -217,8 +217,6 @@ class GroupIntake:
         Raises:
             ActionError: a key is missing.
         """
-        if not self.side_leaves:
-            return []
         columns = [_side_values(self._get(td, leaf, rows)) for leaf in self.side_leaves]
         # Copies, because they are sent later, and the caller may change them meanwhile.
         return [copy.deepcopy(list(values)) for values in zip(*columns, strict=True)]
@@ -344,10 +342,7 @@ def _side_values(given: Any) -> list[Any]:
     """Return the value of each row of a batch of non-tensor data, or of a tensor."""
     if isinstance(given, torch.Tensor):
         return [*to_numpy(given)]
-    return [
-        row.tolist() if isinstance(row, NonTensorStack) else row.data
-        for row in given.unbind(0)
-    ]
+    return [row.tolist() for row in given.unbind(0)]
 
 
 def reset_mask(

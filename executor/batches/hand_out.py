@@ -6,7 +6,7 @@ is used again (after `ExecutorOptions.ring_frames` steps). Knows nothing of work
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -389,13 +389,34 @@ def _addresses(array: np.ndarray, start: int) -> np.ndarray:
 def add_side(
     td: TensorDictBase,
     keys: Mapping[int, Key],
-    values: Sequence[Sequence[Any]],
+    values: Mapping[int, Sequence[Any]],
+    env_ids: Collection[int],
 ) -> None:
-    """Put copies of side-channel leaves into a batch, as non-tensor data: `values[row][leaf index]`."""
+    """Put copies of side-channel leaves of some envs into their batch, as non-tensor data.
+
+    Args:
+        td: the batch.
+        keys: by index of the leaf.
+        values: env id -> one value for each index.
+        env_ids: of the envs.
+    """
     for index, key in keys.items():
-        # Deep copies, because the executor hands the same values out again.
-        copies = [NonTensorData(copy.deepcopy(row[index])) for row in values]
-        td.set(key, NonTensorStack(*copies))
+        rows = [values[env_id][index] for env_id in env_ids]
+        td.set(key, non_tensor(rows, td.batch_size))
+
+
+def non_tensor(values: Any, shape: Sequence[int]) -> Any:
+    """Return copies of nested lists of values as non-tensor data of a batch shape.
+
+    An env of rows that was never reset has None in place of its list.
+    """
+    # A stack of nothing has no further axes.
+    if not shape or 0 in shape:
+        # A deep copy, because the executor hands the same values out again.
+        return NonTensorData(copy.deepcopy(values), batch_size=shape)
+    if values is None:
+        values = [None] * shape[0]
+    return NonTensorStack(*(non_tensor(value, shape[1:]) for value in values))
 
 
 def stack_groups(

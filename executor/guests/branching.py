@@ -32,6 +32,7 @@ def branch(
         fork: see `WorkerPool.branch`.
     """
     engine.guard.refuse_rolling()
+    engine.guard.refuse_asking()
     engine.refuse_under_way(np.append(targets, source))
     states = engine.states
     if states.values[source] in (State.NEEDS_RESET, State.CUT):

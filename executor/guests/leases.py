@@ -48,6 +48,7 @@ from envherd.executor.processes.error_messages import (
     log,
     log_notice,
     with_sentence,
+    with_thread,
     worker_late,
     worker_lost,
 )
@@ -196,7 +197,7 @@ class Desk:
                 daemon=True,
             )
             self._threads.append(thread)
-            thread.start()
+            with_thread("LeasePool", thread.start)
 
     def send(self, seat: Seat, call: Call) -> None:
         """Pass a call of a lease to its slot. The first one waits for a slot."""
@@ -399,7 +400,8 @@ class LeasePool(
             `worker_output`, `build_timeout_s`, `close_timeout_s`, `max_worker_memory`, `affinity`, `env_vars`, `gpus`.
 
     Raises:
-        FactoryError, WorkerLost, WorkerTimeout: an env cannot be built; nothing is left running.
+        FactoryError, WorkerLost, WorkerTimeout: an env cannot be built, or the system refuses a thread; nothing is left
+            running.
         ValueError: an argument or option is refused, or this process is a worker.
     Blocks: until all envs are built. In an event loop: `await asyncio.to_thread(LeasePool, ...)`.
     """
@@ -510,8 +512,9 @@ class LeasePool(
     ) -> Iterator[R]:
         """Run `function(env, task)` for each task with a leased env, in threads, at most `num_envs` at once.
 
-        Its first exception is raised. That, or leaving the iteration, ends the leases of the other tasks. In an event
-        loop, use `asyncio.gather` over coroutines that each enter a lease.
+        Its first exception is raised, or `WorkerLost` if the system refuses a thread. That, or leaving the iteration,
+        ends the leases of the other tasks. In an event loop, use `asyncio.gather` over coroutines that each enter a
+        lease.
 
         Args:
             function: what to do with an env.
@@ -534,7 +537,10 @@ class LeasePool(
                 ends.push(lease)
             # It is called first: then no thread begins another task.
             ends.callback(threads.shutdown, wait=False, cancel_futures=True)
-            futures = [threads.submit(run, *pair) for pair in task_of.items()]
+            futures = [
+                with_thread("map", threads.submit, run, *pair)
+                for pair in task_of.items()
+            ]
             yield from map(Future.result, futures if ordered else as_completed(futures))
 
     def worker_output(self, slot_id: int) -> str:

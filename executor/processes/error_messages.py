@@ -138,6 +138,27 @@ class refusals_as_loss:  # noqa: N801  # used as a function
             ) from error.with_traceback(None)
 
 
+def with_thread(call: str, start: Callable[..., Any], *args: Any) -> Any:
+    """Return `start(*args)`, which starts a thread.
+
+    Args:
+        call: name of the user's call, for the message.
+        start: the function.
+        *args: its arguments.
+
+    Raises:
+        WorkerLost: the system refuses the thread.
+    """
+    try:
+        return start(*args)
+    except RuntimeError as error:
+        raise WorkerLost(
+            f"{call} failed: expected another thread, got none ({error}). Use fewer envs or workers, or raise the "
+            f"limit (ulimit -u, docker --pids-limit, TasksMax=, kernel.pid_max).",
+            phase="start",
+        ) from error
+
+
 def not_replaced(error: EnvherdError, options: ExecutorOptions) -> EnvherdError:
     """Return the loss of a worker or node that is not replaced after too many restarts; says so before its output."""
     return with_sentence(

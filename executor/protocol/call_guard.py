@@ -91,6 +91,14 @@ class CallGuard:
                 f"{call_name()} failed: this executor belongs to the process that made it. Make one here."
             )
 
+    def refuse_asking(self) -> None:
+        """Raise `Busy` while a facade's `call_async` is open: the workers keep the answers to one question only."""
+        if self._engine.is_asking:
+            raise Busy(
+                f"{call_name()} failed: expected no open call of the envs, got one that `call_async` has begun. Call "
+                f"`call_wait` first."
+            )
+
     def refuse_rolling(self) -> None:
         """Raise `Busy` inside a rollout."""
         if self._engine.is_rolling:

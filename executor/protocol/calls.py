@@ -69,6 +69,7 @@ class Calls:
         known: keys of the envs' leaves, without `next`.
         is_rolling: a rollout is in progress; its policy and callback may send requests to envs, but not step them.
         is_dirty: a call was broken off.
+        is_asking: a facade has asked the envs, and will take their answers in another call.
         received: the batch that was received last, while it holds its envs' present roots; else None.
         ready_at: monotonic seconds.
         memory: samples of the workers' memory.
@@ -86,7 +87,7 @@ class Calls:
         self.known = {leaf.key for spec in self.specs for leaf in spec.leaves()}
         self.all_ids = np.arange(self.num_envs)
         self.memory = MemoryLog()
-        self.is_rolling = self.is_dirty = False
+        self.is_rolling = self.is_dirty = self.is_asking = False
         self.received: Received | None = None
         self._rolling = Rolling(self)
         self.ready_at = time.monotonic()

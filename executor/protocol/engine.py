@@ -299,7 +299,11 @@ class Engine(Calls):
         """Send envs a request other than a step (`Pool.ask`). They answer after the steps that were sent before.
 
         A worker reads requests before commands, so this waits for those steps; `recv` still returns them.
+
+        Raises:
+            Busy: a facade's `call_async` is open.
         """
+        self.guard.refuse_asking()
         sent = np.array(env_ids, np.int64)[self.states.under_way[env_ids]]
         try:
             if len(sent):
@@ -331,6 +335,8 @@ class Engine(Calls):
         call gives them to the workers again (`recover`).
         """
         self.guard.refuse_rolling()
+        # Not only in `ask` below: a refused call changes nothing.
+        self.guard.refuse_asking()
         self.pool.await_workers(env_ids)
         self.flights.end_episodes(env_ids)
         # Before the first message: from here an error or an interrupt makes `recover` send the old calls.

@@ -1,7 +1,7 @@
 """Batches of all envs or of some, in env order: TensorDicts over the rows of one group of equal envs or of several."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -129,12 +129,7 @@ class EnvBatches:
                 *batch.to_tensors([self._interrupted(batch, env_ids).copy()]),
             ]
         td = batch.shell("next", (len(env_ids),)).build(leaves)
-        if batch.side_keys:
-            add_side(
-                td,
-                batch.side_keys,
-                [self._side.next[i] for i in env_ids.tolist()],
-            )
+        add_side(td, batch.side_keys, self._side.next, env_ids.tolist())
         return td
 
     def _interrupted(
@@ -215,12 +210,12 @@ class EnvBatches:
         self,
         td: TensorDict,
         batch: GroupBatch,
-        env_ids: Iterable[int],
+        env_ids: Collection[int],
     ) -> None:
         """Add the side-channel leaves of some envs' present roots."""
         if batch.side_keys:
             latest = self._side.latest(self._positions.in_root)
-            add_side(td, batch.side_keys, [latest[i] for i in env_ids])
+            add_side(td, batch.side_keys, latest, env_ids)
 
     def _roots_of(self, group: int, env_ids: np.ndarray) -> list[np.ndarray]:
         """Return present root leaves of envs of one group, as fresh arrays `[k, ...]` or tensors on their device."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, TensorDictBase
+from tensordict import TensorDictBase
 
 from envherd.executor.batches.actions import to_numpy
 from envherd.executor.batches.arguments import (
@@ -34,7 +34,7 @@ from envherd.executor.batches.fast_tensordict import (
     set_leaf,
     set_next,
 )
-from envherd.executor.batches.hand_out import add_side
+from envherd.executor.batches.hand_out import add_side, non_tensor
 from envherd.executor.protocol.call_guard import call_name
 from envherd.executor.protocol.calls import Received
 from envherd.executor.protocol.engine import Engine
@@ -262,12 +262,8 @@ class Exchange:
             rows = places.rows_of(env_ids)
             for leaf, target in zip(intake.leaves, intake.targets, strict=True):
                 set_leaf(td, leaf.key, as_tensor(target[rows]))
-            if intake.side_leaves:
-                add_side(
-                    td,
-                    intake.side_keys,
-                    [engine.side_inputs[i] for i in env_ids.tolist()],
-                )
+            if intake.side_keys:
+                add_side(td, intake.side_keys, engine.side_inputs, env_ids.tolist())
             return
         for own, env_id in zip(td.unbind(0), env_ids.tolist(), strict=True):
             group, row = places.of_env[env_id]
@@ -275,7 +271,10 @@ class Exchange:
             for leaf, target in zip(intake.leaves, intake.targets, strict=True):
                 set_leaf(own, leaf.key, as_tensor(np.array(target[row])))
             for index, key in intake.side_keys.items():
-                own.set(key, NonTensorData(engine.side_inputs[env_id][index]))
+                own.set(
+                    key,
+                    non_tensor(engine.side_inputs[env_id][index], own.batch_size),
+                )
 
 
 def _counts(

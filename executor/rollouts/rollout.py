@@ -5,21 +5,15 @@ be returned; a transition's `next` is never a reset observation, and the root af
 """
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import (
-    LazyStackedTensorDict,
-    NonTensorData,
-    NonTensorStack,
-    TensorDictBase,
-    is_leaf_nontensor,
-)
+from tensordict import LazyStackedTensorDict, TensorDictBase, is_leaf_nontensor
 
+from envherd.executor.batches.actions import GroupIntake
 from envherd.executor.batches.arguments import (
     as_count,
     need_batch,
@@ -30,7 +24,7 @@ from envherd.executor.batches.arguments import (
 )
 from envherd.executor.batches.fast_tensordict import as_tensor
 from envherd.executor.batches.grad_mode import without_grad
-from envherd.executor.batches.hand_out import stack_groups
+from envherd.executor.batches.hand_out import GroupBatch, non_tensor, stack_groups
 from envherd.executor.batches.transfer import as_array
 from envherd.executor.processes.error_messages import log
 from envherd.executor.progress import counted
@@ -360,9 +354,10 @@ class _StorageRun(Run[Engine]):
     def result(self, num_steps: int) -> TensorDictBase:
         """Return the collected batch `[N, num_steps]`."""
         tds: list[TensorDictBase] = []
-        for tensors, batch in zip(
+        for tensors, batch, intake in zip(
             self._lease.tensors,
             self._batches.groups,
+            self._engine.intakes,
             strict=True,
         ):
             made = tensors
@@ -372,12 +367,13 @@ class _StorageRun(Run[Engine]):
                     name: as_tensor(as_array(tensor)[:, :num_steps].copy())
                     for name, tensor in tensors.items()
                 }
-            tds.append(self._group_result(batch, made, num_steps))
+            tds.append(self._group_result(batch, intake, made, num_steps))
         return self._finished(stack_groups(tds, self._positions.places.of_env))
 
     def _group_result(
         self,
-        batch: Any,
+        batch: GroupBatch,
+        intake: GroupIntake,
         tensors: dict[Any, torch.Tensor],
         num_steps: int,
     ) -> TensorDictBase:
@@ -399,23 +395,19 @@ class _StorageRun(Run[Engine]):
         td.set("next", batch.shell("next", lead).build(next_leaves))
         for leaf in input_leaves(batch.spec):
             td.set(leaf.key, tensors["input", *leaf.key])
-        for index, key in batch.side_keys.items():
-            for steps, where in (
-                (self._side_roots, key),
-                (self._side_nexts, ("next", *key)),
-            ):
+        for steps, keys, section in (
+            (self._side_roots, batch.side_keys, ()),
+            (self._side_nexts, batch.side_keys, ("next",)),
+            (self._side_inputs, intake.side_keys, ()),
+        ):
+            for index, key in keys.items():
                 td.set(
-                    where,
-                    _non_tensor([[step[i][index] for step in steps] for i in ids]),
+                    (*section, *key),
+                    non_tensor(
+                        [[step[i][index] for step in steps] for i in ids],
+                        td.batch_size,
+                    ),
                 )
-        inputs = (*batch.spec.action, *batch.spec.state)
-        for index, leaf in enumerate(leaf for leaf in inputs if leaf.is_side):
-            td.set(
-                leaf.key,
-                _non_tensor(
-                    [[step[i][index] for step in self._side_inputs] for i in ids]
-                ),
-            )
         return td
 
 
@@ -463,13 +455,3 @@ def _copy(out: TensorDictBase, data: TensorDictBase) -> None:
         elif place.data_ptr() != value.data_ptr():
             # The workers have not written it there.
             place.copy_(value)
-
-
-def _non_tensor(values: list[list[Any]]) -> Any:
-    """Return copies of `[N, T]` values as non-tensor data."""
-    return NonTensorStack(
-        *(
-            NonTensorStack(*(NonTensorData(copy.deepcopy(v)) for v in row))
-            for row in values
-        )
-    )

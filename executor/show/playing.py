@@ -38,7 +38,7 @@ from envherd.executor.batches.random_actions import ActionSampler
 from envherd.executor.machine.room import FILES_PER_EXECUTOR, require_room
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
-from envherd.executor.processes.error_messages import log
+from envherd.executor.processes.error_messages import log, with_thread
 from envherd.executor.rollouts.policy_state import leaf_keys, own_leaves, run_policy
 from envherd.executor.sending.blueprint import as_factories, draw
 from envherd.executor.sending.variables import gpus_of, variables_of
@@ -329,7 +329,7 @@ class Play:
             at_end.callback(self._end, list(works))
             for seat in works:
                 outcomes.put(_Outcome(seat))
-                seat.start()
+                with_thread("evaluate", seat.start)
             while works:
                 for outcome in self._next_outcomes(outcomes, waiting, len(works)):
                     seat = outcome.seat

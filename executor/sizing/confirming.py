@@ -7,6 +7,7 @@ Assumes: the env was probed, so a single env is known to work.
 """
 
 import contextlib
+import errno
 import functools
 import math
 import time
@@ -134,6 +135,9 @@ class Confirmation:
             for one in self._alive:
                 if _executor(one) == _executor(run):
                     one.refusal = text
+                    # Next to the other executors, the setting has too little of what it would have alone.
+                    if getattr(error, "errno", None) == errno.EMFILE:
+                        one.too_little = "open files"
 
     def _start(self, run: Run, stack: contextlib.ExitStack) -> None:
         self._show(f"starting {run.setting}, about {run.start_s:,.0f} s")

@@ -141,7 +141,8 @@ class Run:
         memory_bytes: of workers, helper and shared memory, from the probe's measurement.
         start_s: until it is ready and its envs are reset.
         refusal: why it was not run, with the numbers; None if it was run.
-        too_little: what the machine has too little of, for a setting that does not fit; else None.
+        too_little: what the machine has too little of, for a setting that does not fit, alone or next to those that run
+            at the same time; else None.
         steps_per_s: env-steps per second, with the usual number of resets, and with the policy.
         busy_share: of its workers' time, spent on commands, 0..1.
         rounds: number of its turns.

@@ -522,7 +522,7 @@ class Helper:
                 self._process.wait(_HELPER_END_S)
             raise WorkerLost(
                 "starting a worker failed: the helper process that forks workers has ended "
-                f"(exit code {self._process.poll()}). Make a new executor.",
+                f"(exit code {self._process.poll()}, sys.executable {sys.executable!r}). Make a new executor.",
                 remote_traceback=read_log(self._log_fd) or None,
                 phase="start",
             )

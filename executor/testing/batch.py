@@ -5,14 +5,15 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
+from envherd.executor.batches.hand_out import non_tensor
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.pools.serial_pool import SerialPool
 from envherd.executor.serial import SerialEnv
-from envherd.shm.specs import EnvSpec, Key, LeafSpec
+from envherd.shm.specs import EnvSpec, Key
 from envherd.workers.errors import EnvError
 
 #: One env's leaves: copies of arrays, and side-channel values.
@@ -76,7 +77,16 @@ class ExecutorBatch:
         """Step all envs."""
         td: TensorDictBase = TensorDict({}, self.env.batch_size)
         for index, leaf in enumerate((*self.specs[0].action, *self.specs[0].state)):
-            td.set(leaf.key, _stacked(leaf, [action[index] for action in actions]))
+            values = [action[index] for action in actions]
+            if leaf.is_side:
+                td.set(leaf.key, non_tensor(values, td.batch_size))
+            else:
+                td.set(
+                    leaf.key,
+                    torch.from_numpy(
+                        np.stack([np.asarray(value, leaf.dtype) for value in values])
+                    ),
+                )
         if resets_ended:
             td, root = self.env.step_and_maybe_reset(td)
         else:
@@ -178,7 +188,7 @@ class _CountingEnv(SerialEnv):
 
 def _row(td: TensorDictBase, spec: EnvSpec, section: str) -> Row:
     return {
-        leaf.key: td.get(leaf.key).data
+        leaf.key: td.get(leaf.key).tolist()
         if leaf.is_side
         else td.get(leaf.key).numpy().copy()
         for leaf in (
@@ -187,11 +197,3 @@ def _row(td: TensorDictBase, spec: EnvSpec, section: str) -> Row:
             *(spec.reward if section == "next" else ()),
         )
     }
-
-
-def _stacked(leaf: LeafSpec, values: list[Any]) -> Any:
-    if leaf.is_side:
-        return NonTensorStack(*(NonTensorData(value) for value in values))
-    return torch.from_numpy(
-        np.stack([np.asarray(value, leaf.dtype) for value in values])
-    )

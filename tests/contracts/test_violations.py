@@ -21,6 +21,7 @@ from envherd.executor.testing import (
 from envherd.shm.specs import Box, EnvSpec, LeafSpec
 from envherd.workers.errors import EnvError
 from envherd.workers.testing import CountingEnv, FaultyEnv, PlainAdapter
+from tests.contracts.families import nested_spaces
 from tests.envs.counting_envs import GlobalRandomEnv
 
 
@@ -287,6 +288,12 @@ def test_an_unbounded_observation_may_be_infinite() -> None:
 
 def test_a_side_value_is_copied_before_the_reset() -> None:
     check_env_contract(OverwritesText, num_steps=20)
+
+
+def test_rows_of_a_vector_env_have_side_values() -> None:
+    check_env_contract(
+        lambda: gymnasium.vector.SyncVectorEnv([nested_spaces] * 3), num_steps=20
+    )
 
 
 def test_an_env_that_breaks_its_spec_is_named() -> None:

@@ -5,8 +5,9 @@ import sys
 import types
 from collections.abc import Callable
 
+import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 from torchrl.data import Binary, Bounded, Composite, NonTensor, OneHot, Unbounded
 from torchrl.envs import (
     CatFrames,
@@ -156,29 +157,28 @@ class Typed(Episode):
 class Seeded(EnvBase):
     """Rows of a batch: counts up to 2, 3, 4, ...; the text says how far each row is."""
 
-    def __init__(self, num_rows: int = 3) -> None:
-        super().__init__(batch_size=[num_rows])
-        self.limit = torch.arange(2, 2 + num_rows).unsqueeze(-1)
-        self.count = torch.zeros(num_rows, 1, dtype=torch.int64)
+    def __init__(self, shape: tuple[int, ...] = (3,)) -> None:
+        super().__init__(batch_size=shape)
+        self.count = torch.zeros(*shape, 1, dtype=torch.int64)
+        self.limit = torch.arange(2, 2 + self.count.numel()).reshape(*shape, 1)
         self.seeds: list[int | None] = []
         self.full_observation_spec = Composite(
-            count=Unbounded((num_rows, 1), dtype=torch.int64),
-            text=NonTensor((num_rows,)),
-            shape=[num_rows],
+            count=Unbounded((*shape, 1), dtype=torch.int64),
+            text=NonTensor(shape),
+            shape=shape,
         )
         self.full_action_spec = Composite(
-            action=Binary(shape=(num_rows, 1), dtype=torch.int8), shape=[num_rows]
+            action=Binary(shape=(*shape, 1), dtype=torch.int8), shape=shape
         )
-        self.full_reward_spec = Composite(
-            reward=Unbounded((num_rows, 1)), shape=[num_rows]
-        )
+        self.full_reward_spec = Composite(reward=Unbounded((*shape, 1)), shape=shape)
 
     def _rows(self, **more):
         done = self.count >= self.limit
         rows = TensorDict(
             {"count": self.count.clone(), "done": done, **more}, self.batch_size
         )
-        return rows.set("text", [f"at {n}" for n in self.count.flatten().tolist()])
+        texts = np.char.add("at ", self.count.squeeze(-1).numpy().astype(str))
+        return rows.set("text", NonTensorStack.from_list(texts.tolist()))
 
     def _reset(self, tensordict=None, **kwargs):
         mask = None if tensordict is None else tensordict.get("_reset", None)

@@ -30,6 +30,7 @@ from envherd.executor import (
     WorkerLost,
     WorkerTimeout,
 )
+from envherd.executor.guests.leases import LeasePool
 from envherd.executor.show.evaluate import evaluate
 from envherd.workers.testing import CountingEnv, FaultyEnv
 from tests.envs.counting_envs import ChattyEnv
@@ -183,14 +184,24 @@ def closed_descriptors(start_method: str) -> str:
         )
 
 
-def few_processes(num_allowed: int, start_method: str) -> str:
+def evaluated() -> None:
+    evaluate(None, CountingEnv, episodes=2, num_workers=2)
+
+
+def mapped() -> None:
+    with LeasePool(CountingEnv, 2) as pool:
+        list(pool.map(lambda _, task: task, range(2)))
+
+
+def few_processes(num_allowed: int, start: Callable[[], object]) -> str:
     be_bound_by_process_limits()
     before = _held()
     resource.setrlimit(resource.RLIMIT_NPROC, (num_allowed, num_allowed))
     with pytest.raises(
-        WorkerLost, match=r"starting a worker failed.*ulimit -u"
+        WorkerLost,
+        match=r"(starting a worker|evaluate|LeasePool|map) failed.*ulimit -u",
     ) as caught:
-        make_by(start_method)
+        start()
     assert not _left(before)
     return message_of(caught.value)
 
@@ -283,15 +294,23 @@ def test_few_files():
     reason="the limit counts all processes of a user: needs one without any",
 )
 @pytest.mark.parametrize(
-    ("num_allowed", "start_method"),
-    [(1, "zygote"), (2, "zygote"), (1, "portable"), (2, "portable")],
-    ids=["no helper", "no worker", "no tracker", "one worker"],
+    ("num_allowed", "start"),
+    [
+        pytest.param(1, functools.partial(make_by, "zygote"), id="no helper"),
+        pytest.param(2, functools.partial(make_by, "zygote"), id="no worker"),
+        pytest.param(1, functools.partial(make_by, "portable"), id="no tracker"),
+        pytest.param(2, functools.partial(make_by, "portable"), id="one worker"),
+        # Each slot, seat and task has a thread.
+        pytest.param(2, evaluated, id="no seat"),
+        pytest.param(5, mapped, id="one slot"),
+        pytest.param(7, mapped, id="one task"),
+    ],
 )
-def test_few_processes(num_allowed, start_method):
+def test_few_processes(num_allowed, start, request):
     record(
-        f"few processes {num_allowed} {start_method}",
+        request.node.callspec.id,
         what="RLIMIT_NPROC too low",
-        seen=in_child(few_processes, num_allowed, start_method),
+        seen=in_child(few_processes, num_allowed, start),
     )
 
 

@@ -26,6 +26,7 @@ from torchrl.envs import (
     TransformedEnv,
 )
 
+from envherd.executor.testing import check_env_contract
 from envherd.workers import plain
 from envherd.workers.adapters.torchrl.adapter import TorchRLAdapter
 from envherd.workers.errors import FactoryError
@@ -95,6 +96,11 @@ def test_masks_of_all_rows_and_of_none():
     assert adapter.env.seeds == [1, 3], (
         "the first reset is of all rows; a mask of none resets and seeds nothing"
     )
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 2)])
+def test_the_contract_holds_for_text_in_rows(shape):
+    check_env_contract(partial(torchrl_envs.Seeded, shape), num_steps=12)
 
 
 def test_partial_reset_of_nested_done_groups():

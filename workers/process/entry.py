@@ -340,6 +340,8 @@ class Worker:
         current.mark_copy()
         _apply(message.config)
         self._enter(message.worker)
+        # Its env has another id from now on, by which the next build keeps or forgets the factory.
+        self._builder.in_use.clear()
         self._block.take_place(
             message.worker.worker_id,
             message.worker.env_ids[0],

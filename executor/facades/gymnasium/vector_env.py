@@ -95,8 +95,6 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
         self.daemon = daemon
         self.worker = worker
         self.max_concurrency = _checked_limit(max_concurrency)
-        self._question: dict[int, Any] = {}
-        self._called = ""
         factories = {
             # One for each function: envs of one factory are known to be built by equal calls.
             id(env_fn): self._factory(env_fn, keeps_final=self._resets_in_step)
@@ -173,6 +171,7 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
         """Begin a `call`; `call_wait` ends it."""
         self._ask(name, args, kwargs)
         self._move("call_async")
+        self._engine.is_asking = True
 
     def _ask(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._move("begin", "call_async")
@@ -192,6 +191,7 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """End a `call`; raises as `reset_wait` does, and exceptions of envs."""
         self._move("call_wait")
+        self._engine.is_asking = False
         return self._answers(timeout)
 
     def _answers(self, timeout: float | None) -> tuple[Any, ...]:

@@ -43,7 +43,7 @@ from envherd.executor.batches.transfer import (
 from envherd.executor.guests.collectors.collector import BatchIterator
 from envherd.executor.guests.collectors.policy import Placed, Policy
 from envherd.executor.keywords import names_right_keyword
-from envherd.executor.processes.error_messages import log
+from envherd.executor.processes.error_messages import log, with_thread
 from envherd.executor.rollouts.contiguous_rows import ContiguousRows
 from envherd.executor.rollouts.policy_state import leaf_keys, own_leaves, run_policy
 from envherd.executor.start.waiting import DeadlinePassed
@@ -715,7 +715,7 @@ class _Background:
             )
             # A thread that the system refuses is started by the next call.
             with uninterrupted():
-                thread.start()
+                with_thread("AsyncCollector", thread.start)
                 self._thread = thread
         self._has_room.put(None)
         _drain(self._has_more)

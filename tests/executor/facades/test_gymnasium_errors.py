@@ -16,6 +16,7 @@ from gymnasium.error import (
 )
 
 from envherd.executor import (
+    Busy,
     EnvError,
     ExecutorOptions,
     ResetNeeded,
@@ -166,10 +167,16 @@ def test_calls_out_of_order():
             call()
     envs.reset_wait()
     envs.call_async("count")
-    envs.executor.rebuild(
-        []
-    )  # asks the workers nothing, so the answers are still those to the call
+    for call in (
+        lambda: envs.executor.rebuild([1]),
+        lambda: envs.executor.rebuild([]),
+        lambda: envs.executor.get("count"),
+    ):
+        with pytest.raises(Busy, match="Call `call_wait` first"):
+            call()
     assert len(envs.call_wait(timeout=60)) == 3
+    envs.executor.rebuild([1])
+    envs.executor.rebuild([])
     with pytest.raises(ValueError, match="use `reset` directly"):
         envs.call("reset")
     envs.step_async(ACTIONS)

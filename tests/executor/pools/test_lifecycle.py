@@ -220,11 +220,19 @@ def test_a_fork_in_another_thread_while_the_helper_starts_keeps_no_descriptor(
     assert len(set(kept[0]) - set(before)) == 1  # the pipe to its parent
 
 
-@pytest.mark.parametrize("path", [None, "", "/nonexistent"])
-def test_an_interpreter_that_cannot_be_executed_is_named(monkeypatch, path):
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        (None, "Set sys.executable, which is None, to"),
+        ("", "Set sys.executable, which is '', to"),
+        ("/nonexistent", "Set sys.executable, which is '/nonexistent', to"),
+        ("/bin/true", "exit code 0, sys.executable '/bin/true'"),
+    ],
+)
+def test_a_program_that_is_no_interpreter_is_named(monkeypatch, path, text):
     monkeypatch.setattr(helper.sys, "executable", path)
-    with pytest.raises(WorkerLost, match=f"Set sys.executable, which is {path!r}, to"):
-        Helper(ExecutorOptions(), [])
+    with pytest.raises(WorkerLost, match=text):
+        Helper(ExecutorOptions(), []).wait_ready()
 
 
 @pytest.mark.slow

@@ -670,12 +670,24 @@ def test_rows_of_a_vector_env_tell_of_themselves(kind, mode):
             return observation, reward, self.count == 4, truncated, info
 
     def make_env():
-        return getattr(gymnasium.vector, kind)([Numbered, Long], autoreset_mode=mode)
+        envs = [Numbered, Long, Long]
+        return getattr(gymnasium.vector, kind)(envs, autoreset_mode=mode)
 
-    keys = {"lives": int, ("episode", "r"): float}
+    infos = Infos("plain", {"lives": int, ("episode", "r"): float})
     # In a worker, because the memory of Gymnasium's processes stays open in the process that has started them.
-    with ParallelEnv(1, make_env, seed=0, options=ExecutorOptions(infos=keys)) as env:
-        data = env.rollout(5, break_when_any_done=False)[0]
+    with ParallelEnv(1, make_env, seed=0, options=ExecutorOptions(infos=infos)) as env:
+        data = env.rollout(5, break_when_any_done=False)[0, :, :2]
+        # Of an ended and a running row: at once, and one after the other.
+        for masks in ([[1, 1, 0]], [[0, 1, 0], [1, 0, 0]]):
+            td = env.reset()
+            for _ in range(3):
+                td = env.step(env.rand_action(td))["next"]
+            for mask in masks:
+                td["_reset"] = torch.tensor(mask).reshape(1, 3, 1) > 0
+                td = env.reset(td)
+            assert td["info", "lives"].flatten().tolist() == [3, 3, 0]
+            assert td["info", "_lives"].all()
+            assert env.infos("root")[0]["lives"][0] == 3
     assert data["info", "lives"].tolist() == [[3, 3], [2, 2], [1, 1], [3, 0], [2, 3]]
     assert data["next", "info", "lives"].tolist() == [
         [2, 2],

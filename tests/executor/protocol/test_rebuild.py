@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import re
 import signal
 import threading
@@ -234,6 +235,9 @@ class LevelEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
     def step(self, action: Any) -> Any:
         return *super().step(action)[:4], {"score": 1.0}
 
+    def num_levels(self) -> int:
+        return sum(isinstance(one, Level) for one in gc.get_objects())
+
 
 def test_arguments_of_former_tasks_are_freed() -> None:
     levels: Any = weakref.WeakSet()
@@ -247,6 +251,14 @@ def test_arguments_of_former_tasks_are_freed() -> None:
             levels.add(level := Level())
             env.rebuild(env_kwargs={"level": level})
         assert len(levels) < 4
+
+
+def test_a_copy_frees_the_factory_of_its_source() -> None:
+    with ParallelEnv(2, functools.partial(LevelEnv, Level()), num_workers=2) as env:
+        env.reset()
+        env.branch(0, [1])
+        env.rebuild(factories=functools.partial(LevelEnv, [Level()]))
+        assert env.call("num_levels") == [1, 1]
 
 
 def _heavy(length: int, level: Any = None) -> CountingEnv:  # its size counts

@@ -5,20 +5,19 @@ import functools
 import gymnasium
 import numpy as np
 import pytest
-from tensordict import NonTensorData, NonTensorStack, TensorDict
+from gymnasium.vector import SyncVectorEnv
+from tensordict import NonTensorStack, TensorDict
 
 from envherd.executor import ActionError, SerialEnv
 from tests.executor.calls import both
 
-tasks = pytest.mark.parametrize(
-    "sizes", [(2, 2), (2, 3)], ids=["one task", "different tasks"]
-)
+NUM_ROWS = 3
 
 
 class Talking(gymnasium.Env):
-    """Takes a word and a direction; observes the last word, and ends after `length` steps."""
+    """Takes a word and a direction; observes the last word, or its name, and ends after three steps."""
 
-    def __init__(self, size: int, length: int = 3) -> None:
+    def __init__(self, size: int, name: str = "") -> None:
         self.observation_space = gymnasium.spaces.Dict(
             x=gymnasium.spaces.Box(-9, 9, (size,), np.float32),
             heard=gymnasium.spaces.Text(20),
@@ -26,7 +25,7 @@ class Talking(gymnasium.Env):
         self.action_space = gymnasium.spaces.Dict(
             word=gymnasium.spaces.Text(20), turn=gymnasium.spaces.Discrete(size)
         )
-        self.size, self.length, self.num_steps = size, length, 0
+        self.size, self.name, self.num_steps = size, name, 0
 
     def _observe(self, heard):
         return {"x": np.full(self.size, self.num_steps, np.float32), "heard": heard}
@@ -34,29 +33,51 @@ class Talking(gymnasium.Env):
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.num_steps = 0
-        return self._observe("-"), {}
+        return self._observe(f"{self.name}-"), {}
 
     def step(self, action):
         self.num_steps += 1
         return (
             self._observe(f"{action['word']}{action['turn']}"),
             1.0,
-            self.num_steps == self.length,
+            self.num_steps == 3,
             False,
             {},
         )
 
 
-def factories(sizes):
-    return [functools.partial(Talking, size) for size in sizes]
+def vector_env(size):
+    return SyncVectorEnv(
+        [functools.partial(Talking, size, str(row)) for row in range(NUM_ROWS)]
+    )
+
+
+def alone(*words):
+    return list(words)
+
+
+def in_rows(*words):
+    """Return for each word those of the rows of a vector env."""
+    return [[f"{row}{word}" for row in range(NUM_ROWS)] for word in words]
+
+
+tasks = pytest.mark.parametrize(
+    "sizes", [(2, 2), (2, 3)], ids=["one task", "different tasks"]
+)
+kinds = pytest.mark.parametrize("each", [alone, in_rows])
+
+
+def factories(sizes, each=alone):
+    make = {alone: Talking, in_rows: vector_env}[each]
+    return [functools.partial(make, size) for size in sizes]
 
 
 def acting(td, *words):
-    """Return a batch with actions: a word for each env, and turn 1."""
-    stack = NonTensorStack(*map(NonTensorData, words))
-    turns = np.ones(len(words), np.int64)
+    """Return a batch with actions: a word for each env or the words of its rows, and turn 1."""
+    stack = NonTensorStack.from_list([*words])
+    turns = np.ones(td.batch_size, np.int64)
     return td.update(
-        TensorDict({"action": {"word": stack, "turn": turns}}, [len(words)])
+        TensorDict({"action": {"word": stack, "turn": turns}}, td.batch_size)
     )
 
 
@@ -70,50 +91,58 @@ def words_in(td):
 
 @both
 @tasks
-def test_steps_of_all(make, sizes):
-    with make(2, factories(sizes), seed=0) as env:
-        td = acting(env.reset(), "a", "b")
-        assert heard(env.step(td)["next"]) == ["a1", "b1"]
+@kinds
+def test_steps_of_all(make, sizes, each):
+    with make(2, factories(sizes, each), seed=0) as env:
+        td = acting(env.reset(), *each("a", "b"))
+        assert heard(env.step(td)["next"]) == each("a1", "b1")
         for words in (("c", "d"), ("e", "f")):
-            data, root = env.step_and_maybe_reset(acting(td, *words))
-            assert heard(data["next"]) == [f"{word}1" for word in words]
-        assert heard(root) == ["-", "-"]
+            data, root = env.step_and_maybe_reset(acting(td, *each(*words)))
+            assert heard(data["next"]) == each(*(f"{word}1" for word in words))
+        assert heard(root) == each("-", "-")
 
 
 @both
 @tasks
-def test_send_and_recv(make, sizes):
-    with make(2, factories(sizes), seed=0) as env:
-        env.send(acting(env.reset(), "a", "b"))
+@kinds
+def test_send_and_recv(make, sizes, each):
+    with make(2, factories(sizes, each), seed=0) as env:
+        env.send(acting(env.reset(), *each("a", "b")))
+        received = env.recv(env_ids=[1, 0])
+        assert words_in(received) == each("b", "a")
+        env.send(acting(env.current([1]), *each("c")), [1])
         received = env.recv()
-        words = dict(zip(received["env_ids"].tolist(), words_in(received), strict=True))
-        assert words == {0: "a", 1: "b"}
-        env.send(acting(env.current([1]), "c"), [1])
-        received = env.recv()
-        assert (words_in(received), heard(received["next"])) == (["c"], ["c1"])
+        assert (words_in(received), heard(received["next"])) == (each("c"), each("c1"))
 
 
 @both
 @tasks
-def test_rollouts_keep_them(make, sizes):
+@kinds
+def test_rollouts_keep_them(make, sizes, each):
     steps = iter("abcdef")
-    with make(2, factories(sizes), seed=0) as env:
+    with make(2, factories(sizes, each), seed=0) as env:
         data = env.rollout(
             5,
-            lambda td: acting(td, word := next(steps), word.upper()),
+            lambda td: acting(td, *each(word := next(steps), word.upper())),
             break_when_any_done=False,
         )
     words = [
         [row["action", "word"] for row in env_rows.unbind(0)]
         for env_rows in data.unbind(0)
     ]
-    assert words == [list("abcde"), list("ABCDE")]
+    assert words == [each(*"abcde"), each(*"ABCDE")]
     assert [heard(rows["next"]) for rows in data.unbind(0)] == [
-        [f"{word}1" for word in one] for one in words
+        each(*(f"{word}1" for word in one)) for one in ("abcde", "ABCDE")
     ]
     assert [heard(rows) for rows in data.unbind(0)] == [
-        ["-", f"{a}1", f"{b}1", "-", f"{d}1"] for a, b, _, d, _ in words
+        each("-", f"{a}1", f"{b}1", "-", f"{d}1") for a, b, d in ("abd", "ABD")
     ]
+
+
+def test_rows_without_a_value():
+    with SerialEnv(1, functools.partial(vector_env, 2)) as env:
+        assert env.current()["heard"] == [[None] * NUM_ROWS]
+        assert env.current([])["heard"] == []
 
 
 @tasks

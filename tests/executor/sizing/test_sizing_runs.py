@@ -11,6 +11,7 @@ from envherd.workers.errors import EnvherdError
 from envherd.workers.testing import CountingEnv
 from tests.envs import sized_envs
 from tests.extras import needs
+from tests.faults.children import files_left
 
 pytestmark = pytest.mark.slow
 
@@ -84,6 +85,14 @@ def test_a_worker_that_dies_or_hangs_strikes_out_its_setting_alone(
     assert set(failed) == {0, 1}
     assert all(expected_text in refusal for refusal in failed.values()), failed
     assert done.chosen.setting.num_workers >= 2
+
+
+def test_a_setting_without_descriptors_is_the_first_reason():
+    with files_left(21):
+        done = sized(CountingEnv, budget_s=10.0)
+    assert not done.chosen.setting.num_workers
+    assert done.binding == "open files"
+    assert "open files" in done.why[0]
 
 
 @pytest.mark.broken_pool

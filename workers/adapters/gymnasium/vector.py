@@ -26,6 +26,7 @@ Seeds: a full reset passes the seed to the env (row i gets seed + i). So does a 
 generator (SyncVectorEnv, AsyncVectorEnv, ALE); otherwise the one generator serves all rows and continues.
 """
 
+import contextlib
 import copy
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
@@ -125,8 +126,9 @@ class GymnasiumVectorAdapter(Adapter):
         ]
         self._is_reseeded = True
         self._ended = np.ones(n, bool)
-        self._begun = np.zeros(n, bool)  # rows that the env has reset by itself already
-        self._begun_at: list[Any] = []  # their first observations
+        # Rows that the env has reset by itself already. Once there are any, `_begun_at` and `_begun_info` have their
+        # first observations and infos.
+        self._begun = np.zeros(n, bool)
         # Current observations of all rows (VIEW of the env's).
         self._now: list[Any] = []
         self.spec = EnvSpec(
@@ -195,6 +197,7 @@ class GymnasiumVectorAdapter(Adapter):
         taken = rows & ~waiting
         if taken.any():
             _put(now, self._begun_at, taken)
+            self.info = _with_rows(self.info, self._begun_info, taken)
         self._ended[rows] = self._begun[rows] = False
         self._now = now
         return now
@@ -274,6 +277,12 @@ class GymnasiumVectorAdapter(Adapter):
                 )
             return values
         self._begun = self._ended.copy()
+        # Without what concerns the episodes that ended.
+        self._begun_info = {
+            key: value
+            for key, value in self.info.items()
+            if str(key).lstrip("_") not in (*_FINAL, "final_info")
+        }
         self._begun_at = [_copied(value) for value in values]
         last = [_copied(value) for value in values]
         for row in np.flatnonzero(self._ended).tolist():
@@ -486,6 +495,28 @@ def _put(values: list[Any], source: list[Any], rows: np.ndarray) -> None:
                 target[row] = value[row]
         else:
             target[rows] = np.asarray(value)[rows]
+
+
+def _with_rows(
+    info: Mapping[Any, Any],
+    other: Mapping[Any, Any],
+    rows: np.ndarray,
+) -> dict[Any, Any]:
+    """Return an info whose entries of some rows are those of another one; what has no rows is left as it is."""
+    mixed = dict(info)
+    for key, value in other.items():
+        # An info may hold anything.
+        with contextlib.suppress(Exception):
+            if isinstance(value, Mapping):
+                mixed[key] = _with_rows(info.get(key, {}), value, rows)
+            else:
+                own = np.array(info.get(key, np.zeros_like(value)))
+                own[rows] = np.asarray(value)[rows]
+                mixed[key] = own
+                # Of an info without masks, all rows have the entry.
+                if key not in info and key[:1] != "_":
+                    mixed.setdefault(f"_{key}", rows)
+    return mixed
 
 
 def _without_masks(final: Any) -> Any:
