@@ -22,12 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tensordict import (
-    LazyStackedTensorDict,
-    TensorDict,
-    TensorDictBase,
-    is_leaf_nontensor,
-)
+from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from envherd.executor.batches.arguments import (
     as_count,
@@ -288,7 +283,7 @@ class RayRollouts(contextlib.AbstractContextManager["RayRollouts"]):
             self._take(policy)
             for share in self._shares:
                 self._roll(share, max_steps, states, auto_reset=auto_reset)
-            return _join(self._answers())
+            return self._joined(self._answers())
 
     def stream(
         self,
@@ -380,6 +375,15 @@ class RayRollouts(contextlib.AbstractContextManager["RayRollouts"]):
             {"auto_reset": auto_reset, **own},
             keeps_state=keeps_state,
         )
+
+    def _joined(self, parts: list[Any]) -> TensorDictBase:
+        """Return rollouts of all nodes, each in its own memory, as one batch; rows of unlike envs as a lazy stack."""
+        if len(parts) == 1:
+            return parts[0]
+        if all(spec == self.specs[0] for spec in self.specs):
+            return torch.cat(parts)
+        rows = [row for part in parts for row in part.unbind(0)]
+        return LazyStackedTensorDict(*rows, stack_dim=0)
 
     def _take(self, policy: Any) -> None:
         """Use a policy from now on; answers to earlier calls are dropped."""
@@ -631,17 +635,3 @@ def _release(at_end: contextlib.ExitStack, owner: int) -> None:
     """Release all, unless Ray has done so or this process is a fork of the owner."""
     if ray.is_initialized() and os.getpid() == owner:
         at_end.close()
-
-
-def _join(parts: list[Any]) -> TensorDictBase:
-    """Return rollouts of nodes, each in its own memory, as one batch; unlike ones as a lazy stack of their rows."""
-    if len(parts) == 1:
-        return parts[0]
-    keys = [
-        set(part.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor))
-        for part in parts
-    ]
-    if all(type(part) is TensorDict for part in parts) and keys == keys[:1] * len(keys):
-        return torch.cat(parts)
-    rows = [row for part in parts for row in part.unbind(0)]
-    return LazyStackedTensorDict(*rows, stack_dim=0)
