@@ -70,7 +70,6 @@ class Node:
     """
 
     env: Any = None
-    _is_current = False
     #: Of the policy, as Ray's references.
     _acting = Acting()
     #: The latest rows of the envs, `[n]`; None if these are not in the middle of episodes.
@@ -111,10 +110,9 @@ class Node:
         try:
             if self.env is None:
                 self.env = self._build(*self._task)
-            # An actor before this one was lost.
-            if state is not None and not self._is_current and call != Node.load:
-                self.load(pickle.loads(state))
-            self._is_current = True
+                # An actor before this one was lost.
+                if state is not None:
+                    self.load(pickle.loads(state))
             result = call(self, *args, **how)
             return (
                 result,
