@@ -320,15 +320,15 @@ class RayRollouts(contextlib.AbstractContextManager["RayRollouts"]):
         with self._guard:
             self._take(policy)
             pending = self._pending
-        waiting = self._shares
         while True:
             with self._guard:
                 if self._pending is not pending:
                     raise Busy(
                         "stream failed: another call was made since. Iterate over a new stream."
                     )
-                for share in waiting:
-                    begin(share)
+                for share in self._shares:
+                    if share not in pending.values():
+                        begin(share)
                 share, data = self._next_answer()
                 data["env_ids"] = (
                     torch.tensor(share.env_ids, device="cpu")[:, None]
@@ -336,10 +336,8 @@ class RayRollouts(contextlib.AbstractContextManager["RayRollouts"]):
                     .clone()
                 )
                 data["policy_version"] = torch.full_like(data["env_ids"], share.version)
-                waiting = [share]
                 if overlap:
                     begin(share)
-                    waiting = []
             yield data
 
     def _roll(
