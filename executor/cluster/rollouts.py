@@ -32,7 +32,7 @@ from envherd.executor.batches.arguments import (
     refuse_unused_root,
 )
 from envherd.executor.cluster.shares import ClusterError, bundles_for, no_room, spread
-from envherd.executor.guests.collectors.policy import Placed, Policy
+from envherd.executor.guests.collectors.policy import Placed, Policy, tensors_of
 from envherd.executor.guests.monitor.statistics import Statistics
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
@@ -58,7 +58,7 @@ try:
     from ray.util import placement_group, placement_group_table, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    from envherd.executor.cluster.node import Acting, Node, packed, versions
+    from envherd.executor.cluster.node import Node, packed, versions
 except ModuleNotFoundError as missing:
     if missing.name != "ray":  # Ray is installed, and lacks a package
         raise
@@ -139,8 +139,7 @@ class RayRollouts(contextlib.AbstractContextManager["RayRollouts"]):
     num_losses = 0
     version = -1
     _policy: Any = None
-    _sent: Any = None  # the policy and the contents of its weights
-    _acting: Any = None  # Ray's references of what makes it and of its weights
+    _sent: Any = (None, None)  # the policy and the contents of its weights
 
     @names_right_keyword
     def __init__(  # noqa: PLR0913  # what `ParallelEnv` takes, and where it shall run
@@ -391,7 +390,7 @@ class RayRollouts(contextlib.AbstractContextManager["RayRollouts"]):
         # A stream that was left still holds it, and would keep the answers in Ray's memory.
         left.clear()
 
-    def _refreshed(self) -> "Acting":
+    def _refreshed(self) -> tuple[Any, Any]:
         """Send what has changed of the policy: its weights, or all of another policy, or of one that is no module.
 
         Contents are compared, because torch does not count every write to a tensor (by `.data`, by CUDA graphs).
@@ -400,23 +399,16 @@ class RayRollouts(contextlib.AbstractContextManager["RayRollouts"]):
             Ray's references of what makes the policy and of its weights.
         """
         policy = self._policy
-        is_module = isinstance(policy, torch.nn.Module)
-        weights = (
-            [packed(tensor) for tensor in (*policy.parameters(), *policy.buffers())]
-            if is_module
-            else []
-        )
-        present = Acting(
-            policy if is_module else self._pickle(),
-            [one.array.tobytes() for one in weights],
-        )
-        if self._sent is None or present.made != self._sent.made:
-            self._acting = Acting(ray.put(self._pickle()))
+        weights = [packed(tensor) for tensor in tensors_of(policy)]
+        made = policy if isinstance(policy, torch.nn.Module) else self._pickle()
+        present = (made, [one.array.tobytes() for one in weights])
+        if made != self._sent[0]:
+            self._made = ray.put(self._pickle())
         if present != self._sent:
-            self._acting = self._acting._replace(weights=ray.put(weights))
+            self._weights = ray.put(weights)
             self.version += 1
             self._sent = present
-        return self._acting
+        return self._made, self._weights
 
     def _pickle(self) -> bytes:
         """Return what makes the policy on a node."""
