@@ -101,7 +101,7 @@ class RayRollouts(contextlib.AbstractContextManager["RayRollouts"]):
     and the share.
 
     Args:
-        num_envs: N, at least one for each node; or a list of N factories alone.
+        num_envs: N; or a list of N factories alone. There are no more shares than envs.
         make_env: a callable that builds one env, or a list of N callables. Pickled by value and called on the nodes.
         address: of the cluster; None for the cluster in use, else RAY_ADDRESS, else a new one on this machine.
         num_nodes: number of shares; None for one on every node with processors (or with `resources_per_node`).
