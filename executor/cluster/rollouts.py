@@ -69,8 +69,6 @@ _CONNECT_S = 5.0
 #: Seconds between checks of nodes that owe an answer, and between lines of the log about those that are not heard.
 _LOOK_S = 1.0
 _LOG_S = 10.0
-#: Characters of Ray's error texts that are kept.
-_MAX_LENGTH = 800
 
 
 class _Share(SimpleNamespace):
@@ -458,7 +456,7 @@ class RayRollouts(contextlib.AbstractContextManager["RayRollouts"]):
                     text = " ".join(str(getattr(error, "cause", None) or error).split())
                     raise self._loss(
                         share,
-                        f"{type(error).__name__}: {text[:_MAX_LENGTH]}",
+                        f"{type(error).__name__}: {text}",
                     ) from None
                 if isinstance(answer, EnvherdError):
                     raise answer
