@@ -183,8 +183,7 @@ class RayRollouts(contextlib.AbstractContextManager["RayRollouts"]):
             )
         )
         at_end = contextlib.ExitStack()
-        if _connect(address):
-            at_end.callback(ray.shutdown)
+        _connect(address, at_end)
         self._finalizer = weakref.finalize(self, _release, at_end, os.getpid())
         how = {"num_workers": num_workers, "seed": self.seed, "options": self._options}
         with contextlib.ExitStack() as undo:
@@ -551,15 +550,15 @@ class RayRollouts(contextlib.AbstractContextManager["RayRollouts"]):
         self.close()
 
 
-def _connect(address: str | None) -> bool:
-    """Connect to a cluster, unless this process has done so; return whether this call has."""
+def _connect(address: str | None, at_end: contextlib.ExitStack) -> None:
+    """Connect to a cluster until the end, unless this process has done so."""
     if "ray" not in globals():
         raise ClusterError(
             "RayRollouts failed: expected Ray, which is not installed. Install it, here and on every node: pip install "
             "'envherd[ray]'."
         )
     if ray.is_initialized():
-        return False
+        return
     host, _, port = (address or "").rpartition(":")
     try:
         if host and port.isdigit():
@@ -573,7 +572,7 @@ def _connect(address: str | None) -> bool:
             f"RayRollouts failed: expected a Ray cluster at {address}, got {type(error).__name__}: {error}. Its head "
             f"prints its address when `ray start --head` starts it. Without an address, Ray starts on this machine."
         ) from error
-    return True
+    at_end.callback(ray.shutdown)
 
 
 def _place_of(group: Any, index: int) -> str:
