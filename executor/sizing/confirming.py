@@ -7,10 +7,9 @@ Assumes: the env was probed, so a single env is known to work.
 """
 
 import contextlib
-import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,7 @@ import numpy as np
 from envherd.executor.sizing.driving import Subject, Turn
 from envherd.executor.sizing.rule import Limits, resets_are_costly, steps_are_uneven
 from envherd.executor.sizing.settings import Mode, Run, Setting
-from envherd.workers.errors import EnvherdError, WorkerTimeout
+from envherd.workers.errors import EnvherdError
 
 #: In each round every setting has one turn, so other load affects all alike.
 _NUM_ROUNDS = 5
@@ -84,12 +83,16 @@ class Confirmation:
             for run in runs:
                 run.refusal = run.refusal or self._refusal_now(run)
                 if run.refusal is None and _executor(run) not in self._turns:
-                    self._try(run, functools.partial(self._start, run, stack))
+                    with self._excluding(run):
+                        self._start(run, stack)
             while self._alive:
                 rounds.append({})
                 self._show(f"round {len(rounds)}")
-                for run in self._alive:
-                    self._try(run, functools.partial(self._turn, run, rounds[-1]))
+                for run in runs:
+                    if run.refusal is None:
+                        with self._excluding(run):
+                            turn = self._turns[_executor(run)]
+                            rounds[-1][run] = turn(run.setting.mode)
                 most = _NUM_BUSY_ROUNDS if self._is_busy() else _NUM_ROUNDS
                 if len(rounds) >= most or time.monotonic() > self._end:
                     break
@@ -114,42 +117,31 @@ class Confirmation:
             )
         return None
 
-    def _patience_s(self, run: Run) -> float:
-        """Return the seconds after which a call counts as hanging."""
-        batch_s = run.setting.most_per_worker * self._limits.measured.whole_step_s
-        import_s = 0.0 if run.setting.num_workers else _IMPORT_S
-        return _PATIENCE_S + _PATIENCE_FACTOR * (run.start_s + batch_s + import_s)
-
-    def _try(self, run: Run, action: Callable[[], None]) -> None:
-        """Do something with a setting; if it fails, exclude all settings of its executor."""
+    @contextlib.contextmanager
+    def _excluding(self, run: Run) -> Iterator[None]:
+        """Exclude all settings of a run's executor if the block fails."""
         try:
-            action()
+            yield
         except Exception as error:  # any failure excludes only these settings
             if isinstance(error, TimeoutError) and not isinstance(error, EnvherdError):
                 raise  # of the program's signal handler, which ends the search
             self._error = error
-            text = f"failed: {str(error).split(chr(10), 1)[0] or type(error).__name__}"
-            if isinstance(error, WorkerTimeout):
-                text = f"hung: a call took longer than {self._patience_s(run):,.0f} s"
             for one in self._alive:
                 if _executor(one) == _executor(run):
-                    one.refusal = text
+                    one.refusal = f"failed: {str(error).split(chr(10), 1)[0] or type(error).__name__}"
 
     def _start(self, run: Run, stack: contextlib.ExitStack) -> None:
         self._show(f"starting {run.setting}, about {run.start_s:,.0f} s")
+        batch_s = run.setting.most_per_worker * self._limits.measured.whole_step_s
+        import_s = 0.0 if run.setting.num_workers else _IMPORT_S
         turn = self._subject.turns(
             run.setting,
             _THROTTLED_SPAN_S if self._limits.machine.is_throttled else _SPAN_S,
             self._limits.goal.policy_s,
-            self._patience_s(run),
+            _PATIENCE_S + _PATIENCE_FACTOR * (run.start_s + batch_s + import_s),
         )
         self._turns[_executor(run)] = stack.enter_context(turn)
         self._taken_bytes += run.memory_bytes
-
-    def _turn(self, run: Run, turns: dict[Run, Turn]) -> None:
-        # It has not failed in this round, in the other mode.
-        if run.refusal is None:
-            turns[run] = self._turns[_executor(run)](run.setting.mode)
 
     def _write(self, rounds: Sequence[Mapping[Run, Turn]]) -> None:
         """Write what was measured into the runs."""
