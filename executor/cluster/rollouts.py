@@ -42,14 +42,13 @@ from envherd.executor.sending.blueprint import (
     EnvKwargs,
     MakeEnv,
     as_factories,
-    as_kwargs,
     check_agreement,
     checked_options,
     counted,
+    draw,
 )
-from envherd.workers.build import Factory, pickle_factory
+from envherd.workers.build import Factory
 from envherd.workers.errors import Busy, EnvherdError, WorkerLost
-from envherd.workers.seeding import as_root_seed
 from envherd.workers.sending import registries
 from envherd.workers.sending.pickling import dumps
 
@@ -163,11 +162,11 @@ class RayRollouts(contextlib.AbstractContextManager["RayRollouts"]):
         as_count("RayRollouts", "num_nodes", num_nodes, or_none=True)
         count, make_env = counted(num_envs, make_env)
         factories = as_factories(count, make_env)
-        kwargs = as_kwargs(len(factories), env_kwargs)
-        pickled = {id(factory): pickle_factory(factory) for factory in factories}
-        self.num_envs = len(factories)
-        self.seed = as_root_seed(seed)
         self._options = checked_options(options)
+        blueprint = draw(factories, env_kwargs, 0, seed, self._options)
+        calls = [call.sent for call in blueprint.calls.values()]
+        self.num_envs = len(calls)
+        self.seed = blueprint.root_seed
         self._factory = policy_factory
         self._node_timeout_s = node_timeout_s
         self._logged_at = time.monotonic()
@@ -210,10 +209,10 @@ class RayRollouts(contextlib.AbstractContextManager["RayRollouts"]):
                 ).remote(
                     versions(),
                     registries.collect(),
-                    [pickled[id(factories[i])] for i in env_ids],
+                    [calls[i].factory for i in env_ids],
                     bundles[index].get("CPU") or math.inf,
                     env_ids[0],
-                    {**how, "env_kwargs": [kwargs[i] for i in env_ids]},
+                    {**how, "env_kwargs": [calls[i].kwargs for i in env_ids]},
                 )
                 at_end.callback(ray.kill, actor)
                 self._shares.append(
@@ -222,7 +221,7 @@ class RayRollouts(contextlib.AbstractContextManager["RayRollouts"]):
             at_end.callback(_close, self._shares, self._options.close_timeout_s)
             reports = self._ask(lambda node: (node.env.specs, node.env.num_workers))
             self.specs = tuple(spec for specs, _ in reports for spec in specs)
-            check_agreement(self.specs, factories, kwargs)
+            check_agreement(self.specs, factories, [call.kwargs for call in calls])
             undo.pop_all()
         self.num_workers = sum(number for _, number in reports)
 
