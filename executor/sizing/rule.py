@@ -237,15 +237,14 @@ class Limits:
         """
         found: dict[Setting, Run] = {}
         for setting in wanted:
-            found.setdefault(setting, self.judged(setting))
-            smaller = map(self.judged, self._down_from(setting))
-            fitting = next((one for one in smaller if one.refusal is None), None)
-            if fitting is not None:
-                found.setdefault(fitting.setting, fitting)
+            tried = [self.judged(one) for one in self._down_from(setting)]
+            fitting = [one for one in tried if one.refusal is None]
+            for run in (tried[0], *fitting[:1]):
+                found.setdefault(run.setting, run)
         runs = list(found.values())
         if any(one.refusal is None for one in runs):
             return runs
-        smallest = self.judged(self._down_from(wanted[-1])[-1])
+        smallest = tried[-1]
         num_envs = smallest.setting.num_envs
         one = self.measured
         room = self.machine.memory_available
