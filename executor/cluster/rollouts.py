@@ -194,6 +194,7 @@ class RayRollouts(contextlib.AbstractContextManager["RayRollouts"]):
             ]
             bundles = bundles_for(free, self.num_envs, num_nodes, resources_per_node)
             group = placement_group(bundles, strategy=strategy)
+            # It kills the actors.
             at_end.callback(remove_placement_group, group)
             if not group.wait(placement_timeout_s):
                 raise no_room(bundles, free, placement_timeout_s)
@@ -214,7 +215,6 @@ class RayRollouts(contextlib.AbstractContextManager["RayRollouts"]):
                     env_ids[0],
                     {**how, "env_kwargs": [calls[i].kwargs for i in env_ids]},
                 )
-                at_end.callback(ray.kill, actor)
                 self._shares.append(
                     _Share(env_ids=env_ids, actor=actor, place=_place_of(group, index))
                 )
