@@ -26,10 +26,10 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from envherd.executor.batches.arguments import (
     as_count,
+    check_rollout,
     need_bools,
     need_callables,
     need_state,
-    refuse_unused_root,
 )
 from envherd.executor.cluster.shares import ClusterError, bundles_for, no_room, spread
 from envherd.executor.guests.collectors.policy import Placed, Policy, tensors_of
@@ -259,21 +259,21 @@ class RayRollouts(contextlib.AbstractContextManager["RayRollouts"]):
             ClusterError: the policy cannot be pickled.
             Exception: any that the policy raises.
         """
-        max_steps = as_count("rollout", "max_steps", max_steps)
-        need_callables("rollout", policy=policy)
-        need_bools(
-            "rollout",
+        max_steps = check_rollout(
+            max_steps,
+            policy,
+            callback,
+            tensordict,
+            primer,
+            self.num_envs,
             auto_reset=auto_reset,
             break_when_any_done=break_when_any_done,
         )
-        if break_when_any_done or callback is not None:
+        if break_when_any_done is not False or callback is not None:
             raise ValueError(
                 "rollout failed: expected break_when_any_done=False and no callback: nodes act separately."
             )
         states = {"tensordict": tensordict, "primer": primer}
-        for name, state in states.items():
-            need_state("rollout", name, state, self.num_envs)
-        refuse_unused_root(tensordict, auto_reset=auto_reset)
         with self._guard:
             self._take(policy)
             for share in self._shares:
