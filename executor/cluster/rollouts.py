@@ -181,12 +181,9 @@ class RayRollouts(contextlib.AbstractContextManager["RayRollouts"]):
                 recover=lambda: None,
             )
         )
-        at_end = contextlib.ExitStack()
-        _connect(address, at_end)
-        self._finalizer = weakref.finalize(self, _release, at_end, os.getpid())
         how = {"num_workers": num_workers, "seed": self.seed, "options": self._options}
-        with contextlib.ExitStack() as undo:
-            undo.callback(self.close)
+        with contextlib.ExitStack() as at_end:
+            _connect(address, at_end)
             free = [
                 dict(node["Resources"])
                 for node in ray.nodes()  # type: ignore[no-untyped-call]  # Ray's
@@ -222,7 +219,12 @@ class RayRollouts(contextlib.AbstractContextManager["RayRollouts"]):
             reports = self._ask(lambda node: (node.env.specs, node.env.num_workers))
             self.specs = tuple(spec for specs, _ in reports for spec in specs)
             check_agreement(self.specs, factories, [call.kwargs for call in calls])
-            undo.pop_all()
+            self._finalizer = weakref.finalize(
+                self,
+                _release,
+                at_end.pop_all(),
+                os.getpid(),
+            )
         self.num_workers = sum(number for _, number in reports)
 
     # ---- rollouts ----------------------------------------------------------------------------
