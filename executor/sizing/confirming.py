@@ -7,7 +7,6 @@ Assumes: the env was probed, so a single env is known to work.
 """
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -176,10 +175,7 @@ def speeds(rounds: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
     anchor, *_ = rounds[0]
     rate = float(np.median([one[anchor] for one in rounds]))
     return {
-        setting: rate
-        * math.exp(
-            float(np.median([math.log(one[setting] / one[anchor]) for one in rounds]))
-        )
+        setting: rate * float(np.median([one[setting] / one[anchor] for one in rounds]))
         for setting in rounds[0]
     }
 

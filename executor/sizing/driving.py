@@ -1,7 +1,6 @@
 """Start the executor of a setting, and run it like a training loop, with random actions, in turns."""
 
 import contextlib
-import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -133,14 +132,13 @@ class Subject:
             env_vars=self.options.env_vars,
             gpus=self.options.gpus,
         )
-        host = functools.partial(
-            SerialHost,
-            self,
-            setting.num_envs,
-            span_s,
-            policy_s,
-        )
-        with Subject(host, {}, options).start(1, 1, patience_s) as env:
+        how = {
+            "subject": self,
+            "num_envs": setting.num_envs,
+            "span_s": span_s,
+            "policy_s": policy_s,
+        }
+        with Subject(SerialHost, how, options).start(1, 1, patience_s) as env:
             # The measurements of another process come as a plain tuple.
             yield lambda mode: Turn(*env.call("driver.turn", mode)[0])
 
