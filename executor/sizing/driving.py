@@ -213,7 +213,7 @@ class Driver:
         self.env = env
         self._span_s = span_s
         self._policy_s = policy_s
-        self.reset()
+        self._root = env.reset()
         keys = [leaf.key for leaf in env.action_spec]
         self._has_masks = any(
             leaf.key[-1] == "action_mask" for leaf in env.observation_spec
@@ -224,10 +224,6 @@ class Driver:
                 for _ in range(0 if self._has_masks else _NUM_DRAWN)
             ]
         )
-
-    def reset(self) -> None:
-        """Reset all envs."""
-        self._root = self.env.reset()
 
     def step(self) -> int:
         """Make one step of all envs; return their number."""
