@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict, Unpack, overload
+from typing import Any, Concatenate, Protocol, cast, overload
 
 import torch
 from tensordict import TensorDict
@@ -20,7 +20,7 @@ from envherd.executor.batched import BatchedEnv
 from envherd.executor.batches.arguments import as_count, need_callables, need_seconds
 from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.guests.collectors.policy import Placed, Policy
-from envherd.executor.keywords import names_right_keyword
+from envherd.executor.keywords import P, names_right_keyword
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.sending.blueprint import checked_options, choose_workers
 from envherd.executor.show.camera import require_imageio
@@ -49,41 +49,35 @@ Tasks = Mapping[str, Any] | list[Any] | tuple[Any, ...]
 _TIMEOUT_S = 300.0
 
 
-class _Settings(TypedDict, total=False):
-    """The keyword arguments of `evaluate`, for type checkers."""
+class _Evaluate(Protocol[P]):
+    """The type of `evaluate`: one task has an `Evaluation`, several have `Evaluations`."""
 
-    background: Policies
-    focal: Sequence[int | str] | None
-    num_workers: int | None
-    seed: int
-    max_steps: int | None
-    primer: Mapping[str, torch.Tensor] | None
-    options: ExecutorOptions | None
-    policy_for: Callable[[str, BatchedEnv], Policies] | None
-    success: Callable[[Mapping[str, Any], EpisodeRecord], bool] | None
-    out: str | os.PathLike[str] | None
-    label: str | None
-    videos: str | os.PathLike[str] | None
-    filmed: int | Iterable[int]
-    fps: float
-    max_batch: int | None
-    deadline_s: float
+    @overload
+    def __call__(
+        self,
+        policies: Policies | Mapping[str, Policies],
+        env: Tasks,
+        *args: P.args,
+        **settings: P.kwargs,
+    ) -> Evaluations: ...
+    @overload
+    def __call__(
+        self,
+        policies: Policies | Mapping[str, Policies],
+        env: Env,
+        *args: P.args,
+        **settings: P.kwargs,
+    ) -> Evaluation: ...
 
 
-@overload
-def evaluate(
-    policies: Policies | Mapping[str, Policies],
-    env: Tasks,
-    episodes: int = ...,
-    **settings: Unpack[_Settings],
-) -> Evaluations: ...
-@overload
-def evaluate(
-    policies: Policies | Mapping[str, Policies],
-    env: Env,
-    episodes: int = ...,
-    **settings: Unpack[_Settings],
-) -> Evaluation: ...
+def _typed(
+    function: Callable[Concatenate[Any, Any, P], Evaluation | Evaluations],
+) -> _Evaluate[P]:
+    """Return the function itself, whose result has a narrower type for type checkers."""
+    return cast("_Evaluate[P]", function)
+
+
+@_typed
 @names_right_keyword
 @without_grad
 def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluation
