@@ -30,6 +30,7 @@ from envherd.executor.show.per_player import (
     acting_groups,
     as_policy,
     choose_policies,
+    names_and_roles,
 )
 from envherd.executor.show.playing import Part, Play, RandomActions, Rules
 from envherd.executor.show.records import Cast, EpisodeRecord, RecordFile, fingerprint
@@ -423,12 +424,13 @@ def join_policies(
     Raises:
         ValueError: an agent has no policy, or there are background policies or focal agents where there must be none.
     """
-    if not spec.groups or len(acting_groups(spec)) > 1:
+    acting = acting_groups(spec)
+    if len(acting) != 1:
         return _single(policies, spec, background=background, focal=focal)
-    everyone = PerPlayer({OTHERS: None}, spec)
-    is_focal = _focal(focal, spec.metadata.get("is_focal"), everyone.names)
     if isinstance(policies, PerPlayer) and background is None:
         return policies
+    names, roles = names_and_roles(spec, acting[0])
+    is_focal = _focal(focal, spec.metadata.get("is_focal"), names)
     mine = [player for player, focal in enumerate(is_focal) if focal]
     others = [player for player, focal in enumerate(is_focal) if not focal]
     if (background is None) != (not others):
@@ -446,8 +448,8 @@ def join_policies(
         for given, players in ((policies, mine), (background, others))
         for player, policy in choose_policies(
             _by_name(given),
-            everyone.names,
-            everyone.roles,
+            names,
+            roles,
             players,
         ).items()
     }

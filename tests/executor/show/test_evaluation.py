@@ -126,6 +126,18 @@ def test_one_policy_acts_for_several_groups_of_agents():
     assert found.lengths.tolist() == [3]
 
 
+@needs("pettingzoo")
+def test_a_policy_acts_for_agents_with_continuous_actions():
+    from mpe2 import simple_spread_v3
+
+    def policy(td):
+        return td.set("action", torch.full((len(td), 5), 0.5))
+
+    make_env = functools.partial(simple_spread_v3.parallel_env, continuous_actions=True)
+    found = evaluate(policy, make_env, episodes=1, max_steps=3, num_workers=1)
+    assert found.returns.shape == (1, 3)
+
+
 def test_evaluated_episodes_do_not_depend_on_the_number_of_workers():
     """Short episodes do not count more often, and the result does not depend on the workers."""
     found = [
