@@ -312,15 +312,15 @@ class Play:
             files_per_worker=FILES_PER_EXECUTOR[is_shared],
         )
         factories = as_factories(len(self._tasks), [task.env for task in self._tasks])
-        # Refuses factories that cannot be pickled.
+        # Refuses factories that cannot be pickled. The options of a seat do not differ by worker any more.
         modules = draw(factories, None, 1, 0, options).preload
+        options = replace(options, preload=modules)
         outcomes: SimpleQueue[_Outcome] = SimpleQueue()
         waiting: dict[_Seat, _Session] = {}
         works: dict[_Seat, _Work] = {}
         with contextlib.ExitStack() as at_end:
             if is_shared:
                 # One helper for all tasks, so that a worker starts in 0.1 s.
-                options = replace(options, preload=modules)
                 at_end.callback(helper_for(self, options, modules).close, self)
             for i, one in enumerate(_options_of_seats(options, num_seats)):
                 seat = _Seat(i, one, outcomes)
@@ -747,17 +747,11 @@ def _options_of_seats(
     num_seats: int,
 ) -> list[ExecutorOptions]:
     """Return the options of each seat, whose worker gets what worker i of one executor would get."""
-    each = [options] * num_seats
+    variables = variables_of(options, gpus_of(options, num_seats))
+    each = [replace(options, env_vars=own, gpus=None) for own in variables]
     if options.affinity is not None:
-        cpus = options.affinity
+        cpus = np.resize(options.affinity, num_seats).tolist()  # in turn
         each = [
-            replace(one, affinity=(cpus[i % len(cpus)],)) for i, one in enumerate(each)
-        ]
-    if options.differ_by_worker:  # a module may read the variables when it is imported
-        variables = variables_of(options, gpus_of(options, num_seats))
-        preload = options.preload or ()
-        each = [
-            replace(one, env_vars=own, gpus=None, preload=preload)
-            for one, own in zip(each, variables, strict=True)
+            replace(one, affinity=(cpu,)) for one, cpu in zip(each, cpus, strict=True)
         ]
     return each
