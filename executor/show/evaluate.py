@@ -218,7 +218,7 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
 
     play = Play(tasks, rules, records, prepare)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]  # torch's
-    with records, torch.random.fork_rng(devices=list(devices)):
+    with records, torch.random.fork_rng(devices=list(devices)), play.films:
         if executor is not None:
             play.play_in(executor)
         elif play.num_left:

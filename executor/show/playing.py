@@ -21,7 +21,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -61,7 +61,7 @@ from envherd.workers.seeding import episode_seed
 #: What takes long; the generator that yields it gets its result or its exception.
 _Operation = Callable[[], Any]
 _Work = Generator["_Operation | _Session", Any, None]
-#: Seconds after the end of a run for the commands that its envs carry out.
+#: Seconds after the end of a run for the command that an env carries out.
 _LAST_COMMAND_S = 1.0
 #: What ends an episode as failed. All other errors end the evaluation: they are of the policy or of the caller. An env
 #: needs a reset in the middle of an episode if it did not answer in time when another worker of its executor was lost.
@@ -170,7 +170,7 @@ class _Episode:
 
 
 class _Seat(threading.Thread):
-    """A thread that carries out operations one after the other, and has at most one env.
+    """A thread that carries out operations one after the other, and has at most one env; it begins at once.
 
     Args:
         number: of the seat.
@@ -189,6 +189,7 @@ class _Seat(threading.Thread):
         self._outcomes = outcomes
         self._env: ParallelEnv | None = None
         self.todo: SimpleQueue[_Operation | None] = SimpleQueue()
+        self.start()
 
     def run(self) -> None:
         """Carry out operations until None comes."""
@@ -256,6 +257,7 @@ class Play:
     Attributes:
         num_left: number of episodes that have not been played, at the beginning.
         build_error: of the first env that could not be built.
+        films: completes the videos of episodes that did not end; to be closed after the run.
     """
 
     def __init__(
@@ -282,6 +284,7 @@ class Play:
         ]
         self.num_left = sum(len(task.left) for task in self._tasks)
         self.build_error: EnvherdError | None = None
+        self.films = contextlib.ExitStack()
 
     def play_in(self, env: BatchedEnv) -> None:
         """Play all episodes of the only task in an executor, in this thread.
@@ -290,10 +293,13 @@ class Play:
             WorkerLost, WorkerTimeout: a worker was lost and is not replaced. Its episodes are recorded as failed.
         """
         session = _Session(self, self._tasks[0], env, is_own=False)
-        with contextlib.closing(session.play()) as work:
-            operation: Any = _advance(work, _Outcome(None))
+        work = session.play()
+        operation: Any = _advance(work, _Outcome(None))
+        try:
             while operation is not None:  # no session of a passed executor is yielded
                 operation = _advance(work, _outcome_of(None, operation))
+        finally:
+            session.drop_sent()
 
     def run(self, num_seats: int, options: ExecutorOptions) -> None:
         """Play all episodes, in envs of at most `num_seats` worker processes; an exception closes the envs.
@@ -322,14 +328,11 @@ class Play:
             if is_shared:
                 # One helper for all tasks, so that a worker starts in 0.1 s.
                 at_end.callback(helper_for(self, options, modules).close, self)
+            at_end.callback(self._end, works)
             for i, one in enumerate(_options_of_seats(options, num_seats)):
                 seat = _Seat(i, one, outcomes)
                 works[seat] = self._work_of(seat)
-                at_end.callback(works[seat].close)  # completes its videos
-            at_end.callback(self._end, list(works))
-            for seat in works:
                 outcomes.put(_Outcome(seat))
-                seat.start()
             while works:
                 for outcome in self._next_outcomes(outcomes, waiting, len(works)):
                     seat = outcome.seat
@@ -371,7 +374,7 @@ class Play:
         ]
 
     @staticmethod
-    def _end(seats: Sequence[_Seat]) -> None:
+    def _end(seats: Iterable[_Seat]) -> None:
         """End the seats: each after the operation under way; an env whose operation takes long is closed meanwhile.
 
         A seat that is building an env closes it when it is built.
@@ -379,11 +382,8 @@ class Play:
         for seat in seats:
             seat.todo.put(seat.close)
             seat.todo.put(None)
-        deadline = time.monotonic() + _LAST_COMMAND_S
         for seat in seats:
-            if seat.ident is not None:
-                seat.join(max(0.0, deadline - time.monotonic()))
-        for seat in seats:
+            seat.join(_LAST_COMMAND_S)
             seat.close()  # what another thread waits for raises Closed
 
     def _work_of(self, seat: _Seat) -> _Work:
@@ -525,22 +525,15 @@ class _Session:
 
     def play(self) -> _Work:
         """Play until no episode is left."""
-        try:
-            while (begun := self._begin()) or self.playing:
-                try:
-                    if begun:
-                        yield from self._reset(begun)
-                    yield from self._step()
-                except _FAULTS as error:
-                    self._fail(error)
-        finally:
-            for episode in self.playing.values():  # of a run that ends early
-                if episode.film is not None:
-                    episode.film.close()
-            if not self._is_own:
-                self._drop_sent()
+        while (begun := self._begin()) or self.playing:
+            try:
+                if begun:
+                    yield from self._reset(begun)
+                yield from self._step()
+            except _FAULTS as error:
+                self._fail(error)
 
-    def _drop_sent(self) -> None:
+    def drop_sent(self) -> None:
         """Leave the caller envs that can be reset, if the run ends early: the next call drops their answers."""
         engine = self.env.engine
         sent = [i for i in self._sent if engine.states.under_way[i]]
@@ -584,6 +577,7 @@ class _Session:
                 episode.film = Video(
                     self._play.rules.videos / name, self._play.rules.fps
                 )
+                self._play.films.callback(episode.film.close)
                 yield partial(self._film, episode.film, root, env_id, env_id)
 
     def _step(self) -> _Work:
