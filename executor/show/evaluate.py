@@ -32,7 +32,7 @@ from envherd.executor.show.per_player import (
     choose_policies,
     names_and_roles,
 )
-from envherd.executor.show.playing import Part, Play, RandomActions, Rules
+from envherd.executor.show.playing import Part, Play, Rules, random_actions
 from envherd.executor.show.records import Cast, EpisodeRecord, RecordFile, fingerprint
 from envherd.executor.show.results import Evaluation, Evaluations
 from envherd.shm.specs import EnvSpec
@@ -461,7 +461,7 @@ def _single(policies: Any, spec: EnvSpec, **of_players: Any) -> Policy:
     kind = "several groups of agents" if spec.groups else "one agent"
     _refuse(f"for envs of {kind}, got {spec.family} envs", **of_players)
     if policies is None:
-        return RandomActions(spec)
+        return partial(random_actions, spec)
     return as_policy("evaluate", policies, spec)
 
 

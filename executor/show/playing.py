@@ -112,21 +112,15 @@ class Rules:
     deadline_s: float = 0.0
 
 
-class RandomActions:
-    """A policy that draws legal actions of envs of one agent, from torch's generator."""
-
-    def __init__(self, spec: EnvSpec) -> None:
-        self._spec = spec
-
-    def __call__(self, root: TensorDictBase) -> TensorDictBase:
-        """Set the actions."""
-        sampler = ActionSampler([self._spec], int(torch.randint(2**62, ())))
-        return sampler.fill(
-            root,
-            root.batch_size,
-            root.device,
-            np.zeros(len(root), np.int64),
-        )
+def random_actions(spec: EnvSpec, root: TensorDictBase) -> TensorDictBase:
+    """Act as a policy that draws legal actions of envs of one agent, from torch's generator."""
+    sampler = ActionSampler([spec], int(torch.randint(2**62, ())))
+    return sampler.fill(
+        root,
+        root.batch_size,
+        root.device,
+        np.zeros(len(root), np.int64),
+    )
 
 
 @dataclass
