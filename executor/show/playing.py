@@ -692,8 +692,7 @@ def _act(sessions: Sequence[_Session]) -> list[TensorDictBase]:
             f"The policy acted in step {first.length} of episode {first.number} of task {session.task.name!r}."
         )
         raise
-    written = get_leaf(acted, "next")
-    own = None if written is None else own_leaves(written, session.env.engine.known)
+    own = own_leaves(get_leaf(acted, "next"), session.env.engine.known)
     for row, episode in enumerate(episodes):
         episode.state = None if own is None else own[row : row + 1].clone()
     spec = session.env.spec
