@@ -22,11 +22,10 @@ from envherd.executor.show.evaluate import (
     default_options,
     evaluate,
     join_policies,
-    named_task,
+    tasks_of,
 )
 from envherd.executor.show.per_player import OTHERS
 from envherd.executor.show.results import Evaluation, Evaluations
-from envherd.workers.errors import FactoryError
 
 #: Value in place of MODULE:FACTORY that selects random actions.
 _RANDOM = "random"
@@ -44,18 +43,12 @@ def _prepare(options: Evaluate) -> tuple[dict[str, Any], Any, Any]:
     """Check the options before envs start; return the factories by task, and those of the policies or None."""
     if options.videos is not None:
         require_imageio()
-    tasks: dict[str, Any] = {}
-    for name in options.env:
-        if name in tasks:
-            raise FactoryError(
-                f"evaluate failed: expected each ENV once, got {name!r} again."
-            )
-        tasks[name] = named_task(
-            name,
-            options.env_kwargs,
-            has_background=options.background is not None,
-            with_frames=options.videos is not None,
-        )
+    tasks = tasks_of(
+        options.env,
+        options.env_kwargs,
+        has_background=options.background is not None,
+        with_frames=options.videos is not None,
+    )
     policy = None if options.policy == _RANDOM else options.policy
     background = None if options.background == _RANDOM else options.background
     return tasks, policy_maker(policy), policy_maker(background, "--background")

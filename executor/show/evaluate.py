@@ -171,7 +171,7 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
         raise TypeError(
             f"evaluate failed: expected primer as a dict of tensors by key or None, got {primer!r}."
         )
-    tasks = _tasks(
+    tasks = tasks_of(
         env,
         has_background=background is not None,
         with_frames=videos is not None,
@@ -231,7 +231,41 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
     return _results(env, tasks, rules, records)
 
 
-def named_task(
+def tasks_of(
+    env: Any,
+    env_kwargs: dict[str, Any] | None = None,
+    **how: bool,
+) -> dict[str, Any]:
+    """Return the tasks by name, with their factories, or with an executor.
+
+    Args:
+        env: as of `evaluate`.
+        env_kwargs: of envs with names.
+        **how: see `_named_task`.
+    """
+    pairs: Iterable[tuple[Any, Any]] = [(env if isinstance(env, str) else "env", env)]
+    if isinstance(env, Mapping):
+        pairs = env.items()
+    elif isinstance(env, (list, tuple)):
+        pairs = [
+            (one if isinstance(one, str) else f"task_{i}", one)
+            for i, one in enumerate(env)
+        ]
+    tasks: dict[str, Any] = {}
+    for name, one in pairs:
+        if str(name) in tasks:
+            raise ValueError(
+                f"evaluate failed: expected tasks of different names, got {name} twice."
+            )
+        tasks[str(name)] = (
+            _named_task(one, env_kwargs, **how) if isinstance(one, str) else one
+        )
+    if not tasks:
+        raise ValueError("evaluate failed: expected tasks, got none.")
+    return tasks
+
+
+def _named_task(
     name: str,
     env_kwargs: dict[str, Any] | None,
     *,
@@ -269,36 +303,6 @@ def _results(
         if isinstance(env, (Mapping, list, tuple))
         else next(iter(found.values()))
     )
-
-
-def _tasks(env: Any, **how: bool) -> dict[str, Any]:
-    """Return the tasks by name, with their factories, or with an executor."""
-    if not isinstance(env, (Mapping, list, tuple)):
-        return {env if isinstance(env, str) else "env": _factory(env, **how)}
-    pairs: Iterable[tuple[Any, Any]] = (
-        (one if isinstance(one, str) else f"task_{i}", one) for i, one in enumerate(env)
-    )
-    if isinstance(env, Mapping):
-        pairs = env.items()
-    tasks: dict[str, Any] = {}
-    for name, one in pairs:
-        if isinstance(one, BatchedEnv):
-            raise TypeError(
-                f"evaluate failed: expected a factory or a name for task {name!r}, got an executor."
-            )
-        if str(name) in tasks:
-            raise ValueError(
-                f"evaluate failed: expected tasks of different names, got {name} twice. Pass a dict by name."
-            )
-        tasks[str(name)] = _factory(one, **how)
-    if not tasks:
-        raise ValueError("evaluate failed: expected tasks, got none.")
-    return tasks
-
-
-def _factory(env: Any, **how: bool) -> Any:
-    """Return the factory that a name stands for; anything else is returned itself."""
-    return named_task(env, None, **how) if isinstance(env, str) else env
 
 
 def _refuse(where: str, **settings: Any) -> None:

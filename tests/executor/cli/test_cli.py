@@ -383,7 +383,7 @@ OUTCOMES: list[Any] = [
         f"evaluate {TASK} {TASK}",
         2,
         "stderr",
-        [f"expected each ENV once, got {TASK!r} again"],
+        [f"expected tasks of different names, got {TASK} twice"],
     ),
     (
         f'evaluate {TASK} {PRESS} --episodes 3 --workers 1 --env-kwargs \'{{"faults": [[1, "raise"]]}}\'',
