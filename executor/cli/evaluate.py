@@ -19,7 +19,7 @@ from envherd.executor.cli.option_values import write_json
 from envherd.executor.cli.options import Evaluate
 from envherd.executor.show.camera import require_imageio
 from envherd.executor.show.evaluate import (
-    default_options,
+    DEFAULT_OPTIONS,
     evaluate,
     join_policies,
     tasks_of,
@@ -92,7 +92,7 @@ def _work(
             num_workers=options.workers,
             seed=options.seed,
             max_steps=options.max_steps,
-            options=drawing(default_options()) if options.videos is not None else None,
+            options=drawing(DEFAULT_OPTIONS) if options.videos is not None else None,
             out=options.out,
             label=f"{options.policy or _RANDOM} against {options.background}",
             videos=options.videos,

@@ -46,8 +46,12 @@ Policies = Policy | Mapping[str | int, Policy | None] | None
 Env = str | Callable[..., Any] | BatchedEnv
 #: Several, by name or in a list; no executors.
 Tasks = Mapping[str, Any] | list[Any] | tuple[Any, ...]
-#: Seconds for a step and for a reset of an env without `options`, after which the episode counts as failed.
-_TIMEOUT_S = 300.0
+#: Of workers without `options`. After these seconds for a step or a reset, the episode counts as failed.
+DEFAULT_OPTIONS = ExecutorOptions(
+    infos="plain",
+    step_timeout_s=300.0,
+    reset_timeout_s=300.0,
+)
 
 
 class _Evaluate(Protocol[P]):
@@ -222,7 +226,7 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
         if executor is not None:
             play.play_in(executor)
         elif play.num_left:
-            chosen = default_options() if options is None else _with_infos(options)
+            chosen = DEFAULT_OPTIONS if options is None else _with_infos(options)
             play.run(choose_workers(play.num_left, num_workers), chosen)
     if play.build_error is not None and all(
         records.tasks[name].cast is None for name in tasks
@@ -308,15 +312,6 @@ def _results(
 def _refuse(where: str, **settings: Any) -> None:
     if passed := [name for name, value in settings.items() if value is not None]:
         raise ValueError(f"evaluate failed: expected no {' or '.join(passed)} {where}.")
-
-
-def default_options() -> ExecutorOptions:
-    """Return the options of workers without `options`."""
-    return ExecutorOptions(
-        infos="plain",
-        step_timeout_s=_TIMEOUT_S,
-        reset_timeout_s=_TIMEOUT_S,
-    )
 
 
 def _with_infos(options: ExecutorOptions) -> ExecutorOptions:
