@@ -205,9 +205,12 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
         if label is None
         else {"label": label}
     )
-    settings = {"seed": rules.seed, "max_steps": max_steps, **played_by}
-    if max_batch is not None:
-        settings["max_batch"] = max_batch
+    settings = {
+        "seed": rules.seed,
+        "max_steps": max_steps,
+        "max_batch": max_batch,
+        **played_by,
+    }
     records = RecordFile(out, settings, tuple(tasks))
 
     def prepare(name: str, built: BatchedEnv) -> Part:

@@ -27,8 +27,6 @@ from envherd.executor.processes.error_messages import log
 SCHEMA = "envherd.evaluation-run/1"
 #: Least seconds between two writes while episodes end: a write of 400 episodes takes 5 ms.
 _BETWEEN_WRITES_S = 1.0
-#: Settings that a file does not have if they are off.
-_ABSENT = {"max_batch": None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,8 +193,8 @@ class RecordFile(contextlib.AbstractContextManager["RecordFile"]):
                 f"evaluate failed: expected the JSON of an evaluation in {path}, with schema {SCHEMA!r}, got "
                 f"{type(error).__name__}: {error!s:.200}."
             ) from None
-        for name, value in {**_ABSENT, **self._settings}.items():
-            if (before := {**_ABSENT, **settings}.get(name, value)) != value:
+        for name, value in self._settings.items():
+            if (before := settings.get(name, value)) != value:
                 raise ValueError(
                     f"evaluate failed: expected {name} {before!r}, with which the episodes of {path} were played, got "
                     f"{value!r}. Pass another path, or remove the file."
