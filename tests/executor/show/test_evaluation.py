@@ -19,6 +19,7 @@ from envherd import (
     evaluate,
 )
 from envherd.executor.cli.app import app
+from envherd.executor.show.records import Cast, EpisodeRecord
 from envherd.executor.show.results import Evaluation, equality_of, interval_of
 from tests.envs.team_env import Team
 from tests.executor.show.test_per_player import Always, Counting
@@ -234,15 +235,9 @@ def test_wrong_arguments_are_refused(how, message):
 
 
 def test_results_become_json():
-    one = Evaluation(
-        "pond",
-        1,
-        ("a", "b"),
-        ("x", "y"),
-        (True, True),
-        np.array([[-1.0, 2]]),
-        np.array([5]),
-    )
+    cast = Cast(env="pond", players=("a", "b"), roles=("x", "y"), is_focal=(True, True))
+    played = EpisodeRecord(episode=0, seed=1, length=5, returns=(-1.0, 2.0))
+    one = Evaluation.of(cast, 1, [played])
     plain = json.loads(json.dumps(one.to_dict()))
     assert plain["equality"] == {
         "mean": None,
