@@ -180,15 +180,14 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
         has_background=background is not None,
         with_frames=videos is not None,
     )
-    executor = env if isinstance(env, BatchedEnv) else None
-    if executor is not None:
+    if isinstance(env, BatchedEnv):
         _refuse(
             "with an executor, which has its own",
             num_workers=num_workers,
             options=options,
             max_batch=max_batch,
         )
-        rules = replace(rules, seed=executor.seed)
+        rules = replace(rules, seed=env.seed)
     by_task = _by_task(policies, policy_for, tuple(tasks))
     policies_of = (
         (lambda name, _: by_task.get(name, policies))
@@ -226,8 +225,8 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
     play = Play(tasks, rules, records, prepare)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]  # torch's
     with records, torch.random.fork_rng(devices=list(devices)), play.films:
-        if executor is not None:
-            play.play_in(executor)
+        if isinstance(env, BatchedEnv):
+            play.play_in(env)
         elif play.num_left:
             chosen = DEFAULT_OPTIONS if options is None else _with_infos(options)
             play.run(choose_workers(play.num_left, num_workers), chosen)
