@@ -109,20 +109,16 @@ class RecordFile(contextlib.AbstractContextManager["RecordFile"]):
     ) -> None:
         self._path = None if path is None else Path(path)
         self._settings = dict(settings)
-        self.tasks: dict[str, TaskRecords] = {}
+        self.tasks = {name: TaskRecords() for name in tasks}
         self._written_at = -math.inf
         # Not the process id: programs in two containers may have the same.
         self._mark = os.urandom(4).hex()
         # Of the file that this object has read or written.
         self._version: object = None
-        if self._path is not None and self._path.exists():
-            self._read(self._path)
-            if any(one.episodes for one in self.tasks.values()):
-                log.warning("%s. They are not played again.", self._held())
-        for name in tasks:
-            self.tasks.setdefault(name, TaskRecords())
-        # A path that cannot be written is refused before an episode is played.
+        # This reads a file that exists. A path that cannot be written is refused before an episode is played.
         self.write()
+        if any(one.episodes for one in self.tasks.values()):
+            log.warning("%s. They are not played again.", self._held())
 
     def __exit__(
         self,
