@@ -170,6 +170,7 @@ class _Seat(threading.Thread):
         number: of the seat.
         options: of the workers.
         outcomes: gets the outcome of each operation.
+        work_of: makes the generator that yields the operations.
     """
 
     def __init__(
@@ -177,10 +178,12 @@ class _Seat(threading.Thread):
         number: int,
         options: ExecutorOptions,
         outcomes: "SimpleQueue[_Outcome]",
+        work_of: "Callable[[_Seat], _Work]",
     ) -> None:
         super().__init__(name=f"evaluate-{number}", daemon=True)
         self._options = options
         self._outcomes = outcomes
+        self.work = work_of(self)
         self._env: ParallelEnv | None = None
         self.todo: SimpleQueue[_Operation | None] = SimpleQueue()
         self.start()
@@ -188,7 +191,7 @@ class _Seat(threading.Thread):
     def run(self) -> None:
         """Carry out operations until None comes."""
         while (operation := self.todo.get()) is not None:
-            self._outcomes.put(_outcome_of(self, operation))
+            self._outcomes.put((self, _carry_out(self.work, operation)))
 
     def build(self, factory: Factory, seed: int) -> ParallelEnv:
         """Return an executor of one env."""
@@ -207,33 +210,22 @@ class _Seat(threading.Thread):
             self._env.close()
 
 
-class _Outcome(NamedTuple):
-    """What the generator of a seat gets.
-
-    Attributes:
-        seat: that has carried an operation out; None in the caller's thread.
-        result: of the operation; None at the beginning.
-        error: what it has raised.
-    """
-
-    seat: Any
-    result: Any = None
-    error: BaseException | None = None
+#: A seat whose operation has been carried out, and what resumes its generator.
+_Outcome = tuple[_Seat, _Operation]
 
 
-def _outcome_of(seat: _Seat | None, operation: _Operation) -> _Outcome:
+def _carry_out(work: _Work, operation: _Operation) -> _Operation:
+    """Carry out an operation of a generator; return what resumes the generator with the result or the exception."""
     try:
-        return _Outcome(seat, operation())
+        return partial(work.send, operation())
     except BaseException as error:  # raised in the generator
-        return _Outcome(seat, error=error)
+        return partial(work.throw, error)
 
 
-def _advance(work: _Work, outcome: _Outcome) -> "_Operation | _Session | None":
-    """Hand over the outcome of an operation; return the next operation, None at the end."""
+def _next_of(resume: _Operation) -> Any:
+    """Resume a generator; return its next operation, None at the end."""
     try:
-        if outcome.error is not None:
-            return work.throw(outcome.error)
-        return work.send(outcome.result)
+        return resume()
     except StopIteration:
         return None
 
@@ -288,10 +280,11 @@ class Play:
         """
         session = _Session(self, self._tasks[0], env, is_own=False)
         work = session.play()
-        operation: Any = _advance(work, _Outcome(None))
+        resume: _Operation = partial(work.send, None)
         try:
-            while operation is not None:  # no session of a passed executor is yielded
-                operation = _advance(work, _outcome_of(None, operation))
+            # No session of a passed executor is yielded.
+            while (operation := _next_of(resume)) is not None:
+                resume = _carry_out(work, operation)
         finally:
             session.drop_sent()
 
@@ -317,26 +310,25 @@ class Play:
         options = replace(options, preload=modules)
         outcomes: SimpleQueue[_Outcome] = SimpleQueue()
         waiting: dict[_Seat, _Session] = {}
-        works: dict[_Seat, _Work] = {}
+        seats: list[_Seat] = []
         with contextlib.ExitStack() as at_end:
             if is_shared:
                 # One helper for all tasks, so that a worker starts in 0.1 s.
                 at_end.callback(helper_for(self, options, modules).close, self)
-            at_end.callback(self._end, works)
+            at_end.callback(self._end, seats)
             for i, one in enumerate(_options_of_seats(options, num_seats)):
-                seat = _Seat(i, one, outcomes)
-                works[seat] = self._work_of(seat)
-                outcomes.put(_Outcome(seat))
-            while works:
-                for outcome in self._next_outcomes(outcomes, waiting, len(works)):
-                    seat = outcome.seat
-                    operation = _advance(works[seat], outcome)
+                seat = _Seat(i, one, outcomes, self._work_of)
+                seats.append(seat)
+                outcomes.put((seat, partial(seat.work.send, None)))
+            while seats:
+                for seat, resume in self._next_outcomes(outcomes, waiting, len(seats)):
+                    operation = _next_of(resume)
                     if isinstance(operation, _Session):
                         waiting[seat] = operation
                     else:
                         seat.todo.put(operation)
                     if operation is None:
-                        del works[seat]
+                        seats.remove(seat)
 
     def _next_outcomes(
         self,
@@ -364,7 +356,8 @@ class Play:
         seats = seats[:limit]
         acted = _act([waiting.pop(seat) for seat in seats])
         return [
-            _Outcome(seat, actions) for seat, actions in zip(seats, acted, strict=True)
+            (seat, partial(seat.work.send, actions))
+            for seat, actions in zip(seats, acted, strict=True)
         ]
 
     @staticmethod
