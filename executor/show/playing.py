@@ -403,8 +403,11 @@ class Play:
                 or len(task.left) * task.episode_s / task.num_seats > task.build_s
             )
         ]
-        first = [task for task in found if not task.num_seats][:1]
-        chosen = max(first or found, key=lambda task: len(task.left), default=None)
+        chosen = max(
+            found,
+            key=lambda task: len(task.left) if task.num_seats else math.inf,
+            default=None,
+        )
         if chosen is not None:
             chosen.num_seats += 1
         return chosen
