@@ -435,8 +435,7 @@ class Play:
         task.episode_s = time.monotonic() - episode.began
         if episode.film is not None:
             episode.film.close()
-        known = [one for one in episode.successes if one is not None]
-        is_known = error is None and bool(known)
+        known = [one for one in episode.successes if one is not None and error is None]
         record = EpisodeRecord(
             episode=episode.number,
             seed=episode.seed,
@@ -444,8 +443,8 @@ class Play:
             returns=tuple(np.atleast_1d(episode.returns).tolist())
             if episode.length
             else (),
-            success=bool(episode.successes[-1]) if is_known else None,
-            success_once=any(known) if is_known else None,
+            success=bool(episode.successes[-1]) if known else None,
+            success_once=any(known) if known else None,
             error=None if error is None else f"{type(error).__name__}: {error.message}",
             video=None if episode.film is None else str(episode.film.path),
         )
