@@ -75,12 +75,12 @@ class Part(NamedTuple):
     """What acts in the envs of a task.
 
     Attributes:
-        policy: takes a batch of envs.
+        policy: a `Placed`; takes a batch of envs.
         primed: its state at the beginning of an episode, batch `[1]`; or None.
         rewards: keys whose sums are the returns.
     """
 
-    policy: Callable[[TensorDictBase], TensorDictBase]
+    policy: Any
     primed: TensorDictBase | None
     rewards: Sequence[Key]
 
@@ -500,14 +500,10 @@ class _Session:
     @property
     def kind(self) -> Any:
         """What the sessions have in common for which one call of a policy can act."""
-        placed: Any = self.part.policy
         leaves = {key: self.root.get(key) for key in leaf_keys(self.root)}
-        shapes = [
-            (key, getattr(leaf, "shape", ())[1:], getattr(leaf, "dtype", None))
-            for key, leaf in leaves.items()
-        ]
+        shapes = [(key, leaf.shape[1:], leaf.dtype) for key, leaf in leaves.items()]
         return (
-            id(getattr(placed, "policy", placed)),
+            id(self.part.policy.policy),
             shapes,
             next(iter(self.playing.values())).state is None,  # the first step
         )
