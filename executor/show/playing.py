@@ -277,16 +277,22 @@ class Play:
 
         Raises:
             WorkerLost, WorkerTimeout: a worker was lost and is not replaced. Its episodes are recorded as failed.
+            Busy: an env was sent and not received. Nothing was played.
         """
-        session = _Session(self, self._tasks[0], env, is_own=False)
-        work = session.play()
+        engine = env.engine
+        engine.refuse_under_way(engine.all_ids)
+        work = _Session(self, self._tasks[0], env, is_own=False).play()
         resume: _Operation = partial(work.send, None)
         try:
             # No session of a passed executor is yielded.
             while (operation := _next_of(resume)) is not None:
                 resume = _carry_out(work, operation)
         finally:
-            session.drop_sent()
+            # A run that ends early leaves envs that can be reset: the next call drops their answers.
+            sent = np.flatnonzero(engine.states.under_way)
+            if len(sent):
+                engine.is_dirty = True
+                engine.give_up(sent)
 
     def run(self, num_seats: int, options: ExecutorOptions) -> None:
         """Play all episodes, in envs of at most `num_seats` worker processes; an exception closes the envs.
@@ -495,7 +501,6 @@ class _Session:
         self.part = task.part = task.part or play.prepare(task.name, env)
         self._camera = Camera(env)
         self.playing: dict[int, _Episode] = {}
-        self._sent: list[int] = []  # latest; some or all have answered
 
     @property
     def kind(self) -> Any:
@@ -517,14 +522,6 @@ class _Session:
                 yield from self._step()
             except _FAULTS as error:
                 self._fail(error)
-
-    def drop_sent(self) -> None:
-        """Leave the caller envs that can be reset, if the run ends early: the next call drops their answers."""
-        engine = self.env.engine
-        sent = [i for i in self._sent if engine.states.under_way[i]]
-        if sent:
-            engine.is_dirty = True
-            engine.give_up(np.array(sent))
 
     def _begin(self) -> dict[int, _Episode]:
         begun = {
@@ -573,7 +570,6 @@ class _Session:
         self.waits_since = time.monotonic()
         is_shared = self._play.rules.max_batch is not None and self._is_own
         actions = (yield self) if is_shared else _act([self])[0]
-        self._sent = ids
         env.send(actions, ids, maybe_reset=False)
         while ids:
             try:
