@@ -348,14 +348,11 @@ def _who_plays(
     focal: Sequence[int | str] | None,
 ) -> dict[str, Any]:
     """Return plain data that differs between choices of policies."""
-    found = {
+    chosen = {f"policies of {name}": fingerprint(one) for name, one in by_task.items()}
+    return {
         "background": fingerprint(background),
         "focal": None if focal is None else [str(one) for one in focal],
-    }
-    if not by_task:
-        return found | {"policies": fingerprint(policies)}
-    return found | {
-        f"policies of {name}": fingerprint(one) for name, one in by_task.items()
+        **(chosen or {"policies": fingerprint(policies)}),
     }
 
 
