@@ -432,14 +432,13 @@ def join_policies(
     mine = [player for player, focal in enumerate(is_focal) if focal]
     others = [player for player, focal in enumerate(is_focal) if not focal]
     if (background is None) != (not others):
-        got = "none" if background is None else "some, and all agents are focal"
-        advice = (
-            "Pass background=."
+        got = (
+            "none. Pass background="
             if background is None
-            else "Pass focal=, or leave background out."
+            else "some, and all agents are focal. Pass focal=, or leave background out"
         )
         raise ValueError(
-            f"evaluate failed: expected background policies for the agents that are not focal, got {got}. {advice}"
+            f"evaluate failed: expected background policies for the agents that are not focal, got {got}."
         )
     chosen: dict[str | int, Policy | None] = {
         player: policy
