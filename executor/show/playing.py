@@ -593,8 +593,10 @@ class _Session:
         is_over = following.get("done").flatten().tolist()
         nobody = torch.zeros(len(ids), device="cpu")
         is_lost = following.get("interrupted", nobody).flatten().tolist()
-        infos = (
-            self.env.infos("next") if self.env.options.info_policy != "drop" else None
+        infos: Sequence[Mapping[str, Any]] = (
+            [{}] * self.env.num_envs
+            if self.env.options.info_policy == "drop"
+            else self.env.infos("next")
         )
         for at, env_id in enumerate(ids):
             episode = self.playing[env_id]
@@ -608,9 +610,8 @@ class _Session:
                 continue
             episode.length += 1
             episode.returns = episode.returns + rewards[at]
-            if infos is not None:
-                episode.info = infos[env_id]
-                episode.successes.append(_success_in(episode.info))
+            episode.info = infos[env_id]
+            episode.successes.append(_success_in(episode.info))
             if episode.film is not None:
                 yield partial(self._film, episode.film, following, at, env_id)
             if is_over[at] or episode.length == self._play.rules.max_steps:
