@@ -17,7 +17,6 @@ from envherd.executor.cli.commands import (
 from envherd.executor.cli.exit_codes import EXIT_FAILED
 from envherd.executor.cli.option_values import write_json
 from envherd.executor.cli.options import Evaluate
-from envherd.executor.show.camera import require_imageio
 from envherd.executor.show.evaluate import (
     DEFAULT_OPTIONS,
     evaluate,
@@ -41,8 +40,6 @@ def run(options: Evaluate) -> int:
 
 def _prepare(options: Evaluate) -> tuple[dict[str, Any], Any, Any]:
     """Check the options before envs start; return the factories by task, and those of the policies or None."""
-    if options.videos is not None:
-        require_imageio()
     tasks = tasks_of(
         options.env,
         options.env_kwargs,
