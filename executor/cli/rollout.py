@@ -164,7 +164,7 @@ def _work(
             _totals(env),
             memory_of(os.getpid(), is_alone=True),
         )
-    unwritten: Exception | None = None
+    failures: list[Exception] = [] if failure is None else [failure]
     try:
         if counted["steps_done"]:
             with console.status("writing"):
@@ -180,10 +180,9 @@ def _work(
                     found["files"]["out"] = str(options.out)
                 found["files"] |= pictures.write(options.env)
     except (MediaError, OSError) as error:  # the figures are reported anyway
-        unwritten = error
+        failures.append(error)
     console.print(table(found))
     write_json(options.json, found)
-    failures = [one for one in (failure, unwritten) if one is not None]
     for one in failures:
         complain(Console(stderr=True), one)
     if failures:
