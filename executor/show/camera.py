@@ -114,7 +114,9 @@ class Video:
             mode="I",
             fps=fps,
             codec="libx264",
-            macro_block_size=2,
+            macro_block_size=1,
+            # The encoder takes even sides only.
+            output_params=["-vf", "crop=trunc(iw/2)*2:trunc(ih/2)*2:0:0"],
             ffmpeg_log_level="error",
         )
 
@@ -124,10 +126,7 @@ class Video:
 
     def add(self, frame: np.ndarray) -> None:
         """Add a frame, uint8 `[H, W, 3]`."""
-        # The encoder takes even sides only.
-        height = frame.shape[0] // 2 * 2
-        width = frame.shape[1] // 2 * 2
-        self._writer.append_data(np.ascontiguousarray(frame[:height, :width]))
+        self._writer.append_data(np.ascontiguousarray(frame))
 
 
 def require_imageio() -> Any:
