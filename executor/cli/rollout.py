@@ -62,8 +62,6 @@ _SUMMED = (
 _CHUNK = 50
 #: Agents shown by name in the table; the JSON has all of them.
 _MAX_NAMES = 16
-#: Seconds between updates of the progress bar; few updates, so that they do not slow down fast envs.
-_REFRESH_S = 0.1
 
 
 def run(options: Rollout) -> int:
@@ -260,7 +258,6 @@ def _collect(
     }
     returns = Returns(env.specs[0], env.num_envs)
     failure: EnvherdError | None = None
-    shown = 0.0
     bar = Progress(
         *Progress.get_default_columns(),
         MofNCompleteColumn(),
@@ -292,14 +289,12 @@ def _collect(
                     counted["collect_s"] += stepped - start
                     now = time.perf_counter()
                     counted["keep_s"] += now - stepped
-                    if now - shown > _REFRESH_S or step == options.steps:
-                        shown = now
-                        bar.update(
-                            task,
-                            completed=step,
-                            rate=step * env.num_envs / counted["collect_s"],
-                            episodes=returns.num_episodes,
-                        )
+                    bar.update(
+                        task,
+                        completed=step,
+                        rate=step * env.num_envs / counted["collect_s"],
+                        episodes=returns.num_episodes,
+                    )
                     if pressed:
                         counted["interrupted"] = True
                     if pressed or returns.num_episodes >= (
