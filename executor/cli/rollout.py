@@ -295,8 +295,7 @@ def _collect(
                         rate=step * env.num_envs / counted["collect_s"],
                         episodes=returns.num_episodes,
                     )
-                    if pressed:
-                        counted["interrupted"] = True
+                    counted["interrupted"] = bool(pressed)
                     if pressed or returns.num_episodes >= (
                         options.episodes or math.inf
                     ):
