@@ -29,6 +29,7 @@ from envherd.shm.segment import Segment
 from envherd.workers import native
 from envherd.workers.adapters.meltingpot import lua_edits, lua_tree
 from envherd.workers.adapters.meltingpot.factory import scenario_names, substrate_names
+from envherd.workers.adapters.meltingpot.lua_tree import version_of
 from envherd.workers.build import Factory
 
 Level = Literal["ok", "warn", "fail"]
@@ -222,14 +223,6 @@ def steps_of(name: str, make_env: Factory) -> Iterator[Finding]:
 
     with ParallelEnv(1, make_env, num_workers=1) as env:
         yield Finding(f"steps of {name}", "ok", env.statistics().path)
-
-
-def version_of(name: str) -> str | None:
-    """Return the installed version of a distribution, or None."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def unmet(name: str, installed: str) -> Iterator[str]:
