@@ -19,7 +19,7 @@ from envherd import (
     evaluate,
 )
 from envherd.executor.cli.app import app
-from envherd.executor.show.records import Cast, EpisodeRecord
+from envherd.executor.show.records import EpisodeRecord
 from envherd.executor.show.results import Evaluation, equality_of, interval_of
 from tests.envs.team_env import Team
 from tests.executor.show.test_per_player import Always, Counting
@@ -131,11 +131,14 @@ def test_one_policy_acts_for_several_groups_of_agents():
 def test_a_policy_acts_for_agents_with_continuous_actions():
     from mpe2 import simple_spread_v3
 
-    def policy(td):
-        return td.set("action", torch.full((len(td), 5), 0.5))
-
     make_env = functools.partial(simple_spread_v3.parallel_env, continuous_actions=True)
-    found = evaluate(policy, make_env, episodes=1, max_steps=3, num_workers=1)
+    found = evaluate(
+        lambda td: td.set("action", torch.full((len(td), 5), 0.5)),
+        make_env,
+        episodes=1,
+        max_steps=3,
+        num_workers=1,
+    )
     assert found.returns.shape == (1, 3)
 
 
@@ -235,9 +238,15 @@ def test_wrong_arguments_are_refused(how, message):
 
 
 def test_results_become_json():
-    cast = Cast(env="pond", players=("a", "b"), roles=("x", "y"), is_focal=(True, True))
     played = EpisodeRecord(episode=0, seed=1, length=5, returns=(-1.0, 2.0))
-    one = Evaluation.of(cast, 1, [played])
+    one = Evaluation(
+        env="pond",
+        players=("a", "b"),
+        roles=("x", "y"),
+        is_focal=(True, True),
+        seed=1,
+        episodes=(played,),
+    )
     plain = json.loads(json.dumps(one.to_dict()))
     assert plain["equality"] == {
         "mean": None,
