@@ -153,23 +153,11 @@ MaxSteps = Annotated[
         help="Truncate episodes after this number of steps (meltingpot, gymnasium, pettingzoo).",
     ),
 ]
-NumEnvs = Annotated[int, typer.Option(min=1, help="Number of envs.")]
 Workers = Annotated[
     int | None,
     typer.Option(
         min=1,
         help="Number of worker processes; default: one per usable core.",
-    ),
-]
-Seed = Annotated[
-    int | None,
-    typer.Option(min=0, help="Root seed; default: drawn and printed."),
-]
-Policy = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODULE:FACTORY",
-        help="FACTORY(env) returns the policy; default: random actions.",
     ),
 ]
 Gif = Annotated[
