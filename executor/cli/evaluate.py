@@ -158,7 +158,7 @@ def table_of_tasks(found: Evaluations) -> Table:
             name,
             str(one.num_episodes),
             str(one.num_failed),
-            _or_blank(one.success),
+            str(one.success or ""),
             str(one.focal_per_capita),
             str(one.length),
             end_section=name == next(reversed(found.tasks)),
@@ -167,12 +167,8 @@ def table_of_tasks(found: Evaluations) -> Table:
         "all",
         str(sum(one.num_episodes for one in found.tasks.values())),
         str(found.num_failed),
-        _or_blank(found.success),
+        str(found.success or ""),
         str(found.focal_per_capita),
         "",
     )
     return grid
-
-
-def _or_blank(measure: Any) -> str:
-    return "" if measure is None else str(measure)
