@@ -20,7 +20,6 @@ import math
 import re
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -140,7 +139,7 @@ class _Task:
 
     name: str
     env: Any
-    left: deque[int]
+    left: list[int]
     part: Part | None = None
     num_seats: int = 0
     build_s: float = 0.0
@@ -260,11 +259,11 @@ class Play:
             _Task(
                 name,
                 env,
-                deque(
+                [
                     number
                     for number in range(rules.episodes)
                     if number not in records.tasks[name].episodes
-                ),
+                ],
             )
             for name, env in tasks.items()
         ]
@@ -428,7 +427,7 @@ class Play:
 
     def take(self, task: _Task, state: TensorDictBase | None = None) -> _Episode:
         """Return the next episode of a task, which has one left, with the policy's first state."""
-        number = task.left.popleft()
+        number = task.left.pop(0)
         return _Episode(number, episode_seed(self.rules.seed, number, 0), state)
 
     def note(
