@@ -9,7 +9,6 @@ the latest records of one of them until it writes again.
 import contextlib
 import hashlib
 import json
-import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -110,7 +109,7 @@ class RecordFile(contextlib.AbstractContextManager["RecordFile"]):
         self._path = None if path is None else Path(path)
         self._settings = dict(settings)
         self.tasks = {name: TaskRecords() for name in tasks}
-        self._written_at = -math.inf
+        self._written_at = 0.0
         # Not the process id: programs in two containers may have the same.
         self._mark = os.urandom(4).hex()
         # Of the file that this object has read or written.
