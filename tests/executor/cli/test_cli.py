@@ -160,7 +160,7 @@ TASK, PRESS = (
     "python:tests.envs.suite_envs:Task",
     "--policy tests.executor.show.test_evaluate_tasks:make_press",
 )
-TEAM = "python:tests.executor.show.test_evaluation:make_team"
+TEAM = "python:tests.envs.team_env:Team"
 #: Command, exit code, stream, and texts that are in it.
 OUTCOMES: list[Any] = [
     ("--version", 0, "stdout", ["envherd " + importlib.metadata.version("envherd")]),

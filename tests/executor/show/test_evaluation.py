@@ -258,17 +258,13 @@ def test_results_become_json():
     assert plain["by_player"][0] == {"player": "a", "role": "x", "focal": True, **mean}
 
 
-def make_team(**kwargs):
-    return Team(**kwargs)
-
-
 def ones(_env):
     return Always(1)
 
 
 def test_the_command_writes_what_it_found(tmp_path):
     path = tmp_path / "found.json"
-    name, here = f"python:{__name__}:make_team", f"{__name__}:ones"
+    name, here = "python:tests.envs.team_env:Team", f"{__name__}:ones"
     command = [
         "evaluate",
         name,
