@@ -9,6 +9,7 @@ from rich.text import Text
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.cli.commands import (
+    RANDOM,
     carry_out,
     drawing,
     policy_maker,
@@ -25,9 +26,6 @@ from envherd.executor.show.evaluate import (
 )
 from envherd.executor.show.per_player import OTHERS
 from envherd.executor.show.results import Evaluation, Evaluations
-
-#: Value in place of MODULE:FACTORY that selects random actions.
-_RANDOM = "random"
 
 
 def run(options: Evaluate) -> int:
@@ -46,9 +44,11 @@ def _prepare(options: Evaluate) -> tuple[dict[str, Any], Any, Any]:
         has_background=options.background is not None,
         with_frames=options.videos is not None,
     )
-    policy = None if options.policy == _RANDOM else options.policy
-    background = None if options.background == _RANDOM else options.background
-    return tasks, policy_maker(policy), policy_maker(background, "--background")
+    return (
+        tasks,
+        policy_maker(options.policy),
+        policy_maker(options.background, "--background"),
+    )
 
 
 def _work(
@@ -91,7 +91,7 @@ def _work(
             max_steps=options.max_steps,
             options=drawing(DEFAULT_OPTIONS) if options.videos is not None else None,
             out=options.out,
-            label=f"{options.policy or _RANDOM} against {options.background}",
+            label=f"{options.policy or RANDOM} against {options.background}",
             videos=options.videos,
             filmed=options.filmed,
         )
