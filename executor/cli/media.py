@@ -20,6 +20,7 @@ from envherd.executor.show.camera import (
     MediaError,
     Video,
     enlarged,
+    require,
     require_imageio,
 )
 
@@ -440,12 +441,4 @@ def require_pillow() -> Any:
     Raises:
         MediaError: it is not installed.
     """
-    try:
-        import PIL.Image
-        import PIL.ImageDraw
-        import PIL.ImageFont
-    except ImportError as error:
-        raise MediaError(
-            "making pictures failed: expected the package Pillow, got none. pip install 'envherd[cli]'"
-        ) from error
-    return PIL
+    return require("PIL", "PIL.Image", "PIL.ImageDraw", "PIL.ImageFont", extra="cli")

@@ -3,6 +3,7 @@
 imageio is imported only when it is needed.
 """
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -135,12 +136,20 @@ def require_imageio() -> Any:
     Raises:
         MediaError: a package is missing.
     """
+    return require("imageio.v2", "imageio_ffmpeg", extra="media")
+
+
+def require(*modules: str, extra: str) -> Any:
+    """Import some modules, and return the first.
+
+    Raises:
+        MediaError: one is missing.
+    """
     try:
-        import imageio.v2 as imageio
-        import imageio_ffmpeg  # noqa: F401  # imageio needs it for MP4
+        found = [importlib.import_module(name) for name in modules]
     except ImportError as error:
         raise MediaError(
-            f"recording failed: expected the packages imageio and imageio-ffmpeg, got {error}. "
-            f"pip install 'envherd[media]'"
+            f"making pictures failed: expected the modules {', '.join(modules)}, got {error}. "
+            f"pip install 'envherd[{extra}]'"
         ) from None
-    return imageio
+    return found[0]
