@@ -115,11 +115,7 @@ def _json_object(text: str) -> dict[str, Any]:
     """Return the keyword arguments in a text, or in the file that `@PATH` names; the parser of `--env-kwargs`."""
     try:
         found = json.loads(text_of(Path(text[1:])) if text.startswith("@") else text)
-    except OSError as error:
-        raise typer.BadParameter(
-            f"expected a file with a JSON object, got {text!r} ({error.strerror})."
-        ) from None
-    except (ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise typer.BadParameter(
             f"expected a JSON object, got {text!r} ({error})."
         ) from None
