@@ -500,19 +500,15 @@ def _left_behind() -> Iterator[Finding]:
 
 
 def orphans_of(user: int) -> Iterator[psutil.Process]:
-    """Yield this user's helpers and workers whose owner has gone."""
+    """Yield this user's helpers and workers whose owner has gone, and their children."""
     for process in psutil.process_iter(["cmdline", "uids", "ppid"]):
         info = process.info
         line = " ".join(info["cmdline"] or ())
-        if (
-            info["uids"] is None
-            or info["uids"].real != user
-            or "envherd.workers." not in line
+        is_orphan = info["ppid"] == 1 and info["uids"] and info["uids"].real == user
+        if is_orphan and (
+            "envherd.workers.process.zygote import main" in line
+            or "envherd.workers.process.entry" in line
         ):
-            continue
-        if "zygote import main" in line and info["ppid"] == 1:
             yield process
             with contextlib.suppress(psutil.Error):
                 yield from process.children(recursive=True)
-        elif "envherd.workers.process.entry" in line and info["ppid"] == 1:
-            yield process
