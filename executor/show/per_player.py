@@ -12,18 +12,31 @@ Does not know executors: it works like any other policy in rollouts, collectors 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
-from envherd.executor.batches.arguments import WRAP, WRAP_MODEL
+from envherd.executor.batches.arguments import WRAP, WRAP_MODEL, need_callables
+from envherd.executor.batches.random_actions import ActionSampler
 from envherd.executor.guests.collectors.policy import Policy
 from envherd.executor.rollouts.policy_state import leaf_keys, run_policy
-from envherd.shm.specs import Discrete, EnvSpec, Key
+from envherd.shm.specs import Discrete, EnvSpec, Key, LeafSpec
 
 #: Name for all agents that no other name covers.
 OTHERS = "*"
+
+
+def random_actions(spec: EnvSpec, root: TensorDictBase) -> TensorDictBase:
+    """Act as a policy that draws legal actions of envs of one agent, from torch's generator."""
+    sampler = ActionSampler([spec], int(torch.randint(2**62, ())))
+    return sampler.fill(
+        root,
+        root.batch_size,
+        root.device,
+        np.zeros(len(root), np.int64),
+    )
 
 
 class RandomPlayer:
@@ -35,23 +48,14 @@ class RandomPlayer:
 
     def __init__(self, num_actions: int) -> None:
         self.num_actions = num_actions
+        self._spec = EnvSpec(
+            (LeafSpec(("action_mask",), (num_actions,), "bool"),),
+            (LeafSpec(("action",), (), "int64", Discrete(num_actions)),),
+        )
 
     def __call__(self, rows: TensorDictBase) -> TensorDictBase:
         """Set `action`, int64 `[B]`."""
-        mask = rows.get("action_mask", None)
-        if mask is None:
-            action = torch.randint(
-                self.num_actions,
-                rows.batch_size,
-                device=rows.device,
-            )
-        else:
-            action = (
-                torch.rand(mask.shape, device=mask.device)
-                .masked_fill(~mask.bool(), -1.0)
-                .argmax(-1)
-            )
-        return rows.set("action", action)
+        return random_actions(self._spec, rows)
 
 
 class Part(NamedTuple):
@@ -113,26 +117,21 @@ class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
         group: Key | str | None = None,
     ) -> None:
         super().__init__()
-        if spec is None and roles is None:
-            raise ValueError(
-                "PerPlayer failed: expected the spec of the envs or roles, got neither. Pass env.spec."
-            )
         self.group = _group(spec, group)
         # TorchRL reads these to see that it can be called with a batch.
         self.in_keys = [self.group]
         self.out_keys = [(*self.group, "action")]
-        self.names, self.roles = _names_and_roles(spec, self.group, roles)
+        self.names, self.roles = names_and_roles(spec, self.group, roles)
         chosen = choose_policies(policies, self.names, self.roles)
+        need_callables(
+            "PerPlayer", **{str(name): policy for name, policy in policies.items()}
+        )
         by_policy: dict[int, list[int]] = {}
         for player, policy in chosen.items():
             by_policy.setdefault(id(policy), []).append(player)
         parts = []
         for players in by_policy.values():
             acting = chosen[players[0]]
-            if not (acting is None or callable(acting)):
-                raise TypeError(
-                    f"PerPlayer failed: expected a callable or None for a policy, got {acting!r}."
-                )
             acting = (
                 RandomPlayer(_num_actions(spec, self.group))
                 if acting is None
@@ -188,9 +187,6 @@ class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
         dim: int,
     ) -> None:
         """Write a policy's values for its agents into the entry of all agents, along dimension `dim`."""
-        if len(self.parts) == 1:
-            written[key] = value
-            return
         shape = (*value.shape[:dim], len(self.names), *value.shape[dim + 1 :])
         whole = written.setdefault(key, value.new_zeros(shape))
         if whole.shape != shape:
@@ -285,14 +281,12 @@ def as_policy(call: str, given: Any, spec: EnvSpec) -> Policy:
     if not callable(given) or (
         isinstance(given, (Mapping, PerPlayer)) and not has_players
     ):
-        expected = "a callable or a dict of them by agent"
-        kind = "agents"
-        if not has_players:
-            expected = "a callable"
-            kind = "several groups of agents" if spec.groups else "one agent"
+        kind = "several groups of agents" if spec.groups else "one agent"
+        if has_players:
+            kind = "agents, or a dict of them by agent"
         advice = WRAP_MODEL if hasattr(given, "predict") else WRAP
         raise TypeError(
-            f"{call} failed: expected {expected} as the policy of {spec.family} envs of {kind}, got "
+            f"{call} failed: expected a callable as the policy of {spec.family} envs of {kind}, got "
             f"{type(given).__name__}. {advice}"
         )
     policy: Policy = given
@@ -361,10 +355,10 @@ def acting_groups(spec: EnvSpec) -> list[Key]:
     ]
 
 
-def _names_and_roles(
+def names_and_roles(
     spec: EnvSpec | None,
     group: Key,
-    roles: Sequence[str] | None,
+    roles: Sequence[str] | None = None,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the names and the roles of the agents; the role "default" if the spec has none."""
     if spec is None:
@@ -382,7 +376,8 @@ def _names_and_roles(
     )
     if len(found) != count or not count:
         raise ValueError(
-            f"PerPlayer failed: expected one role for each of {count} agents, got {len(found)}."
+            f"PerPlayer failed: expected one role for each of {count} agents, got {len(found)}. Pass env.spec, or "
+            f"roles."
         )
     return tuple(spec.agent_names(group, count)), tuple(map(str, found))
 
