@@ -1,6 +1,7 @@
 """The typer app `app`, which has every command of `envherd`."""
 
 import inspect
+import shlex
 from importlib import metadata
 from typing import Annotated, Any
 
@@ -8,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from envherd.executor.cli.doctor import doctor
+from envherd.executor.cli.exit_codes import EXIT_USAGE
 from envherd.executor.cli.init import init
 from envherd.executor.cli.listing import list_envs
 from envherd.executor.cli.option_values import require_number
@@ -90,3 +92,23 @@ _add(Size)
 app.command("list")(list_envs)
 _add(Top)
 app.command()(doctor)
+
+
+@app.command(
+    hidden=True,
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    },
+)
+def record(ctx: typer.Context) -> None:
+    """Print the options of `rollout` that replace this command."""
+    # What `record` did without options.
+    defaults = ["--alone", "--envs", "1", "--episodes", "1", "--steps", "1000"]
+    typer.echo(
+        f"error: record failed: expected rollout, which makes videos now, got record. Run\n  "
+        f"{shlex.join(['envherd', 'rollout', *defaults, *ctx.args])}",
+        err=True,
+    )
+    raise typer.Exit(EXIT_USAGE)
