@@ -588,12 +588,7 @@ class _Session:
         for at, env_id in enumerate(ids):
             episode = self.playing[env_id]
             if is_lost[at]:
-                self._fail(
-                    EnvError(
-                        f"step failed: env {env_id} was interrupted: it raised, or its worker was lost (see the log).",
-                        env_ids=(env_id,),
-                    )
-                )
+                self._fail(self._interruption(env_id))
                 continue
             episode.length += 1
             episode.returns = episode.returns + rewards[at]
@@ -617,6 +612,18 @@ class _Session:
                     _LONG_S,
                     episode.length,
                 )
+
+    def _interruption(self, env_id: int) -> EnvherdError:
+        """Return the error for an interrupted row."""
+        if self.env.options.on_env_error == "raise":
+            return WorkerLost(
+                f"step failed: the worker of env {env_id} was lost.",
+                env_ids=(env_id,),
+            )
+        return EnvError(
+            f"step failed: env {env_id} was interrupted: it raised, or its worker was lost (see the log).",
+            env_ids=(env_id,),
+        )
 
     def _fail(self, error: EnvherdError) -> None:
         """Record the episodes of the envs that an error concerns as failed."""
