@@ -12,31 +12,18 @@ Does not know executors: it works like any other policy in rollouts, collectors 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
 from envherd.executor.batches.arguments import WRAP, WRAP_MODEL, need_callables
-from envherd.executor.batches.random_actions import ActionSampler
 from envherd.executor.guests.collectors.policy import Policy
 from envherd.executor.rollouts.policy_state import leaf_keys, run_policy
-from envherd.shm.specs import Discrete, EnvSpec, Key, LeafSpec
+from envherd.shm.specs import Discrete, EnvSpec, Key
 
 #: Name for all agents that no other name covers.
 OTHERS = "*"
-
-
-def random_actions(spec: EnvSpec, root: TensorDictBase) -> TensorDictBase:
-    """Act as a policy that draws legal actions of envs of one agent, from torch's generator."""
-    sampler = ActionSampler([spec], int(torch.randint(2**62, ())))
-    return sampler.fill(
-        root,
-        root.batch_size,
-        root.device,
-        np.zeros(len(root), np.int64),
-    )
 
 
 class RandomPlayer:
@@ -48,14 +35,23 @@ class RandomPlayer:
 
     def __init__(self, num_actions: int) -> None:
         self.num_actions = num_actions
-        self._spec = EnvSpec(
-            (LeafSpec(("action_mask",), (num_actions,), "bool"),),
-            (LeafSpec(("action",), (), "int64", Discrete(num_actions)),),
-        )
 
     def __call__(self, rows: TensorDictBase) -> TensorDictBase:
         """Set `action`, int64 `[B]`."""
-        return random_actions(self._spec, rows)
+        mask = rows.get("action_mask", None)
+        if mask is None:
+            action = torch.randint(
+                self.num_actions,
+                rows.batch_size,
+                device=rows.device,
+            )
+        else:
+            action = (
+                torch.rand(mask.shape, device=mask.device)
+                .masked_fill(~mask.bool(), -1.0)
+                .argmax(-1)
+            )
+        return rows.set("action", action)
 
 
 class Part(NamedTuple):
