@@ -183,6 +183,9 @@ class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
         dim: int,
     ) -> None:
         """Write a policy's values for its agents into the entry of all agents, along dimension `dim`."""
+        if len(self.parts) == 1:
+            written[key] = value
+            return
         shape = (*value.shape[:dim], len(self.names), *value.shape[dim + 1 :])
         whole = written.setdefault(key, value.new_zeros(shape))
         if whole.shape != shape:
