@@ -17,7 +17,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
-from envherd.executor.batches.arguments import WRAP, WRAP_MODEL, need_callables
+from envherd.executor.batches.arguments import WRAP, WRAP_MODEL
 from envherd.executor.guests.collectors.policy import Policy
 from envherd.executor.rollouts.policy_state import leaf_keys, run_policy
 from envherd.shm.specs import Discrete, EnvSpec, Key
@@ -113,21 +113,26 @@ class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
         group: Key | str | None = None,
     ) -> None:
         super().__init__()
+        if spec is None and roles is None:
+            raise ValueError(
+                "PerPlayer failed: expected the spec of the envs or roles, got neither. Pass env.spec."
+            )
         self.group = _group(spec, group)
         # TorchRL reads these to see that it can be called with a batch.
         self.in_keys = [self.group]
         self.out_keys = [(*self.group, "action")]
         self.names, self.roles = names_and_roles(spec, self.group, roles)
         chosen = choose_policies(policies, self.names, self.roles)
-        need_callables(
-            "PerPlayer", **{str(name): policy for name, policy in policies.items()}
-        )
         by_policy: dict[int, list[int]] = {}
         for player, policy in chosen.items():
             by_policy.setdefault(id(policy), []).append(player)
         parts = []
         for players in by_policy.values():
             acting = chosen[players[0]]
+            if not (acting is None or callable(acting)):
+                raise TypeError(
+                    f"PerPlayer failed: expected a callable or None for a policy, got {acting!r}."
+                )
             acting = (
                 RandomPlayer(_num_actions(spec, self.group))
                 if acting is None
@@ -375,8 +380,7 @@ def names_and_roles(
     )
     if len(found) != count or not count:
         raise ValueError(
-            f"PerPlayer failed: expected one role for each of {count} agents, got {len(found)}. Pass env.spec, or "
-            f"roles."
+            f"PerPlayer failed: expected one role for each of {count} agents, got {len(found)}."
         )
     return tuple(spec.agent_names(group, count)), tuple(map(str, found))
 

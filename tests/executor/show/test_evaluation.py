@@ -215,7 +215,7 @@ def test_it_leaves_torchs_generator_alone():
         ),
         (
             {"policies": 3},
-            "PerPlayer failed: expected 0 to be a callable or None, got 3",
+            "PerPlayer failed: expected a callable or None for a policy, got 3",
         ),
         ({"options": {"poison": True}}, "options failed: expected an ExecutorOptions"),
         (

@@ -240,7 +240,7 @@ def test_names_without_a_spec():
             {"*": None},
             {},
             ValueError,
-            "expected one role for each of 0 agents, got 0. Pass env.spec, or roles.",
+            "expected the spec of the envs or roles, got neither",
         ),
         (
             [Always(1)],
