@@ -63,6 +63,7 @@ class Node:
     """
 
     env: Any = None
+    _is_current = False
     #: The latest rows of the envs, `[n]`; None if these are not in the middle of episodes.
     _rows: TensorDictBase | None = None
 
@@ -101,9 +102,10 @@ class Node:
         try:
             if self.env is None:
                 self.env = self._build(*self._task)
-                # An actor before this one was lost.
-                if state is not None:
-                    self.load(pickle.loads(state))
+            # An actor before this one was lost.
+            if state is not None and not self._is_current and call != Node.load:
+                self.load(pickle.loads(state))
+            self._is_current = True
             result = call(self, *args, **how)
             return (
                 result,
