@@ -182,7 +182,7 @@ def _placed(files: dict[str, bytes]) -> str:
     target = (
         Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / platforms.CACHES)
         / "envherd"
-        / f"meltingpot-{version_of('dm-meltingpot')}-{digest.hexdigest()[:16]}"
+        / f"meltingpot-{_versions()['dm-meltingpot']}-{digest.hexdigest()[:16]}"
     )
     if not _holds(target, files):
         try:
