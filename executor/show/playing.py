@@ -60,7 +60,7 @@ from envherd.workers.seeding import episode_seed
 #: What takes long; the generator that yields it gets its result or its exception.
 _Operation = Callable[[], Any]
 _Work = Generator["_Operation | _Session", Any, None]
-#: Seconds after the end of a run for the command that an env carries out.
+#: Seconds after the end of a run for the commands that its envs carry out.
 _LAST_COMMAND_S = 1.0
 #: What ends an episode as failed. All other errors end the evaluation: they are of the policy or of the caller. An env
 #: needs a reset in the middle of an episode if it did not answer in time when another worker of its executor was lost.
@@ -310,9 +310,11 @@ class Play:
             files_per_worker=FILES_PER_EXECUTOR[is_shared],
         )
         factories = as_factories(len(self._tasks), [task.env for task in self._tasks])
-        # Refuses factories that cannot be pickled. The options of a seat do not differ by worker any more.
+        # Refuses factories that cannot be pickled.
         modules = draw(factories, None, 1, 0, options).preload
-        options = replace(options, preload=modules)
+        # The options of a seat do not differ by worker any more. Other helpers than a shared one import for one task.
+        if is_shared or options.differ_by_worker:
+            options = replace(options, preload=modules)
         outcomes: SimpleQueue[_Outcome] = SimpleQueue()
         waiting: dict[_Seat, _Session] = {}
         seats: list[_Seat] = []
@@ -374,8 +376,10 @@ class Play:
         for seat in seats:
             seat.todo.put(seat.close)
             seat.todo.put(None)
+        deadline = time.monotonic() + _LAST_COMMAND_S
         for seat in seats:
-            seat.join(_LAST_COMMAND_S)
+            seat.join(max(0.0, deadline - time.monotonic()))
+        for seat in seats:
             seat.close()  # what another thread waits for raises Closed
 
     def _work_of(self, seat: _Seat) -> _Work:
