@@ -35,7 +35,7 @@ from envherd.executor.show.per_player import (
 from envherd.executor.show.playing import Part, Play, Rules, random_actions
 from envherd.executor.show.records import Cast, EpisodeRecord, RecordFile, fingerprint
 from envherd.executor.show.results import Evaluation, Evaluations
-from envherd.shm.specs import EnvSpec
+from envherd.shm.specs import Discrete, EnvSpec
 from envherd.workers.adapters.env_names import made_for
 from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
 from envherd.workers.options import Infos
@@ -169,8 +169,6 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
     )
     need_seconds("evaluate", "deadline_s", deadline_s)
     need_callables("evaluate", success=success, policy_for=policy_for)
-    if videos is not None:
-        require_imageio()
     if primer is not None and not isinstance(primer, Mapping):
         raise TypeError(
             f"evaluate failed: expected primer as a dict of tensors by key or None, got {primer!r}."
@@ -240,15 +238,24 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
 def tasks_of(
     env: Any,
     env_kwargs: dict[str, Any] | None = None,
-    **how: bool,
+    *,
+    has_background: bool,
+    with_frames: bool,
 ) -> dict[str, Any]:
     """Return the tasks by name, with their factories, or with an executor.
 
     Args:
         env: as of `evaluate`.
         env_kwargs: of envs with names.
-        **how: see `_named_task`.
+        has_background: see `_named_task`.
+        with_frames: likewise.
+
+    Raises:
+        MediaError: frames are wanted, and a package that makes videos of them is missing.
+        TypeError, ValueError: an executor among several tasks; two tasks of one name, or no task.
     """
+    if with_frames:
+        require_imageio()
     pairs: Iterable[tuple[Any, Any]] = [(env if isinstance(env, str) else "env", env)]
     if isinstance(env, Mapping):
         pairs = env.items()
@@ -259,12 +266,24 @@ def tasks_of(
         ]
     tasks: dict[str, Any] = {}
     for name, one in pairs:
+        if isinstance(one, BatchedEnv) and one is not env:
+            raise TypeError(
+                f"evaluate failed: expected a factory or a name for task {name!r}, got an executor."
+            )
         if str(name) in tasks:
             raise ValueError(
-                f"evaluate failed: expected tasks of different names, got {name} twice."
+                f"evaluate failed: expected tasks of different names, got {name} twice. Name each once, or pass a dict "
+                f"by name."
             )
         tasks[str(name)] = (
-            _named_task(one, env_kwargs, **how) if isinstance(one, str) else one
+            _named_task(
+                one,
+                env_kwargs,
+                has_background=has_background,
+                with_frames=with_frames,
+            )
+            if isinstance(one, str)
+            else one
         )
     if not tasks:
         raise ValueError("evaluate failed: expected tasks, got none.")
@@ -419,6 +438,8 @@ def join_policies(
 ) -> Policy:
     """Return one policy that acts for all agents, a `PerPlayer`; or that of an env of one agent, or of several groups.
 
+    If all agents act at random, and their actions are not discrete, it draws for all of them.
+
     Raises:
         ValueError: an agent has no policy, or there are background policies or focal agents where there must be none.
     """
@@ -450,6 +471,9 @@ def join_policies(
             players,
         ).items()
     }
+    is_random = all(policy is None for policy in chosen.values())
+    if is_random and not all(isinstance(leaf.domain, Discrete) for leaf in spec.action):
+        return partial(random_actions, spec)
     return PerPlayer(chosen, spec)
 
 

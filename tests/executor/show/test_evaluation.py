@@ -128,12 +128,16 @@ def test_one_policy_acts_for_several_groups_of_agents():
 
 
 @needs("pettingzoo")
-def test_a_policy_acts_for_agents_with_continuous_actions():
+@pytest.mark.parametrize(
+    "policy",
+    [None, lambda td: td.set("action", torch.full((len(td), 5), 0.5))],
+)
+def test_a_policy_acts_for_agents_with_continuous_actions(policy):
     from mpe2 import simple_spread_v3
 
     make_env = functools.partial(simple_spread_v3.parallel_env, continuous_actions=True)
     found = evaluate(
-        lambda td: td.set("action", torch.full((len(td), 5), 0.5)),
+        policy,
         make_env,
         episodes=1,
         max_steps=3,
