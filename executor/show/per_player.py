@@ -285,12 +285,14 @@ def as_policy(call: str, given: Any, spec: EnvSpec) -> Policy:
     if not callable(given) or (
         isinstance(given, (Mapping, PerPlayer)) and not has_players
     ):
-        kind = "several groups of agents" if spec.groups else "one agent"
-        if has_players:
-            kind = "agents, or a dict of them by agent"
+        expected = "a callable or a dict of them by agent"
+        kind = "agents"
+        if not has_players:
+            expected = "a callable"
+            kind = "several groups of agents" if spec.groups else "one agent"
         advice = WRAP_MODEL if hasattr(given, "predict") else WRAP
         raise TypeError(
-            f"{call} failed: expected a callable as the policy of {spec.family} envs of {kind}, got "
+            f"{call} failed: expected {expected} as the policy of {spec.family} envs of {kind}, got "
             f"{type(given).__name__}. {advice}"
         )
     policy: Policy = given
