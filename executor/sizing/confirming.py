@@ -146,11 +146,12 @@ def _turns(
     """Return the context in which a setting's executor runs; its value runs turns."""
     batch_s = run.setting.most_per_worker * limits.measured.whole_step_s
     import_s = 0.0 if run.setting.num_workers else _IMPORT_S
+    patience_s = _PATIENCE_S + _PATIENCE_FACTOR * (run.start_s + batch_s + import_s)
     return subject.turns(
         run.setting,
         _THROTTLED_SPAN_S if limits.machine.is_throttled else _SPAN_S,
         limits.goal.policy_s,
-        _PATIENCE_S + _PATIENCE_FACTOR * (run.start_s + batch_s + import_s),
+        patience_s,
     )
 
 
