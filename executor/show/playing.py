@@ -112,7 +112,7 @@ class Rules:
 
 
 def random_actions(spec: EnvSpec, root: TensorDictBase) -> TensorDictBase:
-    """Act as a policy that draws legal actions of envs of one agent, from torch's generator."""
+    """Act as a policy that draws legal actions, of all agents, from torch's generator."""
     sampler = ActionSampler([spec], int(torch.randint(2**62, ())))
     return sampler.fill(
         root,
