@@ -29,6 +29,7 @@ from envherd.shm.segment import Segment
 from envherd.workers import native
 from envherd.workers.adapters.meltingpot import lua_edits, lua_tree
 from envherd.workers.adapters.meltingpot.factory import scenario_names, substrate_names
+from envherd.workers.adapters.meltingpot.lua_tree import version_of
 from envherd.workers.build import Factory
 
 Level = Literal["ok", "warn", "fail"]
@@ -222,14 +223,6 @@ def steps_of(name: str, make_env: Factory) -> Iterator[Finding]:
 
     with ParallelEnv(1, make_env, num_workers=1) as env:
         yield Finding(f"steps of {name}", "ok", env.statistics().path)
-
-
-def version_of(name: str) -> str | None:
-    """Return the installed version of a distribution, or None."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def unmet(name: str, installed: str) -> Iterator[str]:
@@ -507,19 +500,15 @@ def _left_behind() -> Iterator[Finding]:
 
 
 def orphans_of(user: int) -> Iterator[psutil.Process]:
-    """Yield this user's helpers and workers whose owner has gone."""
+    """Yield this user's helpers and workers whose owner has gone, and their children."""
     for process in psutil.process_iter(["cmdline", "uids", "ppid"]):
         info = process.info
         line = " ".join(info["cmdline"] or ())
-        if (
-            info["uids"] is None
-            or info["uids"].real != user
-            or "envherd.workers." not in line
+        is_orphan = info["ppid"] == 1 and info["uids"] and info["uids"].real == user
+        if is_orphan and (
+            "envherd.workers.process.zygote import main" in line
+            or "envherd.workers.process.entry" in line
         ):
-            continue
-        if "zygote import main" in line and info["ppid"] == 1:
             yield process
             with contextlib.suppress(psutil.Error):
                 yield from process.children(recursive=True)
-        elif "envherd.workers.process.entry" in line and info["ppid"] == 1:
-            yield process

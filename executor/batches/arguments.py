@@ -97,15 +97,6 @@ def need_batch(call: str, td: Any, name: str = "a batch") -> None:
         )
 
 
-def refuse_unused_root(root: TensorDictBase | None, *, auto_reset: bool) -> None:
-    """Refuse the root of a rollout that begins new episodes."""
-    if auto_reset and root is not None:
-        raise ValueError(
-            "rollout failed: expected auto_reset=False with tensordict, got True, which begins new episodes. Pass "
-            "auto_reset=False, or leave tensordict out."
-        )
-
-
 def need_state(call: str, name: str, td: Any, num_envs: int) -> None:
     """Refuse anything but None and a TensorDict with one row for each env."""
     if td is None:
@@ -118,6 +109,38 @@ def need_state(call: str, name: str, td: Any, num_envs: int) -> None:
             td,
             name,
         )
+
+
+def check_rollout(  # noqa: PLR0913  # the arguments of a rollout
+    max_steps: Any,
+    policy: Any,
+    callback: Any,
+    tensordict: Any,
+    primer: Any,
+    num_envs: int,
+    *,
+    auto_reset: Any,
+    break_when_any_done: Any,
+    set_truncated: Any = False,
+) -> int:
+    """Refuse wrong arguments of a rollout; return its number of steps."""
+    if callable(max_steps):
+        raise TypeError(
+            "rollout failed: expected the number of steps first, got a callable. Write (200, policy)."
+        )
+    need_callables("rollout", policy=policy, callback=callback)
+    need_bools("rollout", auto_reset=auto_reset, set_truncated=set_truncated)
+    if break_when_any_done is not None:
+        need_bools("rollout", break_when_any_done=break_when_any_done)
+    need_state("rollout", "primer", primer, num_envs)
+    need_state("rollout", "tensordict", tensordict, num_envs)
+    num_steps: int = as_count("rollout", "max_steps", max_steps)
+    if auto_reset and tensordict is not None:
+        raise ValueError(
+            "rollout failed: expected auto_reset=False with tensordict, got True, which begins new episodes. Pass "
+            "auto_reset=False, or leave tensordict out."
+        )
+    return num_steps
 
 
 def wrong_rows(

@@ -35,6 +35,8 @@ from envherd.workers.adapters.named import named_callable
 from envherd.workers.errors import EnvherdError, FactoryError
 
 Prepared = TypeVar("Prepared")
+#: Value in place of MODULE:FACTORY that selects random actions.
+RANDOM = "random"
 #: How the messages of envherd's own errors begin.
 _OWN = re.compile(r"[^:\n]+ failed: expected ")
 
@@ -188,14 +190,14 @@ def policy_maker(
     name: str | None,
     option: str = "--policy",
 ) -> Callable[[BatchedEnv], Any] | None:
-    """Return what makes the policy that an option MODULE:FACTORY names, from an executor; None without the option.
+    """Return what makes the policy that an option MODULE:FACTORY names, from an executor; None for random actions.
 
     The factory may take the executor, or nothing.
 
     Raises:
         FactoryError: there is no such factory.
     """
-    if name is None:
+    if name is None or name == RANDOM:
         return None
     factory = named_callable(name, f"{option} {name}")
     takes_env = True

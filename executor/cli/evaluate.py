@@ -9,6 +9,7 @@ from rich.text import Text
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.cli.commands import (
+    RANDOM,
     carry_out,
     drawing,
     policy_maker,
@@ -17,19 +18,14 @@ from envherd.executor.cli.commands import (
 from envherd.executor.cli.exit_codes import EXIT_FAILED
 from envherd.executor.cli.option_values import write_json
 from envherd.executor.cli.options import Evaluate
-from envherd.executor.show.camera import require_imageio
 from envherd.executor.show.evaluate import (
-    default_options,
+    DEFAULT_OPTIONS,
     evaluate,
     join_policies,
-    named_task,
+    tasks_of,
 )
 from envherd.executor.show.per_player import OTHERS
 from envherd.executor.show.results import Evaluation, Evaluations
-from envherd.workers.errors import FactoryError
-
-#: Value in place of MODULE:FACTORY that selects random actions.
-_RANDOM = "random"
 
 
 def run(options: Evaluate) -> int:
@@ -42,23 +38,17 @@ def run(options: Evaluate) -> int:
 
 def _prepare(options: Evaluate) -> tuple[dict[str, Any], Any, Any]:
     """Check the options before envs start; return the factories by task, and those of the policies or None."""
-    if options.videos is not None:
-        require_imageio()
-    tasks: dict[str, Any] = {}
-    for name in options.env:
-        if name in tasks:
-            raise FactoryError(
-                f"evaluate failed: expected each ENV once, got {name!r} again."
-            )
-        tasks[name] = named_task(
-            name,
-            options.env_kwargs,
-            has_background=options.background is not None,
-            with_frames=options.videos is not None,
-        )
-    policy = None if options.policy == _RANDOM else options.policy
-    background = None if options.background == _RANDOM else options.background
-    return tasks, policy_maker(policy), policy_maker(background, "--background")
+    tasks = tasks_of(
+        options.env,
+        options.env_kwargs,
+        has_background=options.background is not None,
+        with_frames=options.videos is not None,
+    )
+    return (
+        tasks,
+        policy_maker(options.policy),
+        policy_maker(options.background, "--background"),
+    )
 
 
 def _work(
@@ -99,9 +89,9 @@ def _work(
             num_workers=options.workers,
             seed=options.seed,
             max_steps=options.max_steps,
-            options=drawing(default_options()) if options.videos is not None else None,
+            options=drawing(DEFAULT_OPTIONS) if options.videos is not None else None,
             out=options.out,
-            label=f"{options.policy or _RANDOM} against {options.background}",
+            label=f"{options.policy or RANDOM} against {options.background}",
             videos=options.videos,
             filmed=options.filmed,
         )
@@ -168,7 +158,7 @@ def table_of_tasks(found: Evaluations) -> Table:
             name,
             str(one.num_episodes),
             str(one.num_failed),
-            _or_blank(one.success),
+            str(one.success or ""),
             str(one.focal_per_capita),
             str(one.length),
             end_section=name == next(reversed(found.tasks)),
@@ -177,12 +167,8 @@ def table_of_tasks(found: Evaluations) -> Table:
         "all",
         str(sum(one.num_episodes for one in found.tasks.values())),
         str(found.num_failed),
-        _or_blank(found.success),
+        str(found.success or ""),
         str(found.focal_per_capita),
         "",
     )
     return grid
-
-
-def _or_blank(measure: Any) -> str:
-    return "" if measure is None else str(measure)

@@ -41,9 +41,6 @@ def list_envs(
         except FactoryError as error:
             # Printed at the end, if no installed family has such a name.
             absent.append(f"error: {error}")
-            if family is not None:
-                typer.echo(absent[0], err=True)
-                raise typer.Exit(EXIT_USAGE) from None
             continue
         if one == "gymnasium":
             names += tuple(
@@ -61,4 +58,4 @@ def list_envs(
             "\n".join([*absent, f"error: list failed: expected {wanted}, got none."]),
             err=True,
         )
-        raise typer.Exit(EXIT_FAILED)
+        raise typer.Exit(EXIT_USAGE if family is not None and absent else EXIT_FAILED)

@@ -20,6 +20,7 @@ from envherd.executor.show.camera import (
     MediaError,
     Video,
     enlarged,
+    require,
     require_imageio,
 )
 
@@ -306,30 +307,19 @@ def reduced(frame: np.ndarray, largest_px: int = KEPT_PX) -> np.ndarray:
         MediaError: it is not uint8 `[H, W, 3]`, `[H, W, 4]` (alpha is dropped) or `[H, W]` (which becomes grey).
     """
     array = np.asarray(frame)
-    if array.ndim == 2:
-        array = np.repeat(array[:, :, None], 3, axis=2)
     if (
         array.dtype != np.uint8
-        or array.ndim != 3
-        or array.shape[2] not in (3, 4)
+        or array.ndim not in (2, 3)
+        or array.shape[2:] not in ((), (3,), (4,))
         or 0 in array.shape
     ):
         raise MediaError(
             f"taking a frame failed: expected uint8 [H, W, 3], got {array.dtype} {list(array.shape)}."
         )
-    array = array[:, :, :3]
-    longest = max(array.shape[:2])
-    if longest <= largest_px:
-        return array.copy()
     pillow = require_pillow()
-    height = max(1, round(array.shape[0] * largest_px / longest))
-    width = max(1, round(array.shape[1] * largest_px / longest))
-    return np.asarray(
-        pillow.Image.fromarray(np.ascontiguousarray(array)).resize(
-            (width, height),
-            pillow.Image.BOX,
-        )
-    )
+    picture = pillow.Image.fromarray(np.ascontiguousarray(array)).convert("RGB")
+    picture.thumbnail((largest_px, largest_px), pillow.Image.BOX)
+    return np.asarray(picture)
 
 
 def grid(
@@ -451,12 +441,4 @@ def require_pillow() -> Any:
     Raises:
         MediaError: it is not installed.
     """
-    try:
-        import PIL.Image
-        import PIL.ImageDraw
-        import PIL.ImageFont
-    except ImportError as error:
-        raise MediaError(
-            "making pictures failed: expected the package Pillow, got none. pip install 'envherd[cli]'"
-        ) from error
-    return PIL
+    return require("PIL", "PIL.Image", "PIL.ImageDraw", "PIL.ImageFont", extra="cli")

@@ -115,11 +115,7 @@ def _json_object(text: str) -> dict[str, Any]:
     """Return the keyword arguments in a text, or in the file that `@PATH` names; the parser of `--env-kwargs`."""
     try:
         found = json.loads(text_of(Path(text[1:])) if text.startswith("@") else text)
-    except OSError as error:
-        raise typer.BadParameter(
-            f"expected a file with a JSON object, got {text!r} ({error.strerror})."
-        ) from None
-    except (ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise typer.BadParameter(
             f"expected a JSON object, got {text!r} ({error})."
         ) from None
@@ -153,23 +149,11 @@ MaxSteps = Annotated[
         help="Truncate episodes after this number of steps (meltingpot, gymnasium, pettingzoo).",
     ),
 ]
-NumEnvs = Annotated[int, typer.Option(min=1, help="Number of envs.")]
 Workers = Annotated[
     int | None,
     typer.Option(
         min=1,
         help="Number of worker processes; default: one per usable core.",
-    ),
-]
-Seed = Annotated[
-    int | None,
-    typer.Option(min=0, help="Root seed; default: drawn and printed."),
-]
-Policy = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODULE:FACTORY",
-        help="FACTORY(env) returns the policy; default: random actions.",
     ),
 ]
 Gif = Annotated[

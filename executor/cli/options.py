@@ -21,10 +21,7 @@ from envherd.executor.cli.option_values import (
     Gif,
     Json,
     MaxSteps,
-    NumEnvs,
-    Policy,
     Quiet,
-    Seed,
     Sheet,
     Workers,
     new_folder,
@@ -66,7 +63,7 @@ class Rollout(Command):
     """
 
     env: Env
-    envs: NumEnvs = 4
+    envs: Annotated[int, typer.Option(min=1, help="Number of envs.")] = 4
     workers: Workers = None
     ray: Annotated[
         str | None,
@@ -89,8 +86,17 @@ class Rollout(Command):
             help="Stop as soon as this number of episodes, of all envs, has ended.",
         ),
     ] = None
-    seed: Seed = None
-    policy: Policy = None
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, help="Root seed; default: drawn and printed."),
+    ] = None
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FACTORY",
+            help="FACTORY(env) returns the policy; default: random actions.",
+        ),
+    ] = None
     max_steps: MaxSteps = None
     env_kwargs: EnvKwargs = None
     out: Annotated[

@@ -62,8 +62,6 @@ _SUMMED = (
 _CHUNK = 50
 #: Agents shown by name in the table; the JSON has all of them.
 _MAX_NAMES = 16
-#: Seconds between updates of the progress bar; few updates, so that they do not slow down fast envs.
-_REFRESH_S = 0.1
 
 
 def run(options: Rollout) -> int:
@@ -164,7 +162,7 @@ def _work(
             _totals(env),
             memory_of(os.getpid(), is_alone=True),
         )
-    unwritten: Exception | None = None
+    failures: list[Exception] = [] if failure is None else [failure]
     try:
         if counted["steps_done"]:
             with console.status("writing"):
@@ -180,10 +178,9 @@ def _work(
                     found["files"]["out"] = str(options.out)
                 found["files"] |= pictures.write(options.env)
     except (MediaError, OSError) as error:  # the figures are reported anyway
-        unwritten = error
+        failures.append(error)
     console.print(table(found))
     write_json(options.json, found)
-    failures = [one for one in (failure, unwritten) if one is not None]
     for one in failures:
         complain(Console(stderr=True), one)
     if failures:
@@ -261,7 +258,6 @@ def _collect(
     }
     returns = Returns(env.specs[0], env.num_envs)
     failure: EnvherdError | None = None
-    shown = 0.0
     bar = Progress(
         *Progress.get_default_columns(),
         MofNCompleteColumn(),
@@ -293,16 +289,13 @@ def _collect(
                     counted["collect_s"] += stepped - start
                     now = time.perf_counter()
                     counted["keep_s"] += now - stepped
-                    if now - shown > _REFRESH_S or step == options.steps:
-                        shown = now
-                        bar.update(
-                            task,
-                            completed=step,
-                            rate=step * env.num_envs / counted["collect_s"],
-                            episodes=returns.num_episodes,
-                        )
-                    if pressed:
-                        counted["interrupted"] = True
+                    bar.update(
+                        task,
+                        completed=step,
+                        rate=step * env.num_envs / counted["collect_s"],
+                        episodes=returns.num_episodes,
+                    )
+                    counted["interrupted"] = bool(pressed)
                     if pressed or returns.num_episodes >= (
                         options.episodes or math.inf
                     ):

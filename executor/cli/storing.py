@@ -96,13 +96,11 @@ class RolloutStore:
         self.num_stored += 1
 
     def finish(self, facts: Mapping[str, Any]) -> None:
-        """Complete the files; cut them to the number of stored steps.
+        """Complete the files; cut them to the number of stored steps, at least one.
 
         Args:
             facts: needed to run it again; see `load_rollout`.
         """
-        if self.num_stored == 0:
-            return
         if self._on_disk is None:
             LazyStackedTensorDict.maybe_dense_stack(self._in_memory, 1).memmap(
                 self.directory

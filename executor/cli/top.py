@@ -76,9 +76,10 @@ def _refusal(options: Top, watches: list[Watch]) -> str:
     num_workers = sum(len(watch.workers) for watch in watches)
     if options.stack is None or 0 <= options.stack < num_workers:
         return ""
-    if not num_workers:
-        return f"expected a worker for --stack {options.stack}, got none: no executor with workers is running."
-    return f"expected --stack as a row of the table, 0 to {num_workers - 1}, got {options.stack}."
+    return (
+        f"expected --stack as a row of the table, which has {num_workers} workers counted from 0, got "
+        f"{options.stack}."
+    )
 
 
 def _write_json(options: Top, watches: list[Watch], stack: str) -> None:

@@ -25,7 +25,7 @@ from tensordict import TensorDictBase
 
 from envherd.executor.batches.transfer import as_array
 from envherd.executor.cluster.shares import ClusterError
-from envherd.executor.guests.collectors.policy import Placed
+from envherd.executor.guests.collectors.policy import Placed, tensors_of
 from envherd.executor.machine.machine import usable_cores
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.processes.error_messages import numbering
@@ -48,13 +48,6 @@ def versions() -> dict[str, str]:
     }
 
 
-class Acting(NamedTuple):
-    """What makes a policy, and its weights; or Ray's references of both."""
-
-    made: Any = None
-    weights: Any = None
-
-
 class Packed(NamedTuple):
     """A tensor as Ray sends it, without pickling the values."""
 
@@ -71,8 +64,6 @@ class Node:
 
     env: Any = None
     _is_current = False
-    #: Of the policy, as Ray's references.
-    _acting = Acting()
     #: The latest rows of the envs, `[n]`; None if these are not in the middle of episodes.
     _rows: TensorDictBase | None = None
 
@@ -180,7 +171,7 @@ class Node:
     def roll(
         self,
         num_steps: int,
-        acting: Acting | None,
+        acting: Sequence[Any] | None,
         how: dict[str, Any],
         *,
         keeps_state: bool,
@@ -189,31 +180,16 @@ class Node:
 
         Args:
             num_steps: T.
-            acting: the policy, as Ray's references; None for random actions.
+            acting: Ray's references of the policy and of its weights; None for random actions.
             how: further arguments of `rollout`.
             keeps_state: continue with the policy's own state after the latest rollout.
         """
-        policy = None if acting is None else self._take(acting)
+        policy = None if acting is None else _weighted(*acting)
         if keeps_state:
             how["tensordict"] = self._rows
         data = self.env.rollout(num_steps, policy, break_when_any_done=False, **how)
         self._rows = data[:, -1]["next"].clone()
         return data
-
-    def _take(self, acting: Acting) -> Placed:
-        """Return the policy with its weights; what the node lacks is fetched."""
-        if acting.made != self._acting.made:
-            self._policy = Placed(pickle.loads(ray.get(acting.made))())
-        if acting.weights != self._acting.weights:
-            policy: Any = self._policy.policy
-            sent = ray.get(acting.weights)
-            # A policy that is no module has none.
-            tensors = [*policy.parameters(), *policy.buffers()] if sent else []
-            with torch.no_grad():
-                for mine, value in zip(tensors, sent, strict=True):
-                    mine.copy_(unpacked(value))
-        self._acting = acting
-        return self._policy
 
     def save(self, *, with_envs: bool | None) -> dict[str, Any]:
         """Return the state: that of `ParallelEnv`, of the policy's generator, and which envs have ended."""
@@ -240,6 +216,25 @@ class Node:
         """Close the envs."""
         if self.env is not None:
             self.env.close()
+
+
+@functools.lru_cache(maxsize=1)
+def _made(policy: Any) -> Placed:
+    """Return the policy of a reference; fetched and built once."""
+    return Placed(pickle.loads(ray.get(policy))())
+
+
+@functools.lru_cache(maxsize=1)
+def _weighted(policy: Any, weights: Any) -> Placed:
+    """Return the policy with the weights of another reference; what this process lacks is fetched."""
+    placed = _made(policy)
+    sent = ray.get(weights)
+    # A policy that is no module has none.
+    tensors = tensors_of(placed.policy) if sent else []
+    with torch.no_grad():
+        for mine, value in zip(tensors, sent, strict=True):
+            mine.copy_(unpacked(value))
+    return placed
 
 
 def packed(tensor: torch.Tensor) -> Packed:

@@ -22,22 +22,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tensordict import (
-    LazyStackedTensorDict,
-    TensorDict,
-    TensorDictBase,
-    is_leaf_nontensor,
-)
+from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from envherd.executor.batches.arguments import (
     as_count,
+    check_rollout,
     need_bools,
     need_callables,
     need_state,
-    refuse_unused_root,
 )
 from envherd.executor.cluster.shares import ClusterError, bundles_for, no_room, spread
-from envherd.executor.guests.collectors.policy import Placed, Policy
+from envherd.executor.guests.collectors.policy import Placed, Policy, tensors_of
 from envherd.executor.guests.monitor.statistics import Statistics
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
@@ -47,14 +42,13 @@ from envherd.executor.sending.blueprint import (
     EnvKwargs,
     MakeEnv,
     as_factories,
-    as_kwargs,
     check_agreement,
     checked_options,
     counted,
+    draw,
 )
-from envherd.workers.build import Factory, pickle_factory
+from envherd.workers.build import Factory
 from envherd.workers.errors import Busy, EnvherdError, WorkerLost
-from envherd.workers.seeding import as_root_seed
 from envherd.workers.sending import registries
 from envherd.workers.sending.pickling import dumps
 
@@ -63,7 +57,7 @@ try:
     from ray.util import placement_group, placement_group_table, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    from envherd.executor.cluster.node import Acting, Node, packed, versions
+    from envherd.executor.cluster.node import Node, packed, versions
 except ModuleNotFoundError as missing:
     if missing.name != "ray":  # Ray is installed, and lacks a package
         raise
@@ -74,8 +68,6 @@ _CONNECT_S = 5.0
 #: Seconds between checks of nodes that owe an answer, and between lines of the log about those that are not heard.
 _LOOK_S = 1.0
 _LOG_S = 10.0
-#: Characters of Ray's error texts that are kept.
-_MAX_LENGTH = 800
 
 
 class _Share(SimpleNamespace):
@@ -106,7 +98,7 @@ class RayRollouts(contextlib.AbstractContextManager["RayRollouts"]):
     and the share.
 
     Args:
-        num_envs: N, at least one for each node; or a list of N factories alone.
+        num_envs: N; or a list of N factories alone. There are no more shares than envs.
         make_env: a callable that builds one env, or a list of N callables. Pickled by value and called on the nodes.
         address: of the cluster; None for the cluster in use, else RAY_ADDRESS, else a new one on this machine.
         num_nodes: number of shares; None for one on every node with processors (or with `resources_per_node`).
@@ -144,8 +136,7 @@ class RayRollouts(contextlib.AbstractContextManager["RayRollouts"]):
     num_losses = 0
     version = -1
     _policy: Any = None
-    _sent: Any = None  # the policy and the contents of its weights
-    _acting: Any = None  # Ray's references of what makes it and of its weights
+    _sent: Any = (None, None)  # the policy and the contents of its weights
 
     @names_right_keyword
     def __init__(  # noqa: PLR0913  # what `ParallelEnv` takes, and where it shall run
@@ -171,11 +162,11 @@ class RayRollouts(contextlib.AbstractContextManager["RayRollouts"]):
         as_count("RayRollouts", "num_nodes", num_nodes, or_none=True)
         count, make_env = counted(num_envs, make_env)
         factories = as_factories(count, make_env)
-        kwargs = as_kwargs(len(factories), env_kwargs)
-        pickled = {id(factory): pickle_factory(factory) for factory in factories}
-        self.num_envs = len(factories)
-        self.seed = as_root_seed(seed)
         self._options = checked_options(options)
+        blueprint = draw(factories, env_kwargs, 0, seed, self._options)
+        calls = [call.sent for call in blueprint.calls.values()]
+        self.num_envs = len(calls)
+        self.seed = blueprint.root_seed
         self._factory = policy_factory
         self._node_timeout_s = node_timeout_s
         self._logged_at = time.monotonic()
@@ -190,13 +181,9 @@ class RayRollouts(contextlib.AbstractContextManager["RayRollouts"]):
                 recover=lambda: None,
             )
         )
-        at_end = contextlib.ExitStack()
-        if _connect(address):
-            at_end.callback(ray.shutdown)
-        self._finalizer = weakref.finalize(self, _release, at_end, os.getpid())
         how = {"num_workers": num_workers, "seed": self.seed, "options": self._options}
-        with contextlib.ExitStack() as undo:
-            undo.callback(self.close)
+        with contextlib.ExitStack() as at_end:
+            _connect(address, at_end)
             free = [
                 dict(node["Resources"])
                 for node in ray.nodes()  # type: ignore[no-untyped-call]  # Ray's
@@ -204,6 +191,7 @@ class RayRollouts(contextlib.AbstractContextManager["RayRollouts"]):
             ]
             bundles = bundles_for(free, self.num_envs, num_nodes, resources_per_node)
             group = placement_group(bundles, strategy=strategy)
+            # It kills the actors.
             at_end.callback(remove_placement_group, group)
             if not group.wait(placement_timeout_s):
                 raise no_room(bundles, free, placement_timeout_s)
@@ -219,20 +207,24 @@ class RayRollouts(contextlib.AbstractContextManager["RayRollouts"]):
                 ).remote(
                     versions(),
                     registries.collect(),
-                    [pickled[id(factories[i])] for i in env_ids],
+                    [calls[i].factory for i in env_ids],
                     bundles[index].get("CPU") or math.inf,
                     env_ids[0],
-                    {**how, "env_kwargs": [kwargs[i] for i in env_ids]},
+                    {**how, "env_kwargs": [calls[i].kwargs for i in env_ids]},
                 )
-                at_end.callback(ray.kill, actor)
                 self._shares.append(
                     _Share(env_ids=env_ids, actor=actor, place=_place_of(group, index))
                 )
             at_end.callback(_close, self._shares, self._options.close_timeout_s)
             reports = self._ask(lambda node: (node.env.specs, node.env.num_workers))
             self.specs = tuple(spec for specs, _ in reports for spec in specs)
-            check_agreement(self.specs, factories, kwargs)
-            undo.pop_all()
+            check_agreement(self.specs, factories, [call.kwargs for call in calls])
+            self._finalizer = weakref.finalize(
+                self,
+                _release,
+                at_end.pop_all(),
+                os.getpid(),
+            )
         self.num_workers = sum(number for _, number in reports)
 
     # ---- rollouts ----------------------------------------------------------------------------
@@ -269,26 +261,26 @@ class RayRollouts(contextlib.AbstractContextManager["RayRollouts"]):
             ClusterError: the policy cannot be pickled.
             Exception: any that the policy raises.
         """
-        max_steps = as_count("rollout", "max_steps", max_steps)
-        need_callables("rollout", policy=policy)
-        need_bools(
-            "rollout",
+        max_steps = check_rollout(
+            max_steps,
+            policy,
+            callback,
+            tensordict,
+            primer,
+            self.num_envs,
             auto_reset=auto_reset,
             break_when_any_done=break_when_any_done,
         )
-        if break_when_any_done or callback is not None:
+        if break_when_any_done is not False or callback is not None:
             raise ValueError(
                 "rollout failed: expected break_when_any_done=False and no callback: nodes act separately."
             )
         states = {"tensordict": tensordict, "primer": primer}
-        for name, state in states.items():
-            need_state("rollout", name, state, self.num_envs)
-        refuse_unused_root(tensordict, auto_reset=auto_reset)
         with self._guard:
             self._take(policy)
             for share in self._shares:
                 self._roll(share, max_steps, states, auto_reset=auto_reset)
-            return _join(self._answers())
+            return self._joined(self._answers())
 
     def stream(
         self,
@@ -325,15 +317,15 @@ class RayRollouts(contextlib.AbstractContextManager["RayRollouts"]):
         with self._guard:
             self._take(policy)
             pending = self._pending
-        waiting = self._shares
         while True:
             with self._guard:
                 if self._pending is not pending:
                     raise Busy(
                         "stream failed: another call was made since. Iterate over a new stream."
                     )
-                for share in waiting:
-                    begin(share)
+                for share in self._shares:
+                    if share not in pending.values():
+                        begin(share)
                 share, data = self._next_answer()
                 data["env_ids"] = (
                     torch.tensor(share.env_ids, device="cpu")[:, None]
@@ -341,10 +333,8 @@ class RayRollouts(contextlib.AbstractContextManager["RayRollouts"]):
                     .clone()
                 )
                 data["policy_version"] = torch.full_like(data["env_ids"], share.version)
-                waiting = [share]
                 if overlap:
                     begin(share)
-                    waiting = []
             yield data
 
     def _roll(
@@ -381,6 +371,15 @@ class RayRollouts(contextlib.AbstractContextManager["RayRollouts"]):
             keeps_state=keeps_state,
         )
 
+    def _joined(self, parts: list[Any]) -> TensorDictBase:
+        """Return rollouts of all nodes, each in its own memory, as one batch; rows of unlike envs as a lazy stack."""
+        if len(parts) == 1:
+            return parts[0]
+        if all(spec == self.specs[0] for spec in self.specs):
+            return torch.cat(parts)
+        rows = [row for part in parts for row in part.unbind(0)]
+        return LazyStackedTensorDict(*rows, stack_dim=0)
+
     def _take(self, policy: Any) -> None:
         """Use a policy from now on; answers to earlier calls are dropped."""
         self._policy = policy.policy if isinstance(policy, Placed) else policy
@@ -389,7 +388,7 @@ class RayRollouts(contextlib.AbstractContextManager["RayRollouts"]):
         # A stream that was left still holds it, and would keep the answers in Ray's memory.
         left.clear()
 
-    def _refreshed(self) -> "Acting":
+    def _refreshed(self) -> tuple[Any, Any]:
         """Send what has changed of the policy: its weights, or all of another policy, or of one that is no module.
 
         Contents are compared, because torch does not count every write to a tensor (by `.data`, by CUDA graphs).
@@ -398,23 +397,16 @@ class RayRollouts(contextlib.AbstractContextManager["RayRollouts"]):
             Ray's references of what makes the policy and of its weights.
         """
         policy = self._policy
-        is_module = isinstance(policy, torch.nn.Module)
-        weights = (
-            [packed(tensor) for tensor in (*policy.parameters(), *policy.buffers())]
-            if is_module
-            else []
-        )
-        present = Acting(
-            policy if is_module else self._pickle(),
-            [one.array.tobytes() for one in weights],
-        )
-        if self._sent is None or present.made != self._sent.made:
-            self._acting = Acting(ray.put(self._pickle()))
+        weights = [packed(tensor) for tensor in tensors_of(policy)]
+        made = policy if isinstance(policy, torch.nn.Module) else self._pickle()
+        present = (made, [one.array.tobytes() for one in weights])
+        if made != self._sent[0]:
+            self._made = ray.put(self._pickle())
         if present != self._sent:
-            self._acting = self._acting._replace(weights=ray.put(weights))
+            self._weights = ray.put(weights)
             self.version += 1
             self._sent = present
-        return self._acting
+        return self._made, self._weights
 
     def _pickle(self) -> bytes:
         """Return what makes the policy on a node."""
@@ -464,7 +456,7 @@ class RayRollouts(contextlib.AbstractContextManager["RayRollouts"]):
                     text = " ".join(str(getattr(error, "cause", None) or error).split())
                     raise self._loss(
                         share,
-                        f"{type(error).__name__}: {text[:_MAX_LENGTH]}",
+                        f"{type(error).__name__}: {text}",
                     ) from None
                 if isinstance(answer, EnvherdError):
                     raise answer
@@ -559,15 +551,15 @@ class RayRollouts(contextlib.AbstractContextManager["RayRollouts"]):
         self.close()
 
 
-def _connect(address: str | None) -> bool:
-    """Connect to a cluster, unless this process has done so; return whether this call has."""
+def _connect(address: str | None, at_end: contextlib.ExitStack) -> None:
+    """Connect to a cluster until the end, unless this process has done so."""
     if "ray" not in globals():
         raise ClusterError(
             "RayRollouts failed: expected Ray, which is not installed. Install it, here and on every node: pip install "
             "'envherd[ray]'."
         )
     if ray.is_initialized():
-        return False
+        return
     host, _, port = (address or "").rpartition(":")
     try:
         if host and port.isdigit():
@@ -581,7 +573,7 @@ def _connect(address: str | None) -> bool:
             f"RayRollouts failed: expected a Ray cluster at {address}, got {type(error).__name__}: {error}. Its head "
             f"prints its address when `ray start --head` starts it. Without an address, Ray starts on this machine."
         ) from error
-    return True
+    at_end.callback(ray.shutdown)
 
 
 def _place_of(group: Any, index: int) -> str:
@@ -631,17 +623,3 @@ def _release(at_end: contextlib.ExitStack, owner: int) -> None:
     """Release all, unless Ray has done so or this process is a fork of the owner."""
     if ray.is_initialized() and os.getpid() == owner:
         at_end.close()
-
-
-def _join(parts: list[Any]) -> TensorDictBase:
-    """Return rollouts of nodes, each in its own memory, as one batch; unlike ones as a lazy stack of their rows."""
-    if len(parts) == 1:
-        return parts[0]
-    keys = [
-        set(part.keys(include_nested=True, leaves_only=True, is_leaf=is_leaf_nontensor))
-        for part in parts
-    ]
-    if all(type(part) is TensorDict for part in parts) and keys == keys[:1] * len(keys):
-        return torch.cat(parts)
-    rows = [row for part in parts for row in part.unbind(0)]
-    return LazyStackedTensorDict(*rows, stack_dim=0)

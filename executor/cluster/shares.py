@@ -14,15 +14,7 @@ class ClusterError(EnvherdError, RuntimeError):
 
 
 def spread(num_envs: int, weights: Sequence[float]) -> list[list[int]]:
-    """Return contiguous env ids for each node: in proportion to its weight, at least one each.
-
-    Raises:
-        ValueError: fewer envs than nodes.
-    """
-    if num_envs < len(weights):
-        raise ValueError(
-            f"RayRollouts failed: expected at least one env per node, got {num_envs} envs for {len(weights)} nodes."
-        )
+    """Return contiguous env ids for each node, of which there are no more than envs: by weight, at least one each."""
     exact = np.asarray(weights, float) / sum(weights) * num_envs
     counts = np.ones(len(weights), int)
     for _ in range(num_envs - len(weights)):

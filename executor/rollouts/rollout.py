@@ -14,14 +14,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase, is_leaf_nontensor
 
 from envherd.executor.batches.actions import GroupIntake
-from envherd.executor.batches.arguments import (
-    as_count,
-    need_batch,
-    need_bools,
-    need_callables,
-    need_state,
-    refuse_unused_root,
-)
+from envherd.executor.batches.arguments import check_rollout, need_batch
 from envherd.executor.batches.fast_tensordict import as_tensor
 from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.batches.hand_out import GroupBatch, non_tensor, stack_groups
@@ -90,20 +83,19 @@ class RolloutRunner:
         The callback gets `env`, the executor, which draws the actions if there is no policy.
         """
         engine = self._engine
-        _check(
+        max_steps = check_rollout(
             max_steps,
             policy,
             callback,
+            tensordict,
+            primer,
+            engine.num_envs,
             auto_reset=auto_reset,
             break_when_any_done=break_when_any_done,
             set_truncated=set_truncated,
         )
-        need_state("rollout", "primer", primer, engine.num_envs)
-        need_state("rollout", "tensordict", tensordict, engine.num_envs)
         # None stops as True does, and says so in the log.
         breaks = break_when_any_done is not False
-        max_steps = as_count("rollout", "max_steps", max_steps)
-        refuse_unused_root(tensordict, auto_reset=auto_reset)
         if out is not None:
             self._check_out(out, max_steps)
         if primer is not None and (
@@ -203,26 +195,6 @@ class RolloutRunner:
             return result
 
         return checked
-
-
-def _check(
-    max_steps: Any,
-    policy: Any,
-    callback: Any,
-    *,
-    auto_reset: Any,
-    break_when_any_done: Any,
-    set_truncated: Any,
-) -> None:
-    """Refuse arguments of wrong types."""
-    if callable(max_steps):
-        raise TypeError(
-            "rollout failed: expected the number of steps first, got a callable. Write (200, policy)."
-        )
-    need_callables("rollout", policy=policy, callback=callback)
-    need_bools("rollout", auto_reset=auto_reset, set_truncated=set_truncated)
-    if break_when_any_done is not None:
-        need_bools("rollout", break_when_any_done=break_when_any_done)
 
 
 class _KeptInput(NamedTuple):

@@ -3,6 +3,7 @@
 imageio is imported only when it is needed.
 """
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,9 @@ class Video:
             mode="I",
             fps=fps,
             codec="libx264",
-            macro_block_size=2,
+            macro_block_size=1,
+            # The encoder takes even sides only.
+            output_params=["-vf", "crop=trunc(iw/2)*2:trunc(ih/2)*2:0:0"],
             ffmpeg_log_level="error",
         )
 
@@ -124,10 +127,7 @@ class Video:
 
     def add(self, frame: np.ndarray) -> None:
         """Add a frame, uint8 `[H, W, 3]`."""
-        # The encoder takes even sides only.
-        height = frame.shape[0] // 2 * 2
-        width = frame.shape[1] // 2 * 2
-        self._writer.append_data(np.ascontiguousarray(frame[:height, :width]))
+        self._writer.append_data(np.ascontiguousarray(frame))
 
 
 def require_imageio() -> Any:
@@ -136,12 +136,20 @@ def require_imageio() -> Any:
     Raises:
         MediaError: a package is missing.
     """
+    return require("imageio.v2", "imageio_ffmpeg", extra="media")
+
+
+def require(*modules: str, extra: str) -> Any:
+    """Import some modules, and return the first.
+
+    Raises:
+        MediaError: one is missing.
+    """
     try:
-        import imageio.v2 as imageio
-        import imageio_ffmpeg  # noqa: F401  # imageio needs it for MP4
+        found = [importlib.import_module(name) for name in modules]
     except ImportError as error:
         raise MediaError(
-            f"recording failed: expected the packages imageio and imageio-ffmpeg, got {error}. "
-            f"pip install 'envherd[media]'"
+            f"making pictures failed: expected the modules {', '.join(modules)}, got {error}. "
+            f"pip install 'envherd[{extra}]'"
         ) from None
-    return imageio
+    return found[0]

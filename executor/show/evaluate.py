@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict, Unpack, overload
+from typing import Any, Concatenate, Protocol, cast, overload
 
 import torch
 from tensordict import TensorDict
@@ -20,7 +20,7 @@ from envherd.executor.batched import BatchedEnv
 from envherd.executor.batches.arguments import as_count, need_callables, need_seconds
 from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.guests.collectors.policy import Placed, Policy
-from envherd.executor.keywords import names_right_keyword
+from envherd.executor.keywords import P, names_right_keyword
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.sending.blueprint import checked_options, choose_workers
 from envherd.executor.show.camera import require_imageio
@@ -30,11 +30,12 @@ from envherd.executor.show.per_player import (
     acting_groups,
     as_policy,
     choose_policies,
+    names_and_roles,
 )
-from envherd.executor.show.playing import Part, Play, RandomActions, Rules
+from envherd.executor.show.playing import Part, Play, Rules, random_actions
 from envherd.executor.show.records import Cast, EpisodeRecord, RecordFile, fingerprint
 from envherd.executor.show.results import Evaluation, Evaluations
-from envherd.shm.specs import EnvSpec
+from envherd.shm.specs import Discrete, EnvSpec
 from envherd.workers.adapters.env_names import made_for
 from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
 from envherd.workers.options import Infos
@@ -45,45 +46,43 @@ Policies = Policy | Mapping[str | int, Policy | None] | None
 Env = str | Callable[..., Any] | BatchedEnv
 #: Several, by name or in a list; no executors.
 Tasks = Mapping[str, Any] | list[Any] | tuple[Any, ...]
-#: Seconds for a step and for a reset of an env without `options`, after which the episode counts as failed.
-_TIMEOUT_S = 300.0
+#: Of workers without `options`. After these seconds for a step or a reset, the episode counts as failed.
+DEFAULT_OPTIONS = ExecutorOptions(
+    infos="plain",
+    step_timeout_s=300.0,
+    reset_timeout_s=300.0,
+)
 
 
-class _Settings(TypedDict, total=False):
-    """The keyword arguments of `evaluate`, for type checkers."""
+class _Evaluate(Protocol[P]):
+    """The type of `evaluate`: one task has an `Evaluation`, several have `Evaluations`."""
 
-    background: Policies
-    focal: Sequence[int | str] | None
-    num_workers: int | None
-    seed: int
-    max_steps: int | None
-    primer: Mapping[str, torch.Tensor] | None
-    options: ExecutorOptions | None
-    policy_for: Callable[[str, BatchedEnv], Policies] | None
-    success: Callable[[Mapping[str, Any], EpisodeRecord], bool] | None
-    out: str | os.PathLike[str] | None
-    label: str | None
-    videos: str | os.PathLike[str] | None
-    filmed: int | Iterable[int]
-    fps: float
-    max_batch: int | None
-    deadline_s: float
+    @overload
+    def __call__(
+        self,
+        policies: Policies | Mapping[str, Policies],
+        env: Tasks,
+        *args: P.args,
+        **settings: P.kwargs,
+    ) -> Evaluations: ...
+    @overload
+    def __call__(
+        self,
+        policies: Policies | Mapping[str, Policies],
+        env: Env,
+        *args: P.args,
+        **settings: P.kwargs,
+    ) -> Evaluation: ...
 
 
-@overload
-def evaluate(
-    policies: Policies | Mapping[str, Policies],
-    env: Tasks,
-    episodes: int = ...,
-    **settings: Unpack[_Settings],
-) -> Evaluations: ...
-@overload
-def evaluate(
-    policies: Policies | Mapping[str, Policies],
-    env: Env,
-    episodes: int = ...,
-    **settings: Unpack[_Settings],
-) -> Evaluation: ...
+def _typed(
+    function: Callable[Concatenate[Any, Any, P], Evaluation | Evaluations],
+) -> _Evaluate[P]:
+    """Return the function itself, whose result has a narrower type for type checkers."""
+    return cast("_Evaluate[P]", function)
+
+
+@_typed
 @names_right_keyword
 @without_grad
 def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluation
@@ -170,26 +169,23 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
     )
     need_seconds("evaluate", "deadline_s", deadline_s)
     need_callables("evaluate", success=success, policy_for=policy_for)
-    if videos is not None:
-        require_imageio()
     if primer is not None and not isinstance(primer, Mapping):
         raise TypeError(
             f"evaluate failed: expected primer as a dict of tensors by key or None, got {primer!r}."
         )
-    tasks = _tasks(
+    tasks = tasks_of(
         env,
         has_background=background is not None,
         with_frames=videos is not None,
     )
-    executor = env if isinstance(env, BatchedEnv) else None
-    if executor is not None:
+    if isinstance(env, BatchedEnv):
         _refuse(
             "with an executor, which has its own",
             num_workers=num_workers,
             options=options,
             max_batch=max_batch,
         )
-        rules = replace(rules, seed=executor.seed)
+        rules = replace(rules, seed=env.seed)
     by_task = _by_task(policies, policy_for, tuple(tasks))
     policies_of = (
         (lambda name, _: by_task.get(name, policies))
@@ -206,9 +202,12 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
         if label is None
         else {"label": label}
     )
-    settings = {"seed": rules.seed, "max_steps": max_steps, **played_by}
-    if max_batch is not None:
-        settings["max_batch"] = max_batch
+    settings = {
+        "seed": rules.seed,
+        "max_steps": max_steps,
+        "max_batch": max_batch,
+        **played_by,
+    }
     records = RecordFile(out, settings, tuple(tasks))
 
     def prepare(name: str, built: BatchedEnv) -> Part:
@@ -223,11 +222,11 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
 
     play = Play(tasks, rules, records, prepare)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]  # torch's
-    with records, torch.random.fork_rng(devices=list(devices)):
-        if executor is not None:
-            play.play_in(executor)
+    with records, torch.random.fork_rng(devices=list(devices)), play.films:
+        if isinstance(env, BatchedEnv):
+            play.play_in(env)
         elif play.num_left:
-            chosen = default_options() if options is None else _with_infos(options)
+            chosen = DEFAULT_OPTIONS if options is None else _with_infos(options)
             play.run(choose_workers(play.num_left, num_workers), chosen)
     if play.build_error is not None and all(
         records.tasks[name].cast is None for name in tasks
@@ -236,7 +235,62 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
     return _results(env, tasks, rules, records)
 
 
-def named_task(
+def tasks_of(
+    env: Any,
+    env_kwargs: dict[str, Any] | None = None,
+    *,
+    has_background: bool,
+    with_frames: bool,
+) -> dict[str, Any]:
+    """Return the tasks by name, with their factories, or with an executor.
+
+    Args:
+        env: as of `evaluate`.
+        env_kwargs: of envs with names.
+        has_background: see `_named_task`.
+        with_frames: likewise.
+
+    Raises:
+        MediaError: frames are wanted, and a package that makes videos of them is missing.
+        TypeError, ValueError: an executor among several tasks; two tasks of one name, or no task.
+    """
+    if with_frames:
+        require_imageio()
+    pairs: Iterable[tuple[Any, Any]] = [(env if isinstance(env, str) else "env", env)]
+    if isinstance(env, Mapping):
+        pairs = env.items()
+    elif isinstance(env, (list, tuple)):
+        pairs = [
+            (one if isinstance(one, str) else f"task_{i}", one)
+            for i, one in enumerate(env)
+        ]
+    tasks: dict[str, Any] = {}
+    for name, one in pairs:
+        if isinstance(one, BatchedEnv) and one is not env:
+            raise TypeError(
+                f"evaluate failed: expected a factory or a name for task {name!r}, got an executor."
+            )
+        if str(name) in tasks:
+            raise ValueError(
+                f"evaluate failed: expected tasks of different names, got {name} twice. Name each once, or pass a dict "
+                f"by name."
+            )
+        tasks[str(name)] = (
+            _named_task(
+                one,
+                env_kwargs,
+                has_background=has_background,
+                with_frames=with_frames,
+            )
+            if isinstance(one, str)
+            else one
+        )
+    if not tasks:
+        raise ValueError("evaluate failed: expected tasks, got none.")
+    return tasks
+
+
+def _named_task(
     name: str,
     env_kwargs: dict[str, Any] | None,
     *,
@@ -276,48 +330,9 @@ def _results(
     )
 
 
-def _tasks(env: Any, **how: bool) -> dict[str, Any]:
-    """Return the tasks by name, with their factories, or with an executor."""
-    if not isinstance(env, (Mapping, list, tuple)):
-        return {env if isinstance(env, str) else "env": _factory(env, **how)}
-    pairs: Iterable[tuple[Any, Any]] = (
-        (one if isinstance(one, str) else f"task_{i}", one) for i, one in enumerate(env)
-    )
-    if isinstance(env, Mapping):
-        pairs = env.items()
-    tasks: dict[str, Any] = {}
-    for name, one in pairs:
-        if isinstance(one, BatchedEnv):
-            raise TypeError(
-                f"evaluate failed: expected a factory or a name for task {name!r}, got an executor."
-            )
-        if str(name) in tasks:
-            raise ValueError(
-                f"evaluate failed: expected tasks of different names, got {name} twice. Pass a dict by name."
-            )
-        tasks[str(name)] = _factory(one, **how)
-    if not tasks:
-        raise ValueError("evaluate failed: expected tasks, got none.")
-    return tasks
-
-
-def _factory(env: Any, **how: bool) -> Any:
-    """Return the factory that a name stands for; anything else is returned itself."""
-    return named_task(env, None, **how) if isinstance(env, str) else env
-
-
 def _refuse(where: str, **settings: Any) -> None:
     if passed := [name for name, value in settings.items() if value is not None]:
         raise ValueError(f"evaluate failed: expected no {' or '.join(passed)} {where}.")
-
-
-def default_options() -> ExecutorOptions:
-    """Return the options of workers without `options`."""
-    return ExecutorOptions(
-        infos="plain",
-        step_timeout_s=_TIMEOUT_S,
-        reset_timeout_s=_TIMEOUT_S,
-    )
 
 
 def _with_infos(options: ExecutorOptions) -> ExecutorOptions:
@@ -352,14 +367,11 @@ def _who_plays(
     focal: Sequence[int | str] | None,
 ) -> dict[str, Any]:
     """Return plain data that differs between choices of policies."""
-    found = {
+    chosen = {f"policies of {name}": fingerprint(one) for name, one in by_task.items()}
+    return {
         "background": fingerprint(background),
         "focal": None if focal is None else [str(one) for one in focal],
-    }
-    if not by_task:
-        return found | {"policies": fingerprint(policies)}
-    return found | {
-        f"policies of {name}": fingerprint(one) for name, one in by_task.items()
+        **(chosen or {"policies": fingerprint(policies)}),
     }
 
 
@@ -426,37 +438,42 @@ def join_policies(
 ) -> Policy:
     """Return one policy that acts for all agents, a `PerPlayer`; or that of an env of one agent, or of several groups.
 
+    If all agents act at random, and their actions are not discrete, it draws for all of them.
+
     Raises:
         ValueError: an agent has no policy, or there are background policies or focal agents where there must be none.
     """
-    if not spec.groups or len(acting_groups(spec)) > 1:
+    acting = acting_groups(spec)
+    if len(acting) != 1:
         return _single(policies, spec, background=background, focal=focal)
-    everyone = PerPlayer({OTHERS: None}, spec)
-    is_focal = _focal(focal, spec.metadata.get("is_focal"), everyone.names)
     if isinstance(policies, PerPlayer) and background is None:
         return policies
+    names, roles = names_and_roles(spec, acting[0])
+    is_focal = _focal(focal, spec.metadata.get("is_focal"), names)
     mine = [player for player, focal in enumerate(is_focal) if focal]
     others = [player for player, focal in enumerate(is_focal) if not focal]
     if (background is None) != (not others):
-        got = "none" if background is None else "some, and all agents are focal"
-        advice = (
-            "Pass background=."
+        got = (
+            "none. Pass background="
             if background is None
-            else "Pass focal=, or leave background out."
+            else "some, and all agents are focal. Pass focal=, or leave background out"
         )
         raise ValueError(
-            f"evaluate failed: expected background policies for the agents that are not focal, got {got}. {advice}"
+            f"evaluate failed: expected background policies for the agents that are not focal, got {got}."
         )
     chosen: dict[str | int, Policy | None] = {
         player: policy
         for given, players in ((policies, mine), (background, others))
         for player, policy in choose_policies(
             _by_name(given),
-            everyone.names,
-            everyone.roles,
+            names,
+            roles,
             players,
         ).items()
     }
+    is_random = all(policy is None for policy in chosen.values())
+    if is_random and not all(isinstance(leaf.domain, Discrete) for leaf in spec.action):
+        return partial(random_actions, spec)
     return PerPlayer(chosen, spec)
 
 
@@ -465,7 +482,7 @@ def _single(policies: Any, spec: EnvSpec, **of_players: Any) -> Policy:
     kind = "several groups of agents" if spec.groups else "one agent"
     _refuse(f"for envs of {kind}, got {spec.family} envs", **of_players)
     if policies is None:
-        return RandomActions(spec)
+        return partial(random_actions, spec)
     return as_policy("evaluate", policies, spec)
 
 

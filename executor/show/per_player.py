@@ -121,7 +121,7 @@ class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
         # TorchRL reads these to see that it can be called with a batch.
         self.in_keys = [self.group]
         self.out_keys = [(*self.group, "action")]
-        self.names, self.roles = _names_and_roles(spec, self.group, roles)
+        self.names, self.roles = names_and_roles(spec, self.group, roles)
         chosen = choose_policies(policies, self.names, self.roles)
         by_policy: dict[int, list[int]] = {}
         for player, policy in chosen.items():
@@ -361,10 +361,10 @@ def acting_groups(spec: EnvSpec) -> list[Key]:
     ]
 
 
-def _names_and_roles(
+def names_and_roles(
     spec: EnvSpec | None,
     group: Key,
-    roles: Sequence[str] | None,
+    roles: Sequence[str] | None = None,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the names and the roles of the agents; the role "default" if the spec has none."""
     if spec is None:

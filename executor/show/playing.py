@@ -20,8 +20,7 @@ import math
 import re
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -75,12 +74,12 @@ class Part(NamedTuple):
     """What acts in the envs of a task.
 
     Attributes:
-        policy: takes a batch of envs.
+        policy: a `Placed`; takes a batch of envs.
         primed: its state at the beginning of an episode, batch `[1]`; or None.
         rewards: keys whose sums are the returns.
     """
 
-    policy: Callable[[TensorDictBase], TensorDictBase]
+    policy: Any
     primed: TensorDictBase | None
     rewards: Sequence[Key]
 
@@ -112,21 +111,15 @@ class Rules:
     deadline_s: float = 0.0
 
 
-class RandomActions:
-    """A policy that draws legal actions of envs of one agent, from torch's generator."""
-
-    def __init__(self, spec: EnvSpec) -> None:
-        self._spec = spec
-
-    def __call__(self, root: TensorDictBase) -> TensorDictBase:
-        """Set the actions."""
-        sampler = ActionSampler([self._spec], int(torch.randint(2**62, ())))
-        return sampler.fill(
-            root,
-            root.batch_size,
-            root.device,
-            np.zeros(len(root), np.int64),
-        )
+def random_actions(spec: EnvSpec, root: TensorDictBase) -> TensorDictBase:
+    """Act as a policy that draws legal actions, of all agents, from torch's generator."""
+    sampler = ActionSampler([spec], int(torch.randint(2**62, ())))
+    return sampler.fill(
+        root,
+        root.batch_size,
+        root.device,
+        np.zeros(len(root), np.int64),
+    )
 
 
 @dataclass
@@ -146,7 +139,7 @@ class _Task:
 
     name: str
     env: Any
-    left: deque[int]
+    left: list[int]
     part: Part | None = None
     num_seats: int = 0
     build_s: float = 0.0
@@ -170,12 +163,13 @@ class _Episode:
 
 
 class _Seat(threading.Thread):
-    """A thread that carries out operations one after the other, and has at most one env.
+    """A thread that carries out operations one after the other, and has at most one env; it begins at once.
 
     Args:
         number: of the seat.
         options: of the workers.
         outcomes: gets the outcome of each operation.
+        work_of: makes the generator that yields the operations.
     """
 
     def __init__(
@@ -183,17 +177,20 @@ class _Seat(threading.Thread):
         number: int,
         options: ExecutorOptions,
         outcomes: "SimpleQueue[_Outcome]",
+        work_of: "Callable[[_Seat], _Work]",
     ) -> None:
         super().__init__(name=f"evaluate-{number}", daemon=True)
         self._options = options
         self._outcomes = outcomes
+        self.work = work_of(self)
         self._env: ParallelEnv | None = None
         self.todo: SimpleQueue[_Operation | None] = SimpleQueue()
+        with_thread("evaluate", self.start)
 
     def run(self) -> None:
         """Carry out operations until None comes."""
         while (operation := self.todo.get()) is not None:
-            self._outcomes.put(_outcome_of(self, operation))
+            self._outcomes.put((self, _carry_out(self.work, operation)))
 
     def build(self, factory: Factory, seed: int) -> ParallelEnv:
         """Return an executor of one env."""
@@ -212,33 +209,22 @@ class _Seat(threading.Thread):
             self._env.close()
 
 
-class _Outcome(NamedTuple):
-    """What the generator of a seat gets.
-
-    Attributes:
-        seat: that has carried an operation out; None in the caller's thread.
-        result: of the operation; None at the beginning.
-        error: what it has raised.
-    """
-
-    seat: Any
-    result: Any = None
-    error: BaseException | None = None
+#: A seat whose operation has been carried out, and what resumes its generator.
+_Outcome = tuple[_Seat, _Operation]
 
 
-def _outcome_of(seat: _Seat | None, operation: _Operation) -> _Outcome:
+def _carry_out(work: _Work, operation: _Operation) -> _Operation:
+    """Carry out an operation of a generator; return what resumes the generator with the result or the exception."""
     try:
-        return _Outcome(seat, operation())
+        return partial(work.send, operation())
     except BaseException as error:  # raised in the generator
-        return _Outcome(seat, error=error)
+        return partial(work.throw, error)
 
 
-def _advance(work: _Work, outcome: _Outcome) -> "_Operation | _Session | None":
-    """Hand over the outcome of an operation; return the next operation, None at the end."""
+def _next_of(resume: _Operation) -> Any:
+    """Resume a generator; return its next operation, None at the end."""
     try:
-        if outcome.error is not None:
-            return work.throw(outcome.error)
-        return work.send(outcome.result)
+        return resume()
     except StopIteration:
         return None
 
@@ -256,6 +242,7 @@ class Play:
     Attributes:
         num_left: number of episodes that have not been played, at the beginning.
         build_error: of the first env that could not be built.
+        films: completes the videos of episodes that did not end; to be closed after the run.
     """
 
     def __init__(
@@ -272,28 +259,39 @@ class Play:
             _Task(
                 name,
                 env,
-                deque(
+                [
                     number
                     for number in range(rules.episodes)
                     if number not in records.tasks[name].episodes
-                ),
+                ],
             )
             for name, env in tasks.items()
         ]
         self.num_left = sum(len(task.left) for task in self._tasks)
         self.build_error: EnvherdError | None = None
+        self.films = contextlib.ExitStack()
 
     def play_in(self, env: BatchedEnv) -> None:
         """Play all episodes of the only task in an executor, in this thread.
 
         Raises:
             WorkerLost, WorkerTimeout: a worker was lost and is not replaced. Its episodes are recorded as failed.
+            Busy: an env was sent and not received. Nothing was played.
         """
-        session = _Session(self, self._tasks[0], env, is_own=False)
-        with contextlib.closing(session.play()) as work:
-            operation: Any = _advance(work, _Outcome(None))
-            while operation is not None:  # no session of a passed executor is yielded
-                operation = _advance(work, _outcome_of(None, operation))
+        engine = env.engine
+        engine.refuse_under_way(engine.all_ids)
+        work = _Session(self, self._tasks[0], env, is_own=False).play()
+        resume: _Operation = partial(work.send, None)
+        try:
+            # No session of a passed executor is yielded.
+            while (operation := _next_of(resume)) is not None:
+                resume = _carry_out(work, operation)
+        finally:
+            # A run that ends early leaves envs that can be reset: the next call drops their answers.
+            sent = np.flatnonzero(engine.states.under_way)
+            if len(sent):
+                engine.is_dirty = True
+                engine.give_up(sent)
 
     def run(self, num_seats: int, options: ExecutorOptions) -> None:
         """Play all episodes, in envs of at most `num_seats` worker processes; an exception closes the envs.
@@ -314,32 +312,30 @@ class Play:
         factories = as_factories(len(self._tasks), [task.env for task in self._tasks])
         # Refuses factories that cannot be pickled.
         modules = draw(factories, None, 1, 0, options).preload
+        # The options of a seat do not differ by worker any more. Other helpers than a shared one import for one task.
+        if is_shared or options.differ_by_worker:
+            options = replace(options, preload=modules)
         outcomes: SimpleQueue[_Outcome] = SimpleQueue()
         waiting: dict[_Seat, _Session] = {}
-        works: dict[_Seat, _Work] = {}
+        seats: list[_Seat] = []
         with contextlib.ExitStack() as at_end:
             if is_shared:
                 # One helper for all tasks, so that a worker starts in 0.1 s.
-                options = replace(options, preload=modules)
                 at_end.callback(helper_for(self, options, modules).close, self)
+            at_end.callback(self._end, seats)
             for i, one in enumerate(_options_of_seats(options, num_seats)):
-                seat = _Seat(i, one, outcomes)
-                works[seat] = self._work_of(seat)
-                at_end.callback(works[seat].close)  # completes its videos
-            at_end.callback(self._end, list(works))
-            for seat in works:
-                outcomes.put(_Outcome(seat))
-                with_thread("evaluate", seat.start)
-            while works:
-                for outcome in self._next_outcomes(outcomes, waiting, len(works)):
-                    seat = outcome.seat
-                    operation = _advance(works[seat], outcome)
+                seat = _Seat(i, one, outcomes, self._work_of)
+                seats.append(seat)
+                outcomes.put((seat, partial(seat.work.send, None)))
+            while seats:
+                for seat, resume in self._next_outcomes(outcomes, waiting, len(seats)):
+                    operation = _next_of(resume)
                     if isinstance(operation, _Session):
                         waiting[seat] = operation
                     else:
                         seat.todo.put(operation)
                     if operation is None:
-                        del works[seat]
+                        seats.remove(seat)
 
     def _next_outcomes(
         self,
@@ -367,11 +363,12 @@ class Play:
         seats = seats[:limit]
         acted = _act([waiting.pop(seat) for seat in seats])
         return [
-            _Outcome(seat, actions) for seat, actions in zip(seats, acted, strict=True)
+            (seat, partial(seat.work.send, actions))
+            for seat, actions in zip(seats, acted, strict=True)
         ]
 
     @staticmethod
-    def _end(seats: Sequence[_Seat]) -> None:
+    def _end(seats: Iterable[_Seat]) -> None:
         """End the seats: each after the operation under way; an env whose operation takes long is closed meanwhile.
 
         A seat that is building an env closes it when it is built.
@@ -381,8 +378,7 @@ class Play:
             seat.todo.put(None)
         deadline = time.monotonic() + _LAST_COMMAND_S
         for seat in seats:
-            if seat.ident is not None:
-                seat.join(max(0.0, deadline - time.monotonic()))
+            seat.join(max(0.0, deadline - time.monotonic()))
         for seat in seats:
             seat.close()  # what another thread waits for raises Closed
 
@@ -416,8 +412,11 @@ class Play:
                 or len(task.left) * task.episode_s / task.num_seats > task.build_s
             )
         ]
-        first = [task for task in found if not task.num_seats][:1]
-        chosen = max(first or found, key=lambda task: len(task.left), default=None)
+        chosen = max(
+            found,
+            key=lambda task: len(task.left) if task.num_seats else math.inf,
+            default=None,
+        )
         if chosen is not None:
             chosen.num_seats += 1
         return chosen
@@ -432,7 +431,7 @@ class Play:
 
     def take(self, task: _Task, state: TensorDictBase | None = None) -> _Episode:
         """Return the next episode of a task, which has one left, with the policy's first state."""
-        number = task.left.popleft()
+        number = task.left.pop(0)
         return _Episode(number, episode_seed(self.rules.seed, number, 0), state)
 
     def note(
@@ -445,8 +444,7 @@ class Play:
         task.episode_s = time.monotonic() - episode.began
         if episode.film is not None:
             episode.film.close()
-        known = [one for one in episode.successes if one is not None]
-        is_known = error is None and bool(known)
+        known = [one for one in episode.successes if one is not None and error is None]
         record = EpisodeRecord(
             episode=episode.number,
             seed=episode.seed,
@@ -454,8 +452,8 @@ class Play:
             returns=tuple(np.atleast_1d(episode.returns).tolist())
             if episode.length
             else (),
-            success=bool(episode.successes[-1]) if is_known else None,
-            success_once=any(known) if is_known else None,
+            success=bool(episode.successes[-1]) if known else None,
+            success_once=any(known) if known else None,
             error=None if error is None else f"{type(error).__name__}: {error.message}",
             video=None if episode.film is None else str(episode.film.path),
         )
@@ -506,47 +504,27 @@ class _Session:
         self.part = task.part = task.part or play.prepare(task.name, env)
         self._camera = Camera(env)
         self.playing: dict[int, _Episode] = {}
-        self._sent: list[int] = []  # latest; some or all have answered
 
     @property
     def kind(self) -> Any:
         """What the sessions have in common for which one call of a policy can act."""
-        placed: Any = self.part.policy
         leaves = {key: self.root.get(key) for key in leaf_keys(self.root)}
-        shapes = [
-            (key, getattr(leaf, "shape", ())[1:], getattr(leaf, "dtype", None))
-            for key, leaf in leaves.items()
-        ]
+        shapes = [(key, leaf.shape[1:], leaf.dtype) for key, leaf in leaves.items()]
         return (
-            id(getattr(placed, "policy", placed)),
+            id(self.part.policy.policy),
             shapes,
             next(iter(self.playing.values())).state is None,  # the first step
         )
 
     def play(self) -> _Work:
         """Play until no episode is left."""
-        try:
-            while (begun := self._begin()) or self.playing:
-                try:
-                    if begun:
-                        yield from self._reset(begun)
-                    yield from self._step()
-                except _FAULTS as error:
-                    self._fail(error)
-        finally:
-            for episode in self.playing.values():  # of a run that ends early
-                if episode.film is not None:
-                    episode.film.close()
-            if not self._is_own:
-                self._drop_sent()
-
-    def _drop_sent(self) -> None:
-        """Leave the caller envs that can be reset, if the run ends early: the next call drops their answers."""
-        engine = self.env.engine
-        sent = [i for i in self._sent if engine.states.under_way[i]]
-        if sent:
-            engine.is_dirty = True
-            engine.give_up(np.array(sent))
+        while (begun := self._begin()) or self.playing:
+            try:
+                if begun:
+                    yield from self._reset(begun)
+                yield from self._step()
+            except _FAULTS as error:
+                self._fail(error)
 
     def _begin(self) -> dict[int, _Episode]:
         begun = {
@@ -584,6 +562,7 @@ class _Session:
                 episode.film = Video(
                     self._play.rules.videos / name, self._play.rules.fps
                 )
+                self._play.films.callback(episode.film.close)
                 yield partial(self._film, episode.film, root, env_id, env_id)
 
     def _step(self) -> _Work:
@@ -594,7 +573,6 @@ class _Session:
         self.waits_since = time.monotonic()
         is_shared = self._play.rules.max_batch is not None and self._is_own
         actions = (yield self) if is_shared else _act([self])[0]
-        self._sent = ids
         env.send(actions, ids, maybe_reset=False)
         while ids:
             try:
@@ -618,8 +596,10 @@ class _Session:
         is_over = following.get("done").flatten().tolist()
         nobody = torch.zeros(len(ids), device="cpu")
         is_lost = following.get("interrupted", nobody).flatten().tolist()
-        infos = (
-            self.env.infos("next") if self.env.options.info_policy != "drop" else None
+        infos: Sequence[Mapping[str, Any]] = (
+            [{}] * self.env.num_envs
+            if self.env.options.info_policy == "drop"
+            else self.env.infos("next")
         )
         for at, env_id in enumerate(ids):
             episode = self.playing[env_id]
@@ -628,9 +608,8 @@ class _Session:
                 continue
             episode.length += 1
             episode.returns = episode.returns + rewards[at]
-            if infos is not None:
-                episode.info = infos[env_id]
-                episode.successes.append(_success_in(episode.info))
+            episode.info = infos[env_id]
+            episode.successes.append(_success_in(episode.info))
             if episode.film is not None:
                 yield partial(self._film, episode.film, following, at, env_id)
             if is_over[at] or episode.length == self._play.rules.max_steps:
@@ -711,8 +690,7 @@ def _act(sessions: Sequence[_Session]) -> list[TensorDictBase]:
             f"The policy acted in step {first.length} of episode {first.number} of task {session.task.name!r}."
         )
         raise
-    written = get_leaf(acted, "next")
-    own = None if written is None else own_leaves(written, session.env.engine.known)
+    own = own_leaves(get_leaf(acted, "next"), session.env.engine.known)
     for row, episode in enumerate(episodes):
         episode.state = None if own is None else own[row : row + 1].clone()
     spec = session.env.spec
@@ -747,17 +725,11 @@ def _options_of_seats(
     num_seats: int,
 ) -> list[ExecutorOptions]:
     """Return the options of each seat, whose worker gets what worker i of one executor would get."""
-    each = [options] * num_seats
+    variables = variables_of(options, gpus_of(options, num_seats))
+    each = [replace(options, env_vars=own, gpus=None) for own in variables]
     if options.affinity is not None:
-        cpus = options.affinity
+        cpus = np.resize(options.affinity, num_seats).tolist()  # in turn
         each = [
-            replace(one, affinity=(cpus[i % len(cpus)],)) for i, one in enumerate(each)
-        ]
-    if options.differ_by_worker:  # a module may read the variables when it is imported
-        variables = variables_of(options, gpus_of(options, num_seats))
-        preload = options.preload or ()
-        each = [
-            replace(one, env_vars=own, gpus=None, preload=preload)
-            for one, own in zip(each, variables, strict=True)
+            replace(one, affinity=(cpu,)) for one, cpu in zip(each, cpus, strict=True)
         ]
     return each

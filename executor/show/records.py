@@ -9,7 +9,6 @@ the latest records of one of them until it writes again.
 import contextlib
 import hashlib
 import json
-import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -27,8 +26,6 @@ from envherd.executor.processes.error_messages import log
 SCHEMA = "envherd.evaluation-run/1"
 #: Least seconds between two writes while episodes end: a write of 400 episodes takes 5 ms.
 _BETWEEN_WRITES_S = 1.0
-#: Settings that a file does not have if they are off.
-_ABSENT = {"max_batch": None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,20 +108,16 @@ class RecordFile(contextlib.AbstractContextManager["RecordFile"]):
     ) -> None:
         self._path = None if path is None else Path(path)
         self._settings = dict(settings)
-        self.tasks: dict[str, TaskRecords] = {}
-        self._written_at = -math.inf
+        self.tasks = {name: TaskRecords() for name in tasks}
+        self._written_at = 0.0
         # Not the process id: programs in two containers may have the same.
         self._mark = os.urandom(4).hex()
         # Of the file that this object has read or written.
         self._version: object = None
-        if self._path is not None and self._path.exists():
-            self._read(self._path)
-            if any(one.episodes for one in self.tasks.values()):
-                log.warning("%s. They are not played again.", self._held())
-        for name in tasks:
-            self.tasks.setdefault(name, TaskRecords())
-        # A path that cannot be written is refused before an episode is played.
+        # This reads a file that exists. A path that cannot be written is refused before an episode is played.
         self.write()
+        if any(one.episodes for one in self.tasks.values()):
+            log.warning("%s. They are not played again.", self._held())
 
     def __exit__(
         self,
@@ -195,8 +188,8 @@ class RecordFile(contextlib.AbstractContextManager["RecordFile"]):
                 f"evaluate failed: expected the JSON of an evaluation in {path}, with schema {SCHEMA!r}, got "
                 f"{type(error).__name__}: {error!s:.200}."
             ) from None
-        for name, value in {**_ABSENT, **self._settings}.items():
-            if (before := {**_ABSENT, **settings}.get(name, value)) != value:
+        for name, value in self._settings.items():
+            if (before := settings.get(name, value)) != value:
                 raise ValueError(
                     f"evaluate failed: expected {name} {before!r}, with which the episodes of {path} were played, got "
                     f"{value!r}. Pass another path, or remove the file."

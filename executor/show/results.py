@@ -150,29 +150,21 @@ class RoleKind(NamedTuple):
     is_focal: bool
 
 
-@dataclass(frozen=True, repr=False)
-class Evaluation:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Evaluation(Cast):
     """Episodes of one task. Those that failed are in `failures`, and are not counted elsewhere, unless stated.
 
     Attributes:
         env: its name.
-        seed: the root seed of the episodes.
         players: their names; "agent" in an env of one agent.
         roles: one per agent.
         is_focal: one per agent; the others are background agents.
-        returns: float64 `[E, P]`.
-        lengths: int64 `[E]`, in steps.
+        seed: the root seed of the episodes.
         episodes: records of all E episodes that ended, in order.
         failures: records of the episodes that failed: their env raised or broke its spec, or its worker was lost.
     """
 
-    env: str
     seed: int
-    players: tuple[str, ...]
-    roles: tuple[str, ...]
-    is_focal: tuple[bool, ...]
-    returns: np.ndarray
-    lengths: np.ndarray
     episodes: tuple[EpisodeRecord, ...] = ()
     failures: tuple[EpisodeRecord, ...] = ()
 
@@ -182,23 +174,8 @@ class Evaluation:
     ) -> "Evaluation":
         """Return the results of a task."""
         ended = tuple(one for one in records if one.error is None)
-        returns = np.array([one.returns for one in ended], np.float64).reshape(
-            -1,
-            len(cast.players),
-        )
-        lengths = np.array([one.length for one in ended], np.int64)
         failures = tuple(one for one in records if one.error is not None)
-        return cls(
-            cast.env,
-            seed,
-            cast.players,
-            cast.roles,
-            cast.is_focal,
-            returns,
-            lengths,
-            ended,
-            failures,
-        )
+        return cls(**vars(cast), seed=seed, episodes=ended, failures=failures)
 
     def __repr__(self) -> str:
         """Return the env's name, the numbers of episodes, and their measures."""
@@ -212,10 +189,21 @@ class Evaluation:
         )
         return f"Evaluation({self.env!r}, {self.num_episodes} episodes, {self.num_failed} failed{shown})"
 
+    @cached_property
+    def returns(self) -> np.ndarray:
+        """Returns of the episodes that ended, float64 `[E, P]`."""
+        returns = np.array([one.returns for one in self.episodes], np.float64)
+        return returns.reshape(-1, len(self.players))
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Lengths of these in steps, int64 `[E]`."""
+        return np.array([one.length for one in self.episodes], np.int64)
+
     @property
     def num_episodes(self) -> int:
         """Number of episodes that ended, E."""
-        return len(self.returns)
+        return len(self.episodes)
 
     @property
     def num_failed(self) -> int:

@@ -8,10 +8,8 @@ Assumes: the env was probed, so a single env is known to work.
 
 import contextlib
 import errno
-import functools
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +17,8 @@ import numpy as np
 
 from envherd.executor.sizing.driving import Subject, Turn
 from envherd.executor.sizing.rule import Limits, resets_are_costly, steps_are_uneven
-from envherd.executor.sizing.settings import Mode, Run, Setting
-from envherd.workers.errors import EnvherdError, WorkerTimeout
+from envherd.executor.sizing.settings import Measurement, Mode, Run, Setting
+from envherd.workers.errors import EnvherdError
 
 #: In each round every setting has one turn, so other load affects all alike.
 _NUM_ROUNDS = 5
@@ -41,139 +39,145 @@ _PATIENCE_FACTOR = 10.0
 _PATIENCE_S = 20.0
 
 
-class Confirmation:
-    """Runs settings of an env in rounds. Both modes of the same envs have one executor, and fail together.
+def confirm(  # noqa: PLR0913  # what is run, and for how long
+    subject: Subject,
+    limits: Limits,
+    runs: Sequence[Run],
+    *,
+    end: float,
+    budget_s: float,
+    show: Callable[[str], None],
+    is_busy: Callable[[], bool],
+) -> None:
+    """Run settings in rounds, and write into each what it makes, or why it was not run.
+
+    Both modes of the same envs have one executor, and fail together.
 
     Args:
         subject: the env.
         limits: of this machine; all executors together stay within its usable memory.
+        runs: the most promising first; some may have reasons not to run them.
+        end: when the rounds end, monotonic seconds.
+        budget_s: all seconds of measurement, those of the probe included.
         show: called with the current activity.
         is_busy: returns whether other programs use the machine.
+
+    Raises:
+        EnvherdError, OSError: every setting failed; the error of the last.
     """
-
-    def __init__(
-        self,
-        subject: Subject,
-        limits: Limits,
-        show: Callable[[str], None],
-        is_busy: Callable[[], bool],
-    ) -> None:
-        self._subject = subject
-        self._limits = limits
-        self._show = show
-        self._is_busy = is_busy
-        self._turns: dict[Setting, Callable[[Mode], Turn]] = {}
-        self._taken_bytes = 0
-
-    def run(self, runs: Sequence[Run], end: float, budget_s: float) -> None:
-        """Run settings in rounds, and write into each what it makes, or why it was not run.
-
-        Args:
-            runs: the most promising first; some may have reasons not to run them.
-            end: when the rounds end, monotonic seconds.
-            budget_s: all seconds of measurement, those of the probe included.
-
-        Raises:
-            EnvherdError, OSError: every setting failed; the error of the last.
-        """
-        self._runs = runs
-        self._end = end
-        self._budget_s = budget_s
-        rounds: list[dict[Run, Turn]] = []
-        # Closes all executors, even if one raises.
-        with contextlib.ExitStack() as stack:
+    turns: dict[Setting, Callable[[Mode], Turn]] = {}
+    errors: list[Exception] = []
+    rounds: list[dict[Run, Turn]] = []
+    room_bytes = limits.usable
+    # Closes all executors, even if one raises.
+    with contextlib.ExitStack() as stack:
+        for run in runs:
+            executor = _executor(run)
+            if turns and executor not in turns:
+                left_s = end - time.monotonic()
+                most_s = max(_START_SHARE * left_s, _QUICK_SHARE * budget_s)
+                run.refusal = run.refusal or _refusal_now(run, room_bytes, most_s)
+            if run.refusal is None and executor not in turns:
+                show(f"starting {run.setting}, about {run.start_s:,.0f} s")
+                with _excluding(executor, runs, errors):
+                    turn = _turns(subject, run, limits)
+                    turns[executor] = stack.enter_context(turn)
+                    room_bytes -= run.memory_bytes
+        while any(run.refusal is None for run in runs):
+            rounds.append({})
+            show(f"round {len(rounds)}")
             for run in runs:
-                run.refusal = run.refusal or self._refusal_now(run)
-                if run.refusal is None and _executor(run) not in self._turns:
-                    self._try(run, functools.partial(self._start, run, stack))
-            while self._alive:
-                rounds.append({})
-                self._show(f"round {len(rounds)}")
-                for run in self._alive:
-                    self._try(run, functools.partial(self._turn, run, rounds[-1]))
-                most = _NUM_BUSY_ROUNDS if self._is_busy() else _NUM_ROUNDS
-                if len(rounds) >= most or time.monotonic() > self._end:
-                    break
-        if not self._alive:
-            raise self._error
-        self._write(rounds)
+                if run.refusal is None:
+                    executor = _executor(run)
+                    with _excluding(executor, runs, errors):
+                        rounds[-1][run] = turns[executor](run.setting.mode)
+            most = _NUM_BUSY_ROUNDS if is_busy() else _NUM_ROUNDS
+            if len(rounds) >= most or time.monotonic() > end:
+                break
+    alive = [run for run in runs if run.refusal is None]
+    if not alive:
+        raise errors[-1]
+    _write(alive, rounds, limits.measured, is_busy=is_busy())
 
-    @property
-    def _alive(self) -> list[Run]:
-        return [run for run in self._runs if run.refusal is None]
 
-    def _refusal_now(self, run: Run) -> str | None:
-        """Return why a fitting setting cannot be started next to the others."""
-        if not self._turns or _executor(run) in self._turns:
-            return None
-        if self._taken_bytes + run.memory_bytes > self._limits.usable:
-            return "does not fit the memory next to the others"
-        left_s = self._end - time.monotonic()
-        if run.start_s > max(_START_SHARE * left_s, _QUICK_SHARE * self._budget_s):
-            return (
-                f"takes {run.start_s:,.1f} s to start; a longer --budget allows for it"
-            )
-        return None
+def _executor(run: Run) -> Setting:
+    """Return what settings with one executor have in common; it runs both modes."""
+    return replace(run.setting, mode="sync")
 
-    def _patience_s(self, run: Run) -> float:
-        """Return the seconds after which a call counts as hanging."""
-        batch_s = run.setting.most_per_worker * self._limits.measured.whole_step_s
-        import_s = 0.0 if run.setting.num_workers else _IMPORT_S
-        return _PATIENCE_S + _PATIENCE_FACTOR * (run.start_s + batch_s + import_s)
 
-    def _try(self, run: Run, action: Callable[[], None]) -> None:
-        """Do something with a setting; if it fails, exclude all settings of its executor."""
-        try:
-            action()
-        except Exception as error:  # any failure excludes only these settings
-            if isinstance(error, TimeoutError) and not isinstance(error, EnvherdError):
-                raise  # of the program's signal handler, which ends the search
-            self._error = error
-            text = f"failed: {str(error).split(chr(10), 1)[0] or type(error).__name__}"
-            if isinstance(error, WorkerTimeout):
-                text = f"hung: a call took longer than {self._patience_s(run):,.0f} s"
-            for one in self._alive:
-                if _executor(one) == _executor(run):
-                    one.refusal = text
-                    # Next to the other executors, the setting has too little of what it would have alone.
-                    if getattr(error, "errno", None) == errno.EMFILE:
-                        one.too_little = "open files"
+def _refusal_now(run: Run, room_bytes: int, most_s: float) -> str | None:
+    """Return why a fitting setting cannot be started next to the others.
 
-    def _start(self, run: Run, stack: contextlib.ExitStack) -> None:
-        self._show(f"starting {run.setting}, about {run.start_s:,.0f} s")
-        turn = self._subject.turns(
-            run.setting,
-            _THROTTLED_SPAN_S if self._limits.machine.is_throttled else _SPAN_S,
-            self._limits.goal.policy_s,
-            self._patience_s(run),
-        )
-        self._turns[_executor(run)] = stack.enter_context(turn)
-        self._taken_bytes += run.memory_bytes
+    Args:
+        run: of the setting.
+        room_bytes: usable memory that the others leave.
+        most_s: seconds that its start may take.
+    """
+    if run.memory_bytes > room_bytes:
+        return "does not fit the memory next to the others"
+    if run.start_s > most_s:
+        return f"takes {run.start_s:,.1f} s to start; a longer --budget allows for it"
+    return None
 
-    def _turn(self, run: Run, turns: dict[Run, Turn]) -> None:
-        # It has not failed in this round, in the other mode.
-        if run.refusal is None:
-            turns[run] = self._turns[_executor(run)](run.setting.mode)
 
-    def _write(self, rounds: Sequence[Mapping[Run, Turn]]) -> None:
-        """Write what was measured into the runs."""
-        measured = self._limits.measured
-        is_busy = self._is_busy()
-        is_even = not (steps_are_uneven(measured) or resets_are_costly(measured))
+@contextlib.contextmanager
+def _excluding(
+    executor: Setting,
+    runs: Sequence[Run],
+    errors: list[Exception],
+) -> Iterator[None]:
+    """Exclude all settings of an executor if the block fails, and note its error."""
+    try:
+        yield
+    except Exception as error:  # any failure excludes only these settings
+        if isinstance(error, TimeoutError) and not isinstance(error, EnvherdError):
+            raise  # of the program's signal handler, which ends the search
+        errors.append(error)
+        text = str(error).split(chr(10), 1)[0] or type(error).__name__
+        for run in runs:
+            if run.refusal is None and _executor(run) == executor:
+                run.refusal = f"failed: {text}"
+                # Next to the other executors, the setting has too little of what it would have alone.
+                if getattr(error, "errno", None) == errno.EMFILE:
+                    run.too_little = "open files"
 
-        def rate(turn: Turn) -> float:
-            seconds = turn.undisturbed_s(is_even=is_even) if is_busy else turn.seconds
-            return measured.whole_steps(turn.steps, turn.resets) / seconds
 
-        rate_of = speeds(
-            [{run: rate(turns[run]) for run in self._alive} for turns in rounds]
-        )
-        for run, steps_per_s in rate_of.items():
-            run.steps_per_s = steps_per_s
-            run.busy_share = sum(turns[run].busy_share for turns in rounds) / len(
-                rounds
-            )
-            run.rounds = len(rounds)
+def _turns(
+    subject: Subject,
+    run: Run,
+    limits: Limits,
+) -> contextlib.AbstractContextManager[Callable[[Mode], Turn]]:
+    """Return the context in which a setting's executor runs; its value runs turns."""
+    batch_s = run.setting.most_per_worker * limits.measured.whole_step_s
+    import_s = 0.0 if run.setting.num_workers else _IMPORT_S
+    patience_s = _PATIENCE_S + _PATIENCE_FACTOR * (run.start_s + batch_s + import_s)
+    return subject.turns(
+        run.setting,
+        _THROTTLED_SPAN_S if limits.machine.is_throttled else _SPAN_S,
+        limits.goal.policy_s,
+        patience_s,
+    )
+
+
+def _write(
+    runs: Sequence[Run],
+    rounds: Sequence[Mapping[Run, Turn]],
+    measured: Measurement,
+    *,
+    is_busy: bool,
+) -> None:
+    """Write what was measured into the runs."""
+    is_even = not (steps_are_uneven(measured) or resets_are_costly(measured))
+
+    def rate(turn: Turn) -> float:
+        seconds = turn.undisturbed_s(is_even=is_even) if is_busy else turn.seconds
+        return measured.whole_steps(turn.steps, turn.resets) / seconds
+
+    rate_of = speeds([{run: rate(turns[run]) for run in runs} for turns in rounds])
+    for run, steps_per_s in rate_of.items():
+        run.steps_per_s = steps_per_s
+        run.busy_share = sum(turns[run].busy_share for turns in rounds) / len(rounds)
+        run.rounds = len(rounds)
 
 
 def speeds(rounds: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
@@ -188,14 +192,6 @@ def speeds(rounds: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
     anchor, *_ = rounds[0]
     rate = float(np.median([one[anchor] for one in rounds]))
     return {
-        setting: rate
-        * math.exp(
-            float(np.median([math.log(one[setting] / one[anchor]) for one in rounds]))
-        )
+        setting: rate * float(np.median([one[setting] / one[anchor] for one in rounds]))
         for setting in rounds[0]
     }
-
-
-def _executor(run: Run) -> Setting:
-    """Return what settings with one executor have in common; it runs both modes."""
-    return replace(run.setting, mode="sync")

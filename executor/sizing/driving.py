@@ -1,7 +1,6 @@
 """Start the executor of a setting, and run it like a training loop, with random actions, in turns."""
 
 import contextlib
-import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -133,29 +132,15 @@ class Subject:
             env_vars=self.options.env_vars,
             gpus=self.options.gpus,
         )
-        host = functools.partial(
-            SerialHost,
-            self,
-            setting.num_envs,
-            span_s,
-            policy_s,
-        )
-        with Subject(host, {}, options).start(1, 1, patience_s) as env:
-            yield lambda mode: Turn.of(env.call("driver.turn", mode)[0])
-
-
-class Times(NamedTuple):
-    """How a thread or a worker has spent a turn, in seconds.
-
-    Attributes:
-        run_s: on a processor.
-        wait_s: waiting for one.
-        busy_s: on commands; of this thread, in the policy.
-    """
-
-    run_s: float
-    wait_s: float
-    busy_s: float
+        how = {
+            "subject": self,
+            "num_envs": setting.num_envs,
+            "span_s": span_s,
+            "policy_s": policy_s,
+        }
+        with Subject(SerialHost, how, options).start(1, 1, patience_s) as env:
+            # The measurements of another process come as a plain tuple.
+            yield lambda mode: Turn(*env.call("driver.turn", mode)[0])
 
 
 class Turn(NamedTuple):
@@ -165,19 +150,14 @@ class Turn(NamedTuple):
         steps: env-steps.
         resets: of envs in the turn.
         batches_s: seconds of each batch.
-        times: of this thread, and then of each worker.
+        times: of this thread, and then of each worker: seconds on a processor, waiting for one, and on commands (of
+            this thread, in the policy).
     """
 
     steps: int
     resets: int
     batches_s: Sequence[float]
-    times: Sequence[Times]
-
-    @classmethod
-    def of(cls, plain: Sequence[Any]) -> "Turn":
-        """Return the measurements of another process, which come as plain tuples."""
-        steps, resets, batches_s, times = plain
-        return cls(steps, resets, batches_s, [Times(*one) for one in times])
+    times: Sequence[Sequence[float]]
 
     @property
     def seconds(self) -> float:
@@ -187,8 +167,8 @@ class Turn(NamedTuple):
     @property
     def busy_share(self) -> float:
         """Share of the workers' time, spent on commands; of a `SerialEnv`, of this thread's time on a processor."""
-        own, *workers = self.times
-        busy_s = [one.busy_s for one in workers] or [own.run_s]
+        (run_s, _, _), *workers = self.times
+        busy_s = [busy for _, _, busy in workers] or [run_s]
         return min(1.0, sum(busy_s) / len(busy_s) / self.seconds)
 
     def undisturbed_s(self, *, is_even: bool) -> float:
@@ -202,15 +182,16 @@ class Turn(NamedTuple):
             is_even: whether all steps take about as long. Otherwise the median says nothing, and workers wait for each
                 other, which their times do not show: only the waiting of this thread and the slowest is left out.
         """
-        own, *workers = self.times
-        shared_s = sum(one.run_s for one in workers) / usable_cores()
-        waited_s = own.wait_s + max((one.wait_s for one in workers), default=0.0)
-        seconds = max(self.seconds - waited_s, own.run_s + shared_s)
+        (own_s, own_wait_s, policy_s), *workers = self.times
+        run_s, wait_s, busy_s = np.reshape(workers, (-1, 3)).T
+        shared_s = run_s.sum() / usable_cores()
+        waited_s = own_wait_s + wait_s.max(initial=0.0)
+        seconds = max(self.seconds - waited_s, own_s + shared_s)
         if not is_even:
             return seconds
         if workers:
-            slowest_s = max(max(one.run_s, one.busy_s - one.wait_s) for one in workers)
-            seconds = own.busy_s + own.run_s + max(slowest_s, shared_s)
+            slowest_s = np.maximum(run_s, busy_s - wait_s).max()
+            seconds = policy_s + own_s + max(slowest_s, shared_s)
         median_s = float(np.median(self.batches_s))
         return (
             min(seconds, median_s * len(self.batches_s))
@@ -232,7 +213,7 @@ class Driver:
         self.env = env
         self._span_s = span_s
         self._policy_s = policy_s
-        self.reset()
+        self._root = env.reset()
         keys = [leaf.key for leaf in env.action_spec]
         self._has_masks = any(
             leaf.key[-1] == "action_mask" for leaf in env.observation_spec
@@ -243,10 +224,6 @@ class Driver:
                 for _ in range(0 if self._has_masks else _NUM_DRAWN)
             ]
         )
-
-    def reset(self) -> None:
-        """Reset all envs."""
-        self._root = self.env.reset()
 
     def step(self) -> int:
         """Make one step of all envs; return their number."""
@@ -273,9 +250,9 @@ class Driver:
             self.env.recv(with_root=False)
             self._root = self.env.current()
         batches_s = np.diff(ticks).tolist()
-        spent = [Times(*one) for one in (times_after - times).tolist()]
-        own = spent[0]._replace(busy_s=self._policy_s * len(batches_s))
-        return Turn(steps, resets_after - resets, batches_s, [own, *spent[1:]])
+        spent = (times_after - times).tolist()
+        spent[0][2] = self._policy_s * len(batches_s)
+        return Turn(steps, resets_after - resets, batches_s, spent)
 
     def _counters(self) -> tuple[int, np.ndarray]:
         """Return the number of resets, and the figures of `Turn.times` so far."""

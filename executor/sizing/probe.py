@@ -229,7 +229,7 @@ class Probe(Driver):
         states: list[dict[str, int]] = []
         end = time.monotonic() + seconds
         while not states or (len(states) < _ENOUGH_RESETS and time.monotonic() < end):
-            self.reset()
+            self._root = self.env.reset()
             self.step()
             states.append(memory_of(self.pid))
         return {

@@ -1,7 +1,6 @@
 """Sentences that explain a choice: first the bottleneck, then notable facts about the env. Pure."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from envherd.executor.sizing.rule import GROWS, WAITS, Limits, steps_are_uneven
 from envherd.executor.sizing.settings import Run, counted, size_text, time_text
@@ -15,20 +14,6 @@ _MOSTLY_RESETS = 0.5
 #: Share of the probe's time spent waiting for a processor, and of the processors' time that other programs took, above
 #: which measurements are doubtful.
 DISTURBED = 0.2
-
-
-class _Bottleneck(NamedTuple):
-    """What may bind.
-
-    Attributes:
-        applies: whether it does, if none before it does.
-        name: one or two words.
-        sentence: with the figures that show it.
-    """
-
-    applies: bool
-    name: str
-    sentence: str
 
 
 def explain(
@@ -57,19 +42,20 @@ def explain(
     batch = time_text(chosen.batch_s)
     threads = len(machine.cpus) - machine.physical_cores
     smt = f", {threads} of them hyper-threads" if threads else ""
+    # What may bind: whether it does if none before it does, its name, and the figures that show it.
     bottlenecks = (
-        _Bottleneck(
+        (
             target is not None and chosen.steps_per_s >= target,
             "target",
             f"{target or 0:,.0f} env-steps/s are wanted: this is the smallest that makes them.",
         ),
-        _Bottleneck(
+        (
             goal.policy_s > chosen.batch_s / 2,
             "policy",
             f"the policy binds: it takes {time_text(goal.policy_s)} of a batch's {batch}.",
         ),
         *(
-            _Bottleneck(
+            (
                 one.setting.num_workers >= num_workers,
                 one.too_little,
                 f"{one.too_little} binds: {one.setting} {one.refusal}.",
@@ -77,7 +63,7 @@ def explain(
             for one in runs
             if one.too_little is not None
         ),
-        _Bottleneck(
+        (
             is_idle and steps_are_uneven(measured),
             "step variance",
             (
@@ -85,17 +71,17 @@ def explain(
                 f"in the median, {time_text(measured.step_p99_s)} at the 99th percentile."
             ),
         ),
-        _Bottleneck(
+        (
             is_idle,
             "overhead",
             f"the caller binds: {busy}; handing rows over and waking each other takes the rest of a batch of {batch}.",
         ),
-        _Bottleneck(
+        (
             measured.reset_share > _MOSTLY_RESETS,
             "resets",
             f"resets bind: they take {measured.reset_share:.0%} of an env's time.",
         ),
-        _Bottleneck(
+        (
             num_workers > 0 and measured.waits_share > WAITS,
             "waiting",
             (
@@ -103,12 +89,12 @@ def explain(
                 f"cores pay, until they compete for the processors."
             ),
         ),
-        _Bottleneck(
+        (
             goal.num_envs is not None and goal.num_envs <= num_workers < cores,
             "num_envs",
             f"the number of envs binds: {counted(goal.num_envs or 0, 'env')} cannot use {cores:g} cores.",
         ),
-        _Bottleneck(
+        (
             machine.is_throttled,
             "quota",
             (
@@ -116,15 +102,15 @@ def explain(
                 f"{counted(len(machine.cpus), 'processor')} can be seen."
             ),
         ),
-        _Bottleneck(
+        (
             not num_workers,
             "env step",
             "the env's step binds: the envs step one after the other in this process.",
         ),
-        _Bottleneck(
-            applies=True,
-            name="cores",
-            sentence=f"cores bind: {cores:g} may be used{smt}; {busy}.",
+        (
+            True,
+            "cores",
+            f"cores bind: {cores:g} may be used{smt}; {busy}.",
         ),
     )
     grown = measured.grown_per_1000_steps_bytes
@@ -203,5 +189,7 @@ def explain(
         ),
     )
     # The last one always applies.
-    found = next(one for one in bottlenecks if one.applies)
-    return found.name, [found.sentence, *(text for applies, text in facts if applies)]
+    name, sentence = next(
+        (name, text) for applies, name, text in bottlenecks if applies
+    )
+    return name, [sentence, *(text for applies, text in facts if applies)]

@@ -11,7 +11,7 @@ from envherd.executor.machine.room import require_room
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.processes.error_messages import log
 from envherd.executor.sending.blueprint import MakeEnv
-from envherd.executor.sizing.confirming import Confirmation
+from envherd.executor.sizing.confirming import confirm
 from envherd.executor.sizing.driving import Subject
 from envherd.executor.sizing.probe import probe
 from envherd.executor.sizing.reasons import DISTURBED, explain
@@ -91,12 +91,15 @@ def recommend(  # the env, the goal and the limits
             measured = replace(measured, end_share=1 / goal.episode_steps)
         limits = Limits(measured, machine, goal, subject.options.num_frames)
         runs = limits.fitting(settings_for(measured, machine.cores, goal))
-        Confirmation(
+        confirm(
             subject,
             limits,
-            show,
-            lambda: others.share() > DISTURBED,
-        ).run(runs, began + budget_s, budget_s)
+            runs,
+            end=began + budget_s,
+            budget_s=budget_s,
+            show=show,
+            is_busy=lambda: others.share() > DISTURBED,
+        )
         return decide(limits, runs, others.share())
 
 

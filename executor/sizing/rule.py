@@ -6,7 +6,6 @@ docs/reports/sizing.md has it in words.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from envherd.executor.machine.machine import Machine
 from envherd.executor.machine.room import FILES_FIXED, FILES_PER_WORKER
@@ -141,22 +140,6 @@ class DoesNotFit(EnvherdError, RuntimeError):
     """Not even one env fits the limits."""
 
 
-class _Need(NamedTuple):
-    """A resource that a setting takes.
-
-    Attributes:
-        resource: its name.
-        taken: as much as the setting takes.
-        left: as much as there is; None without a limit.
-        text: of a refusal, with places for the two figures.
-    """
-
-    resource: str
-    taken: float
-    left: float | None
-    text: str
-
-
 class Limits:
     """The limits of a machine for settings of one env.
 
@@ -213,38 +196,37 @@ class Limits:
             gpu.memory_bytes if gpu.free_bytes is None else gpu.free_bytes
             for gpu in machine.gpus
         ]
+        # A resource, what the setting takes of it, what there is (None without a limit), and the text of a refusal.
         needs = (
-            _Need(
+            (
                 "memory",
                 run.memory_bytes / _MIB,
                 self.usable / _MIB,
                 "takes {:,.0f} MiB of memory, {:,.0f} may be used",
             ),
-            _Need(
+            (
                 "open files",
                 FILES_FIXED + FILES_PER_WORKER * processes,
                 machine.files_left,
                 "takes {:,} open files, {:,} are left",
             ),
-            _Need(
+            (
                 "processes",
                 1 + processes * (1 + one.num_threads),
                 machine.processes_left,
                 "takes {:,} processes and threads, {:,} are left",
             ),
-            _Need(
+            (
                 "GPU memory",
                 holders * one.gpu_bytes / _MIB,
                 sum(gpus) / _MIB if gpus else None,
                 "takes {:,.0f} MiB of GPU memory, {:,.0f} are free",
             ),
         )
-        exceeded = (
-            one for one in needs if one.left is not None and one.taken > one.left
-        )
-        if (first := next(exceeded, None)) is not None:
-            run.refusal = first.text.format(first.taken, first.left)
-            run.too_little = first.resource
+        for resource, taken, left, text in needs:
+            if run.refusal is None and left is not None and taken > left:
+                run.too_little = resource
+                run.refusal = text.format(taken, left)
         return run
 
     def fitting(self, wanted: Sequence[Setting]) -> list[Run]:
@@ -255,15 +237,14 @@ class Limits:
         """
         found: dict[Setting, Run] = {}
         for setting in wanted:
-            found.setdefault(setting, self.judged(setting))
-            smaller = map(self.judged, self._down_from(setting))
-            fitting = next((one for one in smaller if one.refusal is None), None)
-            if fitting is not None:
-                found.setdefault(fitting.setting, fitting)
+            tried = [self.judged(one) for one in self._down_from(setting)]
+            fitting = [one for one in tried if one.refusal is None]
+            for run in (tried[0], *fitting[:1]):
+                found.setdefault(run.setting, run)
         runs = list(found.values())
         if any(one.refusal is None for one in runs):
             return runs
-        smallest = self.judged(self._down_from(wanted[-1])[-1])
+        smallest = tried[-1]
         num_envs = smallest.setting.num_envs
         one = self.measured
         room = self.machine.memory_available

@@ -143,7 +143,13 @@ def take_no_action(td):
 
 
 @pytest.mark.parametrize(
-    "factories", [[TextEnv] * 2, [PairEnv] * 2, [CountingEnv, AgentsEnv]]
+    "factories",
+    [
+        [TextEnv] * 2,
+        [PairEnv] * 2,
+        [CountingEnv, AgentsEnv],
+        ["CartPole-v1", "Acrobot-v1"],
+    ],
 )
 def test_texts_batches_and_unlike_envs_come_as_on_one_machine(factories):
     is_alike = factories[0] is factories[1]

@@ -31,13 +31,6 @@ def test_envs_are_divided_by_weight_with_one_each(num_envs, weights, counts):
     assert [env_id for block in blocks for env_id in block] == [*range(num_envs)]
 
 
-def test_fewer_envs_than_nodes_are_refused():
-    with pytest.raises(
-        ValueError, match="at least one env per node, got 2 envs for 3 nodes"
-    ):
-        spread(2, [1, 1, 1])
-
-
 FREE = [
     {"CPU": 0.0},
     {"CPU": 4.0, "node:1": 1.0},

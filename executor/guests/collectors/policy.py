@@ -105,15 +105,11 @@ class Placed:
         if not self.is_copy:
             return
         for mine, other in zip(
-            self._tensors(self.policy),
-            self._tensors(self._original),
+            tensors_of(self.policy),
+            tensors_of(self._original),
             strict=True,
         ):
             mine.copy_(other)
-
-    @staticmethod
-    def _tensors(policy: Any) -> list[torch.Tensor]:
-        return [*policy.parameters(), *policy.buffers()]
 
 
 def _version(value: Any) -> Any:
@@ -131,10 +127,15 @@ def _with_index(device: torch.device) -> torch.device:
 
 def _device_of(policy: Any) -> torch.device | None:
     """Return the device of a module's parameters and buffers; None if it has none, or is no module."""
-    if not isinstance(policy, nn.Module):
-        return None
-    first = next((tensor for tensor in (*policy.parameters(), *policy.buffers())), None)
+    first = next(iter(tensors_of(policy)), None)
     return None if first is None else first.device
+
+
+def tensors_of(policy: Any) -> list[torch.Tensor]:
+    """Return the parameters and buffers of a module; none of another callable."""
+    if not isinstance(policy, nn.Module):
+        return []
+    return [*policy.parameters(), *policy.buffers()]
 
 
 def try_copy(policy: Any) -> tuple[Any, str]:

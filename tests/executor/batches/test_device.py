@@ -50,13 +50,9 @@ def moves(monkeypatch):
     return found
 
 
-def actions():
-    return torch.ones(NUM_ENVS, dtype=torch.int64)
-
-
 def act_alone(_root=None):
     """Return a batch with only the action: on the meta device it would lose its values."""
-    return TensorDict({"action": actions()}, [NUM_ENVS])
+    return TensorDict({"action": torch.ones(NUM_ENVS, dtype=torch.int64)}, [NUM_ENVS])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -160,7 +160,7 @@ TASK, PRESS = (
     "python:tests.envs.suite_envs:Task",
     "--policy tests.executor.show.test_evaluate_tasks:make_press",
 )
-TEAM = "python:tests.executor.show.test_evaluation:make_team"
+TEAM = "python:tests.envs.team_env:Team"
 #: Command, exit code, stream, and texts that are in it.
 OUTCOMES: list[Any] = [
     ("--version", 0, "stdout", ["envherd " + importlib.metadata.version("envherd")]),
@@ -383,7 +383,7 @@ OUTCOMES: list[Any] = [
         f"evaluate {TASK} {TASK}",
         2,
         "stderr",
-        [f"expected each ENV once, got {TASK!r} again"],
+        [f"expected tasks of different names, got {TASK} twice"],
     ),
     (
         f'evaluate {TASK} {PRESS} --episodes 3 --workers 1 --env-kwargs \'{{"faults": [[1, "raise"]]}}\'',

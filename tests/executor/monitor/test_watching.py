@@ -239,7 +239,8 @@ def test_top_once_as_a_table_and_as_json():
             )
             assert done.exit_code == 2
             assert (
-                "expected --stack as a row of the table, 0 to 1, got 9" in done.stderr
+                "expected --stack as a row of the table, which has 2 workers counted from 0, got 9"
+                in done.stderr
             )
     done = runner.invoke(app, ["top", "--once", "--json", "--interval", "0.1"])
     shown = json.loads(done.stdout)

@@ -181,7 +181,7 @@ def test_a_task_with_many_episodes_left_gets_another_env():
     play = playing.Play(
         {"a": Task, "b": Task},
         playing.Rules(episodes=10, seed=0),
-        records("a", "b"),
+        RecordFile(None, {}, ["a", "b"]),
         None,
     )
     assert [play._choose().name for _ in range(3)] == ["a", "b", "a"]
@@ -193,10 +193,6 @@ def test_a_task_with_many_episodes_left_gets_another_env():
     assert play._choose() is None, (
         "2 s of episodes for three seats, and another build takes 2 s"
     )
-
-
-def records(*tasks):
-    return RecordFile(None, {}, tasks)
 
 
 def test_a_seat_has_what_the_worker_of_its_number_would_have():

@@ -19,6 +19,7 @@ from envherd import (
     evaluate,
 )
 from envherd.executor.cli.app import app
+from envherd.executor.show.records import EpisodeRecord
 from envherd.executor.show.results import Evaluation, equality_of, interval_of
 from tests.envs.team_env import Team
 from tests.executor.show.test_per_player import Always, Counting
@@ -126,6 +127,25 @@ def test_one_policy_acts_for_several_groups_of_agents():
     assert found.lengths.tolist() == [3]
 
 
+@needs("pettingzoo")
+@pytest.mark.parametrize(
+    "policy",
+    [None, lambda td: td.set("action", torch.full((len(td), 5), 0.5))],
+)
+def test_a_policy_acts_for_agents_with_continuous_actions(policy):
+    from mpe2 import simple_spread_v3
+
+    make_env = functools.partial(simple_spread_v3.parallel_env, continuous_actions=True)
+    found = evaluate(
+        policy,
+        make_env,
+        episodes=1,
+        max_steps=3,
+        num_workers=1,
+    )
+    assert found.returns.shape == (1, 3)
+
+
 def test_evaluated_episodes_do_not_depend_on_the_number_of_workers():
     """Short episodes do not count more often, and the result does not depend on the workers."""
     found = [
@@ -222,14 +242,14 @@ def test_wrong_arguments_are_refused(how, message):
 
 
 def test_results_become_json():
+    played = EpisodeRecord(episode=0, seed=1, length=5, returns=(-1.0, 2.0))
     one = Evaluation(
-        "pond",
-        1,
-        ("a", "b"),
-        ("x", "y"),
-        (True, True),
-        np.array([[-1.0, 2]]),
-        np.array([5]),
+        env="pond",
+        players=("a", "b"),
+        roles=("x", "y"),
+        is_focal=(True, True),
+        seed=1,
+        episodes=(played,),
     )
     plain = json.loads(json.dumps(one.to_dict()))
     assert plain["equality"] == {
@@ -242,17 +262,13 @@ def test_results_become_json():
     assert plain["by_player"][0] == {"player": "a", "role": "x", "focal": True, **mean}
 
 
-def make_team(**kwargs):
-    return Team(**kwargs)
-
-
 def ones(_env):
     return Always(1)
 
 
 def test_the_command_writes_what_it_found(tmp_path):
     path = tmp_path / "found.json"
-    name, here = f"python:{__name__}:make_team", f"{__name__}:ones"
+    name, here = "python:tests.envs.team_env:Team", f"{__name__}:ones"
     command = [
         "evaluate",
         name,

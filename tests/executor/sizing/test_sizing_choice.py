@@ -363,7 +363,7 @@ def test_steps_and_resets_count_by_their_work():
     ],
 )
 def test_the_time_of_a_turn_without_other_programs(batches_s, times, even_s, uneven_s):
-    turn = Turn.of((8, 0, batches_s, times))
+    turn = Turn(8, 0, batches_s, times)
     assert turn.undisturbed_s(is_even=True) == pytest.approx(even_s)
     assert turn.undisturbed_s(is_even=False) == pytest.approx(uneven_s)
 

@@ -54,9 +54,12 @@ def test_an_alarm_of_the_program_ends_the_search(monkeypatch):
     def interrupted(*_):
         raise TimeoutError("alarm")
 
-    monkeypatch.setattr(confirming.Confirmation, "_turn", interrupted)
+    def progress(text, _share):
+        if text == "round 1":
+            monkeypatch.setattr(Driver, "step", interrupted)
+
     with pytest.raises(TimeoutError, match=r"^alarm$"):
-        sized(sized_envs.SleepingEnv, num_envs=2)
+        sized(sized_envs.SleepingEnv, num_envs=2, progress=progress)
 
 
 @pytest.mark.quiet
@@ -66,7 +69,7 @@ def test_an_alarm_of_the_program_ends_the_search(monkeypatch):
     [
         (sized_envs.CrowdedEnv, "exit code 7"),
         # 5 s and a call's usual time.
-        (sized_envs.CrowdedHangingEnv, "hung: a call took longer than "),
+        (sized_envs.CrowdedHangingEnv, "gave no answer within "),
     ],
 )
 def test_a_worker_that_dies_or_hangs_strikes_out_its_setting_alone(

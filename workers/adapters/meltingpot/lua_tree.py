@@ -182,7 +182,7 @@ def _placed(files: dict[str, bytes]) -> str:
     target = (
         Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / platforms.CACHES)
         / "envherd"
-        / f"meltingpot-{_version('dm-meltingpot')}-{digest.hexdigest()[:16]}"
+        / f"meltingpot-{_versions()['dm-meltingpot']}-{digest.hexdigest()[:16]}"
     )
     if not _holds(target, files):
         try:
@@ -239,14 +239,15 @@ def _copied_files(lua: Path, *, is_ordered: bool) -> dict[str, bytes]:
 
 
 def _versions() -> dict[str, str]:
-    return {name: _version(name) for name in VERSIONS}
+    return {name: version_of(name) or "unversioned" for name in VERSIONS}
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str | None:
+    """Return the installed version of a distribution, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "unversioned"
+        return None
 
 
 def _holds(root: Path, files: dict[str, bytes]) -> bool:
