@@ -38,6 +38,7 @@ from envherd.executor import (
 )
 from envherd.executor.rollouts import storage
 from envherd.executor.start.zygote import end_idle
+from envherd.gymnasium import AsyncVectorEnv
 from envherd.workers import native
 from envherd.workers.testing import CountingEnv
 from tests.conftest import Possessions
@@ -566,7 +567,13 @@ class Sign(gymnasium.Env[Any, Any]):
 
     def step(self, action: int) -> Any:
         self.number += 1
-        return self._observe(), 0.0, self.number % 100 == 3, False, {}
+        return (
+            self._observe(),
+            0.0,
+            self.number % 100 == 3,
+            False,
+            {f"after {action}": self.number},
+        )
 
 
 @pytest.mark.parametrize(
@@ -587,6 +594,19 @@ def test_numbers_and_texts_of_a_root_are_of_the_same_step(name):
             assert [*map(str, root["number"][:, 0].int().tolist())] == root["sign"], (
                 interrupt.where
             )
+
+
+def test_infos_after_an_interrupt_are_of_the_latest_step():
+    """The facade keeps what copies the infos of the present schemas."""
+    with contextlib.closing(AsyncVectorEnv([Sign] * NUM_ENVS, num_workers=1)) as env:
+        for interrupt in at_each(lambda line: InterruptIn(line, {"_infos"}), least=9):
+            env.reset()
+            env.step(np.zeros(NUM_ENVS, np.int64))
+            with tracing(interrupt):
+                env.step(np.ones(NUM_ENVS, np.int64))
+            env.reset()
+            infos = env.step(np.ones(NUM_ENVS, np.int64))[-1]
+            assert [*infos] == ["after 1", "_after 1"], interrupt.where
 
 
 @pytest.mark.skipif(

@@ -17,6 +17,7 @@
 
 #include <sched.h>
 #include <stdlib.h>
+#include <string.h>
 
 static const char *const NAMES[] = {"sinks", "native", "prepared"};
 enum { SINKS, NATIVE, PREPARED, NUM_NAMES };
@@ -413,6 +414,20 @@ static int is_used(const Loop *loop, int cpu, i64 num_workers)
     return 0;
 }
 
+/* End the binding to one processor: allow those that were allowed before. */
+static void unbind(const cpu_set_t *one, const cpu_set_t *allowed)
+{
+    cpu_set_t all, now;
+    if (sched_getaffinity(0, sizeof now, &now) != 0 || !CPU_EQUAL(&now, one))
+        return; /* another program has set other processors meanwhile */
+    /* The kernel limits this to the cpuset, and follows the cpuset if that changes. It does not follow a smaller set. */
+    memset(&all, 0xff, sizeof all);
+    int is_as_before = sched_setaffinity(0, sizeof all, &all) == 0 && sched_getaffinity(0, sizeof now, &now) == 0
+        && CPU_EQUAL(&now, allowed);
+    if (!is_as_before)
+        sched_setaffinity(0, sizeof *allowed, allowed);
+}
+
 /* Move to a processor that no worker uses, if there is one. The process is not bound to it afterwards. */
 static void move_away(Loop *loop)
 {
@@ -427,7 +442,7 @@ static void move_away(Loop *loop)
     CPU_ZERO(&one);
     CPU_SET(cpu, &one);
     if (sched_setaffinity(0, sizeof one, &one) == 0)
-        sched_setaffinity(0, sizeof allowed, &allowed);
+        unbind(&one, &allowed);
     STORE(word(&loop->cpu, loop->worker_id), cpu + 1);
 }
 
@@ -437,7 +452,7 @@ static void keep_apart(Loop *loop)
 {
     int cpu = sched_getcpu();
     STORE(word(&loop->cpu, loop->worker_id), cpu + 1);
-    int is_shared = loop->took_ns >= LONG_NS && is_used(loop, cpu, loop->worker_id);
+    int is_shared = cpu >= 0 && loop->took_ns >= LONG_NS && is_used(loop, cpu, loop->worker_id);
     loop->num_shared = is_shared ? loop->num_shared + 1 : 0;
     if (loop->num_shared < SHARED_TOKENS || monotonic_ns() < loop->stays_until_ns)
         return;

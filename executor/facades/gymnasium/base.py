@@ -375,8 +375,9 @@ class HostedVectorEnv(Hosted, VectorEnv[Any, Any, np.ndarray]):
             return {}
         rows = reader.rows()
         if rows is not self._rows:
-            self._rows = rows
+            # First: after an interrupt no copies are of other rows.
             self._copies = []
+            self._rows = rows
             if rows["next"] and not rows["root"]:
                 self._copies = self._columns.copies(rows["next"])
         if self._copies and not (has_more or reader.has_messages()):
