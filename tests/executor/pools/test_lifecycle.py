@@ -317,9 +317,7 @@ while env.engine.pool.words.has_answered().all() and not env.statistics().env_st
 @pytest.mark.parametrize("step_s", [0, 0.01, 60])
 def test_exit_during_a_threads_call_reports_no_loss(step_s, script_host, tmp_path):
     """The thread gets `Closed`, and nothing is logged."""
-    script = tmp_path / "ends.py"
-    script.write_text(_ENDS_IN_A_CALL)
-    done = script_host.run(script, str(step_s), folder=tmp_path, output=tmp_path)
+    done = script_host.run_text(_ENDS_IN_A_CALL, str(step_s), folder=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "Closed\n", "")
 
 
