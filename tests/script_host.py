@@ -126,6 +126,34 @@ class ScriptHost:
             job["command"], code, out.read_text(), err.read_text()
         )
 
+    def run_text(
+        self,
+        text: str,
+        *arguments: str,
+        folder: Path,
+        timeout_s: float = 280,
+        **environment: str,
+    ) -> subprocess.CompletedProcess[str]:
+        """Write a text to `script.py` in `folder`, and run it there, with its output.
+
+        Args:
+            text: of the script.
+            arguments: its arguments.
+            folder: of the script and its output, and its current folder.
+            timeout_s: seconds after which it is ended.
+            environment: variables to set for it, beyond the host's.
+        """
+        script = folder / "script.py"
+        script.write_text(text)
+        return self.run(
+            script,
+            *arguments,
+            folder=folder,
+            output=folder,
+            timeout_s=timeout_s,
+            **environment,
+        )
+
     def close(self) -> None:
         """Drop this connection. Another test process may still use the host."""
         self._lease.close()

@@ -163,11 +163,9 @@ def parameters() -> list[object]:
 
 @pytest.mark.parametrize("page", parameters())
 def test_the_blocks_of_a_page_run_as_printed(page, script_host, tmp_path):
-    script = tmp_path / f"page_of_{page.stem}.py"
-    script.write_text(script_of(page.read_text()))
     # Ray would join a cluster that another test has on this machine.
-    done = script_host.run(
-        script, folder=tmp_path, output=tmp_path, RAY_ADDRESS="local"
+    done = script_host.run_text(
+        script_of(page.read_text()), folder=tmp_path, RAY_ADDRESS="local"
     )
     assert done.returncode == 0, (
         f"{name_of(page)}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"

@@ -2,6 +2,7 @@
 
 import os
 import time
+from contextlib import closing
 
 import pytest
 
@@ -85,11 +86,8 @@ def test_pressure_is_read_from_the_kernels_line():
 
 @pytest.mark.slow
 def test_a_real_probe_answers_and_ends():
-    probe = Probe()
-    try:
+    with closing(Probe()) as probe:
         began = time.monotonic()
         assert probe.read() >= 0.0
         assert time.monotonic() - began < 30.0
-    finally:
-        probe.close()
     assert os.sched_getaffinity(0), "this process is not pinned"

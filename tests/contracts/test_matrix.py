@@ -4,7 +4,7 @@ An ordinary run makes the same checks with fewer steps, in this process.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "reports" / "families.md"
 Cell = Callable[[str, str], None]
 
 
-@contextlib.contextmanager
 def opened(
     family: Family,
     *,
@@ -42,24 +41,18 @@ def opened(
     num_workers: int = 2,
     num_envs: int = NUM_ENVS,
     options: ExecutorOptions | None = None,
-) -> Iterator[Any]:
+) -> contextlib.AbstractContextManager[Any]:
     in_workers = IS_FULL or family.needs_worker or options is not None
     if family.is_alone:  # one worker per env, and one env in this process
         num_envs = num_workers = min(num_envs, num_workers) if in_workers else 1
     kind: Any = (
         partial(ParallelEnv, num_workers=num_workers) if in_workers else SerialEnv
     )
-    with kind(num_envs, family.make_env, seed=seed, options=options) as env:
-        yield env
+    return kind(num_envs, family.make_env, seed=seed, options=options)
 
 
-@contextlib.contextmanager
-def driven(family: Family, env: Any) -> Iterator[Driven]:
-    batch = Driven(family, env, ROOT_SEED)
-    try:
-        yield batch
-    finally:
-        batch.close()
+def driven(family: Family, env: Any) -> contextlib.closing[Driven]:
+    return contextlib.closing(Driven(family, env, ROOT_SEED))
 
 
 def check_contract(family: Family) -> str:

@@ -23,10 +23,11 @@ def test_no_row_is_wrong_and_nothing_hangs(script_host, tmp_path):
         "0.1",
     ]
     arguments += ["--skip", "torchrl"]  # whose workers take seconds to start
-    script = tmp_path / "script.py"
-    script.write_text("import sys; from tools.fuzz import main; sys.exit(main())\n")
-    done = script_host.run(
-        script, *arguments, folder=tmp_path, output=tmp_path, ENVHERD_FUZZ_HANG_S="60"
+    done = script_host.run_text(
+        "import sys; from tools.fuzz import main; sys.exit(main())\n",
+        *arguments,
+        folder=tmp_path,
+        ENVHERD_FUZZ_HANG_S="60",
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -54,9 +54,7 @@ ENDS = [
 
 @pytest.mark.parametrize(("kind", "use", "end"), ENDS)
 def test_an_owner_that_ends_leaves_nothing(kind, use, end, script_host, tmp_path):
-    script = tmp_path / "owner.py"
-    script.write_text(_OWNER)
-    done = script_host.run(script, kind, use, end, folder=tmp_path, output=tmp_path)
+    done = script_host.run_text(_OWNER, kind, use, end, folder=tmp_path)
     assert done.returncode == {"is killed": -signal.SIGKILL, "raises": 1}.get(end, 0)
     assert (done.stderr != "") == (end == "raises")
     pids = list(map(int, done.stdout.split()))
@@ -137,11 +135,7 @@ HOWS = (
 def test_a_fork_of_the_owner_that_ends_leaves_the_workers_alone(
     start_method, script_host, tmp_path
 ):
-    script = tmp_path / "owner.py"
-    script.write_text(_FORKER)
-    done = script_host.run(
-        script, start_method, *HOWS, folder=tmp_path, output=tmp_path
-    )
+    done = script_host.run_text(_FORKER, start_method, *HOWS, folder=tmp_path)
     assert (done.returncode, done.stdout.splitlines()) == (0, [*HOWS]), done.stderr
     assert done.stderr.count("Traceback") == 1, done.stderr  # of the one that raises
 
@@ -162,8 +156,7 @@ def test_processes_that_envs_started_end_with_their_worker(ending):
 
 
 def test_a_script_is_not_run_again(script_host, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
+    done = script_host.run_text(
         "import sys\n"
         "open(sys.argv[1], 'a').write('ran ')\n"
         "from envherd.executor import ParallelEnv\n"
@@ -175,10 +168,9 @@ def test_a_script_is_not_run_again(script_host, tmp_path):
         "env = ParallelEnv(2, lambda: Mine(3), num_workers=2)\n"
         "env.rollout(5, break_when_any_done=False)\n"
         "print(env.call('loaded'))\n"
-        "env.close()\n"
-    )
-    done = script_host.run(
-        script, str(tmp_path / "log"), folder=tmp_path, output=tmp_path
+        "env.close()\n",
+        str(tmp_path / "log"),
+        folder=tmp_path,
     )
     assert done.stdout.strip() == "[[], []]"
     assert (tmp_path / "log").read_text() == "ran "

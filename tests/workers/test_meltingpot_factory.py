@@ -6,6 +6,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -42,46 +43,52 @@ def _keys(adapter: MeltingPotAdapter) -> set[str]:
 
 def test_positions_are_observed_and_change_nothing_else() -> None:
     """They match the players' positions in the picture of the world, and the episode is the same, byte for byte."""
-    plain = _made(deterministic=True)
-    placed = _made(deterministic=True, positions=True)
-    added = {"agents/observation/POSITION", "agents/observation/ORIENTATION"}
-    assert _keys(placed) - _keys(plain) == added
-    names = ["/".join(leaf.key) for leaf in placed.spec.observation]
-    kept = [i for i, name in enumerate(names) if name not in added]
-    place, turn = (
-        names.index("agents/observation/POSITION"),
-        names.index("agents/observation/ORIENTATION"),
-    )
-    before, seen = plain.reset(7), placed.reset(7)
-    assert seen[place].dtype == np.int32
-    forward, steps = {0: (0, -1), 1: (1, 0), 2: (0, 1), 3: (-1, 0)}, 0
-    for _ in range(30):
-        assert all(
-            np.array_equal(seen[i], one) for i, one in zip(kept, before, strict=True)
+    with (
+        closing(_made(deterministic=True)) as plain,
+        closing(_made(deterministic=True, positions=True)) as placed,
+    ):
+        added = {"agents/observation/POSITION", "agents/observation/ORIENTATION"}
+        assert _keys(placed) - _keys(plain) == added
+        names = ["/".join(leaf.key) for leaf in placed.spec.observation]
+        kept = [i for i, name in enumerate(names) if name not in added]
+        place, turn = (
+            names.index("agents/observation/POSITION"),
+            names.index("agents/observation/ORIENTATION"),
         )
-        at, ways = seen[place].copy(), seen[turn][:, 0].copy()
-        action = [np.array([1, 1])]  # both go forward
-        before, seen = plain.step(action)[0], placed.step(action)[0]
-        moved = seen[place] - at
-        assert all(
-            tuple(by) in (forward[way], (0, 0))
-            for by, way in zip(moved.tolist(), ways, strict=True)
-        )
-        steps += int(np.abs(moved).sum())
-    assert steps > 0
-    plain.close()
-    placed.close()
+        before, seen = plain.reset(7), placed.reset(7)
+        assert seen[place].dtype == np.int32
+        forward, steps = {0: (0, -1), 1: (1, 0), 2: (0, 1), 3: (-1, 0)}, 0
+        for _ in range(30):
+            assert all(
+                np.array_equal(seen[i], one)
+                for i, one in zip(kept, before, strict=True)
+            )
+            at, ways = seen[place].copy(), seen[turn][:, 0].copy()
+            action = [np.array([1, 1])]  # both go forward
+            before, seen = plain.step(action)[0], placed.step(action)[0]
+            moved = seen[place] - at
+            assert all(
+                tuple(by) in (forward[way], (0, 0))
+                for by, way in zip(moved.tolist(), ways, strict=True)
+            )
+            steps += int(np.abs(moved).sum())
+        assert steps > 0
 
 
 def test_a_scenario_without_its_bots_has_all_its_players_and_their_roles() -> None:
-    adapter = _made(
-        f"{_PRISONERS}_0", bots=False, max_steps=2, keys=("INVENTORY",), world_rgb=False
-    )
-    assert adapter.spec.metadata["agent_count"] == 2
-    assert adapter.spec.metadata["is_focal"] == [True, False]
-    assert adapter.spec.metadata["agent_roles"] == ["default", "default"]
-    assert adapter.reset(1)[0].shape == (2, 2)
-    adapter.close()
+    with closing(
+        _made(
+            f"{_PRISONERS}_0",
+            bots=False,
+            max_steps=2,
+            keys=("INVENTORY",),
+            world_rgb=False,
+        )
+    ) as adapter:
+        assert adapter.spec.metadata["agent_count"] == 2
+        assert adapter.spec.metadata["is_focal"] == [True, False]
+        assert adapter.spec.metadata["agent_roles"] == ["default", "default"]
+        assert adapter.reset(1)[0].shape == (2, 2)
 
 
 def test_names() -> None:
@@ -280,13 +287,12 @@ def test_a_finished_episode_is_freed_before_the_next_is_built(
 
 
 def test_nothing_is_built_before_the_first_reset() -> None:
-    adapter = _made()
-    episodes = adapter._episodes.wrapper
-    assert "_env" not in vars(episodes)
-    adapter.reset(11)
-    assert episodes._env._rng.get_state()[1][0] != 0
-    assert "_env" in vars(episodes)
-    adapter.close()
+    with closing(_made()) as adapter:
+        episodes = adapter._episodes.wrapper
+        assert "_env" not in vars(episodes)
+        adapter.reset(11)
+        assert episodes._env._rng.get_state()[1][0] != 0
+        assert "_env" in vars(episodes)
     assert "_env" not in vars(episodes)
     with pytest.raises(AttributeError, match="closed"):
         adapter.env.observation()

@@ -1,5 +1,6 @@
 """The PettingZoo adapter on real PettingZoo envs, compared with the same envs driven by hand, and on scripted ones."""
 
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -407,13 +408,14 @@ def test_a_state_without_a_space_is_as_it_looks():
 
 
 def test_pictures_are_drawn_where_the_env_was_made_for_it():
-    adapter = PettingZooAdapter(
-        PettingZooFactory("mpe2.simple_spread_v3", render_mode="rgb_array")()
-    )
-    adapter.reset(0)
-    frame = adapter.render()
-    assert (frame.dtype, frame.ndim, frame.shape[2]) == (np.uint8, 3, 3)
-    adapter.close()
+    with closing(
+        PettingZooAdapter(
+            PettingZooFactory("mpe2.simple_spread_v3", render_mode="rgb_array")()
+        )
+    ) as adapter:
+        adapter.reset(0)
+        frame = adapter.render()
+        assert (frame.dtype, frame.ndim, frame.shape[2]) == (np.uint8, 3, 3)
     assert PettingZooAdapter(Village()).render() is None
 
 
@@ -624,37 +626,43 @@ def test_walkers_that_fall_and_stay_away_are_as_in_torchrl():
 
 def compare(factory: PettingZooFactory, num_steps: int, **env_kwargs: Any) -> int:
     """Step the same env here and in TorchRL's wrapper; return in how many rows an agent was away."""
-    adapter = PettingZooAdapter(factory(**env_kwargs))
-    theirs = torchrl_env(factory(**env_kwargs), return_state=factory.return_state)
-    td, num_away, num_ends = TensorDict(), 0, 0
-    torch.manual_seed(0)
-    spec = adapter.spec
-    assert_equal(stored(spec.observation, adapter.reset(5)), theirs.reset(seed=5), [])
-    for step in range(num_steps):
-        # Held for a while: walkers fall.
-        td = theirs.rand_action(TensorDict()) if step % 20 == 0 else td
-        observation, reward, terminated, truncated = adapter.step(
-            [td[leaf.key].numpy() for leaf in spec.action]
-        )
-        expected = theirs.step(td)["next"]
-        values = stored(spec.observation, observation) | stored(spec.reward, reward)
-        flags = stored(spec.done[3:], adapter.done_values())
-        away = [group for (group,), _ in spec.groups if not values[group, "mask"].all()]
+    with (
+        closing(PettingZooAdapter(factory(**env_kwargs))) as adapter,
+        closing(
+            torchrl_env(factory(**env_kwargs), return_state=factory.return_state)
+        ) as theirs,
+    ):
+        td, num_away, num_ends = TensorDict(), 0, 0
+        torch.manual_seed(0)
+        spec = adapter.spec
         assert_equal(
-            values | flags,
-            expected,
-            [(g, key) for g in away for key in ("terminated", "truncated")],
+            stored(spec.observation, adapter.reset(5)), theirs.reset(seed=5), []
         )
-        assert bool(expected["done"]) == (terminated or truncated)
-        num_away += bool(away) and not (terminated or truncated)
-        if terminated or truncated:
-            num_ends += 1
-            assert_equal(
-                stored(spec.observation, adapter.reset(6)), theirs.reset(seed=6), []
+        for step in range(num_steps):
+            # Held for a while: walkers fall.
+            td = theirs.rand_action(TensorDict()) if step % 20 == 0 else td
+            observation, reward, terminated, truncated = adapter.step(
+                [td[leaf.key].numpy() for leaf in spec.action]
             )
-    assert num_ends > 0
-    adapter.close()
-    theirs.close()
+            expected = theirs.step(td)["next"]
+            values = stored(spec.observation, observation) | stored(spec.reward, reward)
+            flags = stored(spec.done[3:], adapter.done_values())
+            away = [
+                group for (group,), _ in spec.groups if not values[group, "mask"].all()
+            ]
+            assert_equal(
+                values | flags,
+                expected,
+                [(g, key) for g in away for key in ("terminated", "truncated")],
+            )
+            assert bool(expected["done"]) == (terminated or truncated)
+            num_away += bool(away) and not (terminated or truncated)
+            if terminated or truncated:
+                num_ends += 1
+                assert_equal(
+                    stored(spec.observation, adapter.reset(6)), theirs.reset(seed=6), []
+                )
+        assert num_ends > 0
     return num_away
 
 

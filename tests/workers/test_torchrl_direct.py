@@ -387,26 +387,25 @@ def compare(make: Make, num_steps: int, steps_on: bool = True, **how: Any) -> No
 
     The third end is stepped on, where the env allows that; resets come after the others.
     """
-    pair = Pair(make, **how)
-    pair.reset()
-    num_ends = 0
-    for i in range(num_steps):
-        has_ended = pair.step()
-        num_ends += has_ended
-        if has_ended and not (steps_on and num_ends % 4 == 3):
-            pair.reset()
-        if i % 40 == 7:
-            pair.asked("current")
-            row = TensorDict(dict(zip(*_named(pair), strict=True)), [])
-            pair.asked("step", row, is_whole=False)
-            pair.asked("step_and_maybe_reset", row)
-        if i % 40 == 16:
-            pair.asked("reset", None, {})
-        if i > 17 and num_ends >= 4 + has_ended:
-            break
-    assert num_ends, "no episode has ended"
-    pair.asked("current")
-    pair.close()
+    with contextlib.closing(Pair(make, **how)) as pair:
+        pair.reset()
+        num_ends = 0
+        for i in range(num_steps):
+            has_ended = pair.step()
+            num_ends += has_ended
+            if has_ended and not (steps_on and num_ends % 4 == 3):
+                pair.reset()
+            if i % 40 == 7:
+                pair.asked("current")
+                row = TensorDict(dict(zip(*_named(pair), strict=True)), [])
+                pair.asked("step", row, is_whole=False)
+                pair.asked("step_and_maybe_reset", row)
+            if i % 40 == 16:
+                pair.asked("reset", None, {})
+            if i > 17 and num_ends >= 4 + has_ended:
+                break
+        assert num_ends, "no episode has ended"
+        pair.asked("current")
 
 
 def _named(pair: Pair) -> tuple[list[Any], list[torch.Tensor]]:
@@ -517,12 +516,11 @@ REFUSED: dict[str, tuple[Make, str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_unusual_envs_keep_torchrls_code(case: str) -> None:
     make, reason = REFUSED[case]
-    hosted = HostedEnv(make())
-    way = adapter_of(hosted).spec.metadata["way"]
-    assert way.startswith("TorchRL's own code, because ")
-    assert reason in way
-    assert hosted.direct is None
-    hosted.close()
+    with contextlib.closing(HostedEnv(make())) as hosted:
+        way = adapter_of(hosted).spec.metadata["way"]
+        assert way.startswith("TorchRL's own code, because ")
+        assert reason in way
+        assert hosted.direct is None
 
 
 def noisy(env: Any) -> Any:
@@ -554,8 +552,7 @@ def test_envs_that_may_draw_from_torch_keep_their_own_generator(
 ) -> None:
     """C, which does not exchange the states of torch's generator, steps only those that cannot."""
     env = make()
-    adapter = adapter_of(
-        HostedEnv(env if isinstance(env, EnvBase) else GymWrapper(env))
-    )
-    assert (adapter.env_call() is not None) == is_stepped_in_c
-    adapter.close()
+    with contextlib.closing(
+        adapter_of(HostedEnv(env if isinstance(env, EnvBase) else GymWrapper(env)))
+    ) as adapter:
+        assert (adapter.env_call() is not None) == is_stepped_in_c

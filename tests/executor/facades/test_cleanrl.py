@@ -1,6 +1,7 @@
 """`gym` for scripts of Gymnasium 0.29: they get the same data as from Gymnasium's own vector env."""
 
 import pickle
+from contextlib import closing
 
 from tests.extras import needs, skip_without
 
@@ -39,44 +40,53 @@ def make_continuous():
 @pytest.mark.parametrize("make_env", [make_discrete, make_continuous])
 @pytest.mark.parametrize("name", ["SyncVectorEnv", "AsyncVectorEnv"])
 def test_a_script_sees_the_episodes_of_gymnasiums_own(make_env, name):
-    ours = getattr(Gym(num_workers=2).vector, name)([make_env for _ in range(NUM_ENVS)])
-    theirs = SyncVectorEnv(
-        [make_env] * NUM_ENVS, autoreset_mode=AutoresetMode.SAME_STEP
-    )
-    assert isinstance(ours, OldVectorEnv)
-    assert ours.executor.num_workers == 2
-    assert ours.single_observation_space == theirs.single_observation_space
-    assert ours.single_action_space == theirs.single_action_space
-    theirs.action_space.seed(3)
-    assert np.array_equal(ours.reset(seed=1)[0], theirs.reset(seed=1)[0])
-    num_ends = 0
-    for _ in range(60):
-        actions = theirs.action_space.sample()
-        *mine, infos = ours.step(actions)
-        *other, their_infos = theirs.step(actions)
-        for one, two in zip(mine, other, strict=True):
-            assert np.array_equal(one, two)
-        ended = other[2] | other[3]
-        assert ("final_info" in infos) == ended.any()
-        for i in np.flatnonzero(ended):
-            num_ends += 1
-            assert np.array_equal(
-                infos["final_observation"][i], their_infos["final_obs"][i]
+    with (
+        closing(
+            getattr(Gym(num_workers=2).vector, name)(
+                [make_env for _ in range(NUM_ENVS)]
             )
-            episode, expected = (
-                infos["final_info"][i]["episode"],
-                their_infos["final_info"]["episode"],
-            )
-            assert (episode["r"], episode["l"]) == (expected["r"][i], expected["l"][i])
-        if ended.any():
-            assert infos["_final_info"].tolist() == ended.tolist()
-            assert [info is None for info in infos["final_info"]] == (~ended).tolist()
-            assert [seen is None for seen in infos["final_observation"]] == (
-                ~ended
-            ).tolist()
-    assert num_ends >= 6
-    ours.close()
-    theirs.close()
+        ) as ours,
+        closing(
+            SyncVectorEnv([make_env] * NUM_ENVS, autoreset_mode=AutoresetMode.SAME_STEP)
+        ) as theirs,
+    ):
+        assert isinstance(ours, OldVectorEnv)
+        assert ours.executor.num_workers == 2
+        assert ours.single_observation_space == theirs.single_observation_space
+        assert ours.single_action_space == theirs.single_action_space
+        theirs.action_space.seed(3)
+        assert np.array_equal(ours.reset(seed=1)[0], theirs.reset(seed=1)[0])
+        num_ends = 0
+        for _ in range(60):
+            actions = theirs.action_space.sample()
+            *mine, infos = ours.step(actions)
+            *other, their_infos = theirs.step(actions)
+            for one, two in zip(mine, other, strict=True):
+                assert np.array_equal(one, two)
+            ended = other[2] | other[3]
+            assert ("final_info" in infos) == ended.any()
+            for i in np.flatnonzero(ended):
+                num_ends += 1
+                assert np.array_equal(
+                    infos["final_observation"][i], their_infos["final_obs"][i]
+                )
+                episode, expected = (
+                    infos["final_info"][i]["episode"],
+                    their_infos["final_info"]["episode"],
+                )
+                assert (episode["r"], episode["l"]) == (
+                    expected["r"][i],
+                    expected["l"][i],
+                )
+            if ended.any():
+                assert infos["_final_info"].tolist() == ended.tolist()
+                assert [info is None for info in infos["final_info"]] == (
+                    ~ended
+                ).tolist()
+                assert [seen is None for seen in infos["final_observation"]] == (
+                    ~ended
+                ).tolist()
+        assert num_ends >= 6
 
 
 def test_wrappers_have_their_former_names_and_arguments():
@@ -117,9 +127,8 @@ def test_statistics_of_normalization_are_float64():
 
 @needs("atari")
 def test_names_of_atari_games_need_no_registration():
-    env = gym.make("BreakoutNoFrameskip-v4")
-    assert env.observation_space.shape == (210, 160, 3)
-    env.close()
+    with closing(gym.make("BreakoutNoFrameskip-v4")) as env:
+        assert env.observation_space.shape == (210, 160, 3)
     with pytest.raises(gymnasium.error.Error):
         gym.make("NoSuchGameNoFrameskip-v4")
 

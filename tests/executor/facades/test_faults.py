@@ -319,18 +319,17 @@ LIMITS: dict[int, dict[str, Any]] = {DIES: {}, HANGS: {"step_timeout_s": 1.0}}
 def test_a_worker_that_is_lost_is_named(
     kind: Any, start: Any, action: int, error: Any
 ) -> None:
-    driver = start(**LIMITS[action])
-    driver.reset()
-    with pytest.raises(
-        error,
-        match=r"SIGKILL.*\(env 1,"
-        if action == DIES
-        else r"no answer within 1 s.*env 1",
-    ):
-        driver.step([GOES_ON, action])
-    with pytest.raises(error):
+    with contextlib.closing(start(**LIMITS[action])) as driver:
         driver.reset()
-    driver.close()
+        with pytest.raises(
+            error,
+            match=r"SIGKILL.*\(env 1,"
+            if action == DIES
+            else r"no answer within 1 s.*env 1",
+        ):
+            driver.step([GOES_ON, action])
+        with pytest.raises(error):
+            driver.reset()
     if kind.after_close is None:
         assert_works(driver)
 

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+from contextlib import closing
 
 import gymnasium
 import numpy as np
@@ -98,25 +99,24 @@ def test_an_ended_env_is_not_stepped_in_disabled_mode(make):
 
 
 def test_exceptions_of_envs_are_reported_once():
-    envs = AsyncVectorEnv([Failing] * 3, num_workers=2)
-    envs.reset()
-    envs.set_attr("fails", ["", "odd", "odd"])
-    with pytest.raises(
-        Odd, match=r"100% odd.*\(env 1, .*Envs \[2\] raised too.*other envs go on"
-    ):
-        envs.step(ACTIONS)  # a warning would be an error
-    with pytest.raises(
-        ResetNeeded,
-        match=r"Call reset\(\), or reset\(options={'reset_mask': mask}\) for these",
-    ) as caught:
-        envs.step(ACTIONS)
-    assert "step_and_maybe_reset" not in str(caught.value)
-    with pytest.raises(PermissionError, match=r"^call refuse failed: .*not today"):
-        envs.call("refuse")
-    with pytest.raises(AttributeError, match=r"^call nowhere failed"):
-        envs.get_attr("nowhere")
-    assert envs.get_attr("count") == (1, 0, 0)
-    envs.close()
+    with closing(AsyncVectorEnv([Failing] * 3, num_workers=2)) as envs:
+        envs.reset()
+        envs.set_attr("fails", ["", "odd", "odd"])
+        with pytest.raises(
+            Odd, match=r"100% odd.*\(env 1, .*Envs \[2\] raised too.*other envs go on"
+        ):
+            envs.step(ACTIONS)  # a warning would be an error
+        with pytest.raises(
+            ResetNeeded,
+            match=r"Call reset\(\), or reset\(options={'reset_mask': mask}\) for these",
+        ) as caught:
+            envs.step(ACTIONS)
+        assert "step_and_maybe_reset" not in str(caught.value)
+        with pytest.raises(PermissionError, match=r"^call refuse failed: .*not today"):
+            envs.call("refuse")
+        with pytest.raises(AttributeError, match=r"^call nowhere failed"):
+            envs.get_attr("nowhere")
+        assert envs.get_attr("count") == (1, 0, 0)
 
 
 class Flagging(Precise):
@@ -191,14 +191,13 @@ def test_calls_out_of_order():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["step", "reset"])
 def test_an_alarm_of_the_program_is_not_the_timeout_of_a_wait(name):
-    envs = AsyncVectorEnv([Slow] * 2, num_workers=2)
-    envs.reset()
-    envs.set_attr("pause", 1.0)
-    envs.step_async(ACTIONS[:2]) if name == "step" else envs.reset_async()
-    with pytest.raises(TimeoutError, match=r"^alarm$") as caught, alarm(0.2):
-        getattr(envs, f"{name}_wait")(timeout=30)
-    assert type(caught.value) is TimeoutError
-    envs.close()
+    with closing(AsyncVectorEnv([Slow] * 2, num_workers=2)) as envs:
+        envs.reset()
+        envs.set_attr("pause", 1.0)
+        envs.step_async(ACTIONS[:2]) if name == "step" else envs.reset_async()
+        with pytest.raises(TimeoutError, match=r"^alarm$") as caught, alarm(0.2):
+            getattr(envs, f"{name}_wait")(timeout=30)
+        assert type(caught.value) is TimeoutError
 
 
 @pytest.mark.slow
@@ -233,29 +232,30 @@ def test_a_wait_that_runs_out_of_time_can_be_got_over():
 @pytest.mark.slow
 def test_the_rows_of_a_lost_worker_are_a_truncation():
     for mode, after in (("NextStep", [[1.0]] * 3), ("SameStep", [[0.0]] * 3)):
-        envs = AsyncVectorEnv(
-            [Failing] * 3,
-            num_workers=1,
-            autoreset_mode=mode,
-            options=ExecutorOptions(on_worker_loss="restart"),
-        )
-        envs.reset()
-        envs.step(ACTIONS)
-        os.kill(envs.executor.statistics().workers[0].pid, signal.SIGKILL)
-        observations, rewards, terminations, truncations, infos = envs.step(ACTIONS)
-        assert observations.tolist() == after
-        assert rewards.tolist() == [0.0] * 3
-        assert truncations.all()
-        assert not terminations.any()
-        if mode == "SameStep":
-            assert [last.tolist() for last in infos["final_obs"]] == [[1.0]] * 3
-        assert infos["interrupted"].all()
-        observations = envs.step(ACTIONS)[0]
-        assert observations.tolist() == (
-            [[0.0]] * 3 if mode == "NextStep" else [[1.0]] * 3
-        )
-        assert "interrupted" not in envs.step(ACTIONS)[4]
-        envs.close()
+        with closing(
+            AsyncVectorEnv(
+                [Failing] * 3,
+                num_workers=1,
+                autoreset_mode=mode,
+                options=ExecutorOptions(on_worker_loss="restart"),
+            )
+        ) as envs:
+            envs.reset()
+            envs.step(ACTIONS)
+            os.kill(envs.executor.statistics().workers[0].pid, signal.SIGKILL)
+            observations, rewards, terminations, truncations, infos = envs.step(ACTIONS)
+            assert observations.tolist() == after
+            assert rewards.tolist() == [0.0] * 3
+            assert truncations.all()
+            assert not terminations.any()
+            if mode == "SameStep":
+                assert [last.tolist() for last in infos["final_obs"]] == [[1.0]] * 3
+            assert infos["interrupted"].all()
+            observations = envs.step(ACTIONS)[0]
+            assert observations.tolist() == (
+                [[0.0]] * 3 if mode == "NextStep" else [[1.0]] * 3
+            )
+            assert "interrupted" not in envs.step(ACTIONS)[4]
 
 
 def kill(envs, env_id):
@@ -265,35 +265,37 @@ def kill(envs, env_id):
 @pytest.mark.broken_pool
 @pytest.mark.slow
 def test_other_workers_complete_the_step_in_which_one_died():
-    envs = AsyncVectorEnv([Failing] * 3, num_workers=3)
-    envs.reset()
-    kill(envs, 1)
-    with pytest.raises(WorkerLost):
-        envs.step(ACTIONS)
-    others = envs.executor.current([0, 2])
-    assert others["observation", "0"].tolist() == [[1.0]] * 2
-    assert not others["done"].any()
-    observations, _ = envs.reset(options={"reset_mask": np.array([True, False, False])})
-    assert observations[[0, 2]].tolist() == [[0.0], [1.0]]
-    envs.close()
+    with closing(AsyncVectorEnv([Failing] * 3, num_workers=3)) as envs:
+        envs.reset()
+        kill(envs, 1)
+        with pytest.raises(WorkerLost):
+            envs.step(ACTIONS)
+        others = envs.executor.current([0, 2])
+        assert others["observation", "0"].tolist() == [[1.0]] * 2
+        assert not others["done"].any()
+        observations, _ = envs.reset(
+            options={"reset_mask": np.array([True, False, False])}
+        )
+        assert observations[[0, 2]].tolist() == [[0.0], [1.0]]
 
 
 @pytest.mark.broken_pool
 @pytest.mark.slow
 def test_wait_for_other_workers_than_the_lost_one_times_out():
-    envs = AsyncVectorEnv(
-        [Slow] * 3, num_workers=3, options=ExecutorOptions(on_worker_loss="restart")
-    )
-    envs.reset()
-    envs.set_attr("pause", [0.0, 1.5, 1.5])
-    envs.step_async(ACTIONS)
-    kill(envs, 1)
-    with pytest.raises(multiprocessing.TimeoutError):
-        envs.step_wait(timeout=0.2)
-    envs.reset()
-    envs.set_attr("pause", 0.0)
-    assert envs.step(ACTIONS)[0].tolist() == [[1.0]] * 3
-    envs.close()
+    with closing(
+        AsyncVectorEnv(
+            [Slow] * 3, num_workers=3, options=ExecutorOptions(on_worker_loss="restart")
+        )
+    ) as envs:
+        envs.reset()
+        envs.set_attr("pause", [0.0, 1.5, 1.5])
+        envs.step_async(ACTIONS)
+        kill(envs, 1)
+        with pytest.raises(multiprocessing.TimeoutError):
+            envs.step_wait(timeout=0.2)
+        envs.reset()
+        envs.set_attr("pause", 0.0)
+        assert envs.step(ACTIONS)[0].tolist() == [[1.0]] * 3
 
 
 @pytest.mark.broken_pool
@@ -301,40 +303,42 @@ def test_wait_for_other_workers_than_the_lost_one_times_out():
 @pytest.mark.parametrize("lost", [[1], [0, 1]])
 def test_a_loss_that_a_list_of_actions_meets_is_an_interrupted_row(lost):
     """Lists reach the envs as messages, ahead of the step."""
-    envs = AsyncVectorEnv(
-        [Failing] * 3,
-        num_workers=3,
-        autoreset_mode="SameStep",
-        options=ExecutorOptions(on_worker_loss="restart"),
-    )
-    envs.reset()
-    for env_id in lost:
-        kill(envs, env_id)
-    observations, _, _, truncated, infos = envs.step([0, 0, 0])
-    is_lost = [env_id in lost for env_id in range(3)]
-    assert infos["interrupted"].tolist() == truncated.tolist() == is_lost
-    assert observations.flatten().tolist() == [float(not one) for one in is_lost]
-    assert "interrupted" not in envs.step([0, 0, 0])[4]
-    envs.close()
+    with closing(
+        AsyncVectorEnv(
+            [Failing] * 3,
+            num_workers=3,
+            autoreset_mode="SameStep",
+            options=ExecutorOptions(on_worker_loss="restart"),
+        )
+    ) as envs:
+        envs.reset()
+        for env_id in lost:
+            kill(envs, env_id)
+        observations, _, _, truncated, infos = envs.step([0, 0, 0])
+        is_lost = [env_id in lost for env_id in range(3)]
+        assert infos["interrupted"].tolist() == truncated.tolist() == is_lost
+        assert observations.flatten().tolist() == [float(not one) for one in is_lost]
+        assert "interrupted" not in envs.step([0, 0, 0])[4]
 
 
 @pytest.mark.broken_pool
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", ["step_timeout_s", "reset_timeout_s"])
 def test_steps_and_resets_have_limits_of_their_own(limit):
-    envs = AsyncVectorEnv([Slow], options=ExecutorOptions(**{limit: 0.3}))
-    calls = {
-        "step_timeout_s": lambda: envs.step(ACTIONS[:1]),
-        "reset_timeout_s": envs.reset,
-    }
-    envs.reset()
-    envs.set_attr("pause", 1.0)
-    late = calls.pop(limit)
-    for in_time in calls.values():
-        in_time()
-    with pytest.raises(WorkerTimeout):
-        late()
-    envs.close()
+    with closing(
+        AsyncVectorEnv([Slow], options=ExecutorOptions(**{limit: 0.3}))
+    ) as envs:
+        calls = {
+            "step_timeout_s": lambda: envs.step(ACTIONS[:1]),
+            "reset_timeout_s": envs.reset,
+        }
+        envs.reset()
+        envs.set_attr("pause", 1.0)
+        late = calls.pop(limit)
+        for in_time in calls.values():
+            in_time()
+        with pytest.raises(WorkerTimeout):
+            late()
 
 
 def test_arguments_that_cannot_be():

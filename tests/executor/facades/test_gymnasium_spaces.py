@@ -52,19 +52,20 @@ def test_values_of_every_space_go_there_and_back(facade, name):
         if name == "custom" and facade is not SyncVectorEnv
         else {}
     )
-    envs = facade([functools.partial(Echo, SPACES[name])] * 2, **kwargs)
-    theirs = gymnasium.vector.SyncVectorEnv([functools.partial(Echo, SPACES[name])] * 2)
-    assert envs.observation_space == envs.action_space == theirs.action_space
-    observations, _ = envs.reset(seed=0)
-    assert observations in envs.observation_space
-    envs.action_space.seed(1)
-    theirs.reset()
-    for _ in range(3):
-        actions = envs.action_space.sample()
-        observations = envs.step(actions)[0]
-        assert data_equivalence(observations, theirs.step(actions)[0], exact=True)
-    envs.close()
-    theirs.close()
+    make_envs = [functools.partial(Echo, SPACES[name])] * 2
+    with (
+        contextlib.closing(facade(make_envs, **kwargs)) as envs,
+        contextlib.closing(gymnasium.vector.SyncVectorEnv(make_envs)) as theirs,
+    ):
+        assert envs.observation_space == envs.action_space == theirs.action_space
+        observations, _ = envs.reset(seed=0)
+        assert observations in envs.observation_space
+        envs.action_space.seed(1)
+        theirs.reset()
+        for _ in range(3):
+            actions = envs.action_space.sample()
+            observations = envs.step(actions)[0]
+            assert data_equivalence(observations, theirs.step(actions)[0], exact=True)
 
 
 def order(value):
@@ -147,14 +148,15 @@ class TestObservationMode:
             "different",
             (Box(0, np.array([[1, 1], [2, 2]])), Box(0, 1, (2,))),
         ):
-            envs = facade(
-                [functools.partial(WithActions, space) for space in spaces],
-                observation_mode=mode,
-            )
-            assert envs.observation_space == batch_differing_spaces(spaces)
-            assert envs.single_observation_space == spaces[0]
-            assert envs.reset()[0].shape == (2, 2)
-            envs.close()
+            with contextlib.closing(
+                facade(
+                    [functools.partial(WithActions, space) for space in spaces],
+                    observation_mode=mode,
+                )
+            ) as envs:
+                assert envs.observation_space == batch_differing_spaces(spaces)
+                assert envs.single_observation_space == spaces[0]
+                assert envs.reset()[0].shape == (2, 2)
 
     def test_shapes_that_differ(self, facade):
         spaces = [Box(0, 1, (size,)) for size in (1, 2)]
@@ -179,41 +181,42 @@ class TestObservationMode:
 
 @needs("box2d")
 def test_calls_and_attributes(facade):
-    envs = facade(
-        [functools.partial(gymnasium.make, "CartPole-v1", render_mode="rgb_array")] * 2
-    )
-    envs.reset(seed=5)
-    assert envs.render_mode == "rgb_array"
-    assert envs.metadata["autoreset_mode"] is AutoresetMode.NEXT_STEP
-    assert [frame.shape for frame in envs.render()] == [(400, 600, 3)] * 2
-    assert envs.call("gravity") == (9.8, 9.8)
-    envs.set_attr("gravity", [1.0, 2.0])
-    assert envs.get_attr("gravity") == (1.0, 2.0)
-    envs.set_attr("gravity", 3.0)
-    assert envs.get_attr("gravity") == (3.0, 3.0)
-    assert envs.np_random_seed == (5, 6)
-    assert [type(one).__name__ for one in envs.np_random] == ["Generator"] * 2
-    assert envs.call("has_wrapper_attr", "gravity") == (True, True)
-    with pytest.raises(ValueError, match="Got `1` values for 2"):
-        envs.set_attr("gravity", [1.0])
-    with pytest.raises(ValueError, match="num_envs=2"):
-        envs.reset(seed=[1])
-    assert "autoreset_mode" not in gymnasium.make("CartPole-v1").metadata
-    envs.close()
+    with contextlib.closing(
+        facade(
+            [functools.partial(gymnasium.make, "CartPole-v1", render_mode="rgb_array")]
+            * 2
+        )
+    ) as envs:
+        envs.reset(seed=5)
+        assert envs.render_mode == "rgb_array"
+        assert envs.metadata["autoreset_mode"] is AutoresetMode.NEXT_STEP
+        assert [frame.shape for frame in envs.render()] == [(400, 600, 3)] * 2
+        assert envs.call("gravity") == (9.8, 9.8)
+        envs.set_attr("gravity", [1.0, 2.0])
+        assert envs.get_attr("gravity") == (1.0, 2.0)
+        envs.set_attr("gravity", 3.0)
+        assert envs.get_attr("gravity") == (3.0, 3.0)
+        assert envs.np_random_seed == (5, 6)
+        assert [type(one).__name__ for one in envs.np_random] == ["Generator"] * 2
+        assert envs.call("has_wrapper_attr", "gravity") == (True, True)
+        with pytest.raises(ValueError, match="Got `1` values for 2"):
+            envs.set_attr("gravity", [1.0])
+        with pytest.raises(ValueError, match="num_envs=2"):
+            envs.reset(seed=[1])
+        assert "autoreset_mode" not in gymnasium.make("CartPole-v1").metadata
 
 
 def test_reset_masks_that_cannot_be(facade):
-    envs = facade([Failing] * 2)
-    envs.reset()
-    for mask, kind, expected_text in (
-        ([True, False], TypeError, "must be a numpy array"),
-        (np.array([True]), ValueError, r"must have shape `\(2,\)`, got \(1,\)"),
-        (np.array([1, 0]), TypeError, "must have `dtype=np.bool_`"),
-        (np.array([False, False]), ValueError, "at least one True"),
-    ):
-        with pytest.raises(kind, match=expected_text):
-            envs.reset(options={"reset_mask": mask})
-    envs.close()
+    with contextlib.closing(facade([Failing] * 2)) as envs:
+        envs.reset()
+        for mask, kind, expected_text in (
+            ([True, False], TypeError, "must be a numpy array"),
+            (np.array([True]), ValueError, r"must have shape `\(2,\)`, got \(1,\)"),
+            (np.array([1, 0]), TypeError, "must have `dtype=np.bool_`"),
+            (np.array([False, False]), ValueError, "at least one True"),
+        ):
+            with pytest.raises(kind, match=expected_text):
+                envs.reset(options={"reset_mask": mask})
 
 
 class Pausing(Slow):
@@ -269,21 +272,27 @@ def test_gymnasiums_vector_wrappers_give_what_they_give_over_its_own(facade, mod
             wrappers.ClipReward(envs, -1, 1), np.float32(-0.5), np.float32(0.5)
         )
 
-    ours = wrap(facade([MAKES["pendulum"]] * 2, autoreset_mode=mode))
-    theirs = wrap(
-        gymnasium.vector.SyncVectorEnv([MAKES["pendulum"]] * 2, autoreset_mode=mode)
-    )
-    ours.action_space.seed(3)
-    assert data_equivalence(ours.reset(seed=1), theirs.reset(seed=1), exact=True)
-    num_episodes = 0
-    for _ in range(20):
-        actions = ours.action_space.sample()
-        our, their = ours.step(actions), theirs.step(actions)
-        assert data_equivalence(our[:4], their[:4], exact=True)
-        num_episodes += our[4].get("_episode", np.zeros(2, bool)).sum()
-    assert num_episodes >= 4
-    ours.close()
-    theirs.close()
+    with (
+        contextlib.closing(
+            wrap(facade([MAKES["pendulum"]] * 2, autoreset_mode=mode))
+        ) as ours,
+        contextlib.closing(
+            wrap(
+                gymnasium.vector.SyncVectorEnv(
+                    [MAKES["pendulum"]] * 2, autoreset_mode=mode
+                )
+            )
+        ) as theirs,
+    ):
+        ours.action_space.seed(3)
+        assert data_equivalence(ours.reset(seed=1), theirs.reset(seed=1), exact=True)
+        num_episodes = 0
+        for _ in range(20):
+            actions = ours.action_space.sample()
+            our, their = ours.step(actions), theirs.step(actions)
+            assert data_equivalence(our[:4], their[:4], exact=True)
+            num_episodes += our[4].get("_episode", np.zeros(2, bool)).sum()
+        assert num_episodes >= 4
 
 
 def test_gymnasium_makes_lists_of_infos(facade):
@@ -308,12 +317,11 @@ def test_objects_defined_in_the_script_return_as_themselves(facade):
         def step(self, action):
             return *super().step(action)[:4], {"class": type(self)}
 
-    envs = facade([Local] * 2)
-    envs.reset()
-    infos = envs.step(envs.action_space.sample())[4]
-    assert list(infos["class"]) == [Local, Local]
-    assert [type(env) for env in envs.get_attr("unwrapped")] == [Local, Local]
-    envs.close()
+    with contextlib.closing(facade([Local] * 2)) as envs:
+        envs.reset()
+        infos = envs.step(envs.action_space.sample())[4]
+        assert list(infos["class"]) == [Local, Local]
+        assert [type(env) for env in envs.get_attr("unwrapped")] == [Local, Local]
 
 
 @pytest.mark.slow

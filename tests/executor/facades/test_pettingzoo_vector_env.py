@@ -5,6 +5,7 @@ import importlib
 import os
 import signal
 import sys
+from contextlib import closing
 
 from tests.extras import needs, skip_without
 
@@ -394,24 +395,26 @@ class Numbered(PettingZooEnv):
 
 
 def test_errors_name_this_class_and_its_calls():
-    envs = ParallelVectorEnv([Numbered] * 2, num_workers=1, autoreset_mode="Disabled")
-    actions = dict.fromkeys([0, 1], np.zeros(2, np.int64))
-    envs.reset()
-    with pytest.raises(
-        ActionError, match="expected a dict of actions by agent, got ndarray"
-    ):
-        envs.step(np.zeros(2))
-    with pytest.raises(ActionError, match="expected actions of 0, 1, got one of 2"):
-        envs.step({**actions, 2: actions[0]})
-    for _ in range(2):
-        envs.step(actions)
-    with pytest.raises(
-        ResetNeeded, match=r"Call reset\(\), or reset\(options={'reset_mask': mask}\)"
-    ):
-        envs.step(actions)
-    with pytest.raises(AttributeError, match=r"^call nowhere failed"):
-        envs.call("nowhere")
-    envs.close()
+    with closing(
+        ParallelVectorEnv([Numbered] * 2, num_workers=1, autoreset_mode="Disabled")
+    ) as envs:
+        actions = dict.fromkeys([0, 1], np.zeros(2, np.int64))
+        envs.reset()
+        with pytest.raises(
+            ActionError, match="expected a dict of actions by agent, got ndarray"
+        ):
+            envs.step(np.zeros(2))
+        with pytest.raises(ActionError, match="expected actions of 0, 1, got one of 2"):
+            envs.step({**actions, 2: actions[0]})
+        for _ in range(2):
+            envs.step(actions)
+        with pytest.raises(
+            ResetNeeded,
+            match=r"Call reset\(\), or reset\(options={'reset_mask': mask}\)",
+        ):
+            envs.step(actions)
+        with pytest.raises(AttributeError, match=r"^call nowhere failed"):
+            envs.call("nowhere")
     with pytest.raises(ClosedEnvironmentError, match=r"`ParallelVectorEnv`"):
         envs.step(actions)
 
@@ -430,14 +433,13 @@ def test_infos_of_agents_and_of_none():
 @needs("sb3")
 @pytest.mark.parametrize("base_class", ["gymnasium", "stable_baselines3"])
 def test_rows_have_the_infos_of_their_agents(base_class):
-    rows = concat_vec_envs_v1(Numbered, 2, num_cpus=1, base_class=base_class)
-    try:
+    with closing(
+        concat_vec_envs_v1(Numbered, 2, num_cpus=1, base_class=base_class)
+    ) as rows:
         rows.reset()
         infos = rows.step(np.zeros(4, np.int64))[-1]
         assert [info["own"] for info in infos] == [1, 11, 1, 11]
         assert not any({"all", "clock", "weather"} & info.keys() for info in infos)
-    finally:
-        rows.close()
 
 
 def test_rows_need_like_agents():
@@ -462,39 +464,41 @@ def make_spread(render_mode=None):
 def test_rows_are_those_of_supersuit():
     import supersuit
 
-    theirs = supersuit.concat_vec_envs_v1(
-        supersuit.pettingzoo_env_to_vec_env_v1(make_spread()), 2
-    )
-    ours = concat_vec_envs_v1(make_spread, 2, num_cpus=2)
-    assert (ours.num_envs, ours.observation_space, ours.action_space) == (
-        theirs.num_envs,
-        theirs.observation_space,
-        theirs.action_space,
-    )
-    observations, infos = ours.reset(seed=3)
-    expected, their_infos = theirs.reset(seed=3)
-    assert np.array_equal(observations, expected)
-    assert infos == their_infos
-    num_ends = 0
-    for step in range(5):
-        actions = np.arange(6) * (step + 1) % 5
-        observations, *rest, infos = ours.step(actions)
-        expected, *their_rest, their_infos = theirs.step(actions)
-        for mine, other in zip(rest, their_rest, strict=True):
-            assert np.array_equal(mine, other)
-        for mine, other in zip(infos, their_infos, strict=True):
-            assert mine.keys() == other.keys()
-            if "terminal_observation" in mine:
-                assert np.array_equal(
-                    mine["terminal_observation"], other["terminal_observation"]
-                )
-                num_ends += 1
-        # An env that resets itself without a seed begins another episode.
-        if not num_ends:
-            assert np.array_equal(observations, expected)
-    assert num_ends == 6
-    ours.close()
-    theirs.close()
+    with (
+        closing(
+            supersuit.concat_vec_envs_v1(
+                supersuit.pettingzoo_env_to_vec_env_v1(make_spread()), 2
+            )
+        ) as theirs,
+        closing(concat_vec_envs_v1(make_spread, 2, num_cpus=2)) as ours,
+    ):
+        assert (ours.num_envs, ours.observation_space, ours.action_space) == (
+            theirs.num_envs,
+            theirs.observation_space,
+            theirs.action_space,
+        )
+        observations, infos = ours.reset(seed=3)
+        expected, their_infos = theirs.reset(seed=3)
+        assert np.array_equal(observations, expected)
+        assert infos == their_infos
+        num_ends = 0
+        for step in range(5):
+            actions = np.arange(6) * (step + 1) % 5
+            observations, *rest, infos = ours.step(actions)
+            expected, *their_rest, their_infos = theirs.step(actions)
+            for mine, other in zip(rest, their_rest, strict=True):
+                assert np.array_equal(mine, other)
+            for mine, other in zip(infos, their_infos, strict=True):
+                assert mine.keys() == other.keys()
+                if "terminal_observation" in mine:
+                    assert np.array_equal(
+                        mine["terminal_observation"], other["terminal_observation"]
+                    )
+                    num_ends += 1
+            # An env that resets itself without a seed begins another episode.
+            if not num_ends:
+                assert np.array_equal(observations, expected)
+        assert num_ends == 6
 
 
 @needs("dev", "sb3")
@@ -506,9 +510,10 @@ def test_rows_have_the_attributes_of_supersuits(base_class, render_mode):
 
     make = functools.partial(make_spread, render_mode)
     one = supersuit.pettingzoo_env_to_vec_env_v1(make())
-    theirs = supersuit.concat_vec_envs_v1(one, 2, base_class=base_class)
-    ours = concat_vec_envs_v1(make, 2, num_cpus=1, base_class=base_class)
-    try:
+    with (
+        closing(supersuit.concat_vec_envs_v1(one, 2, base_class=base_class)) as theirs,
+        closing(concat_vec_envs_v1(make, 2, num_cpus=1, base_class=base_class)) as ours,
+    ):
         metadata = {
             key: value
             for key, value in ours.unwrapped.metadata.items()
@@ -521,9 +526,6 @@ def test_rows_have_the_attributes_of_supersuits(base_class, render_mode):
         assert ours.env_is_wrapped(gymnasium.Wrapper) == theirs.env_is_wrapped(
             gymnasium.Wrapper
         )
-    finally:
-        ours.close()
-        theirs.close()
 
 
 @needs("meltingpot")
@@ -536,16 +538,15 @@ def test_melting_pot_is_a_parallel_env():
         keys=("RGB", "INVENTORY"),
         max_steps=8,
     )
-    env = parallel_env(make_env)
-    parallel_api_test(env, num_cycles=30)
-    assert env.possible_agents == ["player_0", "player_1"]
-    assert env.observation_space("player_0")["RGB"] == spaces.Box(
-        0, 255, (40, 40, 3), np.uint8
-    )
-    assert env.state().ndim == 3
-    with pytest.raises(ActionError, match="none of player_1"):
-        env.reset(), env.step({"player_0": 0})
-    env.close()
+    with closing(parallel_env(make_env)) as env:
+        parallel_api_test(env, num_cycles=30)
+        assert env.possible_agents == ["player_0", "player_1"]
+        assert env.observation_space("player_0")["RGB"] == spaces.Box(
+            0, 255, (40, 40, 3), np.uint8
+        )
+        assert env.state().ndim == 3
+        with pytest.raises(ActionError, match="none of player_1"):
+            env.reset(), env.step({"player_0": 0})
 
 
 @needs("meltingpot")
@@ -598,12 +599,11 @@ def test_stacked_agents_need_no_pettingzoo(monkeypatch):
     name = "envherd.executor.facades.pettingzoo.stacked"
     monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "pettingzoo", None)
-    env = importlib.import_module(name).parallel_env(AgentsEnv)
-    observations, _ = env.reset(seed=0)
-    assert list(observations) == env.possible_agents == env.agents
-    with pytest.raises(ActionError, match="got one of nobody"):
-        env.step(dict.fromkeys([*env.agents, "nobody"], 0))
-    env.close()
+    with closing(importlib.import_module(name).parallel_env(AgentsEnv)) as env:
+        observations, _ = env.reset(seed=0)
+        assert list(observations) == env.possible_agents == env.agents
+        with pytest.raises(ActionError, match="got one of nobody"):
+            env.step(dict.fromkeys([*env.agents, "nobody"], 0))
 
 
 def test_agents_without_names_have_the_same_ones_everywhere():

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -337,27 +338,31 @@ def test_a_lost_worker_that_is_replaced_truncates_its_episodes(tmp_path: Path) -
 
 class TestVectorEnv:
     def test_wrong_actions_step_no_env(self) -> None:
-        env = MultiAgentVectorEnv([lambda: Together({})] * 2, num_workers=1)
-        env.reset(seed=0)
-        whole = {"first": 0, "second": np.zeros(2, np.float32), "third": 1}
-        with pytest.raises(
-            ActionError, match="expected 2 dicts of actions, one for each env, got 1"
-        ):
-            env.step([whole])
-        with pytest.raises(ActionError, match=r"got none of third \(env 1\)"):
-            env.step([whole, {"first": 0, "second": np.zeros(2, np.float32)}])
-        assert env.get_attr("t") == (0, 0)
-        env.close()
+        with closing(
+            MultiAgentVectorEnv([lambda: Together({})] * 2, num_workers=1)
+        ) as env:
+            env.reset(seed=0)
+            whole = {"first": 0, "second": np.zeros(2, np.float32), "third": 1}
+            with pytest.raises(
+                ActionError,
+                match="expected 2 dicts of actions, one for each env, got 1",
+            ):
+                env.step([whole])
+            with pytest.raises(ActionError, match=r"got none of third \(env 1\)"):
+                env.step([whole, {"first": 0, "second": np.zeros(2, np.float32)}])
+            assert env.get_attr("t") == (0, 0)
 
     def test_agents_that_were_not_named(self) -> None:
-        env = MultiAgentVectorEnv([lambda: Nameless({})], num_workers=1)
-        env.reset()
-        with pytest.raises(
-            EnvError, match="expected agents among first, second, third, got 'fourth'"
-        ) as caught:
-            env.step([{"first": 0, "second": np.zeros(2, np.float32), "third": 1}])
-        assert "SpecError" in str(caught.value) or isinstance(caught.value, SpecError)
-        env.close()
+        with closing(MultiAgentVectorEnv([lambda: Nameless({})], num_workers=1)) as env:
+            env.reset()
+            with pytest.raises(
+                EnvError,
+                match="expected agents among first, second, third, got 'fourth'",
+            ) as caught:
+                env.step([{"first": 0, "second": np.zeros(2, np.float32), "third": 1}])
+            assert "SpecError" in str(caught.value) or isinstance(
+                caught.value, SpecError
+            )
 
 
 @needs("meltingpot", "pettingzoo")

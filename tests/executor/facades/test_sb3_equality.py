@@ -1,6 +1,7 @@
 """The SB3 facade returns the transitions of SB3's own `DummyVecEnv`, bit for bit, and invents none."""
 
 import functools
+from contextlib import closing
 
 from tests.extras import skip_without
 
@@ -42,8 +43,7 @@ def same(one, other):
 
 def play(make, env_fns, num_steps):
     """Return all outputs of a vec env over some random steps, and the number of ends of each kind."""
-    env = make(env_fns)
-    try:
+    with closing(make(env_fns)) as env:
         returned = []
         env.seed(5)
         returned.append((env.reset(), list(env.reset_infos)))
@@ -65,8 +65,6 @@ def play(make, env_fns, num_steps):
                     bool(done)
                 )
         return returned, ends
-    finally:
-        env.close()
 
 
 def sort(info):

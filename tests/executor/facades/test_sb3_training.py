@@ -1,6 +1,7 @@
 """SB3 trains on the facade, through its wrappers, with agents as rows, action masks and callbacks."""
 
 import functools
+from contextlib import closing
 
 from tests.extras import needs, skip_without
 
@@ -53,18 +54,17 @@ BOTH = pytest.mark.parametrize(
     [(PPO, {"n_steps": 16}), (A2C, {}), (DQN, {"learning_starts": 20})],
 )
 def test_algorithms_train(make, algorithm, arguments):
-    env = VecMonitor(make([make_cartpole] * 4))
-    model = algorithm("MlpPolicy", env, seed=1, device="cpu", **arguments)
-    before = [p.detach().clone() for p in model.policy.parameters()]
-    model.learn(200)
-    assert model.num_timesteps >= 200
-    assert len(model.ep_info_buffer) > 3
-    assert max(info["l"] for info in model.ep_info_buffer) <= 25
-    assert any(
-        not torch.equal(one, other)
-        for one, other in zip(before, model.policy.parameters(), strict=True)
-    )
-    env.close()
+    with closing(VecMonitor(make([make_cartpole] * 4))) as env:
+        model = algorithm("MlpPolicy", env, seed=1, device="cpu", **arguments)
+        before = [p.detach().clone() for p in model.policy.parameters()]
+        model.learn(200)
+        assert model.num_timesteps >= 200
+        assert len(model.ep_info_buffer) > 3
+        assert max(info["l"] for info in model.ep_info_buffer) <= 25
+        assert any(
+            not torch.equal(one, other)
+            for one, other in zip(before, model.policy.parameters(), strict=True)
+        )
 
 
 @pytest.mark.parametrize("space", ["dict of boxes", "image"])
@@ -74,16 +74,15 @@ def test_policies_of_dicts_and_images_train(space):
         if space == "dict of boxes"
         else functools.partial(BigImage)
     )
-    env = TWO_WORKERS([make_env] * 2)
-    model = PPO(
-        "MultiInputPolicy" if space == "dict of boxes" else "CnnPolicy",
-        env,
-        n_steps=8,
-        batch_size=8,
-        n_epochs=1,
-    )
-    model.learn(16)
-    env.close()
+    with closing(TWO_WORKERS([make_env] * 2)) as env:
+        model = PPO(
+            "MultiInputPolicy" if space == "dict of boxes" else "CnnPolicy",
+            env,
+            n_steps=8,
+            batch_size=8,
+            n_epochs=1,
+        )
+        model.learn(16)
 
 
 class BigImage(SampledEnv):
@@ -96,54 +95,60 @@ class BigImage(SampledEnv):
 
 @BOTH
 def test_wrappers_of_sb3_wrap_it(make):
-    env = VecNormalize(
-        VecFrameStack(
-            VecMonitor(make([functools.partial(SampledEnv, length=4), make_tagged])), 2
+    with closing(
+        VecNormalize(
+            VecFrameStack(
+                VecMonitor(
+                    make([functools.partial(SampledEnv, length=4), make_tagged])
+                ),
+                2,
+            )
         )
-    )
-    obs = env.reset()
-    assert obs.shape == (2, 6)
-    for _ in range(4):
-        obs, _, dones, infos = env.step(np.zeros(2, np.int64))
-    assert dones.tolist() == [True, False]
-    assert infos[0]["episode"]["l"] == 4
-    assert infos[0]["terminal_observation"].shape == (6,)
-    assert np.abs(obs).max() <= 10
-    assert env.get_attr("length") == [4, 5]
-    assert env.render().shape == (4, 3, 3)
-    env.close()
+    ) as env:
+        obs = env.reset()
+        assert obs.shape == (2, 6)
+        for _ in range(4):
+            obs, _, dones, infos = env.step(np.zeros(2, np.int64))
+        assert dones.tolist() == [True, False]
+        assert infos[0]["episode"]["l"] == 4
+        assert infos[0]["terminal_observation"].shape == (6,)
+        assert np.abs(obs).max() <= 10
+        assert env.get_attr("length") == [4, 5]
+        assert env.render().shape == (4, 3, 3)
 
 
 @pytest.mark.full
 def test_ppo_solves_cartpole():
-    env = VecMonitor(TWO_WORKERS([functools.partial(make_cartpole, 500)] * 8))
-    judge = DummyVecEnv([functools.partial(make_cartpole, 500)] * 4)
-    judge.seed(100)
-    enough = StopTrainingOnRewardThreshold(475)
-    check = EvalCallback(
-        VecMonitor(judge),
-        callback_on_new_best=enough,
-        n_eval_episodes=8,
-        eval_freq=1024,
-        verbose=0,
-    )
-    model = PPO(
-        "MlpPolicy",
-        env,
-        n_steps=32,
-        batch_size=256,
-        gae_lambda=0.8,
-        gamma=0.98,
-        n_epochs=20,
-        learning_rate=lambda left: 0.001 * left,
-        clip_range=lambda left: 0.2 * left,
-        seed=0,
-        device="cpu",
-    )
-    model.learn(100_000, callback=check)
-    mean, _ = evaluate_policy(model, judge, 20, warn=False)
-    env.close()
-    judge.close()
+    with (
+        closing(
+            VecMonitor(TWO_WORKERS([functools.partial(make_cartpole, 500)] * 8))
+        ) as env,
+        closing(DummyVecEnv([functools.partial(make_cartpole, 500)] * 4)) as judge,
+    ):
+        judge.seed(100)
+        enough = StopTrainingOnRewardThreshold(475)
+        check = EvalCallback(
+            VecMonitor(judge),
+            callback_on_new_best=enough,
+            n_eval_episodes=8,
+            eval_freq=1024,
+            verbose=0,
+        )
+        model = PPO(
+            "MlpPolicy",
+            env,
+            n_steps=32,
+            batch_size=256,
+            gae_lambda=0.8,
+            gamma=0.98,
+            n_epochs=20,
+            learning_rate=lambda left: 0.001 * left,
+            clip_range=lambda left: 0.2 * left,
+            seed=0,
+            device="cpu",
+        )
+        model.learn(100_000, callback=check)
+        mean, _ = evaluate_policy(model, judge, 20, warn=False)
     assert mean >= 475
 
 
@@ -155,35 +160,34 @@ def test_melting_pot_has_one_row_per_agent(make):
         keys=("RGB", "INVENTORY", "READY_TO_SHOOT"),
         max_steps=7,
     )
-    env = make([make_env] * 2)
-    assert env.num_envs == 4
-    assert env.num_agents == 2
-    assert env.observation_space["RGB"] == gymnasium.spaces.Box(
-        0, 255, (40, 40, 3), np.uint8
-    )
-    assert env.action_space == gymnasium.spaces.Discrete(8)
-    assert {key: values.shape for key, values in env.reset().items()} == {
-        "RGB": (4, 40, 40, 3),
-        "INVENTORY": (4, 2),
-        "READY_TO_SHOOT": (4, 1),
-    }
-    # Two agents may see the same at one time: nothing is drawn in a dark corner.
-    differ = False
-    for step in range(7):
-        obs, rewards, dones, infos = env.step(np.arange(4))
-        differ = differ or not np.array_equal(obs["RGB"][0], obs["RGB"][1])
-        assert rewards.shape == (4,)
-        assert dones.all() == (step == 6)
-    assert differ
-    assert all(info["TimeLimit.truncated"] for info in infos)
-    assert infos[2]["terminal_observation"]["RGB"].shape == (40, 40, 3)
-    # An agent may observe the same after its reset.
-    lasts = [info["terminal_observation"]["RGB"] for info in infos]
-    assert any(
-        not np.array_equal(*pair) for pair in zip(lasts, obs["RGB"], strict=True)
-    )
-    assert env.render().ndim == 3
-    env.close()
+    with closing(make([make_env] * 2)) as env:
+        assert env.num_envs == 4
+        assert env.num_agents == 2
+        assert env.observation_space["RGB"] == gymnasium.spaces.Box(
+            0, 255, (40, 40, 3), np.uint8
+        )
+        assert env.action_space == gymnasium.spaces.Discrete(8)
+        assert {key: values.shape for key, values in env.reset().items()} == {
+            "RGB": (4, 40, 40, 3),
+            "INVENTORY": (4, 2),
+            "READY_TO_SHOOT": (4, 1),
+        }
+        # Two agents may see the same at one time: nothing is drawn in a dark corner.
+        differ = False
+        for step in range(7):
+            obs, rewards, dones, infos = env.step(np.arange(4))
+            differ = differ or not np.array_equal(obs["RGB"][0], obs["RGB"][1])
+            assert rewards.shape == (4,)
+            assert dones.all() == (step == 6)
+        assert differ
+        assert all(info["TimeLimit.truncated"] for info in infos)
+        assert infos[2]["terminal_observation"]["RGB"].shape == (40, 40, 3)
+        # An agent may observe the same after its reset.
+        lasts = [info["terminal_observation"]["RGB"] for info in infos]
+        assert any(
+            not np.array_equal(*pair) for pair in zip(lasts, obs["RGB"], strict=True)
+        )
+        assert env.render().ndim == 3
 
 
 @needs("meltingpot")
@@ -193,14 +197,13 @@ def test_melting_pot_trains_with_shared_parameters():
         keys=("RGB", "INVENTORY"),
         max_steps=12,
     )
-    env = VecMonitor(TWO_WORKERS([make_env] * 2))
-    model = PPO(
-        "MultiInputPolicy", env, n_steps=16, batch_size=32, n_epochs=1, device="cpu"
-    )
-    model.learn(3 * 16 * 4)
-    assert model.num_timesteps == 192
-    assert {info["l"] for info in model.ep_info_buffer} == {12}
-    env.close()
+    with closing(VecMonitor(TWO_WORKERS([make_env] * 2))) as env:
+        model = PPO(
+            "MultiInputPolicy", env, n_steps=16, batch_size=32, n_epochs=1, device="cpu"
+        )
+        model.learn(3 * 16 * 4)
+        assert model.num_timesteps == 192
+        assert {info["l"] for info in model.ep_info_buffer} == {12}
 
 
 # ---- action masks for sb3-contrib, `VecNormalize`, callbacks -------------------------------------
@@ -223,35 +226,37 @@ def legal(action):
     ids=["dummy", "method", "info"],
 )
 def test_masks_are_those_of_where_the_envs_are(make, make_env):
-    env = make([functools.partial(make_env, length) for length in (3, 5)])
-    assert env.has_attr("action_masks")
-    assert env.observation_space == spaces.Box(-1, 1, (2,), np.float32)
-    env.reset()
-    num_ends = 0
-    expected = [0, 0]
-    for _ in range(8):
-        masks = env.action_masks()
-        assert (masks.dtype, masks.shape) == (bool, (2, 4))
-        assert masks.tolist() == [legal(step).tolist() for step in expected]
-        assert (
-            env.env_method("action_masks", indices=1)[0].tolist() == masks[1].tolist()
-        )
-        _, _, dones, infos = env.step(masks.argmax(1))
-        assert not any(info["was_illegal"] for info in infos)
-        expected = [
-            0 if done else step + 1 for step, done in zip(expected, dones, strict=True)
-        ]
-        num_ends += int(dones.sum())
-    assert num_ends == 3
-    env.close()
+    with closing(
+        make([functools.partial(make_env, length) for length in (3, 5)])
+    ) as env:
+        assert env.has_attr("action_masks")
+        assert env.observation_space == spaces.Box(-1, 1, (2,), np.float32)
+        env.reset()
+        num_ends = 0
+        expected = [0, 0]
+        for _ in range(8):
+            masks = env.action_masks()
+            assert (masks.dtype, masks.shape) == (bool, (2, 4))
+            assert masks.tolist() == [legal(step).tolist() for step in expected]
+            assert (
+                env.env_method("action_masks", indices=1)[0].tolist()
+                == masks[1].tolist()
+            )
+            _, _, dones, infos = env.step(masks.argmax(1))
+            assert not any(info["was_illegal"] for info in infos)
+            expected = [
+                0 if done else step + 1
+                for step, done in zip(expected, dones, strict=True)
+            ]
+            num_ends += int(dones.sum())
+        assert num_ends == 3
 
 
 def test_an_env_without_masks_has_none():
-    env = TWO_WORKERS([make_cartpole])
-    assert not env.has_attr("action_masks")
-    with pytest.raises(AttributeError):
-        env.action_masks()
-    env.close()
+    with closing(TWO_WORKERS([make_cartpole])) as env:
+        assert not env.has_attr("action_masks")
+        with pytest.raises(AttributeError):
+            env.action_masks()
 
 
 @needs("pettingzoo")
@@ -259,42 +264,40 @@ def test_agents_of_pettingzoo_have_rows_and_masks():
     from tests.envs.pettingzoo_masked import MaskedAgents
 
     for make in (DummyVecEnv, TWO_WORKERS):
-        env = make([MaskedAgents] * 2)
-        assert (env.num_envs, env.action_space) == (4, spaces.Discrete(4))
-        assert env.observation_space == spaces.Box(-1, 1, (2,), np.float32)
-        env.reset()
-        assert env.reset_infos == [{"name": "agent_0"}, {"name": "agent_1"}] * 2
-        for step in range(6):
-            assert env.action_masks().tolist() == [
-                legal(step % 4 + agent).tolist() for agent in (0, 1, 0, 1)
-            ]
-            actions = env.action_masks().argmax(1)
-            actions[3] = (step % 4 + 1) % 4
-            _, rewards, dones, infos = env.step(actions)
-            assert rewards.tolist() == [1, 1, 1, -10]
-            assert [info["was_illegal"] for info in infos] == [
-                False,
-                False,
-                False,
-                True,
-            ]
-            assert dones.all() == (step == 3)
-        env.close()
+        with closing(make([MaskedAgents] * 2)) as env:
+            assert (env.num_envs, env.action_space) == (4, spaces.Discrete(4))
+            assert env.observation_space == spaces.Box(-1, 1, (2,), np.float32)
+            env.reset()
+            assert env.reset_infos == [{"name": "agent_0"}, {"name": "agent_1"}] * 2
+            for step in range(6):
+                assert env.action_masks().tolist() == [
+                    legal(step % 4 + agent).tolist() for agent in (0, 1, 0, 1)
+                ]
+                actions = env.action_masks().argmax(1)
+                actions[3] = (step % 4 + 1) % 4
+                _, rewards, dones, infos = env.step(actions)
+                assert rewards.tolist() == [1, 1, 1, -10]
+                assert [info["was_illegal"] for info in infos] == [
+                    False,
+                    False,
+                    False,
+                    True,
+                ]
+                assert dones.all() == (step == 3)
 
 
 @needs("pettingzoo")
 def test_the_info_of_a_single_agent_is_that_of_its_row():
     from tests.envs.pettingzoo_masked import Alone
 
-    env = TWO_WORKERS([Alone] * 2)
-    env.reset()
-    assert env.reset_infos == [{"name": "agent_0"}] * 2
-    infos = env.step(np.array([1, 0]))[3]
-    assert infos == [
-        {"was_illegal": illegal, "TimeLimit.truncated": False}
-        for illegal in (False, True)
-    ]
-    env.close()
+    with closing(TWO_WORKERS([Alone] * 2)) as env:
+        env.reset()
+        assert env.reset_infos == [{"name": "agent_0"}] * 2
+        infos = env.step(np.array([1, 0]))[3]
+        assert infos == [
+            {"was_illegal": illegal, "TimeLimit.truncated": False}
+            for illegal in (False, True)
+        ]
 
 
 @needs("pettingzoo")
@@ -303,20 +306,21 @@ def test_supersuits_function_makes_a_vec_env_of_agents():
     from tests.envs.pettingzoo_masked import MaskedAgents, Named
 
     # Two groups by their names.
-    env = concat_vec_envs_v1(Named, 2, num_cpus=2, base_class="stable_baselines3")
-    assert isinstance(env, SubprocVecEnv)
-    assert (env.num_envs, env.executor.num_workers) == (4, 2)
-    model = PPO(
-        "MlpPolicy",
-        VecMonitor(env),
-        n_steps=16,
-        batch_size=32,
-        n_epochs=1,
-        device="cpu",
-    )
-    model.learn(64)
-    assert {info["l"] for info in model.ep_info_buffer} == {4}
-    env.close()
+    with closing(
+        concat_vec_envs_v1(Named, 2, num_cpus=2, base_class="stable_baselines3")
+    ) as env:
+        assert isinstance(env, SubprocVecEnv)
+        assert (env.num_envs, env.executor.num_workers) == (4, 2)
+        model = PPO(
+            "MlpPolicy",
+            VecMonitor(env),
+            n_steps=16,
+            batch_size=32,
+            n_epochs=1,
+            device="cpu",
+        )
+        model.learn(64)
+        assert {info["l"] for info in model.ep_info_buffer} == {4}
     assert MaskedAgents.possible_agents != Named.possible_agents
 
 
@@ -381,37 +385,39 @@ def test_statistics_of_normalization_are_saved_and_loaded(make, tmp_path):
     """A run that saves its model and its `VecNormalize`, and one that loads both, are those of SB3's own classes."""
     results = []
     for kind in (HostVecEnv, make):
-        env = VecNormalize(VecMonitor(kind([make_cartpole] * 2)), clip_obs=5.0)
-        env.seed(1)
-        model = PPO(
-            "MlpPolicy",
-            env,
-            n_steps=32,
-            batch_size=32,
-            n_epochs=2,
-            seed=3,
-            device="cpu",
-        )
-        model.learn(128)
-        model.save(tmp_path / "model")
-        env.save(tmp_path / "statistics.pkl")
-        env.close()
-        loaded = VecNormalize.load(
-            tmp_path / "statistics.pkl", VecMonitor(kind([make_cartpole] * 2))
-        )
-        assert loaded.obs_rms.count == env.obs_rms.count
-        loaded.seed(7)
-        resumed = PPO.load(tmp_path / "model", env=loaded, device="cpu")
-        resumed.learn(128, reset_num_timesteps=False)
-        assert resumed.num_timesteps == 256
-        results.append(
-            (
-                loaded.obs_rms.mean,
-                loaded.ret_rms.var,
-                [info["r"] for info in resumed.ep_info_buffer],
+        with closing(
+            VecNormalize(VecMonitor(kind([make_cartpole] * 2)), clip_obs=5.0)
+        ) as env:
+            env.seed(1)
+            model = PPO(
+                "MlpPolicy",
+                env,
+                n_steps=32,
+                batch_size=32,
+                n_epochs=2,
+                seed=3,
+                device="cpu",
             )
-        )
-        loaded.close()
+            model.learn(128)
+            model.save(tmp_path / "model")
+            env.save(tmp_path / "statistics.pkl")
+        with closing(
+            VecNormalize.load(
+                tmp_path / "statistics.pkl", VecMonitor(kind([make_cartpole] * 2))
+            )
+        ) as loaded:
+            assert loaded.obs_rms.count == env.obs_rms.count
+            loaded.seed(7)
+            resumed = PPO.load(tmp_path / "model", env=loaded, device="cpu")
+            resumed.learn(128, reset_num_timesteps=False)
+            assert resumed.num_timesteps == 256
+            results.append(
+                (
+                    loaded.obs_rms.mean,
+                    loaded.ret_rms.var,
+                    [info["r"] for info in resumed.ep_info_buffer],
+                )
+            )
     assert len(results[0][2]) > 5
     for mine, theirs in zip(results[1], results[0], strict=True):
         assert np.array_equal(mine, theirs)
@@ -422,43 +428,47 @@ def test_callbacks_see_the_training_and_run_evaluations(make, tmp_path):
     seen = []
     for kind in (HostVecEnv, make):
         out = tmp_path / str(len(seen))
-        env = VecNormalize(VecMonitor(kind([make_cartpole] * 2)))
-        judge = VecNormalize(
-            VecMonitor(kind([make_cartpole] * 2)), training=False, norm_reward=False
-        )
-        env.seed(1)
-        judge.seed(2)
-        check = EvalCallback(
-            judge,
-            n_eval_episodes=4,
-            eval_freq=32,
-            log_path=str(out),
-            best_model_save_path=str(out),
-            verbose=0,
-        )
-        save = CheckpointCallback(32, str(out), save_vecnormalize=True)
-        callbacks = CallbackList(
-            [check, save, StopTrainingOnMaxEpisodes(12), Watcher()]
-        )
-        PPO(
-            "MlpPolicy",
-            env,
-            n_steps=32,
-            batch_size=32,
-            n_epochs=1,
-            seed=3,
-            device="cpu",
-        ).learn(5000, callback=callbacks)
-        evaluations = np.load(out / "evaluations.npz")
-        seen.append(
-            (
-                evaluations["results"],
-                evaluations["timesteps"],
-                sorted(path.name for path in out.iterdir()),
+        with (
+            closing(VecNormalize(VecMonitor(kind([make_cartpole] * 2)))) as env,
+            closing(
+                VecNormalize(
+                    VecMonitor(kind([make_cartpole] * 2)),
+                    training=False,
+                    norm_reward=False,
+                )
+            ) as judge,
+        ):
+            env.seed(1)
+            judge.seed(2)
+            check = EvalCallback(
+                judge,
+                n_eval_episodes=4,
+                eval_freq=32,
+                log_path=str(out),
+                best_model_save_path=str(out),
+                verbose=0,
             )
-        )
-        env.close()
-        judge.close()
+            save = CheckpointCallback(32, str(out), save_vecnormalize=True)
+            callbacks = CallbackList(
+                [check, save, StopTrainingOnMaxEpisodes(12), Watcher()]
+            )
+            PPO(
+                "MlpPolicy",
+                env,
+                n_steps=32,
+                batch_size=32,
+                n_epochs=1,
+                seed=3,
+                device="cpu",
+            ).learn(5000, callback=callbacks)
+            evaluations = np.load(out / "evaluations.npz")
+            seen.append(
+                (
+                    evaluations["results"],
+                    evaluations["timesteps"],
+                    sorted(path.name for path in out.iterdir()),
+                )
+            )
     assert seen[0][0].size >= 4
     assert "best_model.zip" in seen[0][2]
     assert any("vecnormalize" in name for name in seen[0][2])

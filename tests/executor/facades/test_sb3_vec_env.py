@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from contextlib import closing
 from dataclasses import replace
 
 from tests.extras import needs, skip_without
@@ -47,21 +48,19 @@ ZEROS = np.zeros(3, np.int64)
 
 @pytest.fixture
 def sampled(make):
-    env = make([SampledEnv, functools.partial(SampledEnv, length=3), make_tagged])
-    yield env
-    env.close()
+    with closing(
+        make([SampledEnv, functools.partial(SampledEnv, length=3), make_tagged])
+    ) as env:
+        yield env
 
 
 def test_in_a_block_sb3_has_these_classes():
-    with installed():
-        env = make_vec_env(make_cartpole, n_envs=2)
+    with installed(), closing(make_vec_env(make_cartpole, n_envs=2)) as env:
         shown = "DummyVecEnv(SerialEnv(2 x gymnasium, num_workers=0, "
         assert (type(env), repr(env)[: len(shown)]) == (DummyVecEnv, shown)
-        env.close()
-    env = make_vec_env(make_cartpole, n_envs=1)
-    assert isinstance(env, VecEnv)
-    assert not isinstance(env, ExecutorVecEnv)
-    env.close()
+    with closing(make_vec_env(make_cartpole, n_envs=1)) as env:
+        assert isinstance(env, VecEnv)
+        assert not isinstance(env, ExecutorVecEnv)
 
 
 @BOTH
@@ -116,10 +115,11 @@ def test_pictures_are_tiled(sampled):
 
 @BOTH
 def test_without_pictures_there_is_a_warning(make):
-    env = make([functools.partial(SampledEnv, render_mode=None)])
-    with pytest.warns(UserWarning, match="render mode is None"):
+    with (
+        closing(make([functools.partial(SampledEnv, render_mode=None)])) as env,
+        pytest.warns(UserWarning, match="render mode is None"),
+    ):
         assert env.get_images() == [None]
-    env.close()
 
 
 @BOTH
@@ -168,12 +168,11 @@ def test_a_step_in_two_halves(sampled):
 
 
 def test_fractions_are_no_discrete_actions():
-    env = TWO_WORKERS([SampledEnv] * 2)
-    env.reset()
-    env.step(np.ones(2))  # whole numbers are, whatever their dtype
-    with pytest.raises(ActionError, match=r"0\.5"):
-        env.step(np.array([0.5, 1.0]))
-    env.close()
+    with closing(TWO_WORKERS([SampledEnv] * 2)) as env:
+        env.reset()
+        env.step(np.ones(2))  # whole numbers are, whatever their dtype
+        with pytest.raises(ActionError, match=r"0\.5"):
+            env.step(np.array([0.5, 1.0]))
 
 
 class CountsEnv(Precise):
@@ -183,12 +182,11 @@ class CountsEnv(Precise):
 
 
 def test_integers_that_do_not_fit_are_refused_and_do_not_wrap_around():
-    env = TWO_WORKERS([CountsEnv, CountsEnv])
-    env.reset()
-    with pytest.raises(ActionError, match=str(2**32 + 5)):
-        env.step(np.array([[1], [2**32 + 5]]))
-    assert env.step(np.array([[1], [-7]]))[1].tolist() == [1.0, -7.0]
-    env.close()
+    with closing(TWO_WORKERS([CountsEnv, CountsEnv])) as env:
+        env.reset()
+        with pytest.raises(ActionError, match=str(2**32 + 5)):
+            env.step(np.array([[1], [2**32 + 5]]))
+        assert env.step(np.array([[1], [-7]]))[1].tolist() == [1.0, -7.0]
 
 
 #: Functions to create envs, and actions of another shape than one for each row.
@@ -208,11 +206,10 @@ OTHER_SHAPES = {
 @pytest.mark.parametrize("name", OTHER_SHAPES)
 def test_actions_of_another_shape_are_refused(make, name):
     env_fns, shape = OTHER_SHAPES[name]
-    env = make(env_fns)
-    env.reset()
-    with pytest.raises(ActionError, match=r"step failed: expected .*actions"):
-        env.step(np.zeros(shape, np.int64))
-    env.close()
+    with closing(make(env_fns)) as env:
+        env.reset()
+        with pytest.raises(ActionError, match=r"step failed: expected .*actions"):
+            env.step(np.zeros(shape, np.int64))
 
 
 @pytest.mark.parametrize(
@@ -232,73 +229,73 @@ def test_envs_that_have_no_rows_are_refused(differs):
 
 @BOTH
 def test_errors_name_sb3s_calls(make):
-    env = make([FailingEnv] * 2)
-    with pytest.raises(
-        RuntimeError, match=r"^step_wait failed: .* Call step_async\(actions\) first"
-    ):
-        env.step_wait()
-    env.reset()
-    env.step_async(ZEROS[:2])
-    with pytest.raises(Busy, match=r"^step_async failed: .* Call step_wait\(\) first"):
-        env.step_async(ZEROS[:2])
-    env.step_wait()
-    env.step(ZEROS[:2])
-    with pytest.raises(LookupError):
-        env.step(ZEROS[:2])
-    with pytest.raises(
-        ResetNeeded,
-        match=r"^step failed: .*\[0, 1\].* Call reset\(\)\. No env was stepped\.$",
-    ):
-        env.step(ZEROS[:2])
-    env.reset()
-    with pytest.raises(
-        IndexError, match=r"^get_attr failed: expected indices below 2, got 2\.$"
-    ):
-        env.get_attr("length", indices=[0, 2])
-    if make is TWO_WORKERS:
-        for call in (
-            lambda: env.get_attr("nowhere"),
-            lambda: env.env_method("nowhere"),
+    with closing(make([FailingEnv] * 2)) as env:
+        with pytest.raises(
+            RuntimeError,
+            match=r"^step_wait failed: .* Call step_async\(actions\) first",
         ):
-            with pytest.raises(
-                AttributeError,
-                match=r"^(get_attr|env_method) nowhere failed: the env raised",
+            env.step_wait()
+        env.reset()
+        env.step_async(ZEROS[:2])
+        with pytest.raises(
+            Busy, match=r"^step_async failed: .* Call step_wait\(\) first"
+        ):
+            env.step_async(ZEROS[:2])
+        env.step_wait()
+        env.step(ZEROS[:2])
+        with pytest.raises(LookupError):
+            env.step(ZEROS[:2])
+        with pytest.raises(
+            ResetNeeded,
+            match=r"^step failed: .*\[0, 1\].* Call reset\(\)\. No env was stepped\.$",
+        ):
+            env.step(ZEROS[:2])
+        env.reset()
+        with pytest.raises(
+            IndexError, match=r"^get_attr failed: expected indices below 2, got 2\.$"
+        ):
+            env.get_attr("length", indices=[0, 2])
+        if make is TWO_WORKERS:
+            for call in (
+                lambda: env.get_attr("nowhere"),
+                lambda: env.env_method("nowhere"),
             ):
-                call()
-        for actions in ([None, None], ["a", "b"], [[1], [1, 2]]):
-            with pytest.raises(
-                ActionError,
-                match=r"^step failed: expected actions .* No env was stepped\.$",
-            ):
-                env.step(actions)
-    env.close()
+                with pytest.raises(
+                    AttributeError,
+                    match=r"^(get_attr|env_method) nowhere failed: the env raised",
+                ):
+                    call()
+            for actions in ([None, None], ["a", "b"], [[1], [1, 2]]):
+                with pytest.raises(
+                    ActionError,
+                    match=r"^step failed: expected actions .* No env was stepped\.$",
+                ):
+                    env.step(actions)
 
 
 @BOTH
 def test_exception_of_a_reset_keeps_its_type(make):
-    env = make([Refusing] * 2)
-    env.reset()
-    env.set_options({"is_refused": True})
-    with pytest.raises(PermissionError, match="these options"):
+    with closing(make([Refusing] * 2)) as env:
         env.reset()
-    env.set_options()
-    env.reset()
-    # Not the earlier exception.
-    with pytest.raises(ValueError, match="writing observation failed"):
-        env.step(ZEROS[:2])
-    env.close()
+        env.set_options({"is_refused": True})
+        with pytest.raises(PermissionError, match="these options"):
+            env.reset()
+        env.set_options()
+        env.reset()
+        # Not the earlier exception.
+        with pytest.raises(ValueError, match="writing observation failed"):
+            env.step(ZEROS[:2])
 
 
 @BOTH
 def test_a_step_with_four_values_is_named(make):
-    env = make([OldApi] * 2)
-    env.reset()
-    with pytest.raises(
-        ValueError,
-        match=r"got 4 values \(ndarray, float, .*\. This is the API of gym before",
-    ):
-        env.step(ZEROS[:2])
-    env.close()
+    with closing(make([OldApi] * 2)) as env:
+        env.reset()
+        with pytest.raises(
+            ValueError,
+            match=r"got 4 values \(ndarray, float, .*\. This is the API of gym before",
+        ):
+            env.step(ZEROS[:2])
 
 
 class OldApi(SampledEnv):
@@ -355,48 +352,52 @@ def test_envs_of_a_refused_vec_env_are_closed():
 
 
 def test_envs_of_one_worker_do_not_share_what_their_functions_captured():
-    env = SubprocVecEnv([functools.partial(SharingEnv, [])] * 2, num_workers=1)
-    assert [env.env_method("note", what) for what in (1, 2)] == [
-        [[1], [1]],
-        [[1, 2], [1, 2]],
-    ]
-    env.close()
+    with closing(
+        SubprocVecEnv([functools.partial(SharingEnv, [])] * 2, num_workers=1)
+    ) as env:
+        assert [env.env_method("note", what) for what in (1, 2)] == [
+            [[1], [1]],
+            [[1, 2], [1, 2]],
+        ]
 
 
 def test_an_env_made_elsewhere_is_copied_to_its_worker():
     here = SampledEnv()
-    env = SubprocVecEnv([functools.partial(return_it, here)] * 2, num_workers=1)
-    env.reset()
-    env.set_attr("colour", 3, indices=1)
-    assert env.get_attr("colour") == [0, 3]
-    assert here.colour == 0
-    env.close()
+    with closing(
+        SubprocVecEnv([functools.partial(return_it, here)] * 2, num_workers=1)
+    ) as env:
+        env.reset()
+        env.set_attr("colour", 3, indices=1)
+        assert env.get_attr("colour") == [0, 3]
+        assert here.colour == 0
 
 
 @needs("dm-control")
 def test_envs_of_other_families_are_rows_too():
-    env = TWO_WORKERS([NamedFactory("dm_control", "cartpole/swingup")] * 2)
-    assert isinstance(env.observation_space, gymnasium.spaces.Dict)
-    assert env.action_space == gymnasium.spaces.Box(-1, 1, (1,), np.float64)
-    first = env.reset()
-    obs, rewards, dones, _ = env.step(np.ones((2, 1)))
-    assert {key: values.shape for key, values in obs.items()} == {
-        "position": (2, 3),
-        "velocity": (2, 2),
-    }
-    assert not np.array_equal(first["velocity"], obs["velocity"])
-    assert rewards.dtype == np.float32
-    assert not dones.any()
-    env.close()
+    with closing(
+        TWO_WORKERS([NamedFactory("dm_control", "cartpole/swingup")] * 2)
+    ) as env:
+        assert isinstance(env.observation_space, gymnasium.spaces.Dict)
+        assert env.action_space == gymnasium.spaces.Box(-1, 1, (1,), np.float64)
+        first = env.reset()
+        obs, rewards, dones, _ = env.step(np.ones((2, 1)))
+        assert {key: values.shape for key, values in obs.items()} == {
+            "position": (2, 3),
+            "velocity": (2, 2),
+        }
+        assert not np.array_equal(first["velocity"], obs["velocity"])
+        assert rewards.dtype == np.float32
+        assert not dones.any()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start_method", [None, "forkserver", "spawn", "fork"])
 def test_start_methods(start_method):
-    env = SubprocVecEnv([make_cartpole] * 2, start_method, num_workers=2)
-    assert isinstance(env, VecEnv)
-    assert env.reset().shape == (2, 4)
-    env.close()
+    with closing(
+        SubprocVecEnv([make_cartpole] * 2, start_method, num_workers=2)
+    ) as env:
+        assert isinstance(env, VecEnv)
+        assert env.reset().shape == (2, 4)
 
 
 def test_start_method_that_there_is_not():
@@ -427,25 +428,29 @@ def test_start_method_that_there_is_not():
 def test_workers_import_stable_baselines3_for_their_env_alone_and_no_tensorflow(
     make_env, is_wrapped, asked, expected
 ):
-    env = SubprocVecEnv([make_env], options=ExecutorOptions(stall_log_s=60))
-    assert env.env_is_wrapped(Monitor) == [is_wrapped]
-    assert env.env_method("loaded", *asked) == [expected]
-    env.close()
+    with closing(
+        SubprocVecEnv([make_env], options=ExecutorOptions(stall_log_s=60))
+    ) as env:
+        assert env.env_is_wrapped(Monitor) == [is_wrapped]
+        assert env.env_method("loaded", *asked) == [expected]
 
 
 @pytest.mark.slow
 @pytest.mark.broken_pool
 def test_a_lost_worker_is_replaced_and_its_rows_are_cut_off():
-    env = SubprocVecEnv(
-        [DyingEnv] * 2, num_workers=2, options=ExecutorOptions(on_worker_loss="restart")
-    )
-    env.reset()
-    last, *_ = env.step(np.array([1, 1]))
-    _, rewards, dones, infos = env.step(np.array([1, 6]))
-    assert dones.tolist() == [False, True]
-    assert rewards[1] == 0
-    assert infos[1]["TimeLimit.truncated"]
-    assert infos[1]["interrupted"]
-    np.testing.assert_array_equal(infos[1]["terminal_observation"], last[1])
-    env.step(np.array([1, 1]))
-    env.close()
+    with closing(
+        SubprocVecEnv(
+            [DyingEnv] * 2,
+            num_workers=2,
+            options=ExecutorOptions(on_worker_loss="restart"),
+        )
+    ) as env:
+        env.reset()
+        last, *_ = env.step(np.array([1, 1]))
+        _, rewards, dones, infos = env.step(np.array([1, 6]))
+        assert dones.tolist() == [False, True]
+        assert rewards[1] == 0
+        assert infos[1]["TimeLimit.truncated"]
+        assert infos[1]["interrupted"]
+        np.testing.assert_array_equal(infos[1]["terminal_observation"], last[1])
+        env.step(np.array([1, 1]))

@@ -190,16 +190,17 @@ def plain(td: TensorDictBase, *key: str) -> list[Any]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_episode_statistics_equal_torchrls_transforms(family: str) -> None:
-    counted = TransformedEnv(
-        herd(2, FAMILIES[family], options=ON),
-        Compose(RewardSum(), StepCounter(step_count_key="steps")),
-    )
-    if family != "text":
-        check_env_specs(counted)
-    counted.set_seed(0)
-    torch.manual_seed(0)
-    data = counted.rollout(60, break_when_any_done=False)
-    counted.close()
+    with closing(
+        TransformedEnv(
+            herd(2, FAMILIES[family], options=ON),
+            Compose(RewardSum(), StepCounter(step_count_key="steps")),
+        )
+    ) as counted:
+        if family != "text":
+            check_env_specs(counted)
+        counted.set_seed(0)
+        torch.manual_seed(0)
+        data = counted.rollout(60, break_when_any_done=False)
     for td in (data, data["next"]):
         torch.testing.assert_close(td["episode", "return"], td["episode_reward"])
         assert (td["episode", "length"] == td["steps"]).all()
@@ -374,27 +375,26 @@ MAKERS = {
 def test_steps_with_and_without_tensordicts_share_an_episode(
     make: Callable[[], EnvBase],
 ) -> None:
-    hosted = HostedEnv(make(), has_statistics=True)
-    adapter = adapter_of(hosted)
-    assert (hosted.direct is None) == isinstance(hosted.built, Own)
-    place = [leaf.key for leaf in adapter.spec.observation].index(
-        ("observation:episode/length",)
-    )
-    adapter.reset(0)
-    assert [adapter.step([1])[0][place].item() for _ in range(2)] == [1, 2]
-    with hosted.on_stage():
-        assert plain(
-            hosted.step(TensorDict(action=torch.tensor(1)), is_whole=False),
-            "episode",
-            "length",
-        ) == [3]
-        root = hosted.reset(None, {})
-    assert plain(root, "episode", "length") == [0]
-    assert adapter.step([1])[0][place].item() == 1
-    with hosted.on_stage():
-        assert plain(hosted.current(), "episode", "length") == [1]
-    assert adapter.reset(0)[place].item() == 0
-    hosted.close()
+    with closing(HostedEnv(make(), has_statistics=True)) as hosted:
+        adapter = adapter_of(hosted)
+        assert (hosted.direct is None) == isinstance(hosted.built, Own)
+        place = [leaf.key for leaf in adapter.spec.observation].index(
+            ("observation:episode/length",)
+        )
+        adapter.reset(0)
+        assert [adapter.step([1])[0][place].item() for _ in range(2)] == [1, 2]
+        with hosted.on_stage():
+            assert plain(
+                hosted.step(TensorDict(action=torch.tensor(1)), is_whole=False),
+                "episode",
+                "length",
+            ) == [3]
+            root = hosted.reset(None, {})
+        assert plain(root, "episode", "length") == [0]
+        assert adapter.step([1])[0][place].item() == 1
+        with hosted.on_stage():
+            assert plain(hosted.current(), "episode", "length") == [1]
+        assert adapter.reset(0)[place].item() == 0
 
 
 def test_an_env_that_has_such_an_observation_is_refused() -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 import warnings
+from contextlib import closing
 
 from tests.extras import needs, skip_without
 
@@ -64,11 +65,10 @@ def test_vector_envs_whose_resets_are_steps_are_refused():
 
 @pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.DISABLED])
 def test_other_vector_envs_give_true_last_observations_and_no_step_too_many(mode):
-    env = ParallelEnv(2, lambda: vector_env(mode))
-    env.set_seed(0)
-    torch.manual_seed(0)
-    rollout = env.rollout(60, break_when_any_done=False)
-    env.close()
+    with closing(ParallelEnv(2, lambda: vector_env(mode))) as env:
+        env.set_seed(0)
+        torch.manual_seed(0)
+        rollout = env.rollout(60, break_when_any_done=False)
     assert rollout.shape == (2, 2, 60)
     ended = rollout["next", "terminated"][..., 0]
     last = rollout["next", "observation"]
@@ -96,8 +96,7 @@ class Reusing(own.CountingEnv):
 
 
 def test_envs_that_write_to_the_same_tensors_for_ever():
-    env = ParallelEnv(2, lambda: Reusing(max_steps=3))
-    try:
+    with closing(ParallelEnv(2, lambda: Reusing(max_steps=3))) as env:
         rollout = env.rollout(
             7, lambda td: td.set("action", torch.ones(2, 1)), break_when_any_done=False
         )
@@ -117,8 +116,6 @@ def test_envs_that_write_to_the_same_tensors_for_ever():
                 env.step(kept[-1].copy().set("action", torch.ones(2, 1)))["next"]
             )
         assert [int(td["observation"][0]) for td in kept] == [0, 1, 2, 3]
-    finally:
-        env.close()
 
 
 class Blank(own.CountingEnv):
@@ -163,15 +160,12 @@ class Misshapen(own.CountingEnv):
 
 
 def test_wrong_shapes_are_named_and_lose_no_worker():
-    env = ParallelEnv(2, Misshapen, num_processes=2)
-    try:
+    with closing(ParallelEnv(2, Misshapen, num_processes=2)) as env:
         td = env.step(env.reset().set("action", torch.ones(2, 1, dtype=torch.int8)))
         again = td["next"].set("action", td["action"])
         with pytest.raises(EnvError, match="observation"):
             env.step(again)
         assert env.reset()["observation"].shape == (2, 1)
-    finally:
-        env.close()
 
 
 @needs("pettingzoo")
@@ -183,8 +177,10 @@ def test_agents_that_leave_have_their_masks():
     def make():
         return PettingZooWrapper(simple_tag_v3.parallel_env(max_cycles=5))
 
-    ours, theirs = ParallelEnv(2, make, num_processes=2), OwnSerialEnv(2, make)
-    try:
+    with (
+        closing(ParallelEnv(2, make, num_processes=2)) as ours,
+        closing(OwnSerialEnv(2, make)) as theirs,
+    ):
         for env in (ours, theirs):
             env.set_seed(0)
         torch.manual_seed(0)
@@ -198,9 +194,6 @@ def test_agents_that_leave_have_their_masks():
             for key in other.keys(include_nested=True, leaves_only=True):
                 if isinstance(other[key], torch.Tensor):
                     assert torch.equal(mine[key], other[key]), key
-    finally:
-        ours.close()
-        theirs.close()
 
 
 # ---- workers ------------------------------------------------------------------------------------

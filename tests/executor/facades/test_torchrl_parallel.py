@@ -6,6 +6,7 @@ import pickle
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 from tests.extras import skip_without
@@ -96,8 +97,10 @@ def types_of(td: TensorDictBase) -> dict[Any, Any]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rollouts_are_torchrls_serial_ones(family: str) -> None:
     rollouts = []
-    theirs = torchrl.envs.SerialEnv(2, FAMILIES[family])
-    with started(2, FAMILIES[family]) as ours:
+    with (
+        closing(torchrl.envs.SerialEnv(2, FAMILIES[family])) as theirs,
+        started(2, FAMILIES[family]) as ours,
+    ):
         # TorchRL's specs hold random examples.
         assert ours.specs == theirs.specs or family == "text"
         for env in (theirs, ours):
@@ -114,7 +117,6 @@ def test_rollouts_are_torchrls_serial_ones(family: str) -> None:
             )
         assert family not in DIRECT or "steps=direct" in repr(ours)
         check_env_specs(ours)
-    theirs.close()
     for their, our in zip(*rollouts, strict=True):
         assert type(their) is type(our)
         assert_close(their, our, rtol=0, atol=0)
@@ -214,44 +216,44 @@ def test_attributes() -> None:
 def test_lifecycle_views_and_pickling() -> None:
     with started(3, counting) as env:
         env.update_kwargs({})
-        again = copy.deepcopy(env)
-        with pytest.raises(RuntimeError, match="closed environment"):
-            env.close()
-        env.start()
-        with pytest.raises(RuntimeError, match="not closed"):
+        with closing(copy.deepcopy(env)) as again:
+            with pytest.raises(RuntimeError, match="closed environment"):
+                env.close()
             env.start()
-        view = env[[0, 2]]
-        td = view.rollout(2)
-        assert td.shape == (2, 2)
-        rows = env.reset(
-            TensorDict({"_reset": torch.zeros(3, 1, dtype=torch.bool)}, [3])
-        )["observation"]
-        last = td["next", "observation"][:, -1].flatten().tolist()
-        assert rows.flatten().tolist() == [last[0], 0, last[1]]
-        view.close()
-        assert not env.is_closed
-        with pytest.raises(NotImplementedError, match="Boolean masks"):
-            env[torch.tensor([True, False, True])]
-        with pytest.raises(IndexError):
-            env[3]
-        with pytest.raises(NotImplementedError, match="snapshot writeback"):
-            env[0] = counting()
-        left = env[1]
-        env.close()
-        with pytest.raises(RuntimeError, match="closed"):
-            left.reset()
-        assert env.rollout(2).shape == (3, 2)
-        assert again.rollout(2).shape == (3, 2)
-        again.close()
+            with pytest.raises(RuntimeError, match="not closed"):
+                env.start()
+            view = env[[0, 2]]
+            td = view.rollout(2)
+            assert td.shape == (2, 2)
+            rows = env.reset(
+                TensorDict({"_reset": torch.zeros(3, 1, dtype=torch.bool)}, [3])
+            )["observation"]
+            last = td["next", "observation"][:, -1].flatten().tolist()
+            assert rows.flatten().tolist() == [last[0], 0, last[1]]
+            view.close()
+            assert not env.is_closed
+            with pytest.raises(NotImplementedError, match="Boolean masks"):
+                env[torch.tensor([True, False, True])]
+            with pytest.raises(IndexError):
+                env[3]
+            with pytest.raises(NotImplementedError, match="snapshot writeback"):
+                env[0] = counting()
+            left = env[1]
+            env.close()
+            with pytest.raises(RuntimeError, match="closed"):
+                left.reset()
+            assert env.rollout(2).shape == (3, 2)
+            assert again.rollout(2).shape == (3, 2)
 
 
 def test_both_placements_of_transforms_agree() -> None:
     def transformed(env: EnvBase) -> EnvBase:
         return TransformedEnv(env, Compose(StepCounter(3), RewardSum()))
 
-    outer = transformed(ParallelEnv(2, own.CountingEnv))
-    inner = ParallelEnv(2, lambda: transformed(own.CountingEnv()))
-    try:
+    with (
+        closing(transformed(ParallelEnv(2, own.CountingEnv))) as outer,
+        closing(ParallelEnv(2, lambda: transformed(own.CountingEnv()))) as inner,
+    ):
         rollouts = []
         for env in (outer, inner):
             env.set_seed(0)
@@ -259,9 +261,6 @@ def test_both_placements_of_transforms_agree() -> None:
             rollouts.append(env.rollout(11, break_when_any_done=False))
         assert rollouts[0]["next", "done"].any()
         assert_close(*rollouts)
-    finally:
-        outer.close()
-        inner.close()
 
 
 def test_different_tasks_and_kwargs() -> None:
@@ -302,12 +301,11 @@ class Bounded(own.CountingEnv):
 
 def test_tasks_that_differ_in_their_bounds_alone_are_torchrls() -> None:
     tasks = [lambda: Bounded(5), lambda: Bounded(9)]
-    theirs, rollouts = torchrl.envs.SerialEnv(2, tasks), []
-    with started(2, tasks) as ours:
+    rollouts = []
+    with closing(torchrl.envs.SerialEnv(2, tasks)) as theirs, started(2, tasks) as ours:
         for env in (theirs, ours):
             torch.manual_seed(0)
             rollouts.append(env.rollout(8, break_when_any_done=False))
-    theirs.close()
     assert rollouts[0]["next", "done"].any()
     assert type(rollouts[0]) is type(rollouts[1])
     assert_close(*rollouts)
@@ -399,9 +397,8 @@ def test_constructor_arguments() -> None:
         device="cpu",
     ) as env:
         assert env.rollout(3).device == torch.device("cpu")
-    made = ParallelEnv.make_parallel(own.CountingEnv, num_envs=2)
-    assert made.rollout(2).shape == (2, 2)
-    made.close()
+    with closing(ParallelEnv.make_parallel(own.CountingEnv, num_envs=2)) as made:
+        assert made.rollout(2).shape == (2, 2)
 
 
 def test_seeded_rollouts_do_not_depend_on_the_number_of_processes() -> None:

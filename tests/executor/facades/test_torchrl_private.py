@@ -3,6 +3,7 @@
 import ast
 import functools
 import re
+from contextlib import closing
 from pathlib import Path
 
 from tests.extras import skip_without
@@ -57,15 +58,14 @@ def names_in(file: Path) -> set[str]:
 @functools.cache
 def names_of_torchrl() -> set[str]:
     """Return the private names of TorchRL's batched envs and wrappers, including those of their values."""
-    env = torchrl.envs.SerialEnv(2, own.CountingEnv)
-    env.reset()
-    found = {
-        *dir(torchrl.envs.ParallelEnv),
-        *dir(torchrl.envs.SerialEnv),
-        *dir(torchrl.envs.GymEnv),
-        *vars(env),
-    }
-    env.close()
+    with closing(torchrl.envs.SerialEnv(2, own.CountingEnv)) as env:
+        env.reset()
+        found = {
+            *dir(torchrl.envs.ParallelEnv),
+            *dir(torchrl.envs.SerialEnv),
+            *dir(torchrl.envs.GymEnv),
+            *vars(env),
+        }
     return found - {"_modules"}
 
 
@@ -152,9 +152,8 @@ class Outside(Transform):
 def test_transforms_say_whether_they_may_live_in_a_worker() -> None:
     with pytest.raises(RuntimeError, match="put this around"):
         ParallelEnv(2, lambda: TransformedEnv(own.CountingEnv(), Compose(Outside())))
-    env = TransformedEnv(ParallelEnv(2, own.CountingEnv), Outside())
-    assert env.rollout(2).shape == (2, 2)
-    env.close()
+    with closing(TransformedEnv(ParallelEnv(2, own.CountingEnv), Outside())) as env:
+        assert env.rollout(2).shape == (2, 2)
 
 
 @pytest.mark.slow

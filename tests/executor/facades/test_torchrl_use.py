@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import warnings
+from contextlib import closing
 from pathlib import Path
 
 from tests.extras import needs, skip_without
@@ -94,12 +95,9 @@ def test_collectors_over_processes_and_a_replay_buffer(tmp_path: Path) -> None:
 
 @needs("meltingpot")
 def test_the_melting_pot_script() -> None:
-    env = ParallelEnv(2, lambda: MeltingpotEnv(SUBSTRATE))
-    try:
+    with closing(ParallelEnv(2, lambda: MeltingpotEnv(SUBSTRATE))) as env:
         rollout = env.rollout(3)
         assert rollout["agents", "observation", "RGB"].shape[:3] == (2, 3, 2)
         assert rollout["RGB"].dtype == torch.uint8
         td = env.reset(rollout[:, -1].select(*env.reset_keys, strict=False))
         assert td.shape == (2,)
-    finally:
-        env.close()

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import closing
 from types import SimpleNamespace
 
 import numpy as np
@@ -95,15 +96,14 @@ def test_a_stack_is_complete_though_the_worker_is_stopped_between_two_lines(
 def test_statistics_and_a_watch_from_outside_agree():
     with ParallelEnv(3, CountingEnv, num_workers=2, seed=0) as env:
         (plate,) = own_plates()
-        watch = Watch(plate)
-        assert (watch.pid, watch.env, watch.num_envs) == (os.getpid(), "plain", 3)
-        rolled(env)
-        # Soon after the last answer.
-        wait_for(
-            lambda: {inner.phase for inner in env.statistics().workers} == {"idle"}
-        )
-        view, inside = watch.look(), env.statistics()
-        watch.close()
+        with closing(Watch(plate)) as watch:
+            assert (watch.pid, watch.env, watch.num_envs) == (os.getpid(), "plain", 3)
+            rolled(env)
+            # Soon after the last answer.
+            wait_for(
+                lambda: {inner.phase for inner in env.statistics().workers} == {"idle"}
+            )
+            view, inside = watch.look(), env.statistics()
         for seen, inner in zip(view.workers, inside.workers, strict=True):
             same = (
                 "pid",
@@ -142,9 +142,8 @@ def test_a_restarted_worker_is_seen(tmp_path):
         os.kill(before, 9)
         rolled(env, 3)
         (plate,) = own_plates()
-        watch = Watch(plate)
-        seen = watch.look().workers[1]
-        watch.close()
+        with closing(Watch(plate)) as watch:
+            seen = watch.look().workers[1]
         assert seen.generation == 1
         assert seen.pid == env.statistics().workers[1].pid != before
 
@@ -182,12 +181,11 @@ def test_executors_of_other_processes_are_found_until_they_end():
     try:
         assert other.stdout.readline() == b"made\n"
         (plate,) = (one for one in plates() if one.pid == other.pid)
-        watch = Watch(plate)
-        assert (watch.num_envs, watch.env) == (2, "plain")
-        assert "CountingEnv" in watch.command
-        # Soon after its last answer.
-        wait_for(lambda: watch.look().workers[0].phase == "idle")
-        watch.close()
+        with closing(Watch(plate)) as watch:
+            assert (watch.num_envs, watch.env) == (2, "plain")
+            assert "CountingEnv" in watch.command
+            # Soon after its last answer.
+            wait_for(lambda: watch.look().workers[0].phase == "idle")
     finally:
         other.kill()
         other.communicate()

@@ -329,9 +329,7 @@ if __name__ == "__main__":
 @needs("gymnasium")
 @pytest.mark.slow
 def test_a_factory_of_the_script_in_a_child_of_multiprocessing(script_host, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    done = script_host.run(script, folder=tmp_path, output=tmp_path)
+    done = script_host.run_text(SCRIPT, folder=tmp_path)
     assert done.stdout == "collected 6\n", done.stderr
 
 

@@ -213,8 +213,7 @@ def test_worker_of_another_interpreter_ends_with_its_owner(
     python, script_host, tmp_path
 ):
     (tmp_path / "drift_module.py").write_text(MODULE)
-    script = tmp_path / "script.py"
-    script.write_text(
+    done = script_host.run_text(
         textwrap.dedent(f"""
         import os, signal
         from envherd import InPython, ParallelEnv
@@ -222,9 +221,9 @@ def test_worker_of_another_interpreter_ends_with_its_owner(
         env.reset()
         print(*(worker.pid for worker in env.statistics().workers), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
-        """)
+        """),
+        folder=tmp_path,
     )
-    done = script_host.run(script, folder=tmp_path, output=tmp_path)
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2, done.stderr
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))

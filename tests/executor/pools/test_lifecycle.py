@@ -113,30 +113,24 @@ def test_an_alarm_while_a_helper_ends_is_raised(monkeypatch):
 @pytest.mark.slow
 def test_a_helper_that_hangs_up_and_ends_late_is_a_lost_worker(monkeypatch):
     monkeypatch.setattr(helper, "_HELPER_END_S", 0.1)
-    zygote = Helper(ExecutorOptions(), [])
-    zygote.wait_ready()
-    try:
+    with contextlib.closing(Helper(ExecutorOptions(), [])) as zygote:
+        zygote.wait_ready()
         zygote._sock.shutdown(socket.SHUT_RD)  # as if it had closed its end
         with pytest.raises(
             WorkerLost, match="the helper process that forks workers has ended"
         ):
             zygote._answer(-1, timeout_s=10.0)
-    finally:
-        zygote.close()
 
 
 @pytest.mark.slow
 def test_helpers_answer_counts_after_a_stop_beyond_its_deadline():
-    zygote = Helper(ExecutorOptions(), [])
-    zygote.wait_ready()
-    try:
+    with contextlib.closing(Helper(ExecutorOptions(), [])) as zygote:
+        zygote.wait_ready()
         number = zygote._post({"op": "resume"}, [])
         select.select([zygote._sock], [], [])
         assert zygote._answer(number, timeout_s=-1.0)["is_current"]
         with pytest.raises(DeadlinePassed):
             zygote._answer(-1, timeout_s=0.0)
-    finally:
-        zygote.close()
 
 
 @pytest.mark.slow
@@ -317,9 +311,7 @@ while env.engine.pool.words.has_answered().all() and not env.statistics().env_st
 @pytest.mark.parametrize("step_s", [0, 0.01, 60])
 def test_exit_during_a_threads_call_reports_no_loss(step_s, script_host, tmp_path):
     """The thread gets `Closed`, and nothing is logged."""
-    script = tmp_path / "ends.py"
-    script.write_text(_ENDS_IN_A_CALL)
-    done = script_host.run(script, str(step_s), folder=tmp_path, output=tmp_path)
+    done = script_host.run_text(_ENDS_IN_A_CALL, str(step_s), folder=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "Closed\n", "")
 
 

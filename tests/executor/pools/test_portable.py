@@ -266,12 +266,9 @@ if sys.argv[1] == "killed":
 @pytest.mark.parametrize("end", ["hung", "killed", "returns"])
 def test_an_owner_that_ends_leaves_nothing(end, script_host, tmp_path):
     """The script has no main guard, and defines its env itself."""
-    script, temporary = tmp_path / "owner.py", tmp_path / "temporary"
-    script.write_text(_OWNER)
+    temporary = tmp_path / "temporary"
     temporary.mkdir()
-    done = script_host.run(
-        script, end, folder=tmp_path, output=tmp_path, TMPDIR=str(temporary)
-    )
+    done = script_host.run_text(_OWNER, end, folder=tmp_path, TMPDIR=str(temporary))
     assert done.returncode == (0 if end == "returns" else -signal.SIGKILL), done.stderr
     owner, *pids = map(int, done.stdout.split())
     assert len(pids) == 2
@@ -301,9 +298,7 @@ env.close()
 
 def test_script_without_main_guard_ends_with_one_clear_error(script_host, tmp_path):
     """The spawned process runs the script again; it starts no workers, and the script continues."""
-    script = tmp_path / "unguarded.py"
-    script.write_text(_UNGUARDED)
-    done = script_host.run(script, folder=tmp_path, output=tmp_path)
+    done = script_host.run_text(_UNGUARDED, folder=tmp_path)
     assert (done.returncode, done.stdout) == (0, "child 1\n")
     assert (
         done.stderr.count("Put what makes the executor into a function, or under") == 1

@@ -305,14 +305,15 @@ def test_the_helper_of_torchrls_envs_is_kept_and_has_no_tensorflow(monkeypatch):
     monkeypatch.setattr(zygote, "_KEPT_CPU_S", 0.5)  # also on a quick machine
     helpers = []
     for _ in range(2):
-        env = torchrl.ParallelEnv(
-            2, functools.partial(GymEnv, "CartPole-v1"), num_processes=1
-        )
-        env.reset()
-        (worker,) = {handle.pid for handle in env._workers}
-        helpers.append(psutil.Process(worker).ppid())
-        assert "tensorflow" not in Path(f"/proc/{worker}/maps").read_text()
-        env.close()
+        with contextlib.closing(
+            torchrl.ParallelEnv(
+                2, functools.partial(GymEnv, "CartPole-v1"), num_processes=1
+            )
+        ) as env:
+            env.reset()
+            (worker,) = {handle.pid for handle in env._workers}
+            helpers.append(psutil.Process(worker).ppid())
+            assert "tensorflow" not in Path(f"/proc/{worker}/maps").read_text()
     assert helpers[0] == helpers[1]
 
 
@@ -336,7 +337,6 @@ def test_the_modules_of_the_torchrl_facade_exist():
 def test_facades_share_it():
     helpers = set()
     for _ in range(2):
-        env = SubprocVecEnv([Seeing])
-        helpers.update(env.env_method("helper"))
-        env.close()
+        with contextlib.closing(SubprocVecEnv([Seeing])) as env:
+            helpers.update(env.env_method("helper"))
     assert len(helpers) == 1

@@ -588,9 +588,7 @@ if sys.argv[1] == "is killed in a branch":
     ],
 )
 def test_copies_end_with_their_owner(end, after_s, script_host, tmp_path):
-    script = tmp_path / "owner.py"
-    script.write_text(_OWNER)
-    done = script_host.run(script, end, str(after_s), folder=tmp_path, output=tmp_path)
+    done = script_host.run_text(_OWNER, end, str(after_s), folder=tmp_path)
     assert done.returncode == (0 if end == "returns" else -signal.SIGKILL), done.stderr
     pids = list(map(int, done.stdout.split()))
     assert len(pids) == 4

@@ -395,9 +395,7 @@ run.finish()
 @needs("wandb")
 @pytest.mark.slow
 def test_weights_and_biases_takes_what_the_logger_writes(script_host, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(WITH_WANDB)
-    done = script_host.run(script, str(tmp_path), folder=tmp_path, output=tmp_path)
+    done = script_host.run_text(WITH_WANDB, str(tmp_path), folder=tmp_path)
     assert done.returncode == 0, done.stderr
     (written,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     assert b"episode/return" in written.read_bytes()
