@@ -216,7 +216,16 @@ class Schema:
             digest_size=8,
         ).digest()
         self.id = int.from_bytes(digest, "little") >> 1 or 1
-        self._records: dict[int, np.dtype] = {}
+        fields = {str(field.place): field for field in root.stored()}
+        # As short as it can be: a copy of some records has no bytes of other infos.
+        self._record = np.dtype(
+            {
+                "names": [*fields],
+                "formats": [(one.dtype, one.shape) for one in fields.values()],
+                "offsets": [*map(int, fields)],
+                "itemsize": nbytes,
+            }
+        )
         # Records -> infos, with values in their own memory.
         self.infos = compile_reader(root)
 
@@ -256,18 +265,7 @@ class Schema:
 
     def records(self, rows: np.ndarray) -> np.ndarray:
         """Return rows, uint8 `[k, width]` and contiguous, as records `[k]` (VIEW), whose items are named by places."""
-        width = rows.shape[1]
-        if width not in self._records:
-            fields = {str(field.place): field for field in self.root.stored()}
-            self._records[width] = np.dtype(
-                {
-                    "names": [*fields],
-                    "formats": [(one.dtype, one.shape) for one in fields.values()],
-                    "offsets": [*map(int, fields)],
-                    "itemsize": width,
-                }
-            )
-        return np.ndarray(len(rows), self._records[width], rows)
+        return np.ndarray(len(rows), self._record, rows, 0, rows.strides[:1])
 
 
 def compile_reader(field: SchemaField) -> Reader:
