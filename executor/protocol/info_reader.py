@@ -45,7 +45,11 @@ class Part(NamedTuple):
         if self.schema is None:
             return [self.records]
         records = self.records
-        if len(self.env_ids) < len(records):
+        if len(self.env_ids) == 1:
+            # A slice takes a seventh of the time of an index of arrays.
+            env_id = int(self.env_ids[0])
+            records = records[env_id : env_id + 1]
+        elif len(self.env_ids) < len(records):
             records = records[self.env_ids]
         return self.schema.infos(records)
 

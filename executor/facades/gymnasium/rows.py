@@ -159,10 +159,15 @@ class Observations:
             else partial(rows_at, leaf.after)
             for index, leaf in enumerate(self._columns)
         ]
-        # The index of one row's value in a batch of each leaf, after the number of the row: a Box's value is an array,
-        # also if its shape is ().
-        self._tails = [
-            () if isinstance(space, spaces.Discrete) else (...,) for space in seen
+        #: Of each leaf: row, column of a step -> a copy of the row's value.
+        self._takes_of_row: list[Callable[[int, int], Any]] = [
+            partial(self._object, index)
+            if leaf is None
+            # A Box's value is an array, also if its shape is ().
+            else partial(
+                _row, leaf.after, () if isinstance(space, spaces.Discrete) else (...,)
+            )
+            for index, (leaf, space) in enumerate(zip(self._columns, seen, strict=True))
         ]
         self._join = builder(native_tree(single_space, ""))
 
@@ -199,17 +204,16 @@ class Observations:
 
     def last_of(self, row: int, column: int) -> Any:
         """Return a copy of the observation of one row's latest step, not batched; call it before `after`."""
-        return self._join(
-            [
-                loads(self._side.next[row][index])
-                if leaf is None
-                else leaf.after.look(column)[row, *tail].copy()
-                for index, (leaf, tail) in enumerate(
-                    zip(self._columns, self._tails, strict=True)
-                )
-            ]
-        )
+        return self._join([take(row, column) for take in self._takes_of_row])
+
+    def _object(self, index: int, row: int, _column: int) -> Any:
+        return loads(self._side.next[row][index])
 
     def _objects(self, index: int, _column: int = 0) -> tuple[Any, ...]:
         latest = self._side.latest(self._positions.in_root)
         return tuple(loads(latest[i][index]) for i in self._ids.tolist())
+
+
+def _row(leaf: Column, tail: tuple[Any, ...], row: int, column: int) -> Any:
+    """Return a copy of one row of a leaf."""
+    return leaf.look(column)[row, *tail].copy()

@@ -243,18 +243,18 @@ class ExecutorVecEnv(Hosted, VecEnv):  # type: ignore[misc]  # mypy is not shown
     def _step_infos(self) -> list[Info]:
         """Return a fresh info for every row."""
         infos = self._infos_of("next")
-        rows = range(self.num_envs)
-        if not infos:
-            return [{"TimeLimit.truncated": False} for _ in rows]
-        if self.num_agents == 1 and not self._agents:
-            return [
-                {**infos.get(row, {}), "TimeLimit.truncated": False} for row in rows
-            ]
-        # Some share one.
-        return [
-            {**deepcopy(self._of_row(infos, row)), "TimeLimit.truncated": False}
-            for row in rows
+        fresh: list[Info] = [
+            {"TimeLimit.truncated": False} for _ in range(self.num_envs)
         ]
+        if self.num_agents == 1 and not self._agents:
+            for row, info in infos.items():
+                fresh[row] = {**info, "TimeLimit.truncated": False}
+        elif infos:
+            for row in range(self.num_envs):
+                # Some share one.
+                info = deepcopy(self._of_row(infos, row))
+                fresh[row] = {**info, "TimeLimit.truncated": False}
+        return fresh
 
     def _of_row(self, infos: Mapping[int, Info], row: int) -> Info:
         """Return the info of a row: of its env, or of its agent where the env has an info for each (PettingZoo)."""
