@@ -229,11 +229,17 @@ def test_info_changed_by_a_thread_is_sent_as_a_message(
     assert not slab.words["info_ids"].any()
 
 
-@pytest.mark.parametrize("dtype", ["|O", "O", "i4,O", "|S3", "<U3", "|V8", "<M8[s]"])
-def test_a_message_with_objects_is_refused(dtype: str) -> None:
-    """A worker could make them point anywhere."""
+HOSTILE = [
+    *({"dtype": dtype} for dtype in ("|O", "O", "i4,O", "|S3", "<U3", "|V8", "<M8[s]")),
+    {"place": "0=print('run')"},
+]
+
+
+@pytest.mark.parametrize("parts", HOSTILE, ids=str)
+def test_a_message_with_objects_or_code_is_refused(parts: dict[str, str]) -> None:
+    """A worker could make values point anywhere, and the caller run its code."""
     root = Schema.of({"a": np.zeros(1)}).root
-    item = root.items[0]._replace(dtype=dtype)
+    item = root.items[0]._replace(**parts)
     received = plain.decode(plain.encode(root._replace(items=(item,))))
-    with pytest.raises(ValueError, match="expected a numeric dtype"):
+    with pytest.raises(ValueError, match=r"expected a numeric dtype|invalid literal"):
         SchemaField.from_plain(received)
