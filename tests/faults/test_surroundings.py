@@ -537,6 +537,7 @@ QUICK_MEDDLING = {
     "installs signal handlers",
     "starts processes",
     "forks",
+    "forks a process that raises",
 }
 
 
