@@ -52,7 +52,8 @@ def example_of(name: str | Path, like: Any) -> np.ndarray:
         array = np.zeros((), like) if is_type else as_array(like)
     except Exception as error:
         raise SpecError(f"infos[{name!r}]: {explain(error)}.") from None
-    if array.dtype.kind not in "biufc":
+    # torch has no long doubles.
+    if array.dtype.kind not in "biufc" or array.dtype.char in "gG":
         raise SpecError(
             f"infos[{name!r}]: expected a number, an array of numbers, or int, float, bool or a numpy dtype, "
             f"got {type(like).__name__}."

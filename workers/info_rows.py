@@ -184,11 +184,8 @@ def _numeric_dtype(value: Any) -> str:
 
 
 def _encoded(text: str) -> np.ndarray:
-    """Return a text with its length; `DoesNotFit` if it is too long, or has no encoding."""
-    try:
-        data = text.encode()
-    except UnicodeEncodeError:
-        raise DoesNotFit from None
+    """Return a text with its length; `DoesNotFit` if it is too long, `UnicodeEncodeError` if it has no encoding."""
+    data = text.encode()
     if len(data) > TEXT_BYTES:
         raise DoesNotFit
     return np.frombuffer(len(data).to_bytes(_LENGTH_BYTES, "little") + data, np.uint8)
@@ -213,7 +210,10 @@ class Schema:
         self.nbytes = nbytes
         # From the content, so that the caller can compare ids of all workers.
         digest = hashlib.blake2b(
-            json.dumps([root, nbytes]).encode(),
+            # As in `plain`, so that lone surrogates are no character.
+            json.dumps([root, nbytes], ensure_ascii=False).encode(
+                errors="surrogatepass"
+            ),
             digest_size=8,
         ).digest()
         self.id = int.from_bytes(digest, "little") >> 1 or 1
@@ -236,6 +236,7 @@ class Schema:
 
         Raises:
             DoesNotFit: it has none.
+            UnicodeEncodeError: it has none, as a text in it has no encoding.
         """
         description = _Description()
         root = description.field_of(info)
@@ -259,7 +260,7 @@ class Schema:
         try:
             if _Description().field_of(info) != self.root:
                 return 0
-        except DoesNotFit:
+        except (DoesNotFit, UnicodeEncodeError):
             return 0
         self.root.write(info, to)
         return self.id

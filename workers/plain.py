@@ -31,7 +31,10 @@ def encode(value: Any) -> bytes:
         NotPlain: it holds something else.
     """
     buffers: list[bytes] = []
-    text = json.dumps(_lower(value, buffers, "value"), separators=(",", ":")).encode()
+    # Unescaped: the escapes of two lone surrogates are those of one character.
+    text = json.dumps(
+        _lower(value, buffers, "value"), ensure_ascii=False, separators=(",", ":")
+    ).encode(errors="surrogatepass")
     sizes = struct.pack(f"<{len(buffers)}Q", *map(len, buffers))
     return b"".join((_HEAD.pack(len(text), len(buffers)), sizes, text, *buffers))
 

@@ -2,8 +2,9 @@
 
 Guarantees: a value is stored only if it has the leaf's shape, and the leaf's dtype or one that casts to it within its
 kind (float64 to float32, int64 to int32, which many envs need). A scalar is never broadcast over an array, a float
-never becomes an integer, None never becomes NaN. An array may be passed as the tuple of its rows, which saves stacking
-them first. In the common case, an array of the right dtype and shape, the check is one comparison.
+never becomes an integer, an integer never becomes another one, None never becomes NaN. An array may be passed as the
+tuple of its rows, which saves stacking them first. In the common case, an array of the right dtype and shape, the check
+is one comparison.
 """
 
 from collections.abc import Callable
@@ -36,16 +37,16 @@ def coerce(leaf: LeafSpec, value: Any) -> Any:
     # Others would be converted by their code or their text, such as "1" to 1.
     if array.dtype.kind not in "biufc":
         raise _mismatch(leaf, f"{type(value).__name__} of dtype {array.dtype}")
-    casts = np.can_cast(array.dtype, dtype, "same_kind")
-    if array.shape != leaf.shape or not (casts or _is_exact_integer(array, dtype)):
+    if array.shape != leaf.shape or not _casts(array, dtype):
         raise _mismatch(leaf, f"{array.dtype} {array.shape}")
     return array.astype(dtype)
 
 
-def _is_exact_integer(array: np.ndarray, dtype: np.dtype) -> bool:
-    """Return whether integers fit another integer dtype by value (a python int for a uint8 leaf)."""
-    if array.dtype.kind not in "iu" or dtype.kind not in "iu" or array.size == 0:
-        return False
+def _casts(array: np.ndarray, dtype: np.dtype) -> bool:
+    """Return whether values cast to a dtype within its kind, or are integers in its range."""
+    are_integers = array.dtype.kind in "iu" and dtype.kind in "iu"
+    if np.can_cast(array.dtype, dtype) or not (are_integers and array.size):
+        return np.can_cast(array.dtype, dtype, "same_kind")
     limits = np.iinfo(dtype)
     return int(array.min()) >= limits.min and int(array.max()) <= limits.max
 

@@ -73,7 +73,8 @@ RESTART = "ExecutorOptions(on_worker_loss='restart') replaces lost workers."
 _KILLERS = {
     "group": f"The kernel killed it, or a process of its control group, for the memory limit of that group. {_REMEDY}",
     "machine": f"The kernel killed processes for want of memory meanwhile, probably this one too. {_REMEDY}",
-    "nobody": "The kernel has killed no process for want of memory meanwhile: a program sent that signal.",
+    "nobody": "The kernel has killed no process for want of memory meanwhile: a program sent that signal, or a limit "
+    "of CPU time was reached (ulimit -t).",
     "unknown": "Often out of memory: see the memory of each worker in statistics().",
 }
 

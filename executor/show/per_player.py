@@ -193,10 +193,12 @@ class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
             return
         shape = (*value.shape[:dim], len(self.names), *value.shape[dim + 1 :])
         whole = written.setdefault(key, value.new_zeros(shape))
-        if whole.shape != shape:
+        # Floats would be truncated.
+        if whole.shape != shape or not torch.can_cast(value.dtype, whole.dtype):
             raise ValueError(
-                f"PerPlayer failed: expected {'/'.join(key)} of one shape from all policies, got "
-                f"{[*whole.shape[dim + 1 :]]} and {[*shape[dim + 1 :]]}. Use different names."
+                f"PerPlayer failed: expected {'/'.join(key)} of one shape and kind from all policies, got "
+                f"{whole.dtype} {[*whole.shape[dim + 1 :]]} and {value.dtype} {[*shape[dim + 1 :]]}. Use "
+                f"different names."
             )
         whole[(*(slice(None),) * dim, part.at)] = value
 

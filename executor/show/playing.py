@@ -283,9 +283,11 @@ class Play:
         work = _Session(self, self._tasks[0], env, is_own=False).play()
         resume: _Operation = partial(work.send, None)
         try:
-            # No session of a passed executor is yielded.
             while (operation := _next_of(resume)) is not None:
-                resume = _carry_out(work, operation)
+                if isinstance(operation, _Session):
+                    resume = partial(work.send, *_act([operation]))
+                else:
+                    resume = _carry_out(work, operation)
         finally:
             # A run that ends early leaves envs that can be reset: the next call drops their answers.
             sent = np.flatnonzero(engine.states.under_way)
@@ -392,8 +394,10 @@ class Play:
                 self._fail_task(task, error)
                 continue
             task.build_s = time.monotonic() - began
+            # What the caller's `policy_for` raises ends the run.
+            session = _Session(self, task, env, is_own=True)
             with contextlib.suppress(*_FAULTS):  # the next episode gets a new env
-                yield from _Session(self, task, env, is_own=True).play()
+                yield from session.play()
             yield seat.close  # its memory is free before this seat builds another
             task.num_seats -= 1
 
@@ -571,8 +575,8 @@ class _Session:
         ids = list(self.playing)
         self.root = env.current(ids)
         self.waits_since = time.monotonic()
-        is_shared = self._play.rules.max_batch is not None and self._is_own
-        actions = (yield self) if is_shared else _act([self])[0]
+        # What a policy raises is not raised here: it ends the run, and is no fault of the env.
+        actions = yield self
         env.send(actions, ids, maybe_reset=False)
         while ids:
             try:

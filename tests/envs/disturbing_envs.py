@@ -167,6 +167,7 @@ MEDDLING: dict[str, Callable[[], Any]] = {
     "starts threads that keep running": _start_threads,
     "starts processes": _start_processes,
     "forks": _fork,
+    "forks a process that raises": lambda: os.fork() or sys.exit("no simulator"),
     "lowers its limit on files": lambda: resource.setrlimit(
         resource.RLIMIT_NOFILE, (16, 16)
     ),

@@ -538,6 +538,7 @@ QUICK_MEDDLING = {
     "installs signal handlers",
     "starts processes",
     "forks",
+    "forks a process that raises",
 }
 
 

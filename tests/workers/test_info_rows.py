@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from envherd.shm.slab import INFO_BYTES, Slab, plan_slab
@@ -139,15 +139,14 @@ def test_infos_are_read_as_they_were(infos: list[dict[str, Any]]) -> None:
 
 @settings(max_examples=scaled(150, 3000), deadline=None)
 @given(INFOS, INFOS)
+@example(
+    {"\U0001f600": 1}, {"\ud83d\ude00": 1}
+)  # its surrogates, which JSON escapes alike
 def test_infos_of_other_schemas_are_refused(
     one: dict[str, Any], other: dict[str, Any]
 ) -> None:
     schema, of_other = Schema.of(one), Schema.of(other)
-    rows = [_row(), _row()]
-    fits = [
-        bool(writer.write(other, row))
-        for writer, row in zip(_writers(schema), rows, strict=True)
-    ]
+    fits = [bool(writer.write(other, _row())) for writer in _writers(schema)]
     assert fits == [schema.id == of_other.id] * 2
     assert (schema.root == of_other.root) == fits[0]
 

@@ -30,6 +30,7 @@ from envherd.shm.platforms import (
     fcntl,
     listen_for_stack_requests,
     pread,
+    register_at_fork,
 )
 from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, Storage
@@ -165,6 +166,10 @@ class Worker:
         bells: Bells | None,
     ) -> None:
         self._channel = channel
+        # What raises in a process that an env has forked ends it there: only the worker may answer.
+        register_at_fork(
+            after_in_child=lambda: channel.sock.close()  # noqa: PLW0108  # a copy has another socket
+        )
         self._bells = bells
         self._log_fd = log_fd
         self._lifeline_fd = lifeline_fd

@@ -187,7 +187,12 @@ def find_fields(
     except Exception as error:  # a random action may be one that the env refuses
         failure = f" (its step raised {explain(error)})"
     if keys == "all":
-        return [_field(path, array, adapter.spec) for path, array in found.items()]
+        return [
+            _field(path, array, adapter.spec)
+            for path, array in found.items()
+            # The mask of `x` is `_x`.
+            if not (path[-1].startswith("_") and (*path[:-1], path[-1][1:]) in found)
+        ]
     fields: dict[Path, InfoEntry] = {}
     for name in keys:
         wanted = as_path(name)
@@ -262,13 +267,13 @@ def _collect(
 
 
 def _number(value: Any) -> np.ndarray | None:
-    if isinstance(value, (str, bytes)) or value is None:
-        return None
     try:
         array = as_array(value)
     except Exception:  # ragged, or an object's own code
         return None
-    return array if array.dtype.kind in "biufc" and array.size else None
+    # torch has no long doubles.
+    is_number = array.dtype.kind in "biufc" and array.dtype.char not in "gG"
+    return array if is_number and array.size else None
 
 
 def _look_up(info: Any, path: Path) -> tuple[Any, Any]:

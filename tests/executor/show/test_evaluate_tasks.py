@@ -18,6 +18,7 @@ import torch
 from typer.testing import CliRunner
 
 from envherd import (
+    EnvError,
     ExecutorOptions,
     FactoryError,
     ParallelEnv,
@@ -340,15 +341,22 @@ def test_a_policy_on_a_gpu_gets_its_inputs_and_its_state_there(is_executor):
     ]
 
 
-def test_an_error_of_the_policy_ends_the_run():
-    def wrong(td):
-        raise ZeroDivisionError("in the policy")
+@pytest.mark.parametrize(
+    ("argument", "notes"),
+    [
+        ("policies", ["The policy acted in step 0 of episode 0 of task 'a'."]),
+        ("policy_for", []),
+    ],
+)
+@pytest.mark.parametrize("kind", [ZeroDivisionError, EnvError])
+def test_an_error_of_the_policy_ends_the_run(argument, notes, kind):
+    def wrong(*_):
+        raise kind("of an executor that the policy has.")
 
-    with pytest.raises(ZeroDivisionError) as caught:
-        evaluate(wrong, {"a": Task}, 1, num_workers=4)
-    assert caught.value.__notes__ == [
-        "The policy acted in step 0 of episode 0 of task 'a'."
-    ]
+    how = {"policies": None, argument: wrong}
+    with pytest.raises(kind) as caught:
+        evaluate(**how, env={"a": Task}, episodes=1, num_workers=4)
+    assert getattr(caught.value, "__notes__", []) == notes
     with pytest.raises(ValueError, match="action"):
         evaluate(
             lambda td: td.set("action", torch.full((len(td),), 7)),

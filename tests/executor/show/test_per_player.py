@@ -104,18 +104,25 @@ def test_keys_of_a_policy_are_kept_with_zeros_for_the_others(env):
     ).all()
 
 
-def test_keys_of_unlike_shapes_are_refused(env):
-    def of_shape(*shape):
+@pytest.mark.parametrize(
+    "other",
+    [torch.tensor([0, 0]), torch.tensor([0.5])],
+    ids=["shape", "floats"],
+)
+def test_keys_of_unlike_shapes_and_kinds_are_refused(env, other):
+    def writing(value):
         return lambda rows: rows.set("action", rows["player"]).set(
-            "value", torch.zeros(*rows.batch_size, *shape)
+            "value", value.expand(*rows.batch_size, -1)
         )
 
-    policy = PerPlayer({"hunter": of_shape(1), "*": of_shape(2)}, env.spec)
+    policy = PerPlayer(
+        {"hunter": writing(torch.tensor([0])), "*": writing(other)}, env.spec
+    )
     with pytest.raises(
         ValueError,
-        match=r"expected value of one shape from all policies, got \[1\] and \[2\]",
+        match=r"expected value of one shape and kind from all policies, got torch.int64 \[1\] and torch",
     ):
-        env.rollout(1, policy)
+        policy(env.reset())
 
 
 def expected_counts(data, players, scale=1.0):
