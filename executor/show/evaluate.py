@@ -31,8 +31,9 @@ from envherd.executor.show.per_player import (
     as_policy,
     choose_policies,
     names_and_roles,
+    random_actions,
 )
-from envherd.executor.show.playing import Part, Play, Rules, random_actions
+from envherd.executor.show.playing import Part, Play, Rules
 from envherd.executor.show.records import Cast, EpisodeRecord, RecordFile, fingerprint
 from envherd.executor.show.results import Evaluation, Evaluations
 from envherd.shm.specs import Discrete, EnvSpec

@@ -12,12 +12,14 @@ Does not know executors: it works like any other policy in rollouts, collectors 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
 from envherd.executor.batches.arguments import WRAP, WRAP_MODEL
+from envherd.executor.batches.random_actions import ActionSampler
 from envherd.executor.guests.collectors.policy import Policy
 from envherd.executor.rollouts.policy_state import leaf_keys, run_policy
 from envherd.shm.specs import Discrete, EnvSpec, Key
@@ -395,4 +397,15 @@ def _num_actions(spec: EnvSpec | None, group: Key) -> int:
     raise ValueError(
         "PerPlayer failed: expected the spec of envs with discrete actions where a policy is None, got none. Pass "
         "env.spec, or RandomPlayer(num_actions) as the policy."
+    )
+
+
+def random_actions(spec: EnvSpec, root: TensorDictBase) -> TensorDictBase:
+    """Act as a policy that draws legal actions, of all agents, from torch's generator."""
+    sampler = ActionSampler([spec], int(torch.randint(2**62, ())))
+    return sampler.fill(
+        root,
+        root.batch_size,
+        root.device,
+        np.zeros(len(root), np.int64),
     )

@@ -33,7 +33,6 @@ from tensordict import TensorDict, TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.batches.fast_tensordict import get_leaf
-from envherd.executor.batches.random_actions import ActionSampler
 from envherd.executor.machine.room import FILES_PER_EXECUTOR, require_room
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
@@ -45,7 +44,7 @@ from envherd.executor.show.camera import Camera, Video, enlarged
 from envherd.executor.show.records import EpisodeRecord, RecordFile
 from envherd.executor.start.preloading import helper_for
 from envherd.shm import platforms
-from envherd.shm.specs import EnvSpec, Key
+from envherd.shm.specs import Key
 from envherd.workers.build import Factory
 from envherd.workers.errors import (
     EnvError,
@@ -109,17 +108,6 @@ class Rules:
     fps: float = 30.0
     max_batch: int | None = None
     deadline_s: float = 0.0
-
-
-def random_actions(spec: EnvSpec, root: TensorDictBase) -> TensorDictBase:
-    """Act as a policy that draws legal actions, of all agents, from torch's generator."""
-    sampler = ActionSampler([spec], int(torch.randint(2**62, ())))
-    return sampler.fill(
-        root,
-        root.batch_size,
-        root.device,
-        np.zeros(len(root), np.int64),
-    )
 
 
 @dataclass
