@@ -58,6 +58,11 @@ def _sched_yield() -> Callable[[], None]:
     return lambda: time.sleep(0)
 
 
+def _seek_and_read(fd: int, count: int, offset: int) -> bytes:
+    os.lseek(fd, offset, os.SEEK_SET)
+    return os.read(fd, count)
+
+
 #: Modules, None where they do not exist.
 fcntl, resource, termios = map(_module, ("fcntl", "resource", "termios"))
 libc = _load_libc()
@@ -107,19 +112,35 @@ _DEFAULT_SIGNALS = [
 ]
 # Of 1000: under memory pressure the kernel should kill a worker, not the learner.
 _OOM_SCORE = "300"
+_LOG_LIMIT = 1 << 20  # bytes of a log before it is cut
+_LOG_KEPT = 1 << 16  # bytes that are kept then
 _BLOCKED = {number for number in (signal.SIGINT, SIGUSR2) if number is not None}
 register_at_fork: Callable[..., None] = getattr(
     os, "register_at_fork", lambda **_: None
 )
 sched_yield = _sched_yield()
+#: Reads bytes of a file: `(descriptor, number of bytes, offset)`.
+pread: Callable[[int, int, int], bytes] = getattr(os, "pread", _seek_and_read)
+#: Units of processor time in /proc, per second.
+CLOCK_TICKS: int = getattr(os, "sysconf", lambda _: 100)("SC_CLK_TCK")
+#: Returns the id of this process's user; None where users have no numbers.
+user_id: Callable[[], int | None] = getattr(os, "getuid", lambda: None)
 
 
-def pread(fd: int, count: int, offset: int) -> bytes:
-    """Read bytes of a file at an offset."""
-    if hasattr(os, "pread"):
-        return os.pread(fd, count, offset)
-    os.lseek(fd, offset, os.SEEK_SET)
-    return os.read(fd, count)
+def cut_log(fd: int) -> None:
+    """Drop all but the end of a large log: an env may print for days, also in one call.
+
+    Its process calls this between calls, and its owner while it waits for one. Of what is printed meanwhile, up to
+    `_LOG_KEPT` bytes may be lost.
+    """
+    with contextlib.suppress(OSError):  # it was closed
+        size = os.fstat(fd).st_size
+        if size > _LOG_LIMIT:
+            tail = pread(fd, _LOG_KEPT, size - _LOG_KEPT)
+            os.ftruncate(fd, 0)
+            # The process appends in any case.
+            os.lseek(fd, 0, os.SEEK_SET)
+            os.write(fd, tail)
 
 
 def reserve(fd: int, nbytes: int) -> None:
@@ -144,25 +165,11 @@ def usable_cpus() -> tuple[int, ...]:
     return tuple(range(os.cpu_count() or 1))
 
 
-def clock_ticks() -> int:
-    """Return the unit of processor time in /proc, per second."""
-    with contextlib.suppress(AttributeError):
-        return os.sysconf("SC_CLK_TCK")
-    return 100
-
-
 def parent_id() -> int:
     """Return the id of the process that started this one; 0 where that is unknown."""
     with contextlib.suppress(AttributeError, OSError):
         return os.getppid()
     return 0
-
-
-def user_id() -> int | None:
-    """Return the id of this process's user; None where users have no numbers."""
-    with contextlib.suppress(AttributeError):
-        return os.getuid()
-    return None
 
 
 def bytes_of_disk(folder: str) -> tuple[int | None, int | None]:

@@ -32,6 +32,9 @@ with ParallelEnv(4, make, num_workers="auto", seed=0, options=options) as env:
     data = env.rollout(20, env.rand_action, break_when_any_done=False)
     td, root = env.step_and_maybe_reset(env.rand_action(env.reset()))
     busy: float = env.statistics().workers[0].busy_s
+    domain = env.action_spec[0].domain
+    assert isinstance(domain, envherd.Discrete)
+    num_actions: int = domain.n
     for batch in Collector(env, env.rand_action, frames_per_batch=64, total_frames=128):
         print(batch["next", "reward"], data, td, root, busy, num_envs)
     env.rolout(5)  # wrong: a method

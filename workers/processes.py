@@ -8,7 +8,7 @@ import contextlib
 import os
 
 from envherd.shm.interrupts import ignoring_refusals
-from envherd.shm.platforms import clock_ticks
+from envherd.shm.platforms import CLOCK_TICKS
 
 _MEMORY_FIELDS = {
     "Private_Clean": "clean",
@@ -16,7 +16,6 @@ _MEMORY_FIELDS = {
     "Private_Hugetlb": "dirty",
     "Pss": "pss",
 }
-_TICKS_PER_S = clock_ticks()
 
 
 def descendants(pid: int) -> list[int]:
@@ -83,7 +82,7 @@ def scheduled_ns(thread: str) -> list[int]:
 
 def cpu_ns(pid: int) -> int:
     """Return nanoseconds of processor time of a process, without its descendants, in steps of 10 ms."""
-    return int(sum(_numbers(pid, 11, 12)) * 1e9 / _TICKS_PER_S)
+    return int(sum(_numbers(pid, 11, 12)) * 1e9 / CLOCK_TICKS)
 
 
 def cpu_of(pid: int) -> int | None:

@@ -60,6 +60,8 @@ def branch(
     except EnvherdError:
         engine.flights.losses.accept()
         raise
+    blueprint = engine.pool.blueprint
+    blueprint.copied |= dict.fromkeys(targets.tolist(), blueprint.call_of(source))
     episodes = engine.pool.slab.words["episode"]
     episodes[targets] = episodes[source]
     _copy_journals(engine, source, targets, is_changed=reseed)
@@ -82,12 +84,8 @@ def _copy_journals(
         return
     facts = journal.pop(("facts",))
     facts[rows] = facts[row]
-    # A copy whose own factory call builds another task cannot be run again by that call.
-    cannot = [
-        is_changed or not engine.pool.blueprint.is_equal_call(source, i)
-        for i in targets.tolist()
-    ]
-    facts[rows[cannot], FLAGS] |= JournalFlag.CHANGED
+    if is_changed:
+        facts[rows, FLAGS] |= JournalFlag.CHANGED
     for inputs in journal.values():
         # The rest takes no memory yet.
         inputs[rows, : facts[row, STEPS]] = inputs[row, : facts[row, STEPS]]

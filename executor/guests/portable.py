@@ -217,7 +217,10 @@ class PortableProcess(WorkerProcess):
     def exit_description(self) -> str:
         if self.has_exited() and self.exit_code() is None:
             return "an unknown exit code, because this program ignores SIGCHLD or reaps its children,"
-        return super().exit_description()
+        # A worker removes the file before all else.
+        if self._log_path is None or not os.path.exists(self._log_path):
+            return super().exit_description()
+        return f"{super().exit_description()} before it ran any code (the interpreter is {spawn.get_executable()!r})"
 
     def _request_stacks(self) -> None:
         if not platforms.request_stacks(self.pid):

@@ -238,6 +238,7 @@ class Pool(ABC):
             others: the blueprint; None for the pool's own, by which successors of workers build.
         """
         for env_id in env_ids:
+            self.blueprint.copied.pop(env_id, None)
             if self.is_serving(int(self.worker_of[env_id])):
                 self.prepare(
                     messages.Prepare(

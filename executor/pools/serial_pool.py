@@ -20,7 +20,7 @@ from envherd.executor.processes.error_messages import (
     log_close_fault,
     raised,
 )
-from envherd.executor.sending.blueprint import Blueprint
+from envherd.executor.sending.blueprint import Blueprint, EnvCall
 from envherd.shm.segment import HAS_MEMFD, Segment
 from envherd.shm.slab import Slab, Storage, StoragePlan
 from envherd.shm.sync import Bells, Doorbell, LocalBell
@@ -257,9 +257,9 @@ class SerialPool(Pool):
         """Return the root seed with which the envs were built."""
         return self.blueprint.root_seed
 
-    def pickled(self, env_id: int) -> bytes:
+    def pickled(self, call: EnvCall) -> bytes:
         """Return an env's factory, pickled as for a worker."""
-        return pickle_factory(self.blueprint.calls[env_id].factory)
+        return pickle_factory(call.factory)
 
     def figures(self) -> list[WorkerFigures]:
         """Return the figures of this process."""

@@ -37,7 +37,7 @@ from envherd.executor.processes.error_messages import (
 )
 from envherd.executor.processes.mail import await_frame, drain, has_answered, mail
 from envherd.executor.processes.supervisor import Supervisor
-from envherd.executor.sending.blueprint import Blueprint
+from envherd.executor.sending.blueprint import Blueprint, EnvCall
 from envherd.executor.start.waiting import Clock, Deadline, Overdue
 from envherd.shm.nameplate import create_named
 from envherd.shm.segment import Segment
@@ -522,9 +522,9 @@ class WorkerPool(Pool):
         """Return the root seed with which a worker has built its envs."""
         return self.crew.workers[worker_id].root_seed
 
-    def pickled(self, env_id: int) -> bytes:
+    def pickled(self, call: EnvCall) -> bytes:
         """Return the pickled factory of an env."""
-        return self.blueprint.calls[env_id].sent.factory
+        return call.sent.factory
 
     def pid_of(self, worker_id: int) -> int:
         """Return a worker's process id."""

@@ -162,6 +162,8 @@ class Crew:
         worker_id = process.worker_id
         index = worker_id % len(self._variables)
         env_ids = self.blueprint.blocks[worker_id]
+        # A copy is alone in its worker.
+        self.blueprint.copied.pop(env_ids[0], None)
         start = self.blueprint.starts[env_ids[0]] if self.blueprint.starts else None
         config = worker_config(self.options, worker_id)
         config["caller"] = {

@@ -11,8 +11,11 @@ from collections.abc import Sequence
 from envherd.executor.processes.error_messages import Frame, worker_late, worker_lost
 from envherd.executor.processes.worker_process import WorkerProcess
 from envherd.executor.start.waiting import seconds
+from envherd.shm.platforms import cut_log
 from envherd.workers import messages
 
+#: Seconds after which a wait looks at the worker's log, which it may fill.
+_LOOK_S = 1.0
 #: Kinds of frames that belong to the rows of a command, not to a call that waits for an answer.
 _ROW_KINDS = ("side", "infos", "schema", "notice", "left_out")
 
@@ -72,7 +75,8 @@ def await_frame(
         if has_exited:
             raise worker_lost(worker, phase)
         left_s = end - time.monotonic()
-        if not worker.wait_for_any([worker], left_s):
+        has_come = worker.wait_for_any([worker], min(left_s, _LOOK_S))
+        if not has_come and left_s <= _LOOK_S:
             raise worker_late(worker, timeout_s or 0.0, phase)
 
 
@@ -82,13 +86,14 @@ def has_answered(worker: WorkerProcess) -> bool:
 
 
 def drain(worker: WorkerProcess) -> list[Frame]:
-    """Read what a worker has written, and send what an interrupt has left unsent, without blocking.
+    """Read what a worker has written, send what an interrupt has left unsent, and cut its log, without blocking.
 
     Returns:
         The answers that nobody has taken; a caller that takes one deletes it there. What belongs to rows is handed on.
     """
     with contextlib.suppress(ConnectionError):
         worker.channel.flush_nowait()
+    cut_log(worker.log_fd)
     frames = worker.channel.drain_nowait()
     num_answers = 0
     while num_answers < len(frames):

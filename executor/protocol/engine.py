@@ -190,13 +190,8 @@ class Engine(Calls):
             env_ids = self.all_ids
         # All are checked before the first is written: a refused batch changes nothing.
         checked = []
-        for group in dict.fromkeys(self.positions.places.group_of[env_ids].tolist()):
+        for group, own, ids in self.positions.places.by_group(td, env_ids):
             intake = self.intakes[group]
-            members = (self.positions.places.group_of[env_ids] == group).nonzero()[0]
-            own = td
-            if len(members) < len(env_ids):
-                own = td[members.tolist()]
-            ids = env_ids[members]
             rows = self.positions.places.row_of[ids]
             checked.append(
                 (intake, ids, rows, intake.read(own, rows), intake.read_side(own, rows))

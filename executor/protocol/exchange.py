@@ -34,7 +34,7 @@ from envherd.executor.batches.fast_tensordict import (
     set_leaf,
     set_next,
 )
-from envherd.executor.batches.hand_out import add_side, non_tensor
+from envherd.executor.batches.hand_out import add_side
 from envherd.executor.protocol.call_guard import call_name
 from envherd.executor.protocol.calls import Received
 from envherd.executor.protocol.engine import Engine
@@ -256,25 +256,13 @@ class Exchange:
         """Add the inputs of the envs' latest steps to a batch."""
         engine = self._engine
         places = engine.positions.places
-        groups = {*places.group_of[env_ids].tolist()}
-        if len(groups) == 1:
-            intake = engine.intakes[groups.pop()]
-            rows = places.rows_of(env_ids)
-            for leaf, target in zip(intake.leaves, intake.targets, strict=True):
-                set_leaf(td, leaf.key, as_tensor(target[rows]))
-            if intake.side_keys:
-                add_side(td, intake.side_keys, engine.side_inputs, env_ids.tolist())
-            return
-        for own, env_id in zip(td.unbind(0), env_ids.tolist(), strict=True):
-            group, row = places.of_env[env_id]
+        for group, own, ids in places.by_group(td, env_ids):
             intake = engine.intakes[group]
+            rows = places.row_of[ids]
             for leaf, target in zip(intake.leaves, intake.targets, strict=True):
-                set_leaf(own, leaf.key, as_tensor(np.array(target[row])))
-            for index, key in intake.side_keys.items():
-                own.set(
-                    key,
-                    non_tensor(engine.side_inputs[env_id][index], own.batch_size),
-                )
+                set_leaf(own, leaf.key, as_tensor(target[rows]))
+            if intake.side_keys:
+                add_side(own, intake.side_keys, engine.side_inputs, ids.tolist())
 
 
 def _counts(

@@ -51,6 +51,30 @@ class Places:
             return env_ids
         return self.row_of[env_ids]
 
+    def by_group(
+        self,
+        batch: Any,
+        env_ids: np.ndarray,
+    ) -> list[tuple[int, Any, np.ndarray]]:
+        """Return the groups of some envs: the number of each, its rows of a batch (VIEWS of a lazy stack), and its ids.
+
+        Args:
+            batch: of these envs; `batch[indices]` returns some of its rows.
+            env_ids: of the envs.
+        """
+        groups = self.group_of[env_ids]
+        numbers = dict.fromkeys(groups.tolist())
+        if len(numbers) == 1:
+            return [(int(groups[0]), batch, env_ids)]
+        return [
+            (
+                number,
+                batch[(groups == number).nonzero()[0].tolist()],
+                env_ids[groups == number],
+            )
+            for number in numbers
+        ]
+
 
 class Columns:
     """The arrays of one target.

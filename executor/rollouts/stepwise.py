@@ -7,14 +7,15 @@ Guarantees and result are those of `rollout`, including `interrupted` rows after
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
 from envherd.executor.batches.grad_mode import outside_inference_mode
+from envherd.executor.batches.hand_out import add_side
 from envherd.executor.progress import counted
 from envherd.executor.protocol.engine import Engine
-from envherd.executor.rollouts.policy_state import leaf_keys, run_policy
+from envherd.executor.rollouts.policy_state import run_policy
 from envherd.executor.rollouts.run import Run
-from envherd.shm.specs import Key
+from envherd.shm.slab import input_leaves
 from envherd.workers.errors import EnvherdError
 from envherd.workers.protocol import Op
 
@@ -26,12 +27,15 @@ class StepwiseRun(Run[Engine]):
         """Return `[N, t]`, on the device."""
         engine = self._engine
         self._steps: list[TensorDictBase] = []
-        # The policy's keys of each kind of row, found in the first step: all steps must have the same to be stacked.
-        self._keys: list[list[Key]] | None = None
         self._root_keys = {
             leaf.key
             for spec in engine.specs
             for leaf in (*spec.observation, *spec.done)
+        }
+        self._input_keys = {
+            leaf.key
+            for group in engine.pool.slab.groups
+            for leaf in input_leaves(group.spec)
         }
 
         fresh, cut = engine.reset_for_rollout(auto_reset=auto_reset)
@@ -69,32 +73,17 @@ class StepwiseRun(Run[Engine]):
         self._carried.keep(acted)
         if after is None:
             after = next_td.select(*self._root_keys, strict=False)
-        if self._carried.state is not None:
-            next_td.update(self._carried.state)
-        acted.set("next", next_td)
-        rows = [(kept, acted)]
-        if isinstance(kept, LazyStackedTensorDict) and isinstance(
-            acted,
-            LazyStackedTensorDict,
-        ):
-            # Different tasks have different keys.
-            rows = [*zip(kept.tensordicts, acted.tensordicts, strict=True)]
-        if self._keys is None:
-            self._keys = [
-                [
-                    key
-                    for key in leaf_keys(row)
-                    if key[0] != "next" and key not in self._root_keys
-                ]
-                for _, row in rows
-            ]
-        for (target, row), keys in zip(rows, self._keys, strict=True):
-            # The policy may reuse its memory, as CUDA graphs do.
-            target.update(row.select(*keys).clone())
+        self._keep_extras(acted, engine.known)
+        # The policy may reuse its memory, as CUDA graphs do.
+        kept.update(acted.select(*self._input_keys, strict=False).clone())
+        places = engine.positions.places
+        for group, own, env_ids in places.by_group(kept, engine.all_ids):
+            keys = engine.intakes[group].side_keys
+            add_side(own, keys, engine.side_inputs, env_ids.tolist())
         self._steps.append(kept.set("next", next_td))
         if self._callback is not None:
             with engine.rolling():
-                self._callback(acted)
+                self._callback(self._with_next(acted, next_td))
         return after
 
     def _reset_before(self, next_td: TensorDictBase) -> np.ndarray:

@@ -31,11 +31,12 @@ from envherd.executor.show.per_player import (
     as_policy,
     choose_policies,
     names_and_roles,
+    random_actions,
 )
-from envherd.executor.show.playing import Part, Play, Rules, random_actions
+from envherd.executor.show.playing import Part, Play, Rules
 from envherd.executor.show.records import Cast, EpisodeRecord, RecordFile, fingerprint
 from envherd.executor.show.results import Evaluation, Evaluations
-from envherd.shm.specs import Discrete, EnvSpec
+from envherd.shm.specs import EnvSpec
 from envherd.workers.adapters.env_names import made_for
 from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
 from envherd.workers.options import Infos
@@ -153,7 +154,7 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
     Raises:
         ValueError: the envs are batches themselves, an agent has no policy, `background` is passed although all agents
             are focal, settings of an executor with one, or `out` is a file of other policies or of another seed.
-        EnvherdError: no env of any task could be built, or the system refuses a thread.
+        EnvherdError, MemoryError: no env of any task could be built, or the system refuses a thread.
         MediaError: the envs have no pictures, or `envherd[media]` is not installed.
     """
     rules = Rules(
@@ -438,8 +439,6 @@ def join_policies(
 ) -> Policy:
     """Return one policy that acts for all agents, a `PerPlayer`; or that of an env of one agent, or of several groups.
 
-    If all agents act at random, and their actions are not discrete, it draws for all of them.
-
     Raises:
         ValueError: an agent has no policy, or there are background policies or focal agents where there must be none.
     """
@@ -471,9 +470,6 @@ def join_policies(
             players,
         ).items()
     }
-    is_random = all(policy is None for policy in chosen.values())
-    if is_random and not all(isinstance(leaf.domain, Discrete) for leaf in spec.action):
-        return partial(random_actions, spec)
     return PerPlayer(chosen, spec)
 
 

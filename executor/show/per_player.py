@@ -10,14 +10,17 @@ Does not know executors: it works like any other policy in rollouts, collectors 
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
 from envherd.executor.batches.arguments import WRAP, WRAP_MODEL
+from envherd.executor.batches.random_actions import ActionSampler
 from envherd.executor.guests.collectors.policy import Policy
 from envherd.executor.rollouts.policy_state import leaf_keys, run_policy
 from envherd.shm.specs import Discrete, EnvSpec, Key
@@ -58,7 +61,7 @@ class Part(NamedTuple):
     """A policy and the agents that it acts for.
 
     Attributes:
-        policy: as it was passed; a `RandomPlayer` for None.
+        policy: as it was passed; for None a `RandomPlayer`, or what draws actions that are not discrete.
         players: ascending indices in the group.
     """
 
@@ -100,8 +103,7 @@ class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
         roles: of the agents.
 
     Raises:
-        ValueError: a name that is neither an agent nor a role, an agent without a policy, or None for actions that are
-            not discrete.
+        ValueError: a name that is neither an agent nor a role, an agent without a policy, or None without a spec.
     """
 
     def __init__(
@@ -133,11 +135,7 @@ class PerPlayer(TensorDictModuleBase):  # type: ignore[misc]  # untyped base
                 raise TypeError(
                     f"PerPlayer failed: expected a callable or None for a policy, got {acting!r}."
                 )
-            acting = (
-                RandomPlayer(_num_actions(spec, self.group))
-                if acting is None
-                else acting
-            )
+            acting = _random_player(spec, self.group) if acting is None else acting
             parts.append(Part(acting, tuple(players)))
         self.parts = tuple(parts)
         self.trained = nn.ModuleList(
@@ -389,12 +387,32 @@ def names_and_roles(
     return tuple(spec.agent_names(group, count)), tuple(map(str, found))
 
 
-def _num_actions(spec: EnvSpec | None, group: Key) -> int:
-    """Return the number of actions of the agents, for random ones."""
-    for leaf in () if spec is None else spec.action:
+def _random_player(spec: EnvSpec | None, group: Key) -> Policy:
+    """Return the policy of agents that act at random."""
+    if spec is None:
+        raise ValueError(
+            "PerPlayer failed: expected the spec of the envs where a policy is None, got none. Pass env.spec, or "
+            "RandomPlayer(num_actions) as the policy."
+        )
+    for leaf in spec.action:
         if leaf.key == (*group, "action") and isinstance(leaf.domain, Discrete):
-            return leaf.domain.n
-    raise ValueError(
-        "PerPlayer failed: expected the spec of envs with discrete actions where a policy is None, got none. Pass "
-        "env.spec, or RandomPlayer(num_actions) as the policy."
+            return RandomPlayer(leaf.domain.n)
+    return partial(_draw_rows, spec, group)
+
+
+def _draw_rows(spec: EnvSpec, group: Key, rows: TensorDictBase) -> TensorDictBase:
+    """Set actions that are not discrete: for each row those of its agent, among the drawn actions of all agents."""
+    empty = TensorDict({}, rows.batch_size, device=rows.device)
+    drawn = random_actions(spec, empty).get(group)
+    return rows.update(drawn[torch.arange(len(rows)), rows["player"]])
+
+
+def random_actions(spec: EnvSpec, root: TensorDictBase) -> TensorDictBase:
+    """Act as a policy that draws legal actions, of all agents, from torch's generator."""
+    sampler = ActionSampler([spec], int(torch.randint(2**62, ())))
+    return sampler.fill(
+        root,
+        root.batch_size,
+        root.device,
+        np.zeros(len(root), np.int64),
     )

@@ -20,7 +20,8 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,6 @@ from tensordict import TensorDict, TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.batches.fast_tensordict import get_leaf
-from envherd.executor.batches.random_actions import ActionSampler
 from envherd.executor.machine.room import FILES_PER_EXECUTOR, require_room
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
@@ -45,7 +45,7 @@ from envherd.executor.show.camera import Camera, Video, enlarged
 from envherd.executor.show.records import EpisodeRecord, RecordFile
 from envherd.executor.start.preloading import helper_for
 from envherd.shm import platforms
-from envherd.shm.specs import EnvSpec, Key
+from envherd.shm.specs import Key
 from envherd.workers.build import Factory
 from envherd.workers.errors import (
     EnvError,
@@ -109,17 +109,6 @@ class Rules:
     fps: float = 30.0
     max_batch: int | None = None
     deadline_s: float = 0.0
-
-
-def random_actions(spec: EnvSpec, root: TensorDictBase) -> TensorDictBase:
-    """Act as a policy that draws legal actions, of all agents, from torch's generator."""
-    sampler = ActionSampler([spec], int(torch.randint(2**62, ())))
-    return sampler.fill(
-        root,
-        root.batch_size,
-        root.device,
-        np.zeros(len(root), np.int64),
-    )
 
 
 @dataclass
@@ -268,7 +257,7 @@ class Play:
             for name, env in tasks.items()
         ]
         self.num_left = sum(len(task.left) for task in self._tasks)
-        self.build_error: EnvherdError | None = None
+        self.build_error: EnvherdError | MemoryError | None = None
         self.films = contextlib.ExitStack()
 
     def play_in(self, env: BatchedEnv) -> None:
@@ -370,7 +359,7 @@ class Play:
         ]
 
     @staticmethod
-    def _end(seats: Iterable[_Seat]) -> None:
+    def _end(seats: Collection[_Seat]) -> None:
         """End the seats: each after the operation under way; an env whose operation takes long is closed meanwhile.
 
         A seat that is building an env closes it when it is built.
@@ -381,8 +370,9 @@ class Play:
         deadline = time.monotonic() + _LAST_COMMAND_S
         for seat in seats:
             seat.join(max(0.0, deadline - time.monotonic()))
-        for seat in seats:
-            seat.close()  # what another thread waits for raises Closed
+        # All at once: an env that hangs takes the whole time of a close. What a seat's thread waits for raises Closed.
+        with ThreadPoolExecutor(max(1, len(seats)), "evaluate-close") as threads:
+            with_thread("evaluate", threads.map, _Seat.close, seats)
 
     def _work_of(self, seat: _Seat) -> _Work:
         """Build and play until no episode is left."""
@@ -390,7 +380,7 @@ class Play:
             began = time.monotonic()
             try:
                 env = yield partial(seat.build, task.env, self.rules.seed)
-            except EnvherdError as error:
+            except (EnvherdError, MemoryError) as error:
                 self._fail_task(task, error)
                 continue
             task.build_s = time.monotonic() - began
@@ -425,7 +415,7 @@ class Play:
             chosen.num_seats += 1
         return chosen
 
-    def _fail_task(self, task: _Task, error: EnvherdError) -> None:
+    def _fail_task(self, task: _Task, error: EnvherdError | MemoryError) -> None:
         """Record the episodes of a task as failed, unless another seat has an env for them or is building one."""
         task.build_s = math.inf
         task.num_seats -= 1
@@ -442,7 +432,7 @@ class Play:
         self,
         task: _Task,
         episode: _Episode,
-        error: EnvherdError | None = None,
+        error: EnvherdError | MemoryError | None = None,
     ) -> None:
         """Record an episode that has ended or, with an error, failed."""
         task.episode_s = time.monotonic() - episode.began
@@ -458,7 +448,7 @@ class Play:
             else (),
             success=bool(episode.successes[-1]) if known else None,
             success_once=any(known) if known else None,
-            error=None if error is None else f"{type(error).__name__}: {error.message}",
+            error=None if error is None else f"{type(error).__name__}: {error}",
             video=None if episode.film is None else str(episode.film.path),
         )
         if self.rules.success is not None and error is None:

@@ -1,6 +1,7 @@
 """Variants of `CountingEnv`: agents, a text, a batch of two, global generators, switches, children, output."""
 
 import random
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -201,13 +202,15 @@ class ParentEnv(CountingEnv):
 
 
 class ChattyEnv(CountingEnv):
-    """Prints `num_bytes` at every step."""
+    """Prints `num_bytes` at every step, in parts, with pauses of 1 ms."""
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, parts: int = 1) -> None:
         super().__init__(1_000_000)
-        self._line = "x" * (num_bytes - 1)
+        self._lines = ["x" * (num_bytes // parts - 1)] * parts
 
     def step(self, action: list[Any]) -> StepValues:
         """Print and count."""
-        print(self._line, flush=True)  # noqa: T201  # this is what it is for
+        for line in self._lines:
+            print(line, flush=True)  # noqa: T201  # this is what it is for
+            time.sleep(0.001)
         return super().step(action)

@@ -22,12 +22,15 @@ class Task(gymnasium.Env):
         faults: number of an episode of root seed 0 -> "raise", "kill" or "hang" in its second step, or "reset".
         step_s: seconds of a step.
         build_s: seconds of the build.
+        space: of observations; None for that of `size`.
     """
 
     action_space = Discrete(2)
 
-    def __init__(self, size=2, log=None, faults=(), step_s=0.0, build_s=0.0):
-        self.observation_space = Box(-9.0, 9.0, (size,), np.float32)
+    def __init__(
+        self, size=2, log=None, faults=(), step_s=0.0, build_s=0.0, space=None
+    ):
+        self.observation_space = space or Box(-9.0, 9.0, (size,), np.float32)
         self.faults = {
             episode_seed(0, number, 0): fault for number, fault in dict(faults).items()
         }

@@ -11,7 +11,7 @@ _lock = threading.Lock()
 
 
 class MeetingEnv(CountingEnv):
-    """A step returns once all `parties` envs of the process are in a step."""
+    """A step returns once all `parties` envs of the process are in a step, and a close once all are in a close."""
 
     def __init__(self, parties: int) -> None:
         super().__init__(None)
@@ -21,6 +21,9 @@ class MeetingEnv(CountingEnv):
     def step(self, action):
         self._barrier.wait(30.0)
         return super().step(action)
+
+    def close(self):
+        self._barrier.wait(2.0)
 
 
 class OneThreadEnv(CountingEnv):

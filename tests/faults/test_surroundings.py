@@ -586,15 +586,13 @@ def test_the_error_for_a_stopped_worker_names_the_limit_that_has_passed():
             env.step(actions(count=1))
 
 
-@pytest.mark.parametrize("num_bytes", [1 << 22 if IS_FULL else 1 << 17])
-def test_an_env_that_prints_megabytes(num_bytes):
-    with make(2, [functools.partial(ChattyEnv, num_bytes), ENDLESS]) as env:
+def test_an_env_that_prints_megabytes():
+    with make(2, [functools.partial(ChattyEnv, 1 << 22, 32), ENDLESS]) as env:
         root = env.reset()
-        for _ in range(70):
+        for _ in range(20):
             root = env.step_and_maybe_reset(root.update(actions()))[1]
-        assert root["observation"][:, 1].tolist() == [70, 70]
-        # Not 70 of them: the log is trimmed every 64 steps.
-        assert len(env.worker_output(0)) <= 66 * num_bytes
+        assert root["observation"][:, 1].tolist() == [20, 20]
+        assert os.fstat(env.engine.pool.crew.workers[0].log_fd).st_size < 1 << 24
     record(
         "prints",
         what="an env prints 4 MB at every step",

@@ -64,8 +64,8 @@ class EnvThreads(EnvCalls):
         """Queue a call on an env's thread; do not wait. The call must not raise."""
         self._calls[env_id].put(call)
 
-    def begin(self, env_id: int, call: Callable[[], Any]) -> Future[Any]:
-        """Queue a call on an env's thread; return a future of its result."""
+    def begin(self, env_id: int, call: Callable[[], Any]) -> Callable[[], Any]:
+        """Queue a call on an env's thread; return what waits for it, and returns what it returns."""
         future: Future[Any] = Future()
 
         def run() -> None:
@@ -75,16 +75,12 @@ class EnvThreads(EnvCalls):
                 future.set_exception(error)
 
         self.post(env_id, run)
-        return future
+        return future.result
 
-    def run(self, env_id: int, call: Callable[[], Any]) -> Any:
-        """Make a call on an env's thread; return what it returns, or raise what it raises."""
-        return self.begin(env_id, call).result()
-
-    def run_all(self, call: Callable[[], Any]) -> None:
-        """Make a call on every thread, and wait for all."""
-        for future in [self.begin(env_id, call) for env_id in self._calls]:
-            future.result()
+    def await_all(self) -> None:
+        """Wait until no env is in a call."""
+        for end in [self.begin(env_id, lambda: None) for env_id in self._calls]:
+            end()
 
     def make_block(self, *arguments: Any) -> Block:
         """Return the block of the envs."""
@@ -179,7 +175,7 @@ class ThreadedBlock(Block):
             )
             one = replace(message, env_ids=(env_id,), args=args)
             asked.append(self.threads.begin(env_id, lambda one=one: ask_one(one)))  # type: ignore[misc]
-        replies: list[dict[str, Any]] = [future.result() for future in asked]
+        replies: list[dict[str, Any]] = [end() for end in asked]
         fault = next((reply for reply in replies if reply["kind"] == "fault"), None)
         if fault is not None or not replies:
             return fault or ask_one(message)

@@ -26,10 +26,10 @@ import numpy as np
 from envherd.shm.platforms import (
     arm_lifeline,
     can_read,
+    cut_log,
     detach,
     fcntl,
     listen_for_stack_requests,
-    pread,
     register_at_fork,
 )
 from envherd.shm.segment import Segment
@@ -48,8 +48,6 @@ from envherd.workers.process.native_loop import loop_class
 from envherd.workers.reply import Fault
 from envherd.workers.sending import registries, surroundings
 
-_LOG_LIMIT = 1 << 20  # bytes of a worker's log before it is cut
-_LOG_KEPT = 1 << 16  # bytes that are kept then
 _FIRST_FD = 512  # of the worker's own descriptors
 
 
@@ -135,13 +133,16 @@ class LoopLeft(BaseException):
 class EnvCalls:
     """How a worker calls its envs: directly. A guest may call them otherwise."""
 
-    def run(self, env_id: int, call: Callable[[], Any]) -> Any:  # noqa: ARG002
-        """Make a call of an env; return what it returns."""
-        return call()
+    def begin(self, env_id: int, call: Callable[[], Any]) -> Callable[[], Any]:  # noqa: ARG002
+        """Begin a call of an env, if others can be made meanwhile; return what ends it and returns its result."""
+        return call
 
-    def run_all(self, call: Callable[[], Any]) -> None:
-        """Make a call where every env is called, when no env is in a call."""
-        call()
+    def run(self, env_id: int, call: Callable[[], Any]) -> Any:
+        """Make a call of an env; return what it returns, or raise what it raises."""
+        return self.begin(env_id, call)()
+
+    def await_all(self) -> None:
+        """Wait until no env is in a call."""
 
     def make_block(self, *arguments: Any) -> Block:
         """Return the block of the envs, made with the arguments of `Block`."""
@@ -201,10 +202,6 @@ class Worker:
                 self._loop.run()
                 return
 
-    def _await_envs(self) -> None:
-        """Wait until no env is in a call."""
-        self._calls.run_all(lambda: None)
-
     def _read_mail(self) -> int | None:
         """Handle one message; return its number, or None to exit."""
         message, fds = self._channel.receive_message()
@@ -214,7 +211,7 @@ class Worker:
             return None
         self._fds = fds
         self._handlers[type(message)](message)
-        self._trim_log()
+        cut_log(self._log_fd)
         return number
 
     def _on_build(self, message: messages.Build) -> None:
@@ -296,24 +293,24 @@ class Worker:
             slab,
             bells,
             self._read_mail,
-            self._trim_log,
+            functools.partial(cut_log, self._log_fd),
             self._channel.number,
         )
         self._channel.send_plain({"kind": "attached"})
 
     def _on_attach_storage(self, message: messages.AttachStorage) -> None:
-        self._await_envs()
+        self._calls.await_all()
         # The owner has removed the name again, so the next message detaches the storage.
         with contextlib.suppress(FileNotFoundError):
             memory = _map(message.nbytes, self._fds, message.name)
             self._block.attach_storage(message.target, Storage(message.plan, memory))
 
     def _on_detach_storage(self, message: messages.DetachStorage) -> None:
-        self._await_envs()
+        self._calls.await_all()
         self._block.detach_storage(message.target)
 
     def _on_seed(self, message: messages.Seed) -> None:
-        self._await_envs()
+        self._calls.await_all()
         self._block.seed(message.root_seed, message.episodes)
 
     def _on_prepare(self, message: messages.Prepare) -> None:
@@ -354,20 +351,15 @@ class Worker:
         )
         self._loop = None
 
-    def _trim_log(self) -> None:
-        """Truncate the log: an env may print for days."""
-        with contextlib.suppress(OSError):
-            size = os.fstat(self._log_fd).st_size
-            if size > _LOG_LIMIT:
-                tail = pread(self._log_fd, _LOG_KEPT, size - _LOG_KEPT)
-                os.ftruncate(self._log_fd, 0)
-                os.write(self._log_fd, tail)
-
     def _close(self) -> None:
-        for env_id, slot in self._block.slots.items():
+        ends = [
+            (env_id, self._calls.begin(env_id, slot.adapter.close))
+            for env_id, slot in self._block.slots.items()
+            if slot.is_built
+        ]
+        for env_id, end in ends:
             try:
-                if slot.is_built:
-                    self._calls.run(env_id, slot.adapter.close)
+                end()
             # An env that cannot close must not keep the others open.
             except BaseException as error:
                 self._channel.send_plain(

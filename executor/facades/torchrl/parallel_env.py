@@ -336,8 +336,8 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
 
     def __setitem__(self, item: Any, source: Any) -> None:
         raise NotImplementedError(
-            "assigning to an env failed: expected no snapshot writeback, which ParallelEnv does not support. Use "
-            "load_state_dict."
+            "assigning to an env failed: expected no snapshot writeback, which envherd's ParallelEnv does not "
+            "support. Use load_state_dict."
         )
 
     # ---- attributes --------------------------------------------------------------------------

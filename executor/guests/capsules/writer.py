@@ -19,6 +19,7 @@ import numpy as np
 from envherd.executor.guests.capsules.file import SUFFIX, Capsule
 from envherd.executor.options import Capsules
 from envherd.executor.processes.error_messages import Frame, numbering, with_sentence
+from envherd.executor.sending.blueprint import EnvCall
 from envherd.shm.slab import input_leaves
 from envherd.shm.specs import EnvSpec, Key
 from envherd.workers.adapters.named import reference_of
@@ -162,7 +163,8 @@ class CapsuleWriter:
         reset_options = (
             _as_plain(self._reset_options.get(env_id)) if has_options else None
         )
-        env, missing = self._env_of(env_id)
+        call = self._pool.blueprint.call_of(env_id)
+        env, missing = self._env_of(call)
         reasons = {
             # The journal has seeds as int64, and a negative number for one that does not fit.
             _BIG_SEED: flags & JournalFlag.SEEDED and seed < 0,
@@ -199,12 +201,7 @@ class CapsuleWriter:
         }
         pickled = None
         if self._rules.pickle:
-            pickled = dumps(
-                (
-                    self._pool.pickled(env_id),
-                    self._pool.blueprint.calls[env_id].sent.kwargs,
-                )
-            )
+            pickled = dumps((self._pool.pickled(call), call.sent.kwargs))
         path = self._save(
             Capsule(facts, inputs, pickled),
             f"env{facts['env_id']}-episode{episode}-step{steps}",
@@ -213,9 +210,9 @@ class CapsuleWriter:
             path
         ), f"The episode is in {path}: `envherd replay {path}` runs it again."
 
-    def _env_of(self, env_id: int) -> tuple[dict[str, Any], list[str]]:
+    @staticmethod
+    def _env_of(call: EnvCall) -> tuple[dict[str, Any], list[str]]:
         """Return the facts about how an env is built, and what is missing among them."""
-        call = self._pool.blueprint.calls[env_id]
         found = reference_of(call.factory)
         kwargs = _as_plain({**found.get("kwargs", {}), **call.sent.kwargs})
         fields = _as_plain(found.get("fields", {}))

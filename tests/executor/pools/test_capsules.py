@@ -297,11 +297,9 @@ def test_a_nan_is_written_and_found_again(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reseed", [False, True])
-def test_a_copy_of_an_env_has_its_actions(tmp_path, reseed):
-    kwargs, actions = (
-        {"fault": "value_error", "step": 4},
-        [(0, 3), (1, 3), (2, 4), (0, 4)],
-    )
+def test_a_copy_of_an_env_has_its_actions_and_arguments(tmp_path, reseed):
+    kwargs = [{"fault": "value_error", "step": 4}, {"step": 5}]
+    actions = [(0, 3), (1, 3), (2, 4), (0, 4)]
     with ParallelEnv(
         2,
         FaultyEnv,
@@ -325,6 +323,7 @@ def test_a_copy_of_an_env_has_its_actions(tmp_path, reseed):
     assert found[0].inputs["action",].tolist() == [0, 1, 2, 0]
     assert found[1].inputs["action",].tolist() == [0, 1, 4, 4]
     assert found[1].facts["seed"] == episode_seed(7, 0, 0)
+    assert found[1].facts["env_kwargs"] == kwargs[0]
     assert bool(found[1].facts["missing"]) == reseed
 
 
@@ -951,20 +950,3 @@ def test_facades_pass_the_option(tmp_path, host):
     again = replay(path, "--trust")
     assert again.exit_code == 0, again.output
     assert "But" not in again.stdout
-
-
-def test_a_copy_of_an_env_of_another_task_is_not_run_again(tmp_path):
-    tasks = [{"fault": "value_error", "step": 3}, {"fault": "value_error", "step": 9}]
-    options = ExecutorOptions(capsules=tmp_path)
-    with ParallelEnv(
-        2, FaultyEnv, num_workers=2, env_kwargs=tasks, seed=0, options=options
-    ) as env:
-        env.reset()
-        env.branch(0, [1])
-        with pytest.raises(EnvError):
-            env.rollout(4, auto_reset=False)
-    missing = {
-        capsule.facts["env_id"]: capsule.facts["missing"]
-        for capsule in map(load_capsule, tmp_path.iterdir())
-    }
-    assert (missing[0], len(missing[1])) == ([], 1)

@@ -22,7 +22,7 @@ def act(root: TensorDict) -> TensorDict:
     return root.set("action", root["observation"][:, 1] % 4)
 
 
-def test_envs_of_a_worker_are_in_a_step_at_the_same_time():
+def test_envs_of_a_worker_are_in_a_step_or_a_close_at_the_same_time(caplog):
     make = functools.partial(MeetingEnv, N)
     with ParallelEnv(N, make, num_workers=1, options=OPTIONS) as env:
         root = env.reset()
@@ -32,6 +32,7 @@ def test_envs_of_a_worker_are_in_a_step_at_the_same_time():
         ).shape == (N, 4)
         env.send(act(env.reset()))
         assert len(env.recv()) == N
+    assert "closing" not in caplog.text
 
 
 def test_an_env_is_built_and_called_and_closed_on_one_thread(tmp_path):

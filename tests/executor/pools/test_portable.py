@@ -369,6 +369,14 @@ def test_interpreters_are_refused():
         )
 
 
+@pytest.mark.broken_pool
+def test_a_program_that_is_no_interpreter_is_named(monkeypatch):
+    multiprocessing.resource_tracker.ensure_running()
+    monkeypatch.setattr(multiprocessing.spawn, "_python_exe", b"/bin/true")
+    with pytest.raises(WorkerLost, match=r"exit code 0 before .* is b'/bin/true'"):
+        portable(1, CountingEnv, num_workers=1)
+
+
 def test_kept_rollouts_keep_no_descriptors_and_no_names():
     with portable(2, CountingEnv, num_workers=1) as env:
         kept = [env.rollout(3, break_when_any_done=False) for _ in range(6)]

@@ -9,6 +9,7 @@ from gymnasium.vector import SyncVectorEnv
 from tensordict import NonTensorStack, TensorDict
 
 from envherd.executor import ActionError, SerialEnv
+from envherd.executor.rollouts.stepwise import StepwiseRun
 from tests.executor.calls import both
 
 NUM_ROWS = 3
@@ -118,9 +119,11 @@ def test_send_and_recv(make, sizes, each):
 @both
 @tasks
 @kinds
-def test_rollouts_keep_them(make, sizes, each):
+@pytest.mark.parametrize("run", [None, StepwiseRun])
+def test_rollouts_keep_them(make, sizes, each, run):
     steps = iter("abcdef")
     with make(2, factories(sizes, each), seed=0) as env:
+        env._rollouts._run_type = run
         data = env.rollout(
             5,
             lambda td: acting(td, *each(word := next(steps), word.upper())),

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gymnasium.spaces import MultiBinary
 from typer.testing import CliRunner
 
 from envherd import (
@@ -368,25 +369,26 @@ def test_an_error_of_the_policy_ends_the_run(argument, notes, kind):
 
 @pytest.mark.slow
 @pytest.mark.broken_pool
-def test_policy_error_ends_a_run_with_a_hanging_env():
-    calls = []
+def test_policy_error_ends_all_hanging_envs_at_once(monkeypatch):
+    monkeypatch.setattr(playing, "_LAST_COMMAND_S", 2.0)
+    hang = functools.partial(Task, size=3, faults={0: "hang"})
+    sizes = {}  # of the observation, by the time of the call
 
     def policy(td):
-        calls.append(time.monotonic())
-        if len(calls) == 15:
+        sizes[time.monotonic()] = td["observation"].shape[-1]
+        if td["observation"].shape[-1] == 2 and [*sizes.values()].count(3) == 6:
             raise ZeroDivisionError("in the policy")
         return press(td)
 
-    tasks = {"bad": functools.partial(Task, faults={0: "hang"}), "good": Task}
     with pytest.raises(ZeroDivisionError):
         evaluate(
             policy,
-            tasks,
-            20,
-            num_workers=2,
-            options=ExecutorOptions(close_timeout_s=1.0),
+            [Task, hang, hang, hang],
+            200,
+            num_workers=4,
+            options=ExecutorOptions(close_timeout_s=2.0),
         )
-    assert time.monotonic() - calls[-1] < 20, "the env sleeps for 60 s"
+    assert time.monotonic() - max(sizes) < 7, "4 s; one after another 8"
 
 
 @pytest.mark.parametrize(
@@ -496,8 +498,12 @@ def test_an_executor_goes_on_after_a_failure_that_interrupts_an_episode(
 
 
 def test_task_that_cannot_be_built_is_recorded_and_others_continue():
-    found = evaluate(press, {"broken": broken, **suite()}, 2, num_workers=2)
-    assert [found[name].num_episodes for name in found.tasks] == [0, 2, 2, 2]
+    huge = functools.partial(Task, space=MultiBinary(1 << 44))
+    found = evaluate(
+        press, {"broken": broken, "huge": huge, **suite()}, 2, num_workers=2
+    )
+    assert [found[name].num_episodes for name in found.tasks] == [0, 0, 2, 2, 2]
+    assert found["huge"].failures[0].error.startswith("MemoryError: ")
     assert all("no assets" in one.error for one in found["broken"].failures)
     assert found["broken"].to_dict()["failed"] == 2
     with pytest.raises(FactoryError, match="no assets"):

@@ -241,7 +241,7 @@ def test_names_without_a_spec():
             {"*": None},
             {"roles": ROLES},
             ValueError,
-            "expected the spec of envs with discrete actions",
+            "expected the spec of the envs where a policy is None",
         ),
         (
             {"*": None},
