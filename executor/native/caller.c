@@ -12,14 +12,6 @@
 #include "caller.h"
 
 #include <stdlib.h>
-#include <string.h>
-
-enum { FEW = 64 }; /* answers up to which an insertion sort is the fastest */
-
-typedef struct {
-    i64 number;
-    Py_ssize_t place;
-} Answer;
 
 struct Caller {
     PyObject_HEAD
@@ -29,8 +21,7 @@ struct Caller {
     Py_buffer answers_lost, worker_of;          /* of each env */
     Bell done, *go;                             /* `go`: one of each worker */
     i64 *rung;                                  /* the number of the command for which each was rung last */
-    Answer *answers;                            /* one for each env, used within `sort` */
-    i64 *sorted;                                /* likewise */
+    Numbered *answers;                          /* one for each env, used within `find_ready` */
     Py_ssize_t num_workers, num_envs;
     i64 look_ns;
 };
@@ -62,8 +53,7 @@ static int take_room(Caller *caller)
 {
     caller->num_envs = caller->command.shape[0];
     caller->answers = room_for(caller->num_envs, sizeof *caller->answers);
-    caller->sorted = room_for(caller->num_envs, sizeof *caller->sorted);
-    return caller->answers == NULL || caller->sorted == NULL ? -1 : 0;
+    return caller->answers == NULL ? -1 : 0;
 }
 
 static int take_bells(Caller *caller, PyObject *facts)
@@ -105,7 +95,6 @@ static void caller_dealloc(Caller *caller)
     PyMem_Free(caller->go);
     PyMem_Free(caller->rung);
     PyMem_Free(caller->answers);
-    PyMem_Free(caller->sorted);
     give_up((PyObject *)caller);
 }
 
@@ -211,36 +200,6 @@ static i64 num_counted(const Caller *caller)
     return sum;
 }
 
-static int oldest_first(const void *one, const void *other)
-{
-    const Answer *a = one, *b = other;
-    if (a->number != b->number)
-        return a->number < b->number ? -1 : 1;
-    return a->place < b->place ? -1 : a->place > b->place;
-}
-
-/* Sort envs by the numbers of their commands, then as given. */
-static void sort(const Caller *caller, i64 *ids, Py_ssize_t count)
-{
-    const i64 *numbers = word(&caller->command_seq, 0);
-    if (count <= FEW) {
-        for (Py_ssize_t i = 1; i < count; i++) {
-            i64 id = ids[i], number = LOAD(numbers + id);
-            Py_ssize_t at = i;
-            for (; at > 0 && LOAD(numbers + ids[at - 1]) > number; at--)
-                ids[at] = ids[at - 1];
-            ids[at] = id;
-        }
-        return;
-    }
-    for (Py_ssize_t i = 0; i < count; i++)
-        caller->answers[i] = (Answer){LOAD(numbers + ids[i]), i};
-    qsort(caller->answers, (size_t)count, sizeof *caller->answers, oldest_first);
-    memcpy(caller->sorted, ids, (size_t)count * sizeof *ids);
-    for (Py_ssize_t i = 0; i < count; i++)
-        ids[i] = caller->sorted[caller->answers[i].place];
-}
-
 /* Write those envs that owe no answer to `to`, the oldest command first, then as given; return how many. */
 static Py_ssize_t find_ready(const Caller *caller, const Numbers *ids, i64 *to)
 {
@@ -248,9 +207,11 @@ static Py_ssize_t find_ready(const Caller *caller, const Numbers *ids, i64 *to)
     for (Py_ssize_t i = 0; i < ids->count; i++) {
         i64 id = number_at(ids, i);
         if (caller_has_number(caller, id))
-            to[found++] = id;
+            caller->answers[found++] = (Numbered){LOAD(word(&caller->command_seq, id)), i};
     }
-    sort(caller, to, found);
+    qsort(caller->answers, (size_t)found, sizeof *caller->answers, oldest_first);
+    for (Py_ssize_t i = 0; i < found; i++)
+        to[i] = number_at(ids, caller->answers[i].place);
     return found;
 }
 
@@ -296,7 +257,7 @@ static PyObject *caller_first(PyObject *self, PyObject *args)
         return NULL;
     int has_come = 0;
     if (numbers_take(ids_array, caller->num_envs, &ids)) {
-        if (ids.count <= to.len / (Py_ssize_t)sizeof(i64))
+        if (ids.count <= caller->num_envs && ids.count <= to.len / (Py_ssize_t)sizeof(i64))
             has_come = caller_wait_for_some(caller, &ids, wanted, wait_ns, to.buf, &found);
         PyBuffer_Release(&ids.memory);
     }

@@ -1,7 +1,6 @@
 """Small batched simulators in torch that treat ended rows in different ways."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ClassVar
 
 import gymnasium
@@ -75,7 +74,7 @@ class Counter(gymnasium.Env[Any, Any]):
         self.state[rows, 1] = 0
 
     def step(self, action: torch.Tensor) -> Any:
-        self.given, self.address = action, action.data_ptr()
+        self.given = action
         self.num_steps += 1
         self.state[:, 1] += 1
         truncated = self.state[:, 1] >= self.lengths
@@ -87,23 +86,6 @@ class Counter(gymnasium.Env[Any, Any]):
     def _end(self, truncated: torch.Tensor, extras: dict[str, Any]) -> torch.Tensor:
         del truncated, extras
         return self.state.clone()
-
-    def mapping_of_given(self) -> str:
-        """Return the mapping in `/proc/self/maps` that holds the latest action."""
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            first, last = (int(end, 16) for end in line.split()[0].split("-"))
-            if first <= self.address < last:
-                return line.split(maxsplit=5)[-1]
-        return ""
-
-
-class Lean(Counter):
-    """Keeps no reference to its actions."""
-
-    def step(self, action: torch.Tensor) -> Any:
-        stepped = super().step(action)
-        self.given = None
-        return stepped
 
 
 class SameStep(Counter):
@@ -150,18 +132,15 @@ class Aliasing(SameStep):
 
 
 class Keeping(Counter):
-    """Keeps references to its actions from step `since` on."""
+    """Keeps its actions, and rewards the previous one as well."""
 
-    def __init__(self, since: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.since = since
         self.kept: list[torch.Tensor] = []
 
     def step(self, action: torch.Tensor) -> Any:
         stepped = super().step(action)
-        self.given = None
-        if self.num_steps > self.since:
-            self.kept.append(action)
+        self.kept.append(action)
         earlier = (
             self.kept[-2].sum(-1) if len(self.kept) > 1 else torch.zeros(self.num_envs)
         )

@@ -87,7 +87,7 @@ class Adapter(ABC):
     unchecked: frozenset[Key] = frozenset()
     #: Called with the info entries that the adapter cannot pass on, as name -> reason; set by the block.
     on_left_out: Callable[[Mapping[str, str]], None] | None = None
-    #: Whether `step` also takes torch tensors, and arrays that are VIEWS of the slab; for families of torch simulators.
+    #: Whether `step` also takes torch tensors, such as the caller's own; for families of torch simulators.
     takes_tensors: bool = False
     #: Whether `reset` and `step` may return the env's own tensors; set by an executor that accepts them.
     gives_tensors: bool = False

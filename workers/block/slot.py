@@ -85,7 +85,6 @@ class Slot:
         # The `FactoryCall` that `Prepare.call` has brought; None before the first.
         self.call: Any = None
         self.unchecked = adapter.unchecked
-        self.takes_tensors = adapter.takes_tensors
         self.spec = adapter.spec
         self.check_finite = check_finite
         self.place = Place(0, 0)
@@ -218,10 +217,6 @@ class Slot:
             if leaf.is_side:
                 self.action_readers.append(_side_reader(self, side_index))
                 side_index += 1
-            elif self.takes_tensors:
-                self.action_readers.append(
-                    _view_reader(inputs[("input", *leaf.key)][row])
-                )
             else:
                 self.action_readers.append(
                     _input_reader(leaf, inputs[("input", *leaf.key)], row)
@@ -239,11 +234,6 @@ def _input_reader(leaf: LeafSpec, array: np.ndarray, row: int) -> Callable[[], A
     if leaf.shape:
         return array[row].copy
     return lambda: array[row]
-
-
-def _view_reader(source: np.ndarray) -> Callable[[], Any]:
-    # Without a copy, which `Adapter.takes_tensors` allows.
-    return lambda: source
 
 
 def _side_reader(slot: Slot, index: int) -> Callable[[], Any]:

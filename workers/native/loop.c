@@ -35,11 +35,6 @@ typedef struct {
 } Env;
 
 typedef struct {
-    i64 number;
-    Py_ssize_t index;
-} Pending;
-
-typedef struct {
     PyObject_HEAD
     /* Words of each env, or of each worker; see shm.slab and shm.tally. */
     Py_buffer command_seq, command, reply_seq, status, resets, mail_seq, answered, ring_at, busy_ns, since_ns, reset_ns,
@@ -49,7 +44,7 @@ typedef struct {
     PyObject *execute, *hand_over, *fail, *go_on, *hand_over_reset, *fail_reset, *check_mail, *tidy;
     PyObject *names[NUM_NAMES], *step_type;
     Env *envs;
-    Pending *pending;
+    Numbered *pending;
     Py_ssize_t num_envs;
     i64 worker_id, num_workers, num_bins, tidy_every;
     i64 num_wakes, num_scans, mail_read;
@@ -353,24 +348,16 @@ static int read_mail(Loop *loop)
     return goes_on;
 }
 
-static int longest_waiting_first(const void *one, const void *other)
-{
-    const Pending *a = one, *b = other;
-    if (a->number != b->number)
-        return a->number < b->number ? -1 : 1;
-    return a->index < b->index ? -1 : a->index > b->index;
-}
-
 static Py_ssize_t find_pending(Loop *loop)
 {
     Py_ssize_t count = 0;
     for (Py_ssize_t i = 0; i < loop->num_envs; i++) {
         i64 number = LOAD_NUMBER(word(&loop->command_seq, loop->envs[i].id));
         if (number != loop->envs[i].latest)
-            loop->pending[count++] = (Pending){number, i};
+            loop->pending[count++] = (Numbered){number, i};
     }
-    if (count > 1 && LOAD(word(&loop->command, loop->envs[loop->pending[0].index].id)) & FLAG_EACH << OP_BITS)
-        qsort(loop->pending, (size_t)count, sizeof *loop->pending, longest_waiting_first);
+    if (count > 1 && LOAD(word(&loop->command, loop->envs[loop->pending[0].place].id)) & FLAG_EACH << OP_BITS)
+        qsort(loop->pending, (size_t)count, sizeof *loop->pending, oldest_first);
     return count;
 }
 
@@ -385,7 +372,7 @@ static int scan(Loop *loop)
     for (Py_ssize_t i = 0; i < count; i++) {
         if (LOAD(word(&loop->mail_seq, loop->worker_id)) == LEAVE)
             return read_mail(loop);
-        Env *env = &loop->envs[loop->pending[i].index];
+        Env *env = &loop->envs[loop->pending[i].place];
         i64 number = LOAD_NUMBER(word(&loop->command_seq, env->id)), command = LOAD(word(&loop->command, env->id));
         i64 status = i == sampled ? carry_out_timed(loop, env, command, count) : carry_out(loop, env, command);
         if (status < 0)

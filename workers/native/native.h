@@ -27,6 +27,21 @@ typedef int64_t i64;
 
 static inline i64 *word(const Py_buffer *words, i64 index) { return (i64 *)words->buf + index; }
 
+/* A command, by its number, of one of some envs. */
+typedef struct {
+    i64 number;
+    Py_ssize_t place;
+} Numbered;
+
+/* For `qsort`: the oldest command first, then by place. */
+static inline int oldest_first(const void *one, const void *other)
+{
+    const Numbered *a = one, *b = other;
+    if (a->number != b->number)
+        return a->number < b->number ? -1 : 1;
+    return a->place < b->place ? -1 : a->place > b->place;
+}
+
 /* ---- facts, which Python passes to a constructor in a dict: facts.c ----------------------------------- */
 
 /* One fact, and the field of a struct that gets it. A table of these ends with a name of NULL. */

@@ -222,10 +222,11 @@ def test_ids_that_are_not_plain_are_left_to_python(ids):
     assert side.caller.give_some(np.array([0, 1]), np.zeros(1, np.int64)) is False
     assert side.caller.first(ids, 1, 0, np.zeros(3, np.int64)) == -1
     assert side.caller.first(np.arange(3), 1, 0, np.zeros(2, np.int64)) == -1
+    assert side.caller.first(np.arange(4) // 2, 1, 0, np.zeros(4, np.int64)) == -1
     assert side.state() == before
 
 
-@pytest.mark.parametrize("num_envs", [3, 64, 65, 200])
+@pytest.mark.parametrize("num_envs", [3, 200])
 def test_first_returns_envs_in_the_order_of_their_commands(num_envs):
     side, room = Side(num_envs, 1, in_c=True), np.zeros(num_envs, np.int64)
     numbers = np.arange(num_envs) * 37 % 101 // 7  # some are equal

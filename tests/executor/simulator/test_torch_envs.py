@@ -1,6 +1,7 @@
-"""Torch simulators under the executor: the env gets the caller's own tensor, or one over the slab."""
+"""Torch simulators under the executor: the env gets the caller's own tensor, or a copy of its row in the slab."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -74,48 +75,18 @@ def test_indices_begin_where_the_env_begins_them():
 
 
 @pytest.mark.slow
-def test_in_a_worker_the_env_is_given_the_slab_itself():
-    with ParallelEnv(2, simulators.Lean, num_workers=2, seed=0) as env:
-        data = env.rollout(2)
+@pytest.mark.parametrize(
+    "make", [SerialEnv, partial(ParallelEnv, num_workers=2)], ids=["serial", "parallel"]
+)
+def test_a_simulator_may_keep_the_actions_of_a_slab(make):
+    with make(2, simulators.Keeping, seed=0) as env:
         env.reset()
-        for _ in range(2):
-            env.step(batch_of(torch.rand(2, 4, 2)))
-        assert all("envherd" in where for where in env.call("mapping_of_given"))
-    with SerialEnv(2, simulators.Lean, seed=0) as env:
-        other = env.rollout(2)
-    for key in data.keys(include_nested=True, leaves_only=True):
-        assert torch.equal(data[key], other[key]), key
-
-
-class SlabLike:
-    """Actions as arrays that every step overwrites, as in workers."""
-
-    def __init__(self, make_env: Any, since: int) -> None:
-        from envherd.workers.adapters.torch_native import TorchNativeAdapter
-
-        self.adapter = TorchNativeAdapter(make_env(since))
-        self.row = np.zeros((4, 2), np.float32)
-        self.adapter.reset(0)
-
-    def step(self, value: float) -> float:
-        self.row[...] = value
-        return float(self.adapter.step([self.row])[1][0][0, 0])
-
-
-def test_an_env_that_keeps_its_actions_gets_copies():
-    lent = SlabLike(simulators.Keeping, 0)
-    rewards = [lent.step(value) for value in (0.1, 0.2, 0.3)]
-    assert rewards == pytest.approx([0.2, 0.4 + 2, 0.6 + 4])
-
-
-def test_an_env_that_begins_to_keep_its_actions_is_refused():
-    from envherd.workers.errors import SpecError
-
-    lent = SlabLike(simulators.Keeping, 2)
-    for value in (0.1, 0.2):
-        lent.step(value)
-    with pytest.raises(SpecError, match="keeps_actions=True"):
-        lent.step(0.3)
+        rewards = [
+            env.step(batch_of(torch.full((2, 4, 2), value)))["next", "reward"]
+            for value in (0.1, 0.2, 0.3)
+        ]
+    for reward, expected in zip(rewards, (0.2, 0.4 + 2, 0.6 + 4), strict=True):
+        assert reward.flatten().tolist() == pytest.approx([expected] * 8)
 
 
 def test_the_callers_generators_are_left_alone():

@@ -17,7 +17,9 @@ returns the first observation of the next episode. A reset of a row that has not
 Observation keys are the simulator's (`policy`, `critic`), or `observation` for a single tensor. The adapter resets the
 simulator once, to learn the actual shapes and dtypes.
 
-Guarantees (and those of `lending`)
+Guarantees
+- The simulator may keep an action: in a worker it is a copy of the row in the slab, in `SerialEnv(1, ...)` the caller's
+  own tensor. It is moved to the simulator's device once, and nothing else is moved.
 - Rows that a reset does not select are returned unchanged, bit for bit, even if the simulator recomputes them.
 - While a simulator runs, Python's, numpy's and torch's (CPU) global generators hold its own state, so envs of the same
   worker do not affect each other. A reset of all rows seeds them; a reset of some rows does not, because one generator
@@ -49,7 +51,6 @@ from envherd.workers.adapters.base import Adapter, Mask, Options, StepValues
 from envherd.workers.adapters.common.generators import OwnGenerators
 from envherd.workers.adapters.common.reset_options import check_keywords
 from envherd.workers.adapters.common.tree import interval, refuse_reserved
-from envherd.workers.adapters.simulators.lending import Leaves, Lender
 from envherd.workers.adapters.simulators.native_resets import (
     FINAL_KEYS,
     AgentsAsOne,
@@ -61,6 +62,7 @@ from envherd.workers.adapters.torchrl.reading import to_numpy, to_plain
 from envherd.workers.adapters.torchrl.specs import dtype_name
 from envherd.workers.errors import FactoryError, ResetNeeded, SpecError
 
+Leaves = list[torch.Tensor]
 #: When a simulator itself resets rows that have ended: in the step in which they end, or never.
 Resets = Literal["same_step", "never"]
 #: Result of a step of the simulator: observation and reward leaves, then terminated and truncated `[B]`.
@@ -77,7 +79,6 @@ class TorchNativeAdapter(Adapter):
         resets: whether it resets rows that have ended within `step`; None relies on what it declares.
         final_observation: simulator (without wrappers) -> its observations now, for simulators that reset through
             `_reset_idx`; None uses `final_obs`, `observation_manager` or `_get_observations`.
-        keeps_actions: whether it keeps references to its action tensors; None detects it.
 
     Raises:
         FactoryError: it does not declare when it resets, resets in the next step, or has several agents.
@@ -93,7 +94,6 @@ class TorchNativeAdapter(Adapter):
         *,
         resets: Resets | None = None,
         final_observation: Callable[[Any], Any] | None = None,
-        keeps_actions: bool | None = None,
     ) -> None:
         self._inner = inner = getattr(env, "unwrapped", env)
         num_rows = getattr(inner, "num_envs", None)
@@ -105,7 +105,6 @@ class TorchNativeAdapter(Adapter):
         self.env = env
         self.device = torch.device(getattr(inner, "device", None) or "cpu")
         self._num_rows = num_rows
-        self._lender = Lender(self.device, keeps_actions=keeps_actions)
         self._generators = OwnGenerators(seeding.caller_state, seeding.restore_globals)
         self._latest: Leaves | None = None
         self._resets: Resets = resets or _resets_of(inner)
@@ -207,7 +206,7 @@ class TorchNativeAdapter(Adapter):
         """Make one transition of all rows.
 
         Args:
-            action: aligned with `spec.action`: the caller's tensors, or VIEWS of the slab.
+            action: aligned with `spec.action`: a tensor or an array, which the simulator may keep.
 
         Returns:
             Values as of `reset`; terminated and truncated as bool arrays `[B, 1]`, copies.
@@ -218,9 +217,8 @@ class TorchNativeAdapter(Adapter):
             )
         with torch.no_grad(), self._generators:
             observation, rewards, terminated, truncated = self._step(
-                self._lender.lend(action)
+                torch.as_tensor(action[0]).to(self.device)
             )
-        self._lender.check(self.origin)
         self._latest = observation
         return (
             self._given(observation),
@@ -287,10 +285,10 @@ class TorchNativeAdapter(Adapter):
             f"rows, or only those that have ended."
         )
 
-    def _step(self, actions: Leaves) -> Stepped:
+    def _step(self, action: torch.Tensor) -> Stepped:
         self._waiting = None
         with self._watch.stepping() if self._watch else contextlib.nullcontext():
-            stepped = self.env.step(self._native_action(actions[0]))
+            stepped = self.env.step(self._native_action(action))
         if not isinstance(stepped, (tuple, list)) or len(stepped) != 5:
             raise SpecError(
                 f"step failed: expected (observations, rewards, terminated, truncated, extras), got "
@@ -385,7 +383,6 @@ class IsaacLabAdapter(TorchNativeAdapter):
         env: Any,
         *,
         final_observation: Callable[[Any], Any] | None = None,
-        keeps_actions: bool | None = None,
     ) -> None:
         if hasattr(getattr(env, "unwrapped", env), "possible_agents"):
             raise FactoryError(
@@ -393,11 +390,7 @@ class IsaacLabAdapter(TorchNativeAdapter):
                 f"{type(env.unwrapped).__name__} with several agents. Return "
                 f"isaaclab.envs.multi_agent_to_single_agent(env) from the factory."
             )
-        super().__init__(
-            env,
-            final_observation=final_observation,
-            keeps_actions=keeps_actions,
-        )
+        super().__init__(env, final_observation=final_observation)
 
     @functools.cached_property
     def _simulator(self) -> Any:
@@ -421,11 +414,10 @@ class ManiSkillAdapter(TorchNativeAdapter):
 
     family: ClassVar[str] = "maniskill"
 
-    def __init__(self, env: Any, *, keeps_actions: bool | None = None) -> None:
+    def __init__(self, env: Any) -> None:
         super().__init__(
             env,
             resets="same_step" if getattr(env, "auto_reset", False) else "never",
-            keeps_actions=keeps_actions,
         )
 
     def render(self) -> Any:
