@@ -414,6 +414,7 @@ def _named(pair: Pair) -> tuple[list[Any], list[torch.Tensor]]:
     ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", DIRECT)
 def test_gymnasium(case: str) -> None:
     compare(*DIRECT[case])
@@ -441,6 +442,7 @@ def test_dm_control_that_draws() -> None:
     ]
 
 
+@pytest.mark.sampled(2)
 @needs("pettingzoo")
 @pytest.mark.parametrize(
     "case",
@@ -455,6 +457,7 @@ def test_pettingzoo(case: str) -> None:
     compare(*ZOO[case])
 
 
+@pytest.mark.sampled(2)
 @needs("meltingpot")
 @pytest.mark.parametrize("case", POTS)
 def test_melting_pot(case: str) -> None:

@@ -600,6 +600,7 @@ def of_both(make_env: Any, setting: dict[str, Any], **options: Any) -> Any:
     return ParallelEnv(NUM_ENVS, make_env, seed=0, **setting | options)
 
 
+@pytest.mark.sampled(3)
 @needs_c
 @pytest.mark.slow
 @pytest.mark.parametrize(
