@@ -118,15 +118,12 @@ def pytest_collection_modifyitems(
 def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
     """Return the cases of tests marked `sampled(stride)` that this run leaves out: all but each `stride`-th."""
     cases = collections.defaultdict(list)
-    for item in items:
-        mark = item.get_closest_marker("sampled")
-        if mark is not None:
+    for item in sorted(items, key=lambda item: item.nodeid):
+        for mark in item.iter_markers("sampled"):
             cases[item.nodeid.partition("[")[0], mark.args[0]].append(item)
-    left_out = set()
+    left_out = {item for found in cases.values() for item in found}
     for (_, stride), found in cases.items():
-        found.sort(key=lambda item: item.nodeid)
-        kept = found[offset(min(stride, len(found))) :: stride]
-        left_out.update(set(found) - set(kept))
+        left_out.difference_update(found[offset(min(stride, len(found))) :: stride])
     return left_out
 
 

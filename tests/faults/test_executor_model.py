@@ -242,8 +242,12 @@ def test_an_interrupt_while_a_worker_is_replaced_leaves_no_row_of_it(monkeypatch
 
     `losses` 1 and 3, `supervisor` 4.
     """
-    names = {"replace", "_begin_restarts", "begin_restart"}
-    for interrupt in at_each(lambda line: InterruptIn(line, names), least=15):
+    for interrupt in at_each(
+        functools.partial(
+            InterruptIn, names={"replace", "_begin_restarts", "begin_restart"}
+        ),
+        least=15,
+    ):
         with contextlib.closing(
             simulated(monkeypatch, [[0, 1], [2]], **RESTARTS)
         ) as env:

@@ -42,6 +42,7 @@ from envherd.gymnasium import AsyncVectorEnv
 from envherd.workers import native
 from envherd.workers.testing import CountingEnv
 from tests.conftest import Possessions
+from tests.executor.calls import ones
 from tests.gates import wait_for
 from tests.scale import offset, scaled
 
@@ -171,10 +172,6 @@ def only(*env_ids: int) -> TensorDict:
     return TensorDict({"_reset": mask}, [NUM_ENVS])
 
 
-def policy(td: Any) -> Any:
-    return td.set("action", torch.ones(NUM_ENVS, dtype=torch.int64))
-
-
 def send_and_receive(env: Any) -> None:
     value = torch.rand(NUM_ENVS)
     env.send(actions().set("value", value))
@@ -209,9 +206,9 @@ CALLS: dict[str, tuple[Callable[[Any], Any], int]] = {
         1,
     ),
     "rebuild of sent envs": (rebuild_sent, 1),
-    "rollout": (lambda env: env.rollout(3, policy, break_when_any_done=False), 5),
+    "rollout": (lambda env: env.rollout(3, ones, break_when_any_done=False), 5),
     "rollout that goes on": (
-        lambda env: env.rollout(1, policy, auto_reset=False, break_when_any_done=False),
+        lambda env: env.rollout(1, ones, auto_reset=False, break_when_any_done=False),
         1,
     ),
 }
@@ -268,7 +265,7 @@ def test_at_every_line_of_an_asynchronous_collector(in_background):
             NUM_ENVS, functools.partial(CountingEnv, 4), num_workers=2, seed=0
         ) as env,
         AsyncCollector(
-            env, act, frames_per_batch=6, in_background=in_background, close_env=False
+            env, ones, frames_per_batch=6, in_background=in_background, close_env=False
         ) as collector,
     ):
         for interrupt in at_each(Interrupt, stride, least=5):
@@ -285,7 +282,7 @@ def test_at_lines_of_the_first_batch_of_a_collector():
     for interrupt in at_each(Interrupt, scaled(67, full=11), least=5):
         env = SerialEnv(NUM_ENVS, functools.partial(CountingEnv, 4), seed=0)
         with AsyncCollector(
-            env, act, frames_per_batch=2, layout="flat", max_batch=2
+            env, ones, frames_per_batch=2, layout="flat", max_batch=2
         ) as collector:
             with tracing(interrupt):
                 collector.collect()
@@ -300,10 +297,6 @@ def test_at_lines_of_the_first_batch_of_a_collector():
 def _numbers(data: Any) -> list[Any]:
     """Return (env, number of the step) of every transition of a flat batch."""
     return list(zip(data["env_ids"].flatten(), data["step"].flatten(), strict=True))
-
-
-def act(td: Any) -> Any:
-    return td.set("action", torch.ones(len(td), dtype=torch.int64))
 
 
 def _check_rows(data: Any, seen: set[tuple[int, int]], when: str) -> None:
@@ -375,18 +368,18 @@ def test_an_interrupt_while_the_memory_of_rollouts_is_lent_or_dropped(num_forks)
             first=1 + 5 * num_forks,
             least=3,
         ):
-            dropped = [env.rollout(num_steps, policy) for num_steps in (1, 2)]
+            dropped = [env.rollout(num_steps, ones) for num_steps in (1, 2)]
             for _ in range(2 * num_forks):
                 storage._count_fork()
             dropped.clear()
             with tracing(interrupt):
                 dropped.extend(
-                    env.rollout(num_steps, policy) for num_steps in (2, 3, 4, 5)
+                    env.rollout(num_steps, ones) for num_steps in (2, 3, 4, 5)
                 )
             dropped.clear()
-            held = [env.rollout(num_steps, policy) for num_steps in (2, 3, 2, 3, 2)]
+            held = [env.rollout(num_steps, ones) for num_steps in (2, 3, 2, 3, 2)]
             copies = [data.clone() for data in held]
-            env.rollout(2, policy)
+            env.rollout(2, ones)
             assert all(
                 (data == copy).all() for data, copy in zip(held, copies, strict=True)
             ), interrupt.where

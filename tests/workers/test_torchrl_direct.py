@@ -464,15 +464,18 @@ def test_melting_pot(case: str) -> None:
     compare(*POTS[case])
 
 
-@pytest.mark.parametrize("case", ["box", "counters", "nested, float"])
-def test_statistics_are_counted_on_both_ways(case: str) -> None:
-    compare(*DIRECT[case], has_statistics=True)
-
-
-@needs("pettingzoo")
-@MASKS
-def test_statistics_of_groups() -> None:
-    compare(*ZOO["transforms"], has_statistics=True)
+@pytest.mark.parametrize(
+    "cases",
+    [
+        *(pytest.param(DIRECT[case], id=case) for case in ("box", "counters")),
+        pytest.param(DIRECT["nested, float"], id="nested, float"),
+        pytest.param(
+            ZOO["transforms"], id="groups", marks=[needs("pettingzoo"), MASKS]
+        ),
+    ],
+)
+def test_statistics_are_counted_on_both_ways(cases: Any) -> None:
+    compare(*cases, has_statistics=True)
 
 
 class Other(GymEnv):
