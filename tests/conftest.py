@@ -3,6 +3,7 @@
 This process adopts orphans, so it sees and kills helpers and workers that outlive their owner.
 """
 
+import collections
 import contextlib
 import gc
 import multiprocessing.resource_tracker
@@ -24,7 +25,7 @@ import envherd.workers.adapters.light_tensorboard  # noqa: F401  # before a test
 from envherd.shm import platforms
 from envherd.shm.segment import NAMES
 from envherd.workers import processes
-from tests.scale import IS_FULL
+from tests.scale import IS_FULL, SEED, offset
 from tests.script_host import ScriptHost, adopt_orphans
 
 #: Seconds for processes to end, and for a teardown: well above the promised one second, also on a busy machine.
@@ -75,8 +76,8 @@ settings.register_profile("steady", deadline=None, derandomize=True, database=No
 settings.load_profile("steady")
 
 
-def pytest_configure() -> None:
-    """Adopt orphans of tests' processes, and let Ctrl-C through.
+def pytest_configure(config: pytest.Config) -> None:
+    """Adopt orphans of tests' processes, let Ctrl-C through, and keep the run's seed for sweeps.
 
     A background job of a shell ignores Ctrl-C, and so do its descendants. Python's resource tracker and the lock of
     progress bars are created before any test, because they live as long as the process.
@@ -88,11 +89,19 @@ def pytest_configure() -> None:
         tqdm.tqdm.get_lock()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     adopt_orphans(is_on=True)
+    os.environ[SEED] = str(config.getoption("randomly_seed", 0))
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip sweeps except in full runs, and move long tests to the front after shuffling."""
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Skip sweeps and leave out parts of them except in full runs; move long tests to the front after shuffling."""
+    are_named = any("::" in argument for argument in config.args)
+    if not (IS_FULL or are_named):
+        left_out = _left_out(items)
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     for item in items:
         if item.get_closest_marker("full") and not IS_FULL:
             item.add_marker(
@@ -104,6 +113,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             _LONG.index(groups[item]) if groups[item] in _LONG else len(_LONG)
         )
     )
+
+
+def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return the cases of tests marked `sampled(stride)` that this run leaves out: all but each `stride`-th."""
+    cases = collections.defaultdict(list)
+    for item in sorted(items, key=lambda item: item.nodeid):
+        for mark in item.iter_markers("sampled"):
+            cases[item.nodeid.partition("[")[0], mark.args[0]].append(item)
+    left_out = {item for found in cases.values() for item in found}
+    for (_, stride), found in cases.items():
+        left_out.difference_update(found[offset(min(stride, len(found))) :: stride])
+    return left_out
 
 
 def pytest_collection_finish() -> None:

@@ -146,33 +146,21 @@ def test_ippo_trains_saves_and_continues(script_host, tmp_path, how):
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_ippo_learns_to_harvest(run_example):
-    printed = run_example("meltingpot_ippo", "--steps", "60000", timeout_s=1100)
-    returns = [
-        float(number) for number in re.findall(r"return per agent +([\d.]+)", printed)
-    ]
-    assert returns[-1] > 1.5 * returns[0]
-
-
-@needs("meltingpot")
-@pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_ippo_learns_to_meet_in_a_game_of_two(run_example):
-    game = (
-        "--substrate",
-        "prisoners_dilemma_in_the_matrix__repeated",
-        "--episode",
-        "1000",
-        "--sparse",
-    )
-    printed = run_example(
-        "meltingpot_ippo", *game, "--steps", "1500000", timeout_s=1100
-    )
-    returns = [
-        float(number) for number in re.findall(r"return per agent +([\d.]+)", printed)
-    ]
-    assert returns[-1] > 5.0, "random actions give 1.5"
+@pytest.mark.parametrize(
+    ("arguments", "has_learned"),
+    [
+        ("--steps 60000", lambda returns: returns[-1] > 1.5 * returns[0]),
+        (
+            "--substrate prisoners_dilemma_in_the_matrix__repeated --episode 1000 --sparse --steps 1500000",
+            lambda returns: returns[-1] > 5.0,  # random actions give 1.5
+        ),
+    ],
+    ids=["harvest", "a game of two"],
+)
+def test_ippo_learns(run_example, arguments, has_learned):
+    printed = run_example("meltingpot_ippo", *arguments.split(), timeout_s=1100)
+    returns = re.findall(r"return per agent +([\d.]+)", printed)
+    assert has_learned([*map(float, returns)]), returns
 
 
 @needs("meltingpot", "torchrl")

@@ -23,6 +23,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 # Warnings of the envs.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")

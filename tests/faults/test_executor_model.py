@@ -24,27 +24,28 @@ from tests.oracles.simulated import (
     simulated,
 )
 from tests.oracles.state_trace import StateTrace
-from tests.scale import scaled
+from tests.scale import scaled, seed
 
 pytestmark = [pytest.mark.slow, pytest.mark.broken_pool, pytest.mark.timeout(240)]
 
 RESTARTS = {"on_worker_loss": "restart", "max_restarts": 10_000}
-#: How many walks of 60 calls an ordinary run makes with each.
-SETTINGS: dict[str, tuple[dict[str, Any], int]] = {
-    "raise": ({"blocks": [[0], [1]]}, 20),
-    "restart": ({"blocks": [[0], [1]], **RESTARTS}, 30),
-    "pairs": ({"blocks": [[0, 1], [2]], "ring_frames": 2, "poison": True}, 25),
-    "pairs that restart": ({"blocks": [[0, 1], [2]], "ring_frames": 2, **RESTARTS}, 25),
-    "interrupt": ({"blocks": [[0], [1]], **RESTARTS, "on_env_error": "interrupt"}, 30),
-    "pairs that interrupt": (
-        {"blocks": [[0, 1], [2]], "on_env_error": "interrupt", "max_restarts": 10_000},
-        25,
-    ),
-    "portable": ({"blocks": [[0], [1]], "pool": SimulatedPortablePool}, 15),
-    "portable that restarts": (
-        {"blocks": [[0], [1]], "pool": SimulatedPortablePool, **RESTARTS},
-        15,
-    ),
+SETTINGS: dict[str, dict[str, Any]] = {
+    "raise": {"blocks": [[0], [1]]},
+    "restart": {"blocks": [[0], [1]], **RESTARTS},
+    "pairs": {"blocks": [[0, 1], [2]], "ring_frames": 2, "poison": True},
+    "pairs that restart": {"blocks": [[0, 1], [2]], "ring_frames": 2, **RESTARTS},
+    "interrupt": {"blocks": [[0], [1]], **RESTARTS, "on_env_error": "interrupt"},
+    "pairs that interrupt": {
+        "blocks": [[0, 1], [2]],
+        "on_env_error": "interrupt",
+        "max_restarts": 10_000,
+    },
+    "portable": {"blocks": [[0], [1]], "pool": SimulatedPortablePool},
+    "portable that restarts": {
+        "blocks": [[0], [1]],
+        "pool": SimulatedPortablePool,
+        **RESTARTS,
+    },
 }
 COMMANDS = (Event.STEP, Event.STEP_RESET, Event.RESET)
 FAILURES = (Event.FAILS, Event.IS_LOST, Event.IS_BROKEN_OFF)
@@ -72,16 +73,17 @@ MET_IN_C = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_random_walks_keep_the_executor_model(name, monkeypatch):
-    setting, num_walks = SETTINGS[name]
     trace = StateTrace(monkeypatch)
-    explorer = Explorer(functools.partial(simulated, monkeypatch, **setting), seed=0)
-    for _ in range(5):  # the lines that are interrupted differ a little from run to run
-        explorer.explore(num_walks * scaled(1, full=30), 60)
+    make = functools.partial(simulated, monkeypatch, **SETTINGS[name])
+    explorer = Explorer(make, seed())
+    for _ in range(20):
+        explorer.explore(scaled(8, full=800), 60)
         missing = MET - {(state, event) for state, event, _ in trace.steps}
-        if not missing and explorer.num_repeated > 2:
+        num_broken_off = min(explorer.num_interrupted, explorer.num_refused)
+        has_enough = len(explorer.tries) > 150 and num_broken_off > 100
+        if has_enough and not missing and explorer.num_repeated > 2:
             break
-    assert len(explorer.tries) > 150
-    assert min(explorer.num_interrupted, explorer.num_refused) > 100
+    assert has_enough
     assert explorer.num_repeated > 2
     assert not missing, missing
     in_c = {(before, event) for before, event, _ in trace.in_c}
@@ -106,7 +108,7 @@ def actions(num_envs: int) -> TensorDict:
 @pytest.mark.parametrize(
     ("options", "make", "stride"),
     [
-        ({}, Interrupt, scaled(7, full=1)),
+        ({}, Interrupt, scaled(19, full=1)),
         (
             RESTARTS,
             functools.partial(
@@ -162,7 +164,7 @@ def test_two_interrupts_while_envs_are_sent(monkeypatch, in_c):
     if not in_c:
         monkeypatch.setattr(native, "find", lambda: (None, "this is a test"))
     names, num_in_doubt = {"_submit", "submit", "write"}, 0
-    stride = scaled(17, full=7)
+    stride = scaled(47, full=7)
     for line in range(1, 100):
         for second in at_each(Interrupt, stride, first=1 + line % stride):
             with contextlib.closing(
@@ -189,7 +191,7 @@ def test_two_interrupts_while_envs_are_sent(monkeypatch, in_c):
 def test_two_interrupts_while_the_answers_of_a_lost_worker_are_lost(monkeypatch):
     """Its successor does not carry out what was given to it (`supervisor` 1 to 3, `command_words` 3)."""
     names = {"declare_lost", "lose_answers_of", "lose_answers"}
-    stride = scaled(61, full=1)
+    stride = scaled(151, full=1)
     for line in range(1, 100):
         for second in at_each(Interrupt, stride, first=1 + line % stride):
             with contextlib.closing(
@@ -240,8 +242,12 @@ def test_an_interrupt_while_a_worker_is_replaced_leaves_no_row_of_it(monkeypatch
 
     `losses` 1 and 3, `supervisor` 4.
     """
-    names = {"replace", "_begin_restarts", "begin_restart"}
-    for interrupt in at_each(lambda line: InterruptIn(line, names), least=15):
+    for interrupt in at_each(
+        functools.partial(
+            InterruptIn, names={"replace", "_begin_restarts", "begin_restart"}
+        ),
+        least=15,
+    ):
         with contextlib.closing(
             simulated(monkeypatch, [[0, 1], [2]], **RESTARTS)
         ) as env:

@@ -42,8 +42,9 @@ from envherd.gymnasium import AsyncVectorEnv
 from envherd.workers import native
 from envherd.workers.testing import CountingEnv
 from tests.conftest import Possessions
+from tests.executor.calls import ones
 from tests.gates import wait_for
-from tests.scale import scaled
+from tests.scale import offset, scaled
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -139,8 +140,8 @@ class SignalIn(InterruptIn):
 def at_each(
     make: Callable[[int], Interrupt], stride: int = 1, *, first: int = 1, least: int = 0
 ) -> Iterator[Interrupt]:
-    """Yield interrupts at later and later lines, at `least` ones at least, until one has not come."""
-    for line in itertools.count(first, stride):
+    """Yield interrupts at each `stride`-th line, at `least` ones at least, until one has not come."""
+    for line in itertools.count(first + offset(stride), stride):
         interrupt = make(line)
         yield interrupt
         if not interrupt.where:
@@ -169,10 +170,6 @@ def only(*env_ids: int) -> TensorDict:
     mask = torch.zeros(NUM_ENVS, dtype=torch.bool)
     mask[list(env_ids)] = True
     return TensorDict({"_reset": mask}, [NUM_ENVS])
-
-
-def policy(td: Any) -> Any:
-    return td.set("action", torch.ones(NUM_ENVS, dtype=torch.int64))
 
 
 def send_and_receive(env: Any) -> None:
@@ -209,9 +206,9 @@ CALLS: dict[str, tuple[Callable[[Any], Any], int]] = {
         1,
     ),
     "rebuild of sent envs": (rebuild_sent, 1),
-    "rollout": (lambda env: env.rollout(3, policy, break_when_any_done=False), 5),
+    "rollout": (lambda env: env.rollout(3, ones, break_when_any_done=False), 5),
     "rollout that goes on": (
-        lambda env: env.rollout(1, policy, auto_reset=False, break_when_any_done=False),
+        lambda env: env.rollout(1, ones, auto_reset=False, break_when_any_done=False),
         1,
     ),
 }
@@ -232,7 +229,7 @@ def test_interrupt_at_every_line(make, name):
         options=ExecutorOptions(poison=True),
     ) as env:
         # Most lines are the same.
-        interrupt_every_line(env, name, scaled(3 if make is SerialEnv else 2, full=1))
+        interrupt_every_line(env, name, scaled(7, full=1))
 
 
 @pytest.mark.parametrize("name", ["fused", "step"])
@@ -242,14 +239,14 @@ def test_at_every_line_of_views(name):
     with ParallelEnv(
         NUM_ENVS, make_env, num_workers=1, copy=False, seed=0, options=options
     ) as env:
-        interrupt_every_line(env, name, scaled(2, full=1))
+        interrupt_every_line(env, name, scaled(5, full=1))
 
 
 def interrupt_every_line(env: Any, name: str, stride: int = 1) -> None:
     """Repeat a call, interrupted at a later line each time, and check the envs after each."""
     call, step = CALLS[name]
     env.reset()
-    for interrupt in at_each(Interrupt, step * stride, least=10):
+    for interrupt in at_each(Interrupt, step * stride, least=scaled(2, full=10)):
         for env_id in _ended(env):
             env.reset(only(env_id))
         with tracing(interrupt):
@@ -261,16 +258,17 @@ def interrupt_every_line(env: Any, name: str, stride: int = 1) -> None:
 def test_at_every_line_of_an_asynchronous_collector(in_background):
     """An interrupted step is a gap in the step numbers: no step is duplicated, and no row joins two episodes."""
     seen: set[tuple[int, int]] = set()
-    stride = 1 if in_background else 5  # the caller's own part is short there
+    # The caller's own part is short there.
+    stride = scaled(3, full=1) if in_background else scaled(15, full=5)
     with (
         ParallelEnv(
             NUM_ENVS, functools.partial(CountingEnv, 4), num_workers=2, seed=0
         ) as env,
         AsyncCollector(
-            env, act, frames_per_batch=6, in_background=in_background, close_env=False
+            env, ones, frames_per_batch=6, in_background=in_background, close_env=False
         ) as collector,
     ):
-        for interrupt in at_each(Interrupt, stride, least=15):
+        for interrupt in at_each(Interrupt, stride, least=5):
             batches = []
             with tracing(interrupt):
                 batches.append(collector.collect())
@@ -281,10 +279,10 @@ def test_at_every_line_of_an_asynchronous_collector(in_background):
 
 def test_at_lines_of_the_first_batch_of_a_collector():
     """A row may be full before the collector has seen a whole transition."""
-    for interrupt in at_each(Interrupt, scaled(29, full=11), least=12):
+    for interrupt in at_each(Interrupt, scaled(67, full=11), least=5):
         env = SerialEnv(NUM_ENVS, functools.partial(CountingEnv, 4), seed=0)
         with AsyncCollector(
-            env, act, frames_per_batch=2, layout="flat", max_batch=2
+            env, ones, frames_per_batch=2, layout="flat", max_batch=2
         ) as collector:
             with tracing(interrupt):
                 collector.collect()
@@ -299,10 +297,6 @@ def test_at_lines_of_the_first_batch_of_a_collector():
 def _numbers(data: Any) -> list[Any]:
     """Return (env, number of the step) of every transition of a flat batch."""
     return list(zip(data["env_ids"].flatten(), data["step"].flatten(), strict=True))
-
-
-def act(td: Any) -> Any:
-    return td.set("action", torch.ones(len(td), dtype=torch.int64))
 
 
 def _check_rows(data: Any, seen: set[tuple[int, int]], when: str) -> None:
@@ -336,7 +330,7 @@ def test_an_interrupt_while_a_successor_is_put_into_service():
     options = ExecutorOptions(on_worker_loss="restart")
     names = {"_to_serving", "attach", "await_frame"}
     for interrupt in at_each(
-        lambda line: SignalIn(line, names), stride=scaled(4, full=2), least=4
+        lambda line: SignalIn(line, names), stride=scaled(8, full=2), least=2
     ):
         with ParallelEnv(
             NUM_ENVS,
@@ -364,7 +358,7 @@ def test_an_interrupt_while_a_successor_is_put_into_service():
 def test_an_interrupt_while_the_memory_of_rollouts_is_lent_or_dropped(num_forks):
     """No memory is lent twice, and workers map no more of it than before."""
     places = {"attach_storage", "detach_storage", "mail"}
-    file, stride = storage.__file__, scaled(19, full=1)
+    file, stride = storage.__file__, scaled(47, full=1)
     with ParallelEnv(
         NUM_ENVS, functools.partial(CountingEnv, 99), num_workers=2, seed=0
     ) as env:
@@ -372,20 +366,20 @@ def test_an_interrupt_while_the_memory_of_rollouts_is_lent_or_dropped(num_forks)
             lambda line: InterruptIn(line, places, file),
             stride,
             first=1 + 5 * num_forks,
-            least=9,
+            least=3,
         ):
-            dropped = [env.rollout(num_steps, policy) for num_steps in (1, 2)]
+            dropped = [env.rollout(num_steps, ones) for num_steps in (1, 2)]
             for _ in range(2 * num_forks):
                 storage._count_fork()
             dropped.clear()
             with tracing(interrupt):
                 dropped.extend(
-                    env.rollout(num_steps, policy) for num_steps in (2, 3, 4, 5)
+                    env.rollout(num_steps, ones) for num_steps in (2, 3, 4, 5)
                 )
             dropped.clear()
-            held = [env.rollout(num_steps, policy) for num_steps in (2, 3, 2, 3, 2)]
+            held = [env.rollout(num_steps, ones) for num_steps in (2, 3, 2, 3, 2)]
             copies = [data.clone() for data in held]
-            env.rollout(2, policy)
+            env.rollout(2, ones)
             assert all(
                 (data == copy).all() for data, copy in zip(held, copies, strict=True)
             ), interrupt.where
@@ -544,7 +538,8 @@ def test_a_failure_at_any_line(when, start_method):
     fail(make, when, noted)
     places = list(noted.places)
     assert len(places) > 100
-    for number, place in enumerate(places[:: scaled(len(places) // 9, full=1)]):
+    stride = scaled(len(places) // 5, full=1)
+    for number, place in enumerate(places[offset(stride) :: stride]):
         fail(make, when, Failure(place, FAILURES[number % 3]))
 
 
@@ -583,7 +578,7 @@ def test_numbers_and_texts_of_a_root_are_of_the_same_step(name):
     """`flight` 5."""
     call, stride = CALLS[name]
     with SerialEnv(NUM_ENVS, Sign, seed=0) as env:
-        for interrupt in at_each(Interrupt, scaled(7 * stride, full=stride), least=10):
+        for interrupt in at_each(Interrupt, scaled(17 * stride, full=stride), least=3):
             env.reset()
             env.step_and_maybe_reset(actions())
             with tracing(interrupt):

@@ -77,14 +77,14 @@ def fork(*_):
             sys.exit(0)
     return True
 
+gc.freeze()  # or each fork would collect all modules at its end
 options = ExecutorOptions(start_method=method)
-for how in hows:
-    forked.clear()
-    if how == "exits inside a start":
-        logger.setLevel(logging.DEBUG)
-        logger.addFilter(fork)
-    with ParallelEnv(2, CountingEnv, num_workers=2, options=options) as env:
-        logger.removeFilter(fork)
+logger.setLevel(logging.DEBUG)
+logger.addFilter(fork)
+with ParallelEnv(2, CountingEnv, num_workers=2, options=options) as env:
+    logger.removeFilter(fork)
+    logger.setLevel(logging.WARNING)
+    for how in hows:
         root = env.reset()
         root = env.step_and_maybe_reset(env.rand_action(root))[1]
         kept = env.rollout(2, break_when_any_done=False)
@@ -109,23 +109,14 @@ for how in hows:
                 pool, env, kept, root = env._pool, None, None, None
                 del pool
                 gc.collect()
-        else:
-            os.waitpid(forked[0], 0)
-            env.rollout(5, break_when_any_done=False)
-            print(how, flush=True)
-    if forked == [0]:
-        break
+            break
+        os.waitpid(forked.pop(), 0)
+        env.rollout(5, break_when_any_done=False)
+        print(how, flush=True)
 """
 HOWS = (
-    *(
-        "returns",
-        "raises",
-        "exits",
-        "exits at once",
-        "closes",
-        "drops",
-        "exits inside a start",
-    ),
+    "exits inside a start",
+    *("returns", "raises", "exits", "exits at once", "closes", "drops"),
     # Whose end a later fork would wait for.
     *("exits inside a rollout", "is a process of multiprocessing"),
 )

@@ -746,6 +746,7 @@ WITH_ALL: Collection[str] = (
 _OF_NO_SPACE = ("reward", "terminated ", "truncated ", "truth")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("observation", "infos", "kind"),
@@ -779,6 +780,7 @@ def test_every_result_of_every_space(observation, infos, kind):
     run(make, [(RESET, ids), *program], BlockOptions(infos=infos))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("observation", "infos"), OF_SPACES)
 def test_every_reset_of_every_space(observation, infos):

@@ -414,6 +414,7 @@ def _named(pair: Pair) -> tuple[list[Any], list[torch.Tensor]]:
     ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", DIRECT)
 def test_gymnasium(case: str) -> None:
     compare(*DIRECT[case])
@@ -441,6 +442,7 @@ def test_dm_control_that_draws() -> None:
     ]
 
 
+@pytest.mark.sampled(2)
 @needs("pettingzoo")
 @pytest.mark.parametrize(
     "case",
@@ -455,21 +457,25 @@ def test_pettingzoo(case: str) -> None:
     compare(*ZOO[case])
 
 
+@pytest.mark.sampled(2)
 @needs("meltingpot")
 @pytest.mark.parametrize("case", POTS)
 def test_melting_pot(case: str) -> None:
     compare(*POTS[case])
 
 
-@pytest.mark.parametrize("case", ["box", "counters", "nested, float"])
-def test_statistics_are_counted_on_both_ways(case: str) -> None:
-    compare(*DIRECT[case], has_statistics=True)
-
-
-@needs("pettingzoo")
-@MASKS
-def test_statistics_of_groups() -> None:
-    compare(*ZOO["transforms"], has_statistics=True)
+@pytest.mark.parametrize(
+    "cases",
+    [
+        *(pytest.param(DIRECT[case], id=case) for case in ("box", "counters")),
+        pytest.param(DIRECT["nested, float"], id="nested, float"),
+        pytest.param(
+            ZOO["transforms"], id="groups", marks=[needs("pettingzoo"), MASKS]
+        ),
+    ],
+)
+def test_statistics_are_counted_on_both_ways(cases: Any) -> None:
+    compare(*cases, has_statistics=True)
 
 
 class Other(GymEnv):

@@ -383,7 +383,7 @@ def test_ctrl_c_at_every_line(kind: Any, start: Any, name: str) -> None:
     """The interrupted step or reset is dropped, wherever that was: all envs can be reset, and the data are theirs."""
     driver = start()
     driver.reset()
-    for one in at_each(Interrupt, 1 if name == "step" else scaled(5, full=1), least=10):
+    for one in at_each(Interrupt, scaled(3 if name == "step" else 11, full=1), least=3):
         with tracing(one):
             CALLS[name](driver)
         assert_works(driver)

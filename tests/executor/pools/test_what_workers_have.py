@@ -158,18 +158,14 @@ def test_worker_has_the_scripts_surroundings(seen, what, expected):
     assert values == [expected] * 4
 
 
-def test_variables_of_the_script_are_copies(seen):
+def test_worker_has_copies_of_variables_and_the_folder_of_the_script(seen):
     assert [one["variable"] for one in seen["first"]] == [1, 2]  # one copy in a worker
     assert [one["variable"] for one in seen["replaced"]] == [1, 2]
 
-
-def test_it_has_the_folder_of_the_script(seen):
     assert {one["folder"] for one in seen["first"] + seen["replaced"]} == {
         seen["folder"]
     }
-
-
-def test_the_default_dtype_is_that_of_torch(seen):
+    # Not that of the script.
     assert set(seen["dtype"]) == {"torch.float32"}
 
 
@@ -588,10 +584,11 @@ def test_ways_to_start_a_script(tmp_path, script_host, name):
 
 
 @pytest.mark.slow
-def test_modules_that_no_worker_can_import_go_by_value(tmp_path):
-    (tmp_path / "main.py").write_text(MODULES)
+def test_modules_that_no_worker_can_import_go_by_value(tmp_path, script_host):
     (tmp_path / "worlds.py").write_text(WORLDS)
-    found = run(tmp_path, "main.py")[0]
+    done = script_host.run_text(MODULES, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
     by_number = [
         "path removed",
         "shadowed",

@@ -536,7 +536,7 @@ class Strike(Interrupt):
 @pytest.mark.timeout(280)
 def test_an_interrupt_leaves_targets_unchanged_copied_or_to_be_reset():
     with walks(3, isolate_rng=True) as env:
-        for interrupt in at_each(Strike, scaled(19, full=7), least=10):
+        for interrupt in at_each(Strike, scaled(47, full=7), least=3):
             env.reset()
             stale = data_of(env, 1)[0].clone()
             with tracing(interrupt):

@@ -50,6 +50,7 @@ def ended(env: Any) -> list[int]:
     return [*env._pool.slab.words["ends"].tolist(), *env._engine.states.values.tolist()]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ENVS)
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_all_executors_give_the_same_data(name, setting):
