@@ -1,7 +1,7 @@
 """Calls in C and in Python have the same data, the same refusals and the same engine state afterwards.
 
 `Pair` makes the same calls to two executors. C makes the plain ones of one; the general Python code makes all of the
-other's. `tests/workers/test_native.py` compares the steps of envs in C and in Python.
+other's, and in the setting "workers in Python" also calls its envs.
 """
 
 import functools
@@ -596,6 +596,10 @@ DEEDS = st.one_of(
 CYCLE = ("send", "recv", "current", "write", "current")
 
 
+def of_both(make_env: Any, setting: dict[str, Any], **options: Any) -> Any:
+    return ParallelEnv(NUM_ENVS, make_env, seed=0, **setting | options)
+
+
 @pytest.mark.sampled(3)
 @needs_c
 @pytest.mark.slow
@@ -613,50 +617,68 @@ def test_every_call_in_c_does_what_it_does_in_python(name, setting, monkeypatch)
     # On a slow machine Python would make most receives.
     monkeypatch.setattr(WorkerPool, "must_look", lambda _: False)
     make, kwargs = ENVS[name], SETTINGS[setting]
-    with (
-        ParallelEnv(NUM_ENVS, make, seed=0, **kwargs) as fast,
-        ParallelEnv(NUM_ENVS, make, seed=0, **kwargs) as general,
-    ):
+    with of_both(make, kwargs) as fast, of_both(make, kwargs) as general:
         pair = Pair(fast, generalised(general))
-        pair.play(
-            5,
-            [
-                ("fused", 1),
-                *(("step_oddly", number) for number in range(80)),
-                ("fused", 2),
-                ("step", 3),
-            ],
-        )
-        pair.play(7, [("fused", number) for number in range(12)])
-        pair.play(
-            5,
-            [
-                (deed, number + 10 * turn)
-                for turn in range(8)
-                for number, deed in enumerate(CYCLE)
-            ],
-        )
-        pair.play(6, [("send_oddly", number) for number in range(40)])
-        deeds = ("send", "recv", "reset", "current")
-        pair.play(
-            8,
-            [
-                (deed, number + 10 * turn)
-                for turn in range(25)
-                for number, deed in enumerate(deeds)
-            ],
-        )
+        play_all(pair)
 
-        @settings(
-            max_examples=scaled(12, full=150),
-            suppress_health_check=[HealthCheck.too_slow],
-            deadline=None,
-        )
-        @given(seed=st.integers(0, 2**31), deeds=DEEDS)
-        def agree(seed, deeds):
-            pair.play(seed, deeds)
 
-        agree()
+def play_all(pair: Pair) -> None:
+    pair.play(
+        5,
+        [
+            ("fused", 1),
+            *(("step_oddly", number) for number in range(80)),
+            ("fused", 2),
+            ("step", 3),
+        ],
+    )
+    pair.play(7, [("fused", number) for number in range(12)])
+    pair.play(
+        5,
+        [
+            (deed, number + 10 * turn)
+            for turn in range(8)
+            for number, deed in enumerate(CYCLE)
+        ],
+    )
+    pair.play(6, [("send_oddly", number) for number in range(40)])
+    deeds = ("send", "recv", "reset", "current")
+    pair.play(
+        8,
+        [
+            (deed, number + 10 * turn)
+            for turn in range(25)
+            for number, deed in enumerate(deeds)
+        ],
+    )
+
+    @settings(
+        max_examples=scaled(12, full=150),
+        suppress_health_check=[HealthCheck.too_slow],
+        deadline=None,
+    )
+    @given(seed=st.integers(0, 2**31), deeds=DEEDS)
+    def agree(seed, deeds):
+        pair.play(seed, deeds)
+
+    agree()
+
+
+@needs_c
+@pytest.mark.slow
+def test_envs_that_workers_call_in_c_do_what_they_do_in_python():
+    options = ExecutorOptions(env_vars={native.SWITCH: "0"})
+    with (
+        of_both(Nested, SETTINGS["copies"]) as fast,
+        of_both(Nested, SETTINGS["copies"], options=options) as general,
+    ):
+        assert "calls of the envs in Python" not in fast.statistics().path
+        assert (
+            f"calls of the envs in Python, because {native.SWITCH}=0"
+            in general.statistics().path
+        )
+        play_all(Pair(fast, generalised(general)))
+        assert fast.statistics().episodes == general.statistics().episodes > 0
 
 
 # ---- which calls are made in C -----------------------------------------------------------------------
