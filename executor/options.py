@@ -120,8 +120,8 @@ class ExecutorOptions:
         env_threads: run each env of a worker on a separate thread, on which it is also built and closed: for envs that
             mostly wait (for a game, a browser, a simulator behind a socket), many of which can then share a process. An
             env that computes, or holds Python's GIL while it waits, still blocks the other envs of its worker: leave
-            the option off for such envs, and use more workers. The envs of a worker share its global random generators.
-            See docs/asynchronous.md.
+            the option off for such envs, and use more workers. The envs of a worker share its global random generators,
+            and are closed at the same time. See docs/asynchronous.md.
         capsules: a directory, or `Capsules(...)`. If an env raises, breaks its spec, crashes or hangs, its episode
             (seed and actions) is written to a file there. The error names the file, and `envherd replay FILE` runs the
             episode again. None writes none. Not for the TorchRL facade, and a torch simulator in this process.

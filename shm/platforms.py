@@ -112,7 +112,7 @@ _DEFAULT_SIGNALS = [
 ]
 # Of 1000: under memory pressure the kernel should kill a worker, not the learner.
 _OOM_SCORE = "300"
-_LOG_LIMIT = 1 << 20  # bytes of a log before it is cut
+LOG_LIMIT = 1 << 20  # bytes of a log before it is cut
 _LOG_KEPT = 1 << 16  # bytes that are kept then
 _BLOCKED = {number for number in (signal.SIGINT, SIGUSR2) if number is not None}
 register_at_fork: Callable[..., None] = getattr(
@@ -135,7 +135,7 @@ def cut_log(fd: int) -> None:
     """
     with contextlib.suppress(OSError):  # it was closed
         size = os.fstat(fd).st_size
-        if size > _LOG_LIMIT:
+        if size > LOG_LIMIT:
             tail = pread(fd, _LOG_KEPT, size - _LOG_KEPT)
             os.ftruncate(fd, 0)
             # The process appends in any case.

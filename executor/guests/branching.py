@@ -60,8 +60,6 @@ def branch(
     except EnvherdError:
         engine.flights.losses.accept()
         raise
-    blueprint = engine.pool.blueprint
-    blueprint.copied |= dict.fromkeys(targets.tolist(), blueprint.call_of(source))
     episodes = engine.pool.slab.words["episode"]
     episodes[targets] = episodes[source]
     _copy_journals(engine, source, targets, is_changed=reseed)

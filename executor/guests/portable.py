@@ -217,10 +217,12 @@ class PortableProcess(WorkerProcess):
     def exit_description(self) -> str:
         if self.has_exited() and self.exit_code() is None:
             return "an unknown exit code, because this program ignores SIGCHLD or reaps its children,"
-        # A worker removes the file before all else.
-        if self._log_path is None or not os.path.exists(self._log_path):
+        path = self._log_path
+        # A worker removes the file before all else. Windows keeps it as long as it is open here.
+        if path is None or platforms.O_TEMPORARY or not os.path.exists(path):
             return super().exit_description()
-        return f"{super().exit_description()} before it ran any code (the interpreter is {spawn.get_executable()!r})"
+        program = os.fsdecode(spawn.get_executable())
+        return f"{super().exit_description()} before it ran code of envherd (the interpreter is {program!r})"
 
     def _request_stacks(self) -> None:
         if not platforms.request_stacks(self.pid):

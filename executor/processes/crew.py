@@ -232,6 +232,8 @@ class Crew:
             old.kill()
             old.wait_exit(1.0)
             old.release()
+            if copy is not None and copy.copied is not None:
+                self.blueprint.copied[self.blueprint.blocks[worker_id][0]] = copy.copied
             self.workers[worker_id] = copy or self._launch(
                 worker_id,
                 old.generation + 1,
@@ -268,6 +270,8 @@ class Crew:
             copy = self._make_process(worker_id, self.workers[worker_id].generation + 1)
             copies.append(copy)
         copy.gpu = source.gpu
+        # A worker that is copied has one env.
+        copy.copied = self.blueprint.call_of(self.blueprint.blocks[source_id][0])
         copy.root_seed = self.equipment.seed.root_seed
         self._num_forks += 1
         # Negative, because questions have positive ones.

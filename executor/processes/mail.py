@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from envherd.executor.processes.error_messages import Frame, worker_late, worker_lost
 from envherd.executor.processes.worker_process import WorkerProcess
 from envherd.executor.start.waiting import seconds
-from envherd.shm.platforms import cut_log
 from envherd.workers import messages
 
 #: Seconds after which a wait looks at the worker's log, which it may fill.
@@ -93,7 +92,7 @@ def drain(worker: WorkerProcess) -> list[Frame]:
     """
     with contextlib.suppress(ConnectionError):
         worker.channel.flush_nowait()
-    cut_log(worker.log_fd)
+    worker.cut_log()
     frames = worker.channel.drain_nowait()
     num_answers = 0
     while num_answers < len(frames):

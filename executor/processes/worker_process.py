@@ -17,6 +17,7 @@ import psutil
 
 from envherd.executor.machine.cgroups import count_oom_kills
 from envherd.executor.options import ExecutorOptions
+from envherd.executor.sending.blueprint import EnvCall
 from envherd.executor.start.process_log import (
     read_log,
     request_stacks,
@@ -54,6 +55,7 @@ class WorkerProcess:
         channel: the parent's end of its socket.
         gpu: that it was given, as `CUDA_VISIBLE_DEVICES` names it; None if it was given none.
         root_seed: with which it builds its envs; -1 before its start, which is no seed.
+        copied: of a copy of another worker, how its env was built.
         is_attached: whether it has the slab, and reads mail.
         wake: makes it look for mail; does nothing until it has the slab.
         on_row_frame: as given.
@@ -61,6 +63,7 @@ class WorkerProcess:
 
     gpu: str | None = None
     root_seed = -1
+    copied: EnvCall | None = None
     is_attached = False
     wake: Callable[[], None] = staticmethod(lambda: None)
     pid = 0
@@ -84,6 +87,7 @@ class WorkerProcess:
         try:
             with uninterrupted():
                 self._open_log()
+                self._log_stat = os.fstat(self.log_fd)
         except BaseException:
             self.release()
             raise
@@ -153,6 +157,19 @@ class WorkerProcess:
         with ignoring_refusals():
             return read_log(self.log_fd)
         return ""
+
+    def cut_log(self) -> None:
+        """Drop all but the end of a large log; see `platforms.cut_log`."""
+        with ignoring_refusals():
+            if os.fstat(self.log_fd).st_size <= platforms.LOG_LIMIT:
+                return
+            # Another thread may close the descriptor, whose number another file then gets.
+            log = os.dup(self.log_fd)
+            try:
+                if os.path.samestat(os.fstat(log), self._log_stat):
+                    platforms.cut_log(log)
+            finally:
+                os.close(log)
 
     def stack(self) -> str:
         """Return the present Python stacks of the worker's threads, also if it is stuck in C."""

@@ -62,6 +62,8 @@ class Places:
             batch: of these envs; `batch[indices]` returns some of its rows.
             env_ids: of the envs.
         """
+        if self.is_one_group and len(env_ids):
+            return [(0, batch, env_ids)]
         groups = self.group_of[env_ids]
         numbers = dict.fromkeys(groups.tolist())
         if len(numbers) == 1:

@@ -402,9 +402,13 @@ def _random_player(spec: EnvSpec | None, group: Key) -> Policy:
 
 def _draw_rows(spec: EnvSpec, group: Key, rows: TensorDictBase) -> TensorDictBase:
     """Set actions that are not discrete: for each row those of its agent, among the drawn actions of all agents."""
-    empty = TensorDict({}, rows.batch_size, device=rows.device)
+    players = rows["player"]
+    # The rows of an env follow each other, one for each agent of the policy.
+    num_envs = int((players == players[0]).sum())
+    empty = TensorDict({}, [num_envs], device=rows.device)
     drawn = random_actions(spec, empty).get(group)
-    return rows.update(drawn[torch.arange(len(rows)), rows["player"]])
+    env_of = torch.arange(len(rows), device=players.device) // (len(rows) // num_envs)
+    return rows.update(drawn[env_of, players])
 
 
 def random_actions(spec: EnvSpec, root: TensorDictBase) -> TensorDictBase:

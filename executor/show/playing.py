@@ -371,8 +371,15 @@ class Play:
         for seat in seats:
             seat.join(max(0.0, deadline - time.monotonic()))
         # All at once: an env that hangs takes the whole time of a close. What a seat's thread waits for raises Closed.
+        closing = []
         with ThreadPoolExecutor(max(1, len(seats)), "evaluate-close") as threads:
-            with_thread("evaluate", threads.map, _Seat.close, seats)
+            for seat in seats:
+                try:
+                    closing.append(threads.submit(seat.close))
+                except RuntimeError:  # the system refuses a thread
+                    seat.close()
+        for close in closing:
+            close.result()
 
     def _work_of(self, seat: _Seat) -> _Work:
         """Build and play until no episode is left."""

@@ -373,7 +373,7 @@ def test_interpreters_are_refused():
 def test_a_program_that_is_no_interpreter_is_named(monkeypatch):
     multiprocessing.resource_tracker.ensure_running()
     monkeypatch.setattr(multiprocessing.spawn, "_python_exe", b"/bin/true")
-    with pytest.raises(WorkerLost, match=r"exit code 0 before .* is b'/bin/true'"):
+    with pytest.raises(WorkerLost, match=r"exit code 0 before .* is '/bin/true'"):
         portable(1, CountingEnv, num_workers=1)
 
 

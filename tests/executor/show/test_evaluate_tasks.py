@@ -383,7 +383,8 @@ def test_policy_error_ends_all_hanging_envs_at_once(monkeypatch):
     with pytest.raises(ZeroDivisionError):
         evaluate(
             policy,
-            [Task, hang, hang, hang],
+            # The others may take long to start.
+            [functools.partial(Task, step_s=0.02), hang, hang, hang],
             200,
             num_workers=4,
             options=ExecutorOptions(close_timeout_s=2.0),
