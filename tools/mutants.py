@@ -471,6 +471,8 @@ def run_tests(folder: Path, path: str, limit_s: float | None) -> tuple[str, floa
             **os.environ,
             "PYTHONPATH": str(folder),
             "PYTHONDONTWRITEBYTECODE": "",
+            # All cases of sampled tests: some mutants are killed by one of them.
+            "ENVHERD_UNSAMPLED": "1",
         }
         process = subprocess.Popen(
             [*command, *tests],

@@ -56,7 +56,7 @@ def example_of(name: str | Path, like: Any) -> np.ndarray:
     if array.dtype.kind not in "biufc" or array.dtype.char in "gG":
         raise SpecError(
             f"infos[{name!r}]: expected a number, an array of numbers, or int, float, bool or a numpy dtype, "
-            f"got {type(like).__name__}."
+            f"got {type(like).__name__} of {array.dtype}."
         )
     return array
 

@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
+from functools import cached_property
 from itertools import starmap
 from typing import Any, NamedTuple
 
@@ -227,8 +228,11 @@ class Schema:
                 "itemsize": nbytes,
             }
         )
-        # Records -> infos, with values in their own memory.
-        self.infos = compile_reader(root)
+
+    @cached_property
+    def infos(self) -> Reader:
+        """Records -> infos, with values in their own memory; compiled by who reads some."""
+        return compile_reader(self.root)
 
     @classmethod
     def of(cls, info: dict[Any, Any]) -> "Schema":
@@ -275,15 +279,18 @@ def compile_reader(field: SchemaField) -> Reader:
     stored = list(field.stored())
     names = [str(one.place) for one in stored]
     types = {f"type_{one.place}": np.dtype(one.dtype).type for one in stored}
-    arguments = "".join(f"value_{name}, " for name in names)
+    arguments = ", ".join(f"value_{name}" for name in names)
     # Keys come into it as literals, and places are integers: no text of a worker is code.
-    make = eval(f"lambda {arguments}*_: {_expression(field)}", types)
+    make = eval(f"lambda {arguments}: {_expression(field)}", types)
     if any(one.kind in (Kind.TEXT, Kind.ARRAY) for one in stored):
         columns = [_column_reader(one) for one in stored]
         return lambda records: list(map(make, *(read(records) for read in columns)))
 
+    if not names:
+        return lambda records: [make() for _ in range(len(records))]
+
     def read(records: np.ndarray) -> list[Any]:
-        if names and len(names) < len(records.dtype.names or ()):
+        if len(names) < len(records.dtype.names or ()):
             records = records[names]
         # One call of numpy converts all values, in a third of the time of a call for each field.
         return list(starmap(make, records.tolist()))

@@ -38,15 +38,24 @@ def coerce(leaf: LeafSpec, value: Any) -> Any:
     if array.dtype.kind not in "biufc":
         raise _mismatch(leaf, f"{type(value).__name__} of dtype {array.dtype}")
     if array.shape != leaf.shape or not _casts(array, dtype):
-        raise _mismatch(leaf, f"{array.dtype} {array.shape}")
+        got = f"{array.dtype} {array.shape}"
+        if _are_integers(array, dtype):
+            got = f"{got} with values from {array.min()} to {array.max()}"
+        raise _mismatch(leaf, got)
     return array.astype(dtype)
+
+
+def _are_integers(array: np.ndarray, dtype: np.dtype) -> bool:
+    """Return whether an array has integers, for an integer dtype."""
+    return array.dtype.kind in "iu" and dtype.kind in "iu" and array.size > 0
 
 
 def _casts(array: np.ndarray, dtype: np.dtype) -> bool:
     """Return whether values cast to a dtype within its kind, or are integers in its range."""
-    are_integers = array.dtype.kind in "iu" and dtype.kind in "iu"
-    if np.can_cast(array.dtype, dtype) or not (are_integers and array.size):
+    if not _are_integers(array, dtype):
         return np.can_cast(array.dtype, dtype, "same_kind")
+    if np.can_cast(array.dtype, dtype):
+        return True
     limits = np.iinfo(dtype)
     return int(array.min()) >= limits.min and int(array.max()) <= limits.max
 
@@ -140,7 +149,11 @@ def _single_float_writer(leaf: LeafSpec, array: np.ndarray) -> Writer:
 
 
 def _scalar_writer(leaf: LeafSpec, array: np.ndarray) -> Writer:
-    kind = {"i": int, "u": int, "f": float}.get(np.dtype(leaf.dtype).kind, bool)
+    kind: type | None = {"i": int, "u": int, "f": float}.get(
+        np.dtype(leaf.dtype).kind, bool
+    )
+    if kind is int and leaf.dtype != "int64":
+        kind = None  # `coerce` checks the range
 
     def write(column: int, value: Any) -> None:
         if value.__class__ is kind:

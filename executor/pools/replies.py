@@ -79,7 +79,8 @@ class Outcome:
             reported[env_id] = frame
         elif frame["kind"] == "schema":
             schema = Schema(SchemaField.from_plain(frame["root"]), frame["nbytes"])
-            self.schemas[schema.id] = schema
+            # Each env reports it. The one that is known may have been compiled.
+            self.schemas.setdefault(schema.id, schema)
         else:
             log_notice(frame)
 

@@ -122,6 +122,7 @@ def _content(value: Any) -> Any:
 
 @settings(max_examples=scaled(150, 3000), deadline=None)
 @given(st.lists(INFOS, min_size=1, max_size=3))
+@example([{"'}, __import__('os').abort(), {'": 1}])
 def test_infos_are_read_as_they_were(infos: list[dict[str, Any]]) -> None:
     for info in infos:
         schema = Schema.of(info)

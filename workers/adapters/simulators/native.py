@@ -18,8 +18,8 @@ Observation keys are the simulator's (`policy`, `critic`), or `observation` for 
 simulator once, to learn the actual shapes and dtypes.
 
 Guarantees
-- The simulator may keep an action: in a worker it is a copy of the row in the slab, in `SerialEnv(1, ...)` the caller's
-  own tensor. It is moved to the simulator's device once, and nothing else is moved.
+- In a worker, and in a `SerialEnv` with several simulators, an action is a copy, which the simulator may keep. In
+  `SerialEnv(1, ...)` it is the caller's own tensor. It is moved to the simulator's device once, and nothing else is.
 - Rows that a reset does not select are returned unchanged, bit for bit, even if the simulator recomputes them.
 - While a simulator runs, Python's, numpy's and torch's (CPU) global generators hold its own state, so envs of the same
   worker do not affect each other. A reset of all rows seeds them; a reset of some rows does not, because one generator
