@@ -167,7 +167,7 @@ class Worker:
         bells: Bells | None,
     ) -> None:
         self._channel = channel
-        # What raises in a process that an env has forked ends it there: only the worker may answer.
+        # A process that an env has forked ends when it reports an error: only the worker may answer.
         register_at_fork(
             after_in_child=lambda: channel.sock.close()  # noqa: PLW0108  # a copy has another socket
         )
