@@ -258,7 +258,7 @@ class Exchange:
         places = engine.positions.places
         for group, own, ids in places.by_group(td, env_ids):
             intake = engine.intakes[group]
-            rows = places.rows_of(ids)
+            rows = places.row_of[ids]
             for leaf, target in zip(intake.leaves, intake.targets, strict=True):
                 set_leaf(own, leaf.key, as_tensor(target[rows]))
             if intake.side_keys:

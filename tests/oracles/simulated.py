@@ -147,6 +147,9 @@ class SimulatedWorker:
         )
         self._block.build_again, self._block.forget = self._build_again, lambda _: None
 
+    def cut_log(self) -> None:
+        """Do nothing: it has no log."""
+
     def _build_again(self, env_id: int, call: Any) -> Adapter:
         before, rebuilt = self.envs[env_id], call.factory()
         # The row of a step is not handed out yet.
