@@ -459,11 +459,14 @@ class Play:
             video=None if episode.film is None else str(episode.film.path),
         )
         if self.rules.success is not None and error is None:
-            record = replace(
-                record,
-                success=bool(self.rules.success(episode.info, record)),
-                success_once=None,
-            )
+            try:
+                success = bool(self.rules.success(episode.info, record))
+            except EnvherdError as raised:
+                # As such it would be taken for a fault of the env.
+                raise RuntimeError(
+                    f"evaluate failed: success raised {type(raised).__name__}: {raised}"
+                ) from raised
+            record = replace(record, success=success, success_once=None)
         self._records.add(task.name, record)
         if not (task.left or task.num_seats > 1):
             # A policy of this task alone is not needed any more.

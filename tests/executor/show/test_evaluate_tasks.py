@@ -237,6 +237,14 @@ def test_success_may_be_a_function_of_the_last_info_and_the_episode():
     ]
 
 
+def test_an_error_of_success_is_no_fault_of_the_env():
+    def wrong(*_):
+        raise EnvError("of an executor that it has.")
+
+    with pytest.raises(RuntimeError, match="success raised EnvError: of an executor"):
+        evaluate(press, Task, 2, success=wrong, num_workers=1)
+
+
 # ---- policies --------------------------------------------------------------------------------------
 
 
