@@ -231,7 +231,7 @@ class Schema:
 
     @cached_property
     def infos(self) -> Reader:
-        """Records -> infos, with values in their own memory; compiled by who reads some."""
+        """Records -> infos, with values in their own memory; compiled at the first use."""
         return compile_reader(self.root)
 
     @classmethod

@@ -206,7 +206,7 @@ class TorchNativeAdapter(Adapter):
         """Make one transition of all rows.
 
         Args:
-            action: aligned with `spec.action`: a tensor or an array, which the simulator may keep.
+            action: aligned with `spec.action`: the caller's tensors, or copies as arrays.
 
         Returns:
             Values as of `reset`; terminated and truncated as bool arrays `[B, 1]`, copies.
