@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -20,36 +19,10 @@ from envherd.workers import plain
 from envherd.workers.adapters.common.tree import RESERVED_NAMES
 from envherd.workers.adapters.gymnasium.adapter import GymnasiumAdapter
 from envherd.workers.errors import SpecError
+from tests.envs.gymnasium_envs import Custom, Echo
 from tests.extras import needs
 from tests.gymnasium_versions import discrete
 from tests.workers.adapter_values import drawn, stored
-
-
-class Echo(gymnasium.Env):
-    """Observes the last action; the first observation is a sample."""
-
-    def __init__(self, space: spaces.Space) -> None:
-        self.action_space = self.observation_space = space
-        self.action: Any = None
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.observation_space.seed(seed)
-        return self.observation_space.sample(), {}
-
-    def step(self, action):
-        self.action = action
-        return action, 0.0, False, False, {}
-
-
-class Colours(spaces.Space):
-    """A space that Gymnasium does not know."""
-
-    def sample(self, mask=None, probability=None):
-        return ["red", "blue"]
-
-    def contains(self, x):
-        return x == ["red", "blue"]
 
 
 def box(low, high, dtype):
@@ -198,7 +171,7 @@ def everything() -> spaces.Dict:
     )
     return spaces.Dict(
         choice=spaces.OneOf((spaces.Discrete(3), spaces.Box(0, 1, (2,)))),
-        custom=Colours(),
+        custom=Custom(),
         deep=deep,
         graph=spaces.Graph(spaces.Box(-1, 1, (3,)), spaces.Discrete(4)),
         image=spaces.Box(0, 255, (5, 5, 3), np.uint8),
