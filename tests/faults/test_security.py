@@ -26,6 +26,7 @@ from envherd.executor.cli.storing import RolloutStore, StoreError, load_rollout
 from envherd.executor.guests.capsules.file import CapsuleError, load_capsule
 from envherd.workers import plain
 from envherd.workers.guests.saving import snapshot
+from envherd.workers.processes import descendants, parent_of
 from envherd.workers.testing import CountingEnv
 from tests.conftest import is_of_others
 from tests.extras import needs, skip_without
@@ -66,14 +67,6 @@ class Payload:
 
 
 # ---- other users -------------------------------------------------------------------------------
-
-
-def _descend(pid: int) -> list[int]:
-    found = [pid]
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in task.read_text().split():
-            found += _descend(int(child))
-    return found
 
 
 def _pry(pids: list[int]) -> list[str]:
@@ -122,12 +115,11 @@ def test_another_user_finds_nothing_to_open():
     with ParallelEnv(2, CountingEnv, num_workers=2) as env:
         env.rollout(3)
         pids = [
-            pid for worker in env.statistics().workers for pid in _descend(worker.pid)
+            pid
+            for worker in env.statistics().workers
+            for pid in descendants(worker.pid)
         ]
-        # Their helper.
-        pids.append(
-            int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
-        )
+        pids.append(parent_of(pids[0]))  # their helper
         assert in_child(_pry, pids) == []
         assert len(env.rollout(2)) == 2
         new = {folder: set(os.listdir(folder)) - old for folder, old in names.items()}

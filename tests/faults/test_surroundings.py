@@ -2,14 +2,11 @@
 
 import contextlib
 import functools
-import gc
 import os
 import pickle
 import re
 import resource
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -55,7 +52,7 @@ from tests.faults.children import (
     mount_small,
 )
 from tests.faults.matrix import _held, _left
-from tests.scale import IS_FULL, scaled
+from tests.scale import IS_FULL
 from tools.faults_page import record
 
 pytestmark = [
@@ -503,33 +500,6 @@ def _is_copy_of_this(pid: str) -> bool:
         return False
 
 
-@pytest.mark.skipif(
-    not IS_FULL,
-    reason="owners that raise, return or exit have tests of their own: test_owner",
-)
-def test_an_owner_that_raises_at_exit():
-    code = (
-        "import atexit\n"
-        "from envherd.executor import ParallelEnv\n"
-        "from envherd.workers.testing import CountingEnv\n"
-        "env = ParallelEnv(2, CountingEnv, num_workers=2)\n"
-        "env.reset()\n"
-        "print(*[w.pid for w in env.statistics().workers], flush=True)\n"
-        "atexit.register(lambda: 1 / 0)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
-    assert "ZeroDivisionError" in done.stderr
-    assert done.stderr.count("Traceback") == 1
-    assert not any(Path(f"/proc/{pid}").exists() for pid in done.stdout.split())
-    record(
-        "raises at exit",
-        what="an exit handler of the owner raises",
-        seen="stderr has nothing from envherd; nothing is left",
-    )
-
-
 # ---- envs that meddle --------------------------------------------------------------------------
 
 
@@ -730,34 +700,4 @@ def test_an_executor_in_an_env_of_an_executor():
         "nested",
         what="an executor in an env of an executor, and its end",
         seen="works; nothing is left",
-    )
-
-
-@pytest.mark.timeout(1200)
-def test_many_executors():
-    count = scaled(5, full=200)
-    before = _held()
-    num_threads = threading.active_count()
-    for _ in range(count):
-        with make(2, ENDLESS) as env:
-            works(env)
-    gc.collect()
-    assert not _left(before)
-    assert threading.active_count() <= num_threads
-    record(
-        "many",
-        what=f"{count} executors opened and closed in one process",
-        seen="nothing is left",
-    )
-
-
-def test_more_memory_than_there_is():
-    with make(2, ENDLESS) as env:
-        with pytest.raises(MemoryError, match="expected at most 90%") as caught:
-            env.rollout(2**36)
-        works(env)
-    record(
-        "memory",
-        what="a rollout larger than memory",
-        seen=message_of(caught.value).partition("the ")[0] + "what is free",
     )
