@@ -37,7 +37,6 @@ from tests.envs.disturbing_envs import (
     GrowingEnv,
     HungryEnv,
     MeddlingEnv,
-    NanEnv,
     NestedEnv,
 )
 from tests.executor.calls import ENDLESS
@@ -570,24 +569,6 @@ def test_an_env_that_prints_megabytes():
     )
 
 
-def test_an_env_that_is_nan_is_refused_where_that_is_asked_for():
-    with make(
-        2,
-        [functools.partial(NanEnv, 99), ENDLESS],
-        options=ExecutorOptions(check_finite=True),
-    ) as env:
-        env.reset()
-        env.step(actions())
-        with pytest.raises(EnvError, match=r"NaN|finite|nan") as caught:
-            env.step(actions())
-        assert caught.value.env_ids == (0,)
-    record(
-        "nan",
-        what="an env returns NaN (`check_finite=True`)",
-        seen="`EnvError` of that env; the others continue",
-    )
-
-
 # ---- callers -----------------------------------------------------------------------------------
 
 BAD_ACTIONS: dict[str, Callable[[], TensorDict]] = {
@@ -652,21 +633,6 @@ def test_a_live_executor_that_is_pickled_forked_and_used_after_its_end():
     )
     record(
         "closed", what="closing twice; using it after `close`", seen="nothing; `Closed`"
-    )
-
-
-def test_ctrl_c_between_send_and_recv():
-    with make(2, ENDLESS) as env:
-        env.reset()
-        env.send(actions())
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-        assert env.recv()["next", "observation"][:, 1].tolist() == [1, 1]
-        works(env)
-    record(
-        "ctrl-c",
-        what="Ctrl-C between `send` and `recv`",
-        seen="`KeyboardInterrupt`; `recv` still returns every row",
     )
 
 

@@ -611,6 +611,10 @@ STEPPED: dict[str, tuple[Make, str]] = {
         partial(zoo_step, with_entry(2, "a_0", 2)),
         "expected a bool as `terminations",
     ),
+    "pettingzoo: no flag of a truncation": (
+        partial(zoo_step, with_entry(3, "a_0", 2)),
+        "expected a bool as `truncations",
+    ),
     "old gym: a class of gymnasium": (
         partial(OldReset, None),
         r"shimmy\.GymV21CompatibilityV0",
