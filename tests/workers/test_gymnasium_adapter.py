@@ -185,6 +185,7 @@ def test_an_exception_of_the_env_comes_through():
 def test_reset_hands_over_the_seed_and_a_copy_of_the_options():
     env = Scripted()
     adapter = GymnasiumAdapter(env)
+    assert adapter.info == {}
     options = {"options": {"level": [1]}}
     adapter.reset(7, options)
     adapter.reset(None)

@@ -315,6 +315,7 @@ def test_agents_that_differ_in_bounds_and_numbers_stay_together():
     driver.reset()
     driver.step([np.array([2, 4])])
     assert env.given == [{"a_0": 2, "a_1": 6}]
+    assert {type(action) for action in env.given[0].values()} == {np.int64}
 
 
 def test_nested_actions_are_put_together_for_each_agent():

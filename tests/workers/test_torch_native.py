@@ -11,9 +11,7 @@ import torch
 
 from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.executor.testing import Contract
-from envherd.workers.adapters.simulators.native import (
-    TorchNativeAdapter,
-)
+from envherd.workers.adapters.simulators.native import TorchNativeAdapter
 from envherd.workers.errors import EnvError, FactoryError, ResetNeeded
 from tests.contracts.batched_families import isaac_by_hand, reset_direct, reset_managed
 from tests.contracts.family import Family
