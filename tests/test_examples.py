@@ -82,18 +82,31 @@ def test_branches_do_better_than_the_same_steps_without(
         ),
         ("agents_text_world", (), r"32 episodes, mean score 1\.00"),
         ("agents_hanging_grader", (), "24 answers: 6 right, 12 wrong, 6 not graded"),
+        pytest.param(
+            "vmas_simulator",
+            ("--rows", "4"),
+            r"\(1, 120, 4\) transitions[\s\S]*\b[1-9]\d* episodes were truncated",
+            marks=needs("vmas"),
+        ),
+        pytest.param(
+            "sb3_meltingpot",
+            ("--updates", "2"),
+            r"2 envs, 4 rows; a row sees \(40, 40, 3\) and has 8 actions"
+            r"[\s\S]*256 agent steps in 2 updates; episodes of \[60\] steps",
+            marks=needs("sb3", "meltingpot"),
+        ),
+        (
+            "ctypes_env",
+            (),
+            (
+                r"the contract holds: rules \(1, 5, 6, 7, 3, 2, 4, 8\), \d+ episodes ended"
+                r"[\s\S]*\b4000 steps: [1-9]\d* crashes, [1-9]\d* flights"
+            ),
+        ),
     ],
 )
 def test_an_example_reports_what_it_has_done(run_example, name, short, expected):
     assert re.search(expected, run_example(name, *short))
-
-
-@needs("vmas")
-@pytest.mark.slow
-def test_a_simulator_of_vmas_ends_its_rows_one_by_one(run_example):
-    printed = run_example("vmas_simulator", "--rows", "4")
-    assert "(1, 120, 4) transitions" in printed
-    assert re.search(r"[1-9]\d* episodes were truncated", printed)
 
 
 @needs("meltingpot")
@@ -270,21 +283,6 @@ def test_custom_env_refuses_instances_and_runs_its_factory(run_example):
     )
 
 
-@pytest.mark.slow
-def test_ctypes_env_keeps_the_contract_and_runs(run_example):
-    printed = run_example("ctypes_env")
-    assert re.search(
-        r"the contract holds: rules \(1, 5, 6, 7, 3, 2, 4, 8\), (\d+) episodes ended",
-        printed,
-    )
-    steps, crashes, cut = map(
-        int, re.search(r"(\d+) steps: (\d+) crashes, (\d+) flights", printed).groups()
-    )
-    assert steps == 4000
-    assert crashes > 0
-    assert cut > 0
-
-
 def test_the_page_on_envs_of_ones_own_has_the_example_itself():
     example = (EXAMPLES / "ctypes_env.py").read_text()
     page = (EXAMPLES.parent / "docs" / "custom_envs.md").read_text()
@@ -373,11 +371,3 @@ def test_gymnasium_vector_env_prints_returns(run_example):
     assert 10 < float(mean_return) < 60, (
         "random actions keep the pole up for some 20 steps"
     )
-
-
-@needs("sb3", "meltingpot")
-@pytest.mark.slow
-def test_sb3_meltingpot_trains_agents_as_rows(run_example):
-    printed = run_example("sb3_meltingpot", "--updates", "2")
-    assert "2 envs, 4 rows; a row sees (40, 40, 3) and has 8 actions" in printed
-    assert "256 agent steps in 2 updates; episodes of [60] steps" in printed

@@ -77,15 +77,6 @@ def test_the_package_imports_nothing_until_it_is_asked():
     assert done.stdout.strip() == "['envherd.moved']"
 
 
-@pytest.mark.parametrize("package", PUBLIC)
-def test_public_classes_and_functions_have_a_docstring(package):
-    module = importlib.import_module(package)
-    for name in module.__all__:
-        value = getattr(module, name)
-        if inspect.isclass(value) or inspect.isroutine(value):
-            assert inspect.getdoc(value), name
-
-
 def _classes() -> dict[str, list[ast.ClassDef]]:
     found: dict[str, list[ast.ClassDef]] = {}
     for layer in (*LAYERS, "benchmarks", "examples"):

@@ -33,8 +33,10 @@ from envherd import (
 )
 from envherd.executor.cluster.rollouts import RayRollouts
 from envherd.workers.testing import CountingEnv, FaultyEnv
-from tests.envs.cluster_envs import Counter, GatedEnv, HeldCounter, Sampler, SlowEnv
+from tests.envs.cluster_envs import Counter, HeldCounter, Sampler
 from tests.envs.counting_envs import AgentsEnv, PairEnv, TextEnv
+from tests.envs.disturbing_envs import HaltingEnv
+from tests.envs.sized_envs import SleepingEnv
 from tests.gates import Gate, interrupt, wait_for
 
 pytestmark = [
@@ -205,7 +207,9 @@ def test_a_policy_that_cannot_be_pickled_is_built_on_the_nodes(shared):
 
 
 def test_no_node_starves_and_a_slow_one_delays_none():
-    factories = [functools.partial(SlowEnv, 0.0), functools.partial(SlowEnv, 0.02)]
+    factories = [
+        functools.partial(SleepingEnv, step_s, length=1_000) for step_s in (0.0, 0.02)
+    ]
     with RayRollouts(factories, num_nodes=2, resources_per_node=ONE) as rollouts:
         fast = [
             int(batch["env_ids"][0, 0])
@@ -285,7 +289,7 @@ def test_after_errors_and_interrupts_nodes_are_usable_and_closing_releases_them(
 ):
     free = ray.available_resources()["CPU"]
     faulty = functools.partial(FaultyEnv, "value_error", step=4)
-    factories = [functools.partial(GatedEnv, str(tmp_path)), faulty]
+    factories = [functools.partial(HaltingEnv, Gate(tmp_path), 1), faulty]
     with RayRollouts(
         factories, num_nodes=2, resources_per_node=ONE, seed=0
     ) as rollouts:
@@ -437,7 +441,7 @@ def test_lost_nodes_share_restarts_on_another_node_during_a_rollout(
     ]
     signal.signal(signal.SIGTERM, handler)
     try:
-        make_slow = functools.partial(SlowEnv, 0.02)
+        make_slow = functools.partial(SleepingEnv, 0.02, length=1_000)
         with RayRollouts(
             2, make_slow, num_nodes=1, resources_per_node=mine, options=RESTART
         ) as rollouts:

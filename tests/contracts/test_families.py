@@ -1,12 +1,10 @@
 """The contract on real envs of every family, through the executors with all pools."""
 
-from typing import Any
-
 import pytest
 
-from envherd.executor.testing import Contract, PartialResetContract
+from envherd.executor.testing import Contract
 from tests.contracts.executor_batch import BATCHES
-from tests.contracts.families import FAMILIES, gymnasium_env
+from tests.contracts.families import FAMILIES
 from tests.extras import skip_without
 from tests.scale import scaled
 
@@ -35,12 +33,3 @@ def test_every_rule_holds(name: str, batch: str) -> None:
         family.make_env, num_steps=family.num_steps, make_batch=BATCHES[batch]
     ).check_all()
     assert report.num_ends > 1
-
-
-class TestCartPole(PartialResetContract):
-    """As users write it."""
-
-    num_steps = 60
-
-    def make_env(self) -> Any:
-        return gymnasium_env("CartPole-v1")

@@ -50,13 +50,6 @@ def test_check_env_contract_returns_a_report() -> None:
     assert check_env_contract(CountingEnv, num_steps=20, seed=3).num_steps == 20
 
 
-class TestAsAClass(PartialResetContract):
-    num_steps = 30
-
-    def make_env(self) -> Any:
-        return CountingEnv()
-
-
 class TestAsAClassThroughTheExecutor(PartialResetContract):
     num_steps = 30
     make_batch = staticmethod(BATCHES["serial"])

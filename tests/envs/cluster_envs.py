@@ -1,47 +1,8 @@
-"""Envs and policies for tests of the cluster."""
+"""Policies for tests of the cluster."""
 
-import time
 from typing import Any
 
 import torch
-
-from envherd.workers.adapters.base import StepValues
-from envherd.workers.testing import CountingEnv
-from tests.gates import Gate
-
-
-class SlowEnv(CountingEnv):
-    """Each step takes some seconds.
-
-    Args:
-        step_s: seconds.
-    """
-
-    def __init__(self, step_s: float) -> None:
-        super().__init__(1_000)
-        self._step_s = step_s
-
-    def step(self, action: list[Any]) -> StepValues:
-        """Wait, then step."""
-        time.sleep(self._step_s)
-        return super().step(action)
-
-
-class GatedEnv(CountingEnv):
-    """Waits at a gate in each step.
-
-    Args:
-        folder: of the gate.
-    """
-
-    def __init__(self, folder: str) -> None:
-        super().__init__(1_000)
-        self._gate = Gate(folder)
-
-    def step(self, action: list[Any]) -> StepValues:
-        """Wait, then step."""
-        self._gate.pass_through()
-        return super().step(action)
 
 
 class Counter(torch.nn.Module):

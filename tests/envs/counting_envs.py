@@ -189,16 +189,13 @@ class FlagsEnv(CountingEnv):
 class ParentEnv(CountingEnv):
     """Starts a process when it is built, as envs with simulators do, and never ends it.
 
-    Args:
-        new_session: start it in a new session, out of reach of its process group.
-
     Attributes:
         child: the process id.
     """
 
-    def __init__(self, *, new_session: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__(1_000_000)
-        self.child = start_child(new_session=new_session)
+        self.child = start_child()
 
 
 class ChattyEnv(CountingEnv):

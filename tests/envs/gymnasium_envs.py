@@ -286,9 +286,11 @@ class Echo(gymnasium.Env):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
+        self.observation_space.seed(seed)
         return self.observation_space.sample(), {}
 
     def step(self, action):
+        self.action = action
         # Gymnasium's warnings about its own scalars.
         with warnings.catch_warnings(action="ignore"):
             assert action in self.action_space, action

@@ -1,5 +1,6 @@
 """Envs with known costs."""
 
+import functools
 import hashlib
 import mmap
 import os
@@ -9,24 +10,25 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from envherd.workers.testing import CountingEnv
+from envherd.workers.testing import CountingEnv, FaultyEnv
 
 MIB = 2**20
 
 
 class SleepingEnv(CountingEnv):
-    """Waits 3 ms in a step, and computes nothing."""
+    """Waits in a step, and computes nothing.
+
+    Args:
+        step_s: seconds of a step.
+        length: steps of an episode.
+    """
+
+    def __init__(self, step_s=0.003, length=None):
+        super().__init__(length)
+        self.step_s = step_s
 
     def step(self, action):
-        time.sleep(0.003)
-        return super().step(action)
-
-
-class SlowEnv(CountingEnv):
-    """Takes longer for a step than a short probe lasts."""
-
-    def step(self, action):
-        time.sleep(0.4)
+        time.sleep(self.step_s)
         return super().step(action)
 
 
@@ -81,13 +83,6 @@ class LeakingEnv(CountingEnv):
         return super().step(action)
 
 
-class DyingEnv(CountingEnv):
-    """Ends its process in a step."""
-
-    def step(self, action):
-        os._exit(7)
-
-
 class CrowdedEnv(CountingEnv):
     """Ends its process in its 20th step if the process holds more than two such envs; sleeps instead if `hangs`."""
 
@@ -115,25 +110,9 @@ class CrowdedHangingEnv(CrowdedEnv):
     hangs = True
 
 
-class FailingEnv(CountingEnv):
-    """Raises in a step."""
-
-    def step(self, action):
-        raise ValueError("no such key")
-
-
-class HangingEnv(CountingEnv):
-    """Sleeps in its third step."""
-
-    def __init__(self):
-        super().__init__()
-        self.num_steps = 0
-
-    def step(self, action):
-        self.num_steps += 1
-        if self.num_steps == 3:
-            time.sleep(1000)
-        return super().step(action)
+#: Raises in a step, ends its process in a step.
+FailingEnv = functools.partial(FaultyEnv, "value_error")
+DyingEnv = functools.partial(FaultyEnv, "exit")
 
 
 class LonelyEnv(CountingEnv):

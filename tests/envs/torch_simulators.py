@@ -63,7 +63,6 @@ class Counter(gymnasium.Env[Any, Any]):
             if options is None
             else options["reset_mask"]
         )
-        self.masks.append(mask)
         if seed is not None:
             self.state[:, 0] = seed % 97
         self._begin(mask)

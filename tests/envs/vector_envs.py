@@ -13,12 +13,9 @@ class TellingEnv(gym.Env):
     observation_space = SPACE
     action_space = gym.spaces.Discrete(5)
 
-    def __init__(
-        self, *, longest: int = 9, reuses_buffer: bool = False, offset: int = 0
-    ):
-        self.longest, self.reuses_buffer = longest, reuses_buffer
+    def __init__(self, *, reuses_buffer: bool = False, offset: int = 0):
+        self.reuses_buffer = reuses_buffer
         self.episode = offset
-        self.num_steps = 0
         self.options: list = []
         self.buffer = np.zeros(4, np.float32)
 
@@ -26,12 +23,11 @@ class TellingEnv(gym.Env):
         super().reset(seed=seed)
         self.options.append(options)
         self.episode += 1
-        self.length = int(self.np_random.integers(2, self.longest + 1))
+        self.length = int(self.np_random.integers(2, 10))
         self.t = self.total = 0
         return self._observation(), {}
 
     def step(self, action):
-        self.num_steps += 1
         self.t += 1
         self.total += int(action)
         is_over = self.t >= self.length
@@ -113,12 +109,9 @@ class LoopVectorEnv(VectorEnv):
         )
         self.rows = np.zeros((num_envs, 4), np.float32)
         self.owes_reset = np.zeros(num_envs, bool)
-        self.masks = []
 
     def reset(self, *, seed=None, options=None):
         mask = (options or {}).get("reset_mask") if self.knows_masks else None
-        if mask is not None:
-            self.masks.append(mask)
         rows = range(self.num_envs) if mask is None else np.flatnonzero(mask)
         for row in rows:
             self.rows[row], _ = self.envs[row].reset(

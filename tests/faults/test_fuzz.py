@@ -70,14 +70,6 @@ def take(life, oracle, **changed):
     return one
 
 
-def test_oracle_accepts_true_rows(life, oracle):
-    for _ in range(2):
-        begun(life, oracle)
-        for _ in range(3):
-            take(life, oracle)
-    assert oracle.num_transitions == 6
-
-
 CUT = {"reward": 0.0, "done": True, "truncated": True, "interrupted": True}
 
 

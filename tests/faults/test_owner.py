@@ -14,7 +14,7 @@ from tests.gates import wait_for
 pytestmark = pytest.mark.slow
 
 _OWNER = """
-import functools, os, signal, sys, threading, warnings
+import atexit, functools, os, signal, sys, threading, warnings
 warnings.simplefilter("always")
 import psutil
 from envherd.executor import ParallelEnv
@@ -43,10 +43,13 @@ elif end == "exits":
     os._exit(0)
 elif end == "raises":
     raise RuntimeError("over")
+elif end == "raises at exit":
+    atexit.register(lambda: 1 / 0)
 """
 
 ENDS = [
     *(("idle", "open", end) for end in ("is killed", "returns", "exits", "raises")),
+    ("idle", "open", "raises at exit"),
     *(("parent", "open", "is killed"), ("hung", "open", "is killed")),
     *(("idle", "closed", end) for end in ("is killed", "returns", "exits")),
 ]
@@ -56,7 +59,8 @@ ENDS = [
 def test_an_owner_that_ends_leaves_nothing(kind, use, end, script_host, tmp_path):
     done = script_host.run_text(_OWNER, kind, use, end, folder=tmp_path)
     assert done.returncode == {"is killed": -signal.SIGKILL, "raises": 1}.get(end, 0)
-    assert (done.stderr != "") == (end == "raises")
+    assert (done.stderr != "") == end.startswith("raises")
+    assert done.stderr.count("Traceback") == end.startswith("raises")
     pids = list(map(int, done.stdout.split()))
     assert len(pids) == (5 if kind == "parent" else 3)
     wait_for(lambda: not any(map(is_running, pids)))

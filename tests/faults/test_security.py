@@ -26,6 +26,7 @@ from envherd.executor.cli.storing import RolloutStore, StoreError, load_rollout
 from envherd.executor.guests.capsules.file import CapsuleError, load_capsule
 from envherd.workers import plain
 from envherd.workers.guests.saving import snapshot
+from envherd.workers.processes import descendants, parent_of
 from envherd.workers.testing import CountingEnv
 from tests.conftest import is_of_others
 from tests.extras import needs, skip_without
@@ -66,14 +67,6 @@ class Payload:
 
 
 # ---- other users -------------------------------------------------------------------------------
-
-
-def _descend(pid: int) -> list[int]:
-    found = [pid]
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in task.read_text().split():
-            found += _descend(int(child))
-    return found
 
 
 def _pry(pids: list[int]) -> list[str]:
@@ -122,12 +115,11 @@ def test_another_user_finds_nothing_to_open():
     with ParallelEnv(2, CountingEnv, num_workers=2) as env:
         env.rollout(3)
         pids = [
-            pid for worker in env.statistics().workers for pid in _descend(worker.pid)
+            pid
+            for worker in env.statistics().workers
+            for pid in descendants(worker.pid)
         ]
-        # Their helper.
-        pids.append(
-            int(Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1])
-        )
+        pids.append(parent_of(pids[0]))  # their helper
         assert in_child(_pry, pids) == []
         assert len(env.rollout(2)) == 2
         new = {folder: set(os.listdir(folder)) - old for folder, old in names.items()}
@@ -239,23 +231,34 @@ def test_messages_of_workers_are_not_unpickled(tmp_path):
         assert not list(tmp_path.iterdir())
 
 
-def test_a_stored_rollout_is_loaded_without_unpickling(tmp_path):
-    store = RolloutStore(tmp_path / "good", 2)
+def store_rollout(folder):
+    """Store a rollout of two steps of three envs."""
+    store = RolloutStore(folder, 2)
     for step in range(2):
-        store.add(TensorDict({"observation": torch.full((3, 4), step)}, [3]))
-    store.finish({})
-    data = TensorDict.load_memmap(tmp_path / "good", allow_pickle=False)
-    assert data["observation"][:, :, 0].tolist() == [[0, 1]] * 3
+        leaf = torch.full((3, 4), float(step))
+        store.add(
+            TensorDict(
+                {"observation": leaf, "next": TensorDict({"observation": leaf}, [3])},
+                [3],
+            )
+        )
+    store.finish(
+        {"env": "gymnasium:CartPole-v1", "env_kwargs": {}, "max_steps": None, "seed": 0}
+    )
+
+
+def test_a_stored_rollout_is_loaded_without_unpickling(tmp_path):
+    store_rollout(tmp_path / "rollout")
     assert not [
         path
         for path in tmp_path.rglob("*")
         if "pickle" in path.name or path.suffix == ".pkl"
     ]
     TensorDict({"odd": NonTensorData(Payload(tmp_path / "ran"))}, []).memmap(
-        tmp_path / "evil"
+        tmp_path / "rollout"
     )
-    with pytest.raises(Exception, match=r"[Pp]ickle"):
-        TensorDict.load_memmap(tmp_path / "evil", allow_pickle=False)
+    with pytest.raises(StoreError, match=r"without pickles, got .*[Pp]ickle"):
+        load_rollout(tmp_path / "rollout")
     assert not (tmp_path / "ran").exists()
 
 
@@ -414,19 +417,9 @@ GROWING: dict[str, tuple[str, Any]] = {
 @pytest.mark.parametrize("name", GROWING)
 def test_a_stored_rollout_makes_no_file_grow(tmp_path, name):
     place, changes = GROWING[name]
-    store = RolloutStore(tmp_path / "rollout", 2)
-    for _ in range(2):
-        leaf = torch.ones(3, 4)
-        store.add(
-            TensorDict(
-                {"observation": leaf, "next": TensorDict({"observation": leaf}, [3])},
-                [3],
-            )
-        )
-    store.finish(
-        {"env": "gymnasium:CartPole-v1", "env_kwargs": {}, "max_steps": None, "seed": 0}
-    )
-    assert (load_rollout(tmp_path / "rollout")[0]["next", "observation"] == 1).all()
+    store_rollout(tmp_path / "rollout")
+    data, _ = load_rollout(tmp_path / "rollout")
+    assert data["next", "observation"][:, :, 0].tolist() == [[0, 1]] * 3
     if name == "a link":
         (tmp_path / "mine").write_text("mine")
         (tmp_path / "rollout/observation.memmap").unlink()

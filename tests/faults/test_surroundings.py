@@ -2,14 +2,11 @@
 
 import contextlib
 import functools
-import gc
 import os
 import pickle
 import re
 import resource
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -40,7 +37,6 @@ from tests.envs.disturbing_envs import (
     GrowingEnv,
     HungryEnv,
     MeddlingEnv,
-    NanEnv,
     NestedEnv,
 )
 from tests.executor.calls import ENDLESS
@@ -55,7 +51,7 @@ from tests.faults.children import (
     mount_small,
 )
 from tests.faults.matrix import _held, _left
-from tests.scale import IS_FULL, scaled
+from tests.scale import IS_FULL
 from tools.faults_page import record
 
 pytestmark = [
@@ -503,33 +499,6 @@ def _is_copy_of_this(pid: str) -> bool:
         return False
 
 
-@pytest.mark.skipif(
-    not IS_FULL,
-    reason="owners that raise, return or exit have tests of their own: test_owner",
-)
-def test_an_owner_that_raises_at_exit():
-    code = (
-        "import atexit\n"
-        "from envherd.executor import ParallelEnv\n"
-        "from envherd.workers.testing import CountingEnv\n"
-        "env = ParallelEnv(2, CountingEnv, num_workers=2)\n"
-        "env.reset()\n"
-        "print(*[w.pid for w in env.statistics().workers], flush=True)\n"
-        "atexit.register(lambda: 1 / 0)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
-    assert "ZeroDivisionError" in done.stderr
-    assert done.stderr.count("Traceback") == 1
-    assert not any(Path(f"/proc/{pid}").exists() for pid in done.stdout.split())
-    record(
-        "raises at exit",
-        what="an exit handler of the owner raises",
-        seen="stderr has nothing from envherd; nothing is left",
-    )
-
-
 # ---- envs that meddle --------------------------------------------------------------------------
 
 
@@ -600,24 +569,6 @@ def test_an_env_that_prints_megabytes():
     )
 
 
-def test_an_env_that_is_nan_is_refused_where_that_is_asked_for():
-    with make(
-        2,
-        [functools.partial(NanEnv, 99), ENDLESS],
-        options=ExecutorOptions(check_finite=True),
-    ) as env:
-        env.reset()
-        env.step(actions())
-        with pytest.raises(EnvError, match=r"NaN|finite|nan") as caught:
-            env.step(actions())
-        assert caught.value.env_ids == (0,)
-    record(
-        "nan",
-        what="an env returns NaN (`check_finite=True`)",
-        seen="`EnvError` of that env; the others continue",
-    )
-
-
 # ---- callers -----------------------------------------------------------------------------------
 
 BAD_ACTIONS: dict[str, Callable[[], TensorDict]] = {
@@ -685,21 +636,6 @@ def test_a_live_executor_that_is_pickled_forked_and_used_after_its_end():
     )
 
 
-def test_ctrl_c_between_send_and_recv():
-    with make(2, ENDLESS) as env:
-        env.reset()
-        env.send(actions())
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-        assert env.recv()["next", "observation"][:, 1].tolist() == [1, 1]
-        works(env)
-    record(
-        "ctrl-c",
-        what="Ctrl-C between `send` and `recv`",
-        seen="`KeyboardInterrupt`; `recv` still returns every row",
-    )
-
-
 def test_two_executors_at_once():
     with make(2, ENDLESS) as one, make(2, ENDLESS) as two:
         one.reset()
@@ -730,34 +666,4 @@ def test_an_executor_in_an_env_of_an_executor():
         "nested",
         what="an executor in an env of an executor, and its end",
         seen="works; nothing is left",
-    )
-
-
-@pytest.mark.timeout(1200)
-def test_many_executors():
-    count = scaled(5, full=200)
-    before = _held()
-    num_threads = threading.active_count()
-    for _ in range(count):
-        with make(2, ENDLESS) as env:
-            works(env)
-    gc.collect()
-    assert not _left(before)
-    assert threading.active_count() <= num_threads
-    record(
-        "many",
-        what=f"{count} executors opened and closed in one process",
-        seen="nothing is left",
-    )
-
-
-def test_more_memory_than_there_is():
-    with make(2, ENDLESS) as env:
-        with pytest.raises(MemoryError, match="expected at most 90%") as caught:
-            env.rollout(2**36)
-        works(env)
-    record(
-        "memory",
-        what="a rollout larger than memory",
-        seen=message_of(caught.value).partition("the ")[0] + "what is free",
     )

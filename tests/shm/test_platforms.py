@@ -14,6 +14,19 @@ import pytest
 from envherd.shm import platforms
 
 ROOT = Path(__file__).parents[2]
+SOURCES = [
+    path
+    for layer in ("shm", "workers", "executor")
+    for path in (ROOT / layer).rglob("*.py")
+]
+
+
+@pytest.fixture
+def probed_anew():
+    """Let `platforms.missing` try again what it has tried before, and after the test once more."""
+    platforms.missing.cache_clear()
+    yield
+    platforms.missing.cache_clear()
 
 
 def _used_at_import(node, names, lacking):
@@ -44,31 +57,22 @@ def test_no_module_needs_at_its_import_what_another_system_lacks(system):
         module: set(text.split()) for module, text in what["LACKING"][system].items()
     }
     missing = what["MISSING_MODULES"][system]
-    files = [
-        path
-        for layer in ("shm", "workers", "executor")
-        for path in (ROOT / layer).rglob("*.py")
-    ]
-    assert len(files) > 200
+    assert len(SOURCES) > 200
     used = {
         path.name: list(_used_at_import(ast.parse(path.read_text()), names, missing))
-        for path in files
+        for path in SOURCES
     }
     assert {name: found for name, found in used.items() if found} == {}
 
 
 def test_one_file_tells_systems_apart():
-    files = [
-        path
-        for layer in ("shm", "workers", "executor")
-        for path in (ROOT / layer).rglob("*.py")
-    ]
     telling = re.compile(r"sys\.platform|platform\.system|\bos\.name\b|IS_LINUX")
-    assert [path.name for path in files if telling.search(path.read_text())] == [
+    assert [path.name for path in SOURCES if telling.search(path.read_text())] == [
         "platforms.py"
     ]
 
 
+@pytest.mark.usefixtures("probed_anew")
 @pytest.mark.parametrize(
     ("module", "name", "expected"),
     [
@@ -82,12 +86,8 @@ def test_one_file_tells_systems_apart():
 def test_a_name_that_the_forked_pool_needs_is_missed(
     module, name, expected, monkeypatch
 ):
-    platforms.missing.cache_clear()
     monkeypatch.delattr(module, name)
-    try:
-        assert platforms.missing() == (expected,)
-    finally:
-        platforms.missing.cache_clear()
+    assert platforms.missing() == (expected,)
 
 
 @pytest.mark.parametrize(
@@ -142,13 +142,8 @@ ALLOWED = re.compile(
 
 
 def test_one_file_sends_signals():
-    files = [
-        path
-        for layer in ("shm", "workers", "executor")
-        for path in (ROOT / layer).rglob("*.py")
-    ]
     found = set()
-    for path in files:
+    for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module in ("os", "signal"):
                 found |= {path.name for alias in node.names if alias.name in SENDING}
@@ -171,6 +166,7 @@ def test_one_file_sends_signals():
     ]
 
 
+@pytest.mark.usefixtures("probed_anew")
 @pytest.mark.parametrize("error", [AttributeError, OSError])
 def test_a_semaphore_that_raises_is_missed(error, monkeypatch):
     """The probe itself does not raise."""
@@ -179,19 +175,13 @@ def test_a_semaphore_that_raises_is_missed(error, monkeypatch):
         def __getattr__(self, name):
             raise error(name)
 
-    platforms.missing.cache_clear()
     monkeypatch.setattr(platforms, "libc", Library())
-    try:
-        assert "process-shared semaphores" in platforms.missing()
-    finally:
-        platforms.missing.cache_clear()
+    assert "process-shared semaphores" in platforms.missing()
 
 
+@pytest.mark.usefixtures("probed_anew")
 def test_features_of_this_system_are_found(monkeypatch):
     assert platforms.missing() == ()
     platforms.missing.cache_clear()
     monkeypatch.setitem(platforms._NEEDS, "pidfd_open", lambda: os.close(-1))
-    try:
-        assert platforms.missing() == ("pidfd_open",)
-    finally:
-        platforms.missing.cache_clear()
+    assert platforms.missing() == ("pidfd_open",)

@@ -13,7 +13,6 @@ from envherd.workers import plain
 from envherd.workers.adapters.gymnasium.adapter import GymnasiumAdapter
 from envherd.workers.errors import SpecError
 from tests.extras import needs
-from tests.gymnasium_versions import discrete
 from tests.workers.adapter_values import stored
 
 
@@ -91,24 +90,6 @@ def test_observation_is_the_env_s_own_array():
     assert scripted(observation=buffer).step([0])[0][0] is buffer
 
 
-def test_discrete_action_is_what_the_space_samples():
-    class Keeping(Scripted):
-        action_space = discrete(400, np.int32, start=-7)
-
-        def step(self, action):
-            self.action = action
-            return super().step(action)
-
-    env = Keeping((np.zeros(2, np.float32), 0.0, False, False, {}))
-    adapter = GymnasiumAdapter(env)
-    assert adapter.spec.action[0].domain == Discrete(400, -7)
-    for index in (0, 5, 399):
-        adapter.step([index])
-        assert env.action == index - 7
-        assert type(env.action) is env.action_space.dtype.type
-        assert env.action_space.contains(env.action)
-
-
 @pytest.mark.parametrize(
     ("reward", "expected"),
     [
@@ -128,22 +109,6 @@ def test_reward_becomes_a_float(reward, expected):
     value = adapter.step([0])[1]
     assert type(value[0]) is float
     assert stored(adapter.spec.reward, value)["reward",] == [expected]
-
-
-def test_several_rewards_of_a_reward_space():
-    class Objectives(Scripted):
-        reward_space = spaces.Box(-1, 1, (3,), np.float32)
-
-    env = Objectives(
-        (np.zeros(2, np.float32), np.arange(3, dtype=np.float64), False, False, {})
-    )
-    adapter = GymnasiumAdapter(gymnasium.wrappers.TimeLimit(env, 10))
-    adapter.reset(0)
-    assert adapter.spec.reward[0].shape == (3,)
-    np.testing.assert_equal(
-        stored(adapter.spec.reward, adapter.step([0])[1])["reward",],
-        np.arange(3, dtype=np.float32),
-    )
 
 
 def test_several_rewards_need_a_reward_space():
@@ -220,6 +185,7 @@ def test_an_exception_of_the_env_comes_through():
 def test_reset_hands_over_the_seed_and_a_copy_of_the_options():
     env = Scripted()
     adapter = GymnasiumAdapter(env)
+    assert adapter.info == {}
     options = {"options": {"level": [1]}}
     adapter.reset(7, options)
     adapter.reset(None)
@@ -231,13 +197,6 @@ def test_reset_hands_over_the_seed_and_a_copy_of_the_options():
     ]
     env.resets[0]["options"].pop("level").append(2)
     assert options == {"options": {"level": [1]}}
-
-
-def test_info_is_kept():
-    adapter = scripted(info={"lives": 2})
-    assert adapter.info == {}
-    adapter.step([0])
-    assert adapter.info == {"lives": 2}
 
 
 @needs("box2d")

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -11,7 +10,6 @@ from envherd.shm.specs import (
     Binary,
     Box,
     Discrete,
-    EnvSpec,
     LeafSpec,
     MultiDiscrete,
     Unbounded,
@@ -20,36 +18,10 @@ from envherd.workers import plain
 from envherd.workers.adapters.common.tree import RESERVED_NAMES
 from envherd.workers.adapters.gymnasium.adapter import GymnasiumAdapter
 from envherd.workers.errors import SpecError
+from tests.envs.gymnasium_envs import Custom, Echo
 from tests.extras import needs
 from tests.gymnasium_versions import discrete
 from tests.workers.adapter_values import drawn, stored
-
-
-class Echo(gymnasium.Env):
-    """Observes the last action; the first observation is a sample."""
-
-    def __init__(self, space: spaces.Space) -> None:
-        self.action_space = self.observation_space = space
-        self.action: Any = None
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.observation_space.seed(seed)
-        return self.observation_space.sample(), {}
-
-    def step(self, action):
-        self.action = action
-        return action, 0.0, False, False, {}
-
-
-class Colours(spaces.Space):
-    """A space that Gymnasium does not know."""
-
-    def sample(self, mask=None, probability=None):
-        return ["red", "blue"]
-
-    def contains(self, x):
-        return x == ["red", "blue"]
 
 
 def box(low, high, dtype):
@@ -129,6 +101,12 @@ def test_observation_spec(name):
 
 ACTIONS: dict[str, tuple[Any, ...]] = {
     "discrete from 3": (discrete(2, np.int32, start=3), (), "int64", Discrete(2, 3)),
+    "discrete from -7": (
+        discrete(400, np.int32, start=-7),
+        (),
+        "int64",
+        Discrete(400, -7),
+    ),
     "many discrete": (
         spaces.Discrete(100_000, start=1),
         (),
@@ -198,7 +176,7 @@ def everything() -> spaces.Dict:
     )
     return spaces.Dict(
         choice=spaces.OneOf((spaces.Discrete(3), spaces.Box(0, 1, (2,)))),
-        custom=Colours(),
+        custom=Custom(),
         deep=deep,
         graph=spaces.Graph(spaces.Box(-1, 1, (3,)), spaces.Discrete(4)),
         image=spaces.Box(0, 255, (5, 5, 3), np.uint8),
@@ -207,29 +185,6 @@ def everything() -> spaces.Dict:
         stacked=spaces.Sequence(spaces.Box(0, 1, (2,)), stack=True),
         text=spaces.Text(6),
     )
-
-
-FIXED = [
-    ("deep", "0"),
-    ("deep", "1", "bits"),
-    ("deep", "1", "scalar"),
-    ("image",),
-    ("many",),
-]
-ASIDE = [("choice",), ("custom",), ("graph",), ("sequence",), ("stacked",), ("text",)]
-
-
-def test_every_space_at_once():
-    spec = GymnasiumAdapter(Echo(everything())).spec
-    assert sorted(leaf.key for leaf in spec.observation if not leaf.is_side) == FIXED
-    assert sorted(leaf.key for leaf in spec.observation if leaf.is_side) == ASIDE
-    assert sorted(leaf.key for leaf in spec.action if not leaf.is_side) == [
-        ("action", *key) for key in FIXED
-    ]
-    assert sorted(leaf.key for leaf in spec.action if leaf.is_side) == [
-        ("action", *key) for key in ASIDE
-    ]
-    assert EnvSpec.from_plain(plain.decode(plain.encode(spec.to_plain()))) == spec
 
 
 def test_every_space_survives_as_observation_and_action():

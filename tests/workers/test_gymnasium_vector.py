@@ -8,7 +8,6 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from envherd.executor import ParallelEnv, SerialEnv
@@ -40,23 +39,6 @@ def sync(mode, num_rows=3, *, reuses_buffer=True, copy=False):
 
 def async_(mode, num_rows=2, **kwargs):
     return AsyncVectorEnv([TellingEnv] * num_rows, autoreset_mode=mode, **kwargs)
-
-
-def test_a_row_that_ended_stays_so_until_it_is_reset():
-    with SerialEnv(1, lambda: sync(SAME), seed=1) as env:
-        td = env.reset()
-        while not (td["done"].any() and not td["done"].all()):
-            td = env.step(
-                env.rand_action(env.reset(td.clone().set("_reset", td["done"])))
-            )["next"]
-        others = torch.zeros_like(td["done"])
-        others[0, int((~td["done"][0, :, 0]).nonzero()[0])] = True
-        root = env.reset(td.clone().set("_reset", others))
-        assert torch.equal(root["done"], td["done"])
-        assert torch.equal(
-            root["observation"][td["done"][..., 0]],
-            td["observation"][td["done"][..., 0]],
-        )
 
 
 # ---- traps ---------------------------------------------------------------------------------------
@@ -108,21 +90,6 @@ def test_a_mask_reaches_wrappers_whose_env_takes_it_out():
     assert lengths.max() == 2
 
 
-@pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.parametrize("kind", ["sync", "by hand"])
-def test_steps_and_resets_are_as_many_as_reported(kind, mode):
-    built = []
-    make = {"sync": sync, "by hand": lambda mode: LoopVectorEnv(3, mode)}[kind]
-    with SerialEnv(1, lambda: built.append(make(mode)) or built[-1], seed=0) as env:
-        data = env.rollout(60, break_when_any_done=False)
-    ended = data["next", "done"][0, ..., 0]
-    assert [one.num_steps for one in built[0].envs] == [60] * 3
-    for row, one in enumerate(built[0].envs):
-        episodes = one.episode - 100 * row * (kind == "sync")
-        # whether the rows of the last step are reset is up to the rollout, and to the env
-        assert 1 + ended[:-1, row].sum() <= episodes <= 1 + ended[:, row].sum()
-
-
 @pytest.mark.slow
 def test_an_ended_row_is_refused_where_the_vector_env_would_step_it():
     with ParallelEnv(1, lambda: async_(DISABLED, shared_memory=False), seed=0) as env:
@@ -160,22 +127,6 @@ def test_episodes_that_end_where_they_start_can_be_declared():
 
 
 # ---- modes ---------------------------------------------------------------------------------------
-
-
-def test_a_mode_that_the_env_does_not_say_can_be_declared():
-    def declared():
-        return GymnasiumVectorAdapter(
-            LoopVectorEnv(2, SAME, says_mode=False), autoreset_mode="SameStep"
-        )
-
-    def in_metadata():
-        env = LoopVectorEnv(2, SAME, says_mode=False)
-        env.metadata = {**env.metadata, "autoreset_mode": SAME}
-        return env
-
-    for make in (declared, in_metadata):
-        with SerialEnv(1, make, seed=0) as env:
-            assert invalid_transitions(env.rollout(30, break_when_any_done=False)) == 0
 
 
 def test_a_mode_in_the_metadata_of_all_vector_envs_says_nothing(monkeypatch):
@@ -250,28 +201,6 @@ def test_the_default_cartpole_is_reset_by_row(wrapper):
             assert len(started.unique()) == started.numel()
             assert not root["done"].any()
             lengths[mask] = 0
-
-
-@pytest.mark.slow
-def test_steps_of_the_default_cartpole_are_its_own():
-    with SerialEnv(2, cartpoles, seed=0) as env:
-        data = env.rollout(200, break_when_any_done=False)
-    with SerialEnv(2, cartpoles, seed=0) as env:
-        assert (env.rollout(200, break_when_any_done=False) == data).all()
-    here, following, done = (
-        data[key].flatten(0, 2)
-        for key in ("observation", ("next", "observation"), ("next", "done"))
-    )
-    again = CartPoleVectorEnv(len(here))
-    again.reset()
-    # Repeat every transition, each in a separate row.
-    again.state = here.numpy().T.astype(np.float64)
-    made, reward, terminated, _, _ = again.step(data["action"].flatten().numpy())
-    assert len(here) == 2_000
-    assert np.allclose(following, made, atol=1e-6)
-    assert (reward == 1).all()
-    assert np.array_equal(done[:, 0], terminated)
-    assert done.sum() > 60
 
 
 # ---- spaces --------------------------------------------------------------------------------------

@@ -245,26 +245,6 @@ def test_seeds_do_not_run_into_their_neighbours() -> None:
     assert not _same(seven, eight)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [_PRISONERS, "coins", "commons_harvest__open", "hidden_agenda"]
-)
-def test_the_direct_way_gives_what_melting_pots_own_step_gives(name: str) -> None:
-    direct, wrapped = _made(name, deterministic=True), _made(name, deterministic=True)
-    assert direct._views._direct is not None
-    wrapped._views._direct = None
-    assert _same(_play(direct, 3, 40), _play(wrapped, 3, 40))
-    left, right = (
-        {
-            k: v
-            for k, v in vars(a._episodes.wrapper._env).items()
-            if k.startswith("_reset")
-        }
-        for a in (direct, wrapped)
-    )
-    assert left == right
-
-
 def test_subscribers_still_hear_of_every_step() -> None:
     adapter = _made()
     adapter.reset(1)

@@ -219,19 +219,6 @@ def test_keys_and_drop_choose_what_is_read() -> None:
 
 
 @pytest.mark.slow
-def test_kept_observations_are_those_of_the_whole_env() -> None:
-    whole = _made(deterministic=True)
-    some = _made(deterministic=True, keys=("RGB",), world_rgb=False)
-    indices = [whole.spec.observation.index(leaf) for leaf in some.spec.observation]
-    assert len(indices) == 1
-    for values, kept in [(whole.reset(4), some.reset(4))] + [
-        (whole.step([action])[0], some.step([action])[0])
-        for action in np.arange(40).reshape(20, 2) % 8
-    ]:
-        np.testing.assert_array_equal(values[indices[0]], kept[0])
-
-
-@pytest.mark.slow
 def test_roles_set_the_number_of_players() -> None:
     adapter = _made(
         "stag_hunt_in_the_matrix__arena", roles=("default",) * 3, keys=("RGB",)

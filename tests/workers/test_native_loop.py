@@ -13,7 +13,7 @@ import pytest
 
 from envherd.executor import ParallelEnv, WorkerLost
 from envherd.shm import slab
-from envherd.shm.sync import DOORBELL_BYTES, Doorbell
+from envherd.shm.sync import DOORBELL_BYTES
 from envherd.workers import native
 from envherd.workers.protocol import RESET, STEP, WORKER_STEPS
 from envherd.workers.testing import CountingEnv
@@ -111,25 +111,6 @@ def test_a_signal_handler_that_returns_does_not_end_the_wait(alarm):
     alarm(handle, 0.05, 0.05)
     side.loop.run()
     assert len(caught) >= 3
-
-
-def test_other_threads_run_while_it_waits():
-    side = make_side()
-    count = 0
-
-    def work() -> None:
-        nonlocal count
-        for _ in range(100):
-            time.sleep(0.0005)
-            count += 1
-        side.send(None)
-        side.go.ring()
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    side.loop.run()
-    thread.join()
-    assert count == 100
 
 
 @pytest.mark.slow
@@ -244,11 +225,3 @@ def test_a_doorbell_that_is_not_one_is_refused():
     }.items():
         with pytest.raises(ValueError, match="slab"):
             module.Loop(facts | {name: value})
-
-
-def test_a_doorbells_memory_is_where_it_lives():
-    buffer = np.zeros(2 * DOORBELL_BYTES, np.uint8)
-    bell = Doorbell.create(buffer, DOORBELL_BYTES)
-    other = Doorbell(bell.memory, 0)
-    bell.ring()
-    assert other.try_wait()

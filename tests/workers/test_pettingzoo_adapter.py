@@ -121,14 +121,6 @@ def test_absent_agent_has_zeros_and_done_until_it_returns():
     assert (sheep[3]["done"], sheep[3]["mask"]) == (False, True)
 
 
-def test_an_agent_that_has_not_come_yet_is_not_done():
-    driver = Driver(Village())
-    rows = [driver.reset(), *(driver.step() for _ in range(LENGTH))]
-    assert [flags(row, "sheep")[2] for row in rows[:-1]] == [ALIVE] * LENGTH
-    assert rows[4]["sheep", "observation"][2].tolist() == [0, 0]
-    assert rows[5]["sheep", "observation"][2, 1] == 5
-
-
 @pytest.mark.parametrize(
     ("number", "root"), [(0, TRUNCATED), (1, TRUNCATED), (2, TRUNCATED)]
 )
@@ -288,20 +280,6 @@ def test_an_env_has_the_name_of_its_metadata_or_of_its_class(metadata, name):
     assert Driver(env).spec.metadata["env_id"] == name
 
 
-def test_actions_reach_agents_as_their_spaces_say():
-    env = Village()
-    driver = Driver(env)
-    driver.reset()
-    driver.step(
-        [np.array([3]), np.array([0, 2, 1]), np.array([[0.5, -0.5]], np.float32)]
-    )
-    given = env.given[0]
-    # The sheep's actions start at 1.
-    assert (given["wolf_0"], given["sheep_0"], given["sheep_1"]) == (3, 1, 3)
-    assert isinstance(given["wolf_0"], np.int64)
-    assert given["dog"].tolist() == [0.5, -0.5]
-
-
 def test_agents_of_unlike_shapes_become_groups_of_their_own():
     unlike = {
         "a_1": (spaces.Box(-1, 1, (5,), np.float32), spaces.MultiDiscrete([2, 3]))
@@ -337,6 +315,7 @@ def test_agents_that_differ_in_bounds_and_numbers_stay_together():
     driver.reset()
     driver.step([np.array([2, 4])])
     assert env.given == [{"a_0": 2, "a_1": 6}]
+    assert {type(action) for action in env.given[0].values()} == {np.int64}
 
 
 def test_nested_actions_are_put_together_for_each_agent():
@@ -388,16 +367,6 @@ def test_seed_and_options_reach_the_env_and_options_are_its_own():
     ]
     env.resets[1]["options"]["level"].append(2)
     assert options == {"options": {"level": [1]}}
-
-
-def test_the_state_is_observed_where_it_was_asked_for():
-    factory = PettingZooFactory("mpe2.simple_spread_v3", return_state=True)
-    raw, driver = simple_spread_v3.parallel_env(), Driver(factory())
-    raw.reset(seed=3)
-    np.testing.assert_array_equal(driver.reset(3)["state",], raw.state())
-    assert ("state",) not in {
-        leaf.key for leaf in Driver(simple_spread_v3.parallel_env()).spec.observation
-    }
 
 
 def test_a_state_without_a_space_is_as_it_looks():
@@ -459,67 +428,6 @@ def test_in_turns_only_one_agent_acts_and_knows_what_it_may_do():
     assert values["player", "reward"].sum() == 0
 
 
-# ---- envs that break the protocol -----------------------------------------------------------
-
-
-def _after_reset(answer: Any, agents: Any = ("a_0", "a_1")) -> PettingZooAdapter:
-    adapter = PettingZooAdapter(Scripted(answers=[(list(agents), answer)]))
-    adapter.reset(0)
-    return adapter
-
-
-GOOD = outcome({"a_0": ALIVE, "a_1": ALIVE})
-
-
-@pytest.mark.parametrize("number", [int, float, np.int64, np.array])
-def test_flags_may_be_numbers(number):
-    flags = {"a_0": number(0), "a_1": number(1)}
-    adapter = _after_reset(
-        (*GOOD[:2], flags, {"a_0": number(0), "a_1": number(0)}, GOOD[4])
-    )
-    adapter.step([np.zeros(2, np.int64)])
-    done, terminated, truncated = (
-        value[:, 0].tolist() for value in adapter.done_values()[:3]
-    )
-    assert (done, terminated, truncated) == (
-        [False, True],
-        [False, True],
-        [False, False],
-    )
-
-
-# ---- through the executor, compared with TorchRL's wrapper of the same envs ----------------------
-
-
-def test_arguments_reach_the_env_and_unlike_ones_each_their_own():
-    factory = PettingZooFactory("mpe2.simple_spread_v3")
-    with SerialEnv(2, factory, env_kwargs={"N": 5, "max_cycles": 2}, seed=0) as env:
-        data = env.rollout(3)
-    assert data["agent", "observation"].shape[:3] == (2, 2, 5)
-    assert data.get("agent").batch_size == (2, 2, 5)
-
-
-@pytest.mark.skipif(
-    not hasattr(pettingzoo, "make"), reason="PettingZoo before 1.26 has no registry"
-)
-def test_random_players_take_turns_and_make_legal_moves():
-    with SerialEnv(1, tictactoe, seed=0) as env:
-        data = env.rollout(60, break_when_any_done=False)[0]
-    ends = data["next", "done"].flatten().nonzero().flatten().tolist()
-    lengths = np.diff([-1, *ends])
-    assert len(ends) > 5
-    assert lengths.min() >= 5, "an illegal move would have ended a game at once"
-    assert lengths.max() <= 9
-    assert (data["player", "mask"].sum(-1) == 1).all()
-    assert (
-        data["next", "player", "mask"].sum(-1) == (~data["next", "done"]).flatten()
-    ).all()
-
-
-def tictactoe() -> Any:
-    return turn_based_aec_to_parallel(pettingzoo.make("aec", "classic/tictactoe-v3"))
-
-
 # ---- beside TorchRL -------------------------------------------------------------------------
 
 CASES = {
@@ -536,6 +444,13 @@ MARKED = [
     pytest.param(case, marks=needs("box2d")) if case == "multiwalker" else case
     for case in CASES
 ]
+
+
+#: Of a test that runs TorchRL's wrapper, and envs in Box2D.
+of_torchrl = pytest.mark.filterwarnings(
+    "ignore:PettingZoo in TorchRL is tested:UserWarning",
+    "ignore:builtin type .* has no __module__ attribute:DeprecationWarning",
+)
 
 
 def torchrl_env(env: Any, *, return_state: bool = True) -> Any:
@@ -555,18 +470,8 @@ def outline(data: Any) -> dict[Any, tuple[Any, torch.dtype]]:
     }
 
 
-def marked(test: Any) -> Any:
-    """Mark a test that runs TorchRL's wrapper, and envs in Box2D."""
-    test = pytest.mark.filterwarnings(
-        "ignore:PettingZoo in TorchRL is tested:UserWarning"
-    )(test)
-    test = pytest.mark.filterwarnings(
-        "ignore:builtin type .* has no __module__ attribute:DeprecationWarning"
-    )(test)
-    return pytest.mark.slow(test)
-
-
-@marked
+@of_torchrl
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MARKED)
 def test_keys_shapes_and_dtypes_are_those_of_torchrl(case):
     expected = torchrl_env(CASES[case]()).rollout(3)
@@ -579,7 +484,8 @@ def test_keys_shapes_and_dtypes_are_those_of_torchrl(case):
         assert expected[group].batch_size == (3, *shape)
 
 
-@marked
+@of_torchrl
+@pytest.mark.slow
 def test_keys_with_masks_and_infos_are_those_of_torchrl():
     """TorchRL can neither reset a village with absent agents nor read text in infos."""
 
@@ -603,13 +509,15 @@ def test_keys_with_masks_and_infos_are_those_of_torchrl():
         assert outline(env.reset()) == outline(expected)
 
 
-@marked
+@of_torchrl
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MARKED)
 def test_values_are_those_of_torchrl(case):
     compare(CASES[case], num_steps=30, max_cycles=12)
 
 
-@marked
+@of_torchrl
+@pytest.mark.slow
 @needs("box2d")
 def test_walkers_that_fall_and_stay_away_are_as_in_torchrl():
     """TorchRL marks an absent agent both terminated and truncated; only that differs."""

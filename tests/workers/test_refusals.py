@@ -29,12 +29,12 @@ from envherd.workers.adapters.common.tree import RESERVED_NAMES
 from envherd.workers.adapters.gymnasium.vector import GymnasiumVectorAdapter
 from envherd.workers.adapters.registry import find_adapter
 from tests.envs import torch_simulators as simulators
+from tests.envs.gymnasium_envs import Custom, Echo
 from tests.envs.vector_envs import LoopVectorEnv
 from tests.extras import needs, skip_without
 from tests.oracles import isaaclab_standin as isaac
 from tests.workers import test_gymnasium_vector as vectors
 from tests.workers.test_gymnasium_adapter import Scripted, answering
-from tests.workers.test_gymnasium_spaces import Colours, Echo
 
 Make = Callable[[], Any]
 
@@ -472,7 +472,7 @@ RESET: dict[str, tuple[Any, ...]] = {
         "expected a tuple of 2, got tuple of 3",
     ),
     "gymnasium: no plain data": (
-        partial(Lying, spaces.Dict(odd=Colours()), {"odd": ["red", object()]}),
+        partial(Lying, spaces.Dict(odd=Custom()), {"odd": ["red", object()]}),
         r"reading odd\[1\] failed.*got a builtins.object",
     ),
     "vector: a mask among the options": (
@@ -610,6 +610,10 @@ STEPPED: dict[str, tuple[Make, str]] = {
     "pettingzoo: no flag": (
         partial(zoo_step, with_entry(2, "a_0", 2)),
         "expected a bool as `terminations",
+    ),
+    "pettingzoo: no flag of a truncation": (
+        partial(zoo_step, with_entry(3, "a_0", 2)),
+        "expected a bool as `truncations",
     ),
     "old gym: a class of gymnasium": (
         partial(OldReset, None),

@@ -1,6 +1,5 @@
 """A slot passes separate inputs to its env, and writes its outputs to every leaf; in process."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,11 +8,11 @@ import torch
 from tensordict import TensorDict
 
 from envherd.executor import EnvError, ExecutorOptions, SerialEnv
-from envherd.shm.specs import Discrete, LeafSpec
+from envherd.shm.specs import LeafSpec
 from envherd.workers.block.slot import Slot
 from envherd.workers.errors import SpecError
 from envherd.workers.testing import CountingEnv
-from envherd.workers.testing.envs import PlainAdapter, action_leaf
+from envherd.workers.testing.envs import PlainAdapter
 from tests.envs.counting_envs import AgentsEnv, FlagsEnv
 
 #: The step alone, and with the global generators swapped around it.
@@ -62,34 +61,6 @@ def test_an_action_that_an_env_keeps_is_the_envs_own(isolate_rng):
         env.step(TensorDict({"action": given}, [2]))
         env.call("spoil")
         assert torch.equal(given, actions[0].to(torch.int8)), "nor is it the caller's"
-
-
-class TwoActions(CountingEnv):
-    """Is handed two values in each step, and observes the second."""
-
-    def __init__(self) -> None:
-        super().__init__(50)
-        self.spec = replace(
-            self.spec,
-            action=(action_leaf(), LeafSpec(("more",), (), "int64", Discrete(9))),
-        )
-
-    def step(self, action: list[Any]) -> Any:
-        _, more = action
-        return super().step([more])
-
-
-@BOTH_WAYS
-def test_every_value_of_an_action_is_handed_over(isolate_rng):
-    with opened(TwoActions, isolate_rng) as env:
-        env.reset()
-        for more in ([5, 6], [7, 8], [0, 1]):
-            td = env.step(
-                TensorDict(
-                    {"action": torch.tensor([1, 2]), "more": torch.tensor(more)}, [2]
-                )
-            )
-            assert td["next", "observation"][:, 2].tolist() == more
 
 
 @BOTH_WAYS

@@ -11,10 +11,7 @@ import torch
 
 from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.executor.testing import Contract
-from envherd.workers.adapters.simulators.native import (
-    IsaacLabAdapter,
-    TorchNativeAdapter,
-)
+from envherd.workers.adapters.simulators.native import TorchNativeAdapter
 from envherd.workers.errors import EnvError, FactoryError, ResetNeeded
 from tests.contracts.batched_families import isaac_by_hand, reset_direct, reset_managed
 from tests.contracts.family import Family
@@ -203,33 +200,6 @@ def test_every_rule_holds(make):
     assert Contract(make, num_steps=20).check_all().num_ends > 1
 
 
-@pytest.mark.parametrize("make", [simulators.Counter, simulators.SameStep])
-def test_rows_are_reset_one_by_one(make):
-    make_env, built = recorded(make)
-    with SerialEnv(1, make_env, seed=0) as env:
-        data = env.rollout(12, break_when_any_done=False)[0]
-        assert built[0].num_steps == 12
-    for row, length in enumerate((3, 4, 5, 6)):
-        counts = data["next", "observation"][:, row, 1].tolist()
-        assert counts == [1 + step % length for step in range(12)]
-        assert data["next", "truncated"][:, row, 0].tolist() == [
-            count == length for count in counts
-        ]
-        episodes = data["observation"][:, row, 0]
-        assert (episodes.diff()[1:] >= 0).all()
-        assert data["observation"][:, row, 1].tolist() == [
-            step % length for step in range(12)
-        ]
-
-
-def test_a_simulator_that_resets_by_mask_is_given_the_mask():
-    make_env, built = recorded(simulators.Counter)
-    with SerialEnv(1, make_env) as env:
-        env.reset()
-        env.reset(masked([0, 2]))
-        assert built[0].masks[-1].tolist() == [True, False, True, False]
-
-
 def test_a_factory_may_declare_what_the_simulator_does_not_say():
     def make_env() -> Any:
         return TorchNativeAdapter(simulators.Silent(), resets="same_step")
@@ -265,11 +235,17 @@ class Plain:
 
 
 @pytest.mark.parametrize(
-    "make", [simulators.Counter, isaac.make_direct, isaac.make_wrapped]
+    ("make", "family"),
+    [
+        (simulators.Counter, "torch"),
+        (isaac.make_direct, "isaaclab"),
+        (isaac.make_managed, "isaaclab"),
+        (isaac.make_wrapped, "isaaclab"),
+    ],
 )
-def test_simulators_are_known_by_themselves(make):
+def test_simulators_are_known_by_themselves(make, family):
     with SerialEnv(1, make) as env:
-        assert env.specs[0].family in ("torch", "isaaclab")
+        assert env.specs[0].family == family
         assert env.batch_size == (1, 4)
 
 
@@ -320,21 +296,6 @@ def test_infos_are_arrays():
             env.step(still(env.current()))
         info = env.infos()[0]
     assert set(info["log"]) == {"Episode_Reward/place"}
-
-
-def test_adapters_are_of_their_family():
-    adapter = IsaacLabAdapter(isaac.make_managed())
-    assert (adapter.family, adapter.is_alone, adapter.takes_tensors) == (
-        "isaaclab",
-        True,
-        True,
-    )
-    assert {leaf.key for leaf in adapter.spec.observation} == {
-        ("policy",),
-        ("critic", "place"),
-        ("critic", "length"),
-    }
-    adapter.close()
 
 
 # ---- ManiSkill's interface: rows are reset by `options["env_idx"]`, none twice -------------------

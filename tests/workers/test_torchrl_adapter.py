@@ -266,17 +266,6 @@ def test_given_state_wins_over_the_env_s_own():
     assert ours["thdot",] == theirs["thdot"].item()
 
 
-def test_recurrent_state_passes_through_a_step():
-    adapter = TorchRLAdapter(torchrl_envs.recurrent())
-    assert [leaf.key for leaf in adapter.spec.state] == [("hidden",)]
-    assert not stored(adapter.spec.observation, adapter.reset(0))["hidden",].any()
-    hidden = np.arange(4, dtype=np.float32)
-    observation = adapter.step([np.array([1, 0]), hidden])[0]
-    assert np.array_equal(
-        stored(adapter.spec.observation, observation)["hidden",], hidden
-    )
-
-
 def test_state_has_no_bounds():
     spec = TorchRLAdapter(PendulumEnv()).spec
     assert {str(leaf.domain) for leaf in spec.state} == {"any"}

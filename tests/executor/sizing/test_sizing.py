@@ -1,5 +1,6 @@
 """Sizing: the probe measures, and survives failing envs; `envherd size` and "auto" end to end."""
 
+import functools
 import json
 
 from tests.extras import skip_without
@@ -13,7 +14,7 @@ from envherd.executor import ExecutorOptions, ParallelEnv, WorkerLost, WorkerTim
 from envherd.executor.cli.app import app
 from envherd.executor.sizing import probe as probing
 from envherd.executor.sizing.driving import Subject
-from envherd.workers.testing import CountingEnv
+from envherd.workers.testing import CountingEnv, FaultyEnv
 from tests.envs import sized_envs
 
 MIB = 2**20
@@ -53,7 +54,7 @@ def test_memory_that_differs_between_episodes_is_taken_in_the_mean():
 
 @pytest.mark.slow
 def test_a_probe_has_a_time_though_one_step_takes_all_of_it():
-    slow = probed(sized_envs.SlowEnv, budget_s=0.1)
+    slow = probed(functools.partial(sized_envs.SleepingEnv, 0.4), budget_s=0.1)
     assert 1 <= slow.steps_measured <= 8
     assert 0.36 <= slow.step_mean_s < 4  # durations are known to 10 %
 
@@ -75,7 +76,7 @@ def test_a_probe_distinguishes_waiting_from_computing():
 @pytest.mark.broken_pool
 def test_probe_has_one_process_with_any_options():
     with pytest.raises(
-        WorkerLost, match="step failed: worker 0 ended with exit code 7"
+        WorkerLost, match="step failed: worker 0 ended with exit code 3"
     ):
         probed(sized_envs.DyingEnv, on_worker_loss="restart")
     recycled = probed(CountingEnv, recycle_after=1, max_worker_memory=1)
@@ -98,8 +99,8 @@ def test_a_probe_that_hangs_is_ended_with_its_stack(monkeypatch):
     with pytest.raises(
         WorkerTimeout, match=r"step failed: worker 0 gave no answer within 5.2 s"
     ) as raised:
-        probed(sized_envs.HangingEnv, budget_s=0.3)
-    assert "sized_envs.py" in str(raised.value)
+        probed(functools.partial(FaultyEnv, "sleep", step=3), budget_s=0.3)
+    assert "faults.py" in str(raised.value)
 
 
 @pytest.mark.slow
@@ -215,8 +216,8 @@ def test_sizing_of_unusable_envs_has_exit_code_2():
 @pytest.mark.parametrize(
     ("name", "expected_text"),
     [
-        ("FailingEnv", "the env raised ValueError: no such key"),
-        ("DyingEnv", "step failed: worker 0 ended with exit code 7"),
+        ("FailingEnv", "the env raised ValueError: the env broke on purpose"),
+        ("DyingEnv", "step failed: worker 0 ended with exit code 3"),
         ("make_dying", "worker 0 ended with exit code 7"),
         ("make_failing", "the factory raised RuntimeError: no licence"),
     ],
