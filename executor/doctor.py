@@ -76,7 +76,7 @@ _FIXES = {
         "install the versions of constraints.txt: pip install -c constraints.txt -e '.[all]'",
     ),
     "plain steps": "install a C compiler, then envherd again; in a checkout: python setup.py build_ext --inplace",
-    "dmlab2d": "install the wheel for this Python: 3.11",
+    "dmlab2d": "pip install --force-reinstall --no-deps dmlab2d",
     "meltingpot": "reinstall it",
     "scenarios": (
         "put meltingpot-assets-2.3.0.tar.gz into the temporary directory, or use a network that can download it; then "

@@ -79,8 +79,8 @@ class ExecutorOptions:
             first is made at once, the others wait 0.1 s, 0.2 s, 0.4 s, ... while the other workers continue.
             With `on_env_error="interrupt"` also the exceptions of one env without a step in between; the next raises.
         restart_window_s: seconds.
-        recycle_after: episodes of an env after which its worker is replaced by a new one, as soon as that interrupts no
-            episode (see `protocol.recycling`); for envs that leak. None: never.
+        recycle_after: episodes of an env after which its worker is replaced by a new one, as soon as all envs of the
+            worker are between episodes; for envs that leak. None: never.
         max_worker_memory: largest memory (USS, bytes) of a worker and the processes of its envs, beyond which it is
             replaced likewise. None: no limit.
         check_actions: "strict" refuses values outside the spec, NaN and infinities; "finite" refuses
@@ -124,7 +124,7 @@ class ExecutorOptions:
             and are closed at the same time. See docs/asynchronous.md.
         capsules: a directory, or `Capsules(...)`. If an env raises, breaks its spec, crashes or hangs, its episode
             (seed and actions) is written to a file there. The error names the file, and `envherd replay FILE` runs the
-            episode again. None writes none. Not for the TorchRL facade, and a torch simulator in this process.
+            episode again. None writes none. Not for the TorchRL facade, nor for a torch simulator in this process.
         first_env_id: id of env 0 for seeds. Executors with the same root seed can each run a share of one large batch
             (on different machines, say). If each sets the id of its first env, their data equal that batch's, bit for
             bit.

@@ -8,7 +8,7 @@
     +-- EnvError          (RuntimeError)  an env raised; only that env is lost, and can be reset
     +-- WorkerLost        (RuntimeError)  a worker process is gone, with its envs
     +-- WorkerTimeout     (TimeoutError)  a worker passed its deadline and was killed
-    +-- Busy              (RuntimeError)  an env still has an answer under way
+    +-- Busy              (RuntimeError)  an env has an answer under way, or another call is in progress
     +-- Closed            (RuntimeError)  the executor was closed
     +-- InternalError     (RuntimeError)  our bug
 
@@ -108,7 +108,7 @@ class WorkerTimeout(EnvherdError, TimeoutError):
 
 
 class Busy(EnvherdError, RuntimeError):
-    """An env has not been received since an earlier `send`; call `recv` first."""
+    """An env was sent and not received yet, or another call of the executor is in progress. Nothing was sent."""
 
 
 class Closed(EnvherdError, RuntimeError):

@@ -30,6 +30,7 @@ from envherd.shm.specs import (
     LeafSpec,
     MultiDiscrete,
     OneHot,
+    Unbounded,
 )
 from envherd.workers.errors import ActionError
 
@@ -301,7 +302,10 @@ class GroupIntake:
         got = f"{value[first]} at {first}"
         return self._refuse(
             leaf,
-            str(leaf.domain),
+            # Without bounds, only NaN, infinities and what the dtype cannot hold are refused.
+            f"a finite {leaf.dtype}"
+            if isinstance(leaf.domain, Unbounded)
+            else str(leaf.domain),
             got,
             [self._env_ids[row]],
             advice,

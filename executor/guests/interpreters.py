@@ -95,7 +95,7 @@ def check_interpreter(python: str) -> None:
     ]:
         raise FactoryError(
             f"InPython failed: expected a command that leaves a worker what it needs, got {python}, which loses "
-            f"{' and '.join(lost)}. See 'Another interpreter' in docs/custom_envs.md."
+            f"{' and '.join(lost)}. See 'A command in front of the interpreter' in docs/custom_envs.md."
         )
     version = ".".join(map(str, answer["version"]))
     if tuple(answer["version"]) < OLDEST or answer["name"] != "cpython":

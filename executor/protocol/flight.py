@@ -248,6 +248,8 @@ class Flights:
                 if others is not None:
                     self.states.check(Op.RESET, others)
             self.states.check(op, self._all_but(resets, cut))
+            if resets is not None and self.renewal is not None:
+                self.renewal.before_resets(resets, self.losses.lose)
         self.pool.await_workers(self.all_ids)
         if write_inputs is not None:
             write_inputs()

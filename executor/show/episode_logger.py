@@ -43,7 +43,8 @@ class EpisodeLogger:
 
     Attributes:
         num_steps: transitions of all batches, interrupted ones included.
-        num_episodes: episodes that have ended in them, without those that the loss of a worker interrupted.
+        num_episodes: episodes that have ended in them, without those that were interrupted (a lost worker, or
+            `on_env_error="interrupt"`).
         last: the last `window` of these.
 
     Raises:

@@ -51,15 +51,24 @@ def sent(env: Any, num_steps: int) -> list[Any]:
     return [row for env_id in rows for row in rows[env_id]]
 
 
-def commanded(env: Any, num_steps: int) -> list[Any]:
-    """As the facades do it."""
+def commanded(env: Any, num_steps: int, op: Op = Op.STEP_RESET) -> list[Any]:
+    """As the facades do it. A STEP resets what the one before it has ended, as in Gymnasium's mode NEXT_STEP."""
     engine, rows = env.engine, []
-    engine.flights.begin_resets(engine.all_ids, is_parked=True).land()
+    flight = engine.flights.begin_resets(engine.all_ids, is_parked=True).land()
     for _ in range(num_steps):
         engine.write_inputs(act(env.current()))
-        engine.flights.begin(Op.STEP_RESET, is_parked=True).land()
+        flight = engine.flights.begin(
+            op, resets=flight.ended if op == Op.STEP else None, is_parked=True
+        ).land()
         rows.append(env.current())
     return rows
 
 
-DRIVES = (fused, reset_by_hand, rolled, sent, commanded)
+DRIVES = (
+    fused,
+    reset_by_hand,
+    rolled,
+    sent,
+    commanded,
+    lambda env, num_steps: commanded(env, num_steps, Op.STEP),
+)

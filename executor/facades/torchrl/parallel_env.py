@@ -90,12 +90,12 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         create_env_fn: callable that builds a TorchRL env, or a list of one per env.
         num_processes: worker processes; None for one per usable core, at most one per env.
         options: of the executor. None: TorchRL's `num_sub_threads` and `shutdown_timeout` apply, and actions are passed
-            to the envs unchecked, as in TorchRL.
+            to the envs unchecked, as in TorchRL. If given, `check_actions` refuses NaN and infinities, not bounds.
         **kwargs: TorchRL's other arguments; docs/torchrl.md lists those without effect.
 
     Raises:
         FactoryError: an env instead of a factory, or a factory that cannot be pickled, raised or returned no env.
-        ValueError: options with `env_threads` or `infos`.
+        ValueError: options with `env_threads`, `infos` or `capsules`.
     """
 
     def __init__(

@@ -79,7 +79,7 @@ class AsyncStatistics:
         learner_s: seconds between batches in which nothing was collected because the learner ran; with `in_background`,
             because all batches ahead were waiting for the learner.
         queue_p50_s: median of the seconds from an env's answer until the policy was called for it, over the latest
-            65,536 transitions. Over a Ray cluster from the arrival of the answer.
+            65,536 transitions.
         queue_p99_s: the 99th percentile of these seconds.
         batch_sizes: number of envs in one call of the policy -> number of such calls.
         version: of the policy's present weights.

@@ -239,8 +239,8 @@ class Collector(BatchIterator):
 
         Raises:
             EnvError, WorkerLost, WorkerTimeout: the batch is lost. The next one resets the envs concerned; the others
-                continue, with the policy's latest state. (Remote rollouts with such a state begin new episodes in all
-                envs: the state is lost with the data.)
+                continue, with the policy's latest state. (With `RayRollouts` and such a state, all envs begin new
+                episodes: the state is lost with the data.)
         """
         try:
             is_resumed = getattr(self.env, "is_resumed", False)

@@ -177,7 +177,7 @@ def test_one_illegal_value_refuses_all_and_names_its_env(
         values = np.array([legal[0], value, legal[0]], dtype)
         td = TensorDict({"action": torch.from_numpy(values)}, [NUM_ENVS])
         assert not intake.take(td, rows)
-        with pytest.raises(ActionError, match=r"at \(1") as caught:
+        with pytest.raises(ActionError, match=r"expected (?!any).* at \(1") as caught:
             intake.read(td, rows)
         assert caught.value.env_ids == (1 if rows is None else 0,)
         assert not inputs["input", "action"].any()

@@ -58,14 +58,13 @@ def test_memory_is_bounded_and_its_growth_is_seen():
         env.statistics()
         for _ in range(4):
             env.reset()
-        growth = env.statistics().workers[0].growth_per_reset
-        assert growth == pytest.approx(8 * MB, rel=0.2)
-        most = env.statistics().workers[0].uss_bytes
-    options = ExecutorOptions(max_worker_memory=most)
+        (worker,) = env.statistics().workers
+        assert worker.growth_per_reset == pytest.approx(8 * MB, rel=0.2)
+    options = ExecutorOptions(max_worker_memory=worker.uss_bytes)
     with ParallelEnv(1, make, num_workers=1, seed=0, options=options) as env:
         data = env.rollout(60, act, break_when_any_done=False)
         counted = env.statistics()
-        assert counted.workers[0].uss_bytes < most + 16 * MB
+        assert counted.workers[0].uss_bytes < worker.uss_bytes + 16 * MB
     assert counted.recycled >= 2
     assert counted.interrupted == 0
     assert data["next", "observation"][0, :, 1].tolist() == [1, 2, 3] * 20
@@ -85,8 +84,9 @@ class Helped(CountingEnv):
 
 
 def test_memory_of_what_an_env_has_started_counts():
-    options = ExecutorOptions(max_worker_memory=64 * MB)
-    with ParallelEnv(1, Helped, seed=0, options=options) as env:
+    with ParallelEnv(
+        1, Helped, seed=0, options=ExecutorOptions(max_worker_memory=64 * MB)
+    ) as env:
         assert env.statistics().workers[0].uss_bytes > 64 * MB
         env.rollout(12, act, break_when_any_done=False)
         assert env.statistics().recycled >= 1
