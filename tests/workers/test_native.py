@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
+from unittest.mock import PropertyMock, patch
 
 import gymnasium
 import numpy as np
@@ -33,6 +34,7 @@ from envherd.workers.testing.envs import PlainAdapter
 from tests.oracles.native_sides import (
     NUM_COLUMNS,
     TARGET,
+    WAYS,
     Scripted,
     Side,
     fingerprint,
@@ -895,6 +897,18 @@ def test_an_exception_of_pythons_own_part_ends_the_loop():
     side.send(lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         side.serve()
+
+
+@pytest.mark.parametrize("op", [STEP, RESET])
+@pytest.mark.parametrize("way", WAYS)
+def test_interrupt_at_a_read_of_the_info_is_not_lost(way, op):
+    side = under_way(adapters(kind=ListAdapter), BlockOptions(infos="plain"), way)
+    # The adapter sets it, and the worker reads it.
+    with patch.object(
+        ListAdapter, "info", PropertyMock(side_effect=[None, KeyboardInterrupt, {}])
+    ):
+        side.do((op, [1]))
+    assert side.reports[-1]["type_name"] == "KeyboardInterrupt"
 
 
 @pytest.mark.parametrize("column", [-1, NUM_COLUMNS, 2**80, -(2**80), 1.5, "0"])
