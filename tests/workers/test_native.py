@@ -335,6 +335,7 @@ RESETS = {
     "no info of its own": put(1, SubDict()),
     "info that cannot be packed": put(1, {"lock": threading.Lock()}),
     "info of its own": lambda given: (given[0], SubDict(given[1])),
+    "nothing, and an info that is not plain": lambda _: (None, {"type": int}),
     "three": lambda given: (*given, 1),
     "observation alone": lambda given: given[0],
 }
@@ -641,6 +642,14 @@ CASES: dict[str, Case] = {
             (RESET, [1, 2], 0, 0, PREPARED),
             (STEP, [1, 2]),
         ],
+    ),
+    "entries that a failed reset has left out are reported with the next command": Case(
+        adapters(
+            resets=[["plain", "nothing, and an info that is not plain", "no info"]],
+        ),
+        [(STEP, [1]), (RESET, [1]), (RESET, [1]), (RESET, [1])],
+        BlockOptions(infos="plain"),
+        [[1], [1], [1], []],
     ),
     "a storage that was detached": Case(
         adapters(),

@@ -19,8 +19,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const char *const NAMES[] = {"sinks", "native", "prepared"};
-enum { SINKS, NATIVE, PREPARED, NUM_NAMES };
+static const char *const NAMES[] = {"sinks", "native", "prepared", "has_news"};
+enum { SINKS, NATIVE, PREPARED, HAS_NEWS, NUM_NAMES };
 
 enum { SHARED_TOKENS = 8 };                /* in a row, before a worker leaves a processor */
 static const i64 LONG_NS = 20 * 1000LL; /* what takes less is done sooner where another worker has just run */
@@ -194,9 +194,11 @@ static i64 report_failure(Loop *loop, Env *env, i64 command, PyObject *observati
  * exception. */
 static Step *find_step(Loop *loop, Env *env, i64 target)
 {
-    PyObject *slot = env->slot, *native = NULL, *prepared = PyObject_GetAttr(slot, loop->names[PREPARED]);
+    PyObject *slot = env->slot, *native = NULL, *prepared = PyObject_GetAttr(slot, loop->names[PREPARED]),
+             *has_news = PyObject_GetAttr(slot, loop->names[HAS_NEWS]); /* still, after a command that failed */
     Py_XDECREF(prepared);
-    if (prepared != Py_None)
+    Py_XDECREF(has_news);
+    if (prepared != Py_None || has_news != Py_False)
         return NULL;
     PyObject *sinks = PyObject_GetAttr(slot, loop->names[SINKS]), *key = PyLong_FromLongLong(target);
     PyObject *sink = sinks == NULL || key == NULL ? NULL : PyDict_GetItemWithError(sinks, key);
