@@ -27,7 +27,7 @@ from envherd.workers.adapters.base import Adapter
 from envherd.workers.adapters.gymnasium.adapter import GymnasiumAdapter
 from envherd.workers.block.compiling import step_facts
 from envherd.workers.messages import Prepare
-from envherd.workers.options import BlockOptions
+from envherd.workers.options import BlockOptions, FactoryCall
 from envherd.workers.protocol import RESET, STEP, STEP_RESET, Flag
 from envherd.workers.testing import CountingEnv
 from envherd.workers.testing.envs import PlainAdapter
@@ -998,6 +998,23 @@ def test_all_is_freed_with_the_loop(way):
     del side, parts
     gc.collect()
     assert [reference() for reference in dying] == [None] * 5
+
+
+@pytest.mark.parametrize("op", [STEP, RESET])
+@pytest.mark.parametrize("way", WAYS)
+def test_an_env_that_has_raised_is_freed_when_it_is_replaced(way, op):
+    """At once: not when a cycle of its exception and the frames is collected."""
+    side = under_way(
+        adapters(scripts=[["plain", "raises"]], resets=[["plain", "raises"]]), way=way
+    )
+    dying = weakref.ref(side.adapters.pop(1).env)
+    side.envs.clear()
+    gc.collect()
+    side.do((op, [1]))
+    assert [report["kind"] for report in side.reports] == ["fault"]
+    side.block.forget = id
+    side.block.prepare(Prepare(env_id=1, call=FactoryCall(None, {})))
+    assert dying() is None
 
 
 def test_a_step_holds_the_memory_that_it_writes_to():

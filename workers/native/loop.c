@@ -41,7 +41,7 @@ typedef struct {
         step_bins, phase, answered_ns, cpu;
     Bell go, done;
     /* What Python does: functions of `process.native_loop.NativeLoop` and its block. */
-    PyObject *execute, *hand_over, *fail, *go_on, *hand_over_reset, *fail_reset, *check_mail, *tidy;
+    PyObject *execute, *hand_over, *fail, *go_on, *hand_over_reset, *check_mail, *tidy;
     PyObject *names[NUM_NAMES], *step_type;
     Env *envs;
     Numbered *pending;
@@ -57,8 +57,7 @@ static const Fact FACTS[] = {
 };
 static const Fact CALLS[] = {
     FACT(OBJECT, Loop, execute), FACT(OBJECT, Loop, hand_over), FACT(OBJECT, Loop, fail), FACT(OBJECT, Loop, go_on),
-    FACT(OBJECT, Loop, hand_over_reset), FACT(OBJECT, Loop, fail_reset), FACT(OBJECT, Loop, check_mail),
-    FACT(OBJECT, Loop, tidy), {NULL},
+    FACT(OBJECT, Loop, hand_over_reset), FACT(OBJECT, Loop, check_mail), FACT(OBJECT, Loop, tidy), {NULL},
 };
 static const Fact WORDS_OF_SLAB[] = {
     FACT(WORDS, Loop, command_seq), FACT(WORDS, Loop, command), FACT(WORDS, Loop, reply_seq), FACT(WORDS, Loop, status),
@@ -172,7 +171,7 @@ static i64 ask_python(Env *env, PyObject *call, i64 command, PyObject *more, PyO
     return status;
 }
 
-/* Have Python report what an env raised, after a step that gave `observation`, or in the step itself (NULL). */
+/* Have Python report what an env raised: in its reset, after a step that gave `observation`, or in the step itself (NULL). */
 static i64 report_failure(Loop *loop, Env *env, i64 command, PyObject *observation)
 {
     PyObject *type, *error, *traceback;
@@ -180,8 +179,7 @@ static i64 report_failure(Loop *loop, Env *env, i64 command, PyObject *observati
     PyErr_NormalizeException(&type, &error, &traceback);
     if (traceback != NULL)
         PyException_SetTraceback(error, traceback);
-    i64 status = observation == NULL ? ask_python(env, loop->fail, command, error, NULL)
-                                     : ask_python(env, loop->fail_reset, command, observation, error);
+    i64 status = ask_python(env, loop->fail, command, error, observation);
     Py_XDECREF(type);
     Py_XDECREF(error);
     Py_XDECREF(traceback);
