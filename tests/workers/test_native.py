@@ -920,13 +920,20 @@ def test_interrupt_at_a_read_of_the_info_is_not_lost(way, op):
     assert side.reports[-1]["type_name"] == "KeyboardInterrupt"
 
 
-@pytest.mark.parametrize("column", [-1, NUM_COLUMNS, 2**80, -(2**80), 1.5, "0"])
-def test_missing_column_is_refused_before_the_env_is_stepped(column):
+@pytest.mark.parametrize(
+    ("column", "in_command"),
+    [
+        (-1, -1),
+        (-(2**31), -(2**31)),
+        *((column, NUM_COLUMNS) for column in (NUM_COLUMNS, 2**80, -(2**80), 1.5, "0")),
+    ],
+)
+def test_missing_column_is_refused_before_the_env_is_stepped(column, in_command):
     side = under_way(adapters(), way="step")
     with pytest.raises((IndexError, TypeError)):
         step_of(side, TARGET).run(column)
     looped = under_way(adapters())
-    looped.do((STEP, [1], TARGET, NUM_COLUMNS))
+    looped.do((STEP, [1], TARGET, in_command))
     assert looped.words["status"][1] == 1
     assert side.envs[0].num_steps == looped.envs[0].num_steps == 1
 

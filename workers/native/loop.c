@@ -275,7 +275,8 @@ static i64 carry_out(Loop *loop, Env *env, i64 command)
 {
     i64 op = command & ((1 << OP_BITS) - 1), column = command >> (OP_BITS + FLAG_BITS + TARGET_BITS);
     i64 target = command >> (OP_BITS + FLAG_BITS) & ((1 << TARGET_BITS) - 1);
-    if (op == OP_STEP || op == OP_STEP_RESET || (op == OP_RESET && !(command & FLAG_PREPARED << OP_BITS))) {
+    if (column >= 0
+        && (op == OP_STEP || op == OP_STEP_RESET || (op == OP_RESET && !(command & FLAG_PREPARED << OP_BITS)))) {
         if (env->step == NULL || env->target != target) {
             Py_CLEAR(env->step);
             env->target = target;
