@@ -19,8 +19,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const char *const NAMES[] = {"sinks", "native", "prepared"};
-enum { SINKS, NATIVE, PREPARED, NUM_NAMES };
+static const char *const NAMES[] = {"sinks", "native", "prepared", "has_news"};
+enum { SINKS, NATIVE, PREPARED, HAS_NEWS, NUM_NAMES };
 
 enum { SHARED_TOKENS = 8 };                /* in a row, before a worker leaves a processor */
 static const i64 LONG_NS = 20 * 1000LL; /* what takes less is done sooner where another worker has just run */
@@ -41,7 +41,7 @@ typedef struct {
         step_bins, phase, answered_ns, cpu;
     Bell go, done;
     /* What Python does: functions of `process.native_loop.NativeLoop` and its block. */
-    PyObject *execute, *hand_over, *fail, *go_on, *hand_over_reset, *fail_reset, *check_mail, *tidy;
+    PyObject *execute, *hand_over, *fail, *go_on, *hand_over_reset, *check_mail, *tidy;
     PyObject *names[NUM_NAMES], *step_type;
     Env *envs;
     Numbered *pending;
@@ -57,8 +57,7 @@ static const Fact FACTS[] = {
 };
 static const Fact CALLS[] = {
     FACT(OBJECT, Loop, execute), FACT(OBJECT, Loop, hand_over), FACT(OBJECT, Loop, fail), FACT(OBJECT, Loop, go_on),
-    FACT(OBJECT, Loop, hand_over_reset), FACT(OBJECT, Loop, fail_reset), FACT(OBJECT, Loop, check_mail),
-    FACT(OBJECT, Loop, tidy), {NULL},
+    FACT(OBJECT, Loop, hand_over_reset), FACT(OBJECT, Loop, check_mail), FACT(OBJECT, Loop, tidy), {NULL},
 };
 static const Fact WORDS_OF_SLAB[] = {
     FACT(WORDS, Loop, command_seq), FACT(WORDS, Loop, command), FACT(WORDS, Loop, reply_seq), FACT(WORDS, Loop, status),
@@ -160,28 +159,19 @@ static void loop_dealloc(Loop *loop)
 
 /* ---- what python does ------------------------------------------------------------------------------- */
 
-static void forget_step(Env *env) { Py_CLEAR(env->step); }
-
 /* Make one of the calls about a command of an env, with up to two objects more; return the status that it returns, or
  * -1 with an exception. */
 static i64 ask_python(Env *env, PyObject *call, i64 command, PyObject *more, PyObject *other)
 {
     const char *format = more == NULL ? "LL" : other == NULL ? "LLO" : "LLOO";
     PyObject *reply = PyObject_CallFunction(call, format, env->id, command, more, other);
-    forget_step(env);
+    Py_CLEAR(env->step);
     i64 status = reply == NULL ? -1 : PyLong_AsLongLong(reply);
     Py_XDECREF(reply);
     return status;
 }
 
-static int call(PyObject *function)
-{
-    PyObject *reply = PyObject_CallNoArgs(function);
-    Py_XDECREF(reply);
-    return reply == NULL ? -1 : 0;
-}
-
-/* Have Python report what an env raised, after a step that gave `observation`, or in the step itself (NULL). */
+/* Have Python report what an env raised: in its reset, after a step that gave `observation`, or in the step itself (NULL). */
 static i64 report_failure(Loop *loop, Env *env, i64 command, PyObject *observation)
 {
     PyObject *type, *error, *traceback;
@@ -189,8 +179,7 @@ static i64 report_failure(Loop *loop, Env *env, i64 command, PyObject *observati
     PyErr_NormalizeException(&type, &error, &traceback);
     if (traceback != NULL)
         PyException_SetTraceback(error, traceback);
-    i64 status = observation == NULL ? ask_python(env, loop->fail, command, error, NULL)
-                                     : ask_python(env, loop->fail_reset, command, observation, error);
+    i64 status = ask_python(env, loop->fail, command, error, observation);
     Py_XDECREF(type);
     Py_XDECREF(error);
     Py_XDECREF(traceback);
@@ -203,9 +192,11 @@ static i64 report_failure(Loop *loop, Env *env, i64 command, PyObject *observati
  * exception. */
 static Step *find_step(Loop *loop, Env *env, i64 target)
 {
-    PyObject *slot = env->slot, *native = NULL, *prepared = PyObject_GetAttr(slot, loop->names[PREPARED]);
+    PyObject *slot = env->slot, *native = NULL, *prepared = PyObject_GetAttr(slot, loop->names[PREPARED]),
+             *has_news = PyObject_GetAttr(slot, loop->names[HAS_NEWS]); /* still, after a command that failed */
     Py_XDECREF(prepared);
-    if (prepared != Py_None)
+    Py_XDECREF(has_news);
+    if (prepared != Py_None || has_news != Py_False)
         return NULL;
     PyObject *sinks = PyObject_GetAttr(slot, loop->names[SINKS]), *key = PyLong_FromLongLong(target);
     PyObject *sink = sinks == NULL || key == NULL ? NULL : PyDict_GetItemWithError(sinks, key);
@@ -284,9 +275,10 @@ static i64 carry_out(Loop *loop, Env *env, i64 command)
 {
     i64 op = command & ((1 << OP_BITS) - 1), column = command >> (OP_BITS + FLAG_BITS + TARGET_BITS);
     i64 target = command >> (OP_BITS + FLAG_BITS) & ((1 << TARGET_BITS) - 1);
-    if (op == OP_STEP || op == OP_STEP_RESET || (op == OP_RESET && !(command & FLAG_PREPARED << OP_BITS))) {
+    if (column >= 0
+        && (op == OP_STEP || op == OP_STEP_RESET || (op == OP_RESET && !(command & FLAG_PREPARED << OP_BITS)))) {
         if (env->step == NULL || env->target != target) {
-            forget_step(env);
+            Py_CLEAR(env->step);
             env->target = target;
             env->step = find_step(loop, env, target);
             if (PyErr_Occurred())
@@ -340,7 +332,7 @@ static int read_mail(Loop *loop)
     if (loop->mail_read >= sent)
         return 1;
     for (Py_ssize_t i = 0; i < loop->num_envs; i++)
-        forget_step(&loop->envs[i]); /* first: a message may replace an env, which then has its memory no longer */
+        Py_CLEAR(loop->envs[i].step); /* first: a message may replace an env, which then has its memory no longer */
     PyObject *reply = PyObject_CallNoArgs(loop->check_mail);
     int goes_on = reply == NULL ? -1 : PyObject_IsTrue(reply);
     Py_XDECREF(reply);
@@ -456,8 +448,12 @@ static void keep_apart(Loop *loop)
 static int serve_token(Loop *loop)
 {
     i64 worker_id = loop->worker_id;
-    if (++loop->num_wakes % loop->tidy_every == 0 && call(loop->tidy) < 0)
-        return -1;
+    if (++loop->num_wakes % loop->tidy_every == 0) {
+        PyObject *reply = PyObject_CallNoArgs(loop->tidy);
+        Py_XDECREF(reply);
+        if (reply == NULL)
+            return -1;
+    }
     i64 began = monotonic_ns();
     STORE(word(&loop->since_ns, worker_id), began);
     int goes_on = read_mail(loop);

@@ -465,14 +465,16 @@ static int write_info(const Step *step, PyObject *info, int section)
     return is_noted;
 }
 
-/* `write_info` for the info that the adapter holds; 1 if infos are not noted at all. */
+/* `write_info` for the info that the adapter holds; 1 if infos are not noted at all. With 0 there is an exception if a
+ * signal handler raised it. */
 static int write_adapters_info(const Step *step, int section)
 {
     if (!step->notes_infos)
         return 1;
     PyObject *info = PyObject_GetAttr(step->adapter, step->names[INFO]);
     int is_noted = info != NULL && write_info(step, info, section);
-    PyErr_Clear();
+    if (info == NULL && PyErr_ExceptionMatches(PyExc_Exception))
+        PyErr_Clear(); /* Python finds it again */
     Py_XDECREF(info);
     return is_noted;
 }
@@ -655,7 +657,7 @@ Outcome step_reset(Step *step, i64 column, PyObject **given)
     if (*given == NULL)
         return STEP_RAISED;
     if (!write_adapters_info(step, 1))
-        return STEP_ODD;
+        return PyErr_Occurred() ? STEP_RAISED : STEP_ODD;
     if (column < step->num_columns) {
         int is_plain = check_leaves(step, &step->root, *given, step->values);
         if (is_plain) {

@@ -52,7 +52,6 @@ class NativeLoop(Loop):
                 "check_mail": self._check_mail,
                 "tidy": self._tidy,
                 "hand_over_reset": self._hand_over_reset,
-                "fail_reset": self._fail_reset,
             },
             **native.waiting_facts(),
         }
@@ -69,13 +68,35 @@ class NativeLoop(Loop):
             env_id, command, lambda column: hand_over(column, result)
         )
 
-    def _fail(self, env_id: int, command: int, error: BaseException) -> int:
-        """Complete a command whose env raised."""
+    def _fail(
+        self,
+        env_id: int,
+        command: int,
+        error: BaseException,
+        *observation: Any,
+    ) -> int:
+        """Complete a command whose env raised in its step, or in its reset.
 
-        def raise_again(_column: int) -> list[Any]:
-            raise error
+        Args:
+            env_id: which env.
+            command: as `Block.execute` takes it.
+            error: what the env raised.
+            observation: after a reset, the step's observation, or None without a step; else nothing.
+        """
 
-        return self._block.execute(env_id, command, raise_again)
+        def raise_again(_column: int = 0) -> list[Any]:
+            nonlocal error
+            try:
+                raise error
+            finally:
+                # Frames that its traceback holds would hold it: the cycle would keep the env after it was closed.
+                del error
+
+        if not observation:
+            return self._block.execute(env_id, command, raise_again)
+        return self._block.execute(
+            env_id, command, lambda _column: observation[0], raise_again
+        )
 
     def _go_on(self, env_id: int, command: int, observation: list[Any]) -> int:
         """Complete a command whose step was stored, and in which the env has ended."""
@@ -91,20 +112,4 @@ class NativeLoop(Loop):
         """Complete a command whose env was reset (after a step, if any) and returned a result that is not plain."""
         return self._block.execute(
             env_id, command, lambda _column: observation, lambda: root
-        )
-
-    def _fail_reset(
-        self,
-        env_id: int,
-        command: int,
-        observation: Any,
-        error: BaseException,
-    ) -> int:
-        """Complete a command whose env raised in its reset (after a step, if any)."""
-
-        def raise_again() -> list[Any]:
-            raise error
-
-        return self._block.execute(
-            env_id, command, lambda _column: observation, raise_again
         )
