@@ -57,7 +57,13 @@ def play(make, env_fns, num_steps):
                 np.stack(actions) if is_stacked else actions
             )
             returned.append(
-                (obs, rewards, dones, list(map(sort, infos)), list(env.reset_infos))
+                (
+                    obs,
+                    rewards,
+                    dones,
+                    [dict(sorted(info.items())) for info in infos],
+                    list(env.reset_infos),
+                )
             )
             for done, info in zip(dones, infos, strict=True):
                 assert ("terminal_observation" in info) == done
@@ -65,10 +71,6 @@ def play(make, env_fns, num_steps):
                     bool(done)
                 )
         return returned, ends
-
-
-def sort(info):
-    return {key: info[key] for key in sorted(info)}
 
 
 @pytest.mark.parametrize("name", EACH)

@@ -15,10 +15,7 @@ from gymnasium import spaces
 from stable_baselines3 import A2C, DQN, PPO
 from stable_baselines3.common.callbacks import (
     BaseCallback,
-    CallbackList,
-    CheckpointCallback,
     EvalCallback,
-    StopTrainingOnMaxEpisodes,
     StopTrainingOnRewardThreshold,
 )
 from stable_baselines3.common.evaluation import evaluate_policy
@@ -27,6 +24,7 @@ from stable_baselines3.common.vec_env import VecFrameStack, VecMonitor, VecNorma
 
 from envherd.executor import ExecutorOptions, MeltingPotFactory
 from envherd.sb3 import DummyVecEnv, SubprocVecEnv
+from envherd.workers.adapters.named import NamedFactory
 from tests.envs.sb3_envs import (
     MaskedEnv,
     SampledEnv,
@@ -190,27 +188,16 @@ def test_melting_pot_has_one_row_per_agent(make):
         assert env.render().ndim == 3
 
 
-@needs("meltingpot")
-def test_melting_pot_trains_with_shared_parameters():
-    make_env = MeltingPotFactory(
-        "prisoners_dilemma_in_the_matrix__repeated",
-        keys=("RGB", "INVENTORY"),
-        max_steps=12,
-    )
-    with closing(VecMonitor(TWO_WORKERS([make_env] * 2))) as env:
-        model = PPO(
-            "MultiInputPolicy", env, n_steps=16, batch_size=32, n_epochs=1, device="cpu"
-        )
-        model.learn(3 * 16 * 4)
-        assert model.num_timesteps == 192
-        assert {info["l"] for info in model.ep_info_buffer} == {12}
-
-
 # ---- action masks for sb3-contrib, `VecNormalize`, callbacks -------------------------------------
 
 FROM_INFOS = functools.partial(
     SubprocVecEnv, num_workers=1, options=ExecutorOptions(infos=("action_mask",))
 )
+
+
+def masked(name):
+    """Return the factory of an env whose module imports PettingZoo."""
+    return NamedFactory("python", f"tests.envs.pettingzoo_masked:{name}")
 
 
 def legal(action):
@@ -261,10 +248,8 @@ def test_an_env_without_masks_has_none():
 
 @needs("pettingzoo")
 def test_agents_of_pettingzoo_have_rows_and_masks():
-    from tests.envs.pettingzoo_masked import MaskedAgents
-
     for make in (DummyVecEnv, TWO_WORKERS):
-        with closing(make([MaskedAgents] * 2)) as env:
+        with closing(make([masked("MaskedAgents")] * 2)) as env:
             assert (env.num_envs, env.action_space) == (4, spaces.Discrete(4))
             assert env.observation_space == spaces.Box(-1, 1, (2,), np.float32)
             env.reset()
@@ -288,9 +273,7 @@ def test_agents_of_pettingzoo_have_rows_and_masks():
 
 @needs("pettingzoo")
 def test_the_info_of_a_single_agent_is_that_of_its_row():
-    from tests.envs.pettingzoo_masked import Alone
-
-    with closing(TWO_WORKERS([Alone] * 2)) as env:
+    with closing(TWO_WORKERS([masked("Alone")] * 2)) as env:
         env.reset()
         assert env.reset_infos == [{"name": "agent_0"}] * 2
         infos = env.step(np.array([1, 0]))[3]
@@ -325,20 +308,22 @@ def test_supersuits_function_makes_a_vec_env_of_agents():
 
 
 @needs("dev")
-@pytest.mark.parametrize("source", ["method", "info", "pettingzoo"])
-def test_maskable_ppo_trains_and_takes_legal_actions_alone(source):
+@pytest.mark.parametrize(
+    ("make", "make_envs"),
+    [
+        (TWO_WORKERS, [MaskedEnv] * 4),
+        (FROM_INFOS, [SilentMaskedEnv] * 4),
+        pytest.param(
+            TWO_WORKERS, [masked("MaskedAgents")] * 2, marks=needs("pettingzoo")
+        ),
+    ],
+    ids=["method", "info", "pettingzoo"],
+)
+def test_maskable_ppo_trains_and_takes_legal_actions_alone(make, make_envs):
     from sb3_contrib import MaskablePPO
     from sb3_contrib.common.maskable.evaluation import evaluate_policy
 
-    if source == "pettingzoo":
-        skip_without("pettingzoo")
-        from tests.envs.pettingzoo_masked import MaskedAgents
-
-        env = TWO_WORKERS([MaskedAgents] * 2)
-    elif source == "info":
-        env = FROM_INFOS([SilentMaskedEnv] * 4)
-    else:
-        env = TWO_WORKERS([MaskedEnv] * 4)
+    env = make(make_envs)
     model = MaskablePPO(
         "MlpPolicy",
         VecMonitor(env),
@@ -420,57 +405,4 @@ def test_statistics_of_normalization_are_saved_and_loaded(make, tmp_path):
             )
     assert len(results[0][2]) > 5
     for mine, theirs in zip(results[1], results[0], strict=True):
-        assert np.array_equal(mine, theirs)
-
-
-@BOTH
-def test_callbacks_see_the_training_and_run_evaluations(make, tmp_path):
-    seen = []
-    for kind in (HostVecEnv, make):
-        out = tmp_path / str(len(seen))
-        with (
-            closing(VecNormalize(VecMonitor(kind([make_cartpole] * 2)))) as env,
-            closing(
-                VecNormalize(
-                    VecMonitor(kind([make_cartpole] * 2)),
-                    training=False,
-                    norm_reward=False,
-                )
-            ) as judge,
-        ):
-            env.seed(1)
-            judge.seed(2)
-            check = EvalCallback(
-                judge,
-                n_eval_episodes=4,
-                eval_freq=32,
-                log_path=str(out),
-                best_model_save_path=str(out),
-                verbose=0,
-            )
-            save = CheckpointCallback(32, str(out), save_vecnormalize=True)
-            callbacks = CallbackList(
-                [check, save, StopTrainingOnMaxEpisodes(12), Watcher()]
-            )
-            PPO(
-                "MlpPolicy",
-                env,
-                n_steps=32,
-                batch_size=32,
-                n_epochs=1,
-                seed=3,
-                device="cpu",
-            ).learn(5000, callback=callbacks)
-            evaluations = np.load(out / "evaluations.npz")
-            seen.append(
-                (
-                    evaluations["results"],
-                    evaluations["timesteps"],
-                    sorted(path.name for path in out.iterdir()),
-                )
-            )
-    assert seen[0][0].size >= 4
-    assert "best_model.zip" in seen[0][2]
-    assert any("vecnormalize" in name for name in seen[0][2])
-    for mine, theirs in zip(seen[1], seen[0], strict=True):
         assert np.array_equal(mine, theirs)

@@ -287,24 +287,6 @@ def test_exception_of_a_reset_keeps_its_type(make):
             env.step(ZEROS[:2])
 
 
-@BOTH
-def test_a_step_with_four_values_is_named(make):
-    with closing(make([OldApi] * 2)) as env:
-        env.reset()
-        with pytest.raises(
-            ValueError,
-            match=r"got 4 values \(ndarray, float, .*\. This is the API of gym before",
-        ):
-            env.step(ZEROS[:2])
-
-
-class OldApi(SampledEnv):
-    """Returns what envs of gym before 0.26 return."""
-
-    def step(self, action):
-        return self.observation_space.sample(), 0.0, False, {}
-
-
 class Refusing(SampledEnv):
     """Refuses some options; its steps break its space."""
 

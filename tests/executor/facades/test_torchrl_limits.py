@@ -356,20 +356,17 @@ def test_options_without_a_place_in_torchrl_are_refused_before_anything_is_start
 
 @needs("meltingpot")
 def test_unrequested_pictures_stay_in_the_worker():
-    def lean() -> EnvBase:
-        return TransformedEnv(MeltingpotEnv(SUBSTRATE), ExcludeTransform("RGB"))
-
-    with started(2, lean, num_processes=1) as env:
+    with started(
+        2,
+        lambda: TransformedEnv(MeltingpotEnv(SUBSTRATE), ExcludeTransform("RGB")),
+        num_processes=1,
+    ) as env:
         rollout = env.rollout(3)
         assert "RGB" not in rollout["next"]
         assert rollout["next", "agents", "observation", "RGB"].any()
         assert len(env._workers) == 1
-        world = [
-            leaf
-            for leaf in env._crew_at_work().spec.observation
-            if leaf.key[0] == "observation:RGB"
-        ]
-        assert not world
+        leaves = env._crew_at_work().spec.observation
+        assert "observation:RGB" not in {leaf.key[0] for leaf in leaves}
 
 
 # ---- scripts --------------------------------------------------------------------------------------

@@ -97,9 +97,7 @@ def test_gymnasiums_pictures_are_written_as_mp4(tmp_path):
     import gymnasium
     import imageio_ffmpeg
 
-    def make_env():
-        return gymnasium.make("CartPole-v1", render_mode="rgb_array")
-
+    make_env = functools.partial(gymnasium.make, "CartPole-v1", render_mode="rgb_array")
     with (
         ParallelEnv(2, make_env, num_workers=2, seed=0) as env,
         VideoRecorder(env, tmp_path, env_ids=(1,), fps=50) as recorder,
