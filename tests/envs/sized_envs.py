@@ -81,13 +81,6 @@ class LeakingEnv(CountingEnv):
         return super().step(action)
 
 
-class DyingEnv(CountingEnv):
-    """Ends its process in a step."""
-
-    def step(self, action):
-        os._exit(7)
-
-
 class CrowdedEnv(CountingEnv):
     """Ends its process in its 20th step if the process holds more than two such envs; sleeps instead if `hangs`."""
 
@@ -115,27 +108,6 @@ class CrowdedHangingEnv(CrowdedEnv):
     hangs = True
 
 
-class FailingEnv(CountingEnv):
-    """Raises in a step."""
-
-    def step(self, action):
-        raise ValueError("no such key")
-
-
-class HangingEnv(CountingEnv):
-    """Sleeps in its third step."""
-
-    def __init__(self):
-        super().__init__()
-        self.num_steps = 0
-
-    def step(self, action):
-        self.num_steps += 1
-        if self.num_steps == 3:
-            time.sleep(1000)
-        return super().step(action)
-
-
 class LonelyEnv(CountingEnv):
     """Cannot be built in two processes of one helper at the same time."""
 
@@ -158,11 +130,3 @@ class SingleEnv(CountingEnv):
         SingleEnv.num_built += 1
         if SingleEnv.num_built > 1:
             raise RuntimeError("there is one already")
-
-
-def make_failing():
-    raise RuntimeError("no licence")
-
-
-def make_dying():
-    os._exit(7)

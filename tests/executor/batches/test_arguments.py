@@ -44,11 +44,35 @@ CONSTRUCTORS = {
         r"the number of envs first, got <class .*CountingEnv.*Write \(4, make_env\)",
     ),
     "no make_env": (lambda make: make(4), FactoryError, "make_env failed"),
-    "a float": (lambda make: make(1.5, CountingEnv), ValueError, "num_envs failed"),
+    "a float": (
+        lambda make: make(2.0, CountingEnv),
+        ValueError,
+        r"num_envs failed: expected an int of at least 1, got 2\.0",
+    ),
     "a list and a number": (
         lambda make: make([CountingEnv], 1),
         FactoryError,
         "expected the number of envs first",
+    ),
+    "no envs": (
+        lambda make: make(0, CountingEnv),
+        ValueError,
+        "expected an int of at least 1, got 0",
+    ),
+    "a bool of envs": (
+        lambda make: make(True, CountingEnv),  # noqa: FBT003  # it is what is wrong
+        ValueError,
+        "expected an int of at least 1, got True",
+    ),
+    "fewer factories": (
+        lambda make: make(2, [CountingEnv]),
+        ValueError,
+        "expected 2 factories, one per env, got 1",
+    ),
+    "fewer env_kwargs": (
+        lambda make: make(2, CountingEnv, env_kwargs=[{}]),
+        ValueError,
+        "expected 2 dicts, one per env, got 1",
     ),
     **{
         f"seed {seed!r}": (functools.partial(seeded, seed), ValueError, NO_SEED)

@@ -4,7 +4,6 @@ import copy
 import functools
 import gc
 import io
-import multiprocessing
 import os
 import pickle
 import random
@@ -456,23 +455,8 @@ def fork_of(check: Callable[[], None]) -> Callable[[], int]:
     return lambda: os.waitpid(pid, 0)[1]
 
 
-def process_of(check: Callable[[], None]) -> Callable[[], int]:
-    process = multiprocessing.get_context("fork").Process(target=check)
-    process.start()
-
-    def wait() -> int:
-        process.join()
-        code: int = process.exitcode  # type: ignore[assignment]  # it has ended
-        process.close()
-        return code
-
-    return wait
-
-
-@pytest.mark.parametrize(
-    ("fork", "hold"), [(fork_of, "the leaf"), (process_of, "an array")]
-)
-def test_a_batch_that_only_a_fork_holds_stays_what_it_is(env, fork, hold):
+@pytest.mark.parametrize("hold", ["the leaf", "an array"])
+def test_a_batch_that_only_a_fork_holds_stays_what_it_is(env, hold):
     root = env.reset()
     for _ in range(4):  # the latest frame is then the first one to be used again
         td, root = env.step_and_maybe_reset(act(env, root))
@@ -484,7 +468,7 @@ def test_a_batch_that_only_a_fork_holds_stays_what_it_is(env, fork, hold):
         os.read(read, 1)
         assert torch.equal(torch.as_tensor(kept[0]), before)
 
-    waits = [fork(check) for _ in range(2)]
+    waits = [fork_of(check) for _ in range(2)]
     kept.clear()
     for _ in range(4):
         env.step_and_maybe_reset(act(env, env.current()))

@@ -298,49 +298,54 @@ def test_a_lost_worker_truncates_all_agents():
 
 def test_rows_by_agent_are_those_of_the_agents():
     make_envs = [Flock] * 2
-    dicts, rows = (
-        ParallelVectorEnv(make_envs, num_workers=1),
-        AgentRowsEnv(make_envs, num_workers=1),
-    )
-    assert rows.num_envs == 6
-    assert (
-        rows.observation_space
-        == rows.single_observation_space
-        == spaces.Box(0, 100, (2,), np.float64)
-    )
-    by_agent, _ = dicts.reset(seed=4)
-    by_row, infos = rows.reset(seed=4)
-    assert infos[0]["name"] == "sheep_0"
-    assert infos[2] == {}
-    rng = np.random.default_rng(0)
-    num_left = num_ends = 0
-    for _ in range(2 * LENGTH):
-        for i, agent in enumerate(dicts.possible_agents):
-            assert np.array_equal(by_row[i::3], by_agent[agent])
-        actions = rng.integers(1, 4, 6)
-        was_active = dicts.active
-        by_agent, rewards, terminations, truncations, _ = dicts.step(
-            {agent: actions[i::3] for i, agent in enumerate(dicts.possible_agents)}
+    with (
+        ParallelVectorEnv(make_envs, num_workers=1) as dicts,
+        closing(AgentRowsEnv(make_envs, num_workers=1)) as rows,
+    ):
+        assert rows.num_envs == 6
+        assert (
+            rows.observation_space
+            == rows.single_observation_space
+            == spaces.Box(0, 100, (2,), np.float64)
         )
-        by_row, paid, terminated, truncated, infos = rows.step(actions)
-        assert paid.dtype == np.float32
-        is_over = np.all(
-            [terminations[a] | truncations[a] for a in dicts.possible_agents], axis=0
-        )
-        for i, agent in enumerate(dicts.possible_agents):
-            assert paid[i::3].tolist() == rewards[agent].tolist()
-            counts = was_active[agent] | is_over
-            assert terminated[i::3].tolist() == (terminations[agent] & counts).tolist()
-            assert truncated[i::3].tolist() == (truncations[agent] & counts).tolist()
-            assert all(("terminal_observation" in info) == is_over[0] for info in infos)
-            num_left += int((terminated | truncated)[i::3].sum())
-        num_ends += int(is_over.sum())
-    assert num_ends == 8
-    assert num_left > 3 * num_ends  # some left before the end
-    with pytest.raises(ValueError, match="expected 6 actions"):
-        rows.step(actions[:5])
-    dicts.close()
-    rows.close()
+        by_agent, _ = dicts.reset(seed=4)
+        by_row, infos = rows.reset(seed=4)
+        assert infos[0]["name"] == "sheep_0"
+        assert infos[2] == {}
+        rng = np.random.default_rng(0)
+        num_left = num_ends = 0
+        for _ in range(2 * LENGTH):
+            for i, agent in enumerate(dicts.possible_agents):
+                assert np.array_equal(by_row[i::3], by_agent[agent])
+            actions = rng.integers(1, 4, 6)
+            was_active = dicts.active
+            by_agent, rewards, terminations, truncations, _ = dicts.step(
+                {agent: actions[i::3] for i, agent in enumerate(dicts.possible_agents)}
+            )
+            by_row, paid, terminated, truncated, infos = rows.step(actions)
+            assert paid.dtype == np.float32
+            is_over = np.all(
+                [terminations[a] | truncations[a] for a in dicts.possible_agents],
+                axis=0,
+            )
+            for i, agent in enumerate(dicts.possible_agents):
+                assert paid[i::3].tolist() == rewards[agent].tolist()
+                counts = was_active[agent] | is_over
+                assert (
+                    terminated[i::3].tolist() == (terminations[agent] & counts).tolist()
+                )
+                assert (
+                    truncated[i::3].tolist() == (truncations[agent] & counts).tolist()
+                )
+                assert all(
+                    ("terminal_observation" in info) == is_over[0] for info in infos
+                )
+                num_left += int((terminated | truncated)[i::3].sum())
+            num_ends += int(is_over.sum())
+        assert num_ends == 8
+        assert num_left > 3 * num_ends  # some left before the end
+        with pytest.raises(ValueError, match="expected 6 actions"):
+            rows.step(actions[:5])
 
 
 def numbered():

@@ -1,4 +1,4 @@
-"""SB3 trains on the facade, through its wrappers, with agents as rows, action masks and callbacks."""
+"""SB3 trains on the facade, through its wrappers, with agents as rows, action masks, callbacks and films."""
 
 import functools
 from contextlib import closing
@@ -20,11 +20,17 @@ from stable_baselines3.common.callbacks import (
 )
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import DummyVecEnv as HostVecEnv
-from stable_baselines3.common.vec_env import VecFrameStack, VecMonitor, VecNormalize
+from stable_baselines3.common.vec_env import (
+    VecFrameStack,
+    VecMonitor,
+    VecNormalize,
+    VecVideoRecorder,
+)
 
 from envherd.executor import ExecutorOptions, MeltingPotFactory
 from envherd.sb3 import DummyVecEnv, SubprocVecEnv
 from envherd.workers.adapters.named import NamedFactory
+from tests.envs.gymnasium_envs import Horizon
 from tests.envs.sb3_envs import (
     MaskedEnv,
     SampledEnv,
@@ -406,3 +412,57 @@ def test_statistics_of_normalization_are_saved_and_loaded(make, tmp_path):
     assert len(results[0][2]) > 5
     for mine, theirs in zip(results[1], results[0], strict=True):
         assert np.array_equal(mine, theirs)
+
+
+# ---- SB3's video recorder -----------------------------------------------------------------------
+
+NUM_FRAMES = 8
+FPS = 5
+
+
+class Brighter(Horizon):
+    """Draws a square that becomes brighter with every step; a second one identifies the env."""
+
+    render_mode = "rgb_array"
+
+    def __init__(self, env_id: int) -> None:
+        self.metadata = {"render_modes": ["rgb_array"], "render_fps": FPS}
+        self.env_id = env_id
+        self.count = 0
+
+    def render(self):
+        return np.full((32, 32, 3), 10 + 12 * self.count + 100 * self.env_id, np.uint8)
+
+
+@needs("all")
+# Of moviepy, when it is compiled.
+@pytest.mark.filterwarnings("ignore::SyntaxWarning", "ignore::DeprecationWarning")
+@BOTH
+def test_a_video_has_a_frame_for_every_step(make, tmp_path, monkeypatch):
+    from moviepy.video.io.VideoFileClip import VideoFileClip
+    from tqdm import tqdm
+
+    # Moviepy's progress bar would leave a thread behind.
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)
+    makes = [functools.partial(Brighter, 0), functools.partial(Brighter, 1)]
+    with closing(
+        VecVideoRecorder(
+            VecMonitor(make(makes)),
+            str(tmp_path),
+            lambda step: step == 0,
+            video_length=NUM_FRAMES - 1,
+        )
+    ) as env:
+        env.reset()
+        for _ in range(NUM_FRAMES + 3):
+            env.step([0, 1])
+    (path,) = tmp_path.glob("*.mp4")
+    with VideoFileClip(str(path)) as clip:
+        assert clip.fps == FPS
+        frames = list(clip.iter_frames())
+    assert len(frames) == NUM_FRAMES
+    for step, frame in enumerate(frames):
+        assert frame.shape == (64, 32, 3)
+        seen = [int(frame[:28].mean()), int(frame[36:].mean())]
+        # Lossy.
+        assert np.allclose(seen, [10 + 12 * step, 110 + 12 * step], atol=4), step

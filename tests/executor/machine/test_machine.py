@@ -108,8 +108,8 @@ def test_bare_metal(tmp_path, monkeypatch):
 LAYOUTS = {
     "docker v1": (DOCKER, 1.5, 2, 2 * GIB, 1 * GIB + 256 * MIB, None, 3),
     "kubernetes": (KUBERNETES, 0.5, 1, GIB, 524 * MIB, 1000, 1),
-    "slurm": (SLURM, 64.0, 64, 8 * GIB, 6 * GIB, None, None),
-    "systemd slice": (SLICE, 2.5, 3, 6 * GIB, 5 * GIB, None, None),
+    "slurm": (SLURM, 64.0, 64, 8 * GIB, 6 * GIB, None, 0),
+    "systemd slice": (SLICE, 2.5, 3, 6 * GIB, 5 * GIB, None, 0),
 }
 
 

@@ -28,7 +28,7 @@ from envherd.executor.start.zygote import Helper
 from envherd.workers import messages
 from envherd.workers.current import WorkerInfo
 from envherd.workers.process import zygote as worker_zygote
-from envherd.workers.testing import CountingEnv
+from envherd.workers.testing import CountingEnv, FaultyEnv
 from tests.faults.children import in_child
 from tests.gates import alarm, wait_for
 
@@ -243,18 +243,14 @@ def test_a_worker_that_is_started_while_another_thread_closes_is_ended(monkeypat
         assert (launched[1].pidfd, launched[1].log_fd) == (-1, -1)
 
 
-class ClosesSlowly(CountingEnv):
-    def close(self):
-        time.sleep(60)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("start_method", ["zygote", "portable"])
 def test_an_interrupted_close_ends_the_workers(start_method):
     env = ParallelEnv(
         2,
-        ClosesSlowly,
+        FaultyEnv,
         num_workers=2,
+        env_kwargs={"fault": "sleep", "at": "close"},
         options=ExecutorOptions(start_method=start_method, close_timeout_s=30),
     )
     pids = [worker.pid for worker in env.statistics().workers]

@@ -13,7 +13,8 @@ from envherd.executor import ExecutorOptions, ParallelEnv, WorkerLost, WorkerTim
 from envherd.executor.cli.app import app
 from envherd.executor.sizing import probe as probing
 from envherd.executor.sizing.driving import Subject
-from envherd.workers.testing import CountingEnv
+from envherd.workers.testing import CountingEnv, FaultyEnv
+from envherd.workers.testing.faults import BROKEN
 from tests.envs import sized_envs
 
 MIB = 2**20
@@ -75,9 +76,9 @@ def test_a_probe_distinguishes_waiting_from_computing():
 @pytest.mark.broken_pool
 def test_probe_has_one_process_with_any_options():
     with pytest.raises(
-        WorkerLost, match="step failed: worker 0 ended with exit code 7"
+        WorkerLost, match="step failed: worker 0 ended with exit code 3"
     ):
-        probed(sized_envs.DyingEnv, on_worker_loss="restart")
+        probed(lambda: FaultyEnv("exit"), on_worker_loss="restart")
     recycled = probed(CountingEnv, recycle_after=1, max_worker_memory=1)
     assert recycled.worker_bytes > recycled.further_env_bytes
 
@@ -98,8 +99,8 @@ def test_a_probe_that_hangs_is_ended_with_its_stack(monkeypatch):
     with pytest.raises(
         WorkerTimeout, match=r"step failed: worker 0 gave no answer within 5.2 s"
     ) as raised:
-        probed(sized_envs.HangingEnv, budget_s=0.3)
-    assert "sized_envs.py" in str(raised.value)
+        probed(lambda: FaultyEnv("sleep", step=3), budget_s=0.3)
+    assert "in _sleep" in str(raised.value)
 
 
 @pytest.mark.slow
@@ -197,16 +198,23 @@ def test_an_affinity_is_kept(script_host, tmp_path):
 @pytest.mark.slow
 @pytest.mark.broken_pool
 @pytest.mark.parametrize(
-    ("name", "expected_text"),
+    ("fault", "at", "expected_text"),
     [
-        ("FailingEnv", "the env raised ValueError: no such key"),
-        ("DyingEnv", "step failed: worker 0 ended with exit code 7"),
-        ("make_dying", "worker 0 ended with exit code 7"),
-        ("make_failing", "the factory raised RuntimeError: no licence"),
+        ("value_error", "step", f"the env raised ValueError: {BROKEN}"),
+        ("exit", "step", "step failed: worker 0 ended with exit code 3"),
+        ("exit", "construct", "worker 0 ended with exit code 3 in build"),
+        ("value_error", "construct", f"the factory raised ValueError: {BROKEN}"),
     ],
 )
-def test_an_env_that_fails_is_exit_code_1_and_says_where(name, expected_text):
-    done = size(f"python:tests.envs.sized_envs:{name}", "--budget", "0.5", columns=300)
+def test_an_env_that_fails_is_exit_code_1_and_says_where(fault, at, expected_text):
+    done = size(
+        "python:envherd.workers.testing:FaultyEnv",
+        "--env-kwargs",
+        json.dumps({"fault": fault, "at": at}),
+        "--budget",
+        "0.5",
+        columns=300,
+    )
     assert done.exit_code == 1
     assert expected_text in done.stderr
     assert done.stdout == ""
