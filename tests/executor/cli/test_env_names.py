@@ -136,29 +136,20 @@ def test_name_becomes_picklable_factory(name):
 
 @needs("gymnasium", "cli")
 @pytest.mark.slow
-def test_names_are_listed():
+def test_names_are_listed_and_a_missing_family_is_named_only_if_requested(monkeypatch):
     from typer.testing import CliRunner
 
     from envherd.executor.cli.app import app
 
-    done = CliRunner().invoke(app, ["list", "gymnasium", "cartpole-v1"])
+    runner = CliRunner()
+    done = runner.invoke(app, ["list", "gymnasium", "cartpole-v1"])
     assert done.exit_code == 0
     assert "gymnasium:CartPole-v1" in done.output.split()
     assert all(
         factory_for(name) for name in done.output.split() if "phys2d" not in name
     )
-
-
-@needs("gymnasium", "cli")
-@pytest.mark.slow
-def test_missing_family_is_named_only_if_requested(monkeypatch):
-    from typer.testing import CliRunner
-
-    from envherd.executor.cli.app import app
-
     # Makes `import pettingzoo` raise ImportError.
     monkeypatch.setitem(sys.modules, "pettingzoo", None)
-    runner = CliRunner()
     done = runner.invoke(app, ["list"])
     assert (done.exit_code, done.stderr) == (0, "")
     assert "gymnasium:CartPole-v1" in done.stdout.split()

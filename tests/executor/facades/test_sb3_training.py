@@ -71,32 +71,6 @@ def test_algorithms_train(make, algorithm, arguments):
         )
 
 
-@pytest.mark.parametrize("space", ["dict of boxes", "image"])
-def test_policies_of_dicts_and_images_train(space):
-    make_env = (
-        functools.partial(SampledEnv, "dict", 7)
-        if space == "dict of boxes"
-        else functools.partial(BigImage)
-    )
-    with closing(TWO_WORKERS([make_env] * 2)) as env:
-        model = PPO(
-            "MultiInputPolicy" if space == "dict of boxes" else "CnnPolicy",
-            env,
-            n_steps=8,
-            batch_size=8,
-            n_epochs=1,
-        )
-        model.learn(16)
-
-
-class BigImage(SampledEnv):
-    """Observes noise of a size that a convolution takes."""
-
-    def __init__(self):
-        super().__init__("image")
-        self.observation_space = gymnasium.spaces.Box(0, 255, (40, 40, 3), np.uint8)
-
-
 @BOTH
 def test_wrappers_of_sb3_wrap_it(make):
     with closing(
