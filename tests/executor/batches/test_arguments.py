@@ -3,6 +3,7 @@
 import functools
 import importlib
 import logging
+import operator
 import re
 from typing import Any
 
@@ -340,7 +341,7 @@ METHODS = {
     ),
     **{
         f"the keyword {name}": (
-            lambda env, name=name: env.rollout(3, **{name: 1}),
+            operator.methodcaller("rollout", 3, **{name: 1}),
             TypeError,
             rf"rollout failed: it has no argument '{name}'\. Did you mean {meant}\?",
         )
@@ -351,7 +352,7 @@ METHODS = {
     },
     **{
         f"the attribute {name}": (
-            lambda env, name=name: getattr(env, name),
+            operator.attrgetter(name),
             AttributeError,
             re.escape(f"'SerialEnv' object has no attribute {name!r}. {instead}"),
         )

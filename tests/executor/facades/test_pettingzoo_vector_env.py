@@ -360,16 +360,12 @@ def numbered():
         for count in range(3)
     ]
     seen = dict.fromkeys([0, 1], np.zeros(2, np.float32))
+    paid = dict.fromkeys(seen, 1.0)
+    stay = dict.fromkeys(seen, False)
+    leave = dict.fromkeys(seen, True)
     answers = [
-        (
-            [] if is_over else [0, 1],
-            (
-                seen,
-                *(dict.fromkeys(seen, value) for value in (1.0, is_over, False)),
-                infos[1 + is_over],
-            ),
-        )
-        for is_over in (False, True)
+        ([0, 1], (seen, paid, stay, stay, infos[1])),
+        ([], (seen, paid, leave, stay, infos[2])),
     ]
     return Scripted([0, 1], answers=answers, first=(seen, infos[0]))
 

@@ -115,7 +115,7 @@ def collected_on(env: Any, primer: TensorDict) -> TensorDict:
     made = AsyncCollector(
         env, remember, frames_per_batch=FRAMES, primer=primer, close_env=False
     )
-    failed = set()
+    failed: set[int] = set()
     # One error names both envs if both have failed when it is raised.
     while failed != set(range(env.num_envs)):
         with pytest.raises(EnvError) as error:
