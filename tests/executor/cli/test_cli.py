@@ -220,7 +220,10 @@ OUTCOMES: list[Any] = [
             ("--gif none/film.gif", "there is no folder 'none'"),
             ("--json none/figures.json", "there is no folder 'none'"),
             ("--out none/data", "there is no folder 'none'"),
-            ("--out my_envs.py", "my_envs.py"),
+            (
+                "--out my_envs.py",
+                "expected a new or empty directory, got my_envs.py",
+            ),
             ("--json .", "got the folder '.'"),
             ("--mp4 none/film.mp4", "there is no folder 'none'"),
         ]
@@ -498,14 +501,18 @@ def test_an_output_that_is_closed_or_full_gives_one_line(command, how, code, lin
 @pytest.mark.usefixtures("folder")
 def test_json_is_printed_without_a_path_too():
     for value in ([], ["-"], ["found.json"]):
-        result = check(COUNTING, "--steps", "20", "--json", *value)
+        result = CliRunner().invoke(
+            app, ["check", COUNTING, "--steps", "20", "--json", *value]
+        )
         assert result.exit_code == 0, result.output
         found = json.loads(
             Path("found.json").read_text() if "found.json" in value else result.stdout
         )
         assert (found["schema"], found["is_ok"]) == ("envherd.check/1", True)
         assert [rule["result"] for rule in found["rules"]] == ["ok"] * 9
-    result = check("my_envs:Forgets", "--steps", "20", "--json", "--random")
+    result = CliRunner().invoke(
+        app, ["check", "my_envs:Forgets", "--steps", "20", "--json", "--random"]
+    )
     assert json.loads(result.stdout)["rules"][5]["result"] == "skipped"
 
 
@@ -728,11 +735,6 @@ def test_envs_are_made_with_the_keyword_arguments_of_the_command_line():
             )
         )
         assert plain["episodes"] == 10
-
-
-def check(*arguments: str) -> Result:
-    """Run `envherd check` in this process."""
-    return CliRunner().invoke(app, ["check", *arguments])
 
 
 @pytest.mark.usefixtures("folder")

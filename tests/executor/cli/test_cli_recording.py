@@ -15,6 +15,7 @@ skip_without("cli", "media")
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from rich.console import Console
 from tensordict import NonTensorData, TensorDict
 from typer.testing import CliRunner
@@ -315,7 +316,6 @@ def test_an_agents_view_can_be_filmed(tmp_path):
 @pytest.mark.slow
 def test_film_shows_the_world_each_players_view_and_the_returns(tmp_path):
     import imageio_ffmpeg
-    from PIL import Image
 
     files = {kind: str(tmp_path / f"film.{kind}") for kind in ("gif", "png", "mp4")}
     paths = [part for kind, path in files.items() for part in (f"--{kind}", path)]
@@ -391,16 +391,13 @@ class Shows(CountingEnv):
 
 @pytest.mark.slow
 def test_long_animations_leave_steps_out(tmp_path):
-    from PIL import Image
-
     result = film(
         TEAM,
         "--gif",
         tmp_path / "film.gif",
         "--steps",
         250,
-        "--episodes",
-        999,
+        "--episodes=999",
         "--fps",
         40,
     )

@@ -129,18 +129,18 @@ class Flagging(Precise):
 
 
 def test_flags_may_be_numbers(make):
-    envs, theirs = make(Flagging), gymnasium.vector.SyncVectorEnv([Flagging] * 3)
-    for actions in (np.arange(3), np.arange(3, 6)):
-        envs.reset()
-        theirs.reset()
-        ours, expected = envs.step(actions), theirs.step(actions)
-        assert ours[2].tolist() == expected[2].tolist()
-        assert ours[3].tolist() == expected[3].tolist()
+    envs = make(Flagging)
+    with closing(gymnasium.vector.SyncVectorEnv([Flagging] * 3)) as theirs:
+        for actions in (np.arange(3), np.arange(3, 6)):
+            envs.reset()
+            theirs.reset()
+            ours, expected = envs.step(actions), theirs.step(actions)
+            assert ours[2].tolist() == expected[2].tolist()
+            assert ours[3].tolist() == expected[3].tolist()
     for wrong in (6, 7):
         envs.reset()
         with pytest.raises(EnvError, match="expected a bool as `terminated`"):
             envs.step(np.full(3, wrong))
-    theirs.close()
 
 
 def test_calls_out_of_order():

@@ -44,7 +44,7 @@ def same(one, other):
 def play(make, env_fns, num_steps):
     """Return all outputs of a vec env over some random steps, and the number of ends of each kind."""
     with closing(make(env_fns)) as env:
-        returned = [(env.observation_space, env.action_space)]
+        returned = [(str(env.observation_space), str(env.action_space))]
         env.seed(5)
         returned.append((env.reset(), list(env.reset_infos)))
         space = env.action_space

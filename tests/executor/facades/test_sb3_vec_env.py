@@ -273,6 +273,31 @@ def test_errors_name_sb3s_calls(make):
                     env.step(actions)
 
 
+class Refusing(SampledEnv):
+    """Refuses some options; its steps break its space."""
+
+    def reset(self, *, seed=None, options=None):
+        if options:
+            raise PermissionError("these options")
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        return np.zeros(7, np.float32), 0.0, False, False, {}
+
+
+@BOTH
+def test_exception_of_a_reset_keeps_its_type(make):
+    with closing(make([Refusing] * 2)) as env:
+        env.set_options({"is_refused": True})
+        with pytest.raises(PermissionError, match="these options"):
+            env.reset()
+        env.set_options()
+        env.reset()
+        # Not the earlier exception.
+        with pytest.raises(ValueError, match="writing observation failed"):
+            env.step(ZEROS[:2])
+
+
 def test_one_env_twice_is_refused():
     env = SampledEnv()
     with pytest.raises(

@@ -383,6 +383,21 @@ def test_constructor_arguments() -> None:
         assert made.rollout(2).shape == (2, 2)
 
 
+def test_seeded_rollouts_do_not_depend_on_the_number_of_processes() -> None:
+    rollouts = []
+    for num_processes in (1, 2):
+        with started(
+            3,
+            lambda: TransformedEnv(PendulumEnv(), StepCounter()),
+            num_processes=num_processes,
+        ) as env:
+            env.set_seed(3)
+            torch.manual_seed(0)
+            rollouts.append(env.rollout(4))
+    assert_close(*rollouts)
+    assert rollouts[0]["th"][:, 0].unique().numel() == 3
+
+
 # ---- masks and arguments ----------------------------------------------------------------------
 
 

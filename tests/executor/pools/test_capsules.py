@@ -790,12 +790,10 @@ HEALTHY = {
     "family", [pytest.param(name, marks=needs(*HEALTHY[name][2])) for name in HEALTHY]
 )
 def test_the_episodes_of_all_families_are_run_again(tmp_path, family):
-    from dataclasses import replace
-
     from envherd.workers.adapters.env_names import factory_for
 
     name, fields, _ = HEALTHY[family]
-    made = replace(factory_for(name), **fields)
+    made = dataclasses.replace(factory_for(name), **fields)
     with ParallelEnv(2, made, num_workers=1, seed=3, options=_options(tmp_path)) as env:
         root = env.reset()
         for _ in range(7):

@@ -237,11 +237,6 @@ def test_wrong_interpreters_and_targets_are_refused(python):
             InPython(*arguments)
 
 
-def answering(facts):
-    """Return the command of a shell that answers as an interpreter does."""
-    return f"echo '<envherd>{{{facts}}}</envherd>'"
-
-
 @pytest.mark.parametrize(
     ("commands", "match"),
     [
@@ -249,19 +244,22 @@ def answering(facts):
             "echo no python >&2; exit 3",
             r"expected a Python interpreter, got .*/python \(no python\)",
         ),
-        (
-            answering('"version": [3, 8, 1], "name": "cpython", "lacks": {}'),
-            r"expected CPython 3\.10 or newer, got cpython 3\.8\.1",
-        ),
-        (
-            answering('"version": [3, 12, 1], "name": "pypy", "lacks": {}'),
-            r"expected CPython 3\.10 or newer, got pypy 3\.12\.1",
-        ),
-        (
-            answering(
-                '"version": [3, 12, 1], "name": "cpython", "lacks": {"numpy": "ModuleNotFoundError: x"}'
-            ),
-            r"cannot import numpy \(ModuleNotFoundError: x\)\. Run: .*python -m pip install numpy$",
+        *(
+            (f"echo '<envherd>{{{answer}}}</envherd>'", match)
+            for answer, match in (
+                (
+                    '"version": [3, 8, 1], "name": "cpython", "lacks": {}',
+                    r"expected CPython 3\.10 or newer, got cpython 3\.8\.1",
+                ),
+                (
+                    '"version": [3, 12, 1], "name": "pypy", "lacks": {}',
+                    r"expected CPython 3\.10 or newer, got pypy 3\.12\.1",
+                ),
+                (
+                    '"version": [3, 12, 1], "name": "cpython", "lacks": {"numpy": "ModuleNotFoundError: x"}',
+                    r"cannot import numpy \(ModuleNotFoundError: x\)\. Run: .*python -m pip install numpy$",
+                ),
+            )
         ),
     ],
 )

@@ -25,7 +25,8 @@ from envherd.shm.segment import NAMES
 from envherd.workers.adapters.named import NamedFactory, PettingZooFactory
 from envherd.workers.guests.interpreters import InPython
 from envherd.workers.testing import CountingEnv, FaultyEnv
-from tests.envs.counting_envs import AgentsEnv, ParentEnv, TextEnv
+from tests.envs.costly_envs import ParentEnv
+from tests.envs.counting_envs import AgentsEnv, TextEnv
 from tests.envs.disturbing_envs import HaltingEnv
 from tests.executor.pools.test_lifecycle import is_running
 from tests.extras import needs

@@ -6,6 +6,7 @@ from tests.extras import needs, skip_without
 
 skip_without("media")
 
+import gymnasium
 import pytest
 
 from envherd import Collector, ParallelEnv, SerialEnv, VideoRecorder
@@ -107,7 +108,6 @@ def test_a_loop_of_steps_can_be_recorded(films, tmp_path):
 @needs("gymnasium")
 @pytest.mark.slow
 def test_gymnasiums_pictures_are_written_as_mp4(tmp_path):
-    import gymnasium
     import imageio_ffmpeg
 
     make_env = functools.partial(gymnasium.make, "CartPole-v1", render_mode="rgb_array")
@@ -148,8 +148,6 @@ def test_unrecordable_envs_are_refused(tmp_path):
 
 @needs("gymnasium")
 def test_the_message_says_how_to_let_an_env_draw(tmp_path):
-    import gymnasium
-
     with (
         SerialEnv(1, lambda: gymnasium.make("CartPole-v1"), seed=0) as env,
         pytest.raises(
