@@ -1,6 +1,5 @@
 """Envs with known costs."""
 
-import functools
 import hashlib
 import mmap
 import os
@@ -10,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from envherd.workers.testing import CountingEnv, FaultyEnv
+from envherd.workers.testing import CountingEnv
 
 MIB = 2**20
 
@@ -110,11 +109,6 @@ class CrowdedHangingEnv(CrowdedEnv):
     hangs = True
 
 
-#: Raises in a step, ends its process in a step.
-FailingEnv = functools.partial(FaultyEnv, "value_error")
-DyingEnv = functools.partial(FaultyEnv, "exit")
-
-
 class LonelyEnv(CountingEnv):
     """Cannot be built in two processes of one helper at the same time."""
 
@@ -137,11 +131,3 @@ class SingleEnv(CountingEnv):
         SingleEnv.num_built += 1
         if SingleEnv.num_built > 1:
             raise RuntimeError("there is one already")
-
-
-def make_failing():
-    raise RuntimeError("no licence")
-
-
-def make_dying():
-    os._exit(7)

@@ -3,11 +3,8 @@
 import functools
 import io
 import logging
-import os
 import re
-import signal
 import sys
-import time
 import traceback
 from typing import Any
 
@@ -29,14 +26,13 @@ from envherd import (
     ParallelEnv,
     SerialEnv,
     SpecError,
-    VideoRecorder,
     WorkerLost,
     WorkerTimeout,
 )
 from envherd.executor.start.process_log import without_own_frames
 from envherd.executor.testing import ContractViolation, check_env_contract
 from envherd.gymnasium import AsyncVectorEnv
-from envherd.workers.testing import CountingEnv
+from envherd.workers.testing import CountingEnv, FaultyEnv
 from tests.extras import needs, skip_without
 
 serial: Any = SerialEnv  # these calls have wrong types
@@ -46,6 +42,7 @@ vector: Any = AsyncVectorEnv
 make_cartpole = functools.partial(gymnasium.make, "CartPole-v1")
 # Its observations have another shape.
 make_mountain_car = functools.partial(gymnasium.make, "MountainCar-v0")
+dying = functools.partial(FaultyEnv, "segfault")
 
 
 class OldReset(gymnasium.Env):
@@ -124,11 +121,6 @@ def model() -> Any:
 def sb3_batch() -> Any:
     skip_without("sb3")
     return envherd.sb3.DummyVecEnv([make_cartpole])
-
-
-def record(env: Any, folder: Any) -> None:
-    with VideoRecorder(env, folder) as recorder:
-        env.rollout(2, callback=recorder)
 
 
 WRAP = r"Wrap it: TensorDictModule\(policy, in_keys=\['observation'\], out_keys=\['action'\]\)"
@@ -415,6 +407,11 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         AttributeError,
         r"Did you mean ParallelEnv\?",
     ),
+    "a name that is like no other": (
+        lambda _: package.nothing_like_it,
+        AttributeError,
+        r"has no attribute 'nothing_like_it'$",
+    ),
     "a misspelt facade": (
         lambda _: package.sb33,
         AttributeError,
@@ -469,14 +466,6 @@ def test_pictures_that_no_env_has_are_a_warning(env):
         assert env.render() == [None] * 4
 
 
-@needs("gymnasium", "media")
-def test_a_film_of_an_env_without_pictures_names_the_render_mode(env, tmp_path):
-    with pytest.raises(
-        RuntimeError, match=r"Build them with render_mode='rgb_array'\."
-    ):
-        record(env, tmp_path)
-
-
 @needs("sb3")
 def test_one_function_in_place_of_a_list_is_refused():
     from envherd.gymnasium import AsyncVectorEnv, SyncVectorEnv
@@ -490,22 +479,15 @@ def test_one_function_in_place_of_a_list_is_refused():
             facade(make_cartpole)
 
 
-class Hanging(Outside):
-    """An env that hangs in its first step."""
-
-    def step(self, _action: Any) -> Any:
-        time.sleep(60)
-
-
 @pytest.mark.slow
 @pytest.mark.broken_pool
 def test_a_late_worker_is_reported_with_both_remedies():
     options = ExecutorOptions(step_timeout_s=0.2)
     with (
-        ParallelEnv(1, Hanging, num_workers=1, options=options) as env,
+        ParallelEnv(1, lambda: FaultyEnv("sleep"), options=options) as env,
         pytest.raises(WorkerTimeout) as caught,
     ):
-        env.rollout(1)
+        env.rollout(2)
     sentences = (
         r"Raise ExecutorOptions\.step_timeout_s .*on_worker_loss='restart'\) replaces lost workers\.\n"
         r"It was stuck in"
@@ -513,21 +495,12 @@ def test_a_late_worker_is_reported_with_both_remedies():
     assert re.search(sentences, caught.value.message)
 
 
-class Dying(Outside):
-    """An env whose process dies in its second step."""
-
-    def step(self, action):
-        if self.left == 2:
-            os.kill(os.getpid(), signal.SIGSEGV)
-        return super().step(action)
-
-
 @pytest.mark.slow
 @pytest.mark.broken_pool
 def test_a_lost_worker_is_printed_once_and_without_own_frames(caplog):
     with (
         caplog.at_level(logging.WARNING, "envherd"),
-        ParallelEnv(2, Dying, num_workers=1) as env,
+        ParallelEnv(2, dying, num_workers=1) as env,
     ):
         with pytest.raises(WorkerLost) as caught:
             env.rollout(5, break_when_any_done=False)
@@ -537,7 +510,7 @@ def test_a_lost_worker_is_printed_once_and_without_own_frames(caplog):
         assert "\n" not in record.message
         printed = "".join(traceback.format_exception(caught.value))
     assert printed.count("Fatal Python error") == 1
-    assert "test_first_mistakes.py" in caught.value.message
+    assert "faults.py" in caught.value.message
     assert "Extension modules" not in printed
     assert "zygote.py" not in printed
     assert caught.value.remote_traceback in caught.value.message
@@ -549,7 +522,7 @@ def test_a_lost_worker_that_is_replaced_is_logged_once(caplog):
     options = ExecutorOptions(on_worker_loss="restart")
     with (
         caplog.at_level(logging.WARNING, "envherd"),
-        ParallelEnv(1, Dying, num_workers=1, options=options) as env,
+        ParallelEnv(1, dying, num_workers=1, options=options) as env,
     ):
         env.rollout(3, break_when_any_done=False)
     assert caplog.text.count("Fatal Python error") == 1

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import logging
+import operator
 import re
 from typing import Any
 
@@ -12,7 +13,6 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-import envherd
 from envherd import (
     ActionError,
     AsyncCollector,
@@ -25,11 +25,8 @@ from envherd import (
 )
 from envherd.workers.testing import CountingEnv
 from tests.envs.gymnasium_envs import Precise
+from tests.executor.calls import ones as act
 from tests.extras import needs
-
-
-def act(td):
-    return td.set("action", torch.ones(td.shape[0], dtype=torch.int64))
 
 
 def seeded(seed, make):
@@ -48,11 +45,35 @@ CONSTRUCTORS = {
         r"the number of envs first, got <class .*CountingEnv.*Write \(4, make_env\)",
     ),
     "no make_env": (lambda make: make(4), FactoryError, "make_env failed"),
-    "a float": (lambda make: make(1.5, CountingEnv), ValueError, "num_envs failed"),
+    "a float": (
+        lambda make: make(2.0, CountingEnv),
+        ValueError,
+        r"num_envs failed: expected an int of at least 1, got 2\.0",
+    ),
     "a list and a number": (
         lambda make: make([CountingEnv], 1),
         FactoryError,
         "expected the number of envs first",
+    ),
+    "no envs": (
+        lambda make: make(0, CountingEnv),
+        ValueError,
+        "expected an int of at least 1, got 0",
+    ),
+    "a bool of envs": (
+        lambda make: make(True, CountingEnv),  # noqa: FBT003  # it is what is wrong
+        ValueError,
+        "expected an int of at least 1, got True",
+    ),
+    "fewer factories": (
+        lambda make: make(2, [CountingEnv]),
+        ValueError,
+        "expected 2 factories, one per env, got 1",
+    ),
+    "fewer env_kwargs": (
+        lambda make: make(2, CountingEnv, env_kwargs=[{}]),
+        ValueError,
+        "expected 2 dicts, one per env, got 1",
     ),
     **{
         f"seed {seed!r}": (functools.partial(seeded, seed), ValueError, NO_SEED)
@@ -297,6 +318,54 @@ METHODS = {
         TypeError,
         "expected an executor first",
     ),
+    "a policy_device that is not there": (
+        lambda env: collector(env, act, frames_per_batch=8, policy_device="cuda:99"),
+        ValueError,
+        "expected policy_device as a device of this machine, got 'cuda:99'",
+    ),
+    "no steps": (lambda env: env.rollout(0), ValueError, "at least 1"),
+    "nothing to receive": (
+        lambda env: env.recv(),
+        ValueError,
+        "recv failed: expected envs that were sent, got none",
+    ),
+    "an executor in the place of a function": (
+        lambda env: env(),
+        TypeError,
+        r"envherd\.torchrl, SubprocVecEnv",
+    ),
+    "an attribute that there is nowhere": (
+        lambda env: env.qqq,
+        AttributeError,
+        r"^'SerialEnv' object has no attribute 'qqq'$",
+    ),
+    **{
+        f"the keyword {name}": (
+            operator.methodcaller("rollout", 3, **{name: 1}),
+            TypeError,
+            rf"rollout failed: it has no argument '{name}'\. Did you mean {meant}\?",
+        )
+        for name, meant in (
+            ("break_when_done", "break_when_any_done"),
+            ("steps", "max_steps"),
+        )
+    },
+    **{
+        f"the attribute {name}": (
+            operator.attrgetter(name),
+            AttributeError,
+            re.escape(f"'SerialEnv' object has no attribute {name!r}. {instead}"),
+        )
+        for name, instead in (
+            (
+                "action_space",
+                "Use action_spec. Spaces are attributes of AsyncVectorEnv",
+            ),
+            ("get_attr", "Use get(name)."),
+            ("env_method", "Use call(name, ...)."),
+            ("step_async", "Use send(td)."),
+        )
+    },
 }
 
 
@@ -357,30 +426,7 @@ def test_numpy_integers_are_numbers():
         assert env.rollout(np.int32(1)).shape == (2, 1)
 
 
-def test_an_executor_in_the_place_of_a_function_names_the_facades(env):
-    with pytest.raises(TypeError, match=r"envherd\.torchrl, SubprocVecEnv"):
-        env()
-
-
-@pytest.mark.parametrize(
-    ("name", "instead"),
-    [
-        ("action_space", "Use action_spec. Spaces are attributes of AsyncVectorEnv"),
-        ("get_attr", "Use get(name)."),
-        ("env_method", "Use call(name, ...)."),
-        ("step_async", "Use send(td)."),
-    ],
-)
-def test_an_attribute_of_other_libraries_is_named_as_it_is_here(env, name, instead):
-    with pytest.raises(
-        AttributeError,
-        match=re.escape(f"'SerialEnv' object has no attribute {name!r}. {instead}"),
-    ):
-        getattr(env, name)
-
-
-def test_unknown_attributes_are_ordinary_errors_that_suggest_the_right_one(env):
-    assert not hasattr(env, "action_space")
+def test_an_unknown_attribute_is_an_ordinary_error_that_suggests_the_right_one(env):
     with pytest.raises(
         AttributeError,
         match=r"has no attribute 'action_spek'\. Did you mean action_spec\?$",
@@ -388,10 +434,6 @@ def test_unknown_attributes_are_ordinary_errors_that_suggest_the_right_one(env):
         env.action_spek  # noqa: B018
     # From a name python would suggest it once more.
     assert (caught.value.name, caught.value.obj) == (None, env)
-    with pytest.raises(
-        AttributeError, match=r"^'SerialEnv' object has no attribute 'qqq'$"
-    ):
-        env.qqq  # noqa: B018
 
 
 def test_a_rollout_that_is_cut_short_says_so_each_time(caplog):
@@ -409,15 +451,6 @@ def test_a_rollout_that_is_cut_short_says_so_each_time(caplog):
         for message in caplog.messages:
             assert "4 of 9 steps" in message
             assert "break_when_any_done=False" in message
-
-
-def test_a_misspelt_name_of_the_package_is_corrected():
-    with pytest.raises(
-        AttributeError, match=r"'ParalelEnv'\. Did you mean ParallelEnv\?$"
-    ):
-        envherd.ParalelEnv  # noqa: B018
-    with pytest.raises(AttributeError, match=r"has no attribute 'nothing_like_it'$"):
-        envherd.nothing_like_it  # noqa: B018
 
 
 @pytest.mark.parametrize("make", [SerialEnv, ParallelEnv])
@@ -438,16 +471,6 @@ def test_the_message_says_where_a_factorys_arguments_come_from(make):
 
 def raises_type_error():
     raise TypeError("of another kind")
-
-
-def test_a_policy_device_that_is_not_there_is_named(env):
-    with pytest.raises(
-        ValueError,
-        match="expected policy_device as a device of this machine, got 'cuda:99'",
-    ):
-        Collector(
-            env, act, frames_per_batch=8, policy_device="cuda:99", close_env=False
-        )
 
 
 @pytest.mark.parametrize(
@@ -488,9 +511,11 @@ def test_a_collector_knows_how_many_batches_it_has(env, kind):
         len(endless)
 
 
-def meant(kind, name, advice):
-    """Return a row of the table: what is called, the keyword that it lacks, and what the error says then."""
-    return kind, name, advice if " " in advice else f"Did you mean {advice}?"
+def meant(path, name, advice):
+    """Return a row of the table: what is called, with a keyword that it lacks, and what the error says then."""
+    kind = path.rpartition(".")[2]
+    sentence = advice if " " in advice else f"Did you mean {advice}?"
+    return path, {name: 4}, f"{kind} failed: it has no argument '{name}'. {sentence}"
 
 
 GYM, ZOO, SB3 = (
@@ -500,7 +525,7 @@ GYM, ZOO, SB3 = (
 
 @needs("sb3", "pettingzoo")
 @pytest.mark.parametrize(
-    ("path", "name", "advice"),
+    ("path", "keywords", "message"),
     [
         *(
             meant(f"envherd.{kind}", name, advice)
@@ -528,52 +553,27 @@ GYM, ZOO, SB3 = (
         meant(f"{ZOO}.ParallelVectorEnv", "num_cpus", "num_workers"),
         meant(f"{ZOO}.AgentRowsEnv", "option", "options"),
         meant(f"{SB3}.SubprocVecEnv", "n_processes", "num_workers"),
+        *(
+            (
+                path,
+                {"options": {"poison": True}},
+                "options failed: expected an ExecutorOptions",
+            )
+            for path in (
+                f"{GYM}.AsyncVectorEnv",
+                f"{GYM}.SyncVectorEnv",
+                f"{SB3}.SubprocVecEnv",
+            )
+        ),
     ],
 )
-def test_an_unknown_keyword_names_the_one_that_is_meant(path, name, advice):
+def test_a_wrong_keyword_names_the_one_that_is_meant_or_its_type(
+    path, keywords, message
+):
     module, _, kind = path.rpartition(".")
     given = [] if module == "envherd" else [[CountingEnv]]
-    with pytest.raises(
-        TypeError,
-        match=re.escape(f"{kind} failed: it has no argument '{name}'. {advice}"),
-    ):
-        getattr(importlib.import_module(module), kind)(*given, **{name: 4})
-
-
-@pytest.mark.parametrize(
-    ("name", "advice"),
-    [
-        ("break_when_done", "Did you mean break_when_any_done?"),
-        ("steps", "Did you mean max_steps?"),
-    ],
-)
-def test_a_rollout_names_the_keyword_that_is_meant(env, name, advice):
-    rollout: Any = env.rollout
-    with pytest.raises(
-        TypeError,
-        match=re.escape(f"rollout failed: it has no argument '{name}'. {advice}"),
-    ):
-        rollout(3, **{name: 1})
-
-
-@needs("sb3")
-@pytest.mark.parametrize(
-    "path", [f"{GYM}.AsyncVectorEnv", f"{GYM}.SyncVectorEnv", f"{SB3}.SubprocVecEnv"]
-)
-def test_facades_refuse_options_of_another_type(path):
-    module, _, kind = path.rpartition(".")
-    with pytest.raises(TypeError, match="options failed: expected an ExecutorOptions"):
-        getattr(importlib.import_module(module), kind)(
-            [CountingEnv], options={"poison": True}
-        )
-
-
-def test_recv_without_sent_envs_is_refused(env):
-    env.reset()
-    with pytest.raises(
-        ValueError, match="recv failed: expected envs that were sent, got none"
-    ):
-        env.recv()
+    with pytest.raises(TypeError, match=re.escape(message)):
+        getattr(importlib.import_module(module), kind)(*given, **keywords)
 
 
 def test_executors_of_one_large_batch_draw_different_random_actions():

@@ -213,13 +213,17 @@ OUTCOMES: list[Any] = [
             ),
             ("--env-kwargs '{length: 3}'", "JSON object"),
             ("--env-kwargs [3]", "JSON object"),
+            ("--env-kwargs @none.json", "No such file"),
             ("--env-kwargs @/dev/zero", "a device, a pipe or a folder"),
             # Reading it waits for the kernel's next message.
             ("--env-kwargs @/proc/kmsg", "JSON object"),
             ("--gif none/film.gif", "there is no folder 'none'"),
             ("--json none/figures.json", "there is no folder 'none'"),
             ("--out none/data", "there is no folder 'none'"),
-            ("--out my_envs.py", "my_envs.py"),
+            (
+                "--out my_envs.py",
+                "expected a new or empty directory, got my_envs.py",
+            ),
             ("--json .", "got the folder '.'"),
             ("--mp4 none/film.mp4", "there is no folder 'none'"),
         ]
@@ -230,7 +234,19 @@ OUTCOMES: list[Any] = [
         "stderr",
         ["expected names that contain 'no such name', got none"],
     ),
+    *(
+        pytest.param(
+            f"rollout {COUNTING} --env-kwargs {text * count}",
+            2,
+            "stderr",
+            ["JSON object"],
+            id=f"--env-kwargs of {count} times {text}",
+        )
+        for text, count in (("[", 10**5), ("9", 5000))
+    ),
     ("list gymnasim", 2, "stderr", ["got 'gymnasim'. Did you mean gymnasium"]),
+    ("size gymnasium:CartPol-v1", 2, "stderr", ["Did you mean CartPole-v1"]),
+    (f"size {COUNTING} --cpus 64", 2, "stderr", ["No such option: --cpus"]),
     *(  # what no machine has, or no number is
         (f"{command} {option} {value}", 2, "stderr", [text or option])
         for command, option, value, text in [
@@ -333,6 +349,16 @@ OUTCOMES: list[Any] = [
                 "expected a policy, got None. Return it from the function.",
             ),
         ]
+    ),
+    *(
+        pytest.param(
+            f"{command} pettingzoo:mpe2.simple_spread_v3 --policy my_envs:by_player --max-steps 3",
+            0,
+            "stdout",
+            [],
+            marks=[SLOW, needs("pettingzoo")],
+        )
+        for command in ("rollout", "evaluate")
     ),
     (
         f"check {COUNTING} --steps 20",
@@ -475,54 +501,19 @@ def test_an_output_that_is_closed_or_full_gives_one_line(command, how, code, lin
 @pytest.mark.usefixtures("folder")
 def test_json_is_printed_without_a_path_too():
     for value in ([], ["-"], ["found.json"]):
-        result = check(COUNTING, "--steps", "20", "--json", *value)
+        result = CliRunner().invoke(
+            app, ["check", COUNTING, "--steps", "20", "--json", *value]
+        )
         assert result.exit_code == 0, result.output
         found = json.loads(
             Path("found.json").read_text() if "found.json" in value else result.stdout
         )
         assert (found["schema"], found["is_ok"]) == ("envherd.check/1", True)
         assert [rule["result"] for rule in found["rules"]] == ["ok"] * 9
-    result = check("my_envs:Forgets", "--steps", "20", "--json", "--random")
+    result = CliRunner().invoke(
+        app, ["check", "my_envs:Forgets", "--steps", "20", "--json", "--random"]
+    )
     assert json.loads(result.stdout)["rules"][5]["result"] == "skipped"
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("folder")
-def test_keyword_arguments_can_be_in_a_file():
-    Path("kwargs.json").write_text('{"length": 4}')
-    plain = figures_of(
-        rollout(
-            COUNTING,
-            "--steps",
-            "8",
-            "--envs",
-            "1",
-            "--env-kwargs",
-            "@kwargs.json",
-            "--json",
-        )
-    )
-    assert plain["episodes"] == 2
-    for kwargs, message in (
-        ("@none.json", "No such file"),
-        ("[" * 10**5, "JSON object"),
-        ("9" * 5000, "JSON object"),
-    ):
-        result = rollout(COUNTING, "--env-kwargs", kwargs)
-        assert result.exit_code == 2
-        assert message in result.stderr
-
-
-@needs("pettingzoo")
-@pytest.mark.slow
-@pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize("command", ["rollout", "evaluate"])
-def test_policies_by_player_are_taken_by_all_commands(command):
-    name = "pettingzoo:mpe2.simple_spread_v3"
-    done = CliRunner().invoke(
-        app, [command, name, "--policy", "my_envs:by_player", "--max-steps", "3"]
-    )
-    assert done.exit_code == 0, done.output
 
 
 @pytest.mark.slow
@@ -565,27 +556,6 @@ def test_stored_data_and_reported_figures_agree():
     assert "env-steps/s" in result.stderr, (
         "the table must not be in the output of the JSON"
     )
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("folder")
-def test_the_same_seed_gives_the_same_rollout_for_any_number_of_workers():
-    for workers, name in (("1", "one"), ("2", "two")):
-        done = rollout(
-            COUNTING,
-            "--workers",
-            workers,
-            "--steps",
-            "25",
-            "--seed",
-            "5",
-            "--out",
-            name,
-        )
-        assert done.exit_code == 0
-    one, two = TensorDict.load_memmap("one"), TensorDict.load_memmap("two")
-    assert (one == two).all()
-    assert one["action"].unique().numel() > 1
 
 
 @pytest.mark.slow
@@ -696,15 +666,6 @@ def test_a_policy_acts_and_what_it_adds_is_kept(policy, kept):
 
 
 @pytest.mark.slow
-def test_the_command_runs_as_a_module():
-    command = [sys.executable, "-m", "envherd", "rollout", "--help"]
-    assert (
-        "--env-kwargs"
-        in subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    )
-
-
-@pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("command", ["rollout", "evaluate"])
 def test_a_policy_where_its_factory_is_expected_is_explained(command):
@@ -754,9 +715,11 @@ def test_envs_that_are_batches_count_each_of_their_rows():
 @pytest.mark.usefixtures("folder")
 @needs("gymnasium")
 def test_envs_are_made_with_the_keyword_arguments_of_the_command_line():
+    Path("kwargs.json").write_text('{"length": 4}')
     for env, kwargs in (
-        (COUNTING, {"length": 4}),
-        ("gymnasium:CartPole-v1", {"max_episode_steps": 4}),
+        (COUNTING, '{"length": 4}'),
+        (COUNTING, "@kwargs.json"),
+        ("gymnasium:CartPole-v1", '{"max_episode_steps": 4}'),
     ):
         plain = figures_of(
             rollout(
@@ -766,30 +729,12 @@ def test_envs_are_made_with_the_keyword_arguments_of_the_command_line():
                 "--steps",
                 "40",
                 "--env-kwargs",
-                json.dumps(kwargs),
+                kwargs,
                 "--json",
                 "-",
             )
         )
         assert plain["episodes"] == 10
-
-
-def check(*arguments: str) -> Result:
-    """Run `envherd check` in this process."""
-    return CliRunner().invoke(app, ["check", *arguments])
-
-
-@pytest.mark.usefixtures("folder")
-def test_a_rollout_is_written_only_to_a_new_or_empty_folder():
-    for name in ("theirs", "file"):
-        Path("theirs").mkdir(exist_ok=True)
-        Path("theirs/meta.json").write_text('{"measured": "with care"}')
-        Path("file").write_text("precious")
-        result = rollout(COUNTING, "--out", name)
-        assert result.exit_code == 2
-        assert "expected a new or empty directory" in result.stderr
-    assert Path("theirs/meta.json").read_text() == '{"measured": "with care"}'
-    assert Path("file").read_text() == "precious"
 
 
 @pytest.mark.usefixtures("folder")
@@ -836,28 +781,6 @@ def test_an_env_that_breaks_ends_it_with_what_was_collected():
     assert plain["env_errors"] >= 1
     assert TensorDict.load_memmap("kept").batch_size == (2, 4)
     assert "4 of 200 (failed)" in result.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("folder")
-def test_gymnasium_envs_are_drawn():
-    result = rollout(
-        "gymnasium:CartPole-v1",
-        "--envs",
-        "2",
-        "--steps",
-        "6",
-        "--gif",
-        "envs.gif",
-        "--png",
-        "envs.png",
-    )
-    assert result.exit_code == 0, result.output
-    with Image.open("envs.gif") as gif:
-        assert gif.n_frames == 7
-    with Image.open("envs.png") as sheet:
-        assert sheet.width > sheet.height
-    assert "envs.gif" in result.stdout
 
 
 @needs("meltingpot")

@@ -42,15 +42,14 @@ KNOWN = {
         "python", "collections:Counter.fromkeys"
     ),
     "torchrl:torchrl.envs:GymEnv": NamedFactory("torchrl", "torchrl.envs:GymEnv"),
-}
-
-#: Name without a family -> the same name with its family.
-SHORT = {
-    "CartPole-v1": "gymnasium:CartPole-v1",
-    "clean_up": "meltingpot:clean_up",
-    "cartpole/balance": "dm_control:cartpole/balance",
-    "sisl/multiwalker-v9": "pettingzoo:sisl/multiwalker-v9",
-    "collections:Counter.fromkeys": "python:collections:Counter.fromkeys",
+    # Without a family.
+    "CartPole-v1": NamedFactory("gymnasium", "CartPole-v1"),
+    "clean_up": MeltingPotFactory("clean_up"),
+    "cartpole/balance": NamedFactory("dm_control", "cartpole/balance"),
+    "sisl/multiwalker-v9": PettingZooFactory("sisl/multiwalker-v9"),
+    "collections:Counter.fromkeys": NamedFactory(
+        "python", "collections:Counter.fromkeys"
+    ),
 }
 
 #: Unknown name -> texts that the error message must contain.
@@ -106,11 +105,12 @@ needs_dm_control = pytest.mark.slow  # the imports of these tests take over a se
 EXTRAS = {
     "dm_control": "dm-control", "envpool": "envpool", "gymnasium": "gymnasium", "meltingpot": "meltingpot",
     "clean_": "meltingpot", "CartPole": "gymnasium", "pettingzoo": "pettingzoo", "torchrl": "torchrl",
+    "cartpole/": "dm-control", "sisl/": "pettingzoo",
 }  # fmt: skip
 
 
 def _cases(names: list[str]) -> list:
-    heavy = ("dm_c", "torchrl")
+    heavy = ("dm_c", "cartpole/", "torchrl")
     return [
         pytest.param(
             name,
@@ -134,45 +134,22 @@ def test_name_becomes_picklable_factory(name):
     assert pickle.loads(pickle.dumps(factory)) == factory
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(k, marks=needs(EXTRAS[v.split(":")[0]]))
-        if v.split(":")[0] in EXTRAS
-        else k
-        for k, v in SHORT.items()
-    ],
-)
-def test_a_name_without_a_family_is_found(name):
-    assert factory_for(name) == factory_for(SHORT[name])
-
-
 @needs("gymnasium", "cli")
 @pytest.mark.slow
-def test_names_are_listed():
+def test_names_are_listed_and_a_missing_family_is_named_only_if_requested(monkeypatch):
     from typer.testing import CliRunner
 
     from envherd.executor.cli.app import app
 
-    done = CliRunner().invoke(app, ["list", "gymnasium", "cartpole-v1"])
+    runner = CliRunner()
+    done = runner.invoke(app, ["list", "gymnasium", "cartpole-v1"])
     assert done.exit_code == 0
     assert "gymnasium:CartPole-v1" in done.output.split()
     assert all(
         factory_for(name) for name in done.output.split() if "phys2d" not in name
     )
-
-
-@needs("gymnasium", "cli")
-@pytest.mark.slow
-def test_missing_family_is_named_only_if_requested(monkeypatch):
-    from typer.testing import CliRunner
-
-    from envherd.executor.cli.app import app
-
     # Makes `import pettingzoo` raise ImportError.
     monkeypatch.setitem(sys.modules, "pettingzoo", None)
-    runner = CliRunner()
     done = runner.invoke(app, ["list"])
     assert (done.exit_code, done.stderr) == (0, "")
     assert "gymnasium:CartPole-v1" in done.stdout.split()
@@ -296,23 +273,6 @@ def test_without_melting_pot_its_factory_says_so_when_it_is_called(monkeypatch, 
     factory = MeltingPotFactory("clean_up", roles=roles)
     with pytest.raises(FactoryError, match="expected a package `meltingpot`, got none"):
         factory()
-
-
-def test_factories_build_what_they_name():
-    env = NamedFactory("gymnasium", "CartPole-v1", render_mode="rgb_array")()
-    assert env.spec.id == "CartPole-v1"
-    assert env.render_mode == "rgb_array"
-    env.close()
-    built = NamedFactory("python", "envherd.workers.testing:CountingEnv")()
-    assert type(built).__name__ == "CountingEnv"
-
-
-@needs("dm-control")
-@needs_dm_control
-def test_dm_control_factory_builds_its_task():
-    env = NamedFactory("dm_control", "cartpole/balance")()
-    assert env.reset().observation["position"].shape == (3,)
-    env.close()
 
 
 @pytest.mark.slow

@@ -8,15 +8,12 @@ import random
 import threading
 import time
 import weakref
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
 from torch import nn
 
 from envherd import Closed, EnvError, ExecutorOptions, ParallelEnv, SerialEnv
@@ -27,7 +24,6 @@ from envherd.executor.guests.collectors.async_collector import (
     AsyncCollector,
     _Background,
 )
-from envherd.shm.specs import Box, LeafSpec
 from envherd.workers.testing import CountingEnv, FaultyEnv
 from tests.envs.counting_envs import AgentsEnv, TextEnv
 from tests.gates import alarm, wait_for
@@ -154,23 +150,6 @@ def test_the_state_of_a_recurrent_policy_is_its_envs_own():
     ):
         data = collector.collect()
         assert torch.equal(data["seen"][..., 0].long(), data["step"])
-
-
-@pytest.mark.slow
-def test_envs_whose_actions_or_observations_have_bounds():
-    class BoxEnv(CountingEnv):
-        def __init__(self) -> None:
-            super().__init__(3)
-            observation = LeafSpec(
-                ("observation",), (3,), "int64", Box(np.zeros(3), np.ones(3))
-            )
-            self.spec = replace(self.spec, observation=(observation,))
-
-    with (
-        SerialEnv(2, BoxEnv) as env,
-        AsyncCollector(env, policy, frames_per_batch=6) as collector,
-    ):
-        assert collector.collect()["observation"].shape == (2, 3, 3)
 
 
 def steps_of(batches: list[Any]) -> dict[int, list[tuple[int, int, int]]]:
@@ -464,34 +443,6 @@ def test_after_a_result_that_was_refused_the_collector_goes_on():
         for data in (collector.collect(), collector.collect()):
             assert torch.equal(data["value"], data["observation"].double().mean(1))
             assert torch.equal(data["action"], policy(data)["action"])
-
-
-@pytest.mark.slow
-def test_a_compiled_policy_is_compiled_once_for_each_size():
-    shapes: list[torch.Size] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        shapes.extend(
-            value.shape for value in inputs if value.ndim == 2 and value.shape != (7, 3)
-        )
-        return graph
-
-    net = torch.compile(nn.Linear(3, 7), backend=backend, dynamic=False)
-
-    def compiled(root: Any) -> Any:
-        return root.set("action", net(root["observation"].float()).argmax(-1) % 4)
-
-    with (
-        ParallelEnv(N, MakeEnv, num_workers=2, seed=0) as env,
-        AsyncCollector(
-            env, compiled, frames_per_batch=40, batch_sizes=(2, 4)
-        ) as collector,
-    ):
-        for _ in range(3):
-            collector.collect()
-        assert set(collector.statistics().batch_sizes) <= {1, 2, 3, 4}
-    assert len(shapes) == len(set(shapes))
-    assert set(shapes) <= {(2, 3), (4, 3)}
 
 
 @pytest.mark.slow
@@ -890,57 +841,6 @@ def test_what_a_collector_cannot_have_is_refused(
         pytest.raises(error, match=f"AsyncCollector failed: expected {message}"),
     ):
         AsyncCollector(env, learner, **{"frames_per_batch": 8, **options})
-
-
-@pytest.mark.slow
-def test_it_learns_from_what_it_collects():
-    """A linear policy finds the action that is rewarded, from batches that were collected in the background."""
-    torch.manual_seed(0)
-    logits = TensorDictModule(nn.Linear(3, 4), in_keys=["scaled"], out_keys=["logits"])
-
-    class Actor(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = logits
-
-        def forward(self, root: Any) -> Any:
-            root["scaled"] = torch.ones(*root.batch_size, 3)
-            root = self.net(root)
-            return root.set(
-                "action",
-                torch.distributions.Categorical(logits=root["logits"]).sample(),
-            )
-
-    actor = Actor()
-    optimizer = torch.optim.Adam(actor.parameters(), lr=0.1)
-    with (
-        ParallelEnv(N, MakeEnv, num_workers=2, seed=0) as env,
-        AsyncCollector(env, actor, frames_per_batch=64, in_background=1) as collector,
-    ):
-        for _ in range(30):
-            data = collector.collect()
-            reward = (data["action"] == 2).float()
-            chosen = torch.log_softmax(
-                actor.net(data.set("scaled", torch.ones(*data.batch_size, 3)))[
-                    "logits"
-                ],
-                -1,
-            )
-            loss = -(
-                chosen.gather(-1, data["action"][..., None])[..., 0]
-                * (reward - reward.mean())
-            ).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            collector.update_policy_()
-        share = np.mean(
-            [
-                float((collector.collect()["action"] == 2).float().mean())
-                for _ in range(3)
-            ]
-        )
-    assert share > 0.8
 
 
 @pytest.mark.parametrize("call", ["collect", "close"])

@@ -5,7 +5,6 @@ import functools
 import re
 import socket
 import threading
-import warnings
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from envherd.executor.guests.collectors.policy import (
     uncopied,
 )
 from envherd.workers.testing import CountingEnv, FaultyEnv
+from tests.executor.calls import ones
 
 NUM_ENVS = 3
 
@@ -30,10 +30,6 @@ NUM_ENVS = 3
 def env(request):
     with request.param(NUM_ENVS, CountingEnv, seed=0) as env:
         yield env
-
-
-def ones(td):
-    return td.set("action", torch.ones(td.shape[0], dtype=torch.int64))
 
 
 class Holding(nn.Module):
@@ -147,13 +143,6 @@ def test_collector_closes_its_executor():
     collector.shutdown()
 
 
-def test_it_goes_on_after_an_env_has_raised():
-    with SerialEnv(2, functools.partial(FaultyEnv, "raise", at="step")) as env:
-        collector = Collector(env, frames_per_batch=8)
-        with pytest.raises(EnvError):
-            list(collector)
-
-
 def test_results_that_are_no_tensordict_are_refused(env):
     collector = Collector(
         env, lambda td: td["observation"], frames_per_batch=3, close_env=False
@@ -169,11 +158,14 @@ def test_results_that_are_no_tensordict_are_refused(env):
 # ---- policies --------------------------------------------------------------------------------
 
 
-def test_a_policy_is_called_itself(env, holding):
-    collector = Collector(env, holding, frames_per_batch=6, close_env=False)
+def test_a_policy_is_called_itself(env, holding, caplog):
+    collector = Collector(
+        env, holding, frames_per_batch=6, policy_device="cpu", close_env=False
+    )
     assert collector.policy is holding
     collector.collect()
     assert holding.num_calls == 2
+    assert caplog.messages == [], "it need not be copied"
 
 
 def test_policy_that_cannot_be_copied_is_used_itself_and_named(holding, caplog):
@@ -186,30 +178,37 @@ def test_policy_that_cannot_be_copied_is_used_itself_and_named(holding, caplog):
     assert placed.device == torch.device("cpu")
 
 
-def test_a_policy_may_say_so_itself(caplog):
-    policy = nn.Linear(3, 2)
-    policy.copyable = False
-    assert Placed(policy, "meta").policy is policy
-    assert "copyable = False" in caplog.text
-
-
-def test_module_compiled_in_place_is_not_copied(caplog):
+def compiled_in_place():
     net = nn.Sequential(nn.Linear(2, 2))
     net[0].compile(backend="eager")
-    assert Placed(net, "meta").policy is net
-    assert re.search(
-        r"0 was compiled in place, .* use torch.compile\(module\)", caplog.text
-    )
+    return net
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (
+            lambda: type("Own", (nn.Linear,), {"copyable": False})(3, 2),
+            "copyable = False",
+        ),
+        (lambda: nn.LazyLinear(2), "weight is not initialised yet"),
+        (
+            compiled_in_place,
+            r"0 was compiled in place, .* use torch.compile\(module\)",
+        ),
+    ],
+)
+def test_a_policy_that_must_not_be_copied_is_used_itself(make, reason, caplog):
+    policy = make()
+    assert Placed(policy, "meta").policy is policy
+    assert re.search(reason, caplog.text)
+
+
+def test_a_compiled_policy_is_copied():
     compiled = torch.compile(nn.Linear(2, 2), backend="eager")
     placed = Placed(compiled, "meta")
     assert placed.is_copy
     assert type(placed.policy) is type(compiled)
-
-
-def test_lazy_weights_are_not_copied_before_they_are_there(caplog):
-    policy = nn.LazyLinear(2)
-    assert Placed(policy, "meta").policy is policy
-    assert "weight is not initialised yet" in caplog.text
 
 
 def test_the_data_goes_to_the_policy():
@@ -235,28 +234,21 @@ def test_the_data_goes_to_the_policy():
     assert seen == [torch.device("meta")]
 
 
-def test_leaves_that_a_policy_overwrites_are_in_the_batch():
-    def policy(td):
-        td["hidden"] = td["hidden"] + 1
-        return td.set("action", torch.ones(2))
-
-    root = TensorDict(
-        {"observation": torch.zeros(2, 3), "hidden": torch.zeros(2)}, [2], device="cpu"
-    )
-    observation = root["observation"]
-    acted = Placed(policy, "cpu:0")(root)  # another device name is enough to move
-    assert acted["hidden"].tolist() == [1, 1]
-    assert acted["action"].tolist() == [1, 1]
-    assert acted["observation"] is observation
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_policys_changes_in_place_are_in_the_batch(monkeypatch, mode):
-    # As for another device.
+@pytest.mark.parametrize(
+    ("count", "mode"),
+    [
+        (lambda hidden: hidden + 1, torch.no_grad),
+        (lambda hidden: hidden.add_(1), torch.no_grad),
+        (lambda hidden: hidden.add_(1), torch.inference_mode),
+    ],
+    ids=["overwritten", "in place", "in place, in inference mode"],
+)
+def test_leaves_that_a_policy_changes_are_in_the_batch(monkeypatch, count, mode):
+    # As for another device; another name of the device is enough to move.
     monkeypatch.setattr(TensorDict, "to", lambda td, *_, **__: td.clone())
 
     def policy(td):
-        td["hidden"].add_(1)
+        td["hidden"] = count(td["hidden"])
         return td.set("action", torch.ones(2))
 
     with mode():
@@ -268,6 +260,7 @@ def test_policys_changes_in_place_are_in_the_batch(monkeypatch, mode):
         observation = root["observation"]
         acted = Placed(policy, "cpu:0")(root)
         assert acted["hidden"].tolist() == [1, 1]
+        assert acted["action"].tolist() == [1, 1]
         assert mode is torch.inference_mode or acted["observation"] is observation
 
 
@@ -307,14 +300,6 @@ def test_a_factory_builds_the_policy_when_it_is_needed(env):
     collector.collect()
     assert len(built) == 1
     assert collector.policy is built[0]
-
-
-def test_no_warning_about_policies_that_may_stay(env, holding):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        Collector(
-            env, holding, frames_per_batch=3, policy_device="cpu", close_env=False
-        ).collect()
 
 
 # ---- state -----------------------------------------------------------------------------------

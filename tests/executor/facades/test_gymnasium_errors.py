@@ -2,9 +2,7 @@
 
 import functools
 import multiprocessing
-import os
 import pickle
-import signal
 from contextlib import closing
 
 import gymnasium
@@ -26,6 +24,7 @@ from envherd.executor import (
 )
 from envherd.gymnasium import AsyncVectorEnv, SyncVectorEnv
 from tests.envs.gymnasium_envs import ERRORS, Failing, Odd, Precise, Slow
+from tests.executor.calls import kill
 from tests.gates import alarm
 
 ACTIONS = np.zeros(3, np.int64)
@@ -130,18 +129,18 @@ class Flagging(Precise):
 
 
 def test_flags_may_be_numbers(make):
-    envs, theirs = make(Flagging), gymnasium.vector.SyncVectorEnv([Flagging] * 3)
-    for actions in (np.arange(3), np.arange(3, 6)):
-        envs.reset()
-        theirs.reset()
-        ours, expected = envs.step(actions), theirs.step(actions)
-        assert ours[2].tolist() == expected[2].tolist()
-        assert ours[3].tolist() == expected[3].tolist()
+    envs = make(Flagging)
+    with closing(gymnasium.vector.SyncVectorEnv([Flagging] * 3)) as theirs:
+        for actions in (np.arange(3), np.arange(3, 6)):
+            envs.reset()
+            theirs.reset()
+            ours, expected = envs.step(actions), theirs.step(actions)
+            assert ours[2].tolist() == expected[2].tolist()
+            assert ours[3].tolist() == expected[3].tolist()
     for wrong in (6, 7):
         envs.reset()
         with pytest.raises(EnvError, match="expected a bool as `terminated`"):
             envs.step(np.full(3, wrong))
-    theirs.close()
 
 
 def test_calls_out_of_order():
@@ -242,7 +241,7 @@ def test_the_rows_of_a_lost_worker_are_a_truncation():
         ) as envs:
             envs.reset()
             envs.step(ACTIONS)
-            os.kill(envs.executor.statistics().workers[0].pid, signal.SIGKILL)
+            kill(envs.executor, 0)
             observations, rewards, terminations, truncations, infos = envs.step(ACTIONS)
             assert observations.tolist() == after
             assert rewards.tolist() == [0.0] * 3
@@ -258,16 +257,12 @@ def test_the_rows_of_a_lost_worker_are_a_truncation():
             assert "interrupted" not in envs.step(ACTIONS)[4]
 
 
-def kill(envs, env_id):
-    os.kill(envs.executor.statistics().workers[env_id].pid, signal.SIGKILL)
-
-
 @pytest.mark.broken_pool
 @pytest.mark.slow
 def test_other_workers_complete_the_step_in_which_one_died():
     with closing(AsyncVectorEnv([Failing] * 3, num_workers=3)) as envs:
         envs.reset()
-        kill(envs, 1)
+        kill(envs.executor, 1)
         with pytest.raises(WorkerLost):
             envs.step(ACTIONS)
         others = envs.executor.current([0, 2])
@@ -290,7 +285,7 @@ def test_wait_for_other_workers_than_the_lost_one_times_out():
         envs.reset()
         envs.set_attr("pause", [0.0, 1.5, 1.5])
         envs.step_async(ACTIONS)
-        kill(envs, 1)
+        kill(envs.executor, 1)
         with pytest.raises(multiprocessing.TimeoutError):
             envs.step_wait(timeout=0.2)
         envs.reset()
@@ -313,7 +308,7 @@ def test_a_loss_that_a_list_of_actions_meets_is_an_interrupted_row(lost):
     ) as envs:
         envs.reset()
         for env_id in lost:
-            kill(envs, env_id)
+            kill(envs.executor, env_id)
         observations, _, _, truncated, infos = envs.step([0, 0, 0])
         is_lost = [env_id in lost for env_id in range(3)]
         assert infos["interrupted"].tolist() == truncated.tolist() == is_lost

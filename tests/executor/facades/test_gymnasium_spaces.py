@@ -109,18 +109,18 @@ def reordered(value):
     "change", [lambda value: value, reordered], ids=["as sampled", "reversed"]
 )
 def test_keys_have_gymnasiums_order(facade, change):
-    envs, theirs = (
-        make([Ordered] * 2, autoreset_mode="SameStep")
-        for make in (facade, gymnasium.vector.SyncVectorEnv)
-    )
-    assert order(envs.reset()[0]) == order(theirs.reset()[0])
-    actions = change(theirs.action_space.sample())
-    ours, expected = envs.step(actions), theirs.step(actions)
-    assert envs.get_attr("seen") == theirs.get_attr("seen")
-    assert order(ours[0]) == order(expected[0])
-    assert order(ours[4]["final_obs"][0]) == order(expected[4]["final_obs"][0])
-    envs.close()
-    theirs.close()
+    with (
+        contextlib.closing(facade([Ordered] * 2, autoreset_mode="SameStep")) as envs,
+        contextlib.closing(
+            gymnasium.vector.SyncVectorEnv([Ordered] * 2, autoreset_mode="SameStep")
+        ) as theirs,
+    ):
+        assert order(envs.reset()[0]) == order(theirs.reset()[0])
+        actions = change(theirs.action_space.sample())
+        ours, expected = envs.step(actions), theirs.step(actions)
+        assert envs.get_attr("seen") == theirs.get_attr("seen")
+        assert order(ours[0]) == order(expected[0])
+        assert order(ours[4]["final_obs"][0]) == order(expected[4]["final_obs"][0])
 
 
 def test_a_custom_space_is_refused_with_shared_memory():
@@ -128,55 +128,56 @@ def test_a_custom_space_is_refused_with_shared_memory():
         AsyncVectorEnv([functools.partial(Echo, Custom())])
 
 
-class TestObservationMode:
-    @staticmethod
-    def env_fns(*spaces):
-        return [functools.partial(Echo, space) for space in spaces]
-
-    def test_spaces_that_differ(self, facade):
-        spaces = [Box(0, high, (2,)) for high in (1, 2)]
-        for mode in ("same", "different"):
-            with pytest.raises(
-                RuntimeError,
-                match=r"observation_mode='different'|action space different",
-            ):
-                facade(self.env_fns(*spaces), observation_mode=mode)
-
-    def test_different(self, facade):
-        spaces = [Box(0, high, (2,)) for high in (1, 2)]
-        for mode in (
-            "different",
-            (Box(0, np.array([[1, 1], [2, 2]])), Box(0, 1, (2,))),
+def test_observation_spaces_that_differ_need_a_mode_and_equal_actions(facade):
+    spaces = [Box(0, high, (2,)) for high in (1, 2)]
+    for mode in ("same", "different"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"observation_mode='different'|action space different",
         ):
-            with contextlib.closing(
-                facade(
-                    [functools.partial(WithActions, space) for space in spaces],
-                    observation_mode=mode,
-                )
-            ) as envs:
-                assert envs.observation_space == batch_differing_spaces(spaces)
-                assert envs.single_observation_space == spaces[0]
-                assert envs.reset()[0].shape == (2, 2)
+            facade(
+                [functools.partial(Echo, space) for space in spaces],
+                observation_mode=mode,
+            )
 
-    def test_shapes_that_differ(self, facade):
-        spaces = [Box(0, 1, (size,)) for size in (1, 2)]
-        pair = (Box(0, 1, (2, 1)), spaces[0])
-        for mode, kind in (
-            ("same", RuntimeError),
-            ("different", NOT_BATCHED),
-            (pair, RuntimeError),
-        ):
-            with pytest.raises(kind):
-                facade(
-                    [functools.partial(WithActions, space) for space in spaces],
-                    observation_mode=mode,
-                )
 
-    def test_no_mode(self, facade):
-        with pytest.raises(ValueError, match="Invalid `observation_mode`"):
-            facade([Failing], observation_mode="any")
-        with pytest.raises(TypeError, match="to be Spaces"):
-            facade([Failing], observation_mode=(Box(0, 1), "same"))
+def test_observation_spaces_may_differ_in_their_bounds(facade):
+    spaces = [Box(0, high, (2,)) for high in (1, 2)]
+    for mode in (
+        "different",
+        (Box(0, np.array([[1, 1], [2, 2]])), Box(0, 1, (2,))),
+    ):
+        with contextlib.closing(
+            facade(
+                [functools.partial(WithActions, space) for space in spaces],
+                observation_mode=mode,
+            )
+        ) as envs:
+            assert envs.observation_space == batch_differing_spaces(spaces)
+            assert envs.single_observation_space == spaces[0]
+            assert envs.reset()[0].shape == (2, 2)
+
+
+def test_observations_of_different_shapes_are_refused(facade):
+    spaces = [Box(0, 1, (size,)) for size in (1, 2)]
+    pair = (Box(0, 1, (2, 1)), spaces[0])
+    for mode, kind in (
+        ("same", RuntimeError),
+        ("different", NOT_BATCHED),
+        (pair, RuntimeError),
+    ):
+        with pytest.raises(kind):
+            facade(
+                [functools.partial(WithActions, space) for space in spaces],
+                observation_mode=mode,
+            )
+
+
+def test_an_observation_mode_that_there_is_not(facade):
+    with pytest.raises(ValueError, match="Invalid `observation_mode`"):
+        facade([Failing], observation_mode="any")
+    with pytest.raises(TypeError, match="to be Spaces"):
+        facade([Failing], observation_mode=(Box(0, 1), "same"))
 
 
 @needs("box2d")
@@ -297,16 +298,17 @@ def test_gymnasiums_vector_wrappers_give_what_they_give_over_its_own(facade, mod
 
 def test_gymnasium_makes_lists_of_infos(facade):
     makes = [functools.partial(gymnasium.make, TAXI)] * 2
-    ours, theirs = map(
-        wrappers.DictInfoToList, (facade(makes), gymnasium.vector.SyncVectorEnv(makes))
-    )
-    assert data_equivalence(ours.reset(seed=1), theirs.reset(seed=1))
-    our, their = (envs.step(np.zeros(2, np.int64)) for envs in (ours, theirs))
-    assert data_equivalence(our, their)
-    assert len(our[4]) == 2
-    assert "prob" in our[4][1]
-    ours.close()
-    theirs.close()
+    with (
+        contextlib.closing(wrappers.DictInfoToList(facade(makes))) as ours,
+        contextlib.closing(
+            wrappers.DictInfoToList(gymnasium.vector.SyncVectorEnv(makes))
+        ) as theirs,
+    ):
+        assert data_equivalence(ours.reset(seed=1), theirs.reset(seed=1))
+        our, their = (envs.step(np.zeros(2, np.int64)) for envs in (ours, theirs))
+        assert data_equivalence(our, their)
+        assert len(our[4]) == 2
+        assert "prob" in our[4][1]
 
 
 def test_objects_defined_in_the_script_return_as_themselves(facade):

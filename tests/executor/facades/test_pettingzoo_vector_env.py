@@ -18,7 +18,6 @@ import torch
 from gymnasium import spaces
 from gymnasium.error import ClosedEnvironmentError
 from gymnasium.vector import AutoresetMode
-from pettingzoo import ParallelEnv as PettingZooEnv
 
 from envherd import ActionError, FactoryError, PerPlayer, ResetNeeded, evaluate
 from envherd.executor import ExecutorOptions, MeltingPotFactory, ParallelEnv
@@ -29,7 +28,7 @@ from envherd.pettingzoo import (
     parallel_env,
 )
 from tests.envs.counting_envs import AgentsEnv
-from tests.envs.pettingzoo_envs import LENGTH, PRESENT, Village
+from tests.envs.pettingzoo_envs import LENGTH, PRESENT, Scripted, Village
 
 pytestmark = pytest.mark.slow
 
@@ -160,13 +159,16 @@ def check_observations(envs, observations, raws):
             if agent in raw.observations:
                 assert_equal(own, raw.observations[agent])
             else:
-                assert_zero(own)
+                for value in own.values() if isinstance(own, dict) else [own]:
+                    assert not np.any(value)
 
 
 def check_outcome(outcome, i, expected):
     """Compare the rewards and flags of one env, and return how many agents were absent."""
     _, rewards, terminations, truncations, _ = outcome
     for agent in AGENTS:
+        assert (rewards[agent].dtype, rewards[agent].shape) == (np.float64, (3,))
+        assert terminations[agent].dtype == truncations[agent].dtype == bool
         assert rewards[agent][i] == expected[0].get(agent, 0.0)
         for flags, theirs in zip(
             (terminations, truncations), expected[1:], strict=True
@@ -189,6 +191,11 @@ def test_agents_get_what_their_envs_give(mode, start_method):
         [Village] * 3, num_workers=2, autoreset_mode=mode, options=options
     ) as envs:
         assert envs.possible_agents == AGENTS
+        assert envs.observation_space("sheep_0") == spaces.Box(
+            0, 100, (3, 2), np.float64
+        )
+        assert envs.single_action_space("sheep_0") == spaces.Discrete(3, start=1)
+        assert envs.num_agents == envs.max_num_agents == 5
         for agent in AGENTS:
             envs.action_space(agent).seed(7)
         observations, _ = envs.reset(seed=5)
@@ -223,25 +230,6 @@ def test_agents_get_what_their_envs_give(mode, start_method):
                     raw.reset()
         assert num_ends >= 6
         assert num_absent > 9
-
-
-def assert_zero(values):
-    for value in values.values() if isinstance(values, dict) else [values]:
-        assert not np.any(value)
-
-
-def test_rewards_and_flags_are_arrays_of_all_envs():
-    with ParallelVectorEnv([Village] * 2, num_workers=1) as envs:
-        envs.reset(seed=[1, 2])
-        _, rewards, terminations, truncations, _ = envs.step(draw(envs))
-        for agent in AGENTS:
-            assert (rewards[agent].dtype, rewards[agent].shape) == (np.float64, (2,))
-            assert terminations[agent].dtype == truncations[agent].dtype == bool
-        assert envs.observation_space("sheep_0") == spaces.Box(
-            0, 100, (2, 2), np.float64
-        )
-        assert envs.single_action_space("sheep_0") == spaces.Discrete(3, start=1)
-        assert envs.num_agents == envs.max_num_agents == 5
 
 
 def test_actions_may_be_tensors_and_lists_and_absent_agents_need_none():
@@ -310,93 +298,81 @@ def test_a_lost_worker_truncates_all_agents():
 
 def test_rows_by_agent_are_those_of_the_agents():
     make_envs = [Flock] * 2
-    dicts, rows = (
-        ParallelVectorEnv(make_envs, num_workers=1),
-        AgentRowsEnv(make_envs, num_workers=1),
-    )
-    assert rows.num_envs == 6
-    assert (
-        rows.observation_space
-        == rows.single_observation_space
-        == spaces.Box(0, 100, (2,), np.float64)
-    )
-    by_agent, _ = dicts.reset(seed=4)
-    by_row, infos = rows.reset(seed=4)
-    assert infos[0]["name"] == "sheep_0"
-    assert infos[2] == {}
-    rng = np.random.default_rng(0)
-    num_left = num_ends = 0
-    for _ in range(2 * LENGTH):
-        for i, agent in enumerate(dicts.possible_agents):
-            assert np.array_equal(by_row[i::3], by_agent[agent])
-        actions = rng.integers(1, 4, 6)
-        was_active = dicts.active
-        by_agent, rewards, terminations, truncations, _ = dicts.step(
-            {agent: actions[i::3] for i, agent in enumerate(dicts.possible_agents)}
+    with (
+        ParallelVectorEnv(make_envs, num_workers=1) as dicts,
+        closing(AgentRowsEnv(make_envs, num_workers=1)) as rows,
+    ):
+        assert rows.num_envs == 6
+        assert (
+            rows.observation_space
+            == rows.single_observation_space
+            == spaces.Box(0, 100, (2,), np.float64)
         )
-        by_row, paid, terminated, truncated, infos = rows.step(actions)
-        assert paid.dtype == np.float32
-        is_over = np.all(
-            [terminations[a] | truncations[a] for a in dicts.possible_agents], axis=0
-        )
-        for i, agent in enumerate(dicts.possible_agents):
-            assert paid[i::3].tolist() == rewards[agent].tolist()
-            counts = was_active[agent] | is_over
-            assert terminated[i::3].tolist() == (terminations[agent] & counts).tolist()
-            assert truncated[i::3].tolist() == (truncations[agent] & counts).tolist()
-            assert all(("terminal_observation" in info) == is_over[0] for info in infos)
-            num_left += int((terminated | truncated)[i::3].sum())
-        num_ends += int(is_over.sum())
-    assert num_ends == 8
-    assert num_left > 3 * num_ends  # some left before the end
-    with pytest.raises(ValueError, match="expected 6 actions"):
-        rows.step(actions[:5])
-    dicts.close()
-    rows.close()
+        by_agent, _ = dicts.reset(seed=4)
+        by_row, infos = rows.reset(seed=4)
+        assert infos[0]["name"] == "sheep_0"
+        assert infos[2] == {}
+        rng = np.random.default_rng(0)
+        num_left = num_ends = 0
+        for _ in range(2 * LENGTH):
+            for i, agent in enumerate(dicts.possible_agents):
+                assert np.array_equal(by_row[i::3], by_agent[agent])
+            actions = rng.integers(1, 4, 6)
+            was_active = dicts.active
+            by_agent, rewards, terminations, truncations, _ = dicts.step(
+                {agent: actions[i::3] for i, agent in enumerate(dicts.possible_agents)}
+            )
+            by_row, paid, terminated, truncated, infos = rows.step(actions)
+            assert paid.dtype == np.float32
+            is_over = np.all(
+                [terminations[a] | truncations[a] for a in dicts.possible_agents],
+                axis=0,
+            )
+            for i, agent in enumerate(dicts.possible_agents):
+                assert paid[i::3].tolist() == rewards[agent].tolist()
+                counts = was_active[agent] | is_over
+                assert (
+                    terminated[i::3].tolist() == (terminations[agent] & counts).tolist()
+                )
+                assert (
+                    truncated[i::3].tolist() == (truncations[agent] & counts).tolist()
+                )
+                assert all(
+                    ("terminal_observation" in info) == is_over[0] for info in infos
+                )
+                num_left += int((terminated | truncated)[i::3].sum())
+            num_ends += int(is_over.sum())
+        assert num_ends == 8
+        assert num_left > 3 * num_ends  # some left before the end
+        with pytest.raises(ValueError, match="expected 6 actions"):
+            rows.step(actions[:5])
 
 
-class Numbered(PettingZooEnv):
-    """Agents that are numbers; infos have entries of agents, and others."""
-
-    metadata = {"name": "numbered"}  # noqa: RUF012  # as its base class has them
-    possible_agents = [0, 1]  # noqa: RUF012
-
-    def observation_space(self, agent):
-        return spaces.Box(0, 9, (1,))
-
-    def action_space(self, agent):
-        return spaces.Discrete(2)
-
-    def reset(self, seed=None, options=None):
-        self.agents, self.count = [0, 1], 0
-        return self.by_agent(np.zeros(1, np.float32)), self.infos()
-
-    def step(self, actions):
-        self.count += 1
-        is_over = self.count == 2
-        result = (
-            *map(self.by_agent, (np.ones(1, np.float32), 1.0, is_over, False)),
-            self.infos(),
-        )
-        if is_over:
-            self.agents = []
-        return result
-
-    def by_agent(self, value):
-        return dict.fromkeys([0, 1], value)
-
-    def infos(self):
-        return {
-            0: {"own": self.count},
-            1: {"own": 10 + self.count},
-            "all": {"clock": self.count},
+def numbered():
+    """Return an env of agents that are numbers, for two steps; infos have entries of agents, and others."""
+    infos = [
+        {
+            0: {"own": count},
+            1: {"own": 10 + count},
+            "all": {"clock": count},
             "weather": 7,
         }
+        for count in range(3)
+    ]
+    seen = dict.fromkeys([0, 1], np.zeros(2, np.float32))
+    paid = dict.fromkeys(seen, 1.0)
+    stay = dict.fromkeys(seen, False)
+    leave = dict.fromkeys(seen, True)
+    answers = [
+        ([0, 1], (seen, paid, stay, stay, infos[1])),
+        ([], (seen, paid, leave, stay, infos[2])),
+    ]
+    return Scripted([0, 1], answers=answers, first=(seen, infos[0]))
 
 
 def test_errors_name_this_class_and_its_calls():
     with closing(
-        ParallelVectorEnv([Numbered] * 2, num_workers=1, autoreset_mode="Disabled")
+        ParallelVectorEnv([numbered] * 2, num_workers=1, autoreset_mode="Disabled")
     ) as envs:
         actions = dict.fromkeys([0, 1], np.zeros(2, np.int64))
         envs.reset()
@@ -420,7 +396,7 @@ def test_errors_name_this_class_and_its_calls():
 
 
 def test_infos_of_agents_and_of_none():
-    with ParallelVectorEnv([Numbered] * 2, num_workers=1) as dicts:
+    with ParallelVectorEnv([numbered] * 2, num_workers=1) as dicts:
         _, infos = dicts.reset()
         assert infos[1]["own"].tolist() == [10, 10]
         assert infos["all"]["clock"].tolist() == [0, 0]
@@ -434,7 +410,7 @@ def test_infos_of_agents_and_of_none():
 @pytest.mark.parametrize("base_class", ["gymnasium", "stable_baselines3"])
 def test_rows_have_the_infos_of_their_agents(base_class):
     with closing(
-        concat_vec_envs_v1(Numbered, 2, num_cpus=1, base_class=base_class)
+        concat_vec_envs_v1(numbered, 2, num_cpus=1, base_class=base_class)
     ) as rows:
         rows.reset()
         infos = rows.step(np.zeros(4, np.int64))[-1]

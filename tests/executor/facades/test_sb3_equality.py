@@ -44,7 +44,7 @@ def same(one, other):
 def play(make, env_fns, num_steps):
     """Return all outputs of a vec env over some random steps, and the number of ends of each kind."""
     with closing(make(env_fns)) as env:
-        returned = []
+        returned = [(str(env.observation_space), str(env.action_space))]
         env.seed(5)
         returned.append((env.reset(), list(env.reset_infos)))
         space = env.action_space
@@ -57,7 +57,13 @@ def play(make, env_fns, num_steps):
                 np.stack(actions) if is_stacked else actions
             )
             returned.append(
-                (obs, rewards, dones, list(map(sort, infos)), list(env.reset_infos))
+                (
+                    obs,
+                    rewards,
+                    dones,
+                    [dict(sorted(info.items())) for info in infos],
+                    list(env.reset_infos),
+                )
             )
             for done, info in zip(dones, infos, strict=True):
                 assert ("terminal_observation" in info) == done
@@ -65,10 +71,6 @@ def play(make, env_fns, num_steps):
                     bool(done)
                 )
         return returned, ends
-
-
-def sort(info):
-    return {key: info[key] for key in sorted(info)}
 
 
 @pytest.mark.parametrize("name", EACH)

@@ -1,4 +1,4 @@
-"""SB3 trains on the facade, through its wrappers, with agents as rows, action masks and callbacks."""
+"""SB3 trains on the facade, through its wrappers, with agents as rows, action masks, callbacks and films."""
 
 import functools
 from contextlib import closing
@@ -15,18 +15,22 @@ from gymnasium import spaces
 from stable_baselines3 import A2C, DQN, PPO
 from stable_baselines3.common.callbacks import (
     BaseCallback,
-    CallbackList,
-    CheckpointCallback,
     EvalCallback,
-    StopTrainingOnMaxEpisodes,
     StopTrainingOnRewardThreshold,
 )
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import DummyVecEnv as HostVecEnv
-from stable_baselines3.common.vec_env import VecFrameStack, VecMonitor, VecNormalize
+from stable_baselines3.common.vec_env import (
+    VecFrameStack,
+    VecMonitor,
+    VecNormalize,
+    VecVideoRecorder,
+)
 
 from envherd.executor import ExecutorOptions, MeltingPotFactory
 from envherd.sb3 import DummyVecEnv, SubprocVecEnv
+from envherd.workers.adapters.named import NamedFactory
+from tests.envs.gymnasium_envs import Horizon
 from tests.envs.sb3_envs import (
     MaskedEnv,
     SampledEnv,
@@ -65,32 +69,6 @@ def test_algorithms_train(make, algorithm, arguments):
             not torch.equal(one, other)
             for one, other in zip(before, model.policy.parameters(), strict=True)
         )
-
-
-@pytest.mark.parametrize("space", ["dict of boxes", "image"])
-def test_policies_of_dicts_and_images_train(space):
-    make_env = (
-        functools.partial(SampledEnv, "dict", 7)
-        if space == "dict of boxes"
-        else functools.partial(BigImage)
-    )
-    with closing(TWO_WORKERS([make_env] * 2)) as env:
-        model = PPO(
-            "MultiInputPolicy" if space == "dict of boxes" else "CnnPolicy",
-            env,
-            n_steps=8,
-            batch_size=8,
-            n_epochs=1,
-        )
-        model.learn(16)
-
-
-class BigImage(SampledEnv):
-    """Observes noise of a size that a convolution takes."""
-
-    def __init__(self):
-        super().__init__("image")
-        self.observation_space = gymnasium.spaces.Box(0, 255, (40, 40, 3), np.uint8)
 
 
 @BOTH
@@ -190,27 +168,16 @@ def test_melting_pot_has_one_row_per_agent(make):
         assert env.render().ndim == 3
 
 
-@needs("meltingpot")
-def test_melting_pot_trains_with_shared_parameters():
-    make_env = MeltingPotFactory(
-        "prisoners_dilemma_in_the_matrix__repeated",
-        keys=("RGB", "INVENTORY"),
-        max_steps=12,
-    )
-    with closing(VecMonitor(TWO_WORKERS([make_env] * 2))) as env:
-        model = PPO(
-            "MultiInputPolicy", env, n_steps=16, batch_size=32, n_epochs=1, device="cpu"
-        )
-        model.learn(3 * 16 * 4)
-        assert model.num_timesteps == 192
-        assert {info["l"] for info in model.ep_info_buffer} == {12}
-
-
 # ---- action masks for sb3-contrib, `VecNormalize`, callbacks -------------------------------------
 
 FROM_INFOS = functools.partial(
     SubprocVecEnv, num_workers=1, options=ExecutorOptions(infos=("action_mask",))
 )
+
+
+def masked(name):
+    """Return the factory of an env whose module imports PettingZoo."""
+    return NamedFactory("python", f"tests.envs.pettingzoo_masked:{name}")
 
 
 def legal(action):
@@ -261,10 +228,8 @@ def test_an_env_without_masks_has_none():
 
 @needs("pettingzoo")
 def test_agents_of_pettingzoo_have_rows_and_masks():
-    from tests.envs.pettingzoo_masked import MaskedAgents
-
     for make in (DummyVecEnv, TWO_WORKERS):
-        with closing(make([MaskedAgents] * 2)) as env:
+        with closing(make([masked("MaskedAgents")] * 2)) as env:
             assert (env.num_envs, env.action_space) == (4, spaces.Discrete(4))
             assert env.observation_space == spaces.Box(-1, 1, (2,), np.float32)
             env.reset()
@@ -288,9 +253,7 @@ def test_agents_of_pettingzoo_have_rows_and_masks():
 
 @needs("pettingzoo")
 def test_the_info_of_a_single_agent_is_that_of_its_row():
-    from tests.envs.pettingzoo_masked import Alone
-
-    with closing(TWO_WORKERS([Alone] * 2)) as env:
+    with closing(TWO_WORKERS([masked("Alone")] * 2)) as env:
         env.reset()
         assert env.reset_infos == [{"name": "agent_0"}] * 2
         infos = env.step(np.array([1, 0]))[3]
@@ -303,11 +266,12 @@ def test_the_info_of_a_single_agent_is_that_of_its_row():
 @needs("pettingzoo")
 def test_supersuits_function_makes_a_vec_env_of_agents():
     from envherd.pettingzoo import concat_vec_envs_v1
-    from tests.envs.pettingzoo_masked import MaskedAgents, Named
 
     # Two groups by their names.
     with closing(
-        concat_vec_envs_v1(Named, 2, num_cpus=2, base_class="stable_baselines3")
+        concat_vec_envs_v1(
+            masked("Named"), 2, num_cpus=2, base_class="stable_baselines3"
+        )
     ) as env:
         assert isinstance(env, SubprocVecEnv)
         assert (env.num_envs, env.executor.num_workers) == (4, 2)
@@ -321,24 +285,25 @@ def test_supersuits_function_makes_a_vec_env_of_agents():
         )
         model.learn(64)
         assert {info["l"] for info in model.ep_info_buffer} == {4}
-    assert MaskedAgents.possible_agents != Named.possible_agents
 
 
 @needs("dev")
-@pytest.mark.parametrize("source", ["method", "info", "pettingzoo"])
-def test_maskable_ppo_trains_and_takes_legal_actions_alone(source):
+@pytest.mark.parametrize(
+    ("make", "make_envs"),
+    [
+        (TWO_WORKERS, [MaskedEnv] * 4),
+        (FROM_INFOS, [SilentMaskedEnv] * 4),
+        pytest.param(
+            TWO_WORKERS, [masked("MaskedAgents")] * 2, marks=needs("pettingzoo")
+        ),
+    ],
+    ids=["method", "info", "pettingzoo"],
+)
+def test_maskable_ppo_trains_and_takes_legal_actions_alone(make, make_envs):
     from sb3_contrib import MaskablePPO
     from sb3_contrib.common.maskable.evaluation import evaluate_policy
 
-    if source == "pettingzoo":
-        skip_without("pettingzoo")
-        from tests.envs.pettingzoo_masked import MaskedAgents
-
-        env = TWO_WORKERS([MaskedAgents] * 2)
-    elif source == "info":
-        env = FROM_INFOS([SilentMaskedEnv] * 4)
-    else:
-        env = TWO_WORKERS([MaskedEnv] * 4)
+    env = make(make_envs)
     model = MaskablePPO(
         "MlpPolicy",
         VecMonitor(env),
@@ -423,54 +388,55 @@ def test_statistics_of_normalization_are_saved_and_loaded(make, tmp_path):
         assert np.array_equal(mine, theirs)
 
 
+# ---- SB3's video recorder -----------------------------------------------------------------------
+
+NUM_FRAMES = 8
+FPS = 5
+
+
+class Brighter(Horizon):
+    """Draws a square that becomes brighter with every step; a second one identifies the env."""
+
+    render_mode = "rgb_array"
+
+    def __init__(self, env_id: int) -> None:
+        self.metadata = {"render_modes": ["rgb_array"], "render_fps": FPS}
+        self.env_id = env_id
+        self.count = 0
+
+    def render(self):
+        return np.full((32, 32, 3), 10 + 12 * self.count + 100 * self.env_id, np.uint8)
+
+
+@needs("all")
+# Of moviepy, when it is compiled.
+@pytest.mark.filterwarnings("ignore::SyntaxWarning", "ignore::DeprecationWarning")
 @BOTH
-def test_callbacks_see_the_training_and_run_evaluations(make, tmp_path):
-    seen = []
-    for kind in (HostVecEnv, make):
-        out = tmp_path / str(len(seen))
-        with (
-            closing(VecNormalize(VecMonitor(kind([make_cartpole] * 2)))) as env,
-            closing(
-                VecNormalize(
-                    VecMonitor(kind([make_cartpole] * 2)),
-                    training=False,
-                    norm_reward=False,
-                )
-            ) as judge,
-        ):
-            env.seed(1)
-            judge.seed(2)
-            check = EvalCallback(
-                judge,
-                n_eval_episodes=4,
-                eval_freq=32,
-                log_path=str(out),
-                best_model_save_path=str(out),
-                verbose=0,
-            )
-            save = CheckpointCallback(32, str(out), save_vecnormalize=True)
-            callbacks = CallbackList(
-                [check, save, StopTrainingOnMaxEpisodes(12), Watcher()]
-            )
-            PPO(
-                "MlpPolicy",
-                env,
-                n_steps=32,
-                batch_size=32,
-                n_epochs=1,
-                seed=3,
-                device="cpu",
-            ).learn(5000, callback=callbacks)
-            evaluations = np.load(out / "evaluations.npz")
-            seen.append(
-                (
-                    evaluations["results"],
-                    evaluations["timesteps"],
-                    sorted(path.name for path in out.iterdir()),
-                )
-            )
-    assert seen[0][0].size >= 4
-    assert "best_model.zip" in seen[0][2]
-    assert any("vecnormalize" in name for name in seen[0][2])
-    for mine, theirs in zip(seen[1], seen[0], strict=True):
-        assert np.array_equal(mine, theirs)
+def test_a_video_has_a_frame_for_every_step(make, tmp_path, monkeypatch):
+    from moviepy.video.io.VideoFileClip import VideoFileClip
+    from tqdm import tqdm
+
+    # Moviepy's progress bar would leave a thread behind.
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)
+    makes = [functools.partial(Brighter, 0), functools.partial(Brighter, 1)]
+    with closing(
+        VecVideoRecorder(
+            VecMonitor(make(makes)),
+            str(tmp_path),
+            lambda step: step == 0,
+            video_length=NUM_FRAMES - 1,
+        )
+    ) as env:
+        env.reset()
+        for _ in range(NUM_FRAMES + 3):
+            env.step([0, 1])
+    (path,) = tmp_path.glob("*.mp4")
+    with VideoFileClip(str(path)) as clip:
+        assert clip.fps == FPS
+        frames = list(clip.iter_frames())
+    assert len(frames) == NUM_FRAMES
+    for step, frame in enumerate(frames):
+        assert frame.shape == (64, 32, 3)
+        seen = [int(frame[:28].mean()), int(frame[36:].mean())]
+        # Lossy.
+        assert np.allclose(seen, [10 + 12 * step, 110 + 12 * step], atol=4), step

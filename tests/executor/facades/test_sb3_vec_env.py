@@ -273,38 +273,6 @@ def test_errors_name_sb3s_calls(make):
                     env.step(actions)
 
 
-@BOTH
-def test_exception_of_a_reset_keeps_its_type(make):
-    with closing(make([Refusing] * 2)) as env:
-        env.reset()
-        env.set_options({"is_refused": True})
-        with pytest.raises(PermissionError, match="these options"):
-            env.reset()
-        env.set_options()
-        env.reset()
-        # Not the earlier exception.
-        with pytest.raises(ValueError, match="writing observation failed"):
-            env.step(ZEROS[:2])
-
-
-@BOTH
-def test_a_step_with_four_values_is_named(make):
-    with closing(make([OldApi] * 2)) as env:
-        env.reset()
-        with pytest.raises(
-            ValueError,
-            match=r"got 4 values \(ndarray, float, .*\. This is the API of gym before",
-        ):
-            env.step(ZEROS[:2])
-
-
-class OldApi(SampledEnv):
-    """Returns what envs of gym before 0.26 return."""
-
-    def step(self, action):
-        return self.observation_space.sample(), 0.0, False, {}
-
-
 class Refusing(SampledEnv):
     """Refuses some options; its steps break its space."""
 
@@ -315,6 +283,19 @@ class Refusing(SampledEnv):
 
     def step(self, action):
         return np.zeros(7, np.float32), 0.0, False, False, {}
+
+
+@BOTH
+def test_exception_of_a_reset_keeps_its_type(make):
+    with closing(make([Refusing] * 2)) as env:
+        env.set_options({"is_refused": True})
+        with pytest.raises(PermissionError, match="these options"):
+            env.reset()
+        env.set_options()
+        env.reset()
+        # Not the earlier exception.
+        with pytest.raises(ValueError, match="writing observation failed"):
+            env.step(ZEROS[:2])
 
 
 def test_one_env_twice_is_refused():
@@ -331,24 +312,20 @@ def test_one_env_twice_is_refused():
         SubprocVecEnv([])
 
 
-class WideEnv(SampledEnv):
-    """An env with another observation space."""
+class Closing(SampledEnv):
+    """Counts how often it is closed."""
 
     closed = 0
 
-    def __init__(self):
-        super().__init__()
-        self.observation_space = gymnasium.spaces.Box(-1.0, 1.0, (9,), np.float32)
-
     def close(self):
-        WideEnv.closed += 1
+        Closing.closed += 1
 
 
 def test_envs_of_a_refused_vec_env_are_closed():
     # Its frames hold the vec env.
     with pytest.raises(SpecError, match="env 0 and env 1") as refused:
-        DummyVecEnv([SampledEnv, WideEnv])
-    assert WideEnv.closed == 1, refused
+        DummyVecEnv([SampledEnv, functools.partial(Closing, "image")])
+    assert Closing.closed == 1, refused
 
 
 def test_envs_of_one_worker_do_not_share_what_their_functions_captured():

@@ -148,10 +148,6 @@ def walk(first: int = 3) -> EnvBase:
     return GymWrapper(Walk(first), categorical_action_encoding=True)
 
 
-def cartpole() -> EnvBase:
-    return GymEnv("CartPole-v1")
-
-
 def rows_that_reset_themselves() -> EnvBase:
     mode = {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}
     return GymWrapper(
@@ -162,7 +158,7 @@ def rows_that_reset_themselves() -> EnvBase:
 
 
 FAMILIES: dict[str, Callable[[], EnvBase]] = {
-    "gym": cartpole,
+    "gym": functools.partial(GymEnv, "CartPole-v1"),
     "transformed": lambda: TransformedEnv(
         GymEnv("CartPole-v1"), Compose(DoubleToFloat(), StepCounter())
     ),
@@ -263,9 +259,7 @@ def test_agents_have_returns_of_their_own() -> None:
 
 
 def test_groups_are_those_of_the_executor() -> None:
-    def make() -> EnvBase:
-        return Team(("reward", "bonus"))
-
+    make = functools.partial(Team, ("reward", "bonus"))
     with (
         NativeSerialEnv(1, make, options=ON, seed=0) as native,
         closing(herd(1, make, options=ON)) as env,

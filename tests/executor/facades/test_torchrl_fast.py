@@ -51,8 +51,7 @@ def started(
 ) -> Iterator[tuple[ParallelEnv, list[Op]]]:
     """Yield a started env, and the list of the steps that it has made in the fast way."""
     made: list[Op] = []
-    env = ParallelEnv(3, make, num_processes=2, **kwargs)
-    try:
+    with own.started(3, make, num_processes=2, **kwargs) as env:
         env.set_seed(5)
         env.reset()
         env.step(env.rand_action(env.reset()))
@@ -69,8 +68,6 @@ def started(
         shells.fast_steps = steps if is_fast else {}
         env.set_seed(5)
         yield env, made
-    finally:
-        env.close(raise_if_closed=False)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from envherd.torchrl import ParallelEnv
 from envherd.workers.errors import EnvError, FactoryError, WorkerTimeout
 from tests.conftest import gained_shm_names, shm_names
 from tests.envs import torchrl_own as own
+from tests.envs.torchrl_envs import Noisy
 from tests.envs.torchrl_own import started
 
 pytestmark = [
@@ -118,54 +119,39 @@ def test_envs_that_write_to_the_same_tensors_for_ever():
         assert [int(td["observation"][0]) for td in kept] == [0, 1, 2, 3]
 
 
-class Blank(own.CountingEnv):
+class Blank(Noisy):
     """Has no last observation and returns NaN, like TorchRL's wrapper of Isaac Lab."""
 
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.observation_spec["observation"] = self.observation_spec["observation"].to(
-            torch.float32
-        )
+    seen = (0.0, 0.0, 0.0, torch.nan)
 
-    def _step(self, tensordict):
-        out = super()._step(tensordict)
-        return out.set(
-            "observation",
-            torch.where(out["done"], torch.nan, out["observation"].float()),
-        )
-
-    def _reset(self, tensordict=None, **kwargs):
-        out = super()._reset(tensordict, **kwargs)
-        return out.set("observation", out["observation"].float())
+    def content(self):
+        return {"noise": torch.full((2,), self.seen[self.steps])}
 
 
 def test_observations_that_are_missing_can_be_refused():
     with (
-        started(
-            2, lambda: Blank(max_steps=1), options=ExecutorOptions(check_finite=True)
-        ) as env,
-        pytest.raises(EnvError, match=r"observation failed.*got nan"),
+        started(2, Blank, options=ExecutorOptions(check_finite=True)) as env,
+        pytest.raises(EnvError, match=r"noise failed.*got nan"),
     ):
-        env.rollout(3, lambda td: td.set("action", torch.ones(2, 1)))
+        env.rollout(3)
 
 
-class Misshapen(own.CountingEnv):
-    """Grows a dimension at its second step."""
+class Misshapen(Noisy):
+    """Grows at its second step."""
 
-    def _step(self, tensordict):
-        out = super()._step(tensordict)
-        if int(self.count.max()) == 2:
-            out["observation"] = out["observation"].expand(3, 1).clone()
-        return out
+    sizes = (2, 2, 3)
+
+    def content(self):
+        return {"noise": torch.zeros(self.sizes[self.steps])}
 
 
 def test_wrong_shapes_are_named_and_lose_no_worker():
     with closing(ParallelEnv(2, Misshapen, num_processes=2)) as env:
-        td = env.step(env.reset().set("action", torch.ones(2, 1, dtype=torch.int8)))
+        td = env.rand_step(env.reset())
         again = td["next"].set("action", td["action"])
-        with pytest.raises(EnvError, match="observation"):
+        with pytest.raises(EnvError, match="noise"):
             env.step(again)
-        assert env.reset()["observation"].shape == (2, 1)
+        assert env.reset()["noise"].shape == (2, 2)
 
 
 @needs("pettingzoo")
@@ -356,20 +342,17 @@ def test_options_without_a_place_in_torchrl_are_refused_before_anything_is_start
 
 @needs("meltingpot")
 def test_unrequested_pictures_stay_in_the_worker():
-    def lean() -> EnvBase:
-        return TransformedEnv(MeltingpotEnv(SUBSTRATE), ExcludeTransform("RGB"))
-
-    with started(2, lean, num_processes=1) as env:
+    with started(
+        2,
+        lambda: TransformedEnv(MeltingpotEnv(SUBSTRATE), ExcludeTransform("RGB")),
+        num_processes=1,
+    ) as env:
         rollout = env.rollout(3)
         assert "RGB" not in rollout["next"]
         assert rollout["next", "agents", "observation", "RGB"].any()
         assert len(env._workers) == 1
-        world = [
-            leaf
-            for leaf in env._crew_at_work().spec.observation
-            if leaf.key[0] == "observation:RGB"
-        ]
-        assert not world
+        leaves = env._crew_at_work().spec.observation
+        assert "observation:RGB" not in {leaf.key[0] for leaf in leaves}
 
 
 # ---- scripts --------------------------------------------------------------------------------------

@@ -246,29 +246,11 @@ def test_lifecycle_views_and_pickling() -> None:
             assert again.rollout(2).shape == (3, 2)
 
 
-def test_both_placements_of_transforms_agree() -> None:
-    def transformed(env: EnvBase) -> EnvBase:
-        return TransformedEnv(env, Compose(StepCounter(3), RewardSum()))
-
-    with (
-        closing(transformed(ParallelEnv(2, own.CountingEnv))) as outer,
-        closing(ParallelEnv(2, lambda: transformed(own.CountingEnv()))) as inner,
-    ):
-        rollouts = []
-        for env in (outer, inner):
-            env.set_seed(0)
-            torch.manual_seed(0)
-            rollouts.append(env.rollout(11, break_when_any_done=False))
-        assert rollouts[0]["next", "done"].any()
-        assert_close(*rollouts)
-
-
 def test_different_tasks_and_kwargs() -> None:
-    def make(max_steps: int) -> EnvBase:
-        return own.CountingEnv(max_steps=max_steps)
-
     with started(
-        2, make, create_env_kwargs=[{"max_steps": 2}, {"max_steps": 4}]
+        2,
+        own.CountingEnv,
+        create_env_kwargs=[{"max_steps": 2}, {"max_steps": 4}],
     ) as env:
         env.start()
         assert list(env.max_steps) == [2, 4]

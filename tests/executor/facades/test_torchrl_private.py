@@ -158,8 +158,7 @@ def test_transforms_say_whether_they_may_live_in_a_worker() -> None:
 
 @pytest.mark.slow
 def test_attributes_of_torchrls_parallel_env_exist() -> None:
-    env = ParallelEnv(2, own.CountingEnv, num_processes=1)
-    try:
+    with own.started(2, own.CountingEnv, num_processes=1) as env:
         assert (env._single_task, env._use_buffers, env._mp_start_method) == (
             True,
             True,
@@ -171,5 +170,3 @@ def test_attributes_of_torchrls_parallel_env_exist() -> None:
         assert [handle.is_alive() for handle in env._workers] == [True]
         assert bool(env.is_closed)
         assert not hasattr(ParallelEnv, "shared_tensordict_parent")
-    finally:
-        env.close(raise_if_closed=False)

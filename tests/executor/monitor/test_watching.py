@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from envherd.executor import ParallelEnv, SerialEnv
+from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.executor.guests.monitor.statistics import quantile, read_workers
 from envherd.executor.guests.monitor.watching import Watch, plates, stack_of
 from envherd.executor.pools.slab_plate import LABEL
@@ -133,8 +133,6 @@ def test_statistics_and_a_watch_from_outside_agree():
 @pytest.mark.slow
 @pytest.mark.broken_pool
 def test_a_restarted_worker_is_seen(tmp_path):
-    from envherd.executor import ExecutorOptions
-
     options = ExecutorOptions(on_worker_loss="restart")
     with ParallelEnv(2, CountingEnv, num_workers=2, seed=0, options=options) as env:
         rolled(env, 3)

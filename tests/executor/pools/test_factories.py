@@ -2,7 +2,6 @@
 
 import errno
 import functools
-import re
 import threading
 
 import gymnasium
@@ -50,12 +49,6 @@ def the_same_env():
 def a_captured_env():
     env = cartpole()
     return lambda: env
-
-
-def a_torchrl_env():
-    from torchrl.envs.custom import PendulumEnv
-
-    return PendulumEnv()
 
 
 @both
@@ -146,11 +139,13 @@ def test_values_that_are_no_factory_are_refused_by_name(make, name):
 @needs("torchrl")
 @pytest.mark.slow
 def test_a_torchrl_env_is_callable_and_still_no_factory():
+    from torchrl.envs.custom import PendulumEnv
+
     with pytest.raises(
         FactoryError,
         match=rf"{AN_ENV}torchrl\.\S+\.PendulumEnv(.|\n)*lambda: PendulumEnv",
     ):
-        SerialEnv(2, a_torchrl_env())
+        SerialEnv(2, PendulumEnv())
 
 
 def test_an_env_among_the_keyword_arguments():
@@ -241,21 +236,6 @@ def test_keyword_arguments_reach_the_factory_and_are_not_changed(make):
     assert kwargs == [{"length": 3, "size": 2}, {"length": 4, "size": 3}]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"num_envs": 0}, "expected an int of at least 1, got 0"),
-        ({"num_envs": True}, "expected an int of at least 1, got True"),
-        ({"num_envs": 2.0}, "expected an int of at least 1, got 2.0"),
-        ({"make_env": [cartpole]}, "expected 2 factories, one per env, got 1"),
-        ({"env_kwargs": [{}]}, "expected 2 dicts, one per env, got 1"),
-    ],
-)
-def test_wrong_numbers(arguments, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        ParallelEnv(**{"num_envs": 2, "make_env": cartpole, **arguments})
-
-
 def test_a_class_that_cannot_travel_by_value_needs_a_module():
     """A ctypes structure that a script defines."""
     import ctypes
@@ -296,12 +276,6 @@ def test_a_serial_executor_that_cannot_be_made_closes_its_envs(monkeypatch, fail
     with pytest.raises(SpecError if disagrees else TypeError):
         SerialEnv(2, Growing)
     assert Growing.num_closed == 2
-
-
-@both
-def test_a_list_of_factories_says_how_many_envs_there_are(make):
-    with make([CountingEnv] * 3) as env:
-        assert env.num_envs == 3
 
 
 SCRIPT = """

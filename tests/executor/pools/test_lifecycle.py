@@ -28,7 +28,7 @@ from envherd.executor.start.zygote import Helper
 from envherd.workers import messages
 from envherd.workers.current import WorkerInfo
 from envherd.workers.process import zygote as worker_zygote
-from envherd.workers.testing import CountingEnv
+from envherd.workers.testing import CountingEnv, FaultyEnv
 from tests.faults.children import in_child
 from tests.gates import alarm, wait_for
 
@@ -82,17 +82,28 @@ def test_an_import_that_hangs_in_the_helper_has_the_deadline_of_building(
 
 
 @pytest.mark.slow
-def test_alarm_handler_during_imports_is_not_taken_for_the_deadline(hanging):
+@pytest.mark.parametrize(
+    ("number", "error", "text"),
+    [
+        (signal.SIGALRM, TimeoutError, "^alarm$"),
+        (signal.SIGINT, KeyboardInterrupt, "^$"),
+    ],
+    ids=["alarm", "Ctrl-C"],
+)
+def test_a_signal_while_modules_are_imported_ends_the_start_and_the_helper(
+    hanging, number, error, text
+):
+    """An alarm of the program is not taken for the deadline."""
     kwargs, pid_file = hanging
     options = ExecutorOptions(build_timeout_s=30.0, **kwargs)
 
-    def ring():
+    def send():
         wait_for(pid_file.exists)
-        os.kill(os.getpid(), signal.SIGALRM)
+        os.kill(os.getpid(), number)
 
-    thread = threading.Thread(target=ring)
+    thread = threading.Thread(target=send)
     thread.start()
-    with pytest.raises(TimeoutError, match=r"^alarm$"), alarm(60.0):
+    with pytest.raises(error, match=text), alarm(60.0):
         ParallelEnv(1, CountingEnv, options=options)
     thread.join()
     wait_for(lambda: not is_running(int(pid_file.read_text())))
@@ -142,22 +153,6 @@ def test_modules_that_hang_have_it_in_a_preloaded_block(hanging):
         preloaded("module_that_hangs", options=options),
     ):
         ParallelEnv(1, CountingEnv, options=options)
-
-
-@pytest.mark.slow
-def test_ctrl_c_while_modules_are_imported_leaves_nothing(hanging):
-    kwargs, pid_file = hanging
-
-    def interrupt():
-        wait_for(pid_file.exists)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        ParallelEnv(1, CountingEnv, options=ExecutorOptions(**kwargs))
-    thread.join()
-    wait_for(lambda: not is_running(int(pid_file.read_text())))
 
 
 @pytest.mark.slow
@@ -251,18 +246,14 @@ def test_a_worker_that_is_started_while_another_thread_closes_is_ended(monkeypat
         assert (launched[1].pidfd, launched[1].log_fd) == (-1, -1)
 
 
-class ClosesSlowly(CountingEnv):
-    def close(self):
-        time.sleep(60)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("start_method", ["zygote", "portable"])
 def test_an_interrupted_close_ends_the_workers(start_method):
     env = ParallelEnv(
         2,
-        ClosesSlowly,
+        FaultyEnv,
         num_workers=2,
+        env_kwargs={"fault": "sleep", "at": "close"},
         options=ExecutorOptions(start_method=start_method, close_timeout_s=30),
     )
     pids = [worker.pid for worker in env.statistics().workers]

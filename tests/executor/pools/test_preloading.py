@@ -9,17 +9,10 @@ import pytest
 
 from envherd.executor import ExecutorOptions, ParallelEnv, preloaded
 from tests.envs.seeing_env import Seeing
+from tests.executor.pools.test_shared_helpers import helper_of
 from tests.gates import wait_for
 
 pytestmark = pytest.mark.slow
-
-
-def helper_of(**kwargs):
-    with ParallelEnv(2, Seeing, num_workers=2, **kwargs) as env:
-        env.rollout(3)
-        helpers = set(env.call("helper"))
-    assert len(helpers) == 1
-    return helpers.pop()
 
 
 def is_there(pid):

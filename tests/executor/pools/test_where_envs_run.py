@@ -12,7 +12,7 @@ from envherd import ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.executor.guests.monitor.watching import Watch, plates
 from envherd.executor.sending.blueprint import draw
 from envherd.executor.sending.variables import visible_gpus
-from envherd.workers.testing import CountingEnv
+from envherd.workers.testing import CountingEnv, FaultyEnv
 
 
 class Place(CountingEnv):
@@ -105,29 +105,23 @@ def test_the_users_variables_come_before_those_of_the_gpu(monkeypatch):
         ]
 
 
-class Failing(CountingEnv):
-    """Raises in every step, and in the call `ask`."""
-
-    def step(self, action):
-        raise RuntimeError("out of memory")
-
-    def ask(self):
-        raise RuntimeError("no answer")
-
-
 def test_the_errors_of_envs_name_the_gpu_of_their_worker(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     with ParallelEnv(
-        2, Failing, num_workers=1, options=ExecutorOptions(gpus="all")
+        2,
+        FaultyEnv,
+        num_workers=1,
+        env_kwargs={"fault": "value_error", "step": 1},
+        options=ExecutorOptions(gpus="all"),
     ) as env:
         env.reset()
         with pytest.raises(
             envherd.EnvError,
-            match=r"RuntimeError: out of memory \(env 0, .*pid \d+, gpu 3\)",
+            match=r"ValueError: the env broke on purpose \(env 0, .*pid \d+, gpu 3\)",
         ):
             env.step(env.current().set("action", torch.zeros(2, dtype=torch.int64)))
         with pytest.raises(
-            envherd.EnvError, match=r"no answer \(env 0, .*pid \d+, gpu 3\)"
+            envherd.EnvError, match=r"no attribute 'ask' \(env 0, .*pid \d+, gpu 3\)"
         ):
             env.call("ask")
     with pytest.raises(envherd.FactoryError, match=r"pid \d+, gpu 3, phase build"):

@@ -28,23 +28,12 @@ from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers.testing import CountingEnv, PlainEnv
 from envherd.workers.testing.envs import action_leaf
 from tests.envs.counting_envs import AgentsEnv, PairEnv, TextEnv
-from tests.executor.calls import both
+from tests.executor.calls import both, ones
 from tests.faults.children import in_child
 from tests.gates import wait_for
 
 long_env = functools.partial(CountingEnv, 1_000)
 short_env = functools.partial(CountingEnv, 3)
-
-
-def ones(td):
-    return td.set("action", torch.ones(td.batch_size, dtype=torch.int64))
-
-
-def ones_each(td):
-    """Set action 1 also in a lazy stack of different tasks."""
-    for row in td.unbind(0) if isinstance(td, LazyStackedTensorDict) else ():
-        row["action"] = torch.ones((), dtype=torch.int64)
-    return td if isinstance(td, LazyStackedTensorDict) else ones(td)
 
 
 @both
@@ -180,12 +169,12 @@ def test_policy_and_callback_can_ask_where_the_envs_are(make, breaks, tasks):
     def policy(td):
         acted_on.append(td["observation"].clone())
         asked.append(env.current()["observation"])
-        return ones_each(td)
+        return ones(td)
 
     with make(2, envs, seed=0) as env:
         env.reset()
         for _ in range(2):  # the rollout continues after other steps
-            env.step(ones_each(env.current()))
+            env.step(ones(env.current()))
         env.rollout(
             7,
             policy,
@@ -342,22 +331,14 @@ def test_a_callback_that_raises_after_an_end_costs_no_episode(make):
 
 
 @both
-def test_agents_of_the_last_step_can_be_marked_truncated(make):
+def test_the_last_step_and_its_agents_can_be_marked_truncated(make):
     with make(2, AgentsEnv, seed=0) as env:
         data = env.rollout(2, set_truncated=True)
     for key in ("done", "truncated"):
-        assert data["next", key][:, -1].all()
+        assert data["next", key].squeeze(-1).tolist() == [[False, True]] * 2
         assert data["next", "agents", key][:, -1].all()
         assert not data["next", "agents", key][:, 0].any()
     assert not data["next", "agents", "terminated"].any()
-
-
-@both
-def test_the_last_step_can_be_marked_truncated(make):
-    with make(2, long_env, seed=0) as env:
-        data = env.rollout(3, ones, set_truncated=True)
-    assert data["next", "truncated"].squeeze(-1).tolist() == [[False, False, True]] * 2
-    assert torch.equal(data["next", "done"], data["next", "truncated"])
 
 
 @both
@@ -501,11 +482,11 @@ def test_an_out_of_other_envs_is_refused(make):
 @both
 def test_an_out_of_different_tasks_is_a_lazy_stack(make):
     with make(2, [short_env, functools.partial(CountingEnv, 3, size=4)], seed=0) as env:
-        first = env.rollout(3, ones_each)
-        again = env.rollout(3, ones_each, auto_reset=False, out=first)
+        first = env.rollout(3, ones)
+        again = env.rollout(3, ones, auto_reset=False, out=first)
         assert again is first
         with pytest.raises(ValueError, match="lazy stack"):
-            env.rollout(3, ones_each, out=TensorDict({}, [2, 3]))
+            env.rollout(3, ones, out=TensorDict({}, [2, 3]))
 
 
 @both
@@ -628,11 +609,6 @@ def test_rollout_has_text_observations(make):
             for t in range(3):
                 assert isinstance(roots[i][t], str)
                 assert (roots[i][t + 1] == nexts[i][t]) == (not done[i, t])
-
-
-def test_no_steps_is_no_rollout():
-    with SerialEnv(2, long_env) as env, pytest.raises(ValueError, match="at least 1"):
-        env.rollout(0)
 
 
 @both

@@ -216,14 +216,6 @@ def test_a_seat_has_what_the_worker_of_its_number_would_have():
     assert found.num_episodes == 4
 
 
-def test_max_steps_truncates_any_env():
-    assert evaluate(press, Task, 3, max_steps=2, num_workers=1).lengths.tolist() == [
-        2,
-        2,
-        2,
-    ]
-
-
 def test_success_may_be_a_function_of_the_last_info_and_the_episode():
     found = evaluate(
         press,
@@ -422,6 +414,10 @@ def test_policy_error_ends_all_hanging_envs_at_once(monkeypatch):
             "expected policies=None with policy_for",
         ),
         ({"number": 3}, "it has no argument 'number'"),
+        ({"max_batch": 0}, "expected max_batch"),
+        ({"max_batch": 1.5}, "expected max_batch"),
+        ({"max_batch": 4, "deadline_s": -1}, "deadline_s"),
+        ({"deadline_s": "soon"}, "deadline_s"),
     ],
 )
 def test_wrong_arguments_are_refused(how, message):
@@ -865,15 +861,7 @@ def test_a_file_keeps_the_size_of_batches(tmp_path):
             run(5, max_batch=other)
 
 
-def test_wrong_batches_are_refused():
-    for kwargs in (
-        {"max_batch": 0},
-        {"max_batch": 1.5},
-        {"max_batch": 4, "deadline_s": -1},
-        {"deadline_s": "soon"},
-    ):
-        with pytest.raises(ValueError, match=r"max_batch|deadline_s"):
-            evaluate(press, Task, 1, **kwargs)
+def test_batches_of_an_executor_are_refused():
     with (
         SerialEnv(2, Task) as env,
         pytest.raises(ValueError, match="expected no max_batch with an executor"),

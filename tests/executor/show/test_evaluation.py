@@ -42,14 +42,6 @@ def test_equality_is_one_minus_the_gini_coefficient(returns, equality):
     )
 
 
-def test_equality_is_that_of_the_lorenz_curve():
-    returns = np.random.default_rng(0).exponential(size=(5, 7))
-    for row, equality in zip(returns, equality_of(returns), strict=True):
-        shares = np.concatenate([[0], np.sort(row).cumsum() / row.sum()])
-        area = ((shares[1:] + shares[:-1]) / 2).mean()
-        assert equality == pytest.approx(2 * area)
-
-
 def test_intervals_hold_the_mean_and_grow_narrow_with_episodes():
     values = np.random.default_rng(1).normal(10, 2, 400)
     few, many = interval_of(values[:10]), interval_of(values)

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from contextlib import closing
 
 import pytest
 import torch
@@ -300,13 +301,10 @@ def test_it_acts_in_torchrls_own_rollout_over_the_facade():
         )
 
     one, two = Always(1), Always(2)
-    env = TransformedEnv(TorchRLParallelEnv(2, make_env))
-    try:
+    with closing(TransformedEnv(TorchRLParallelEnv(2, make_env))) as env:
         data = env.rollout(
             4, PerPlayer({0: one, "*": two}, roles=["agent"] * 3, group="agent")
         )
-    finally:
-        env.close()
     assert (data["agent", "action"] == torch.tensor([1, 2, 2])).all()
     assert one.calls[0].batch_size == (2,)
     assert two.calls[0].batch_size == (4,)

@@ -6,6 +6,7 @@ from tests.extras import needs, skip_without
 
 skip_without("media")
 
+import gymnasium
 import pytest
 
 from envherd import Collector, ParallelEnv, SerialEnv, VideoRecorder
@@ -21,23 +22,49 @@ def films(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("executor", [SerialEnv, ParallelEnv])
+WHOLE = [0, 40, 80, 120, 160]
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "num_steps", "expected"),
+    [
+        *(
+            (
+                functools.partial(executor, 3, pictured),
+                {"env_ids": (0, 2), "every": 2},
+                9,
+                {
+                    "env0_episode0": WHOLE[1:],
+                    "env2_episode0": WHOLE[1:],
+                    "env0_episode2": [0, 40],
+                    "env2_episode2": [0, 40],
+                },
+            )
+            for executor in (SerialEnv, ParallelEnv)
+        ),
+        (
+            functools.partial(SerialEnv, [pictured, functools.partial(Team, 3, 16)]),
+            {"env_ids": (0, 1)},
+            4,
+            {
+                "env0_episode0": WHOLE[1:],
+                "env1_episode0": WHOLE[1:4],
+                "env1_episode1": [0, 40],
+            },
+        ),
+    ],
+    ids=["serial", "parallel", "pictures of different sizes"],
+)
 def test_observed_pictures_are_complete_up_to_the_true_last_one(
-    executor, films, tmp_path
+    make, options, num_steps, expected, films, tmp_path
 ):
+    """Episodes have four steps, those of the other task three."""
     with (
-        executor(3, pictured, seed=0) as env,
-        VideoRecorder(env, tmp_path, env_ids=(0, 2), every=2) as recorder,
+        make(seed=0) as env,
+        VideoRecorder(env, tmp_path, **options) as recorder,
     ):
-        # Episodes of four steps.
-        env.rollout(9, break_when_any_done=False, callback=recorder)
-    whole = [0, 40, 80, 120, 160]
-    assert films == {
-        "env0_episode0": whole[1:],
-        "env2_episode0": whole[1:],
-        "env0_episode2": [0, 40],
-        "env2_episode2": [0, 40],
-    }
+        env.rollout(num_steps, break_when_any_done=False, callback=recorder)
+    assert films == expected
 
 
 def test_a_reset_that_the_recorder_is_not_shown_begins_another_film(films, tmp_path):
@@ -78,28 +105,12 @@ def test_a_loop_of_steps_can_be_recorded(films, tmp_path):
     assert films == {"env0_episode0": [40, 80, 120, 160], "env0_episode1": [0, 40]}
 
 
-def test_different_tasks_may_have_pictures_of_different_sizes(films, tmp_path):
-    with (
-        SerialEnv([pictured, functools.partial(Team, 3, 16)], seed=0) as env,
-        VideoRecorder(env, tmp_path, env_ids=(0, 1)) as recorder,
-    ):
-        env.rollout(4, break_when_any_done=False, callback=recorder)
-    assert films == {
-        "env0_episode0": [40, 80, 120, 160],
-        "env1_episode0": [40, 80, 120],
-        "env1_episode1": [0, 40],
-    }
-
-
 @needs("gymnasium")
 @pytest.mark.slow
 def test_gymnasiums_pictures_are_written_as_mp4(tmp_path):
-    import gymnasium
     import imageio_ffmpeg
 
-    def make_env():
-        return gymnasium.make("CartPole-v1", render_mode="rgb_array")
-
+    make_env = functools.partial(gymnasium.make, "CartPole-v1", render_mode="rgb_array")
     with (
         ParallelEnv(2, make_env, num_workers=2, seed=0) as env,
         VideoRecorder(env, tmp_path, env_ids=(1,), fps=50) as recorder,
@@ -137,8 +148,6 @@ def test_unrecordable_envs_are_refused(tmp_path):
 
 @needs("gymnasium")
 def test_the_message_says_how_to_let_an_env_draw(tmp_path):
-    import gymnasium
-
     with (
         SerialEnv(1, lambda: gymnasium.make("CartPole-v1"), seed=0) as env,
         pytest.raises(

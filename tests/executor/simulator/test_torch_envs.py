@@ -274,20 +274,6 @@ def test_after_a_failure_the_root_is_the_last_true_observation(make_env):
         env.step(batch_of(torch.rand(1, 4, 2)))
 
 
-def test_the_root_of_a_simulator_that_was_never_reset_shows_it():
-    with SerialEnv(1, simulators.Counter, seed=0) as env:
-        assert env.current()["done"].all()
-        assert not env.reset()["done"].any()
-
-
-def test_several_simulators_share_a_slab():
-    make_env, built = recorded(simulators.Counter)
-    with SerialEnv(2, make_env, seed=0) as env:
-        data = env.rollout(5, break_when_any_done=False)
-        assert data["next", "observation"].shape == (2, 5, 4, 2)
-        assert len(built) == 2
-
-
 def test_a_simulator_between_send_and_recv():
     with SerialEnv(1, simulators.Counter, seed=0) as env:
         env.send(env.rand_action(env.reset()))

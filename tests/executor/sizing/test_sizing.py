@@ -15,6 +15,7 @@ from envherd.executor.cli.app import app
 from envherd.executor.sizing import probe as probing
 from envherd.executor.sizing.driving import Subject
 from envherd.workers.testing import CountingEnv, FaultyEnv
+from envherd.workers.testing.faults import BROKEN
 from tests.envs import sized_envs
 
 MIB = 2**20
@@ -78,7 +79,7 @@ def test_probe_has_one_process_with_any_options():
     with pytest.raises(
         WorkerLost, match="step failed: worker 0 ended with exit code 3"
     ):
-        probed(sized_envs.DyingEnv, on_worker_loss="restart")
+        probed(lambda: FaultyEnv("exit"), on_worker_loss="restart")
     recycled = probed(CountingEnv, recycle_after=1, max_worker_memory=1)
     assert recycled.worker_bytes > recycled.further_env_bytes
 
@@ -99,8 +100,8 @@ def test_a_probe_that_hangs_is_ended_with_its_stack(monkeypatch):
     with pytest.raises(
         WorkerTimeout, match=r"step failed: worker 0 gave no answer within 5.2 s"
     ) as raised:
-        probed(functools.partial(FaultyEnv, "sleep", step=3), budget_s=0.3)
-    assert "faults.py" in str(raised.value)
+        probed(lambda: FaultyEnv("sleep", step=3), budget_s=0.3)
+    assert "in _sleep" in str(raised.value)
 
 
 @pytest.mark.slow
@@ -187,9 +188,7 @@ app(["size", "python:envherd.workers.testing:CountingEnv", "--budget", "0.5", "-
 
 @pytest.mark.slow
 def test_an_affinity_is_kept(script_host, tmp_path):
-    script = tmp_path / "affine.py"
-    script.write_text(AFFINE)
-    done = script_host.run(script, folder=tmp_path, output=tmp_path)
+    done = script_host.run_text(AFFINE, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["machine"]["cores"] == 1
@@ -197,33 +196,26 @@ def test_an_affinity_is_kept(script_host, tmp_path):
     assert [one["num_workers"] for one in report["settings"]] == [0, 1]
 
 
-def test_sizing_of_unusable_envs_has_exit_code_2():
-    for arguments, expected_text in (
-        (["gymnasium:CartPol-v1"], "Did you mean CartPole-v1"),
-        (
-            ["gymnasium:CartPole-v1", "--envs", "1000000000"],
-            "num_envs failed: expected at most",
-        ),
-        (["gymnasium:CartPole-v1", "--cpus", "64"], "No such option: --cpus"),
-    ):
-        done = size(*arguments, columns=200)
-        assert done.exit_code == 2
-        assert expected_text in done.stderr
-
-
 @pytest.mark.slow
 @pytest.mark.broken_pool
 @pytest.mark.parametrize(
-    ("name", "expected_text"),
+    ("fault", "at", "expected_text"),
     [
-        ("FailingEnv", "the env raised ValueError: the env broke on purpose"),
-        ("DyingEnv", "step failed: worker 0 ended with exit code 3"),
-        ("make_dying", "worker 0 ended with exit code 7"),
-        ("make_failing", "the factory raised RuntimeError: no licence"),
+        ("value_error", "step", f"the env raised ValueError: {BROKEN}"),
+        ("exit", "step", "step failed: worker 0 ended with exit code 3"),
+        ("exit", "construct", "worker 0 ended with exit code 3 in build"),
+        ("value_error", "construct", f"the factory raised ValueError: {BROKEN}"),
     ],
 )
-def test_an_env_that_fails_is_exit_code_1_and_says_where(name, expected_text):
-    done = size(f"python:tests.envs.sized_envs:{name}", "--budget", "0.5", columns=300)
+def test_an_env_that_fails_is_exit_code_1_and_says_where(fault, at, expected_text):
+    done = size(
+        "python:envherd.workers.testing:FaultyEnv",
+        "--env-kwargs",
+        json.dumps({"fault": fault, "at": at}),
+        "--budget",
+        "0.5",
+        columns=300,
+    )
     assert done.exit_code == 1
     assert expected_text in done.stderr
     assert done.stdout == ""
@@ -250,10 +242,8 @@ app(["size", "python:envherd.workers.testing:CountingEnv", "--budget", "60", "--
     [pytest.param("probe: step", marks=pytest.mark.full), "starting", "round 1"],
 )
 def test_ctrl_c_leaves_nothing_behind(stage, script_host, tmp_path):
-    script = tmp_path / "pressed.py"
-    script.write_text(CTRL_C)
     # Which fails where processes are left.
-    done = script_host.run(script, stage, folder=tmp_path, output=tmp_path)
+    done = script_host.run_text(CTRL_C, stage, folder=tmp_path)
     assert (done.returncode, done.stdout, done.stderr.strip()) == (
         130,
         "",
