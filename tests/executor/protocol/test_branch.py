@@ -29,7 +29,7 @@ from envherd.workers.guests import branching
 from envherd.workers.seeding import episode_seed
 from tests.envs.branch_envs import Unforkable, Walk
 from tests.envs.counting_envs import PairEnv, TextEnv
-from tests.executor.calls import act, kill, only
+from tests.executor.calls import act, begun, kill, only
 from tests.executor.pools.test_lifecycle import is_running
 from tests.faults.children import files_left
 from tests.faults.test_interrupts import Interrupt, at_each, tracing
@@ -107,8 +107,7 @@ class TestCopies:
         runs = []
         for is_branched in (True, False):
             make = functools.partial(gymnasium.make, "CartPole-v1")
-            with ParallelEnv(2, make, num_workers=2, seed=5) as env:
-                env.reset()
+            with begun(ParallelEnv(2, make, num_workers=2, seed=5)) as env:
                 env.reset(only(env, 0))
                 env.step(act(env))
                 if is_branched:
@@ -203,8 +202,7 @@ class TestCopies:
             env.reset(only(env, 1))
             env.branch(0, [1])
             assert [info["t"] for info in env.infos()] == [5, 5]
-        with ParallelEnv(2, TextEnv, num_workers=2) as env:
-            env.reset()
+        with begun(ParallelEnv(2, TextEnv, num_workers=2)) as env:
             env.step(env.rand_action(env.current()))
             env.branch(0, [1])
             texts = env.current()["text"]
@@ -340,13 +338,14 @@ class TestRefusals:
             assert env.get("num_steps", env_ids=[1]) == [0]
 
     def test_executors_without_a_process_for_each_env(self):
-        with ParallelEnv(3, Walk, num_workers=2) as env:
-            env.reset()
-            with pytest.raises(
+        with (
+            begun(ParallelEnv(3, Walk, num_workers=2)) as env,
+            pytest.raises(
                 ValueError,
                 match=r"expected a worker process for each env, .* Pass num_workers=3\.",
-            ):
-                env.branch(0, [2])
+            ),
+        ):
+            env.branch(0, [2])
         with (
             walks(2, env_threads=True) as env,
             pytest.raises(ValueError, match="got env_threads=True"),
@@ -359,15 +358,18 @@ class TestRefusals:
             env.branch(0, [1])
 
     def test_unlike_envs(self):
-        with ParallelEnv(
-            2, [Walk, lambda: gymnasium.make("CartPole-v1")], num_workers=2
-        ) as env:
-            env.reset()
-            with pytest.raises(
+        with (
+            begun(
+                ParallelEnv(
+                    2, [Walk, lambda: gymnasium.make("CartPole-v1")], num_workers=2
+                )
+            ) as env,
+            pytest.raises(
                 ValueError,
                 match="branch failed: expected envs with the spec of env 0, got env 1",
-            ):
-                env.branch(0, [1])
+            ),
+        ):
+            env.branch(0, [1])
 
     @pytest.mark.parametrize(
         ("kind", "words"),

@@ -41,6 +41,7 @@ from envherd.workers import native
 from envherd.workers.protocol import Op
 from envherd.workers.testing import CountingEnv
 from tests.envs.counting_envs import AgentsEnv, FlagsEnv
+from tests.executor.calls import begun
 from tests.gates import Gate, wait_for
 from tests.scale import scaled
 
@@ -762,10 +763,11 @@ def waiting(request, tmp_path, monkeypatch):
     """Return an executor, a function that sends its envs to a gate (if the call is `recv`), and the call."""
     be_patient(monkeypatch, 1.0)  # also if another thread closes the executor
     call = request.param.partition(" ")[0]
-    with held_pair(
-        Gate(tmp_path), copy="views" not in request.param, close_timeout_s=0.0
+    with begun(
+        held_pair(
+            Gate(tmp_path), copy="views" not in request.param, close_timeout_s=0.0
+        )
     ) as env:
-        env.reset()
         if call == "recv":
             env.send(actions(3, 3))
         yield (
@@ -801,8 +803,7 @@ def test_answers_that_take_long_are_waited_for(env, slow):
 
 @pytest.mark.broken_pool
 def test_recv_returns_rows_of_a_worker_lost_after_its_answer(tmp_path):
-    with held_pair(Gate(tmp_path)) as env:
-        env.reset()
+    with begun(held_pair(Gate(tmp_path))) as env:
         env.send(actions(0, 0))
         settle(env)
         os.kill(env._pool.pid_of(1), signal.SIGKILL)

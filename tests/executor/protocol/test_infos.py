@@ -24,6 +24,7 @@ from envherd.executor import (
 from envherd.executor.testing import check_env_contract
 from envherd.workers.infos import packer, unpack
 from envherd.workers.options import Infos
+from tests.executor.calls import begun
 
 pytestmark = pytest.mark.preloads()
 
@@ -116,8 +117,9 @@ class TellingOnce(Telling):
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_infos_of_a_step_whose_reset_raises(kind):
-    with kind(NUM_ENVS, TellingOnce, options=ExecutorOptions(infos="plain")) as env:
-        env.reset()
+    with begun(
+        kind(NUM_ENVS, TellingOnce, options=ExecutorOptions(infos="plain"))
+    ) as env:
         for _ in range(2):
             env.step_and_maybe_reset(actions())
         with pytest.raises(EnvError, match="no second episode"):
@@ -130,8 +132,9 @@ def test_infos_of_a_step_whose_reset_raises(kind):
 def test_infos_of_a_step_whose_reset_builds_a_new_instance(is_sent):
     """The first episode ends with the info of its last step, and the next one begins with that of its reset."""
     options = ExecutorOptions(infos="plain", on_env_error="interrupt")
-    with ParallelEnv(NUM_ENVS, TellingOnce, num_workers=2, options=options) as env:
-        env.reset()
+    with begun(
+        ParallelEnv(NUM_ENVS, TellingOnce, num_workers=2, options=options)
+    ) as env:
         for _ in range(3):
             if is_sent:
                 env.send(actions())
@@ -161,8 +164,7 @@ def test_infos_of_steps_and_resets(make):
 
 def test_infos_after_a_rollout_are_those_of_its_latest_step(make):
     seen = []
-    with make(infos="plain") as env:
-        env.reset()
+    with begun(make(infos="plain")) as env:
         env.step(actions())
         env.rollout(
             5,
@@ -189,8 +191,7 @@ def test_writes_to_them_change_no_later_ones(make):
 
 
 def test_infos_of_a_partial_reset(make):
-    with make(infos="plain") as env:
-        env.reset()
+    with begun(make(infos="plain")) as env:
         env.step(actions())
         env.reset(
             TensorDict({"_reset": torch.tensor([False, True, False])}, [NUM_ENVS])
@@ -200,8 +201,7 @@ def test_infos_of_a_partial_reset(make):
 
 
 def test_infos_of_envs_received_one_by_one(make):
-    with make(infos="plain") as env:
-        env.reset()
+    with begun(make(infos="plain")) as env:
         env.send(actions())
         for _ in range(NUM_ENVS):
             env_id = env.recv(1)["env_ids"].item()
@@ -209,12 +209,10 @@ def test_infos_of_envs_received_one_by_one(make):
 
 
 def test_info_entries_that_are_not_plain_are_left_out_or_pickled(make):
-    with make("object", infos="plain") as env:
-        env.reset()
+    with begun(make("object", infos="plain")) as env:
         env.step(actions())
         assert env.infos() == [{"count": 1}] * NUM_ENVS
-    with make("object", infos="pickle") as env:
-        env.reset()
+    with begun(make("object", infos="pickle")) as env:
         env.step(actions())
         assert (
             env.infos()
@@ -223,8 +221,7 @@ def test_info_entries_that_are_not_plain_are_left_out_or_pickled(make):
 
 
 def test_too_large_info_is_logged_once_per_env(make, caplog):
-    with make("large", infos="plain") as env:
-        env.reset()
+    with begun(make("large", infos="plain")) as env:
         for _ in range(4):
             env.step_and_maybe_reset(actions())
         assert [info["picture"].sum() for info in env.infos()] == [0] * NUM_ENVS
@@ -239,8 +236,7 @@ def test_too_large_info_is_logged_once_per_env(make, caplog):
 
 
 def test_unpicklable_info_entries_are_left_out_and_named_once(make, caplog):
-    with make("lock", infos="pickle") as env:
-        env.reset()
+    with begun(make("lock", infos="pickle")) as env:
         env.step(actions())
         env.step(actions())
         assert env.infos() == [{"fine": 1}] * NUM_ENVS
@@ -348,10 +344,9 @@ def test_infos_equal_the_envs_for_random_schemas_and_calls(kind, policy):  # noq
                 resets[i], counts[i] = resets[i] + 1, 0
                 expected["root"][i] = various(i, resets[i], 0)
 
-    with KINDS[kind](
-        num_envs, factories, seed=0, options=ExecutorOptions(infos=policy)
+    with begun(
+        KINDS[kind](num_envs, factories, seed=0, options=ExecutorOptions(infos=policy))
     ) as env:
-        env.reset()
         note(range(num_envs), is_reset=True)
         for call in rng.integers(0, 5, 120).tolist():
             if call == 0:
@@ -529,8 +524,7 @@ def test_all_numbers():
 
 
 def test_partial_reset_updates_info_leaves_of_its_envs():
-    with made(infos=("lives",)) as env:
-        env.reset()
+    with begun(made(infos=("lives",))) as env:
         env.step(actions())
         root = env.reset(
             TensorDict({"_reset": torch.tensor([True, False, True])}, [NUM_ENVS])
@@ -570,10 +564,9 @@ def test_no_info_costs_a_worker():
     factories = [functools.partial(Numbered, what) for what in names]
     for infos in ("plain", "pickle"):
         options = ExecutorOptions(infos=Infos(infos, {"lives": int}))
-        with ParallelEnv(
-            len(names), factories, num_workers=2, seed=0, options=options
+        with begun(
+            ParallelEnv(len(names), factories, num_workers=2, seed=0, options=options)
         ) as env:
-            env.reset()
             for count in (1, 2, 3, 1):
                 td, _ = env.step_and_maybe_reset(actions(len(names)))
                 assert td["next", "observation"].tolist() == [[count]] * len(names)

@@ -23,7 +23,7 @@ from envherd.executor import (
 )
 from envherd.workers.testing import CountingEnv
 from tests.envs.counting_envs import GlobalRandomEnv, TextEnv
-from tests.executor.calls import both, ones
+from tests.executor.calls import begun, both, ones
 from tests.gates import Gate
 
 CALLS = {
@@ -87,10 +87,9 @@ def test_an_env_that_was_not_reset_is_not_stepped(make):
 
 @both
 def test_step_with_an_ended_env_steps_no_env(make):
-    with make(
-        2, [functools.partial(CountingEnv, 1), functools.partial(CountingEnv, 9)]
+    with begun(
+        make(2, [functools.partial(CountingEnv, 1), functools.partial(CountingEnv, 9)])
     ) as env:
-        env.reset()
         env.step(env.rand_action())
         with pytest.raises(ResetNeeded, match=r"envs \[0\]"):
             env.step(env.rand_action())
@@ -99,8 +98,7 @@ def test_step_with_an_ended_env_steps_no_env(make):
 
 @both
 def test_pending_envs_are_busy(make):
-    with make(2, functools.partial(CountingEnv, 99)) as env:
-        env.reset()
+    with begun(make(2, functools.partial(CountingEnv, 99))) as env:
         env.send(env.rand_action())
         for name in (
             "reset",
@@ -127,8 +125,7 @@ def test_a_second_thread_is_refused(tmp_path):
             gate.pass_through()
             return super().step(action)
 
-    with ParallelEnv(2, lambda: Slow(99), num_workers=2) as env:
-        env.reset()
+    with begun(ParallelEnv(2, lambda: Slow(99), num_workers=2)) as env:
         thread = threading.Thread(target=env.step, args=(env.rand_action(),))
         thread.start()
         gate.await_somebody()
@@ -141,8 +138,7 @@ def test_a_second_thread_is_refused(tmp_path):
 
 @both
 def test_attributes_and_methods(make):
-    with make(3, functools.partial(CountingEnv, 99)) as env:
-        env.reset()
+    with begun(make(3, functools.partial(CountingEnv, 99))) as env:
         env.set("length", [5, 6, 7])
         assert env.get("length") == [5, 6, 7]
         assert env.get("length", env_ids=[2, 0]) == [7, 5]
@@ -313,10 +309,9 @@ def test_worker_output_is_captured_or_passed_on(capture, capfd):
     from tests.envs.counting_envs import ChattyEnv
 
     options = ExecutorOptions(worker_output=capture)
-    with ParallelEnv(
-        2, functools.partial(ChattyEnv, 10), num_workers=2, options=options
+    with begun(
+        ParallelEnv(2, functools.partial(ChattyEnv, 10), num_workers=2, options=options)
     ) as env:
-        env.reset()
         env.step(env.rand_action())
         kept = env.worker_output(1)
     printed = capfd.readouterr().out

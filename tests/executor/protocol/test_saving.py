@@ -24,7 +24,7 @@ from envherd import (
 )
 from envherd.workers.testing import CountingEnv
 from envherd.workers.testing.envs import STEP
-from tests.executor.calls import RESTART, both, kill, only
+from tests.executor.calls import RESTART, begun, both, kill, only
 from tests.executor.drives import act
 from tests.extras import needs
 
@@ -240,8 +240,7 @@ class Unsaveable(CartPoleEnv):
 
 
 def test_unsaveable_env_is_named_and_its_seeds_are_saved(caplog):
-    with SerialEnv(2, Unsaveable, seed=0) as env:
-        env.reset()
+    with begun(SerialEnv(2, Unsaveable, seed=0)) as env:
         for call in (env.save, functools.partial(env.state_dict, with_envs=True)):
             with pytest.raises(
                 EnvError,
@@ -321,8 +320,7 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing(name):
     "make", [functools.partial(ParallelEnv, num_workers=1), SerialEnv]
 )
 def test_an_env_that_refuses_its_state_needs_a_reset(make):
-    with make(2, CountingEnv, seed=0) as env:
-        env.reset()
+    with begun(make(2, CountingEnv, seed=0)) as env:
         saved = env.save()
         with pytest.raises(EnvError, match="restore failed: the env raised KeyError"):
             env.restore([saved[0] | {"env": {}}], [0])
@@ -333,8 +331,7 @@ def test_an_env_that_refuses_its_state_needs_a_reset(make):
 
 
 def test_after_seeds_alone_all_envs_show_that_they_need_a_reset():
-    with SerialEnv(2, CountingEnv, seed=0) as env:
-        env.reset()
+    with begun(SerialEnv(2, CountingEnv, seed=0)) as env:
         env.load_state_dict(env.state_dict(with_envs=False))
         assert env.current()["done"].all()
 
@@ -346,8 +343,7 @@ def test_after_seeds_alone_all_envs_show_that_they_need_a_reset():
 )
 def test_a_reset_of_all_envs_ends_what_was_loaded(reset):
     """The first collector does not continue episodes that are not those of the checkpoint."""
-    with SerialEnv(2, CountingEnv, seed=0) as env:
-        env.reset()
+    with begun(SerialEnv(2, CountingEnv, seed=0)) as env:
         env.load_state_dict(env.state_dict())
         env.reset(only(env, 0))
         assert env.is_resumed
@@ -356,8 +352,7 @@ def test_a_reset_of_all_envs_ends_what_was_loaded(reset):
 
 
 def test_envs_that_were_sent_are_refused():
-    with SerialEnv(2, CountingEnv, seed=0) as env:
-        env.reset()
+    with begun(SerialEnv(2, CountingEnv, seed=0)) as env:
         saved = env.save()
         env.send(act(env.current())[:1], env_ids=[0])
         for call in (env.save, functools.partial(env.restore, saved)):
@@ -456,8 +451,7 @@ def test_the_state_says_at_which_episode_each_env_is():
 
 
 def test_envs_must_be_reset_after_seeds_alone():
-    with SerialEnv(2, CountingEnv, seed=5) as env:
-        env.reset()
+    with begun(SerialEnv(2, CountingEnv, seed=5)) as env:
         env.load_state_dict(env.state_dict(with_envs=False))
         with pytest.raises(ResetNeeded):
             env.step(env.rand_action())
@@ -466,9 +460,8 @@ def test_envs_must_be_reset_after_seeds_alone():
 def test_a_state_of_another_number_of_envs_is_refused_and_loads_nothing():
     with (
         SerialEnv(3, CountingEnv, seed=5) as one,
-        SerialEnv(2, CountingEnv, seed=6) as other,
+        begun(SerialEnv(2, CountingEnv, seed=6)) as other,
     ):
-        other.reset()
         for state in (one.state_dict(with_envs=False), one.state_dict()):
             with pytest.raises(
                 ValueError,

@@ -21,7 +21,7 @@ from envherd.executor import (
 from envherd.shm.specs import Discrete, LeafSpec
 from envherd.workers.testing import CountingEnv
 from tests.envs.counting_envs import AgentsEnv, PairEnv
-from tests.executor.calls import both, counters, ones
+from tests.executor.calls import begun, both, counters, ones
 
 long_env = functools.partial(CountingEnv, 1_000)
 NUM_ENVS = 3
@@ -228,11 +228,9 @@ REFUSED_RESETS: list[tuple[dict[str, Any], str]] = [
 @both
 def test_refused_reset_leaves_no_seed_behind(make):
     with (
-        make(NUM_ENVS, long_env, seed=7) as env,
-        make(NUM_ENVS, long_env, seed=7) as other,
+        begun(make(NUM_ENVS, long_env, seed=7)) as env,
+        begun(make(NUM_ENVS, long_env, seed=7)) as other,
     ):
-        env.reset()
-        other.reset()
         for refused, message in REFUSED_RESETS:
             with pytest.raises((ValueError, TypeError), match=message):
                 env.reset(**refused)
@@ -246,10 +244,9 @@ def test_refused_reset_leaves_no_seed_behind(make):
 @pytest.mark.slow
 def test_reset_with_unpicklable_argument_leaves_no_seed_behind():
     with (
-        ParallelEnv(2, long_env, num_workers=2, seed=7) as env,
+        begun(ParallelEnv(2, long_env, num_workers=2, seed=7)) as env,
         SerialEnv(2, long_env, seed=7) as other,
     ):
-        env.reset()
         # Raised after env 0's arguments were sent.
         with pytest.raises(TypeError, match="pickle"):
             env.reset(
@@ -335,8 +332,7 @@ def test_every_form_of_legal_actions_arrives(make):
         torch.tensor([0, 9, 1, 9, 0, 9])[::2],
         torch.nn.Parameter(torch.tensor([0.0, 1.0, 0.0])),
     )
-    with make(NUM_ENVS, long_env, seed=0) as env:
-        env.reset()
+    with begun(make(NUM_ENVS, long_env, seed=0)) as env:
         for action in (
             torch.tensor([0, 1, 0], dtype=torch.int32),
             strided,
@@ -378,8 +374,7 @@ def test_views_are_valid_for_ring_frames_steps(make, poison):
 @pytest.mark.parametrize("between", ["reset of all", "reset of one", "rollout"])
 def test_views_are_valid_for_ring_frames_steps_and_other_commands(make, between):
     options = ExecutorOptions(ring_frames=2)
-    with make(2, long_env, seed=0, copy=False, options=options) as env:
-        env.reset()
+    with begun(make(2, long_env, seed=0, copy=False, options=options)) as env:
         view = kept = env.step(act(env.current()))["next", "observation"]
         kept = kept.clone()
         for step in range(8):
