@@ -25,19 +25,6 @@ pytestmark = pytest.mark.slow
 
 
 @both
-def test_text_belongs_to_its_own_row(make):
-    with begun(make(2, functools.partial(TextEnv, 3), seed=0)) as env:
-        for step in range(3):
-            env.send(act(env))
-            td = env.recv()
-            assert [td[i]["text"].split(":")[1] for i in range(2)] == [str(step)] * 2
-            assert [td[i]["next", "text"].split(":")[1] for i in range(2)] == [
-                str(step + 1)
-            ] * 2
-        assert [env.current()[i]["text"].split(":")[1] for i in range(2)] == ["0"] * 2
-
-
-@both
 def test_different_tasks_are_received_with_their_own_leaves(make):
     with begun(
         make(3, [CountingEnv, functools.partial(CountingEnv, size=3), CountingEnv])
@@ -51,18 +38,6 @@ def test_different_tasks_are_received_with_their_own_leaves(make):
             ("next", "pixels") in td[i].keys(include_nested=True) for i in range(2)
         ] == [True, False]
         assert not any(key in td[0] for key in ("observation", "action"))
-
-
-def test_unawaited_wake_ups_do_not_accumulate():
-    with begun(ParallelEnv(4, ENDLESS, num_workers=2)) as env:
-        for _ in range(50):
-            env.send(act(env))
-            time.sleep(0.002)  # all have answered before `recv`
-            env.recv()
-        num_tokens = 0
-        while env._pool._done.try_wait():
-            num_tokens += 1
-        assert num_tokens <= 2 * env.num_envs
 
 
 def test_large_questions_meet_large_answers():
@@ -318,14 +293,6 @@ def test_tokens_of_answers_that_came_before_the_wait_do_not_pile_up(monkeypatch)
             wait_for(env._pool.words.have_all_answered)
             flight.land()
         assert sum(iter(env._pool._done.try_wait, 0)) < 9
-
-
-def test_recv_of_some_envs_ignores_answers_of_others():
-    with begun(ParallelEnv(4, SleepingEnv, num_workers=2, seed=0)) as env:
-        for _ in range(3):
-            env.send(act(env))
-            for env_ids in ([3, 0], [1], [2]):
-                assert env.recv(env_ids=env_ids)["env_ids"].tolist() == env_ids
 
 
 @both

@@ -145,23 +145,6 @@ def test_infos_of_a_step_whose_reset_builds_a_new_instance(is_sent):
         assert env.infos("root") == [{"fresh": True, "options": None}] * NUM_ENVS
 
 
-def test_infos_of_steps_and_resets(make):
-    with make(infos="plain") as env:
-        env.reset(options={"level": 2})
-        assert (
-            env.infos("root") == [{"fresh": True, "options": {"level": 2}}] * NUM_ENVS
-        )
-        assert env.infos() == [{}] * NUM_ENVS
-        env.step_and_maybe_reset(actions())
-        assert env.infos() == [{"count": 1}] * NUM_ENVS
-        assert env.infos("root") == [{}] * NUM_ENVS
-        env.step_and_maybe_reset(actions())
-        assert env.infos() == [{}] * NUM_ENVS
-        env.step_and_maybe_reset(actions())
-        assert env.infos() == [{"count": 3}] * NUM_ENVS
-        assert env.infos("root") == [{"fresh": True, "options": None}] * NUM_ENVS
-
-
 def test_infos_after_a_rollout_are_those_of_its_latest_step(make):
     seen = []
     with begun(make(infos="plain")) as env:
@@ -188,24 +171,6 @@ def test_writes_to_them_change_no_later_ones(make):
         assert (
             env.infos("root") == [{"fresh": True, "options": {"level": [2]}}] * NUM_ENVS
         )
-
-
-def test_infos_of_a_partial_reset(make):
-    with begun(make(infos="plain")) as env:
-        env.step(actions())
-        env.reset(
-            TensorDict({"_reset": torch.tensor([False, True, False])}, [NUM_ENVS])
-        )
-        assert env.infos() == [{"count": 1}, {}, {"count": 1}]
-        assert env.infos("root") == [{}, {"fresh": True, "options": None}, {}]
-
-
-def test_infos_of_envs_received_one_by_one(make):
-    with begun(make(infos="plain")) as env:
-        env.send(actions())
-        for _ in range(NUM_ENVS):
-            env_id = env.recv(1)["env_ids"].item()
-            assert env.infos()[env_id] == {"count": 1}
 
 
 def test_info_entries_that_are_not_plain_are_left_out_or_pickled(make):
@@ -546,50 +511,30 @@ def test_info_leaf_that_no_longer_fits_counts_as_missing(caplog):
     )
 
 
-@pytest.mark.parametrize("what", [*BAD, "mean", "list"])
+@pytest.mark.parametrize(
+    "kind", ["serial", pytest.param("parallel", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("infos", ["plain", "pickle"])
-def test_no_info_costs_a_step(what, infos):
-    keys = {"lives": int, "bad": np.zeros(1)}
-    options = ExecutorOptions(infos=Infos(infos, keys), check_finite=True)
-    with SerialEnv(
-        NUM_ENVS, functools.partial(Numbered, what), seed=0, options=options
-    ) as env:
-        _check(env, what, infos)
-
-
-@pytest.mark.slow
-def test_no_info_costs_a_worker():
+def test_no_info_costs_a_step_or_a_worker(kind, infos):
     """All bad infos at once, each in a separate env."""
     names = [*BAD, "mean", "list"]
     factories = [functools.partial(Numbered, what) for what in names]
-    for infos in ("plain", "pickle"):
-        options = ExecutorOptions(infos=Infos(infos, {"lives": int}))
-        with begun(
-            ParallelEnv(len(names), factories, num_workers=2, seed=0, options=options)
-        ) as env:
-            for count in (1, 2, 3, 1):
-                td, _ = env.step_and_maybe_reset(actions(len(names)))
-                assert td["next", "observation"].tolist() == [[count]] * len(names)
+    keys = {"lives": int, "bad": np.zeros(1)}
+    options = ExecutorOptions(infos=Infos(infos, keys), check_finite=True)
+    executor = KINDS[kind](len(names), factories, seed=0, options=options)
+    with begun(executor) as env:
+        for count in (1, 2, 3, 1):
+            td, _ = env.step_and_maybe_reset(actions(len(names)))
+            assert td["next", "observation"].tolist() == [[count]] * len(names)
+            has_lives = td["next", "info", "_lives"].flatten().tolist()
+            assert has_lives == [name in BAD for name in names]
+            assert not td["next", "info", "_bad"].any()
             for name, info in zip(names, env.infos(), strict=True):
-                assert ("bad" in info) == (
-                    name in BAD and BAD[name][1 + (infos == "pickle")]
-                ), name
-
-
-def _check(env, what, infos):
-    env.reset()
-    for count in (1, 2, 3):
-        td, _ = env.step_and_maybe_reset(actions())
-        assert td["next", "observation"].tolist() == [[count]] * NUM_ENVS
-        info = env.infos()[0]
-        if what in BAD:
-            assert info["lives"] == 3 - count
-            assert ("bad" in info) == BAD[what][1 + (infos == "pickle")]
-            assert td["next", "info", "_lives"].all()
-        else:
-            assert info == {}
-            assert not td["next", "info", "_lives"].any()
-        assert not td["next", "info", "_bad"].any()
+                if name in BAD:
+                    assert info["lives"] == 3 - count, name
+                    assert ("bad" in info) == BAD[name][1 + (infos == "pickle")], name
+                else:
+                    assert info == {}, name
 
 
 def test_a_name_that_is_not_there_is_refused():

@@ -27,7 +27,6 @@ import torch
 from tensordict import TensorDict
 
 from envherd.executor import (
-    Busy,
     EnvError,
     ExecutorOptions,
     InternalError,
@@ -330,30 +329,6 @@ class TestRefusals:
                 ):
                     env.step(act(env))
                 assert env.get("num_steps") == [0, 0]
-
-    def test_a_call_inside_a_call_is_refused(self):
-        """A signal handler that steps in the middle of a step."""
-        caught: list[str] = []
-
-        class Signals(CountingEnv):
-            def step(self, action: list[Any]) -> Any:
-                signal.raise_signal(signal.SIGALRM)
-                return super().step(action)
-
-        with begun(SerialEnv(1, Signals)) as env:
-
-            def step_again(*_: object) -> None:
-                try:
-                    env.step(act(env))
-                except Busy as error:
-                    caught.append(str(error))
-
-            before = signal.signal(signal.SIGALRM, step_again)
-            try:
-                assert counters(env.step(act(env))["next"]) == [1]
-            finally:
-                signal.signal(signal.SIGALRM, before)
-        assert len(caught) == 1
 
     def test_a_refused_question_of_a_callback_does_not_end_the_rollout(self):
         seen: list[str] = []
@@ -711,13 +686,6 @@ def test_root_after_answered_reset_and_loss_is_that_of_the_earlier_reset():
         assert now["truncated"].all()
 
 
-def test_an_env_with_text_that_was_never_reset_has_none():
-    with SerialEnv(2, TextEnv) as env:
-        env.reset(only(env, 1))
-        text = next(leaf.key for leaf in env.observation_spec if leaf.is_side)
-        assert env.current().get(text).tolist()[0] is None
-
-
 class OneEpisode(TextEnv):
     """Raises in every reset but that of episode 0 of a root seed of 0."""
 
@@ -787,40 +755,6 @@ def test_a_reset_that_is_broken_off_leaves_the_row_before_it(num_envs):
             == env.current()[0]["observation"][0]
             != before["size"]
         )
-
-
-def test_the_rows_of_envs_that_must_be_reset_say_so():
-    """After a reset that raised, and after an interrupt: `current()["done"]` is the mask of the next reset."""
-
-    class Raises(CountingEnv):
-        is_stuck = False
-
-        def reset(self, *args: Any, **kwargs: Any) -> Any:
-            if self.is_stuck:
-                self.is_stuck = False
-                raise ValueError("not now")
-            return super().reset(*args, **kwargs)
-
-        def step(self, action: list[Any]) -> Any:
-            if action == [3]:
-                raise KeyboardInterrupt
-            self.is_stuck = action == [2]
-            return super().step(action)
-
-    with begun(SerialEnv(2, [Raises, CountingEnv])) as env:
-        env.step_and_maybe_reset(act(env).set("action", torch.tensor([2, 1])))
-        with pytest.raises(EnvError, match="not now"):
-            env.reset(only(env, 0))
-        assert env.current()["done"].flatten().tolist() == [True, False]
-        env.reset(
-            env.current().exclude("observation").set("_reset", env.current()["done"])
-        )
-        env.step_and_maybe_reset(act(env))
-        with pytest.raises(KeyboardInterrupt):
-            env.step_and_maybe_reset(act(env).set("action", torch.tensor([3, 1])))
-        assert env.current()["done"].all()
-        env.reset()
-        env.step_and_maybe_reset(act(env))
 
 
 @pytest.mark.parametrize("policy", ["raise", "restart"])

@@ -49,19 +49,6 @@ def test_a_step_gives_all_keys(make):
 
 
 @both
-def test_a_step_never_resets_and_fused_does(make):
-    make_envs = [functools.partial(CountingEnv, 2), long_env, long_env]
-    with make(NUM_ENVS, make_envs, seed=0) as env:
-        td = env.step(act(env.reset()))
-        td, root = env.step_and_maybe_reset(act(td["next"].exclude("reward")))
-        assert counters(td["next"]) == [2, 2, 2]
-        assert counters(root) == [0, 2, 2]
-        assert td["next", "done"].squeeze(-1).tolist() == [True, False, False]
-        assert not root["done"].any()
-        assert env.statistics().resets_per_env == (2, 1, 1)
-
-
-@both
 def test_the_end_of_one_of_different_tasks_is_noted(make):
     with make(
         2,
@@ -327,22 +314,6 @@ def test_a_batch_that_was_unpacked_is_refused_by_the_next_call(make):
 
 
 @both
-def test_every_form_of_legal_actions_arrives(make):
-    strided, parameter = (
-        torch.tensor([0, 9, 1, 9, 0, 9])[::2],
-        torch.nn.Parameter(torch.tensor([0.0, 1.0, 0.0])),
-    )
-    with begun(make(NUM_ENVS, long_env, seed=0)) as env:
-        for action in (
-            torch.tensor([0, 1, 0], dtype=torch.int32),
-            strided,
-            parameter.detach().long(),
-        ):
-            td = env.step(TensorDict({"action": action}, [NUM_ENVS]))
-            assert td["next", "observation"][:, 2].tolist() == [0, 1, 0]
-
-
-@both
 def test_random_actions_repeat_with_the_seed(make):
     with make(NUM_ENVS, AgentsEnv, seed=1) as env:
         leaf = env.action_spec[0]
@@ -389,16 +360,6 @@ def test_views_are_valid_for_ring_frames_steps_and_other_commands(make, between)
                 f"step {step} has overwritten the view of the step before it"
             )
             view, kept = shown, shown.clone()
-
-
-def test_recv_returns_envs_in_the_order_of_sends():
-    with SerialEnv(NUM_ENVS, long_env, seed=0) as env:
-        root = env.reset()
-        for env_id in (2, 0, 1):
-            env.send(act(root[env_id : env_id + 1].clone()), [env_id])
-        assert env.recv(2)["env_ids"].tolist() == [2, 0]
-        env.send(act(env.current([2])))
-        assert env.recv(1)["env_ids"].tolist() == [1]
 
 
 @both
