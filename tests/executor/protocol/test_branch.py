@@ -323,9 +323,7 @@ class TestRefusals:
             ),
         ],
     )
-    def test_executors_without_a_process_for_each_env_and_unlike_envs(
-        self, make, error, words
-    ):
+    def test_executors_whose_envs_cannot_be_copied(self, make, error, words):
         with make() as env, pytest.raises(error, match=words):
             env.branch(0, [1])
 

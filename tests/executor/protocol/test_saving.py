@@ -182,7 +182,9 @@ def test_envs_that_are_not_restored_continue():
 def test_an_episode_that_had_ended_needs_a_reset_when_it_is_restored(
     make, save, restore
 ):
-    with make(2, [functools.partial(TextEnv, length) for length in (2, 99)]) as env:
+    with make(
+        2, [functools.partial(TextEnv, length) for length in (2, 99)], seed=0
+    ) as env:
         env.rollout(2)
         saved = getattr(env, save)()
         before = env.current()
