@@ -1,10 +1,11 @@
-"""What many tests of executors need: both kinds of them, envs without an end, masks, actions, and what rows say."""
+"""What many tests of executors need: both kinds of them, one that was reset, endless envs, masks, actions, rows."""
 
 import contextlib
 import functools
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,14 @@ both = pytest.mark.parametrize("make", [PARALLEL, pytest.param(SerialEnv, id="se
 
 ENDLESS = functools.partial(CountingEnv, 1_000_000)
 RESTART = ExecutorOptions(on_worker_loss="restart")
+
+
+@contextlib.contextmanager
+def begun(opened: Any) -> Iterator[Any]:
+    """Reset all envs of an executor before the block; close it afterwards."""
+    with opened as env:
+        env.reset()
+        yield env
 
 
 def act(env: Any) -> TensorDict:

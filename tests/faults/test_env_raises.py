@@ -148,6 +148,8 @@ def test_a_failed_reset_leaves_the_others_reset(make):
         with pytest.raises(EnvError, match="reset failed"):
             env.reset()
         assert counters(env.current())[0] == 0
+        # The mask of the next reset.
+        assert env.current()["done"].flatten().tolist() == [False, True]
         with pytest.raises(ResetNeeded) as caught:
             env.step(act(env))
         assert caught.value.env_ids == (1,)

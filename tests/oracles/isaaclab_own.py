@@ -48,15 +48,14 @@ class Line:
     def __init__(self, num_envs: int, device: str) -> None:
         self.place = torch.zeros(num_envs, device=device)
         self.speed = torch.zeros(num_envs, device=device)
-        #: For each step, the state before and after it; for each reset, its rows.
-        self.steps: list[tuple[torch.Tensor, torch.Tensor]] = []
+        #: For each step, the state after it; for each reset, its rows.
+        self.steps: list[torch.Tensor] = []
         self.resets: list[list[int]] = []
 
     def push(self, force: torch.Tensor) -> None:
-        before = self.state()
         self.speed += 0.05 * force
         self.place += self.speed
-        self.steps.append((before, self.state()))
+        self.steps.append(self.state())
 
     def state(self) -> torch.Tensor:
         """Return a new `[B, 2]`: place, speed."""
@@ -73,7 +72,7 @@ class Line:
 
 @configclass
 class DirectCfg(DirectRLEnvCfg):
-    """Of four rows by default."""
+    """Of four rows."""
 
     sim: SimulationCfg = SimulationCfg(dt=_DT, device="cpu", save_logs_to_file=False)
     scene: InteractiveSceneCfg = InteractiveSceneCfg(num_envs=4, env_spacing=1.0)
@@ -108,12 +107,11 @@ class Direct(DirectRLEnv):
     def _reset_idx(self, env_ids: Any) -> None:
         super()._reset_idx(env_ids)
         self.line.put(env_ids)
-        self.extras["log"] = {"place": self.line.place.mean()}
 
 
 @configclass
 class AgentsCfg(DirectMARLEnvCfg):
-    """Of four rows by default; one agent sees the place and pushes, one sees the speed."""
+    """Of four rows; one agent sees the place and pushes, one sees the speed."""
 
     sim: SimulationCfg = SimulationCfg(dt=_DT, device="cpu", save_logs_to_file=False)
     scene: InteractiveSceneCfg = InteractiveSceneCfg(num_envs=4, env_spacing=1.0)
@@ -206,7 +204,7 @@ def put(env: Any, env_ids: torch.Tensor) -> None:
 
 @configclass
 class PolicyCfg(ObservationGroupCfg):
-    """One term; its history is set by `make_managed`."""
+    """One term."""
 
     state: ObservationTermCfg = ObservationTermCfg(func=state)
 
@@ -244,7 +242,7 @@ class EventsCfg:
 
 @configclass
 class ManagedCfg(ManagerBasedRLEnvCfg):
-    """Of four rows by default."""
+    """Of four rows."""
 
     sim: SimulationCfg = SimulationCfg(dt=_DT, device="cpu", save_logs_to_file=False)
     scene: InteractiveSceneCfg = InteractiveSceneCfg(num_envs=4, env_spacing=1.0)
@@ -257,20 +255,13 @@ class ManagedCfg(ManagerBasedRLEnvCfg):
     events: EventsCfg = EventsCfg()
 
 
-def make_direct(num_envs: int = 4) -> Direct:
-    cfg = DirectCfg()
-    cfg.scene.num_envs = num_envs
-    return Direct(cfg)
+def make_direct() -> Direct:
+    return Direct(DirectCfg())
 
 
-def make_managed(num_envs: int = 4, history_length: int = 0) -> ManagerBasedRLEnv:
-    cfg = ManagedCfg()
-    cfg.scene.num_envs = num_envs
-    cfg.observations.policy.history_length = history_length
-    return ManagerBasedRLEnv(cfg)
+def make_managed() -> ManagerBasedRLEnv:
+    return ManagerBasedRLEnv(ManagedCfg())
 
 
-def make_agents_as_one(num_envs: int = 4) -> DirectRLEnv:
-    cfg = AgentsCfg()
-    cfg.scene.num_envs = num_envs
-    return multi_agent_to_single_agent(Agents(cfg))
+def make_agents_as_one() -> DirectRLEnv:
+    return multi_agent_to_single_agent(Agents(AgentsCfg()))

@@ -25,7 +25,6 @@ class Cfg:
     """The settings that both kinds read."""
 
     num_envs: int = 4
-    device: str = "cpu"
     max_length: int = 7
     # None: of IsaacLab 2, which has no such setting.
     compute_final_obs: bool | None = None
@@ -34,11 +33,11 @@ class Cfg:
     # As IsaacLab 3 does for some simulators, without a call of `_reset_idx`.
     resets_by_mask: bool = False
     reuses_buffers: bool = True
-    noise: float = 0.0
     history_length: int = 0
     num_discrete: int = 0
     resets_too_many: bool = False
-    observation_noise_model: Any = None
+    # The size of the noise that direct envs add in their step.
+    observation_noise_model: float = 0.0
 
 
 class SimulationContext:
@@ -46,13 +45,12 @@ class SimulationContext:
 
     _instance: ClassVar[Any] = None
 
-    def __init__(self, device: str) -> None:
+    def __init__(self) -> None:
         if SimulationContext._instance is not None:
             raise RuntimeError(
                 "Simulation context already exists. Cannot create a new one."
             )
         SimulationContext._instance = self
-        self.device = device
 
     def forward(self) -> None:
         """Nothing is deferred here."""
@@ -65,15 +63,14 @@ class SimulationContext:
 class Scene:
     """The rows: a place and a speed on a line."""
 
-    def __init__(self, num_envs: int, device: str) -> None:
+    def __init__(self, num_envs: int) -> None:
         self.num_envs = num_envs
-        self.place = torch.zeros(num_envs, device=device)
-        self.speed = torch.zeros(num_envs, device=device)
+        self.place = torch.zeros(num_envs)
+        self.speed = torch.zeros(num_envs)
 
     def reset(self, env_ids: torch.Tensor) -> None:
-        count = len(env_ids)
-        self.place[env_ids] = torch.rand(count, device=self.place.device) * 0.6 - 0.3
-        self.speed[env_ids] = torch.rand(count, device=self.place.device) * 0.2 - 0.1
+        self.place[env_ids] = torch.rand(len(env_ids)) * 0.6 - 0.3
+        self.speed[env_ids] = torch.rand(len(env_ids)) * 0.2 - 0.1
 
     def write_data_to_sim(self) -> None:
         """Nothing is deferred here."""
@@ -82,34 +79,24 @@ class Scene:
 class _BatchedEnv(gymnasium.Env[Any, Any]):
     """The base of both kinds."""
 
-    metadata = {"render_modes": [None, "human", "rgb_array"]}  # noqa: RUF012  # as Gymnasium has it
+    device = "cpu"
 
-    def __init__(self, cfg: Cfg | None = None, render_mode: str | None = None) -> None:
+    def __init__(self, cfg: Cfg | None = None) -> None:
         self.cfg = cfg = cfg or Cfg()
-        self.render_mode = render_mode
         if cfg.compute_final_obs is not None:  # of IsaacLab 3
             self.metadata = {
                 **self.metadata,
                 "autoreset_mode": gymnasium.vector.AutoresetMode[cfg.autoreset_mode],
             }
-        self._is_closed = True
-        self.sim = SimulationContext(cfg.device)
-        self._is_closed = False
-        self.scene = Scene(cfg.num_envs, cfg.device)
+        self.sim = SimulationContext()
+        self.scene = Scene(cfg.num_envs)
         self.extras: dict[str, Any] = {}
         self.common_step_counter = 0
-        self.episode_length_buf = torch.zeros(
-            cfg.num_envs, dtype=torch.long, device=cfg.device
-        )
-        self.reset_terminated = torch.zeros(
-            cfg.num_envs, dtype=torch.bool, device=cfg.device
-        )
+        self.episode_length_buf = torch.zeros(cfg.num_envs, dtype=torch.long)
+        self.reset_terminated = torch.zeros(cfg.num_envs, dtype=torch.bool)
         self.reset_time_outs = torch.zeros_like(self.reset_terminated)
-        self.reset_buf = torch.zeros_like(self.reset_terminated)
-        self.reward_buf = torch.zeros(cfg.num_envs, device=cfg.device)
-        self.previous_actions = self.actions = torch.zeros(
-            cfg.num_envs, 1, device=cfg.device
-        )
+        self.reward_buf = torch.zeros(cfg.num_envs)
+        self.previous_actions = self.actions = torch.zeros(cfg.num_envs, 1)
         if cfg.num_discrete:
             self.single_action_space: Any = gymnasium.spaces.Discrete(cfg.num_discrete)
         else:
@@ -120,14 +107,6 @@ class _BatchedEnv(gymnasium.Env[Any, Any]):
     @property
     def num_envs(self) -> int:
         return self.scene.num_envs
-
-    @property
-    def device(self) -> str:
-        return self.sim.device
-
-    @property
-    def max_episode_length(self) -> int:
-        return self.cfg.max_length
 
     def seed(self, seed: int = -1) -> int:
         torch.manual_seed(seed)
@@ -140,7 +119,6 @@ class _BatchedEnv(gymnasium.Env[Any, Any]):
                 f"expected actions of shape {(self.num_envs, 1)}, got {tuple(action.shape)}"
             )
         self.given = action
-        action = action.to(self.device)
         self.previous_actions = self.actions
         self.actions = action.clone()
         force = self.actions[:, 0].float() * 0.05
@@ -151,7 +129,7 @@ class _BatchedEnv(gymnasium.Env[Any, Any]):
         self.episode_length_buf += 1
         self.common_step_counter += 1
         self.reset_terminated[:] = self.scene.place.abs() > LIMIT
-        self.reset_time_outs[:] = self.episode_length_buf >= self.max_episode_length
+        self.reset_time_outs[:] = self.episode_length_buf >= self.cfg.max_length
         self.reset_buf = self.reset_terminated | self.reset_time_outs
         self.reward_buf[:] = 1.0 - self.scene.place.abs()
 
@@ -176,7 +154,7 @@ class _BatchedEnv(gymnasium.Env[Any, Any]):
         )
         ids = resets.nonzero(as_tuple=False).squeeze(-1)
         if self.cfg.resets_too_many and len(ids):
-            return torch.arange(self.num_envs, device=self.device)
+            return torch.arange(self.num_envs)
         return ids
 
     def _reset_idx(self, env_ids: torch.Tensor) -> None:
@@ -190,26 +168,18 @@ class _BatchedEnv(gymnasium.Env[Any, Any]):
         self.extras["log"] = {"Episode_Reward/place": self.scene.place[env_ids].mean()}
 
     def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self.sim.clear_instance()
+        self.sim.clear_instance()
 
 
 class DirectRLEnv(_BatchedEnv):
     """Observations from `_get_observations`, noise added by the step; `reset` knows no `env_ids`."""
 
-    def __init__(self, cfg: Cfg | None = None, render_mode: str | None = None) -> None:
-        super().__init__(cfg, render_mode)
-        self._buffer = torch.zeros(self.num_envs, 4, device=self.device)
-        if self.cfg.noise:
-            self.cfg.observation_noise_model = True
-        box = gymnasium.spaces.Box(-math.inf, math.inf, (4,), np.float32)
-        self.single_observation_space = gymnasium.spaces.Dict(
-            {"policy": box, "critic": box}
-        )
+    def __init__(self, cfg: Cfg | None = None) -> None:
+        super().__init__(cfg)
+        self._buffer = torch.zeros(self.num_envs, 4)
 
     def _observation_noise_model(self, data: torch.Tensor) -> torch.Tensor:
-        return data + self.cfg.noise * torch.randn_like(data)
+        return data + self.cfg.observation_noise_model * torch.randn_like(data)
 
     def _get_observations(self) -> dict[str, torch.Tensor]:
         if self.cfg.reuses_buffers:
@@ -220,9 +190,7 @@ class DirectRLEnv(_BatchedEnv):
     def reset(self, seed: int | None = None, options: Any = None) -> Any:
         if seed is not None:
             self.seed(seed)
-        self._reset_idx(
-            torch.arange(self.num_envs, dtype=torch.int32, device=self.device)
-        )
+        self._reset_idx(torch.arange(self.num_envs, dtype=torch.int32))
         self.scene.write_data_to_sim()
         self.sim.forward()
         return self._get_observations(), self.extras
@@ -290,14 +258,10 @@ class ObservationManager:
     def compute(self, update_history: bool = False) -> dict[str, Any]:  # noqa: FBT001, FBT002  # as IsaacLab has it
         state = self._env.state()
         history = self._group_obs_term_history_buffer["policy"].get("state")
-        policy = (
-            state + self._env.cfg.noise * torch.randn_like(state)
-            if self._env.cfg.noise
-            else state
-        )
+        policy = state
         if history is not None:
             if update_history or history._buffer is None:
-                history.append(policy)
+                history.append(state)
             policy = history.buffer.reshape(self._env.num_envs, -1)
         length = (
             self._env.episode_length_buf
@@ -317,15 +281,15 @@ class ObservationManager:
 class ManagerBasedRLEnv(_BatchedEnv):
     """Observations from a manager, with histories; `reset` takes `env_ids`."""
 
-    def __init__(self, cfg: Cfg | None = None, render_mode: str | None = None) -> None:
-        super().__init__(cfg, render_mode)
+    def __init__(self, cfg: Cfg | None = None) -> None:
+        super().__init__(cfg)
         self.observation_manager = ObservationManager(self)
 
     def reset(
         self, seed: int | None = None, env_ids: Any = None, options: Any = None
     ) -> Any:
         if env_ids is None:
-            env_ids = torch.arange(self.num_envs, dtype=torch.int64, device=self.device)
+            env_ids = torch.arange(self.num_envs)
         if seed is not None:
             self.seed(seed)
         self._reset_idx(env_ids)

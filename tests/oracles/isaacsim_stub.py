@@ -91,8 +91,6 @@ class SimulationContext(Anything):
     """The simulator: one in a process."""
 
     _instance: ClassVar[Any] = None
-    #: Steps of physics, over all contexts of the process.
-    num_steps: ClassVar[int] = 0
 
     def __init__(self, *_: Any, **__: Any) -> None:
         if SimulationContext._instance is not None:
@@ -109,7 +107,7 @@ class SimulationContext(Anything):
         SimulationContext._instance = None
 
     def step(self, *, render: bool = True) -> None:
-        SimulationContext.num_steps += 1
+        """Physics is the env's own."""
 
     def reset(self, *, soft: bool = False) -> None:
         """Physics starts."""
@@ -190,10 +188,7 @@ class _Module(types.ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds every module of the simulator, and lists what was imported."""
-
-    def __init__(self) -> None:
-        self.imported: list[str] = []
+    """Finds every module of the simulator."""
 
     def find_spec(self, name: str, _path: Any = None, _target: Any = None) -> Any:
         if name.partition(".")[0] not in ROOTS:
@@ -204,7 +199,6 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _Module(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        self.imported.append(module.__name__)
         vars(module).update(_REAL.get(module.__name__, {}))
 
 

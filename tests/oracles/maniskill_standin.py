@@ -9,7 +9,6 @@ seeded once, from which resets draw their seeds, `elapsed_steps`, ends by `info[
 that interface; none of its code is here.
 """
 
-import math
 from typing import Any
 
 import gymnasium
@@ -23,27 +22,17 @@ NUM_ROWS = 4
 class BaseEnv(gymnasium.Env[Any, Any]):
     """Rows on a line that are pushed to 1; those that leave to the other side have failed."""
 
-    metadata = {"render_modes": ["human", "rgb_array"]}  # noqa: RUF012  # as ManiSkill has it
-
     def __init__(
         self, num_envs: int = NUM_ROWS, render_mode: str | None = None
     ) -> None:
         self.render_mode = render_mode
         self.num_envs, self.device = num_envs, torch.device("cpu")
         self.single_action_space: Any = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
-        self.single_observation_space: Any = gymnasium.spaces.Box(
-            -math.inf, math.inf, (2,), np.float32
-        )
-        self._elapsed_steps = torch.zeros(num_envs, dtype=torch.int32)
+        self.elapsed_steps = torch.zeros(num_envs, dtype=torch.int32)
         self._place, self._speed = torch.zeros(num_envs), torch.zeros(num_envs)
-        self._main_rng: Any = None
+        # ManiSkill resets itself once with this seed, to make its spaces.
+        self._main_rng = np.random.RandomState(2022)
         self.resets: list[Any] = []
-        self.reset(seed=2022)  # ManiSkill does, to make its spaces
-        self.resets.clear()
-
-    @property
-    def elapsed_steps(self) -> torch.Tensor:
-        return self._elapsed_steps
 
     def reset(self, seed: int | None = None, options: Any = None) -> Any:
         options = {} if options is None else options
@@ -63,7 +52,7 @@ class BaseEnv(gymnasium.Env[Any, Any]):
             torch.manual_seed(int(self._main_rng.randint(2**31)))
             self._place[ids] = torch.rand(len(ids)) * 0.6 - 0.3
             self._speed[ids] = torch.rand(len(ids)) * 0.2 - 0.1
-        self._elapsed_steps[ids] = 0
+        self.elapsed_steps[ids] = 0
         return self._observe(), {
             "elapsed_steps": self.elapsed_steps,
             "reconfigure": False,
@@ -72,7 +61,7 @@ class BaseEnv(gymnasium.Env[Any, Any]):
     def step(self, action: torch.Tensor) -> Any:
         self._speed += action[:, 0] * 0.05
         self._place += self._speed
-        self._elapsed_steps += 1
+        self.elapsed_steps += 1
         info = {
             "elapsed_steps": self.elapsed_steps,
             "success": self._place > 1,
@@ -116,17 +105,12 @@ class ManiSkillVectorEnv(VectorEnv[Any, Any, Any]):
 
     def __init__(self, env: Any, *, auto_reset: bool = True) -> None:
         self._env, self.auto_reset = env, auto_reset
-        self.num_envs = self.base_env.num_envs
-        self.single_observation_space = self.base_env.single_observation_space
-        self.single_action_space = self.base_env.single_action_space
-
-    @property
-    def base_env(self) -> Any:
-        return self._env.unwrapped
+        self.num_envs = self.unwrapped.num_envs
+        self.single_action_space = self.unwrapped.single_action_space
 
     @property
     def unwrapped(self) -> Any:
-        return self.base_env
+        return self._env.unwrapped
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         return self._env.reset(seed=seed, options=options)
@@ -142,9 +126,6 @@ class ManiSkillVectorEnv(VectorEnv[Any, Any, Any]):
             infos["final_observation"] = final
             infos["_final_observation"] = ended
         return observation, reward, terminated, truncated, infos
-
-    def close_extras(self, **kwargs: Any) -> None:
-        self._env.close()
 
 
 # Adapters are found by these names, without ManiSkill being imported.

@@ -55,7 +55,7 @@ def test_last_observations_are_true_and_rows_reset_alone(name):
         for _ in range(20):
             td, root = env.step_and_maybe_reset(env.rand_action(env.current()))
             following = td["next"]
-            _, after = line.steps[-1]
+            after = line.steps[-1]
             assert torch.equal(following["policy"][0], after)
             assert torch.equal(
                 following["terminated"][0, :, 0], after[:, 0].abs() > own.LIMIT

@@ -148,7 +148,9 @@ def test_rows_that_ended_stay_ended_until_they_are_reset():
 
 def test_last_observations_have_the_noise_of_the_step():
     with SerialEnv(
-        1, recorded(isaac.make_direct, noise=1e-3, max_length=3)[0], seed=0
+        1,
+        recorded(isaac.make_direct, observation_noise_model=1e-3, max_length=3)[0],
+        seed=0,
     ) as env:
         final = env.rollout(3)["next", "policy"][0, -1]
     assert (final[:, 3] - 3).abs().max() < 1e-2

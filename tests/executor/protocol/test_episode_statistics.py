@@ -119,19 +119,6 @@ def test_a_lost_worker_ends_no_episode_of_the_logger():
 
 
 @pytest.mark.slow
-def test_a_state_that_is_loaded_goes_on_with_its_statistics():
-    with made("parallel", 2, functools.partial(CountingEnv, 6)) as env:
-        env.rollout(3, act)
-        saved = env.state_dict()
-        expected = env.rollout(4, act, auto_reset=False, break_when_any_done=False)
-        with made("serial", 2, functools.partial(CountingEnv, 6)) as other:
-            other.load_state_dict(saved)
-            found = other.rollout(4, act, auto_reset=False, break_when_any_done=False)
-    assert (without_time(found) == without_time(expected)).all()
-    assert found["next", "episode", "length"][0].flatten().tolist() == [4, 5, 6, 1]
-
-
-@pytest.mark.slow
 def test_infos_and_text_stay_next_to_episode_statistics():
     options = ExecutorOptions(episode_statistics=True, infos={"lives": int})
     with made("parallel", 2, functools.partial(TextEnv, 4), options=options) as env:

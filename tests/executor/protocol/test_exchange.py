@@ -18,32 +18,17 @@ from envherd.workers.testing import CountingEnv, FaultyEnv
 from tests.envs.counting_envs import TextEnv
 from tests.envs.disturbing_envs import HaltingEnv
 from tests.envs.sized_envs import SleepingEnv
-from tests.executor.calls import ENDLESS, TWO_WORKERS, act, both, ones
+from tests.executor.calls import ENDLESS, TWO_WORKERS, act, begun, both, ones
 from tests.gates import Gate, wait_for
 
 pytestmark = pytest.mark.slow
 
 
 @both
-def test_text_belongs_to_its_own_row(make):
-    with make(2, functools.partial(TextEnv, 3), seed=0) as env:
-        env.reset()
-        for step in range(3):
-            env.send(act(env))
-            td = env.recv()
-            assert [td[i]["text"].split(":")[1] for i in range(2)] == [str(step)] * 2
-            assert [td[i]["next", "text"].split(":")[1] for i in range(2)] == [
-                str(step + 1)
-            ] * 2
-        assert [env.current()[i]["text"].split(":")[1] for i in range(2)] == ["0"] * 2
-
-
-@both
 def test_different_tasks_are_received_with_their_own_leaves(make):
-    with make(
-        3, [CountingEnv, functools.partial(CountingEnv, size=3), CountingEnv]
+    with begun(
+        make(3, [CountingEnv, functools.partial(CountingEnv, size=3), CountingEnv])
     ) as env:
-        env.reset()
         env.send(act(env))
         assert env.recv()["action"].tolist() == [1, 1, 1]
         env.send(act(env)[:2], [1, 0])
@@ -55,19 +40,6 @@ def test_different_tasks_are_received_with_their_own_leaves(make):
         assert not any(key in td[0] for key in ("observation", "action"))
 
 
-def test_unawaited_wake_ups_do_not_accumulate():
-    with ParallelEnv(4, ENDLESS, num_workers=2) as env:
-        env.reset()
-        for _ in range(50):
-            env.send(act(env))
-            time.sleep(0.002)  # all have answered before `recv`
-            env.recv()
-        num_tokens = 0
-        while env._pool._done.try_wait():
-            num_tokens += 1
-        assert num_tokens <= 2 * env.num_envs
-
-
 def test_large_questions_meet_large_answers():
     """Both ends of a socket write more than its buffer holds: no deadlock."""
 
@@ -75,10 +47,11 @@ def test_large_questions_meet_large_answers():
         def measure(self, data: bytes) -> int:
             return len(data)
 
-    with ParallelEnv(
-        2, functools.partial(Measures, 1_000_000, padding=2_000_000), num_workers=1
+    with begun(
+        ParallelEnv(
+            2, functools.partial(Measures, 1_000_000, padding=2_000_000), num_workers=1
+        )
     ) as env:
-        env.reset()
         assert env.call("measure", b"x" * 3_000_000) == [3_000_000] * 2
         env.send(act(env))
         assert env.call("measure", b"x" * 3_000_000) == [3_000_000] * 2
@@ -115,8 +88,7 @@ def test_closing_does_not_wait_for_what_was_sent(start_method):
     ids=["serial", "one worker", "two workers", "threads"],
 )
 def test_requests_between_send_and_receive_reach_an_env_after_its_step(make):
-    with make(3, ENDLESS, seed=0) as env:
-        env.reset()
+    with begun(make(3, ENDLESS, seed=0)) as env:
         for number in range(1, 40):
             ids = [0, 2] if number % 3 else [1]
             env.send(act(env)[: len(ids)], ids)
@@ -147,8 +119,7 @@ def test_receives_of_every_size_use_their_memory_again(monkeypatch):
             made.append(make(*args)) or made[-1]
         ),
     )
-    with ParallelEnv(8, ENDLESS, num_workers=2) as env:
-        env.reset()
+    with begun(ParallelEnv(8, ENDLESS, num_workers=2)) as env:
         env.send(act(env))
         for _ in range(10):
             for count in range(1, 9):
@@ -302,8 +273,7 @@ def test_the_caller_is_woken_once_for_all_that_it_waits_for(monkeypatch):
     monkeypatch.setattr(Doorbell, "wait", watched_wait)
     # `tests/executor/pools/test_fast_commands.py` does this in C.
     monkeypatch.setattr(native, "find", lambda: (None, "this is a test"))
-    with ParallelEnv(8, SleepingEnv, num_workers=2, seed=0) as env:
-        env.reset()
+    with begun(ParallelEnv(8, SleepingEnv, num_workers=2, seed=0)) as env:
         for _ in range(9):
             env.send(act(env))
             rings.clear()
@@ -325,19 +295,9 @@ def test_tokens_of_answers_that_came_before_the_wait_do_not_pile_up(monkeypatch)
         assert sum(iter(env._pool._done.try_wait, 0)) < 9
 
 
-def test_recv_of_some_envs_ignores_answers_of_others():
-    with ParallelEnv(4, SleepingEnv, num_workers=2, seed=0) as env:
-        env.reset()
-        for _ in range(3):
-            env.send(act(env))
-            for env_ids in ([3, 0], [1], [2]):
-                assert env.recv(env_ids=env_ids)["env_ids"].tolist() == env_ids
-
-
 @both
 def test_a_mask_says_which_envs_are_meant(make):
-    with make(3, CountingEnv, seed=0) as env:
-        env.reset()
+    with begun(make(3, CountingEnv, seed=0)) as env:
         for mask in (
             [True, False, True],
             np.array([True, False, True]),
@@ -360,8 +320,7 @@ def test_values_that_are_no_ids_or_mask_are_refused(make):
     no_ids = [[0.7], np.array([1.9]), torch.tensor([0.0]), [True, False], ["0"]]
     wrong = [*((ids, NO_IDS) for ids in (*no_ids, torch.ones(3, 1, dtype=torch.bool)))]
     wrong += [(ids, r"different env ids in 0\.\.2") for ids in ([3], [-1], [0, 0])]
-    with make(3, CountingEnv, seed=0) as env:
-        env.reset()
+    with begun(make(3, CountingEnv, seed=0)) as env:
         for env_ids, message in wrong:
             for ask in (
                 functools.partial(env.current, env_ids),
@@ -385,8 +344,7 @@ class TestAtMost:
     """`recv(min_envs, timeout_s, max_envs=...)` returns all ready envs."""
 
     def test_all_that_are_ready_come_without_a_deadline(self):
-        with ParallelEnv(4, CountingEnv, num_workers=2, seed=0) as env:
-            env.reset()
+        with begun(ParallelEnv(4, CountingEnv, num_workers=2, seed=0)) as env:
             env.send(env.rand_action())
             wait_for(lambda: env.engine.pool.words.has_answered().all())
             assert len(env.recv(1, max_envs=3)) == 3
@@ -395,8 +353,7 @@ class TestAtMost:
     def test_at_the_deadline_those_come_that_are_ready(self, tmp_path):
         gate = Gate(tmp_path)
         make = [CountingEnv, CountingEnv, functools.partial(HaltingEnv, gate, 1)]
-        with ParallelEnv(3, make, num_workers=3, seed=0) as env:
-            env.reset()
+        with begun(ParallelEnv(3, make, num_workers=3, seed=0)) as env:
             env.send(env.rand_action())
             wait_for(
                 lambda: (

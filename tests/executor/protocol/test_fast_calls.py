@@ -41,6 +41,7 @@ from envherd.workers import native
 from envherd.workers.protocol import Op
 from envherd.workers.testing import CountingEnv
 from tests.envs.counting_envs import AgentsEnv, FlagsEnv
+from tests.executor.calls import begun
 from tests.gates import Gate, wait_for
 from tests.scale import scaled
 
@@ -108,19 +109,6 @@ class Nested(gymnasium.Env[Any, Any]):
             self.num_steps == 9,
             {},
         )
-
-
-class Slow(CountingEnv):
-    """Slow if its action is 3; raises if it is 2."""
-
-    time_s = 0.05
-
-    def step(self, action: list[Any]) -> Any:
-        if action[0] == 3:
-            time.sleep(self.time_s)
-        if action[0] == 2:
-            raise RuntimeError("two")
-        return super().step(action)
 
 
 class Held(CountingEnv):
@@ -689,7 +677,8 @@ def actions(*values: int) -> TensorDict:
 
 
 def slow_pair(*, copy: bool = True) -> Any:
-    return ParallelEnv(2, functools.partial(Slow, 50), num_workers=2, copy=copy, seed=0)
+    make = functools.partial(CountingEnv, 50)
+    return ParallelEnv(2, make, num_workers=2, copy=copy, seed=0)
 
 
 def be_patient(patch: pytest.MonkeyPatch, wait_s: float = 30.0) -> None:
@@ -762,10 +751,11 @@ def waiting(request, tmp_path, monkeypatch):
     """Return an executor, a function that sends its envs to a gate (if the call is `recv`), and the call."""
     be_patient(monkeypatch, 1.0)  # also if another thread closes the executor
     call = request.param.partition(" ")[0]
-    with held_pair(
-        Gate(tmp_path), copy="views" not in request.param, close_timeout_s=0.0
+    with begun(
+        held_pair(
+            Gate(tmp_path), copy="views" not in request.param, close_timeout_s=0.0
+        )
     ) as env:
-        env.reset()
         if call == "recv":
             env.send(actions(3, 3))
         yield (
@@ -785,32 +775,23 @@ def on_alarm():
     signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize("slow", [(3, 0), (0, 3), (3, 3)])
-def test_answers_that_take_long_are_waited_for(env, slow):
-    for count in (1, 2):
-        td = env.step(actions(*slow))
-        assert td["next", "observation"][:, 1:].tolist() == [
-            [count, slow[0]],
-            [count, slow[1]],
-        ]
-    assert env.step_and_maybe_reset(actions(0, 1))[1]["observation"][:, 1].tolist() == [
-        3,
-        3,
-    ]
-
-
 @pytest.mark.broken_pool
 def test_recv_returns_rows_of_a_worker_lost_after_its_answer(tmp_path):
-    with held_pair(Gate(tmp_path)) as env:
-        env.reset()
+    with begun(held_pair(Gate(tmp_path))) as env:
         env.send(actions(0, 0))
         settle(env)
         os.kill(env._pool.pid_of(1), signal.SIGKILL)
         assert env.recv()["env_ids"].tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("other", ["a handler", "a thread"])
-def test_calls_during_a_call_are_refused(other, waiting, on_alarm, tmp_path):
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ("a handler", "it was made inside another call of this executor"),
+        ("a thread", "another thread is using this executor"),
+    ],
+)
+def test_calls_during_a_call_are_refused(other, words, waiting, on_alarm, tmp_path):
     env, name, call = waiting
     gate, found = Gate(tmp_path), []
 
@@ -824,13 +805,14 @@ def test_calls_during_a_call_are_refused(other, waiting, on_alarm, tmp_path):
             try:
                 deed()
             except Busy as error:
-                found.append(error)
+                found.append(str(error))
         gate.open()
 
     on_alarm(intrude)
     once_held(gate, name, RING if other == "a handler" else intrude)
     assert call()["next", "observation"][:, 1].tolist() == [1, 1]
     assert len(found) == 4
+    assert all(words in message for message in found)
     assert env.step(actions(0, 0))["next", "observation"][:, 1].tolist() == [2, 2]
 
 

@@ -24,6 +24,7 @@ from envherd.executor import (
 from envherd.executor.testing import check_env_contract
 from envherd.workers.infos import packer, unpack
 from envherd.workers.options import Infos
+from tests.executor.calls import begun
 
 pytestmark = pytest.mark.preloads()
 
@@ -116,8 +117,9 @@ class TellingOnce(Telling):
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_infos_of_a_step_whose_reset_raises(kind):
-    with kind(NUM_ENVS, TellingOnce, options=ExecutorOptions(infos="plain")) as env:
-        env.reset()
+    with begun(
+        kind(NUM_ENVS, TellingOnce, options=ExecutorOptions(infos="plain"))
+    ) as env:
         for _ in range(2):
             env.step_and_maybe_reset(actions())
         with pytest.raises(EnvError, match="no second episode"):
@@ -130,8 +132,9 @@ def test_infos_of_a_step_whose_reset_raises(kind):
 def test_infos_of_a_step_whose_reset_builds_a_new_instance(is_sent):
     """The first episode ends with the info of its last step, and the next one begins with that of its reset."""
     options = ExecutorOptions(infos="plain", on_env_error="interrupt")
-    with ParallelEnv(NUM_ENVS, TellingOnce, num_workers=2, options=options) as env:
-        env.reset()
+    with begun(
+        ParallelEnv(NUM_ENVS, TellingOnce, num_workers=2, options=options)
+    ) as env:
         for _ in range(3):
             if is_sent:
                 env.send(actions())
@@ -142,27 +145,9 @@ def test_infos_of_a_step_whose_reset_builds_a_new_instance(is_sent):
         assert env.infos("root") == [{"fresh": True, "options": None}] * NUM_ENVS
 
 
-def test_infos_of_steps_and_resets(make):
-    with make(infos="plain") as env:
-        env.reset(options={"level": 2})
-        assert (
-            env.infos("root") == [{"fresh": True, "options": {"level": 2}}] * NUM_ENVS
-        )
-        assert env.infos() == [{}] * NUM_ENVS
-        env.step_and_maybe_reset(actions())
-        assert env.infos() == [{"count": 1}] * NUM_ENVS
-        assert env.infos("root") == [{}] * NUM_ENVS
-        env.step_and_maybe_reset(actions())
-        assert env.infos() == [{}] * NUM_ENVS
-        env.step_and_maybe_reset(actions())
-        assert env.infos() == [{"count": 3}] * NUM_ENVS
-        assert env.infos("root") == [{"fresh": True, "options": None}] * NUM_ENVS
-
-
 def test_infos_after_a_rollout_are_those_of_its_latest_step(make):
     seen = []
-    with make(infos="plain") as env:
-        env.reset()
+    with begun(make(infos="plain")) as env:
         env.step(actions())
         env.rollout(
             5,
@@ -188,33 +173,11 @@ def test_writes_to_them_change_no_later_ones(make):
         )
 
 
-def test_infos_of_a_partial_reset(make):
-    with make(infos="plain") as env:
-        env.reset()
-        env.step(actions())
-        env.reset(
-            TensorDict({"_reset": torch.tensor([False, True, False])}, [NUM_ENVS])
-        )
-        assert env.infos() == [{"count": 1}, {}, {"count": 1}]
-        assert env.infos("root") == [{}, {"fresh": True, "options": None}, {}]
-
-
-def test_infos_of_envs_received_one_by_one(make):
-    with make(infos="plain") as env:
-        env.reset()
-        env.send(actions())
-        for _ in range(NUM_ENVS):
-            env_id = env.recv(1)["env_ids"].item()
-            assert env.infos()[env_id] == {"count": 1}
-
-
 def test_info_entries_that_are_not_plain_are_left_out_or_pickled(make):
-    with make("object", infos="plain") as env:
-        env.reset()
+    with begun(make("object", infos="plain")) as env:
         env.step(actions())
         assert env.infos() == [{"count": 1}] * NUM_ENVS
-    with make("object", infos="pickle") as env:
-        env.reset()
+    with begun(make("object", infos="pickle")) as env:
         env.step(actions())
         assert (
             env.infos()
@@ -223,8 +186,7 @@ def test_info_entries_that_are_not_plain_are_left_out_or_pickled(make):
 
 
 def test_too_large_info_is_logged_once_per_env(make, caplog):
-    with make("large", infos="plain") as env:
-        env.reset()
+    with begun(make("large", infos="plain")) as env:
         for _ in range(4):
             env.step_and_maybe_reset(actions())
         assert [info["picture"].sum() for info in env.infos()] == [0] * NUM_ENVS
@@ -239,8 +201,7 @@ def test_too_large_info_is_logged_once_per_env(make, caplog):
 
 
 def test_unpicklable_info_entries_are_left_out_and_named_once(make, caplog):
-    with make("lock", infos="pickle") as env:
-        env.reset()
+    with begun(make("lock", infos="pickle")) as env:
         env.step(actions())
         env.step(actions())
         assert env.infos() == [{"fine": 1}] * NUM_ENVS
@@ -348,10 +309,9 @@ def test_infos_equal_the_envs_for_random_schemas_and_calls(kind, policy):  # noq
                 resets[i], counts[i] = resets[i] + 1, 0
                 expected["root"][i] = various(i, resets[i], 0)
 
-    with KINDS[kind](
-        num_envs, factories, seed=0, options=ExecutorOptions(infos=policy)
+    with begun(
+        KINDS[kind](num_envs, factories, seed=0, options=ExecutorOptions(infos=policy))
     ) as env:
-        env.reset()
         note(range(num_envs), is_reset=True)
         for call in rng.integers(0, 5, 120).tolist():
             if call == 0:
@@ -529,8 +489,7 @@ def test_all_numbers():
 
 
 def test_partial_reset_updates_info_leaves_of_its_envs():
-    with made(infos=("lives",)) as env:
-        env.reset()
+    with begun(made(infos=("lives",))) as env:
         env.step(actions())
         root = env.reset(
             TensorDict({"_reset": torch.tensor([True, False, True])}, [NUM_ENVS])
@@ -552,51 +511,30 @@ def test_info_leaf_that_no_longer_fits_counts_as_missing(caplog):
     )
 
 
-@pytest.mark.parametrize("what", [*BAD, "mean", "list"])
+@pytest.mark.parametrize(
+    "kind", ["serial", pytest.param("parallel", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("infos", ["plain", "pickle"])
-def test_no_info_costs_a_step(what, infos):
-    keys = {"lives": int, "bad": np.zeros(1)}
-    options = ExecutorOptions(infos=Infos(infos, keys), check_finite=True)
-    with SerialEnv(
-        NUM_ENVS, functools.partial(Numbered, what), seed=0, options=options
-    ) as env:
-        _check(env, what, infos)
-
-
-@pytest.mark.slow
-def test_no_info_costs_a_worker():
+def test_no_info_costs_a_step_or_a_worker(kind, infos):
     """All bad infos at once, each in a separate env."""
     names = [*BAD, "mean", "list"]
     factories = [functools.partial(Numbered, what) for what in names]
-    for infos in ("plain", "pickle"):
-        options = ExecutorOptions(infos=Infos(infos, {"lives": int}))
-        with ParallelEnv(
-            len(names), factories, num_workers=2, seed=0, options=options
-        ) as env:
-            env.reset()
-            for count in (1, 2, 3, 1):
-                td, _ = env.step_and_maybe_reset(actions(len(names)))
-                assert td["next", "observation"].tolist() == [[count]] * len(names)
+    keys = {"lives": int, "bad": np.zeros(1)}
+    options = ExecutorOptions(infos=Infos(infos, keys), check_finite=True)
+    executor = KINDS[kind](len(names), factories, seed=0, options=options)
+    with begun(executor) as env:
+        for count in (1, 2, 3, 1):
+            td, _ = env.step_and_maybe_reset(actions(len(names)))
+            assert td["next", "observation"].tolist() == [[count]] * len(names)
+            has_lives = td["next", "info", "_lives"].flatten().tolist()
+            assert has_lives == [name in BAD for name in names]
+            assert not td["next", "info", "_bad"].any()
             for name, info in zip(names, env.infos(), strict=True):
-                assert ("bad" in info) == (
-                    name in BAD and BAD[name][1 + (infos == "pickle")]
-                ), name
-
-
-def _check(env, what, infos):
-    env.reset()
-    for count in (1, 2, 3):
-        td, _ = env.step_and_maybe_reset(actions())
-        assert td["next", "observation"].tolist() == [[count]] * NUM_ENVS
-        info = env.infos()[0]
-        if what in BAD:
-            assert info["lives"] == 3 - count
-            assert ("bad" in info) == BAD[what][1 + (infos == "pickle")]
-            assert td["next", "info", "_lives"].all()
-        else:
-            assert info == {}
-            assert not td["next", "info", "_lives"].any()
-        assert not td["next", "info", "_bad"].any()
+                if name in BAD:
+                    assert info["lives"] == 3 - count, name
+                    assert ("bad" in info) == BAD[name][1 + (infos == "pickle")], name
+                else:
+                    assert info == {}, name
 
 
 def test_a_name_that_is_not_there_is_refused():

@@ -1,12 +1,10 @@
 """An executor is used by one caller at a time, closed once, and never after."""
 
-import contextlib
 import copy
 import functools
 import gc
 import logging
 import pickle
-import threading
 import weakref
 
 import pytest
@@ -22,9 +20,8 @@ from envherd.executor import (
     SerialEnv,
 )
 from envherd.workers.testing import CountingEnv
-from tests.envs.counting_envs import GlobalRandomEnv, TextEnv
-from tests.executor.calls import both, ones
-from tests.gates import Gate
+from tests.envs.counting_envs import GlobalRandomEnv
+from tests.executor.calls import begun, both, ones
 
 CALLS = {
     "reset": lambda env: env.reset(),
@@ -76,21 +73,10 @@ def test_a_live_executor_is_not_pickled_and_not_harmed(make, act):
 
 
 @both
-def test_an_env_that_was_not_reset_is_not_stepped(make):
-    with (
-        make(3, CountingEnv) as env,
-        pytest.raises(ResetNeeded, match=r"envs \[0, 1, 2\]") as caught,
-    ):
-        env.step(env.rand_action())
-    assert caught.value.env_ids == (0, 1, 2)
-
-
-@both
 def test_step_with_an_ended_env_steps_no_env(make):
-    with make(
-        2, [functools.partial(CountingEnv, 1), functools.partial(CountingEnv, 9)]
+    with begun(
+        make(2, [functools.partial(CountingEnv, 1), functools.partial(CountingEnv, 9)])
     ) as env:
-        env.reset()
         env.step(env.rand_action())
         with pytest.raises(ResetNeeded, match=r"envs \[0\]"):
             env.step(env.rand_action())
@@ -99,8 +85,7 @@ def test_step_with_an_ended_env_steps_no_env(make):
 
 @both
 def test_pending_envs_are_busy(make):
-    with make(2, functools.partial(CountingEnv, 99)) as env:
-        env.reset()
+    with begun(make(2, functools.partial(CountingEnv, 99))) as env:
         env.send(env.rand_action())
         for name in (
             "reset",
@@ -118,31 +103,9 @@ def test_pending_envs_are_busy(make):
             env.recv()
 
 
-@pytest.mark.slow
-def test_a_second_thread_is_refused(tmp_path):
-    gate = Gate(tmp_path)
-
-    class Slow(CountingEnv):
-        def step(self, action):
-            gate.pass_through()
-            return super().step(action)
-
-    with ParallelEnv(2, lambda: Slow(99), num_workers=2) as env:
-        env.reset()
-        thread = threading.Thread(target=env.step, args=(env.rand_action(),))
-        thread.start()
-        gate.await_somebody()
-        with pytest.raises(Busy, match="another thread"):
-            env.current()
-        gate.open()
-        thread.join()
-        assert env.current()["observation"][:, 1].tolist() == [1, 1]
-
-
 @both
 def test_attributes_and_methods(make):
-    with make(3, functools.partial(CountingEnv, 99)) as env:
-        env.reset()
+    with begun(make(3, functools.partial(CountingEnv, 99))) as env:
         env.set("length", [5, 6, 7])
         assert env.get("length") == [5, 6, 7]
         assert env.get("length", env_ids=[2, 0]) == [7, 5]
@@ -156,41 +119,6 @@ def test_attributes_and_methods(make):
         state["env2"]["num_steps"] = 3
         env.load_state_dict(state)
         assert env.get("num_steps") == [1, 1, 3]
-
-
-@both
-@pytest.mark.parametrize(
-    "where", ["the same", "after a reset", "after an end", "a new one"]
-)
-def test_a_state_that_is_loaded_goes_on_where_it_was_saved(make, where):
-    ending = [functools.partial(CountingEnv, 4), functools.partial(TextEnv, 6)]
-    with make(2, ending, seed=0) as env:
-        env.rollout(2, break_when_any_done=False)
-        saved, there = env.state_dict(), env.current()
-        expected = env.rollout(1, ones, auto_reset=False)
-        if where == "after a reset":
-            env.reset()
-        elif where == "after an end":
-            while not env.current()["done"].all():
-                env.send(
-                    ones(env.current(~env.current()["done"].squeeze(-1))),
-                    maybe_reset=False,
-                )
-                env.recv()
-        with (
-            make(2, ending, seed=1)
-            if where == "a new one"
-            else contextlib.nullcontext(env) as other
-        ):
-            other.load_state_dict(saved)
-            for key in ("observation", "done"):
-                assert torch.equal(other.current()[key], there[key])
-            assert other.current()[1]["text"] == there[1]["text"]
-            data = other.rollout(1, ones, auto_reset=False)
-            assert torch.equal(data["observation"], expected["observation"])
-            assert torch.equal(
-                data["next", "observation"], expected["next", "observation"]
-            )
 
 
 @both
@@ -313,10 +241,9 @@ def test_worker_output_is_captured_or_passed_on(capture, capfd):
     from tests.envs.counting_envs import ChattyEnv
 
     options = ExecutorOptions(worker_output=capture)
-    with ParallelEnv(
-        2, functools.partial(ChattyEnv, 10), num_workers=2, options=options
+    with begun(
+        ParallelEnv(2, functools.partial(ChattyEnv, 10), num_workers=2, options=options)
     ) as env:
-        env.reset()
         env.step(env.rand_action())
         kept = env.worker_output(1)
     printed = capfd.readouterr().out

@@ -27,7 +27,6 @@ import torch
 from tensordict import TensorDict
 
 from envherd.executor import (
-    Busy,
     EnvError,
     ExecutorOptions,
     InternalError,
@@ -48,7 +47,16 @@ from envherd.workers.seeding import episode_seed
 from envherd.workers.testing import CountingEnv, FaultyEnv
 from tests.envs.counting_envs import PairEnv, TextEnv
 from tests.envs.disturbing_envs import HaltingEnv
-from tests.executor.calls import ENDLESS, RESTART, act, counters, flags, kill, only
+from tests.executor.calls import (
+    ENDLESS,
+    RESTART,
+    act,
+    begun,
+    counters,
+    flags,
+    kill,
+    only,
+)
 from tests.faults.children import in_child
 from tests.gates import Gate, interrupt
 
@@ -113,8 +121,9 @@ def test_an_env_that_the_last_step_ends_is_not_reset(way):
 
 class TestReplacing:
     def test_interrupted_send_does_not_keep_flags_of_an_earlier_loss(self, monkeypatch):
-        with ParallelEnv(2, ENDLESS, num_workers=2, seed=0, options=RESTART) as env:
-            env.reset()
+        with begun(
+            ParallelEnv(2, ENDLESS, num_workers=2, seed=0, options=RESTART)
+        ) as env:
             kill(env, 0)
             assert flags(env.step_and_maybe_reset(act(env))[0], "interrupted") == [
                 True,
@@ -149,11 +158,11 @@ class TestReplacing:
     @pytest.mark.parametrize("seeds", [7, [7, 8, 9, 10]])
     def test_a_reset_of_a_lost_worker_has_its_seeds(self, seeds):
         with (
-            ParallelEnv(4, ENDLESS, num_workers=2, options=RESTART, seed=0) as env,
-            SerialEnv(4, ENDLESS, seed=0) as serial,
+            begun(
+                ParallelEnv(4, ENDLESS, num_workers=2, options=RESTART, seed=0)
+            ) as env,
+            begun(SerialEnv(4, ENDLESS, seed=0)) as serial,
         ):
-            for one in (env, serial):
-                one.reset()
             kill(env, 0)
             for _ in range(2):
                 assert torch.equal(
@@ -165,8 +174,9 @@ class TestReplacing:
         faulty = functools.partial(
             FaultyEnv, "kill", at="reset", episode=1, flag=str(tmp_path / "flag")
         )
-        with ParallelEnv(2, [faulty, ENDLESS], num_workers=2, options=RESTART) as env:
-            env.reset()
+        with begun(
+            ParallelEnv(2, [faulty, ENDLESS], num_workers=2, options=RESTART)
+        ) as env:
             env.reset(seed=[5, 6], level=3)
             assert env.get("seed") == [5, 6]
             assert env.get("options") == [{"level": 3}] * 2
@@ -183,13 +193,14 @@ class TestReplacing:
             gate.open()
 
         thread = threading.Thread(target=let_through)
-        with ParallelEnv(
-            2,
-            one_dies(gate),
-            num_workers=2,
-            options=ExecutorOptions(loss_grace_s=grace_s),
+        with begun(
+            ParallelEnv(
+                2,
+                one_dies(gate),
+                num_workers=2,
+                options=ExecutorOptions(loss_grace_s=grace_s),
+            )
         ) as env:
-            env.reset()
             thread.start()
             with pytest.raises(WorkerLost, match="SIGKILL") as caught:
                 env.step(act(env))
@@ -203,8 +214,7 @@ class TestReplacing:
         def refuse(worker_id: int) -> None:
             raise WorkerLost("no process can be started")
 
-        with ParallelEnv(4, ENDLESS, num_workers=2, options=RESTART) as env:
-            env.reset()
+        with begun(ParallelEnv(4, ENDLESS, num_workers=2, options=RESTART)) as env:
             kill(env, 0)
             pool: Any = env._pool
             with monkeypatch.context() as patched:
@@ -217,10 +227,11 @@ class TestReplacing:
 
     @pytest.mark.parametrize("is_replaced", [False, True])
     def test_the_pool_gives_commands_only_to_workers_that_serve(self, is_replaced):
-        with ParallelEnv(
-            4, ENDLESS, num_workers=2, options=RESTART if is_replaced else None
+        with begun(
+            ParallelEnv(
+                4, ENDLESS, num_workers=2, options=RESTART if is_replaced else None
+            )
         ) as env:
-            env.reset()
             kill(env, 0)
             with pytest.raises(WorkerLost):
                 env.call("pid")
@@ -255,8 +266,7 @@ class TestReplacing:
 class TestSuccessorsThatFail:
     def test_the_reset_that_an_env_owes_is_made_by_the_next_one(self, tmp_path):
         make = [functools.partial(FlakyBuild, str(tmp_path), 2), ENDLESS]
-        with ParallelEnv(2, make, num_workers=2, options=RESTART, seed=0) as env:
-            env.reset()
+        with begun(ParallelEnv(2, make, num_workers=2, options=RESTART, seed=0)) as env:
             env.step(act(env))
             env.send(act(env))
             td = env.recv(env_ids=[0, 1])
@@ -271,11 +281,9 @@ class TestSuccessorsThatFail:
 class TestRefusals:
     def test_refused_reset_forgets_seed_and_options(self):
         with (
-            ParallelEnv(2, ENDLESS, num_workers=2, seed=0) as env,
-            SerialEnv(2, ENDLESS, seed=0) as expected,
+            begun(ParallelEnv(2, ENDLESS, num_workers=2, seed=0)) as env,
+            begun(SerialEnv(2, ENDLESS, seed=0)) as expected,
         ):
-            for one in (env, expected):
-                one.reset()
             kill(env, 1)
             with pytest.raises(WorkerLost):
                 env.step(act(env))
@@ -322,31 +330,6 @@ class TestRefusals:
                     env.step(act(env))
                 assert env.get("num_steps") == [0, 0]
 
-    def test_a_call_inside_a_call_is_refused(self):
-        """A signal handler that steps in the middle of a step."""
-        caught: list[str] = []
-
-        class Signals(CountingEnv):
-            def step(self, action: list[Any]) -> Any:
-                signal.raise_signal(signal.SIGALRM)
-                return super().step(action)
-
-        with SerialEnv(1, Signals) as env:
-            env.reset()
-
-            def step_again(*_: object) -> None:
-                try:
-                    env.step(act(env))
-                except Busy as error:
-                    caught.append(str(error))
-
-            before = signal.signal(signal.SIGALRM, step_again)
-            try:
-                assert counters(env.step(act(env))["next"]) == [1]
-            finally:
-                signal.signal(signal.SIGALRM, before)
-        assert len(caught) == 1
-
     def test_a_refused_question_of_a_callback_does_not_end_the_rollout(self):
         seen: list[str] = []
 
@@ -370,8 +353,7 @@ class TestRefusals:
 class TestEnvsThatAreBatches:
     @pytest.mark.parametrize("way", ["fused", "sent", "rollout"])
     def test_are_reset_whole_when_they_are_lost_in_a_step(self, way):
-        with ParallelEnv(2, PairEnv, num_workers=2, options=RESTART) as env:
-            env.reset()
+        with begun(ParallelEnv(2, PairEnv, num_workers=2, options=RESTART)) as env:
             env.reset(
                 TensorDict(
                     {"_reset": torch.tensor([[True, False], [False, False]])}, [2, 2]
@@ -385,8 +367,7 @@ class TestEnvsThatAreBatches:
 
     @pytest.mark.parametrize("call", ["step", "idle"])
     def test_restarted_batch_envs_are_reset_as_a_whole_with_any_mask(self, call):
-        with ParallelEnv(2, PairEnv, num_workers=2, options=RESTART) as env:
-            env.reset()
+        with begun(ParallelEnv(2, PairEnv, num_workers=2, options=RESTART)) as env:
             env.step(act(env))
             kill(env, 1)
             if call == "step":
@@ -403,11 +384,11 @@ class TestEnvsThatAreBatches:
     def test_are_not_replaced_in_mid_episode(self):
         options = ExecutorOptions(recycle_after=1)
         with (
-            ParallelEnv(1, PairEnv, num_workers=1, options=options, seed=0) as env,
-            SerialEnv(1, PairEnv, seed=0) as same,
+            begun(
+                ParallelEnv(1, PairEnv, num_workers=1, options=options, seed=0)
+            ) as env,
+            begun(SerialEnv(1, PairEnv, seed=0)) as same,
         ):
-            for one in (env, same):
-                one.reset()
             for _ in range(12):
                 results = [one.step_and_maybe_reset(act(one)) for one in (env, same)]
                 for key in ("observation", "done"):
@@ -420,13 +401,14 @@ class TestWhatTheCallerHears:
         self, tmp_path, caplog, grace_s
     ):
         gate = Gate(tmp_path)
-        with ParallelEnv(
-            2,
-            one_dies(gate),
-            num_workers=2,
-            options=ExecutorOptions(loss_grace_s=grace_s),
+        with begun(
+            ParallelEnv(
+                2,
+                one_dies(gate),
+                num_workers=2,
+                options=ExecutorOptions(loss_grace_s=grace_s),
+            )
         ) as env:
-            env.reset()
             began = time.monotonic()
             with (
                 caplog.at_level(logging.WARNING, "envherd"),
@@ -448,10 +430,14 @@ class TestWhatTheCallerHears:
 
     def test_envs_of_other_workers_stay_sent_after_a_loss(self, tmp_path):
         gate = Gate(tmp_path)
-        with ParallelEnv(
-            2, one_dies(gate), num_workers=2, options=ExecutorOptions(loss_grace_s=0.0)
+        with begun(
+            ParallelEnv(
+                2,
+                one_dies(gate),
+                num_workers=2,
+                options=ExecutorOptions(loss_grace_s=0.0),
+            )
         ) as env:
-            env.reset()
             env.send(act(env))
             with pytest.raises(WorkerLost):
                 env.recv()
@@ -475,8 +461,7 @@ class TestDeadlines:
             on_worker_loss="restart", step_timeout_s=1.0, reset_timeout_s=1.0
         )
         make = [functools.partial(SlowBuild, flag), CountingEnv]
-        with ParallelEnv(2, make, num_workers=2, options=options) as env:
-            env.reset()
+        with begun(ParallelEnv(2, make, num_workers=2, options=options)) as env:
             flag.touch()
             kill(env, 0)
             env.send(act(env))
@@ -498,13 +483,14 @@ class TestDeadlines:
 
         def body() -> list[int]:
             (tmp_path / "pid").write_text(str(os.getpid()))
-            with ParallelEnv(
-                1,
-                functools.partial(HaltingEnv, gate, 1),
-                num_workers=1,
-                options=options,
+            with begun(
+                ParallelEnv(
+                    1,
+                    functools.partial(HaltingEnv, gate, 1),
+                    num_workers=1,
+                    options=options,
+                )
             ) as env:
-                env.reset()
                 if call == "step":
                     return counters(env.step(act(env))["next"])
                 env.send(act(env))
@@ -532,10 +518,11 @@ class TestDeadlines:
     def test_ctrl_c_in_an_env_that_hangs_keeps_the_deadline(self, tmp_path):
         gate = Gate(tmp_path)
         make = functools.partial(HaltingEnv, gate, 1)
-        with ParallelEnv(
-            1, make, num_workers=1, options=ExecutorOptions(step_timeout_s=2.0)
+        with begun(
+            ParallelEnv(
+                1, make, num_workers=1, options=ExecutorOptions(step_timeout_s=2.0)
+            )
         ) as env:
-            env.reset()
 
             def press() -> None:
                 gate.await_somebody()
@@ -561,10 +548,11 @@ class TestDeadlines:
                 return super().reset(seed, options)
 
         make = functools.partial(Rests, 1)
-        with ParallelEnv(
-            1, make, num_workers=1, options=ExecutorOptions(step_timeout_s=1.0)
+        with begun(
+            ParallelEnv(
+                1, make, num_workers=1, options=ExecutorOptions(step_timeout_s=1.0)
+            )
         ) as env:
-            env.reset()
             assert counters(stepped(env, call)[1]) == [0]
 
     def test_a_late_worker_has_ended_before_rows_are_written_in_its_place(
@@ -601,13 +589,14 @@ class TestDeadlines:
                 super().__init__("sleep", at="reset", episode=1, length=1)
 
         options = ExecutorOptions(step_timeout_s=1.5, reset_timeout_s=1.5)
-        with ParallelEnv(1, Hangs, num_workers=1, options=options) as env:
-            env.reset()
-            with pytest.raises(
+        with (
+            begun(ParallelEnv(1, Hangs, num_workers=1, options=options)) as env,
+            pytest.raises(
                 WorkerTimeout,
                 match="reset failed: worker 0 gave no answer within 3 s in reset of env 0",
-            ):
-                env.step_and_maybe_reset(act(env))
+            ),
+        ):
+            env.step_and_maybe_reset(act(env))
 
 
 class TestTheEnd:
@@ -625,8 +614,7 @@ class TestTheEnd:
     def test_a_program_that_leaves_sigpipe_at_its_default_survives_a_dead_worker(self):
         def body() -> str:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-            with ParallelEnv(1, ENDLESS, num_workers=1) as env:
-                env.reset()
+            with begun(ParallelEnv(1, ENDLESS, num_workers=1)) as env:
                 kill(env, 0)
                 try:
                     for _ in range(3):
@@ -666,8 +654,7 @@ def test_an_interrupted_row_has_the_last_true_text(tmp_path, way, when):
             return super().step(action)
 
     make = [TextEnv, Dies] if when == "in a neighbour's step" else [Dies]
-    with ParallelEnv(len(make), make, num_workers=1, options=RESTART) as env:
-        env.reset()
+    with begun(ParallelEnv(len(make), make, num_workers=1, options=RESTART)) as env:
         stepped(env, "fused")
         data = stepped(env, way)[0]
         assert data["next", "interrupted"].all()
@@ -685,8 +672,7 @@ def test_root_after_answered_reset_and_loss_is_that_of_the_earlier_reset():
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().reset(*args, **kwargs)
 
-    with ParallelEnv(2, [TextEnv, Dies], num_workers=1) as env:
-        env.reset()
+    with begun(ParallelEnv(2, [TextEnv, Dies], num_workers=1)) as env:
         env.step(act(env))
         before = env.reset(only(env, 0))[0]
         with pytest.raises(WorkerLost):
@@ -698,13 +684,6 @@ def test_root_after_answered_reset_and_loss_is_that_of_the_earlier_reset():
             == ":".join(str(number) for number in now["observation"][:2].tolist())
         )
         assert now["truncated"].all()
-
-
-def test_an_env_with_text_that_was_never_reset_has_none():
-    with SerialEnv(2, TextEnv) as env:
-        env.reset(only(env, 1))
-        text = next(leaf.key for leaf in env.observation_spec if leaf.is_side)
-        assert env.current().get(text).tolist()[0] is None
 
 
 class OneEpisode(TextEnv):
@@ -721,8 +700,7 @@ class OneEpisode(TextEnv):
 )
 def test_the_last_observation_is_complete_where_the_reset_after_it_raises(kind):
     """Numbers and text are of the step that ended the episode."""
-    with kind(1, functools.partial(OneEpisode, 2), seed=0) as env:
-        env.reset()
+    with begun(kind(1, functools.partial(OneEpisode, 2), seed=0)) as env:
         env.step_and_maybe_reset(act(env))
         with pytest.raises(EnvError, match="no second episode") as caught:
             env.step_and_maybe_reset(act(env))
@@ -779,48 +757,12 @@ def test_a_reset_that_is_broken_off_leaves_the_row_before_it(num_envs):
         )
 
 
-def test_the_rows_of_envs_that_must_be_reset_say_so():
-    """After a reset that raised, and after an interrupt: `current()["done"]` is the mask of the next reset."""
-
-    class Raises(CountingEnv):
-        is_stuck = False
-
-        def reset(self, *args: Any, **kwargs: Any) -> Any:
-            if self.is_stuck:
-                self.is_stuck = False
-                raise ValueError("not now")
-            return super().reset(*args, **kwargs)
-
-        def step(self, action: list[Any]) -> Any:
-            if action == [3]:
-                raise KeyboardInterrupt
-            self.is_stuck = action == [2]
-            return super().step(action)
-
-    with SerialEnv(2, [Raises, CountingEnv]) as env:
-        env.reset()
-        env.step_and_maybe_reset(act(env).set("action", torch.tensor([2, 1])))
-        with pytest.raises(EnvError, match="not now"):
-            env.reset(only(env, 0))
-        assert env.current()["done"].flatten().tolist() == [True, False]
-        env.reset(
-            env.current().exclude("observation").set("_reset", env.current()["done"])
-        )
-        env.step_and_maybe_reset(act(env))
-        with pytest.raises(KeyboardInterrupt):
-            env.step_and_maybe_reset(act(env).set("action", torch.tensor([3, 1])))
-        assert env.current()["done"].all()
-        env.reset()
-        env.step_and_maybe_reset(act(env))
-
-
 @pytest.mark.parametrize("policy", ["raise", "restart"])
 def test_a_loss_noticed_later_changes_no_view_of_a_step_before_it(policy):
     options = ExecutorOptions(on_worker_loss=policy)
-    with ParallelEnv(
-        2, ENDLESS, num_workers=2, seed=0, copy=False, options=options
+    with begun(
+        ParallelEnv(2, ENDLESS, num_workers=2, seed=0, copy=False, options=options)
     ) as env:
-        env.reset()
         view = env.step(act(env))["next"]
         kept = view.clone()
         kill(env, 1)
@@ -837,8 +779,7 @@ def test_a_loss_noticed_later_changes_no_view_of_a_step_before_it(policy):
 def test_a_crash_loop_ends_in_an_error():
     make = [ENDLESS, ENDLESS, ENDLESS, functools.partial(FaultyEnv, "kill", step=1)]
     options = ExecutorOptions(on_worker_loss="restart", max_restarts=2)
-    with ParallelEnv(4, make, num_workers=2, seed=0, options=options) as env:
-        env.reset()
+    with begun(ParallelEnv(4, make, num_workers=2, seed=0, options=options)) as env:
         for _ in range(2):
             env.step_and_maybe_reset(act(env))
         with pytest.raises(WorkerLost, match="SIGKILL") as caught:
@@ -861,20 +802,20 @@ def dies_and_is_another(flag):
 
 def test_an_env_with_another_spec_after_a_restart_is_its_factorys_fault(tmp_path):
     make = functools.partial(dies_and_is_another, str(tmp_path / "broken"))
-    with ParallelEnv(1, make, options=RESTART) as env:
-        env.reset()
-        with pytest.raises(
+    with (
+        begun(ParallelEnv(1, make, options=RESTART)) as env,
+        pytest.raises(
             SpecError, match="restart failed: expected env 0 with the spec that it had"
-        ):
-            env.rollout(5, break_when_any_done=False)
+        ),
+    ):
+        env.rollout(5, break_when_any_done=False)
 
 
 @pytest.mark.quiet
 def test_a_crash_loop_slows_down_while_the_others_go_on():
     make = [ENDLESS, functools.partial(FaultyEnv, "kill", step=1)]
     options = ExecutorOptions(on_worker_loss="restart", max_restarts=3)
-    with ParallelEnv(2, make, num_workers=2, seed=0, options=options) as env:
-        env.reset()
+    with begun(ParallelEnv(2, make, num_workers=2, seed=0, options=options)) as env:
         env.send(act(env))
         counts, began, times = [0, 0], time.monotonic(), []
         while counts[1] < 3:
@@ -910,8 +851,9 @@ def test_ctrl_c_after_a_recv_does_not_have_sent_again(tmp_path):
         def slowly(self) -> None:
             gate.pass_through()
 
-    with ParallelEnv(2, functools.partial(Slow, 1_000_000), num_workers=2) as env:
-        env.reset()
+    with begun(
+        ParallelEnv(2, functools.partial(Slow, 1_000_000), num_workers=2)
+    ) as env:
         env.send(act(env))
         env.recv()
         interrupt(gate, lambda: env.call("slowly"))

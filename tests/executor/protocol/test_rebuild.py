@@ -29,7 +29,7 @@ from envherd.executor import (
 )
 from envherd.gymnasium import AsyncVectorEnv
 from envherd.workers.testing import CountingEnv, FaultyEnv
-from tests.executor.calls import TWO_WORKERS, both
+from tests.executor.calls import TWO_WORKERS, begun, both
 from tests.executor.drives import DRIVES, rolled
 from tests.faults.children import files_left
 
@@ -79,8 +79,7 @@ def test_the_data_are_those_of_an_executor_that_was_made_so(
 def test_an_episode_that_is_broken_off_ends_with_a_truncated_row(
     make: Any, way: str
 ) -> None:
-    with make(4, env_kwargs={"length": 9}, **HOW) as env:
-        env.reset()
+    with begun(make(4, env_kwargs={"length": 9}, **HOW)) as env:
         before = env.step_and_maybe_reset(ACTIONS.clone())[1]["observation"]
         if way == "sent":
             env.send(ACTIONS.clone())
@@ -125,10 +124,9 @@ def test_a_refused_rebuild_keeps_the_tasks(
     make: Any, call: Any, error: Any, message: str
 ) -> None:
     with (
-        make(4, env_kwargs=TASKS, **HOW) as env,
+        begun(make(4, env_kwargs=TASKS, **HOW)) as env,
         make(4, env_kwargs=TASKS, **HOW) as made,
     ):
-        env.reset()
         with pytest.raises(error, match=message):
             env.rebuild([1, 2], **call)
         env.set_seed(5)
@@ -141,8 +139,9 @@ def test_a_refused_rebuild_keeps_the_tasks(
 @both
 @pytest.mark.parametrize("fault", ["value_error", "system_exit"])
 def test_an_env_that_cannot_close_is_replaced(make: Any, fault: str) -> None:
-    with make(4, FaultyEnv, env_kwargs={"fault": fault, "at": "close"}, seed=5) as env:
-        env.reset()
+    with begun(
+        make(4, FaultyEnv, env_kwargs={"fault": fault, "at": "close"}, seed=5)
+    ) as env:
         env.rebuild([1, 3], factories=CountingEnv, env_kwargs=TASKS[1::2])
         assert (
             env.rollout(4, break_when_any_done=False)["next", "done"]
@@ -161,8 +160,7 @@ def test_an_env_that_cannot_close_is_replaced(make: Any, fault: str) -> None:
     ],
 )
 def test_unpicklable_factory_is_refused_before_anything_changes(call: Any) -> None:
-    with TWO_WORKERS(4, env_kwargs=TASKS, **HOW) as env:
-        env.reset()
+    with begun(TWO_WORKERS(4, env_kwargs=TASKS, **HOW)) as env:
         with pytest.raises(
             FactoryError,
             match=r"lock.* cannot be pickled|can be pickled, got a _thread.lock",
@@ -254,8 +252,9 @@ def test_arguments_of_former_tasks_are_freed() -> None:
 
 
 def test_a_copy_frees_the_factory_of_its_source() -> None:
-    with ParallelEnv(2, functools.partial(LevelEnv, Level()), num_workers=2) as env:
-        env.reset()
+    with begun(
+        ParallelEnv(2, functools.partial(LevelEnv, Level()), num_workers=2)
+    ) as env:
         env.branch(0, [1])
         env.rebuild(factories=functools.partial(LevelEnv, [Level()]))
         assert env.call("num_levels") == [1, 1]

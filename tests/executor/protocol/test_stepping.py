@@ -21,7 +21,7 @@ from envherd.executor import (
 from envherd.shm.specs import Discrete, LeafSpec
 from envherd.workers.testing import CountingEnv
 from tests.envs.counting_envs import AgentsEnv, PairEnv
-from tests.executor.calls import both, counters, ones
+from tests.executor.calls import begun, both, counters, ones
 
 long_env = functools.partial(CountingEnv, 1_000)
 NUM_ENVS = 3
@@ -46,19 +46,6 @@ def test_a_step_gives_all_keys(make):
     assert next_td["reward"].dtype == torch.float32
     for key in ("reward", "done", "terminated", "truncated"):
         assert next_td[key].shape == (NUM_ENVS, 1)
-
-
-@both
-def test_a_step_never_resets_and_fused_does(make):
-    make_envs = [functools.partial(CountingEnv, 2), long_env, long_env]
-    with make(NUM_ENVS, make_envs, seed=0) as env:
-        td = env.step(act(env.reset()))
-        td, root = env.step_and_maybe_reset(act(td["next"].exclude("reward")))
-        assert counters(td["next"]) == [2, 2, 2]
-        assert counters(root) == [0, 2, 2]
-        assert td["next", "done"].squeeze(-1).tolist() == [True, False, False]
-        assert not root["done"].any()
-        assert env.statistics().resets_per_env == (2, 1, 1)
 
 
 @both
@@ -228,11 +215,9 @@ REFUSED_RESETS: list[tuple[dict[str, Any], str]] = [
 @both
 def test_refused_reset_leaves_no_seed_behind(make):
     with (
-        make(NUM_ENVS, long_env, seed=7) as env,
-        make(NUM_ENVS, long_env, seed=7) as other,
+        begun(make(NUM_ENVS, long_env, seed=7)) as env,
+        begun(make(NUM_ENVS, long_env, seed=7)) as other,
     ):
-        env.reset()
-        other.reset()
         for refused, message in REFUSED_RESETS:
             with pytest.raises((ValueError, TypeError), match=message):
                 env.reset(**refused)
@@ -246,10 +231,9 @@ def test_refused_reset_leaves_no_seed_behind(make):
 @pytest.mark.slow
 def test_reset_with_unpicklable_argument_leaves_no_seed_behind():
     with (
-        ParallelEnv(2, long_env, num_workers=2, seed=7) as env,
+        begun(ParallelEnv(2, long_env, num_workers=2, seed=7)) as env,
         SerialEnv(2, long_env, seed=7) as other,
     ):
-        env.reset()
         # Raised after env 0's arguments were sent.
         with pytest.raises(TypeError, match="pickle"):
             env.reset(
@@ -330,23 +314,6 @@ def test_a_batch_that_was_unpacked_is_refused_by_the_next_call(make):
 
 
 @both
-def test_every_form_of_legal_actions_arrives(make):
-    strided, parameter = (
-        torch.tensor([0, 9, 1, 9, 0, 9])[::2],
-        torch.nn.Parameter(torch.tensor([0.0, 1.0, 0.0])),
-    )
-    with make(NUM_ENVS, long_env, seed=0) as env:
-        env.reset()
-        for action in (
-            torch.tensor([0, 1, 0], dtype=torch.int32),
-            strided,
-            parameter.detach().long(),
-        ):
-            td = env.step(TensorDict({"action": action}, [NUM_ENVS]))
-            assert td["next", "observation"][:, 2].tolist() == [0, 1, 0]
-
-
-@both
 def test_random_actions_repeat_with_the_seed(make):
     with make(NUM_ENVS, AgentsEnv, seed=1) as env:
         leaf = env.action_spec[0]
@@ -378,8 +345,7 @@ def test_views_are_valid_for_ring_frames_steps(make, poison):
 @pytest.mark.parametrize("between", ["reset of all", "reset of one", "rollout"])
 def test_views_are_valid_for_ring_frames_steps_and_other_commands(make, between):
     options = ExecutorOptions(ring_frames=2)
-    with make(2, long_env, seed=0, copy=False, options=options) as env:
-        env.reset()
+    with begun(make(2, long_env, seed=0, copy=False, options=options)) as env:
         view = kept = env.step(act(env.current()))["next", "observation"]
         kept = kept.clone()
         for step in range(8):
@@ -394,16 +360,6 @@ def test_views_are_valid_for_ring_frames_steps_and_other_commands(make, between)
                 f"step {step} has overwritten the view of the step before it"
             )
             view, kept = shown, shown.clone()
-
-
-def test_recv_returns_envs_in_the_order_of_sends():
-    with SerialEnv(NUM_ENVS, long_env, seed=0) as env:
-        root = env.reset()
-        for env_id in (2, 0, 1):
-            env.send(act(root[env_id : env_id + 1].clone()), [env_id])
-        assert env.recv(2)["env_ids"].tolist() == [2, 0]
-        env.send(act(env.current([2])))
-        assert env.recv(1)["env_ids"].tolist() == [1]
 
 
 @both
