@@ -1,5 +1,6 @@
 """Envs that disturb their process. They need only numpy: a worker that imported a test would import torch."""
 
+import multiprocessing
 import os
 import resource
 import signal
@@ -8,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -28,6 +29,48 @@ class MeddlingEnv(CountingEnv):
         if self.episode == 0 and self.num_steps == 0:
             self.kept = self._meddle()
         return super().step(action)
+
+
+class ForkingEnv(CountingEnv):
+    """Forks a process in each call of one kind, from which both processes return."""
+
+    _children: ClassVar[list[int]] = []
+
+    def __init__(self, where: str) -> None:
+        super().__init__(1_000_000)
+        self._where = where
+        self._fork("build")
+
+    def _fork(self, where: str) -> None:
+        if where == self._where:
+            self._children.append(os.fork())
+
+    def reset(
+        self, seed: int | None, options: Mapping[str, Any] | None = None
+    ) -> list[Any]:
+        """Fork, and begin the next episode."""
+        self._fork("reset")
+        return super().reset(seed, options)
+
+    def step(self, action: list[Any]) -> Any:
+        """Fork, and count."""
+        self._fork("step")
+        return super().step(action)
+
+    def echo(self, *values: Any, **named: Any) -> list[Any]:
+        """Fork, and return the arguments."""
+        self._fork("call")
+        return super().echo(*values, **named)
+
+    def close(self) -> None:
+        """Fork."""
+        self._fork("close")
+
+    def num_children(self) -> list[int]:
+        """Return how many processes the envs of this process have forked, and how many of these live."""
+        how = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        ends = [os.waitid(os.P_PID, child, how) for child in self._children]
+        return [len(ends), ends.count(None)]
 
 
 class GrowingEnv(CountingEnv):
@@ -153,6 +196,11 @@ def _fork() -> None:
         signal.pause()
 
 
+def _use_pool() -> None:
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        assert pool.map(abs, range(-3, 0)) == [3, 2, 1]
+
+
 def _change_folder() -> None:
     os.chdir("/")
     os.environ.clear()
@@ -168,6 +216,7 @@ MEDDLING: dict[str, Callable[[], Any]] = {
     "starts processes": _start_processes,
     "forks": _fork,
     "forks a process that raises": lambda: os.fork() or sys.exit("no simulator"),
+    "uses a pool of forked processes": _use_pool,
     "lowers its limit on files": lambda: resource.setrlimit(
         resource.RLIMIT_NOFILE, (16, 16)
     ),

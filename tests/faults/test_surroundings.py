@@ -37,6 +37,7 @@ from tests.envs.counting_envs import ChattyEnv
 from tests.envs.disturbing_envs import (
     MEDDLING,
     DeafEnv,
+    ForkingEnv,
     GrowingEnv,
     HungryEnv,
     MeddlingEnv,
@@ -539,6 +540,7 @@ QUICK_MEDDLING = {
     "starts processes",
     "forks",
     "forks a process that raises",
+    "uses a pool of forked processes",
 }
 
 
@@ -565,6 +567,27 @@ def test_an_env_that_meddles(name):
         what=f"an env {name}",
         seen="nothing: it works, and nothing is left",
     )
+
+
+@pytest.mark.parametrize("env_threads", [False, True])
+@pytest.mark.parametrize("where", ["build", "reset", "step", "call", "close"])
+def test_a_process_that_an_env_has_forked_ends_where_it_returns(where, env_threads):
+    options = ExecutorOptions(
+        step_timeout_s=20.0, reset_timeout_s=20.0, env_threads=env_threads
+    )
+    factories = [functools.partial(ForkingEnv, one) for one in (where, "never")]
+    with make(2, factories, num_workers=1, options=options) as env:
+        for _ in range(2):
+            works(env)
+            assert env.call("echo", 3) == [[[3], {}]] * 2
+            env.rebuild([0])
+        works(env)
+        children = env.call("num_children")[0]
+        end = time.monotonic() + 10
+        while children[1] and time.monotonic() < end:
+            children = env.call("num_children")[0]
+        assert children[0] > 0
+        assert children[1] == 0
 
 
 def test_stack_of_hung_worker_is_read_although_env_handles_the_signal():

@@ -432,11 +432,11 @@ class Block:
         if mask is not None and not mask.all():
             inner = mask.copy()
         observation = self._next_episode(slot, inner, begun)
+        slot.move(_RUNS)
         # After the env has returned: the loop tells by this word that a command included a reset.
         self._words["resets"][slot.env_id] += 1
         if self._pack_info is not None:
             self._note_info(slot, "root")
-        slot.move(_RUNS)
         if slot.spec.batch_shape:
             slot.last_done = inner is not None and slot.last_done & ~inner
             # Other rows have ended and still wait for their reset.

@@ -39,6 +39,7 @@ from envherd.workers import current, messages, seeding
 from envherd.workers.adapters.base import Adapter
 from envherd.workers.adapters.registry import install_import_hooks
 from envherd.workers.block.block import Block
+from envherd.workers.block.slot_states import SlotState
 from envherd.workers.build import Builder
 from envherd.workers.current import WorkerInfo
 from envherd.workers.guest import guest
@@ -167,10 +168,8 @@ class Worker:
         bells: Bells | None,
     ) -> None:
         self._channel = channel
-        # A process that an env has forked ends when it reports an error: only the worker may answer.
-        register_at_fork(
-            after_in_child=lambda: channel.sock.close()  # noqa: PLW0108  # a copy has another socket
-        )
+        register_at_fork(after_in_child=self._disown_in_fork)
+        self._is_branching = False
         self._bells = bells
         self._log_fd = log_fd
         self._lifeline_fd = lifeline_fd
@@ -202,6 +201,18 @@ class Worker:
                 self._loop.run()
                 return
 
+    def _disown_in_fork(self) -> None:
+        """Refuse what an env returns or raises in a process that it has forked: only the worker may answer."""
+        self._channel.sock.close()
+        if not self._is_branching:
+            for slot in self._block.slots.values():
+                slot.state[0] = SlotState.IN_FORK
+
+    def _end_in_fork(self) -> None:
+        """End a process that an env has forked and that has returned from the call of the env."""
+        if self._channel.sock.fileno() < 0:
+            os._exit(1)
+
     def _read_mail(self) -> int | None:
         """Handle one message; return its number, or None to exit."""
         message, fds = self._channel.receive_message()
@@ -211,6 +222,7 @@ class Worker:
             return None
         self._fds = fds
         self._handlers[type(message)](message)
+        self._end_in_fork()
         cut_log(self._log_fd)
         return number
 
@@ -323,12 +335,14 @@ class Worker:
         fds = self._fds
         # `branch` closes them.
         self._fds = []
+        self._is_branching = True
         pid, why = guest("branching").branch(
             self._channel.sock,
             fds,
             self._log_fd,
             functools.partial(self._become, message),
         )
+        self._is_branching = False
         if pid == 0:
             raise LoopLeft
         self._channel.send_plain(
@@ -360,6 +374,7 @@ class Worker:
         for env_id, end in ends:
             try:
                 end()
+                self._end_in_fork()
             # An env that cannot close must not keep the others open.
             except BaseException as error:
                 self._channel.send_plain(
