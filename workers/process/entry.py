@@ -31,6 +31,7 @@ from envherd.shm.platforms import (
     fcntl,
     listen_for_stack_requests,
     register_at_fork,
+    visible_id,
 )
 from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, Storage
@@ -293,7 +294,7 @@ class Worker:
         slab = Slab(message.plan, buffer)
         self._block.attach(slab)
         # For `envherd top`, which tells by them that another process has taken the place.
-        slab.words["pid"][self._block.worker_id] = os.getpid()
+        slab.words["pid"][self._block.worker_id] = visible_id()
         slab.words["starts"][self._block.worker_id] += 1
         kind = self._calls.loop_type(is_native=self._bells is None)
         bells = self._bells or Bells(
