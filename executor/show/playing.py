@@ -205,10 +205,11 @@ class _Seat(threading.Thread):
             self.join()
 
     def kill(self) -> None:
-        """Kill the env's process, if there is one, so that a close under way ends."""
+        """Kill the env's process, if there is one, so that its close ends; then wait for the thread."""
         if self._env is not None:
             for worker in self._env.engine.pool.crew.workers:
                 worker.kill()
+            self.join()
 
 
 #: A seat whose operation has been carried out, and what resumes its generator.
@@ -397,8 +398,6 @@ class Play:
             except BaseException:
                 for seat in seats:
                     seat.kill()
-                for seat in seats:
-                    seat.close_and_end()
                 raise
 
     def _work_of(self, seat: _Seat) -> _Work:

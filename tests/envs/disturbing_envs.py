@@ -1,5 +1,6 @@
 """Envs that disturb their process. They need only numpy: a worker that imported a test would import torch."""
 
+import functools
 import multiprocessing
 import os
 import resource
@@ -9,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -18,59 +19,17 @@ from tests.gates import Gate
 
 
 class MeddlingEnv(CountingEnv):
-    """Does something to its process in its first step."""
+    """Does something to its process in the first call of a method."""
 
-    def __init__(self, meddle: Callable[[], Any]) -> None:
+    def __init__(self, meddle: Callable[[], Any], where: str = "step") -> None:
         super().__init__(1_000_000)
         self._meddle = meddle
+        vars(self)[where] = functools.partial(self._first, getattr(self, where))
 
-    def step(self, action: list[Any]) -> Any:
-        """Meddle and count."""
-        if self.episode == 0 and self.num_steps == 0:
-            self.kept = self._meddle()
-        return super().step(action)
-
-
-class ForkingEnv(CountingEnv):
-    """Forks a process in each call of one kind, from which both processes return."""
-
-    _children: ClassVar[list[int]] = []
-
-    def __init__(self, where: str) -> None:
-        super().__init__(1_000_000)
-        self._where = where
-        self._fork("build")
-
-    def _fork(self, where: str) -> None:
-        if where == self._where:
-            self._children.append(os.fork())
-
-    def reset(
-        self, seed: int | None, options: Mapping[str, Any] | None = None
-    ) -> list[Any]:
-        """Fork, and begin the next episode."""
-        self._fork("reset")
-        return super().reset(seed, options)
-
-    def step(self, action: list[Any]) -> Any:
-        """Fork, and count."""
-        self._fork("step")
-        return super().step(action)
-
-    def echo(self, *values: Any, **named: Any) -> list[Any]:
-        """Fork, and return the arguments."""
-        self._fork("call")
-        return super().echo(*values, **named)
-
-    def close(self) -> None:
-        """Fork."""
-        self._fork("close")
-
-    def num_children(self) -> list[int]:
-        """Return how many processes the envs of this process have forked, and how many of these live."""
-        how = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        ends = [os.waitid(os.P_PID, child, how) for child in self._children]
-        return [len(ends), ends.count(None)]
+    def _first(self, call: Callable[..., Any], *values: Any, **named: Any) -> Any:
+        del vars(self)[call.__name__]
+        self.kept = self._meddle()
+        return call(*values, **named)
 
 
 class GrowingEnv(CountingEnv):

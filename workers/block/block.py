@@ -247,6 +247,8 @@ class Block:
             # Some envs end their program, or are cancelled.
             except BaseException:
                 pass
+            # Refuses a process that the env has forked.
+            slot.move(SlotEvent.IS_BROKEN_OFF)
             self._phase[self.worker_id] = 0
             self.forget(slot.adapter)
             slot.adapter = None

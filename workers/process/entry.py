@@ -40,7 +40,7 @@ from envherd.workers import current, messages, seeding
 from envherd.workers.adapters.base import Adapter
 from envherd.workers.adapters.registry import install_import_hooks
 from envherd.workers.block.block import Block
-from envherd.workers.block.slot_states import SlotState
+from envherd.workers.block.slot_states import SlotEvent, SlotState
 from envherd.workers.build import Builder
 from envherd.workers.current import WorkerInfo
 from envherd.workers.guest import guest
@@ -209,11 +209,6 @@ class Worker:
             for slot in self._block.slots.values():
                 slot.state[0] = SlotState.IN_FORK
 
-    def _end_in_fork(self) -> None:
-        """End a process that an env has forked and that has returned from the call of the env."""
-        if self._channel.sock.fileno() < 0:
-            os._exit(1)
-
     def _read_mail(self) -> int | None:
         """Handle one message; return its number, or None to exit."""
         message, fds = self._channel.receive_message()
@@ -223,7 +218,6 @@ class Worker:
             return None
         self._fds = fds
         self._handlers[type(message)](message)
-        self._end_in_fork()
         cut_log(self._log_fd)
         return number
 
@@ -375,7 +369,8 @@ class Worker:
         for env_id, end in ends:
             try:
                 end()
-                self._end_in_fork()
+                # Refuses a process that the env has forked.
+                self._block.slots[env_id].move(SlotEvent.IS_BROKEN_OFF)
             # An env that cannot close must not keep the others open.
             except BaseException as error:
                 self._channel.send_plain(

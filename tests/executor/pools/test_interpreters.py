@@ -1,6 +1,5 @@
 """Envs of another interpreter: what it needs, equal data, and the faults of such workers."""
 
-import contextlib
 import importlib
 import os
 import re
@@ -357,10 +356,11 @@ def _group_of(pid):
 @pytest.mark.usefixtures("module")
 def test_a_command_in_front_of_an_interpreter(python, name, caplog):
     command = [*COMMANDS[name], python]
-    if shutil.which(command[0]) is None:
-        pytest.skip(f"{command[0]} is not installed")
-    if subprocess.run([*command, "-c", "0"], check=False).returncode:
-        pytest.skip(f"{command[0]} is not allowed here")
+    if (
+        shutil.which(command[0]) is None
+        or subprocess.run([*command, "-c", "0"], check=False).returncode
+    ):
+        pytest.skip(f"{command[0]} is not installed, or not allowed here")
     options = ExecutorOptions(on_worker_loss="restart", step_timeout_s=3)
     with ParallelEnv(
         2, InPython(python, "drift_module:make"), num_workers=1, seed=5
@@ -378,8 +378,7 @@ def test_a_command_in_front_of_an_interpreter(python, name, caplog):
             == expected["observation"]
         ).all()
         (plate,) = (one for one in plates() if one.pid == os.getpid())
-        with contextlib.closing(Watch(plate)) as watch:
-            shown = watch.look().workers[1]
+        shown = Watch(plate).look().workers[1]
         # A namespace that has its own /proc hides the id.
         is_worker = shown.pid == _group(env.engine.pool.pid_of(1))[-1]
         assert is_worker or (name == "namespaces" and shown.uss_bytes == 0)

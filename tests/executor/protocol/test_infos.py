@@ -554,49 +554,25 @@ def test_info_leaf_that_no_longer_fits_counts_as_missing(caplog):
 
 @pytest.mark.parametrize("what", [*BAD, "mean", "list"])
 @pytest.mark.parametrize("infos", ["plain", "pickle"])
-def test_no_info_costs_a_step(what, infos):
+@pytest.mark.parametrize(
+    "kind", ["serial", pytest.param("parallel", marks=pytest.mark.slow)]
+)
+def test_no_info_costs_a_step_or_a_worker(what, infos, kind):
     keys = {"lives": int, "bad": np.zeros(1)}
-    options = ExecutorOptions(infos=Infos(infos, keys), check_finite=True)
-    with SerialEnv(
-        NUM_ENVS, functools.partial(Numbered, what), seed=0, options=options
-    ) as env:
-        _check(env, what, infos)
-
-
-@pytest.mark.slow
-def test_no_info_costs_a_worker():
-    """All bad infos at once, each in a separate env."""
-    names = [*BAD, "mean", "list"]
-    factories = [functools.partial(Numbered, what) for what in names]
-    for infos in ("plain", "pickle"):
-        options = ExecutorOptions(infos=Infos(infos, {"lives": int}))
-        with ParallelEnv(
-            len(names), factories, num_workers=2, seed=0, options=options
-        ) as env:
-            env.reset()
-            for count in (1, 2, 3, 1):
-                td, _ = env.step_and_maybe_reset(actions(len(names)))
-                assert td["next", "observation"].tolist() == [[count]] * len(names)
-            for name, info in zip(names, env.infos(), strict=True):
-                assert ("bad" in info) == (
-                    name in BAD and BAD[name][1 + (infos == "pickle")]
-                ), name
-
-
-def _check(env, what, infos):
-    env.reset()
-    for count in (1, 2, 3):
-        td, _ = env.step_and_maybe_reset(actions())
-        assert td["next", "observation"].tolist() == [[count]] * NUM_ENVS
-        info = env.infos()[0]
-        if what in BAD:
-            assert info["lives"] == 3 - count
-            assert ("bad" in info) == BAD[what][1 + (infos == "pickle")]
-            assert td["next", "info", "_lives"].all()
-        else:
-            assert info == {}
-            assert not td["next", "info", "_lives"].any()
-        assert not td["next", "info", "_bad"].any()
+    with made(what, kind, infos=Infos(infos, keys), check_finite=True) as env:
+        env.reset()
+        for count in (1, 2, 3):
+            td, _ = env.step_and_maybe_reset(actions())
+            assert td["next", "observation"].tolist() == [[count]] * NUM_ENVS
+            info = env.infos()[0]
+            if what in BAD:
+                assert info["lives"] == 3 - count
+                assert ("bad" in info) == BAD[what][1 + (infos == "pickle")]
+                assert td["next", "info", "_lives"].all()
+            else:
+                assert info == {}
+                assert not td["next", "info", "_lives"].any()
+            assert not td["next", "info", "_bad"].any()
 
 
 def test_a_name_that_is_not_there_is_refused():
