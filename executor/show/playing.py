@@ -387,14 +387,10 @@ class Play:
             try:
                 for seat in seats:
                     seat.join(max(0.0, deadline - time.monotonic()))
-                closing = []
+                list(threads.map(_Seat.close_and_end, seats))
+            except RuntimeError:  # the system refuses a thread
                 for seat in seats:
-                    try:
-                        closing.append(threads.submit(seat.close_and_end))
-                    except RuntimeError:  # the system refuses a thread
-                        seat.close()
-                for close in closing:
-                    close.result()
+                    seat.close_and_end()
             except BaseException:
                 for seat in seats:
                     seat.kill()

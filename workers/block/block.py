@@ -204,15 +204,23 @@ class Block:
                 number = self._options.first_env_id + env_id
                 slot.use_seeds(seeding.EpisodeSeeds(root_seed, number))
 
-    def take_place(self, worker_id: int, env_id: int, seed: int | None) -> None:
+    def take_place(
+        self,
+        worker_id: int,
+        env_id: int,
+        seed: int | None,
+        state: np.ndarray,
+    ) -> None:
         """In a copy of the process, become the block of another worker's only env; `attach` must follow.
 
         Args:
             worker_id: of the worker.
             env_id: of its env, whose next episodes have that env's seeds.
             seed: of all generators from now on; None leaves them as they are.
+            state: of the env before the fork.
         """
         (slot,) = self.slots.values()
+        slot.state[:] = state
         slot.rename(env_id)
         self.worker_id = worker_id
         self.slots = {env_id: slot}

@@ -170,7 +170,6 @@ class Worker:
     ) -> None:
         self._channel = channel
         register_at_fork(after_in_child=self._disown_in_fork)
-        self._is_branching = False
         self._bells = bells
         self._log_fd = log_fd
         self._lifeline_fd = lifeline_fd
@@ -205,9 +204,8 @@ class Worker:
     def _disown_in_fork(self) -> None:
         """Refuse what an env returns or raises in a process that it has forked: only the worker may answer."""
         self._channel.sock.close()
-        if not self._is_branching:
-            for slot in self._block.slots.values():
-                slot.state[0] = SlotState.IN_FORK
+        for slot in self._block.slots.values():
+            slot.state[0] = SlotState.IN_FORK
 
     def _read_mail(self) -> int | None:
         """Handle one message; return its number, or None to exit."""
@@ -330,21 +328,25 @@ class Worker:
         fds = self._fds
         # `branch` closes them.
         self._fds = []
-        self._is_branching = True
+        states = [slot.state.copy() for slot in self._block.slots.values()]
         pid, why = guest("branching").branch(
             self._channel.sock,
             fds,
             self._log_fd,
-            functools.partial(self._become, message),
+            functools.partial(self._become, message, states),
         )
-        self._is_branching = False
         if pid == 0:
             raise LoopLeft
         self._channel.send_plain(
             {"kind": "branched", "pid": pid, "why": why, "number": message.number}
         )
 
-    def _become(self, message: messages.Branch, sock_fd: int) -> None:
+    def _become(
+        self,
+        message: messages.Branch,
+        states: list[np.ndarray],
+        sock_fd: int,
+    ) -> None:
         """In the copy, leave everything of the worker that was forked, and wait for the slab as another one."""
         self._lifeline_fd = _arm_lifeline(self._lifeline_fd)
         self._channel.move_to(socket.socket(fileno=_out_of_the_way(sock_fd)))
@@ -357,6 +359,7 @@ class Worker:
             message.worker.worker_id,
             message.worker.env_ids[0],
             message.seed,
+            states[0],
         )
         self._loop = None
 

@@ -62,7 +62,13 @@ def batch(
         observation_space, single = observation_mode
     elif observation_mode == "same":
         single = first.observation_space
-        _check_same(name, own)
+        for env_id, space in enumerate(own):
+            if space != single:
+                raise RuntimeError(
+                    f"{name}(..., observation_mode='same') however the sub-environments observation spaces are not "
+                    f"equivalent. Those of env 0 and env {env_id} differ. If this is intentional, use "
+                    f"`observation_mode='different'` instead."
+                )
         observation_space = batch_space(single, num_envs)
     else:
         single = first.observation_space
@@ -81,16 +87,6 @@ def batch(
         first.action_space,
         batch_space(first.action_space, num_envs),
     )
-
-
-def _check_same(name: str, own: list[Space]) -> None:
-    for env_id, space in enumerate(own):
-        if space != own[0]:
-            raise RuntimeError(
-                f"{name}(..., observation_mode='same') however the sub-environments observation spaces are not "
-                f"equivalent. Those of env 0 and env {env_id} differ. If this is intentional, use "
-                f"`observation_mode='different'` instead."
-            )
 
 
 def _check_actions(descriptions: list[Description]) -> None:

@@ -715,7 +715,7 @@ def test_ctrl_c_leaves_no_env_that_closes(close_timeout_s, interrupt_s):
 
     options = ExecutorOptions(close_timeout_s=close_timeout_s)
     with pytest.raises(KeyboardInterrupt):
-        evaluate(policy, Clinging, 4, num_workers=2, options=options)
+        evaluate(policy, Clinging, 4, num_workers=1, options=options)
     timer.cancel()
     assert time.monotonic() - calls[0] < 30
     assert not any("evaluate" in one.name for one in threading.enumerate())
