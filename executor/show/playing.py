@@ -198,18 +198,19 @@ class _Seat(threading.Thread):
         if self._env is not None:
             self._env.close()
 
-    def close_and_end(self) -> None:
-        """Close the env, if there is one, and wait for the thread, which may be closing it."""
-        self.close()
+    def end(self) -> None:
+        """Wait for the thread; close an env whose operation takes long. A thread that builds an env is left."""
+        self.join(_LAST_COMMAND_S)
         if self._env is not None:
+            self._env.close()
             self.join()
 
     def kill(self) -> None:
-        """Kill the env's process, if there is one, so that its close ends; then wait for the thread."""
+        """Kill the env's process, if there is one, so that its close ends."""
         if self._env is not None:
-            for worker in self._env.engine.pool.crew.workers:
+            pool: Any = self._env.engine.pool
+            for worker in pool.crew.workers:
                 worker.kill()
-            self.join()
 
 
 #: A seat whose operation has been carried out, and what resumes its generator.
@@ -381,16 +382,14 @@ class Play:
         for seat in seats:
             seat.todo.put(seat.close)
             seat.todo.put(None)
-        deadline = time.monotonic() + _LAST_COMMAND_S
         # All at once: an env that hangs takes the whole time of a close. What a seat's thread waits for raises Closed.
+        # In threads also because an interrupted `join` may take a thread that runs for one that has ended.
         with ThreadPoolExecutor(max(1, len(seats)), "evaluate-close") as threads:
             try:
-                for seat in seats:
-                    seat.join(max(0.0, deadline - time.monotonic()))
-                list(threads.map(_Seat.close_and_end, seats))
+                list(threads.map(_Seat.end, seats))
             except RuntimeError:  # the system refuses a thread
                 for seat in seats:
-                    seat.close_and_end()
+                    seat.end()
             except BaseException:
                 for seat in seats:
                     seat.kill()
