@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import gc
 import os
 import pickle
 import re
@@ -55,7 +54,7 @@ from tests.faults.children import (
 )
 from tests.faults.matrix import _held, _left
 from tests.gates import wait_for
-from tests.scale import IS_FULL, scaled
+from tests.scale import IS_FULL
 from tools.faults_page import record
 
 pytestmark = [
@@ -717,24 +716,6 @@ def test_an_executor_in_an_env_of_an_executor():
         "nested",
         what="an executor in an env of an executor, and its end",
         seen="works; nothing is left",
-    )
-
-
-@pytest.mark.timeout(1200)
-def test_many_executors():
-    count = scaled(5, full=200)
-    before = _held()
-    num_threads = threading.active_count()
-    for _ in range(count):
-        with make(2, ENDLESS) as env:
-            works(env)
-    gc.collect()
-    assert not _left(before)
-    assert threading.active_count() <= num_threads
-    record(
-        "many",
-        what=f"{count} executors opened and closed in one process",
-        seen="nothing is left",
     )
 
 

@@ -160,15 +160,13 @@ static void loop_dealloc(Loop *loop)
 
 /* ---- what python does ------------------------------------------------------------------------------- */
 
-static void forget_step(Env *env) { Py_CLEAR(env->step); }
-
 /* Make one of the calls about a command of an env, with up to two objects more; return the status that it returns, or
  * -1 with an exception. */
 static i64 ask_python(Env *env, PyObject *call, i64 command, PyObject *more, PyObject *other)
 {
     const char *format = more == NULL ? "LL" : other == NULL ? "LLO" : "LLOO";
     PyObject *reply = PyObject_CallFunction(call, format, env->id, command, more, other);
-    forget_step(env);
+    Py_CLEAR(env->step);
     i64 status = reply == NULL ? -1 : PyLong_AsLongLong(reply);
     Py_XDECREF(reply);
     return status;
@@ -286,7 +284,7 @@ static i64 carry_out(Loop *loop, Env *env, i64 command)
     i64 target = command >> (OP_BITS + FLAG_BITS) & ((1 << TARGET_BITS) - 1);
     if (op == OP_STEP || op == OP_STEP_RESET || (op == OP_RESET && !(command & FLAG_PREPARED << OP_BITS))) {
         if (env->step == NULL || env->target != target) {
-            forget_step(env);
+            Py_CLEAR(env->step);
             env->target = target;
             env->step = find_step(loop, env, target);
             if (PyErr_Occurred())
@@ -294,7 +292,7 @@ static i64 carry_out(Loop *loop, Env *env, i64 command)
         }
         if (env->step != NULL && op == OP_RESET && step_can_reset(env->step))
             return carry_out_reset(loop, env, command, column);
-        if (env->step != NULL && op != OP_RESET && step_may_step(env->step) && column < step_num_columns(env->step))
+        if (env->step != NULL && op != OP_RESET && step_may_step(env->step, column))
             return step_env(loop, env, command, column);
     }
     return ask_python(env, loop->execute, command, NULL, NULL);
@@ -340,7 +338,7 @@ static int read_mail(Loop *loop)
     if (loop->mail_read >= sent)
         return 1;
     for (Py_ssize_t i = 0; i < loop->num_envs; i++)
-        forget_step(&loop->envs[i]); /* first: a message may replace an env, which then has its memory no longer */
+        Py_CLEAR(loop->envs[i].step); /* first: a message may replace an env, which then has its memory no longer */
     PyObject *reply = PyObject_CallNoArgs(loop->check_mail);
     int goes_on = reply == NULL ? -1 : PyObject_IsTrue(reply);
     Py_XDECREF(reply);

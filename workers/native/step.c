@@ -569,7 +569,10 @@ static int keep_given(const Step *step, PyObject *result, PyObject *leaves)
     return PyObject_SetAttr(step->holder, step->names[IS_AHEAD], Py_True);
 }
 
-int step_may_step(const Step *step) { return following(step, &step->if_stepped) >= 0; }
+int step_may_step(const Step *step, i64 column)
+{
+    return column < step->num_columns && following(step, &step->if_stepped) >= 0;
+}
 
 static void move(const Step *step, int has_ended)
 {
@@ -722,6 +725,5 @@ PyType_Spec step_spec = {
     .slots = step_slots,
 };
 
-i64 step_num_columns(const Step *step) { return step->num_columns; }
 int step_root_follows(const Step *step) { return (int)step->root_follows; }
 PyObject *step_hand_over(const Step *step) { return step->hand_over; }
