@@ -165,6 +165,13 @@ def usable_cpus() -> tuple[int, ...]:
     return tuple(range(os.cpu_count() or 1))
 
 
+def visible_id() -> int:
+    """Return the id of this process in /proc: in a new pid namespace, usually that outside of the namespace."""
+    with contextlib.suppress(OSError):
+        return int(os.readlink("/proc/self"))
+    return os.getpid()
+
+
 def parent_id() -> int:
     """Return the id of the process that started this one; 0 where that is unknown."""
     with contextlib.suppress(AttributeError, OSError):

@@ -326,7 +326,13 @@ class Builder:
         return fields
 
     def _adopt(self, factory: Factory, kwargs: Mapping[str, Any]) -> Adapter:
-        self._refuse_second(factory)
+        if self._alone is not None:
+            raise FactoryError(
+                f"make_env failed: expected one simulator in a process, got a second from the factory "
+                f"{describe(factory)} in the process of a {_type_name(self._alone)}. Give each its own worker: "
+                f"ParallelEnv(..., num_workers=) as many as num_envs; or let one simulator have more rows (IsaacLab: "
+                f"cfg.scene.num_envs). SerialEnv can run one."
+            )
         with _hinting():
             made = factory(**kwargs)
         env = made.env if isinstance(made, Adapter) else made
@@ -348,16 +354,6 @@ class Builder:
         if adapter.is_alone:
             self._alone = env
         return adapter
-
-    def _refuse_second(self, factory: Factory) -> None:
-        """Refuse a second env in the process of an env that must be alone in its process."""
-        if self._alone is not None:
-            raise FactoryError(
-                f"make_env failed: expected one simulator in a process, got a second from the factory "
-                f"{describe(factory)} in the process of a {_type_name(self._alone)}. Give each its own worker: "
-                f"ParallelEnv(..., num_workers=) as many as num_envs; or let one simulator have more rows (IsaacLab: "
-                f"cfg.scene.num_envs). SerialEnv can run one."
-            )
 
     def _refuse_shared(self, factory: Factory, env: Any) -> None:
         if any(env is one.returned for one in self._built) and is_env_like(env):

@@ -21,7 +21,7 @@ def as_bytes(follows: Mapping[State, Mapping[Event, State]]) -> np.ndarray:
     """Return a table as int8 `[event, state]`, the state that follows; `IMPOSSIBLE` for pairs that it lacks."""
     # Members of an `IntEnum` from 0 on, so the largest one tells their number.
     table = np.full(
-        (1 + max(max(row) for row in follows.values()), len(follows)),
+        (1 + max(max(row, default=0) for row in follows.values()), len(follows)),
         IMPOSSIBLE,
         np.int8,
     )

@@ -51,7 +51,14 @@ def run(options: Top) -> int:
                 watches = watcher.look()
                 stack = _stack(watches, options.stack)
                 if options.json:
-                    _write_json(options, watches, stack)
+                    plain = {
+                        "schema": SCHEMA,
+                        "executors": [watch.to_plain() for watch in watches],
+                        **({"stack": stack} if stack else {}),
+                    }
+                    # One line for each reading, unless there is only one.
+                    indent = 2 if options.once else None
+                    write_json(options.json, plain, indent=indent)
                 elif live is None:
                     console.print(
                         Text(stack),
@@ -80,16 +87,6 @@ def _refusal(options: Top, watches: list[Watch]) -> str:
         f"expected --stack as a row of the table, which has {num_workers} workers counted from 0, got "
         f"{options.stack}."
     )
-
-
-def _write_json(options: Top, watches: list[Watch], stack: str) -> None:
-    plain = {
-        "schema": SCHEMA,
-        "executors": [watch.to_plain() for watch in watches],
-        **({"stack": stack} if stack else {}),
-    }
-    # One line for each reading, unless there is only one.
-    write_json(options.json, plain, indent=2 if options.once else None)
 
 
 class Watcher:

@@ -106,14 +106,10 @@ class EnvBatches:
 
     def next_td(self, leaves: list[Leaves]) -> TensorDictBase:
         """Return the `next` batch `[N]` over given leaves (no copy)."""
-        tds: list[TensorDictBase] = []
-        for batch, own, env_ids in zip(
-            self.groups,
-            leaves,
-            self._places.env_ids,
-            strict=True,
-        ):
-            tds.append(self._group_next(batch, own, env_ids))
+        tds = [
+            self._group_next(*group)
+            for group in zip(self.groups, leaves, self._places.env_ids, strict=True)
+        ]
         return stack_groups(tds, self._places.of_env)
 
     def _group_next(

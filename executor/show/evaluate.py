@@ -154,7 +154,7 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
     Raises:
         ValueError: the envs are batches themselves, an agent has no policy, `background` is passed although all agents
             are focal, settings of an executor with one, or `out` is a file of other policies or of another seed.
-        EnvherdError, MemoryError: no env of any task could be built, or the system refuses a thread.
+        EnvherdError, MemoryError, OSError: no env of any task could be built, or the system refuses a thread.
         MediaError: the envs have no pictures, or `envherd[media]` is not installed.
     """
     rules = Rules(

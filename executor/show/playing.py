@@ -183,6 +183,7 @@ class _Seat(threading.Thread):
 
     def build(self, factory: Factory, seed: int) -> ParallelEnv:
         """Return an executor of one env."""
+        self._env = None
         self._env = ParallelEnv(
             1,
             factory,
@@ -196,6 +197,20 @@ class _Seat(threading.Thread):
         """Close the env, if there is one. Idempotent."""
         if self._env is not None:
             self._env.close()
+
+    def end(self) -> None:
+        """Wait for the thread; close an env whose operation takes long. A thread that builds an env is left."""
+        self.join(_LAST_COMMAND_S)
+        if self._env is not None:
+            self._env.close()
+            self.join()
+
+    def kill(self) -> None:
+        """Kill the env's process, if there is one, so that its close ends."""
+        if self._env is not None:
+            pool: Any = self._env.engine.pool
+            for worker in pool.crew.workers:
+                worker.kill()
 
 
 #: A seat whose operation has been carried out, and what resumes its generator.
@@ -257,7 +272,7 @@ class Play:
             for name, env in tasks.items()
         ]
         self.num_left = sum(len(task.left) for task in self._tasks)
-        self.build_error: EnvherdError | MemoryError | None = None
+        self.build_error: Exception | None = None
         self.films = contextlib.ExitStack()
 
     def play_in(self, env: BatchedEnv) -> None:
@@ -362,24 +377,23 @@ class Play:
     def _end(seats: Collection[_Seat]) -> None:
         """End the seats: each after the operation under way; an env whose operation takes long is closed meanwhile.
 
-        A seat that is building an env closes it when it is built.
+        A seat that is building an env closes it when it is built. Ctrl-C ends the processes of all envs at once.
         """
         for seat in seats:
             seat.todo.put(seat.close)
             seat.todo.put(None)
-        deadline = time.monotonic() + _LAST_COMMAND_S
-        for seat in seats:
-            seat.join(max(0.0, deadline - time.monotonic()))
         # All at once: an env that hangs takes the whole time of a close. What a seat's thread waits for raises Closed.
-        closing = []
+        # In threads also because an interrupted `join` may take a thread that runs for one that has ended.
         with ThreadPoolExecutor(max(1, len(seats)), "evaluate-close") as threads:
-            for seat in seats:
-                try:
-                    closing.append(threads.submit(seat.close))
-                except RuntimeError:  # the system refuses a thread
-                    seat.close()
-        for close in closing:
-            close.result()
+            try:
+                list(threads.map(_Seat.end, seats))
+            except RuntimeError:  # the system refuses a thread
+                for seat in seats:
+                    seat.end()
+            except BaseException:
+                for seat in seats:
+                    seat.kill()
+                raise
 
     def _work_of(self, seat: _Seat) -> _Work:
         """Build and play until no episode is left."""
@@ -387,7 +401,8 @@ class Play:
             began = time.monotonic()
             try:
                 env = yield partial(seat.build, task.env, self.rules.seed)
-            except (EnvherdError, MemoryError) as error:
+            # OSError: no room in /dev/shm or for open files.
+            except (EnvherdError, MemoryError, OSError) as error:
                 self._fail_task(task, error)
                 continue
             task.build_s = time.monotonic() - began
@@ -422,7 +437,7 @@ class Play:
             chosen.num_seats += 1
         return chosen
 
-    def _fail_task(self, task: _Task, error: EnvherdError | MemoryError) -> None:
+    def _fail_task(self, task: _Task, error: Exception) -> None:
         """Record the episodes of a task as failed, unless another seat has an env for them or is building one."""
         task.build_s = math.inf
         task.num_seats -= 1
@@ -439,7 +454,7 @@ class Play:
         self,
         task: _Task,
         episode: _Episode,
-        error: EnvherdError | MemoryError | None = None,
+        error: Exception | None = None,
     ) -> None:
         """Record an episode that has ended or, with an error, failed."""
         task.episode_s = time.monotonic() - episode.began

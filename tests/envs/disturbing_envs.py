@@ -1,5 +1,7 @@
 """Envs that disturb their process. They need only numpy: a worker that imported a test would import torch."""
 
+import functools
+import multiprocessing
 import os
 import resource
 import signal
@@ -17,17 +19,17 @@ from tests.gates import Gate
 
 
 class MeddlingEnv(CountingEnv):
-    """Does something to its process in its first step."""
+    """Does something to its process in the first call of a method."""
 
-    def __init__(self, meddle: Callable[[], Any]) -> None:
+    def __init__(self, meddle: Callable[[], Any], where: str = "step") -> None:
         super().__init__(1_000_000)
         self._meddle = meddle
+        vars(self)[where] = functools.partial(self._first, getattr(self, where))
 
-    def step(self, action: list[Any]) -> Any:
-        """Meddle and count."""
-        if self.episode == 0 and self.num_steps == 0:
-            self.kept = self._meddle()
-        return super().step(action)
+    def _first(self, call: Callable[..., Any], *values: Any, **named: Any) -> Any:
+        del vars(self)[call.__name__]
+        self.kept = self._meddle()
+        return call(*values, **named)
 
 
 class GrowingEnv(CountingEnv):
@@ -144,6 +146,11 @@ def _fork() -> None:
         signal.pause()
 
 
+def _use_pool() -> None:
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        assert pool.map(abs, range(-3, 0)) == [3, 2, 1]
+
+
 def _change_folder() -> None:
     os.chdir("/")
     os.environ.clear()
@@ -159,6 +166,7 @@ MEDDLING: dict[str, Callable[[], Any]] = {
     "starts processes": _start_processes,
     "forks": _fork,
     "forks a process that raises": lambda: os.fork() or sys.exit("no simulator"),
+    "uses a pool of forked processes": _use_pool,
     "lowers its limit on files": lambda: resource.setrlimit(
         resource.RLIMIT_NOFILE, (16, 16)
     ),

@@ -80,6 +80,13 @@ class Task(gymnasium.Env):
         self.note("close")
 
 
+class Clinging(Task):
+    """Closes in 60 seconds."""
+
+    def close(self):
+        time.sleep(60)
+
+
 def broken():
     """Fail to build."""
     raise RuntimeError("no assets")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from tensordict import TensorDict
@@ -51,6 +52,7 @@ from tests.faults.children import (
     mount_small,
 )
 from tests.faults.matrix import _held, _left
+from tests.gates import wait_for
 from tests.scale import IS_FULL
 from tools.faults_page import record
 
@@ -477,11 +479,8 @@ def test_an_owner_that_ends(how, state, start_method):
         else [int(p) for p in _held()[0] - before[0] if _is_copy_of_this(p)]
     )
     for one in forked:
-        end = time.monotonic() + 10
         # Its owner has ended: it must not hold the workers' lifelines.
-        while not {str(one)} >= _held()[0] - before[0]:
-            assert time.monotonic() < end
-            time.sleep(0.1)
+        wait_for(lambda one=one: {str(one)} >= _held()[0] - before[0])
         os.kill(one, signal.SIGKILL)
         os.waitpid(one, 0)
     assert not _left(before)
@@ -508,6 +507,7 @@ QUICK_MEDDLING = {
     "starts processes",
     "forks",
     "forks a process that raises",
+    "uses a pool of forked processes",
 }
 
 
@@ -534,6 +534,22 @@ def test_an_env_that_meddles(name):
         what=f"an env {name}",
         seen="nothing: it works, and nothing is left",
     )
+
+
+@pytest.mark.parametrize("env_threads", [False, True])
+@pytest.mark.parametrize("where", ["reset", "step", "echo", "close"])
+def test_a_process_that_an_env_has_forked_ends_where_it_returns(where, env_threads):
+    options = ExecutorOptions(step_timeout_s=20.0, env_threads=env_threads)
+    factory = functools.partial(MeddlingEnv, os.fork, where)
+    with make(2, [factory, ENDLESS], num_workers=1, options=options) as env:
+        for _ in range(2):
+            works(env)
+            assert env.call("echo", 3) == [[[3], {}]] * 2
+            env.rebuild([0])
+        works(env)
+        children = psutil.Process(env.call("pid")[0]).children()
+        assert len(children) >= 2
+        wait_for(lambda: all(one.status() == "zombie" for one in children))
 
 
 def test_stack_of_hung_worker_is_read_although_env_handles_the_signal():

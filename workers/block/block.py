@@ -204,15 +204,23 @@ class Block:
                 number = self._options.first_env_id + env_id
                 slot.use_seeds(seeding.EpisodeSeeds(root_seed, number))
 
-    def take_place(self, worker_id: int, env_id: int, seed: int | None) -> None:
+    def take_place(
+        self,
+        worker_id: int,
+        env_id: int,
+        seed: int | None,
+        state: np.ndarray,
+    ) -> None:
         """In a copy of the process, become the block of another worker's only env; `attach` must follow.
 
         Args:
             worker_id: of the worker.
             env_id: of its env, whose next episodes have that env's seeds.
             seed: of all generators from now on; None leaves them as they are.
+            state: of the env before the fork.
         """
         (slot,) = self.slots.values()
+        slot.state[:] = state
         slot.rename(env_id)
         self.worker_id = worker_id
         self.slots = {env_id: slot}
@@ -247,6 +255,8 @@ class Block:
             # Some envs end their program, or are cancelled.
             except BaseException:
                 pass
+            # Refuses a process that the env has forked.
+            slot.move(SlotEvent.IS_BROKEN_OFF)
             self._phase[self.worker_id] = 0
             self.forget(slot.adapter)
             slot.adapter = None
@@ -432,11 +442,11 @@ class Block:
         if mask is not None and not mask.all():
             inner = mask.copy()
         observation = self._next_episode(slot, inner, begun)
+        slot.move(_RUNS)
         # After the env has returned: the loop tells by this word that a command included a reset.
         self._words["resets"][slot.env_id] += 1
         if self._pack_info is not None:
             self._note_info(slot, "root")
-        slot.move(_RUNS)
         if slot.spec.batch_shape:
             slot.last_done = inner is not None and slot.last_done & ~inner
             # Other rows have ended and still wait for their reset.

@@ -32,6 +32,9 @@ Begun = Callable[[], list[Any]]
 Keep = Callable[[int, StepValues], list[Any]]
 
 
+_IN_FORK = int(SlotState.IN_FORK)
+
+
 class Sink:
     """Where one env writes: a writer per leaf, all indexed by column (of the ring or of a storage).
 
@@ -134,8 +137,8 @@ class Slot:
         following = AFTER[event][self._state[0]]
         if following == IMPOSSIBLE:
             raise InternalError(
-                f"step failed: expected a running env, got env {self.env_id} that has ended, has raised, or was never "
-                f"reset. It was not stepped."
+                f"step failed: expected a running env, got env {self.env_id} that has ended, has raised, was never "
+                f"reset, or has returned or raised in a process that it had forked (end that with `os._exit`)."
             )
         self._state[0] = following
 
@@ -308,11 +311,13 @@ def compile_keep(slot: Slot, sink: Sink, words: Mapping[str, memoryview]) -> Kee
 
     def keep(column: int, values: StepValues) -> list[Any]:
         observation, reward, terminated, truncated = values
-        if len(observation) != num_observations or len(reward) != num_rewards:
-            raise SpecError(
-                f"step failed: expected {num_observations} observation and {num_rewards} reward values from the "
-                f"adapter, got {len(observation)} and {len(reward)}."
-            )
+        # Before anything is written.
+        if (
+            state[0] == _IN_FORK
+            or len(observation) != num_observations
+            or len(reward) != num_rewards
+        ):
+            raise _refusal(slot, len(observation), len(reward))
         if observe_only is None:
             for write, value in zip(observe, observation):  # noqa: B905  # lengths were compared
                 write(column, value)
@@ -340,6 +345,15 @@ def compile_keep(slot: Slot, sink: Sink, words: Mapping[str, memoryview]) -> Kee
         return observation
 
     return keep
+
+
+def _refusal(slot: Slot, num_observations: int, num_rewards: int) -> Exception:
+    """Return the error for wrong numbers of values; in a process that the env has forked, raise that for it."""
+    slot.move(SlotEvent.RUNS)
+    return SpecError(
+        f"step failed: expected {len(slot.spec.observation)} observation and {len(slot.spec.reward)} reward values "
+        f"from the adapter, got {num_observations} and {num_rewards}."
+    )
 
 
 def _only(parts: list[Any]) -> Any:

@@ -9,6 +9,7 @@ RUNNING       in an episode
 ENDED         its latest row ended its episode; for an env that is a batch, the episodes of some of its rows
 FREE_NEW, FREE_RUNNING, FREE_ENDED
               the same of an env that may be stepped in any of them: the env itself decides, or a user's code drives it
+IN_FORK       this process is one that the env has forked; only the worker may answer, so nothing may follow
 
 `print(table())` prints the transitions.
 """
@@ -28,6 +29,7 @@ class SlotState(IntEnum):
     FREE_NEW = 3
     FREE_RUNNING = 4
     FREE_ENDED = 5
+    IN_FORK = 6
 
 
 class SlotEvent(IntEnum):
@@ -89,11 +91,13 @@ FOLLOWS: dict[SlotState, dict[SlotEvent, SlotState]] = {
         **_FREE,
         SlotEvent.IS_ALLOWED: SlotState.FREE_ENDED,
     },
+    SlotState.IN_FORK: {},
 }
 #: The exception that refuses a STEP in states for which `FOLLOWS` lacks it. Other missing pairs cannot occur.
 REFUSED_WITH: dict[SlotState, type[EnvherdError]] = {
     SlotState.NEEDS_RESET: InternalError,
     SlotState.ENDED: InternalError,
+    SlotState.IN_FORK: InternalError,
 }
 COMMANDS = (SlotEvent.STEP,)
 

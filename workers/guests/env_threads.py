@@ -46,9 +46,11 @@ class EnvThreads(EnvCalls):
 
     def _start(self, env_id: int) -> queue.SimpleQueue[Callable[[], None]]:
         calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        worker = os.getpid()
 
         def run() -> None:
-            while True:
+            # A process that the env has forked has this thread only.
+            while os.getpid() == worker:
                 call = calls.get()
                 try:
                     call()
@@ -56,6 +58,7 @@ class EnvThreads(EnvCalls):
                 except BaseException:
                     traceback.print_exc()
                     os._exit(1)
+            os._exit(1)
 
         threading.Thread(target=run, name=f"env-{env_id}", daemon=True).start()
         return calls

@@ -286,7 +286,7 @@ static i64 carry_out(Loop *loop, Env *env, i64 command)
         }
         if (env->step != NULL && op == OP_RESET && step_can_reset(env->step))
             return carry_out_reset(loop, env, command, column);
-        if (env->step != NULL && op != OP_RESET && step_may_step(env->step) && column < step_num_columns(env->step))
+        if (env->step != NULL && op != OP_RESET && step_may_step(env->step, column))
             return step_env(loop, env, command, column);
     }
     return ask_python(env, loop->execute, command, NULL, NULL);

@@ -102,10 +102,9 @@ i64 schema_write(const Schema *schema, PyObject *info, char *row, Py_ssize_t roo
 typedef struct Step Step;
 typedef enum { STEP_STORED, STEP_ENDED, STEP_ODD, STEP_RAISED } Outcome;
 
-i64 step_num_columns(const Step *step);
 int step_root_follows(const Step *step);
 PyObject *step_hand_over(const Step *step); /* borrowed */
-int step_may_step(const Step *step); /* the env's state allows it */
+int step_may_step(const Step *step, i64 column); /* there is such a column, and the env's state allows it */
 /* Step the env once, and move its state. `*given`, a new reference or NULL: with STEP_STORED and STEP_ENDED the
  * observation values, with STEP_ODD what the env returned, of which nothing was written. STEP_RAISED: an exception. */
 Outcome step_once(Step *step, i64 column, PyObject **given);

@@ -540,10 +540,19 @@ static int store(const Step *step, i64 column, PyObject *result, PyObject *leave
     return is_plain;
 }
 
+static signed char following(const Step *step, const Py_buffer *row)
+{
+    unsigned char state = *(unsigned char *)step->state.buf;
+    return state < row->len ? ((const signed char *)row->buf)[state] : -1;
+}
+
+/* Whether this process is one that the env has forked: nothing is written, and Python refuses what the env returned. */
+static int is_in_fork(const Step *step) { return following(step, &step->if_running) < 0; }
+
 /* Whether a result has values for all of `StepValues`, which Python need not look at, and its flags. */
 static int check_result(const Step *step, PyObject *result, char *flags)
 {
-    int is_plain = PyTuple_CheckExact(result) && PyTuple_Size(result) == (step->calls_env ? 5 : 4)
+    int is_plain = !is_in_fork(step) && PyTuple_CheckExact(result) && PyTuple_Size(result) == (step->calls_env ? 5 : 4)
         && write_step_info(step, result) && check_flag(step, PyTuple_GetItem(result, 2), &flags[1])
         && check_flag(step, PyTuple_GetItem(result, 3), &flags[2]);
     flags[0] = flags[1] | flags[2];
@@ -562,13 +571,10 @@ static int keep_given(const Step *step, PyObject *result, PyObject *leaves)
     return PyObject_SetAttr(step->holder, step->names[IS_AHEAD], Py_True);
 }
 
-static signed char following(const Step *step, const Py_buffer *row)
+int step_may_step(const Step *step, i64 column)
 {
-    unsigned char state = *(unsigned char *)step->state.buf;
-    return state < row->len ? ((const signed char *)row->buf)[state] : -1;
+    return column < step->num_columns && following(step, &step->if_stepped) >= 0;
 }
-
-int step_may_step(const Step *step) { return following(step, &step->if_stepped) >= 0; }
 
 static void move(const Step *step, int has_ended)
 {
@@ -656,7 +662,7 @@ Outcome step_reset(Step *step, i64 column, PyObject **given)
     Py_DECREF(seed);
     if (*given == NULL)
         return STEP_RAISED;
-    if (!write_adapters_info(step, 1))
+    if (is_in_fork(step) || !write_adapters_info(step, 1))
         return PyErr_Occurred() ? STEP_RAISED : STEP_ODD;
     if (column < step->num_columns) {
         int is_plain = check_leaves(step, &step->root, *given, step->values);
@@ -721,6 +727,5 @@ PyType_Spec step_spec = {
     .slots = step_slots,
 };
 
-i64 step_num_columns(const Step *step) { return step->num_columns; }
 int step_root_follows(const Step *step) { return (int)step->root_follows; }
 PyObject *step_hand_over(const Step *step) { return step->hand_over; }

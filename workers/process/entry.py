@@ -31,6 +31,7 @@ from envherd.shm.platforms import (
     fcntl,
     listen_for_stack_requests,
     register_at_fork,
+    visible_id,
 )
 from envherd.shm.segment import Segment
 from envherd.shm.slab import Slab, Storage
@@ -39,6 +40,7 @@ from envherd.workers import current, messages, seeding
 from envherd.workers.adapters.base import Adapter
 from envherd.workers.adapters.registry import install_import_hooks
 from envherd.workers.block.block import Block
+from envherd.workers.block.slot_states import SlotEvent, SlotState
 from envherd.workers.build import Builder
 from envherd.workers.current import WorkerInfo
 from envherd.workers.guest import guest
@@ -167,10 +169,7 @@ class Worker:
         bells: Bells | None,
     ) -> None:
         self._channel = channel
-        # A process that an env has forked ends when it reports an error: only the worker may answer.
-        register_at_fork(
-            after_in_child=lambda: channel.sock.close()  # noqa: PLW0108  # a copy has another socket
-        )
+        register_at_fork(after_in_child=self._disown_in_fork)
         self._bells = bells
         self._log_fd = log_fd
         self._lifeline_fd = lifeline_fd
@@ -201,6 +200,12 @@ class Worker:
             with contextlib.suppress(LoopLeft):
                 self._loop.run()
                 return
+
+    def _disown_in_fork(self) -> None:
+        """Refuse what an env returns or raises in a process that it has forked: only the worker may answer."""
+        self._channel.sock.close()
+        for slot in self._block.slots.values():
+            slot.state[0] = SlotState.IN_FORK
 
     def _read_mail(self) -> int | None:
         """Handle one message; return its number, or None to exit."""
@@ -281,7 +286,7 @@ class Worker:
         slab = Slab(message.plan, buffer)
         self._block.attach(slab)
         # For `envherd top`, which tells by them that another process has taken the place.
-        slab.words["pid"][self._block.worker_id] = os.getpid()
+        slab.words["pid"][self._block.worker_id] = visible_id()
         slab.words["starts"][self._block.worker_id] += 1
         kind = self._calls.loop_type(is_native=self._bells is None)
         bells = self._bells or Bells(
@@ -323,11 +328,12 @@ class Worker:
         fds = self._fds
         # `branch` closes them.
         self._fds = []
+        states = [slot.state.copy() for slot in self._block.slots.values()]
         pid, why = guest("branching").branch(
             self._channel.sock,
             fds,
             self._log_fd,
-            functools.partial(self._become, message),
+            functools.partial(self._become, message, states),
         )
         if pid == 0:
             raise LoopLeft
@@ -335,7 +341,12 @@ class Worker:
             {"kind": "branched", "pid": pid, "why": why, "number": message.number}
         )
 
-    def _become(self, message: messages.Branch, sock_fd: int) -> None:
+    def _become(
+        self,
+        message: messages.Branch,
+        states: list[np.ndarray],
+        sock_fd: int,
+    ) -> None:
         """In the copy, leave everything of the worker that was forked, and wait for the slab as another one."""
         self._lifeline_fd = _arm_lifeline(self._lifeline_fd)
         self._channel.move_to(socket.socket(fileno=_out_of_the_way(sock_fd)))
@@ -348,6 +359,7 @@ class Worker:
             message.worker.worker_id,
             message.worker.env_ids[0],
             message.seed,
+            states[0],
         )
         self._loop = None
 
@@ -360,6 +372,8 @@ class Worker:
         for env_id, end in ends:
             try:
                 end()
+                # Refuses a process that the env has forked.
+                self._block.slots[env_id].move(SlotEvent.IS_BROKEN_OFF)
             # An env that cannot close must not keep the others open.
             except BaseException as error:
                 self._channel.send_plain(

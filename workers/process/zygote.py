@@ -62,7 +62,9 @@ def main(fd: int, log_fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _leave_terminal()
-    _adopt_orphans()
+    # To kill and reap the orphans of dead workers.
+    with contextlib.suppress(Exception):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text("envherd-helper")  # what `ps` and `top` show
     start, _ = _receive(sock)
@@ -123,12 +125,6 @@ def _leave_terminal() -> None:
             fcntl.ioctl(fd, termios.TIOCNOTTY)
         finally:
             os.close(fd)
-
-
-def _adopt_orphans() -> None:
-    """Become the parent of dead workers' orphans, to kill and reap them."""
-    with contextlib.suppress(Exception):
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ text) counts as absent and is logged once.
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -63,12 +64,21 @@ class InfoLeaves(Wrapping):
         fields: from `declared_fields` or `find_fields`.
 
     Raises:
-        SpecError: the env has an observation named `info` itself.
+        SpecError: the env has an observation named `info` itself, or two of the leaves would have one place.
     """
 
     def __init__(self, inner: Adapter, fields: Iterable[InfoEntry]) -> None:
         self._fields = tuple(fields)
         leaves = [leaf for field in self._fields for leaf in (field.leaf, field.mask)]
+        paths = sorted(leaf.key[1:] for leaf in leaves)
+        for path, following in pairwise(paths):
+            # A path comes directly before those that begin with it.
+            if following[: len(path)] == path:
+                raise SpecError(
+                    f"infos failed: expected each entry and each mask (`_x` is that of `x`) at a separate place, got "
+                    f"{_show(path)!r} and {_show(following)!r}. Name only one of these entries in infos=, or rename "
+                    f"one in a wrapper around the env."
+                )
         super().__init__(inner, leaves, [(_ROOT,)] if leaves else [], "infos")
         self._batch_shape = inner.spec.batch_shape
         self._resets_itself = inner.spec.metadata.get("resets_itself", False)

@@ -62,7 +62,13 @@ def batch(
         observation_space, single = observation_mode
     elif observation_mode == "same":
         single = first.observation_space
-        _check_same(name, own)
+        for env_id, space in enumerate(own):
+            if space != single:
+                raise RuntimeError(
+                    f"{name}(..., observation_mode='same') however the sub-environments observation spaces are not "
+                    f"equivalent. Those of env 0 and env {env_id} differ. If this is intentional, use "
+                    f"`observation_mode='different'` instead."
+                )
         observation_space = batch_space(single, num_envs)
     else:
         single = first.observation_space
@@ -74,33 +80,18 @@ def batch(
             f"{name}(..., observation_mode='different' or custom space) however the sub-environments observation "
             f"spaces do not share a common shape and dtype."
         )
-    _check_actions(descriptions)
+    for env_id, one in enumerate(descriptions):
+        if one.action_space != first.action_space:
+            raise RuntimeError(
+                f"Some environments have an action space different from `{first.action_space}`: env {env_id} has "
+                f"`{one.action_space}`. In order to batch actions, the action spaces of all environments must be equal."
+            )
     return (
         single,
         observation_space,
         first.action_space,
         batch_space(first.action_space, num_envs),
     )
-
-
-def _check_same(name: str, own: list[Space]) -> None:
-    for env_id, space in enumerate(own):
-        if space != own[0]:
-            raise RuntimeError(
-                f"{name}(..., observation_mode='same') however the sub-environments observation spaces are not "
-                f"equivalent. Those of env 0 and env {env_id} differ. If this is intentional, use "
-                f"`observation_mode='different'` instead."
-            )
-
-
-def _check_actions(descriptions: list[Description]) -> None:
-    single = descriptions[0].action_space
-    for env_id, one in enumerate(descriptions):
-        if one.action_space != single:
-            raise RuntimeError(
-                f"Some environments have an action space different from `{single}`: env {env_id} has "
-                f"`{one.action_space}`. In order to batch actions, the action spaces of all environments must be equal."
-            )
 
 
 def has_custom(space: Space) -> bool:

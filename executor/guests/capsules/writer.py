@@ -244,10 +244,13 @@ class CapsuleWriter:
 
 
 def digest(spec: EnvSpec, root: Mapping[Key, Any]) -> str:
-    """Return a hash of the observation in an env's root; times of episodes are left out."""
+    """Return a hash of the observation in an env's root.
+
+    Times of episodes are left out, as are entries of infos, which an env that runs again does not have.
+    """
     found = hashlib.blake2b(digest_size=16)
     for leaf in spec.observation:
-        if not leaf.is_side and leaf.key not in spec.episode_keys:
+        if not (leaf.is_side or leaf.key in spec.episode_keys or leaf.key[0] == "info"):
             found.update(np.ascontiguousarray(root[leaf.key]).tobytes())
     return found.hexdigest()
 

@@ -148,7 +148,8 @@ def _between(
         busy_s += min(span_s, now.phase_s)
     figures = (
         WorkerFigures.of(now.pid, gpu)
-        if now.pid
+        # A worker in another pid namespace may have written an id that another process has here.
+        if _log_path(now.pid) is not None
         else WorkerFigures(0, 0, 0.0, None, gpu)
     )
     return now.over(

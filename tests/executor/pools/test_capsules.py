@@ -91,6 +91,7 @@ WAYS = {
     "in python": (TWO_WORKERS, {"check_finite": True}),
     "threads": (functools.partial(ParallelEnv, num_workers=1), {"env_threads": True}),
     "infos": (TWO_WORKERS, {"infos": "plain"}),
+    "leaves": (TWO_WORKERS, {"infos": {"level": int}}),
     "portable": (TWO_WORKERS, {"start_method": "portable"}),
     "rebuilt": (rebuilt, {}),
 }
@@ -223,7 +224,9 @@ def test_a_failure_is_written_and_fails_again(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["serial", "parallel", "in python", "rebuilt"])
+@pytest.mark.parametrize(
+    "way", ["serial", "parallel", "in python", "rebuilt", "leaves"]
+)
 @pytest.mark.parametrize("drive", DRIVES)
 def test_a_failure_in_every_way_of_stepping(tmp_path, drive, way):
     make, options = WAYS[way]

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import textwrap
 import venv
@@ -26,6 +27,7 @@ from envherd import (
     WorkerTimeout,
 )
 from envherd.executor.guests.interpreters import check_interpreter, spread_apart
+from envherd.executor.guests.monitor.watching import Watch, plates
 from envherd.executor.sending.blueprint import num_runs
 from tests.gates import wait_for
 
@@ -311,6 +313,7 @@ def test_factory_of_another_interpreter_is_refused_in_this_one(python):
 COMMANDS = {
     "executes": ["env", "A=1"],
     "forks": ["bash", "-c", '"$0" "$@"; exit $?'],
+    "a namespace": ["unshare", "--pid", "--fork"],
     "namespaces": [
         "bwrap",
         "--dev-bind",
@@ -341,8 +344,11 @@ def _group_of(pid):
 @pytest.mark.usefixtures("module")
 def test_a_command_in_front_of_an_interpreter(python, name, caplog):
     command = [*COMMANDS[name], python]
-    if shutil.which(command[0]) is None:
-        pytest.skip(f"{command[0]} is not installed")
+    if (
+        shutil.which(command[0]) is None
+        or subprocess.run([*command, "-c", "0"], check=False).returncode
+    ):
+        pytest.skip(f"{command[0]} is not installed, or not allowed here")
     options = ExecutorOptions(on_worker_loss="restart", step_timeout_s=3)
     with ParallelEnv(
         2, InPython(python, "drift_module:make"), num_workers=1, seed=5
@@ -359,6 +365,11 @@ def test_a_command_in_front_of_an_interpreter(python, name, caplog):
             env.rollout(20, break_when_any_done=False)["observation"]
             == expected["observation"]
         ).all()
+        (plate,) = (one for one in plates() if one.pid == os.getpid())
+        shown = Watch(plate).look().workers[1]
+        # A namespace that has its own /proc hides the id.
+        is_worker = shown.pid == _group(env.engine.pool.pid_of(1))[-1]
+        assert is_worker or (name == "namespaces" and shown.uss_bytes == 0)
         for which in (0, -1):  # the process that was started, and the worker
             pid = env.engine.pool.pid_of(1)
             os.kill(_group(pid)[which], signal.SIGKILL)

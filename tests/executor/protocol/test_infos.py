@@ -552,6 +552,20 @@ def test_a_name_that_is_not_there_is_refused():
         )
 
 
+def test_entries_that_would_have_one_place_are_refused():
+    class Nested(Numbered):
+        def info(self):
+            return {"lives": {"left": 1}, "_lives": 2}
+
+    for infos, names in (
+        ("all", "'lives' and 'lives/_left'"),
+        (("lives", "_lives"), "'_lives' and '_lives'"),
+        ({("lives", "left"): int, "lives": int}, "'lives' and 'lives/_left'"),
+    ):
+        with pytest.raises(SpecError, match=f"at a separate place, got {names}"):
+            SerialEnv(1, Nested, options=ExecutorOptions(infos=infos))
+
+
 @pytest.mark.parametrize(
     "keys", ["lives", None, 3, ("",), (3,), {"x": "text"}, {"x": object}]
 )

@@ -1,5 +1,6 @@
 """`evaluate` over tasks: a fixed set of episodes, failures, continuing a run, memory, films, and the command."""
 
+import errno
 import functools
 import json
 import math
@@ -33,7 +34,7 @@ from envherd.executor.show import playing
 from envherd.executor.show.records import Cast, EpisodeRecord, RecordFile
 from envherd.executor.show.results import Evaluation, Evaluations, interval_of, rate_of
 from envherd.workers.seeding import episode_seed
-from tests.envs.suite_envs import Task, broken
+from tests.envs.suite_envs import Clinging, Task, broken
 from tests.envs.team_env import Team, film_into, pictured
 from tests.executor.show.test_per_player import Always
 from tests.extras import needs
@@ -502,17 +503,24 @@ def test_an_executor_goes_on_after_a_failure_that_interrupts_an_episode(
     assert found.num_episodes == 5
 
 
-def test_task_that_cannot_be_built_is_recorded_and_others_continue():
+def test_task_that_cannot_be_built_is_recorded_and_others_continue(monkeypatch):
+    def build(num_envs, factory, **options):
+        if factory is Clinging:
+            raise OSError(errno.EMFILE, "no room")
+        return ParallelEnv(num_envs, factory, **options)
+
+    monkeypatch.setattr(playing, "ParallelEnv", build)
     huge = functools.partial(Task, space=MultiBinary(1 << 44))
-    found = evaluate(
-        press, {"broken": broken, "huge": huge, **suite()}, 2, num_workers=2
-    )
-    assert [found[name].num_episodes for name in found.tasks] == [0, 0, 2, 2, 2]
+    tasks = {"broken": broken, "huge": huge, "no room": Clinging, **suite()}
+    found = evaluate(press, tasks, 2, num_workers=2)
+    assert [found[name].num_episodes for name in found.tasks] == [0, 0, 0, 2, 2, 2]
     assert found["huge"].failures[0].error.startswith("MemoryError: ")
+    assert "no room" in found["no room"].failures[0].error
     assert all("no assets" in one.error for one in found["broken"].failures)
     assert found["broken"].to_dict()["failed"] == 2
-    with pytest.raises(FactoryError, match="no assets"):
-        evaluate(press, {"broken": broken, "also": broken}, 2, num_workers=2)
+    for one, error in ((broken, FactoryError), (Clinging, OSError)):
+        with pytest.raises(error, match=r"no assets|no room"):
+            evaluate(press, {"one": one, "also": one}, 2, num_workers=2)
 
 
 # ---- continuing a run --------------------------------------------------------------------------
@@ -686,6 +694,27 @@ def test_ctrl_c_ends_the_run_and_keeps_its_episodes(tmp_path, caplog, is_signal)
     found = evaluate(press, suite(), 10, num_workers=2, out=out, label="press")
     assert f"the {recorded} episodes that were played. They are not" in caplog.text
     assert found.to_dict() == evaluate(press, suite(), 10, num_workers=2).to_dict()
+
+
+@pytest.mark.broken_pool
+@pytest.mark.parametrize(
+    ("close_timeout_s", "interrupt_s"), [(1.5, 60), (60, 0.3), (60, 1.5)]
+)
+def test_ctrl_c_leaves_no_env_that_closes(close_timeout_s, interrupt_s):
+    timer = threading.Timer(interrupt_s, os.kill, (os.getpid(), signal.SIGINT))
+    calls = []
+
+    def policy(_):
+        calls.append(time.monotonic())
+        timer.start()
+        raise KeyboardInterrupt
+
+    options = ExecutorOptions(close_timeout_s=close_timeout_s)
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(policy, Clinging, 4, num_workers=1, options=options)
+    timer.cancel()
+    assert time.monotonic() - calls[0] < 30
+    assert not any("evaluate" in one.name for one in threading.enumerate())
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
