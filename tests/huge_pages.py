@@ -12,7 +12,7 @@ _COLLAPSE = 25  # MADV_COLLAPSE, linux/mman.h
 advise = ctypes.CDLL(None).madvise
 advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 for line in Path("/proc/self/maps").read_text().splitlines():
-    span, access, _, _, inode, *_ = line.split()
+    span, access, _offset, _device, inode, *_name = line.split()
     if access.startswith("rw") and inode == "0":
         first, end = (int(bound, 16) for bound in span.split("-"))
         advise(first, end - first, _COLLAPSE)
