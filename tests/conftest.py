@@ -335,7 +335,9 @@ def _helper_of(
                 for item in items
                 if _preloads(item.parent) == modules
             }
-            stack.enter_context(preloaded(*_PRELOADED, *modules, *sorted(marked)))
+            stack.enter_context(
+                preloaded(*_PRELOADED, *modules, *sorted(marked), "tests.huge_pages")
+            )
             # Modules put it back for themselves.
             made[modules] = preloading._open.popitem()
         return made[modules]

@@ -28,6 +28,8 @@ from pathlib import Path
 _IMPORTED = (
     *("envherd.workers.adapters.light_tensorboard", "torch", "tensordict", "gymnasium"),
     *("torchrl.envs", "envherd.executor.parallel", "envherd.executor.serial"),
+    # TensorDict's modules import it when they first compute.
+    *("stable_baselines3", "pandas"),
 )
 
 

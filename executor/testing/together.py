@@ -179,7 +179,12 @@ def _take(
             factory,
             num_workers=1,
             seed=seed,
-            options=ExecutorOptions(first_env_id=env_ids[0], isolate_rng=isolates),
+            # Workers need this module for `_Watched`, and it imports torch.
+            options=ExecutorOptions(
+                preload=(__name__,),
+                first_env_id=env_ids[0],
+                isolate_rng=isolates,
+            ),
         ) as env:
             batch = ExecutorBatch(env)
             before = _shared(env)

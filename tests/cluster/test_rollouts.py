@@ -193,24 +193,21 @@ def test_every_change_of_the_weights_reaches_the_nodes(shared, kind, change):
         change(module)
 
 
-def test_a_policy_that_cannot_be_pickled_is_built_on_the_nodes(shared):
+def test_no_node_starves_and_a_slow_one_delays_none(shared):
+    """The policy cannot be pickled, so the nodes build it."""
+    policy = HeldCounter()
     with pytest.raises(
         ClusterError, match="a policy that can be pickled, got HeldCounter"
     ):
-        shared.rollout(2, HeldCounter())
-    with RayRollouts(
-        1, make_env, num_nodes=1, resources_per_node=ONE, policy_factory=HeldCounter
-    ) as rollouts:
-        policy = HeldCounter()
-        change_in_place(policy)
-        assert (rollouts.rollout(2, policy)["action"] == 1 + torch.arange(2)).all()
-
-
-def test_no_node_starves_and_a_slow_one_delays_none():
+        shared.rollout(2, policy)
     factories = [
         functools.partial(SleepingEnv, step_s, length=1_000) for step_s in (0.0, 0.02)
     ]
-    with RayRollouts(factories, num_nodes=2, resources_per_node=ONE) as rollouts:
+    with RayRollouts(
+        factories, num_nodes=2, resources_per_node=ONE, policy_factory=HeldCounter
+    ) as rollouts:
+        change_in_place(policy)
+        assert (rollouts.rollout(2, policy)["action"] == 1 + torch.arange(2)).all()
         fast = [
             int(batch["env_ids"][0, 0])
             for batch in itertools.islice(rollouts.stream(20), 20)
@@ -284,9 +281,14 @@ def test_a_loaded_state_continues_with_the_same_data(shared):
         shared.load_state_dict({"nodes": state["nodes"][:1]})
 
 
+def pid_of(rollouts, index):
+    return int(rollouts._shares[index].place.rpartition(" ")[2])
+
+
 def test_after_errors_and_interrupts_nodes_are_usable_and_closing_releases_them(
     tmp_path,
 ):
+    """Also the silent node, which was ended and whose loss was raised."""
     free = ray.available_resources()["CPU"]
     faulty = functools.partial(FaultyEnv, "value_error", step=4)
     factories = [functools.partial(HaltingEnv, Gate(tmp_path), 1), faulty]
@@ -305,6 +307,15 @@ def test_after_errors_and_interrupts_nodes_are_usable_and_closing_releases_them(
         with pytest.raises(ZeroDivisionError):
             rollouts.rollout(2, lambda _: 1 / 0)
         assert rollouts.rollout(1, auto_reset=False).batch_size == (2, 1)
+        pid = pid_of(rollouts, 1)
+        rollouts._node_timeout_s = 2.0
+        os.kill(pid, signal.SIGSTOP)
+        for error in ("it gave no sign of life for 2 s", "ActorDiedError"):
+            with pytest.raises(
+                WorkerLost, match=rf"\(envs 1-1\) is lost: {error}.*'restart'"
+            ):
+                rollouts.rollout(2)
+        wait_for(lambda: not os.path.exists(f"/proc/{pid}"))
         rollouts.close()
     with pytest.raises(Closed):
         rollouts.rollout(1)
@@ -385,10 +396,6 @@ make_short = functools.partial(CountingEnv, 4)
 LOST = [2, 3]
 
 
-def pid_of(rollouts, index):
-    return int(rollouts._shares[index].place.rpartition(" ")[2])
-
-
 def test_envs_lost_with_their_node_continue_as_those_lost_with_their_workers():
     policy = Counter()
     with (
@@ -435,10 +442,14 @@ def test_lost_nodes_share_restarts_on_another_node_during_a_rollout(
     handler = signal.getsignal(signal.SIGTERM)  # which Ray replaces
     nodes = [
         cluster.add_node(
-            num_cpus=1, resources={"mine": 1}, object_store_memory=80 * 2**20
+            num_cpus=1,
+            resources={"mine": 1},
+            object_store_memory=80 * 2**20,
+            wait=False,
         )
         for _ in range(2)
     ]
+    cluster.wait_for_nodes()
     signal.signal(signal.SIGTERM, handler)
     try:
         make_slow = functools.partial(SleepingEnv, 0.02, length=1_000)
@@ -466,19 +477,3 @@ def test_lost_nodes_share_restarts_on_another_node_during_a_rollout(
     finally:
         for node in nodes:
             cluster.remove_node(node)
-
-
-def test_a_silent_node_is_ended_and_its_loss_is_raised_by_default():
-    with RayRollouts(
-        2, make_short, num_nodes=2, resources_per_node=ONE, node_timeout_s=30.0
-    ) as rollouts:
-        rollouts.rollout(2)
-        pid = pid_of(rollouts, 1)
-        rollouts._node_timeout_s = 2.0
-        os.kill(pid, signal.SIGSTOP)
-        for error in ("it gave no sign of life for 2 s", "ActorDiedError"):
-            with pytest.raises(
-                WorkerLost, match=rf"\(envs 1-1\) is lost: {error}.*'restart'"
-            ):
-                rollouts.rollout(2)
-        wait_for(lambda: not os.path.exists(f"/proc/{pid}"))

@@ -8,7 +8,6 @@ from tests.contracts.families import FAMILIES
 from tests.extras import skip_without
 from tests.scale import scaled
 
-IN_FULL = scaled(part=False, full=True)
 #: In an ordinary run the matrix covers processes of other families; it also drives them through both executors.
 IN_PROCESSES = scaled(("gymnasium_cartpole",), full=tuple(FAMILIES))
 CASES = [

@@ -205,6 +205,7 @@ def columns_for(family: Family) -> list[str]:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.timeout(6000)
 # Warnings of the envs.

@@ -26,6 +26,7 @@ ENVS: dict[str, Any] = {
 IN_PROCESSES = scaled(("counting", "batch_of_two"), full=tuple(ENVS))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("env", "batch"),

@@ -71,6 +71,7 @@ MET_IN_C = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_random_walks_keep_the_executor_model(name, monkeypatch):
     trace = StateTrace(monkeypatch)

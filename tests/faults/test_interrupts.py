@@ -121,12 +121,8 @@ class InterruptIn(Interrupt):
 
     def __call__(self, frame: Any, event: str, argument: Any) -> Any:
         code = frame.f_code
-        if (
-            event == "line"
-            and code.co_name not in self._names
-            and code.co_filename != self._file
-        ):
-            return self
+        if code.co_name not in self._names and code.co_filename != self._file:
+            return None
         return super().__call__(frame, event, argument)
 
 

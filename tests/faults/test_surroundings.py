@@ -313,6 +313,7 @@ def test_few_processes(num_allowed, start, request):
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("start_method", METHODS)
 @pytest.mark.parametrize(
     "body",

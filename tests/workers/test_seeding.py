@@ -35,6 +35,7 @@ def test_global_generators_are_seeded():
 
     before = seeding.caller_state()
     assert draw() == draw()
+    assert torch.initial_seed() == 11
     seeding.restore_globals(before)
 
 

@@ -214,6 +214,7 @@ each = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @each
 def test_same_data_as_torchrl(name):

@@ -309,6 +309,7 @@ def test_faults_that_no_worker_is_lost_for(
 LIMITS: dict[int, dict[str, Any]] = {DIES: {}, HANGS: {"step_timeout_s": 1.0}}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.broken_pool
 @pytest.mark.parametrize(
     ("action", "error"),

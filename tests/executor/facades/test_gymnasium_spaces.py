@@ -43,6 +43,7 @@ def facade(request):
     return FACADES[request.param]
 
 
+@pytest.mark.sampled(2)
 # Gymnasium's warning about its own scalars.
 @pytest.mark.filterwarnings("ignore:.*Casting input:UserWarning")
 @pytest.mark.parametrize("name", SPACES)

@@ -184,6 +184,7 @@ def plain(td: TensorDictBase, *key: str) -> list[Any]:
     return td[key].flatten().tolist()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_episode_statistics_equal_torchrls_transforms(family: str) -> None:
     with closing(

@@ -94,6 +94,7 @@ def types_of(td: TensorDictBase) -> dict[Any, Any]:
     }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rollouts_are_torchrls_serial_ones(family: str) -> None:
     rollouts = []

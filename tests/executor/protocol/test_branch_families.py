@@ -74,6 +74,7 @@ FAMILIES: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=needs(extra)) for name, (_, extra) in FAMILIES.items()],

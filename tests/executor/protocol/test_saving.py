@@ -130,6 +130,7 @@ def drawn(env, number):
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_saved_envs_continue_bit_for_bit(name, tmp_path):
