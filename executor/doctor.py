@@ -213,8 +213,13 @@ def _packages() -> Iterator[Finding]:
 
 def plain_steps() -> Iterator[Finding]:
     """Report whether the C extension or Python makes plain steps, and why."""
-    is_ok = native.load() is not None or os.environ.get(native.SWITCH, "1") == "0"
-    yield _judged("plain steps", native.describe(), is_ok=is_ok)
+    reasons = native.why_not()
+    text = f"Python ({reasons[0]})" if reasons else "C"
+    yield _judged(
+        "plain steps",
+        text,
+        is_ok=not reasons or os.environ.get(native.SWITCH, "1") == "0",
+    )
 
 
 def steps_of(name: str, make_env: Factory) -> Iterator[Finding]:

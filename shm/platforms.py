@@ -208,11 +208,6 @@ def has_display() -> bool:
     return not IS_LINUX or "DISPLAY" in os.environ
 
 
-def can_pin() -> bool:
-    """Return whether a process can be restricted to processors."""
-    return hasattr(os, "sched_setaffinity")
-
-
 def detach(log_fd: int, *, is_captured: bool, is_leader: bool = True) -> None:
     """Cut a worker off from its parent's surroundings: the terminal, Ctrl-C, signals that it ignored, and its input.
 

@@ -97,7 +97,7 @@ def pickle_factory(factory: Factory) -> bytes:
         FactoryError: it cannot be pickled; the message names the captured variable and the object.
     """
     check_factory(factory)
-    importing.forget_places()
+    importing.places.clear()
     try:
         return dumps(factory, shares=True)
     except Exception as error:

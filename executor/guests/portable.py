@@ -82,7 +82,8 @@ def _log_lack(lacks: tuple[str, ...]) -> None:
 def _refuse(blueprint: Blueprint, options: ExecutorOptions) -> None:
     """Raise ValueError for options that need forked workers, or calls that this system lacks."""
     refused = {
-        "affinity": options.affinity is not None and not platforms.can_pin(),
+        "affinity": options.affinity is not None
+        and not hasattr(os, "sched_setaffinity"),
         "max_worker_memory": options.max_worker_memory is not None
         and "/proc" in platforms.missing(),
         "InPython": any(blueprint.interpreters),

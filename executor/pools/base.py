@@ -368,10 +368,6 @@ class Pool(ABC):
         """
         raise AssertionError("it has no workers")
 
-    def is_alive(self, worker_id: int) -> bool:  # noqa: ARG002
-        """Return whether a worker runs."""
-        return True
-
     def worker_output(self, worker_id: int) -> str:  # noqa: ARG002
         """Return the kept part of a worker's output; envs in this process print to its console."""
         return ""

@@ -536,10 +536,6 @@ class WorkerPool(Pool):
     def generation_of(self, worker_id: int) -> int:
         return self.crew.workers[worker_id].generation
 
-    def is_alive(self, worker_id: int) -> bool:
-        """Return whether a worker's process runs."""
-        return not self.crew.workers[worker_id].has_exited()
-
     def figures(self) -> list[WorkerFigures]:
         """Return the figures of each worker."""
         return [

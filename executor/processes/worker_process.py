@@ -125,6 +125,10 @@ class WorkerProcess:
         """Return whether the process has ended; never blocks."""
         return self.wait_exit(0.0)
 
+    def is_alive(self) -> bool:
+        """Return whether the process runs, under the name that `multiprocessing` gives this question."""
+        return not self.has_exited()
+
     def exit_code(self) -> int | None:
         """Return the exit code, negative for a signal; None if the process lives or its exit code is unknown."""
         if self._exit_code is None and self._zygote is not None:

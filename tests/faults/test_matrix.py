@@ -13,7 +13,6 @@ from tools.faults_page import record, table
 pytestmark = [pytest.mark.slow, pytest.mark.broken_pool, pytest.mark.timeout(120)]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "cell",
     [cell for cell in CELLS if IS_FULL or cell in QUICK],

@@ -43,7 +43,7 @@ from tests.oracles.native_sides import (
 from tests.scale import IS_FULL, scaled
 
 pytestmark = pytest.mark.skipif(
-    native.load() is None, reason=f"the C extension is not there: {native.describe()}"
+    native.load() is None, reason=f"the C extension is not there: {native.why_not()}"
 )
 
 EACH, PREPARED = int(Flag.EACH), int(Flag.PREPARED)

@@ -22,7 +22,7 @@ from tests.oracles.native_sides import Side
 from tools import native_header
 
 pytestmark = pytest.mark.skipif(
-    native.load() is None, reason=f"the C extension is not there: {native.describe()}"
+    native.load() is None, reason=f"the C extension is not there: {native.why_not()}"
 )
 
 SOURCE = (Path(native.__file__).parent / "loop.c").read_text()

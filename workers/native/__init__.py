@@ -37,12 +37,6 @@ def why_not() -> list[str]:
     return [] if module is not None else [why]
 
 
-def describe() -> str:
-    """Return a text that names the code for plain steps: "C" or "Python (REASON)"."""
-    module, why = find()
-    return "C" if module is not None else f"Python ({why})"
-
-
 def waiting_facts() -> dict[str, int]:
     """Return the constants of `shm.sync` for waits in C, in nanoseconds and numbers of waits."""
     return {

@@ -57,13 +57,9 @@ class Place(enum.Enum):
     NOWHERE = "no worker can import it"
 
 
-_places: dict[tuple[Any, ...], Place] = {}
+#: What `place_of` has found. Cleared where files or the import path may have changed.
+places: dict[tuple[Any, ...], Place] = {}
 _is_child = False
-
-
-def forget_places() -> None:
-    """Ask again: files or the import path may have changed."""
-    _places.clear()
 
 
 def place_of(name: str) -> Place:
@@ -71,9 +67,9 @@ def place_of(name: str) -> Place:
     module = sys.modules.get(name)
     by_value = tuple(cloudpickle.list_registry_pickle_by_value())
     key = (name, id(module), by_value, *sys.path)
-    if key not in _places:
-        _places[key] = _find(name, module, by_value)
-    return _places[key]
+    if key not in places:
+        places[key] = _find(name, module, by_value)
+    return places[key]
 
 
 def _find(

@@ -16,7 +16,6 @@ from tensordict import TensorDictBase
 from envherd.executor.facades.torchrl.worker import Call, HostedFactory, dumps, loads
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
-from envherd.executor.pools.base import Pool
 from envherd.executor.processes.error_messages import Frame, env_error
 from envherd.executor.protocol.env_states import Event
 from envherd.executor.protocol.fast_step import FastStep, compile_step
@@ -244,22 +243,3 @@ def _hosted_factory(
         options.worker_threads,
         has_statistics=options.episode_statistics,
     )
-
-
-class WorkerHandle:
-    """A worker process, with the interface that programs for TorchRL expect.
-
-    Attributes:
-        pid: its process id.
-    """
-
-    def __init__(self, pool: Pool, worker_id: int) -> None:
-        self._pool = pool
-        self._worker_id = worker_id
-        self._generation = pool.generation_of(worker_id)
-        self.pid = pool.pid_of(worker_id)
-
-    def is_alive(self) -> bool:
-        """Return whether it runs; on another machine, whether no loss has been noticed."""
-        is_this = self._pool.generation_of(self._worker_id) == self._generation
-        return is_this and self._pool.is_alive(self._worker_id)

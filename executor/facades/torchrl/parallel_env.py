@@ -25,11 +25,12 @@ from torchrl.envs import EnvBase, EnvCreator, SerialEnv
 from envherd.executor.facades import replaced
 from envherd.executor.facades.errors import as_raised
 from envherd.executor.facades.torchrl.batched import MakeEnv
-from envherd.executor.facades.torchrl.crew import HostedEnvs, WorkerHandle
+from envherd.executor.facades.torchrl.crew import HostedEnvs
 from envherd.executor.facades.torchrl.data import BatchedData
 from envherd.executor.facades.torchrl.worker import Call
 from envherd.executor.machine.room import require_room
 from envherd.executor.options import ExecutorOptions
+from envherd.executor.processes.worker_process import WorkerProcess
 from envherd.workers.build import check_factory
 from envherd.workers.errors import FactoryError
 
@@ -384,9 +385,8 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         return self._open().tell(self._env_ids, [Call(name, args)] * self.num_workers)
 
     @property
-    def _worker_handles(self) -> list[WorkerHandle]:
-        pool = self._crew_at_work().engine.pool
-        return [WorkerHandle(pool, worker_id) for worker_id in range(pool.num_workers)]
+    def _worker_processes(self) -> list[WorkerProcess]:
+        return [*self._crew_at_work().engine.pool.crew.workers]
 
 
 #: Names that are read before they are set, and must not be looked up in the envs.

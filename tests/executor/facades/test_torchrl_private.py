@@ -102,7 +102,7 @@ def test_every_private_name_is_in_the_table() -> None:
         "_start_method",
         "_with_missing",
         "_keys_without_tensors",
-        "_worker_handles",
+        "_worker_processes",
     }
     assert names_in(ONE_MODULE) - its_own - OF_TORCH <= table().keys()
 

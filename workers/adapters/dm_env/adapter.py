@@ -58,8 +58,16 @@ class DmEnvAdapter(Adapter):
             env.observation_spec(),
             has_dynamic=self._lab is not None,
         )
-        action = dm_env_specs.action_tree(env.action_spec())
-        reward = dm_env_specs.reward_tree(env.reward_spec())
+        action = dm_env_specs.described(
+            env.action_spec(),
+            ("action",),
+            dm_env_specs.action_leaf,
+        )
+        reward = dm_env_specs.described(
+            env.reward_spec(),
+            ("reward",),
+            dm_env_specs.reward_leaf,
+        )
         self._flatten = flattener(observation, "observation")
         self._flatten_reward = flattener(reward, "reward")
         self._build = builder(action)

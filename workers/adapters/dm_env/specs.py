@@ -53,38 +53,30 @@ def observation_tree(spec: Any, *, has_dynamic: bool) -> Node:
         )
 
     if not isinstance(spec, Mapping):
-        return _tree(spec, ("observation",), make_leaf)
+        return described(spec, ("observation",), make_leaf)
     operation = "reading observation_spec"
     refuse_reserved(map(str, spec), operation)
     return dict_branch(
-        spec, (), lambda inner, key: _tree(inner, key, make_leaf), operation
+        spec, (), lambda inner, key: described(inner, key, make_leaf), operation
     )
 
 
-def action_tree(spec: Any) -> Node:
-    """Describe an action spec.
+def described(spec: Any, key: Key, make_leaf: _MakeLeaf) -> Node:
+    """Describe a spec, or a dict or list of specs.
+
+    Args:
+        spec: what the env returned.
+        key: of its leaf, or below which those of a dict or list are.
+        make_leaf: describes one array, such as `action_leaf`.
 
     Raises:
         SpecError: no dm_env spec.
     """
-    return _tree(spec, ("action",), _action_leaf)
-
-
-def reward_tree(spec: Any) -> Node:
-    """Describe a reward spec: a float leaf of shape (1,) for a single reward, nested keys for several.
-
-    Raises:
-        SpecError: no dm_env spec.
-    """
-    return _tree(spec, ("reward",), _reward_leaf)
-
-
-def _tree(spec: Any, key: Key, make_leaf: _MakeLeaf) -> Node:
     if isinstance(spec, Mapping):
         return dict_branch(
             spec,
             key,
-            lambda inner, at: _tree(inner, at, make_leaf),
+            lambda inner, at: described(inner, at, make_leaf),
             f"reading the spec of {'/'.join(key)}",
         )
     if isinstance(spec, (list, tuple)):
@@ -92,7 +84,7 @@ def _tree(spec: Any, key: Key, make_leaf: _MakeLeaf) -> Node:
         return Branch(
             kind,
             tuple(
-                (i, _tree(inner, (*key, str(i)), make_leaf))
+                (i, described(inner, (*key, str(i)), make_leaf))
                 for i, inner in enumerate(spec)
             ),
         )
@@ -118,7 +110,8 @@ def _text_leaf(key: Key) -> Leaf:
     return Leaf(side_leaf(key), take=lambda value: snapshot(value, where))
 
 
-def _action_leaf(spec: specs.Array, key: Key) -> Leaf:
+def action_leaf(spec: specs.Array, key: Key) -> Leaf:
+    """Describe an array of an action spec."""
     dtype = np.dtype(spec.dtype)
     if dtype.kind not in "biufc":
         return Leaf(side_leaf(key))
@@ -131,7 +124,8 @@ def _action_leaf(spec: specs.Array, key: Key) -> Leaf:
     return array_leaf(key, tuple(spec.shape), dtype, _domain(spec, dtype))
 
 
-def _reward_leaf(spec: specs.Array, key: Key) -> Leaf:
+def reward_leaf(spec: specs.Array, key: Key) -> Leaf:
+    """Describe an array of a reward spec: a single reward is a float leaf of shape (1,)."""
     dtype = np.dtype(spec.dtype)
     shape = tuple(spec.shape)
     if shape in ((), (1,)) and dtype.kind == "f":

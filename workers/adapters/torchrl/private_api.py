@@ -140,8 +140,8 @@ class BatchedHooks(EnvBase):  # type: ignore[misc]  # untyped
     """The private names of batched envs that TorchRL, and programs that use it, access.
 
     Subclasses have `_fixed_shapes` (whether every leaf of every env has a fixed shape), `_one_task`, `_start_method`,
-    `_keys_without_tensors`, `_worker_handles`, `meta_data` (of the envs, as TorchRL keeps it: one for all, or a list),
-    and the method that raises here.
+    `_keys_without_tensors`, `_worker_processes`, `meta_data` (of the envs, as TorchRL keeps it: one for all, or a
+    list), and the method that raises here.
     """
 
     meta_data: Any
@@ -158,7 +158,7 @@ class BatchedHooks(EnvBase):  # type: ignore[misc]  # untyped
     _mp_start_method = property(attrgetter("_start_method"))
     _non_tensor_keys = property(attrgetter("_keys_without_tensors"))
     #: The processes of a `ParallelEnv`: each has `pid` and `is_alive()`.
-    _workers = property(attrgetter("_worker_handles"))
+    _workers = property(attrgetter("_worker_processes"))
 
     @property
     def _supports_set_state(self) -> bool:
