@@ -386,7 +386,7 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
 
     @property
     def _worker_processes(self) -> list[WorkerProcess]:
-        return [*self._crew_at_work().engine.pool.crew.workers]
+        return [*self._crew_at_work().engine.pool.crew.workers]  # type: ignore[attr-defined]  # a `WorkerPool`
 
 
 #: Names that are read before they are set, and must not be looked up in the envs.
