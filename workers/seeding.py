@@ -155,8 +155,12 @@ def seed_globals(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     # Never imported here: workers of envs without torch do without it.
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.accelerator.current_accelerator() is None:
+    torch: Any = sys.modules.get("torch")
+    # Torch before 2.6, which another interpreter may have, lacks `accelerator`.
+    if (
+        hasattr(torch, "accelerator")
+        and torch.accelerator.current_accelerator() is None
+    ):
         # `torch.manual_seed` would record a stack for each kind of accelerator: 8 ms in a new worker.
         torch.default_generator.manual_seed(seed)
     elif torch is not None:
