@@ -205,7 +205,7 @@ class _Seat(threading.Thread):
             self._env.close()
             self.join()
 
-    def kill(self) -> None:
+    def abort(self) -> None:
         """Kill the env's process, if there is one, so that its close ends."""
         if self._env is not None:
             pool: Any = self._env.engine.pool
@@ -392,7 +392,7 @@ class Play:
                     seat.end()
             except BaseException:
                 for seat in seats:
-                    seat.kill()
+                    seat.abort()
                 raise
 
     def _work_of(self, seat: _Seat) -> _Work:

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import resource
@@ -27,6 +28,8 @@ def in_child(body: Callable[..., Any], *args: Any) -> Any:
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
+        # What the host has let go of, such as handles of Ray, cannot be freed here: its threads are not in a fork.
+        gc.freeze()
         os.close(read)
         try:
             answer = {"value": body(*args)}
