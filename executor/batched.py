@@ -14,7 +14,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ from envherd.executor.rollouts.added_rows import AddedRows
 from envherd.executor.rollouts.policy_state import own_leaves
 from envherd.executor.rollouts.rollout import RolloutPolicy, RolloutRunner
 from envherd.executor.sending.blueprint import EnvKwargs, MakeEnv, as_factories
-from envherd.shm.finalizer import Finalizer
+from envherd.shm.finalizer import ClosedAtEnd, Finalizer
 from envherd.shm.specs import EnvSpec, LeafSpec, OneForEach
 from envherd.workers.protocol import Op
 
@@ -63,7 +63,7 @@ class Parts(NamedTuple):
     run: Any = None
 
 
-class BatchedEnv:
+class BatchedEnv(ClosedAtEnd):
     """A batch of envs; the base of `ParallelEnv` and `SerialEnv`.
 
     Attributes:
@@ -171,14 +171,6 @@ class BatchedEnv:
         """Describe the envs, the number of workers, and whether C makes the steps."""
         state = "closed" if self.is_closed else self._engine.plain.brief
         return f"{type(self).__name__}({self.num_envs} x {self.spec.family}, num_workers={self.num_workers}, {state})"
-
-    def __enter__(self) -> Self:
-        """Return itself; closed at the end of the `with`."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close."""
-        self.close()
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         """Refuse to be called as an env factory: other libraries call objects that they do not recognise as envs."""

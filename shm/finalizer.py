@@ -7,6 +7,7 @@ release raises, at any line, a later call makes it again. `weakref.finalize` alo
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Self
 
 
 class Finalizer:
@@ -37,3 +38,19 @@ class Finalizer:
                     self._finalizer.detach()
             finally:
                 self._lock.release()
+
+
+class ClosedAtEnd:
+    """A context manager that is closed at the end of its `with` block."""
+
+    def close(self) -> None:
+        """Release what it holds. Idempotent."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        """Return itself; closed at the end of the `with`."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()

@@ -47,6 +47,7 @@ from envherd.executor.sending.blueprint import (
     counted,
     draw,
 )
+from envherd.shm.finalizer import ClosedAtEnd
 from envherd.workers.build import Factory
 from envherd.workers.errors import Busy, EnvherdError, WorkerLost
 from envherd.workers.sending import registries
@@ -90,7 +91,7 @@ class _Share(SimpleNamespace):
         return f"{self.place} (envs {self.env_ids[0]}-{self.env_ids[-1]})"
 
 
-class RayRollouts(contextlib.AbstractContextManager["RayRollouts"]):
+class RayRollouts(ClosedAtEnd):
     """N envs on the nodes of a Ray cluster, with a copy of the policy on each; a `Collector` takes it as its executor.
 
     Each node gets a share of contiguous envs, in proportion to its reserved processors, and runs them as a
@@ -545,10 +546,6 @@ class RayRollouts(contextlib.AbstractContextManager["RayRollouts"]):
         """Close the envs and release the nodes, within seconds. Idempotent."""
         self._guard.shut()
         self._finalizer()
-
-    def __exit__(self, *_: object) -> None:
-        """Close."""
-        self.close()
 
 
 def _connect(address: str | None, at_end: contextlib.ExitStack) -> None:

@@ -61,7 +61,7 @@ from envherd.executor.sending.blueprint import (
     draw,
 )
 from envherd.executor.start.process_log import without_own_frames
-from envherd.shm.finalizer import Finalizer
+from envherd.shm.finalizer import ClosedAtEnd, Finalizer
 from envherd.shm.nameplate import create_named
 from envherd.shm.platforms import require
 from envherd.shm.slab import Slab, plan_slab
@@ -368,7 +368,7 @@ class Desk:
 
 
 class LeasePool(
-    contextlib.AbstractContextManager["LeasePool"],
+    ClosedAtEnd,
     contextlib.AbstractAsyncContextManager["LeasePool"],
 ):
     """Envs in worker processes, each leased to one caller at a time.
@@ -550,10 +550,6 @@ class LeasePool(
     def close(self) -> None:
         """End all leases (a call that is running is killed), close the envs, and end the workers. Idempotent."""
         self._finalizer()
-
-    def __exit__(self, *_: object) -> None:
-        """Close."""
-        self.close()
 
     async def __aexit__(self, *_: object) -> None:
         """Close, without blocking the event loop."""

@@ -209,6 +209,8 @@ class _Seat(threading.Thread):
         """Kill the env's process, if there is one, so that its close ends."""
         if self._env is not None:
             pool: Any = self._env.engine.pool
+            # The loss of its worker then needs no warning and no successor.
+            pool.crew.is_closing = True
             for worker in pool.crew.workers:
                 worker.kill()
 
@@ -386,10 +388,11 @@ class Play:
         # In threads also because an interrupted `join` may take a thread that runs for one that has ended.
         with ThreadPoolExecutor(max(1, len(seats)), "evaluate-close") as threads:
             try:
-                list(threads.map(_Seat.end, seats))
-            except RuntimeError:  # the system refuses a thread
-                for seat in seats:
-                    seat.end()
+                try:
+                    ends = threads.map(_Seat.end, seats)
+                except RuntimeError:  # the system refuses a thread
+                    ends = map(_Seat.end, seats)
+                list(ends)
             except BaseException:
                 for seat in seats:
                     seat.abort()

@@ -3,7 +3,6 @@
 Assumes: it is called after each step of all envs. A video lacks the steps after which it was not called.
 """
 
-import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from tensordict import TensorDictBase
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.batches.arguments import as_count
 from envherd.executor.show.camera import Camera, Video, enlarged, require_imageio
+from envherd.shm.finalizer import ClosedAtEnd
 
 
 class _Film(NamedTuple):
@@ -27,7 +27,7 @@ class _Film(NamedTuple):
     video: Video
 
 
-class VideoRecorder(contextlib.AbstractContextManager["VideoRecorder"]):
+class VideoRecorder(ClosedAtEnd):
     """Writes episodes of some envs as `FOLDER/envI_episodeJ.mp4`; a `callback` for `rollout` and `Collector`.
 
     In a loop of steps, call `recorder(env, td)` after each step. J is the executor's number of the episode. A video is
@@ -138,7 +138,3 @@ class VideoRecorder(contextlib.AbstractContextManager["VideoRecorder"]):
         """Complete the videos. Idempotent."""
         for env_id in list(self._films):
             self._films.pop(env_id).video.close()
-
-    def __exit__(self, *_: object) -> None:
-        """Close the recorder."""
-        self.close()

@@ -23,7 +23,7 @@ from envherd.workers.block.compiling import compile_native, why_not_stored
 from envherd.workers.block.journal import Journal, JournalFlag
 from envherd.workers.block.questions import answer
 from envherd.workers.block.slot import Begun, Sink, Slot, Step, compile_step, store
-from envherd.workers.block.slot_states import SlotEvent
+from envherd.workers.block.slot_states import SlotEvent, SlotState
 from envherd.workers.errors import SpecError
 from envherd.workers.info_rows import InfoWriter
 from envherd.workers.infos import packer
@@ -321,6 +321,9 @@ class Block:
         """
         op, target, column, flags = unpack(command)
         slot = self.slots[env_id]
+        if slot.state[0] == SlotState.IN_FORK:
+            # Raises, before anything is written: only the worker may answer.
+            slot.move(_RUNS)
         # Extras that an interrupted call has sent for another reset.
         if op == _RESET and not flags & _PREPARED:
             slot.prepared = None
@@ -500,6 +503,8 @@ class Block:
             adapter = self.build_again(slot.env_id, slot.call)
         finally:
             seeding.restore_globals(outer)
+        # Refuses a process that the factory has forked.
+        slot.move(SlotEvent.IS_BROKEN_OFF)
         if adapter.spec != slot.spec:
             adapter.close()
             self.forget(adapter)

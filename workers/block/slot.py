@@ -138,8 +138,7 @@ class Slot:
         if following == IMPOSSIBLE:
             raise InternalError(
                 f"step failed: expected a running env, got env {self.env_id} that has ended, has raised, was never "
-                f"reset, or has returned or raised in a process that it had forked (end that with `os._exit`). It was "
-                f"not stepped."
+                f"reset, or is in a process that it has forked (end that with `os._exit`). Nothing of it was stored."
             )
         self._state[0] = following
 

@@ -27,8 +27,7 @@ _OLDEST = 0x030B0000
 
 def load() -> Any:
     """Return the extension module, or None where it was not built, cannot be loaded, or is switched off."""
-    module, _ = find()
-    return module
+    return find()[0]
 
 
 def why_not() -> list[str]:

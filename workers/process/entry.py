@@ -94,6 +94,10 @@ def run(
         Worker(messages.WorkerChannel(sock), log_fd, lifeline_fd, bells).serve()
     except (EOFError, ConnectionError):
         os._exit(1)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        # Without exit handlers: in a process that an env has forked, they would end the worker's children.
+        os._exit(1)
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -27,6 +27,7 @@ from envherd.executor.facades.pettingzoo.worker import (
 )
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
+from envherd.shm.finalizer import ClosedAtEnd
 from envherd.workers.adapters.gymnasium.spaces import Space
 from envherd.workers.errors import ActionError
 
@@ -89,7 +90,7 @@ class OverAgentDicts:
         return self._envs.call(name)
 
 
-class ParallelVectorEnv(OverAgentDicts):
+class ParallelVectorEnv(ClosedAtEnd, OverAgentDicts):
     """N PettingZoo parallel envs in worker processes, stepped together.
 
     Args:
@@ -315,11 +316,3 @@ class ParallelVectorEnv(OverAgentDicts):
     def close(self, **kwargs: Any) -> None:
         """Close the envs and end the workers. Idempotent; see `AsyncVectorEnv.close_extras` for arguments."""
         self._envs.close(**kwargs)
-
-    def __enter__(self) -> "ParallelVectorEnv":
-        """Return itself; closed at the end of the `with`."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close."""
-        self.close()

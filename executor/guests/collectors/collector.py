@@ -7,7 +7,7 @@ copied, pickled or moved unless `policy_device` is set.
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDictBase
@@ -24,6 +24,7 @@ from envherd.executor.keywords import names_right_keyword
 from envherd.executor.processes.error_messages import log
 from envherd.executor.progress import showing
 from envherd.executor.rollouts.policy_state import own_leaves
+from envherd.shm.finalizer import ClosedAtEnd
 from envherd.shm.specs import EnvSpec
 
 
@@ -50,7 +51,7 @@ class Rolls(Protocol):
         """Close it."""
 
 
-class BatchIterator:
+class BatchIterator(ClosedAtEnd):
     """What collectors have in common: their batches are iterated, and a `with` closes them.
 
     Args:
@@ -102,14 +103,6 @@ class BatchIterator:
     def __bool__(self) -> bool:
         """Return True, for any number of batches."""
         return True
-
-    def __enter__(self) -> Self:
-        """Return the collector; it is closed at the end of the `with`."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close."""
-        self.close()
 
 
 class Collector(BatchIterator):

@@ -325,7 +325,7 @@ class TestRefusals:
                 # Simulates a bug of the caller's side.
                 env.engine.states.move(env.engine.all_ids, Event.IS_ALLOWED)
                 with pytest.raises(
-                    InternalError, match=r"was never reset, or .*\. It was not stepped"
+                    InternalError, match=r"was never reset, or .*\. Nothing of it was"
                 ):
                     env.step(act(env))
                 assert env.get("num_steps") == [0, 0]
