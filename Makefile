@@ -142,7 +142,7 @@ test-full: $(STAMP)
 
 FAMILY ?= test_family
 matrix: $(STAMP)
-	ENVHERD_MATRIX=docs/reports/families.md $(BIN)/python -m pytest tests/contracts/test_matrix.py -k "test_family and ($(FAMILY))" \
+	ENVHERD_UNSAMPLED=1 ENVHERD_MATRIX=docs/reports/families.md $(BIN)/python -m pytest tests/contracts/test_matrix.py -k "test_family and ($(FAMILY))" \
 		-o faulthandler_timeout=0
 
 # Takes an hour or two and 12 GB of disk; see `python -m tools.compat --help`. Rows that are not run do not change.

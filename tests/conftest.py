@@ -6,8 +6,10 @@ This process adopts orphans, so it sees and kills helpers and workers that outli
 import collections
 import contextlib
 import gc
+import math
 import multiprocessing.resource_tracker
 import os
+import random
 import signal
 import sys
 import threading
@@ -25,7 +27,7 @@ import envherd.workers.adapters.light_tensorboard  # noqa: F401  # before a test
 from envherd.shm import platforms
 from envherd.shm.segment import NAMES
 from envherd.workers import processes
-from tests.scale import IS_FULL, SEED, offset
+from tests.scale import IS_FULL, SEED, seed
 from tests.script_host import ScriptHost, adopt_orphans
 
 #: Seconds for processes to end, and for a teardown: well above the promised one second, also on a busy machine.
@@ -117,14 +119,18 @@ def pytest_collection_modifyitems(
 
 
 def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Return the cases of tests marked `sampled(stride)` that this run leaves out: all but each `stride`-th."""
+    """Return the cases of tests marked `sampled(stride)` that this run leaves out: all but one of `stride`.
+
+    They are drawn, because each n-th case of a product of parameters may have the same value of one of them.
+    """
     cases = collections.defaultdict(list)
     for item in sorted(items, key=lambda item: item.nodeid):
         for mark in item.iter_markers("sampled"):
             cases[item.nodeid.partition("[")[0], mark.args[0]].append(item)
     left_out = {item for found in cases.values() for item in found}
-    for (_, stride), found in cases.items():
-        left_out.difference_update(found[offset(min(stride, len(found))) :: stride])
+    for (name, stride), found in cases.items():
+        draw = random.Random(f"{seed()} {name}")
+        left_out.difference_update(draw.sample(found, math.ceil(len(found) / stride)))
     return left_out
 
 

@@ -272,7 +272,11 @@ def run(row: Row, folder: Path, jobs: str) -> dict[str, Any]:
         path.insert(
             0, put_above(python, folder / row.name.replace(" ", "-"), row.on_top)
         )
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path),
+        "ENVHERD_UNSAMPLED": "1",
+    }
     report = folder / f"{row.name.replace(' ', '-')}.xml"
     files = [str(file) for group in row.groups for file in _files(group)]
     subprocess.run(

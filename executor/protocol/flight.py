@@ -238,7 +238,8 @@ class Flights:
             is_parked: the call may end before the flight lands.
 
         Raises:
-            Busy, ResetNeeded, ActionError, WorkerLost, WorkerTimeout: refused; nothing was sent or changed.
+            Busy, ResetNeeded, ActionError, WorkerLost, WorkerTimeout: refused; nothing was sent or changed. Inputs are
+                checked after workers that are due were replaced.
         """
         # A loop of plain steps pays one comparison of bytes for all of these checks.
         if resets is not None or cut is not None or not self.states.are_running():

@@ -32,6 +32,24 @@ class MeddlingEnv(CountingEnv):
         return call(*values, **named)
 
 
+class ForkingEnv(CountingEnv):
+    """Forks in its second reset. The other process returns late, or raises while this one waits."""
+
+    def __init__(self, *, is_late: bool) -> None:
+        super().__init__(3)
+        self.is_late = is_late
+
+    def reset(self, seed: int | None, *args: Any) -> Any:
+        """Fork and begin an episode."""
+        if self.episode == 0:
+            is_here = os.fork() != 0
+            if is_here != self.is_late:
+                time.sleep(0.2)
+            if not (is_here or self.is_late):
+                raise RuntimeError("the program was not found")
+        return super().reset(seed, *args)
+
+
 class GrowingEnv(CountingEnv):
     """Allocates more address space in its second step than its limit."""
 

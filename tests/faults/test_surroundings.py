@@ -25,6 +25,7 @@ from envherd.executor import (
     EnvError,
     ExecutorOptions,
     ParallelEnv,
+    SerialEnv,
     WorkerLost,
     WorkerTimeout,
 )
@@ -35,6 +36,7 @@ from tests.envs.counting_envs import ChattyEnv
 from tests.envs.disturbing_envs import (
     MEDDLING,
     DeafEnv,
+    ForkingEnv,
     GrowingEnv,
     HungryEnv,
     MeddlingEnv,
@@ -551,6 +553,25 @@ def test_a_process_that_an_env_has_forked_ends_where_it_returns(where, env_threa
         children = psutil.Process(env.call("pid")[0]).children()
         assert len(children) >= 2
         wait_for(lambda: all(one.status() == "zombie" for one in children))
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_process_forked_in_the_reset_after_a_step_stores_nothing(is_late):
+    options = ExecutorOptions(step_timeout_s=10.0)
+    factory = functools.partial(ForkingEnv, is_late=is_late)
+    with (
+        make(2, factory, seed=0, options=options) as env,
+        SerialEnv(2, functools.partial(CountingEnv, 3), seed=0) as expected,
+    ):
+        roots = [env.reset(), expected.reset()]
+        for count in range(8):
+            if count == 5 and is_late:
+                time.sleep(0.5)  # the other process has returned
+            roots = [
+                one.step_and_maybe_reset(root.update(actions()))[1]
+                for one, root in zip((env, expected), roots, strict=True)
+            ]
+            assert torch.equal(*(root["observation"] for root in roots))
 
 
 def test_stack_of_hung_worker_is_read_although_env_handles_the_signal():

@@ -119,7 +119,9 @@ def test_a_lost_last_observation_of_processes_is_found_out():
 def test_episodes_that_end_where_they_start_can_be_declared():
     def make():
         return GymnasiumVectorAdapter(
-            LoopVectorEnv(2, SAME, loses_ends=True), ends_where_it_starts=True
+            LoopVectorEnv(2, SAME, loses_ends=True, says_mode=False),
+            autoreset_mode="SameStep",
+            ends_where_it_starts=True,
         )
 
     with SerialEnv(1, make, seed=0) as env:

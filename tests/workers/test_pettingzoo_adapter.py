@@ -97,7 +97,9 @@ def test_masks_say_who_acts_and_only_they_are_given_actions():
 
 def test_absent_agent_has_zeros_and_done_until_it_returns():
     driver = Driver(Village())
-    number = driver.reset()["sheep", "observation"][0, 0]
+    begun = driver.reset()
+    assert flags(begun, "sheep")[2] == ALIVE  # it comes later
+    number = begun["sheep", "observation"][0, 0]
     rows = [driver.step() for _ in range(4)]
     sheep = [
         {key[1]: value[0] for key, value in row.items() if key[0] == "sheep"}
@@ -159,6 +161,7 @@ PAIR = ("a_0", "a_1")
     [
         *((ends, ends, root, agents) for ends, root in ENDS for agents in (PAIR, ())),
         ((ALIVE, ALIVE), (TERMINATED, TERMINATED), TERMINATED, ()),
+        (((1, 0.0), (np.array(0), 1)), (TERMINATED, TRUNCATED), TRUNCATED, ()),
     ],
 )
 def test_how_an_episode_ends(reported, ends, root, agents):

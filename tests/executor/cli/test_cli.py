@@ -859,3 +859,9 @@ def test_the_first_ctrl_c_is_noted_and_the_second_one_raises():
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.slow
+def test_the_package_is_a_command():
+    command = [sys.executable, "-m", "envherd", "--version"]
+    assert subprocess.check_output(command, text=True).startswith("envherd ")

@@ -245,6 +245,14 @@ def test_recv_refuses_envs_that_were_not_sent_and_too_many(arguments, kwargs, me
         assert env.recv(1, env_ids=[0])["env_ids"].tolist() == [0]
 
 
+def test_recv_gives_the_order_of_sends():
+    with SerialEnv(3, functools.partial(CountingEnv, 100), seed=0) as env:
+        td = env.rand_action(env.reset())
+        for env_id in (2, 0, 1):
+            env.send(td[env_id : env_id + 1], [env_id])
+        assert env.recv(2)["env_ids"].tolist() == [2, 0]
+
+
 def test_recv_of_some_envs_does_not_wait_for_others(tmp_path):
     gate = Gate(tmp_path)
     with ParallelEnv(

@@ -686,6 +686,13 @@ def test_root_after_answered_reset_and_loss_is_that_of_the_earlier_reset():
         assert now["truncated"].all()
 
 
+def test_an_env_with_text_that_was_never_reset_has_none():
+    with SerialEnv(2, TextEnv) as env:
+        env.reset(only(env, 1))
+        text = next(leaf.key for leaf in env.observation_spec if leaf.is_side)
+        assert env.current().get(text).tolist()[0] is None
+
+
 class OneEpisode(TextEnv):
     """Raises in every reset but that of episode 0 of a root seed of 0."""
 

@@ -22,8 +22,13 @@ ENVS: dict[str, Any] = {
         CountingEnv, size=6, reuses_buffers=True
     ),
     "agents": AgentsEnv,
-    "different tasks": [CountingEnv, functools.partial(CountingEnv, size=4)] * 2
-    + [TextEnv],
+    "different tasks": [
+        CountingEnv,
+        functools.partial(CountingEnv, size=4),
+        TextEnv,
+        CountingEnv,
+        TextEnv,
+    ],
     "episodes of one step": [functools.partial(CountingEnv, 1), CountingEnv] * 2
     + [functools.partial(CountingEnv, 1)],
 }

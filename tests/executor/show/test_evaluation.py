@@ -37,9 +37,9 @@ from tests.extras import needs
     ],
 )
 def test_equality_is_one_minus_the_gini_coefficient(returns, equality):
-    assert equality_of(np.array([returns], float)).tolist() == pytest.approx(
-        [equality], nan_ok=True
-    )
+    equal = [1.0] * len(returns)
+    found = equality_of(np.array([returns, equal], float))
+    assert found.tolist() == pytest.approx([equality, 1.0], nan_ok=True)
 
 
 def test_intervals_hold_the_mean_and_grow_narrow_with_episodes():
