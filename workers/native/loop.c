@@ -192,8 +192,9 @@ static i64 report_failure(Loop *loop, Env *env, i64 command, PyObject *observati
  * exception. */
 static Step *find_step(Loop *loop, Env *env, i64 target)
 {
-    PyObject *slot = env->slot, *native = NULL, *prepared = PyObject_GetAttr(slot, loop->names[PREPARED]),
-             *has_news = PyObject_GetAttr(slot, loop->names[HAS_NEWS]); /* still, after a command that failed */
+    PyObject *slot = env->slot, *native = NULL, *prepared = PyObject_GetAttr(slot, loop->names[PREPARED]);
+    /* A command that failed has left a report, which Python sends. */
+    PyObject *has_news = PyObject_GetAttr(slot, loop->names[HAS_NEWS]);
     Py_XDECREF(prepared);
     Py_XDECREF(has_news);
     if (prepared != Py_None || has_news != Py_False)
