@@ -123,7 +123,7 @@ class Crew:
         """Return a process for a worker, which is not started yet.
 
         Raises:
-            WorkerLost: the system refuses its socket or its log.
+            WorkerLost: the system refuses its socket.
         """
         info = WorkerInfo(
             worker_id=worker_id,
@@ -151,6 +151,7 @@ class Crew:
         process = self._make_process(worker_id, generation)
         try:
             with refusals_as_loss(process.info):
+                process.open_log()
                 self._begin(process)
             return process
         except BaseException:
@@ -269,6 +270,8 @@ class Crew:
         with uninterrupted():
             copy = self._make_process(worker_id, self.workers[worker_id].generation + 1)
             copies.append(copy)
+            with refusals_as_loss(copy.info):
+                copy.open_log()
         copy.gpu = source.gpu
         # A worker that is copied has one env.
         copy.copied = self.blueprint.call_of(self.blueprint.blocks[source_id][0])

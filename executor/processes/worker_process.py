@@ -84,19 +84,18 @@ class WorkerProcess:
         self._own_kills, self._all_kills = count_oom_kills()
         ours, self._theirs = socket.socketpair()
         self.channel = Channel(ours)
-        try:
-            with uninterrupted():
-                self._open_log()
-                self._log_stat = os.fstat(self.log_fd)
-        except BaseException:
-            self.release()
-            raise
+
+    def open_log(self) -> None:
+        """Open the worker's log; from then on `release` must be called, also after an error or an interrupt."""
+        with uninterrupted():
+            self._open_log()
+            self._log_stat = os.fstat(self.log_fd)
 
     def _open_log(self) -> None:
         self.log_fd = os.memfd_create(f"envherd-log-{self.worker_id}", os.MFD_CLOEXEC)
 
     def start(self, fork: Callable[[int, int], int]) -> None:
-        """Start the process; after an error it must be released.
+        """Start the process, whose log is open; after an error it must be released.
 
         Args:
             fork: takes the worker's descriptors of its socket and of its log, and returns its pid.

@@ -166,6 +166,7 @@ def test_early_stack_request_does_not_kill_a_worker(start_method):
         Mock(),
         zygote,
     )
+    worker.open_log()
     worker.start(
         lambda sock, log: zygote.fork(
             worker_config(options, 0), [sock, zygote.lifeline_read, log]
