@@ -33,7 +33,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
@@ -541,7 +541,11 @@ class LeasePool(
                 with_thread("map", threads.submit, run, *pair)
                 for pair in task_of.items()
             ]
-            yield from map(Future.result, futures if ordered else as_completed(futures))
+            # Not `map`, which a StopIteration of the function would end.
+            yield from (
+                future.result()
+                for future in (futures if ordered else as_completed(futures))
+            )
 
     def worker_output(self, slot_id: int) -> str:
         """Return the kept part of what the env of a slot has printed; errors quote its last lines."""

@@ -258,6 +258,8 @@ def test_map(pool, ordered):
     assert (found if ordered else sorted(found)) == list(range(9))
     with pytest.raises(ZeroDivisionError):
         list(pool.map(lambda env, task: 1 // task, [1, 0, *[1] * 20]))
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(pool.map(lambda env, task: next(iter(range(task))), [1, 0, 1]))
     iterator = pool.map(lambda env, task: env.hang() if task else task, range(9))
     assert next(iterator) == 0
     iterator.close()  # does not wait for the others
