@@ -246,8 +246,16 @@ def test_threads_and_loops_share_a_pool_first_come_first_served():
         assert [answer.result() for answer in answers] == [list(range(20))] * 3
 
 
-@pytest.mark.parametrize("ordered", [True, False])
-def test_map(pool, ordered):
+@pytest.mark.parametrize(
+    ("ordered", "fail", "error", "text"),
+    [
+        (True, lambda _, task: 1 // task, ZeroDivisionError, "by zero"),
+        (False, lambda _, task: 1 // task, ZeroDivisionError, "by zero"),
+        # It is not the end of the results.
+        (True, lambda _, task: next(iter(range(task))), RuntimeError, "StopIteration"),
+    ],
+)
+def test_map(pool, ordered, fail, error, text):
     found = list(
         pool.map(
             lambda env, task: env.step(0.1 * (task == 0)) and task,
@@ -256,10 +264,8 @@ def test_map(pool, ordered):
         )
     )
     assert (found if ordered else sorted(found)) == list(range(9))
-    with pytest.raises(ZeroDivisionError):
-        list(pool.map(lambda env, task: 1 // task, [1, 0, *[1] * 20]))
-    with pytest.raises(RuntimeError, match="StopIteration"):
-        list(pool.map(lambda env, task: next(iter(range(task))), [1, 0, 1]))
+    with pytest.raises(error, match=text):
+        list(pool.map(fail, [1, 0, *[1] * 20]))
     iterator = pool.map(lambda env, task: env.hang() if task else task, range(9))
     assert next(iterator) == 0
     iterator.close()  # does not wait for the others
