@@ -243,11 +243,11 @@ def _within_limits(nbytes: int) -> Iterator[None]:
         if error.errno not in _TOO_LARGE:
             raise OSError(
                 error.errno,
-                f"shared memory failed: expected {nbytes / 2**20:.0f} MiB, got {error.strerror}. Raise the limit if "
+                f"shared memory failed: expected {nbytes / 2**20:.3f} MiB, got {error.strerror}. Raise the limit if "
                 f"too many files are open (ulimit -n), or close executors that are not used",
             ) from error
         raise MemoryError(
-            f"shared memory failed: expected {nbytes / 2**20:.0f} MiB, got {error}. Use fewer envs or shorter "
+            f"shared memory failed: expected {nbytes / 2**20:.3f} MiB, got {error}. Use fewer envs or shorter "
             f"rollouts, a larger /dev/shm (docker --shm-size=1g), or a higher limit on files (ulimit -f)."
         ) from None
 
