@@ -512,9 +512,9 @@ class LeasePool(
     ) -> Iterator[R]:
         """Run `function(env, task)` for each task with a leased env, in threads, at most `num_envs` at once.
 
-        Its first exception is raised (a `StopIteration` as the cause of a `RuntimeError`), or `WorkerLost` if the system
-        refuses a thread. That, or leaving the iteration, ends the leases of the other tasks. In an event loop, use
-        `asyncio.gather` over coroutines that each enter a lease.
+        Its first exception is raised (a `StopIteration` as the cause of a `RuntimeError`), or `WorkerLost` if the
+        system refuses a thread. That, or leaving the iteration, ends the leases of the other tasks. In an event loop,
+        use `asyncio.gather` over coroutines that each enter a lease.
 
         Args:
             function: what to do with an env.
