@@ -270,7 +270,7 @@ class AsyncCollector(BatchIterator):
         self._answered_ns = env.engine.pool.slab.words["answered_ns"]
         self._sent_ns = np.zeros(num_envs, np.int64)
         # How long answers have waited for the policy, in ns.
-        self._waits: deque[int] = deque([0], maxlen=_NUM_WAITS)
+        self._waits: deque[int] = deque(maxlen=_NUM_WAITS)
         dependents = env.engine.guard.dependents
         self._background = (
             _Background(self._collect_and_drop, in_background, dependents)
@@ -339,7 +339,7 @@ class AsyncCollector(BatchIterator):
         """Return the statistics so far."""
         spent = self._spent
         # A copy: the thread may add some meanwhile.
-        median, late = np.percentile(self._waits.copy(), [50, 99]) / 1e9
+        median, late = np.percentile(self._waits.copy() or [0], [50, 99]) / 1e9
         return AsyncStatistics(
             frames=self._num_received,
             wait_s=spent["wait"],
