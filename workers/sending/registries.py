@@ -13,7 +13,6 @@ Does not know: names that are registered after the executor was made.
 import contextlib
 import functools
 import importlib.abc
-import importlib.machinery
 import pickle
 import sys
 import types
@@ -139,25 +138,19 @@ class _Finder(importlib.abc.MetaPathFinder):
             ),
             None,
         )
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
+        loader: Any = getattr(spec, "loader", None)
+        if loader is not None:
+            loader.exec_module = functools.partial(_execute_and_add, loader.exec_module)
         return spec
 
 
-class _Loader(importlib.abc.Loader):
-    """Stands for a package's loader while the package is imported."""
-
-    def __init__(self, real: Any) -> None:
-        self._real = real
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
-        return self._real.create_module(spec)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self._real
-        self._real.exec_module(module)
-        _add(module.__name__, _waiting.pop(module.__name__, {}))
+def _execute_and_add(
+    execute: Callable[[types.ModuleType], None],
+    module: types.ModuleType,
+) -> None:
+    """Stand for a loader's `exec_module` while a package is imported."""
+    execute(module)
+    _add(module.__name__, _waiting.pop(module.__name__, {}))
 
 
 #: Beginning of an entry point that names something of the script. A worker's `__main__` is not the script, and gets it.
