@@ -12,8 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import EnvBase
 
-from envherd.workers.adapters.base import StepValues
-from envherd.workers.adapters.torchrl.direct import (
+from envherd.executor.facades.torchrl.ways.direct import (
     DirectWay,
     NotDirect,
     TdKey,
@@ -24,6 +23,7 @@ from envherd.workers.adapters.torchrl.direct import (
     require,
     restarted,
 )
+from envherd.workers.adapters.base import StepValues
 from envherd.workers.adapters.torchrl.private_api import (
     get_leaf,
     inversions,

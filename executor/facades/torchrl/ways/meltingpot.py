@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torchrl.envs import EnvBase
 
-from envherd.workers.adapters.base import StepValues
-from envherd.workers.adapters.meltingpot.fast_step import Views
-from envherd.workers.adapters.torchrl.direct import (
+from envherd.executor.facades.torchrl.ways.direct import (
     FLAGS,
     DirectWay,
     TdKey,
@@ -22,6 +20,8 @@ from envherd.workers.adapters.torchrl.direct import (
     numpy_dtype,
     require,
 )
+from envherd.workers.adapters.base import StepValues
+from envherd.workers.adapters.meltingpot.fast_step import Views
 from envherd.workers.adapters.torchrl.private_api import wrapped_env
 
 _WORLD = "WORLD."

@@ -24,7 +24,7 @@ from envherd.workers.adapters.torchrl.private_api import new_tensordict, resets_
 TdKey = Any
 
 _LIBS = "torchrl.envs.libs"
-_WAYS = "envherd.workers.adapters.torchrl"
+_WAYS = "envherd.executor.facades.torchrl.ways"
 #: Exact class -> `module:Class` of its way.
 FAMILIES = {
     f"{_LIBS}.gym.GymEnv": "gym:DirectGym",
