@@ -83,9 +83,10 @@ def await_frame(
                 f"{phase} failed: its lease has ended, or the pool was closed."
             )
         left_s = end - time.monotonic()
-        has_come = worker.wait_for_any([worker], min(left_s, _LOOK_S))
-        if not has_come and left_s <= _LOOK_S:
+        # Whatever comes meanwhile: an env that has closed the socket makes each wait end at once.
+        if left_s <= 0:
             raise worker_late(worker, timeout_s or 0.0, phase)
+        worker.wait_for_any([worker], min(left_s, _LOOK_S))
 
 
 def has_answered(worker: WorkerProcess) -> bool:

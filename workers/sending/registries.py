@@ -130,7 +130,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             for finder in sys.meta_path
             if finder is not self and hasattr(finder, "find_spec")
         ]
-        spec = next(
+        spec: Any = next(
             (
                 spec
                 for finder in finders
@@ -138,18 +138,18 @@ class _Finder(importlib.abc.MetaPathFinder):
             ),
             None,
         )
-        loader: Any = getattr(spec, "loader", None)
-        if loader is not None:
-            loader.exec_module = functools.partial(_execute_and_add, loader.exec_module)
+        if spec is not None and spec.loader is not None:
+            spec.loader = types.SimpleNamespace(
+                create_module=spec.loader.create_module,
+                exec_module=functools.partial(_execute_and_add, spec.loader),
+            )
         return spec
 
 
-def _execute_and_add(
-    execute: Callable[[types.ModuleType], None],
-    module: types.ModuleType,
-) -> None:
-    """Stand for a loader's `exec_module` while a package is imported."""
-    execute(module)
+def _execute_and_add(loader: Any, module: Any) -> None:
+    """Execute a package by its loader, whose place another object has taken, and add the waiting entries."""
+    module.__spec__.loader = module.__loader__ = loader
+    loader.exec_module(module)
     _add(module.__name__, _waiting.pop(module.__name__, {}))
 
 
