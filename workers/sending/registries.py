@@ -130,14 +130,8 @@ class _Finder(importlib.abc.MetaPathFinder):
             for finder in sys.meta_path
             if finder is not self and hasattr(finder, "find_spec")
         ]
-        spec: Any = next(
-            (
-                spec
-                for finder in finders
-                if (spec := finder.find_spec(name, path, target))
-            ),
-            None,
-        )
+        specs = (finder.find_spec(name, path, target) for finder in finders)
+        spec: Any = next(filter(None, specs), None)
         if spec is not None and spec.loader is not None:
             spec.loader = types.SimpleNamespace(
                 create_module=spec.loader.create_module,

@@ -239,6 +239,7 @@ class AsyncCollector(BatchIterator):
             num_envs,
         )
         self._is_flat = layout == "flat"
+        self.env = env
         self.num_rows = math.ceil(self.frames_per_batch / self._num_steps)
         self.frames_per_batch = self.num_rows * self._num_steps
         self.version = 0

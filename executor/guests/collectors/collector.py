@@ -103,7 +103,6 @@ class BatchIterator(ClosedAtEnd):
             call,
             "storing_device as a device",
         )
-        self.env = env
         self._primer = primer
         self._postproc = postproc
         self._closes_env = close_env
@@ -222,6 +221,7 @@ class Collector(BatchIterator):
             raise ValueError(
                 "Collector failed: expected a policy or a policy_factory, got both. Leave one out."
             )
+        self.env = env
         asked = self.frames_per_batch
         self.num_steps = math.ceil(asked / env.num_envs)
         self.frames_per_batch = self.num_steps * env.num_envs
