@@ -241,9 +241,9 @@ BELOW: dict[str, tuple[str, ...]] = {
     ),
     "workers/adapters/torchrl/": (
         "workers/test_torchrl_adapter.py",
-        "workers/test_torchrl_direct.py",
         "workers/test_torchrl_protocol.py",
     ),
+    "executor/facades/torchrl/ways/": ("workers/test_torchrl_direct.py",),
 }
 
 

@@ -49,10 +49,9 @@ from envherd.executor.processes.error_messages import (
     log_notice,
     with_sentence,
     with_thread,
-    worker_late,
     worker_lost,
 )
-from envherd.executor.processes.mail import await_frame, has_answered
+from envherd.executor.processes.mail import await_frame
 from envherd.executor.sending.blueprint import (
     EnvKwargs,
     MakeEnv,
@@ -242,8 +241,12 @@ class Desk:
                     worker_lost(self.crew.workers[slot_id], "lease"),
                     _OVER,
                 )
-            with contextlib.suppress(Empty):
-                self._answer(slot_id, seat, seat.calls.get(timeout=_LOOK_S))
+            with contextlib.suppress(Empty, RuntimeError):  # a loop was closed
+                call = seat.calls.get(timeout=_LOOK_S)
+                answer = self._make(slot_id, call, seat.is_over)
+                if isinstance(answer, Exception):
+                    seat.over = seat.over or answer
+                call.answer(answer)
         seat.end("its pool is closed")
         seat.refuse()
         self._note(slot_id, "")
@@ -251,25 +254,12 @@ class Desk:
             self._return(slot_id)
         return failed
 
-    def _answer(self, slot_id: int, seat: Seat, call: Call) -> None:
-        """Answer one call."""
-        answer: Any = seat.over or Answer()
-        if call.payload and seat.over is None:
-            answer = self._make(slot_id, call, seat.is_over)
-        if isinstance(answer, Exception):
-            seat.over = seat.over or answer
-        with contextlib.suppress(RuntimeError):  # a loop was closed
-            call.answer(answer)
-
     def _build(self, slot_id: int) -> Exception | None:
         """Build the env of a slot in a new process, if it has none; return the error that prevents it."""
         if self.crew.is_closing or not self.crew.workers[slot_id].has_exited():
             return None
         try:
             self.crew.replace(slot_id)
-            self._wait(
-                slot_id, "build", self.crew.options.build_timeout_s, lambda: False
-            )
             self.crew.collect_specs(slot_id)
         except Exception as error:
             self._end(slot_id)
@@ -309,6 +299,8 @@ class Desk:
 
     def _make(self, slot_id: int, call: Call, is_over: Callable[[], bool]) -> Any:
         """Make a call; return its answer. If that is an exception, the process has ended."""
+        if not call.payload:
+            return Answer()
         worker = self.crew.workers[slot_id]
         phase = f"call {call.name}"
         try:
@@ -320,8 +312,13 @@ class Desk:
                     args=(call.payload, self._max_bytes),
                 )
             )
-            self._wait(slot_id, phase, call.timeout_s, is_over)
-            frame = await_frame(worker, phase, None, 0)
+            frame = await_frame(
+                worker,
+                phase,
+                call.timeout_s,
+                0,
+                is_over=lambda: self.crew.is_closing or is_over(),
+            )
             if frame["kind"] == "values":
                 return Answer(*frame["values"][0]["plain"])
             raise env_error(  # noqa: TRY301  # as the crew's
@@ -340,31 +337,6 @@ class Desk:
                 ).replace(" Its episode goes on.", "")
                 return with_sentence(error, _OVER)
             return error  # such as a MemoryError
-
-    def _wait(
-        self,
-        slot_id: int,
-        phase: str,
-        timeout_s: float | None,
-        is_over: Callable[[], bool],
-    ) -> None:
-        """Wait for the answer or the death of a worker.
-
-        Raises:
-            WorkerTimeout: it was late, and was killed.
-            Closed: nobody wants the answer any more, or the pool is being closed.
-        """
-        worker = self.crew.workers[slot_id]
-        end_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        while not has_answered(worker):
-            left_s = end_s - time.monotonic()
-            if self.crew.is_closing or is_over():
-                raise Closed(
-                    f"{phase} failed: its lease has ended, or the pool was closed."
-                )
-            if left_s <= 0:
-                raise worker_late(worker, timeout_s or 0.0, phase)
-            worker.wait_for_any([worker], min(left_s, _LOOK_S))
 
 
 class LeasePool(

@@ -205,7 +205,12 @@ class Crew:
     def collect_specs(self, worker_id: int) -> list[EnvSpec]:
         """Wait until a worker has built its envs; return their specs."""
         worker = self.workers[worker_id]
-        frame = await_frame(worker, "build", self.options.build_timeout_s)
+        frame = await_frame(
+            worker,
+            "build",
+            self.options.build_timeout_s,
+            is_over=lambda: self.is_closing,
+        )
         if frame["kind"] == "fault":
             raise factory_error(
                 frame,

@@ -6,15 +6,16 @@ all. Answers that nobody has taken yet are in the worker's channel.
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from envherd.executor.processes.error_messages import Frame, worker_late, worker_lost
 from envherd.executor.processes.worker_process import WorkerProcess
 from envherd.executor.start.waiting import seconds
 from envherd.workers import messages
+from envherd.workers.errors import Closed
 
-#: Seconds after which a wait looks at the worker's log, which it may fill.
-_LOOK_S = 1.0
+#: Seconds after which a wait looks at the worker's log, which it may fill, and whether anyone still wants the answer.
+_LOOK_S = 0.1
 #: Kinds of frames that belong to the rows of a command, not to a call that waits for an answer.
 _ROW_KINDS = ("side", "infos", "schema", "notice", "left_out")
 
@@ -49,6 +50,8 @@ def await_frame(
     phase: str,
     timeout_s: float | None,
     number: int | None = None,
+    *,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> Frame:
     """Wait for a worker's next answer.
 
@@ -57,8 +60,10 @@ def await_frame(
         phase: of the worker, for messages.
         timeout_s: seconds; None waits without a limit.
         number: of the request; answers to earlier, interrupted requests are dropped.
+        is_over: returns whether nobody wants the answer any more.
 
     Raises:
+        Closed: nobody wants the answer any more.
         WorkerLost: it died instead.
         WorkerTimeout: it was late, and was killed.
     """
@@ -73,10 +78,15 @@ def await_frame(
                 return answer
         if has_exited:
             raise worker_lost(worker, phase)
+        if is_over():
+            raise Closed(
+                f"{phase} failed: its lease has ended, or the pool was closed."
+            )
         left_s = end - time.monotonic()
-        has_come = worker.wait_for_any([worker], min(left_s, _LOOK_S))
-        if not has_come and left_s <= _LOOK_S:
+        # Whatever comes meanwhile: an env that has closed the socket makes each wait end at once.
+        if left_s <= 0:
             raise worker_late(worker, timeout_s or 0.0, phase)
+        worker.wait_for_any([worker], min(left_s, _LOOK_S))
 
 
 def has_answered(worker: WorkerProcess) -> bool:

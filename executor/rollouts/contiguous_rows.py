@@ -78,9 +78,7 @@ class ContiguousRows:
             self._names[is_next] = names
         index = self._slots[env_ids] * self._num_steps + self._at[env_ids]
         for key, flat, dtype in self._targets[is_next]:
-            value: torch.Tensor = (
-                get_leaf(td, key) if key.__class__ is str else td.get(key)
-            )
+            value: torch.Tensor = get_leaf(td, key)
             array = as_array(value.cpu())
             # Numpy would cast and broadcast.
             if value.dtype is not dtype or array.shape[1:] != flat.shape[1:]:

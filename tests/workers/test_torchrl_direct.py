@@ -46,8 +46,8 @@ from torchrl.envs import (
 )
 from torchrl.envs.utils import MarlGroupMapType
 
+from envherd.executor.facades.torchrl.ways.direct import leaf_keys
 from envherd.executor.facades.torchrl.worker import HostedEnv, adapter_of
-from envherd.workers.adapters.torchrl.direct import leaf_keys
 from tests.envs import torchrl_own
 from tests.envs.torchrl_direct_envs import Buffered, Keeper, Nested, Twice, herd
 

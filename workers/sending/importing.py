@@ -235,20 +235,15 @@ def explain_exit(error: SystemExit) -> str:
 def own_folders() -> list[str]:
     """Return the folders of the import path that belong to no interpreter and hold no installed packages."""
     paths = sysconfig.get_paths()
-    theirs = [
-        os.path.realpath(path)
+    theirs = tuple(
+        os.path.join(os.path.realpath(path), "")
         for path in (sys.prefix, sys.base_prefix, paths["stdlib"], paths["purelib"])
+    )
+    folders = [os.path.realpath(entry or ".") for entry in sys.path]
+    return [
+        folder
+        for folder in folders
+        if os.path.isdir(folder)
+        and not os.path.join(folder, "").startswith(theirs)
+        and Path(folder).name not in _INSTALLED
     ]
-    own = []
-    for entry in sys.path:
-        folder = os.path.realpath(entry or ".")
-        is_theirs = any(
-            folder == other or folder.startswith(other + os.sep) for other in theirs
-        )
-        if (
-            os.path.isdir(folder)
-            and not is_theirs
-            and Path(folder).name not in _INSTALLED
-        ):
-            own.append(folder)
-    return own

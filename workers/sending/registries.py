@@ -13,7 +13,6 @@ Does not know: names that are registered after the executor was made.
 import contextlib
 import functools
 import importlib.abc
-import importlib.machinery
 import pickle
 import sys
 import types
@@ -131,33 +130,21 @@ class _Finder(importlib.abc.MetaPathFinder):
             for finder in sys.meta_path
             if finder is not self and hasattr(finder, "find_spec")
         ]
-        spec = next(
-            (
-                spec
-                for finder in finders
-                if (spec := finder.find_spec(name, path, target))
-            ),
-            None,
-        )
+        specs = (finder.find_spec(name, path, target) for finder in finders)
+        spec: Any = next(filter(None, specs), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
+            spec.loader = types.SimpleNamespace(
+                create_module=spec.loader.create_module,
+                exec_module=functools.partial(_execute_and_add, spec.loader),
+            )
         return spec
 
 
-class _Loader(importlib.abc.Loader):
-    """Stands for a package's loader while the package is imported."""
-
-    def __init__(self, real: Any) -> None:
-        self._real = real
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
-        return self._real.create_module(spec)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self._real
-        self._real.exec_module(module)
-        _add(module.__name__, _waiting.pop(module.__name__, {}))
+def _execute_and_add(loader: Any, module: Any) -> None:
+    """Execute a package by its loader, whose place another object has taken, and add the waiting entries."""
+    module.__spec__.loader = module.__loader__ = loader
+    loader.exec_module(module)
+    _add(module.__name__, _waiting.pop(module.__name__, {}))
 
 
 #: Beginning of an entry point that names something of the script. A worker's `__main__` is not the script, and gets it.

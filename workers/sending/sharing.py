@@ -128,28 +128,14 @@ def reduce_shared(obj: Any) -> Any:
     storage = getattr(obj, "_untyped_storage", obj)
     if storage.device.type != "cpu" or not storage.is_shared():
         return None
-    fd, nbytes = storage._share_fd_cpu_()  # as `torch.multiprocessing` does
-    return (
-        None
-        if fd < 0
-        else (_open_storage, (_share(fd), nbytes, getattr(obj, "dtype", None)))
-    )
-
-
-def _open_storage(shared: OwnersDescriptor, nbytes: int, dtype: Any) -> Any:
-    torch: Any = importlib.import_module("torch")
-    fd = shared.detach()
-    try:
-        storage = torch.UntypedStorage._new_shared_fd_cpu(fd, nbytes)  # noqa: SLF001
-    finally:
-        os.close(fd)
-    if dtype is None:
-        return storage
-    return torch.storage.TypedStorage(
-        wrap_storage=storage,
-        dtype=dtype,
-        _internal=True,  # without a warning that the class is deprecated
-    )
+    reductions = importlib.import_module("torch.multiprocessing.reductions")
+    if storage is not obj:
+        return reductions.reduce_typed_storage(obj)
+    # Its own `reduce_storage` may send the name of a file instead, for one process that opens it.
+    fd, nbytes = storage._share_fd_cpu_()
+    if fd < 0:
+        return None
+    return reductions.rebuild_storage_fd, (kind, _share(fd), nbytes)
 
 
 def is_meant_to_be_shared(obj: Any) -> bool:

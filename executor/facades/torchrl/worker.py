@@ -31,14 +31,14 @@ from torchrl.data import Composite
 from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.common import EnvMetaData
 
-from envherd.shm.specs import EnvSpec, Key, LeafSpec, done_leaves
-from envherd.workers.adapters.base import Adapter, EnvCall, Mask, Options, StepValues
-from envherd.workers.adapters.torchrl.direct import (
+from envherd.executor.facades.torchrl.ways.direct import (
     DirectWay,
     direct_way,
     restarted,
 )
-from envherd.workers.adapters.torchrl.gym import own_generators, refuse_late_resets
+from envherd.shm.specs import EnvSpec, Key, LeafSpec, done_leaves
+from envherd.workers.adapters.base import Adapter, EnvCall, Mask, Options, StepValues
+from envherd.workers.adapters.torchrl.adapter import own_generators, refuse_late_resets
 from envherd.workers.adapters.torchrl.private_api import (
     check_worker_env,
     supports_set_state,

@@ -24,19 +24,12 @@ from tensordict import TensorDict, TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.batches.actions import to_numpy
-from envherd.executor.batches.arguments import (
-    as_count,
-    need_bools,
-    need_callables,
-    need_seconds,
-    need_state,
-)
+from envherd.executor.batches.arguments import as_count, need_seconds
 from envherd.executor.batches.fast_tensordict import get_leaf
 from envherd.executor.batches.grad_mode import without_grad
 from envherd.executor.batches.transfer import (
     Lane,
     as_array,
-    as_device,
     take_rows,
     to_device,
 )
@@ -205,16 +198,16 @@ class AsyncCollector(BatchIterator):
             raise TypeError(
                 f"AsyncCollector failed: expected an executor first, got {env!r}. Write (env, policy)."
             )
-        frames_per_batch = as_count(
-            "AsyncCollector",
-            "frames_per_batch",
-            frames_per_batch,
-        )
-        total_frames = as_count(
-            "AsyncCollector",
-            "total_frames",
-            total_frames,
-            least=-1,
+        super().__init__(
+            env,
+            policy,
+            frames_per_batch=frames_per_batch,
+            total_frames=total_frames,
+            policy_device=policy_device,
+            storing_device=storing_device,
+            primer=primer,
+            postproc=postproc,
+            close_env=close_env,
         )
         steps_per_row = as_count(
             "AsyncCollector",
@@ -228,11 +221,8 @@ class AsyncCollector(BatchIterator):
             in_background,
             least=0,
         )
-        need_callables("AsyncCollector", policy=policy, postproc=postproc)
         need_seconds("AsyncCollector", "deadline_s", deadline_s)
-        need_bools("AsyncCollector", close_env=close_env)
         num_envs = env.num_envs
-        need_state("AsyncCollector", "primer", primer, num_envs)
         _check_env(env)
         self._sizes = _sizes(batch_sizes)
         self._limits = _limits(
@@ -245,31 +235,19 @@ class AsyncCollector(BatchIterator):
         self._num_steps = _steps_per_row(
             layout,
             steps_per_row,
-            frames_per_batch,
+            self.frames_per_batch,
             num_envs,
         )
         self._is_flat = layout == "flat"
         self.env = env
-        self.num_rows = math.ceil(frames_per_batch / self._num_steps)
-        super().__init__(self.num_rows * self._num_steps, total_frames)
+        self.num_rows = math.ceil(self.frames_per_batch / self._num_steps)
+        self.frames_per_batch = self.num_rows * self._num_steps
         self.version = 0
-        policy_device = as_device(
-            policy_device,
-            "AsyncCollector",
-            "policy_device as a device",
-        )
-        self._storing_device = as_device(
-            storing_device,
-            "AsyncCollector",
-            "storing_device as a device",
-        )
-        self._postproc = postproc
-        self._closes_env = close_env
         self._primer = None if primer is None else primer.to("cpu")
         self._placed = (
             None
             if policy is None
-            else Placed(policy, policy_device, is_apart=in_background > 0)
+            else Placed(policy, self._policy_device, is_apart=in_background > 0)
         )
         # Reentrant: the policy may call `update_policy_`.
         self._policy_lock = threading.RLock()
@@ -290,7 +268,10 @@ class AsyncCollector(BatchIterator):
         self._spent = dict.fromkeys(("wait", "policy", "learner", "other"), 0.0)
         self._since = time.perf_counter()
         self._batch_sizes: Counter[int] = Counter()
-        self._waits = _Waits(env.engine.pool.slab.words["answered_ns"])
+        self._answered_ns = env.engine.pool.slab.words["answered_ns"]
+        self._sent_ns = np.zeros(num_envs, np.int64)
+        # How long answers have waited for the policy, in ns.
+        self._waits: deque[int] = deque(maxlen=_NUM_WAITS)
         dependents = env.engine.guard.dependents
         self._background = (
             _Background(self._collect_and_drop, in_background, dependents)
@@ -358,15 +339,16 @@ class AsyncCollector(BatchIterator):
     def statistics(self) -> AsyncStatistics:
         """Return the statistics so far."""
         spent = self._spent
-        median, late = self._waits.percentiles()
+        # A copy: the thread may add some meanwhile.
+        median, late = np.percentile(self._waits.copy() or [0], [50, 99]) / 1e9
         return AsyncStatistics(
             frames=self._num_received,
             wait_s=spent["wait"],
             policy_s=spent["policy"],
             other_s=spent["other"],
             learner_s=spent["learner"],
-            queue_p50_s=median,
-            queue_p99_s=late,
+            queue_p50_s=float(median),
+            queue_p99_s=float(late),
             batch_sizes=dict(sorted(self._batch_sizes.items())),
             version=self.version,
             lag_mean=self._lag_sum / max(1, self._num_lags),
@@ -530,7 +512,11 @@ class AsyncCollector(BatchIterator):
         )
         self._charge("other")
         if received is not None:
-            self._waits.note(env_ids)
+            answered_ns = self._answered_ns[env_ids]
+            # A lost worker has not answered since the last send.
+            has_answered = answered_ns > self._sent_ns[env_ids]
+            waits = time.perf_counter_ns() - answered_ns[has_answered]
+            self._waits.extend(waits.tolist())
         acted, version = self._acted(root, env_ids)
         self._charge("policy")
         written = get_leaf(acted, "next")
@@ -548,7 +534,7 @@ class AsyncCollector(BatchIterator):
         self._is_owed[env_ids] = True
         if own is not None:
             self._keep_state(env_ids, own)
-        self._waits.sent_ns[env_ids] = time.perf_counter_ns()
+        self._sent_ns[env_ids] = time.perf_counter_ns()
         # Without what the policy adds, which the rows have already.
         given = acted.select(*self._input_keys, strict=False)
         # The refusal names what is there.
@@ -617,40 +603,6 @@ class AsyncCollector(BatchIterator):
         now = time.perf_counter()
         self._spent[what] += now - self._since
         self._since = now
-
-
-class _Waits:
-    """How long envs' answers have waited for the policy, over the latest `_NUM_WAITS` transitions.
-
-    Args:
-        answered_ns: int64 `[N]`, when each env answered (VIEW of the slab).
-
-    Attributes:
-        sent_ns: int64 `[N]`, when each env was sent.
-    """
-
-    def __init__(self, answered_ns: np.ndarray) -> None:
-        self.sent_ns = np.zeros(len(answered_ns), np.int64)
-        self._answered_ns = answered_ns
-        self._ring_ns = np.zeros(_NUM_WAITS, np.int64)
-        self._count = 0
-
-    def note(self, env_ids: np.ndarray) -> None:
-        """Record that the policy is called for some envs now."""
-        answered_ns = self._answered_ns[env_ids]
-        # A lost worker has not answered since the last send.
-        waits = (
-            time.perf_counter_ns() - answered_ns[answered_ns > self.sent_ns[env_ids]]
-        )
-        self._ring_ns[(self._count + np.arange(len(waits))) % _NUM_WAITS] = waits
-        self._count += len(waits)
-
-    def percentiles(self) -> tuple[float, float]:
-        """Return the median and the 99th percentile in seconds; 0 if nothing was noted."""
-        # An empty ring has zeros, of which one is read.
-        waits = self._ring_ns[: max(1, min(self._count, _NUM_WAITS))]
-        median, late = np.percentile(waits, [50, 99]) / 1e9
-        return float(median), float(late)
 
 
 class _Limits(NamedTuple):

@@ -52,11 +52,18 @@ class Rolls(Protocol):
 
 
 class BatchIterator(ClosedAtEnd):
-    """What collectors have in common: their batches are iterated, and a `with` closes them.
+    """What collectors have in common: arguments, the iteration of their batches, and a `with` that closes them.
 
     Args:
-        frames_per_batch: of each batch.
+        env: the executor.
+        policy: see the collectors; so are the others.
+        frames_per_batch: as the caller has passed it; a collector rounds it up.
         total_frames: end of the iteration; -1 for none.
+        policy_device: see there.
+        storing_device: see there.
+        primer: see there.
+        postproc: see there.
+        close_env: see there.
 
     Attributes:
         num_frames: collected so far.
@@ -65,11 +72,40 @@ class BatchIterator(ClosedAtEnd):
     _placed: Placed | None
     collect: Any
     close: Any
+    num_frames = 0
 
-    def __init__(self, frames_per_batch: int, total_frames: int) -> None:
-        self.frames_per_batch = frames_per_batch
-        self.total_frames = total_frames
-        self.num_frames = 0
+    def __init__(  # noqa: PLR0913  # what every collector takes
+        self,
+        env: Any,
+        policy: Policy | None,
+        *,
+        frames_per_batch: int,
+        total_frames: int,
+        policy_device: torch.device | str | None,
+        storing_device: torch.device | str | None,
+        primer: TensorDictBase | None,
+        postproc: Callable[[TensorDictBase], TensorDictBase] | None,
+        close_env: bool,
+    ) -> None:
+        call = type(self).__name__
+        self.frames_per_batch = as_count(call, "frames_per_batch", frames_per_batch)
+        self.total_frames = as_count(call, "total_frames", total_frames, least=-1)
+        need_callables(call, policy=policy, postproc=postproc)
+        need_bools(call, close_env=close_env)
+        need_state(call, "primer", primer, env.num_envs)
+        self._policy_device = as_device(
+            policy_device,
+            call,
+            "policy_device as a device",
+        )
+        self._storing_device = as_device(
+            storing_device,
+            call,
+            "storing_device as a device",
+        )
+        self._primer = primer
+        self._postproc = postproc
+        self._closes_env = close_env
 
     @property
     def policy(self) -> Any:
@@ -158,8 +194,17 @@ class Collector(BatchIterator):
             raise TypeError(
                 f"Collector failed: expected an executor first, got {env!r}. Write Collector(env, policy)."
             )
-        frames_per_batch = as_count("Collector", "frames_per_batch", frames_per_batch)
-        total_frames = as_count("Collector", "total_frames", total_frames, least=-1)
+        super().__init__(
+            env,
+            policy,
+            frames_per_batch=frames_per_batch,
+            total_frames=total_frames,
+            policy_device=policy_device,
+            storing_device=storing_device,
+            primer=primer,
+            postproc=postproc,
+            close_env=close_env,
+        )
         self._init_random_frames = as_count(
             "Collector",
             "init_random_frames",
@@ -168,44 +213,25 @@ class Collector(BatchIterator):
         )
         need_callables(
             "Collector",
-            policy=policy,
             policy_factory=policy_factory,
-            postproc=postproc,
             callback=callback,
         )
-        need_bools(
-            "Collector",
-            reset_at_each_iter=reset_at_each_iter,
-            close_env=close_env,
-        )
-        need_state("Collector", "primer", primer, env.num_envs)
-        self._policy_device = as_device(
-            policy_device,
-            "Collector",
-            "policy_device as a device",
-        )
-        self._storing_device = as_device(
-            storing_device,
-            "Collector",
-            "storing_device as a device",
-        )
+        need_bools("Collector", reset_at_each_iter=reset_at_each_iter)
         if policy is not None and policy_factory is not None:
             raise ValueError(
                 "Collector failed: expected a policy or a policy_factory, got both. Leave one out."
             )
         self.env = env
-        self.num_steps = math.ceil(frames_per_batch / env.num_envs)
-        super().__init__(self.num_steps * env.num_envs, total_frames)
+        asked = self.frames_per_batch
+        self.num_steps = math.ceil(asked / env.num_envs)
+        self.frames_per_batch = self.num_steps * env.num_envs
         self._policy_factory = policy_factory
         self._placed = None if policy is None else Placed(policy, self._policy_device)
         self._resets_always = reset_at_each_iter
-        self._primer = primer
-        self._postproc = postproc
         self._callback = callback
-        self._closes_env = close_env
         self._has_begun = False
         self._state: TensorDictBase | None = None
-        self._warn_of_rounding(frames_per_batch)
+        self._warn_of_rounding(asked)
 
     def _warn_of_rounding(self, asked: int) -> None:
         num_envs = self.env.num_envs

@@ -139,6 +139,15 @@ CALLS = {
         r"within 0.3 s (.*\n)+.*in hang",
         True,
     ),
+    "closed socket": (
+        lambda env: env.call(
+            lambda _: os.closerange(3, 1000) or time.sleep(60),
+            timeout_s=0.3,
+        ),
+        WorkerTimeout,
+        "within 0.3 s",
+        True,
+    ),
     "endless output": (
         lambda env: env.call(World.talk, 10**9, timeout_s=1),
         WorkerTimeout,

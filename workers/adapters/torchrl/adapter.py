@@ -29,16 +29,12 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, TensorDictBase
-from torchrl.envs import EnvBase
+from torchrl.envs import EnvBase, TransformedEnv
 
 from envherd.shm.specs import DONE_KEYS, EnvSpec, Unbounded, done_leaves
 from envherd.workers.adapters.base import Adapter, Mask, Options, StepValues
-from envherd.workers.adapters.torchrl.gym import (
-    base_env,
-    own_generators,
-    refuse_late_resets,
-)
-from envherd.workers.adapters.torchrl.private_api import seeding_names
+from envherd.workers.adapters.common.generators import OwnGenerators
+from envherd.workers.adapters.torchrl.private_api import seeding_names, wrapped_env
 from envherd.workers.adapters.torchrl.reading import (
     ends_reader,
     reader,
@@ -238,6 +234,51 @@ class TorchRLAdapter(Adapter):
                 signal.to(self.env.device) if self.env.device else signal,
             )
         return root
+
+
+def base_env(env: EnvBase) -> EnvBase:
+    """Return what is under an env's transforms."""
+    while isinstance(env, TransformedEnv):
+        env = env.base_env
+    return env
+
+
+def refuse_late_resets(env: EnvBase) -> None:
+    """Refuse a Gymnasium vector env that spends a step on each of its resets.
+
+    TorchRL refuses it too, unless the `gym` package is installed as well; then last observations are
+    zeros, and every reset is in the data as a transition with reward 0.
+
+    Raises:
+        FactoryError: it is one. The env was closed.
+    """
+    base = base_env(env)
+    if "GymWrapper" not in {cls.__name__ for cls in type(base).__mro__}:
+        return
+    mode = getattr(base, "autoreset_mode", None)
+    if getattr(mode, "name", mode) == "NEXT_STEP":
+        base.close()
+        raise FactoryError(
+            f"the factory failed: expected a vector env that does not reset itself, got a {type(base).__name__} of "
+            f"one with autoreset_mode NEXT_STEP. Build it with autoreset_mode=AutoresetMode.DISABLED."
+        )
+
+
+def own_generators(env: EnvBase) -> OwnGenerators:
+    """Return an env's own state of the generators that envs of a process share: torch's, and the one of VMAS."""
+    torchs = torch.default_generator
+    base = base_env(env)
+    if "VmasWrapper" not in {cls.__name__ for cls in type(base).__mro__}:
+        return OwnGenerators(torchs.get_state, torchs.set_state)
+    # One list for all VMAS envs of the process.
+    shared: list[Any] = wrapped_env(base).vmas_random_state
+
+    def restore(state: list[Any]) -> None:
+        of_torch, *of_vmas = state
+        torchs.set_state(of_torch)
+        shared[:] = of_vmas
+
+    return OwnGenerators(lambda: [torchs.get_state(), *shared], restore)
 
 
 def _class_names(base: EnvBase) -> set[str]:

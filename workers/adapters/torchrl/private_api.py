@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase
 from torchrl.envs import Compose, EnvBase, Transform
 from torchrl.envs.utils import _aggregate_end_of_traj, _update_during_reset
 
@@ -18,27 +18,6 @@ from torchrl.envs.utils import _aggregate_end_of_traj, _update_during_reset
 aggregate_ends = _aggregate_end_of_traj
 #: `(rows after a reset, rows before it, reset keys)` -> the merged rows, without masks.
 merge_reset = _update_during_reset
-
-
-def new_tensordict(
-    source: dict[str, Any],
-    batch_size: torch.Size,
-    device: torch.device | None,
-) -> TensorDict:
-    """Return a tensordict of leaves and tensordicts that are known to fit; it owns the dict."""
-    td: TensorDict = TensorDict._new_unsafe(  # noqa: SLF001
-        source,
-        batch_size=batch_size,
-        device=device,
-    )
-    return td
-
-
-def get_leaf(td: TensorDictBase, key: Any) -> Any:
-    """Return an entry, or None (at the root 0.3 us; `get` takes 2)."""
-    if td.__class__ is TensorDict and key.__class__ is str:
-        return td._get_str(key, None)  # noqa: SLF001
-    return td.get(key, None)
 
 
 # ---- reading an env --------------------------------------------------------------------------

@@ -4,6 +4,8 @@ Guarantees: arrays are VIEWS of CPU tensors; a missing leaf raises a `SpecError`
 methods of tensors and tensordicts, so it imports neither torch nor TorchRL.
 """
 
+import functools
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -44,25 +46,18 @@ def ends_reader(
             name = leaf.spec.key[-1] if leaf.spec.key[-1] in flags else "done"
             flags[name].append(_flag_reader(leaf, batch_shape))
     done, terminated, truncated = flags.values()
-    none = np.zeros((*batch_shape, 1), bool)
+    none: Any = False
+    if batch_shape:
+        none = np.zeros((*batch_shape, 1), bool)
 
-    def read_rows(td: Any) -> tuple[Any, Any]:
-        ended = np.logical_or.reduce([none, *(read(td) for read in terminated)])
-        cut = np.logical_or.reduce([none, *(read(td) for read in truncated)])
-        over = np.logical_or.reduce([none, *(read(td) for read in done)])
-        return ended, cut | (over & ~ended)
+    def read_ends(td: Any) -> tuple[Any, Any]:
+        ended = functools.reduce(operator.or_, [read(td) for read in terminated], none)
+        cut = functools.reduce(operator.or_, [read(td) for read in truncated], none)
+        over = functools.reduce(operator.or_, [read(td) for read in done], none)
+        # A new array also if nothing terminates it; then what is over, but not terminated.
+        return ended | none, cut | (over > ended)
 
-    def read_one(td: Any) -> tuple[Any, Any]:
-        ended = cut = over = False  # plain loops: this runs at every step
-        for read in terminated:
-            ended |= read(td)
-        for read in truncated:
-            cut |= read(td)
-        for read in done:
-            over |= read(td)
-        return ended, cut or (over and not ended)
-
-    return read_rows if batch_shape else read_one
+    return read_ends
 
 
 def reader(leaf: PlacedLeaf) -> Read:
@@ -121,32 +116,21 @@ def _flag_reader(leaf: PlacedLeaf, batch_shape: tuple[int, ...]) -> Read:
 def _fetcher(leaf: PlacedLeaf) -> Read:
     path = leaf.path
     is_side = leaf.spec.is_side
-    key: Any = path[0] if len(path) == 1 else path
 
     def fetch(td: Any) -> Any:
-        value = td.get(key, None)
-        if value is None and not is_side:
-            raise _missing(leaf)
-        return value
-
-    def fetch_member(td: Any) -> Any:
         value = td
         for step in path:
-            if value is not None:
-                value = (
-                    value.unbind(step.dim)[step.index]
-                    if isinstance(step, Member)
-                    else value.get(step, None)
-                )
+            if value is None:
+                break
+            if isinstance(step, Member):
+                value = value.unbind(step.dim)[step.index]
+            else:
+                value = value.get(step, None)
         if value is None and not is_side:
-            raise _missing(leaf)
+            raise SpecError(
+                f"reading {'/'.join(leaf.spec.key)} failed: expected {leaf.spec}, got nothing. "
+                f"The env breaks its own spec: give the leaf at every reset and step, or take it out of the spec."
+            )
         return value
 
-    return fetch_member if any(isinstance(step, Member) for step in path) else fetch
-
-
-def _missing(leaf: PlacedLeaf) -> SpecError:
-    return SpecError(
-        f"reading {'/'.join(leaf.spec.key)} failed: expected {leaf.spec}, got nothing. "
-        f"The env breaks its own spec: give the leaf at every reset and step, or take it out of the spec."
-    )
+    return fetch

@@ -12,8 +12,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import EnvBase
 
-from envherd.workers.adapters.base import StepValues
-from envherd.workers.adapters.torchrl.direct import (
+from envherd.executor.batches.fast_tensordict import get_leaf, maker
+from envherd.executor.facades.torchrl.ways.direct import (
     DirectWay,
     NotDirect,
     TdKey,
@@ -24,11 +24,8 @@ from envherd.workers.adapters.torchrl.direct import (
     require,
     restarted,
 )
-from envherd.workers.adapters.torchrl.private_api import (
-    get_leaf,
-    inversions,
-    new_tensordict,
-)
+from envherd.workers.adapters.base import StepValues
+from envherd.workers.adapters.torchrl.private_api import inversions
 
 
 class DirectTransformed(DirectWay):
@@ -60,6 +57,7 @@ class DirectTransformed(DirectWay):
         self._shapes = {key: env.full_reward_spec[key].shape for key in rewards}
         # `any_done` decides for all others.
         self._has_simple_end = {"done", "terminated"} <= set(env.full_done_spec.keys())
+        self._make = maker(env.batch_size, env.device)
         self._root: TensorDictBase | None = None
 
     def follow(self, root: TensorDictBase | None) -> None:
@@ -123,11 +121,7 @@ class DirectTransformed(DirectWay):
 
     def _with_inputs(self, action: list[Any]) -> tuple[TensorDictBase, TensorDictBase]:
         """Return the root with the inputs of a step, twice; the root itself stays as it is."""
-        root = (
-            new_tensordict({}, self.torchrl_env.batch_size, self.torchrl_env.device)
-            if self._root is None
-            else self._root
-        )
+        root = self._make({}) if self._root is None else self._root
         inputs = [
             (key, torch.from_numpy(np.asarray(value)).to(dtype))
             for key, dtype, value in zip(
@@ -141,13 +135,7 @@ class DirectTransformed(DirectWay):
             source = dict(root.items())
             source.update(inputs)
             if all(value.__class__ is torch.Tensor for value in source.values()):
-                size = root.batch_size
-                device = root.device
-                return new_tensordict(source, size, device), new_tensordict(
-                    dict(source),
-                    size,
-                    device,
-                )
+                return self._make(source), self._make(dict(source))
         root = root.copy()
         for key, tensor in inputs:
             root.set(key, tensor)
@@ -183,7 +171,7 @@ class DirectTransformed(DirectWay):
             }
             source.update((name, get_leaf(following, name)) for name in self._taken)
             if all(value.__class__ is torch.Tensor for value in source.values()):
-                return new_tensordict(source, root.batch_size, root.device)
+                return self._make(source)
         advanced: TensorDictBase = self.torchrl_env.step_mdp(
             root.set("next", following)
         )

@@ -11,13 +11,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from torchrl.data import Categorical
-from torchrl.envs import EnvBase, TransformedEnv
+from torchrl.envs import EnvBase
 
-from envherd.workers.adapters.base import EnvCall, StepValues
-from envherd.workers.adapters.common.generators import OwnGenerators
-from envherd.workers.adapters.torchrl.direct import (
+from envherd.executor.facades.torchrl.ways.direct import (
     FLAGS,
     DirectWay,
     TdKey,
@@ -25,42 +22,14 @@ from envherd.workers.adapters.torchrl.direct import (
     encoder,
     require,
 )
+from envherd.workers.adapters.base import EnvCall, StepValues
 from envherd.workers.adapters.torchrl.private_api import converts_actions, wrapped_env
-from envherd.workers.errors import FactoryError
 
 _ENDS = ("done", "terminated", "truncated")
 #: Packages whose envs and wrappers draw from numpy's generators only.
 _WITHOUT_TORCH = ("ale_py", "gymnasium", "minigrid")
 _NOT_ENDED = (FLAGS[False],) * 3
 _NO_INFO: dict[str, Any] = {}
-
-
-def base_env(env: EnvBase) -> EnvBase:
-    """Return what is under an env's transforms."""
-    while isinstance(env, TransformedEnv):
-        env = env.base_env
-    return env
-
-
-def refuse_late_resets(env: EnvBase) -> None:
-    """Refuse a Gymnasium vector env that spends a step on each of its resets.
-
-    TorchRL refuses it too, unless the `gym` package is installed as well; then last observations are
-    zeros, and every reset is in the data as a transition with reward 0.
-
-    Raises:
-        FactoryError: it is one. The env was closed.
-    """
-    base = base_env(env)
-    if "GymWrapper" not in {cls.__name__ for cls in type(base).__mro__}:
-        return
-    mode = getattr(base, "autoreset_mode", None)
-    if getattr(mode, "name", mode) == "NEXT_STEP":
-        base.close()
-        raise FactoryError(
-            f"the factory failed: expected a vector env that does not reset itself, got a {type(base).__name__} of "
-            f"one with autoreset_mode NEXT_STEP. Build it with autoreset_mode=AutoresetMode.DISABLED."
-        )
 
 
 class DirectGymLike(DirectWay):
@@ -279,20 +248,3 @@ def _draws_nothing_from_torch(env: Any) -> bool:
         if not isinstance(env, _gymnasium().Wrapper):
             return True
         env = env.env
-
-
-def own_generators(env: EnvBase) -> OwnGenerators:
-    """Return an env's own state of the generators that envs of a process share: torch's, and the one of VMAS."""
-    torchs = torch.default_generator
-    base = base_env(env)
-    if "VmasWrapper" not in {cls.__name__ for cls in type(base).__mro__}:
-        return OwnGenerators(torchs.get_state, torchs.set_state)
-    # One list for all VMAS envs of the process.
-    shared: list[Any] = wrapped_env(base).vmas_random_state
-
-    def restore(state: list[Any]) -> None:
-        of_torch, *of_vmas = state
-        torchs.set_state(of_torch)
-        shared[:] = of_vmas
-
-    return OwnGenerators(lambda: [torchs.get_state(), *shared], restore)

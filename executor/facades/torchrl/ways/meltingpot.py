@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torchrl.envs import EnvBase
 
-from envherd.workers.adapters.base import StepValues
-from envherd.workers.adapters.meltingpot.fast_step import Views
-from envherd.workers.adapters.torchrl.direct import (
+from envherd.executor.facades.torchrl.ways.direct import (
     FLAGS,
     DirectWay,
     TdKey,
@@ -22,6 +20,8 @@ from envherd.workers.adapters.torchrl.direct import (
     numpy_dtype,
     require,
 )
+from envherd.workers.adapters.base import StepValues
+from envherd.workers.adapters.meltingpot.fast_step import Views
 from envherd.workers.adapters.torchrl.private_api import wrapped_env
 
 _WORLD = "WORLD."
@@ -59,41 +59,39 @@ class DirectMeltingPot(DirectWay):
         )
         self._readers = [action_reader(env.full_action_spec[key]) for key in inputs]
         self._acting = [np.array(rows[key[0]]) for key in inputs]
-        paths: dict[TdKey, Any] = {
-            key: (key,) if isinstance(key, str) else key for key in observed[:-2]
-        }
-        stacks: dict[str, np.ndarray] = {}
-        for key, path in paths.items():
-            if len(path) == 1:
-                continue
-            require(
-                len(path) == 3 and path[0] in rows and path[1] == "observation",
-                f"it observes {key}",
-            )
-            spec = env.full_observation_spec[key]
-            stack = np.zeros((len(names), *spec.shape[1:]), numpy_dtype(spec))
-            like = stacks.setdefault(path[2], stack)
-            require(
-                like.shape == stack.shape and like.dtype == stack.dtype,
-                "agents of its groups see unlike things",
-            )
+        worlds = [key for key in observed[:-2] if isinstance(key, str)]
+        seen = [key for key in observed[:-2] if not isinstance(key, str)]
+        specs = {key: env.full_observation_spec[key] for key in seen}
+        # Of the last group; those of the others must be alike.
+        spec_of = {key[-1]: spec for key, spec in specs.items()}
         require(
-            sum(len(path) > 1 for path in paths.values()) == len(stacks) * len(rows),
+            {*seen} == {*product(rows, ["observation"], spec_of)}, f"it observes {seen}"
+        )
+        require(
+            all(
+                spec.shape[1:] == spec_of[key[-1]].shape[1:]
+                and spec.dtype == spec_of[key[-1]].dtype
+                for key, spec in specs.items()
+            ),
             "agents of its groups see unlike things",
         )
+        stacks = {
+            name: np.zeros((len(names), *spec.shape[1:]), numpy_dtype(spec))
+            for name, spec in spec_of.items()
+        }
         self._native = wrapped_env(env)
         self._views = Views(
             self._native,
             stacks,
-            [_WORLD + path[0] for path in paths.values() if len(path) == 1],
+            [_WORLD + key for key in worlds],
             len(names),
         )
         self._rows_of = {
             group: _rows_reader(members, len(names)) for group, members in rows.items()
         }
         self._seen = [
-            _Seen(None, _WORLD + path[0]) if len(path) == 1 else _Seen(path[0], path[2])
-            for path in paths.values()
+            _Seen(None, _WORLD + key) if key in worlds else _Seen(key[0], key[2])
+            for key in observed[:-2]
         ]
         self._actions = np.zeros(len(names), np.int64)
         self._of_env = vars(env)

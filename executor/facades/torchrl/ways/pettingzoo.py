@@ -15,8 +15,7 @@ import torch
 from torchrl.data import Categorical, OneHot
 from torchrl.envs import EnvBase
 
-from envherd.workers.adapters.base import StepValues
-from envherd.workers.adapters.torchrl.direct import (
+from envherd.executor.facades.torchrl.ways.direct import (
     DirectWay,
     TdKey,
     action_reader,
@@ -25,6 +24,7 @@ from envherd.workers.adapters.torchrl.direct import (
     numpy_dtype,
     require,
 )
+from envherd.workers.adapters.base import StepValues
 from envherd.workers.adapters.torchrl.private_api import wrapped_env
 
 _ENDS = ("done", "terminated", "truncated")

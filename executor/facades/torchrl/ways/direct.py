@@ -8,7 +8,7 @@ that. A class, option or value for which this is not so keeps TorchRL's own code
 
 import importlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,14 +17,15 @@ from tensordict import TensorDict
 from torchrl.data import Bounded, Categorical, OneHot, TensorSpec, Unbounded
 from torchrl.envs import EnvBase
 
+from envherd.executor.batches.fast_tensordict import Shell
 from envherd.workers.adapters.base import EnvCall, StepValues
-from envherd.workers.adapters.torchrl.private_api import new_tensordict, resets_itself
+from envherd.workers.adapters.torchrl.private_api import resets_itself
 
 #: A key of TorchRL: a name, or the names on the way to a nested leaf.
 TdKey = Any
 
 _LIBS = "torchrl.envs.libs"
-_WAYS = "envherd.workers.adapters.torchrl"
+_WAYS = "envherd.executor.facades.torchrl.ways"
 #: Exact class -> `module:Class` of its way.
 FAMILIES = {
     f"{_LIBS}.gym.GymEnv": "gym:DirectGym",
@@ -236,39 +237,13 @@ def builder(
     keys: Sequence[TdKey],
 ) -> Callable[[Sequence[Any]], TensorDict]:
     """Return the function that makes a tensordict of tensors aligned with keys, nested as the env's `next`."""
-    indices = {
+    members = {
         (key,) if isinstance(key, str) else key: index for index, key in enumerate(keys)
     }
-    return _builder(env.fake_tensordict().get("next"), indices, env.device)
-
-
-def _builder(
-    like: Any,
-    indices: Mapping[tuple[str, ...], int],
-    device: torch.device | None,
-) -> Callable[[Sequence[Any]], TensorDict]:
-    """Return the function of `builder` for one tensordict.
-
-    Args:
-        like: of which the new ones have the batch sizes.
-        indices: path of a leaf -> index of its tensor.
-        device: that the new ones name.
-    """
-    leaves = {path[0]: index for path, index in indices.items() if len(path) == 1}
-    nested = {}
-    for name in dict.fromkeys(path[0] for path in indices if len(path) > 1):
-        below = {
-            path[1:]: index
-            for path, index in indices.items()
-            if len(path) > 1 and path[0] == name
-        }
-        nested[name] = _builder(like.get(name), below, device)
-    size = like.batch_size
-
-    def build(tensors: Sequence[Any]) -> TensorDict:
-        source = {name: tensors[index] for name, index in leaves.items()}
-        for name, make in nested.items():
-            source[name] = make(tensors)
-        return new_tensordict(source, size, device)
-
-    return build
+    like = env.fake_tensordict().get("next")
+    groups = {
+        path[:depth]: tuple(like.get(path[:depth]).batch_size)
+        for path in members
+        for depth in range(1, len(path))
+    }
+    return Shell(members, groups, (), tuple(env.batch_size), env.device).build
