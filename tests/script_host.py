@@ -1,7 +1,8 @@
 """Run each script in a fork of one process that has already imported most modules, which saves seconds.
 
 A script runs as with `python SCRIPT ARGUMENTS`: it is `__main__`, its folder is first in `sys.path`, and it ends like a
-process. `tests/test_examples.py` also runs one script in a fresh process.
+process. The same holds for `python FOLDER` and `python -m MODULE`. `tests/test_examples.py` also runs one script in a
+fresh process.
 All test processes of a run share the host. It ends when the last of them does.
 
     python script_host.py DESCRIPTOR     listens there; each connection brings a job as JSON, or stays open
@@ -94,7 +95,7 @@ class ScriptHost:
 
     def run(
         self,
-        script: Path,
+        script: Path | str,
         *arguments: str,
         folder: Path,
         output: Path,
@@ -104,8 +105,8 @@ class ScriptHost:
         """Run a script in `folder`; return its exit code, stdout and stderr, which it writes to files in `output`.
 
         Args:
-            script: its file.
-            arguments: its arguments.
+            script: its file, or a folder with a `__main__.py`, or "-m".
+            arguments: its arguments; after "-m", the name of the module comes first.
             folder: its current folder.
             output: where its output is kept.
             timeout_s: seconds after which it is ended.
@@ -232,7 +233,17 @@ def _run(
     for number, file in enumerate(files, 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.chdir(folder)
-    sys.argv, sys.path[0] = command, str(Path(command[0]).parent)
+    sys.argv = command
+    sys.path[0] = folder
+    if command[0] == "-m":
+        del command[0]
+        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+        return
+    if os.path.isdir(command[0]):
+        del sys.path[0]  # `runpy` puts the folder that it runs there
+    else:
+        command[0] = os.path.abspath(command[0])
+        sys.path[0] = os.path.dirname(command[0])
     runpy.run_path(command[0], run_name="__main__")
 
 

@@ -195,7 +195,7 @@ FACADES = [
 ]
 #: Imports all public names without any extra, then each facade without its package, at both of its places.
 HIDING = """
-import importlib.machinery, inspect, json, sys
+import gc, importlib.machinery, inspect, json, sys
 
 class Finder(importlib.machinery.PathFinder):
     hidden, facades = json.loads(sys.argv[1])
@@ -216,6 +216,7 @@ for facade, names, package, _ in Finder.facades:
             print(facade, "was imported")
         except ImportError as error:
             print(facade, error.name, error)
+gc.freeze()  # the end would take a second to collect what was imported
 """
 
 

@@ -454,43 +454,48 @@ def test_worker_imports_only_its_family():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "factory",
+    ("factory", "start_method"),
     [
-        CountingEnv,
-        NamedFactory("gymnasium", "CartPole-v1"),
+        pytest.param(CountingEnv, "zygote", id="plain"),
         pytest.param(
-            NamedFactory("dm_control", "cartpole/balance"), marks=needs("dm-control")
+            NamedFactory("gymnasium", "CartPole-v1"), "zygote", id="gymnasium"
+        ),
+        pytest.param(
+            NamedFactory("dm_control", "cartpole/balance"),
+            "zygote",
+            marks=needs("dm-control"),
+            id="dm_control",
         ),
         pytest.param(
             MeltingPotFactory("collaborative_cooking__cramped"),
+            "zygote",
             marks=needs("meltingpot"),
+            id="meltingpot",
         ),
         pytest.param(
-            PettingZooFactory("mpe2.simple_spread_v3"), marks=needs("pettingzoo")
+            PettingZooFactory("mpe2.simple_spread_v3"),
+            "zygote",
+            marks=needs("pettingzoo"),
+            id="pettingzoo",
+        ),
+        *(
+            pytest.param(
+                build_substrate,
+                start_method,
+                marks=needs("meltingpot"),
+                id=f"a user's substrate, {start_method}",
+            )
+            for start_method in ("zygote", "spawn")
         ),
     ],
-    ids=["plain", "gymnasium", "dm_control", "meltingpot", "pettingzoo"],
 )
-def test_a_running_worker_has_no_torch_tensorflow_or_jax(factory):
-    assert_light(factory)
-    assert "libtorch" in Path("/proc/self/maps").read_text(), (
-        "this is how it would show"
-    )
-
-
-@needs("meltingpot")
-@pytest.mark.slow
-@pytest.mark.parametrize("start_method", ["zygote", "spawn"])
-def test_users_function_that_builds_a_substrate_loads_no_tensorflow_or_jax(
-    start_method,
-):
-    assert_light(build_substrate, start_method=start_method)
-
-
-def assert_light(factory, **options):
-    """Run an env in a worker and look for heavy libraries in the worker's memory."""
+def test_a_running_worker_has_no_torch_tensorflow_or_jax(factory, start_method):
     with ParallelEnv(
-        1, factory, num_workers=1, seed=0, options=ExecutorOptions(**options)
+        1,
+        factory,
+        num_workers=1,
+        seed=0,
+        options=ExecutorOptions(start_method=start_method),
     ) as env:
         env.rollout(3)
         pid = env.statistics().workers[0].pid
@@ -498,3 +503,6 @@ def assert_light(factory, **options):
     assert "numpy" in libraries
     for library in ("libtorch", "tensorflow", "jaxlib"):
         assert library not in libraries
+    assert "libtorch" in Path("/proc/self/maps").read_text(), (
+        "this is how it would show"
+    )

@@ -1,12 +1,11 @@
 """The contract as a plugin of pytest: each rule is a test, with its own message."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.script_host import ScriptHost
 
 ENVS = """
 import gymnasium, numpy as np
@@ -42,15 +41,12 @@ def test_other():
 """
 
 
-def _run(folder: Path, *arguments: str) -> tuple[dict[str, str], str]:
+def _run(
+    script_host: ScriptHost, folder: Path, *arguments: str
+) -> tuple[dict[str, str], str]:
     """Return the outcome of each rule, by its number (or of another test, by its name), and the output."""
     (folder / "my_envs.py").write_text(ENVS)
     (folder / "test_mine.py").write_text(OWN)
-    environ = {
-        **os.environ,
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
     options = [
         "-p",
         "envherd.pytest_plugin",
@@ -59,15 +55,14 @@ def _run(folder: Path, *arguments: str) -> tuple[dict[str, str], str]:
         "-v",
         "--tb=short",
     ]
-    command = [sys.executable, "-m", "pytest", *options, *arguments]
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+    done = script_host.run(
+        "-m",
+        "pytest",
+        *options,
+        *arguments,
+        folder=folder,
+        output=folder,
+        PYTEST_DISABLE_PLUGIN_AUTOLOAD="1",
     )
     found = re.findall(
         r"(?:\[rule_(\d+): [^\n]*|::(test_\w+)) (PASSED|FAILED|SKIPPED)", done.stdout
@@ -78,8 +73,11 @@ def _run(folder: Path, *arguments: str) -> tuple[dict[str, str], str]:
 
 
 @pytest.mark.slow
-def test_the_option_checks_each_rule_of_a_factory(tmp_path: Path) -> None:
+def test_the_option_checks_each_rule_of_a_factory(
+    script_host: ScriptHost, tmp_path: Path
+) -> None:
     outcomes, text = _run(
+        script_host,
         tmp_path,
         "--envherd",
         "my_envs:Random",
@@ -95,14 +93,16 @@ def test_the_option_checks_each_rule_of_a_factory(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_fixture_makes_a_test_of_each_rule(tmp_path: Path) -> None:
-    outcomes, text = _run(tmp_path, "test_mine.py")
+def test_the_fixture_makes_a_test_of_each_rule(
+    script_host: ScriptHost, tmp_path: Path
+) -> None:
+    outcomes, text = _run(script_host, tmp_path, "test_mine.py")
     broken = {str(rule): "FAILED" if rule == 8 else "PASSED" for rule in range(1, 10)}
     assert outcomes == {**broken, "test_other": "PASSED"}, text
     assert "Mend the env's observation_space" in text
 
 
-def test_a_wrong_name_is_a_wrong_call(tmp_path: Path) -> None:
-    _, text = _run(tmp_path, "--envherd", "no_such_module:make")
+def test_a_wrong_name_is_a_wrong_call(script_host: ScriptHost, tmp_path: Path) -> None:
+    _, text = _run(script_host, tmp_path, "--envherd", "no_such_module:make")
     assert "ERROR: --envherd: " in text
     assert "INTERNALERROR" not in text

@@ -440,56 +440,107 @@ def test_failed_command_has_exit_code_and_message_and_leaves_no_file(
     ) == ["my_envs.py"]
 
 
+#: Runs a command in a fork of the script host, after `how` has made the descriptors what a shell makes of them. The
+#: streams are those that an interpreter makes of its descriptors at its start.
+COMMAND = """
+import os, shlex, sys
+from pathlib import Path
+
+def stream(fd, mode, errors):
+    try:
+        return open(fd, mode, encoding="ascii", errors=errors, closefd=False)
+    except OSError:
+        return None
+
+{how}
+sys.stdin = stream(0, "r", "strict")
+sys.stdout = stream(1, "w", "strict")
+sys.stderr = stream(2, "w", "backslashreplace")
+sys.argv[1:] = shlex.split({command!r})
+from envherd.executor.cli import main
+sys.exit(main())
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize(
-    ("command", "how", "code", "line"),
+    ("is_hosted", "command", "how", "code", "line"),
     [
         (
+            True,
             f"rollout {COUNTING} --steps 3 --workers 1 -q --json -",
-            ">&-",
+            "os.close(1)",
             2,
             "got a closed one",
         ),
         (
+            True,
             f"rollout {COUNTING} --steps 3 --workers 1 -q --json -",
-            ">/dev/full",
+            "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)",
             1,
             "error: No space left on device.",
         ),
-        (f"rollout {COUNTING} --steps 3 --workers 1 -q --json -", "| true", 1, ""),
-        (f"rollout {COUNTING} --steps 3 --workers 1", ">&- 2>&- <&-", 0, ""),
-        ("list gymnasium", ">/dev/full", 1, "error: No space left on device."),
-        ("list gymnasium", "| true", 1, ""),
-        ("doctor --json", ">&-", 2, "got a closed one"),
-        ("top --once --json", ">&-", 2, "got a closed one"),
-        ("--version", ">/dev/full", 1, "error: No space left on device."),
-        ("init pipe.py --force", "", 2, "'pipe.py': a pipe"),
-        (f"rollout {COUNTING} --json pipe.py", "", 2, "'pipe.py': a pipe"),
-        (f"rollout {COUNTING} --json loop", "", 2, "circular link"),
-        (f"rollout {COUNTING} --json >(cat >copy)", "", 0, ""),
         (
-            f"evaluate {COUNTING} --out damaged",
+            True,
+            f"rollout {COUNTING} --steps 3 --workers 1 -q --json -",
+            "reader, writer = os.pipe()\nos.close(reader)\nos.dup2(writer, 1)",
+            1,
             "",
+        ),
+        (
+            True,
+            f"rollout {COUNTING} --steps 3 --workers 1",
+            "os.closerange(0, 3)",
+            0,
+            "",
+        ),
+        (
+            True,
+            f"rollout {COUNTING} --json /dev/fd/9",
+            "os.dup2(os.pipe()[1], 9)",
+            0,
+            "",
+        ),
+        (
+            True,
+            f"evaluate {COUNTING} --out damaged",
+            "Path('damaged').write_text('[')",
             2,
             "expected the JSON of an evaluation in damaged",
         ),
-        (f"rollout {COUNTING} --out $'\\xff'", "", 2, "not UTF-8"),
-        ("--help", "", 0, ""),
+        (False, "list gymnasium", ">/dev/full", 1, "error: No space left on device."),
+        (False, "list gymnasium", "| true", 1, ""),
+        (False, "doctor --json", ">&-", 2, "got a closed one"),
+        (False, "top --once --json", ">&-", 2, "got a closed one"),
+        (False, "--version", ">/dev/full", 1, "error: No space left on device."),
+        (False, "--version", ">&- 2>&- <&-", 0, ""),
+        (False, "init pipe.py --force", "", 2, "'pipe.py': a pipe"),
+        (False, f"rollout {COUNTING} --json pipe.py", "", 2, "'pipe.py': a pipe"),
+        (False, f"rollout {COUNTING} --json loop", "", 2, "circular link"),
+        (False, f"rollout {COUNTING} --out $'\\xff'", "", 2, "not UTF-8"),
+        (False, "--help", "", 0, ""),
     ],
 )
-def test_an_output_that_is_closed_or_full_gives_one_line(command, how, code, line):
-    script = (
-        "set -o pipefail; export PYTHONIOENCODING=ascii COLUMNS=30; mkfifo pipe.py; ln -s loop loop; echo [ >damaged; "
-        f"{Path(sys.executable).with_name('envherd')} {command} {how}"
-    )
-    done = subprocess.run(
-        ["bash", "-c", script],
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+def test_an_output_that_is_closed_or_full_gives_one_line(
+    script_host, is_hosted, command, how, code, line
+):
+    """Commands that import torch run in the script host."""
+    if is_hosted:
+        script = COMMAND.format(command=command, how=how)
+        done = script_host.run_text(script, folder=Path.cwd(), COLUMNS="30")
+    else:
+        script = (
+            "set -o pipefail; export PYTHONIOENCODING=ascii COLUMNS=30; mkfifo pipe.py; ln -s loop loop; "
+            f"{Path(sys.executable).with_name('envherd')} {command} {how}"
+        )
+        done = subprocess.run(
+            ["bash", "-c", script],
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=120,
+        )
     assert done.returncode == code, done.stderr
     # A usage error has a frame, as wide as the terminal.
     printed = " ".join(done.stderr.replace("|", " ").split())

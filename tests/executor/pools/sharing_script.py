@@ -50,7 +50,11 @@ def shared_by(pairs, start_method):
     Each worker has one env of each pair. The first worker is replaced between the steps.
     """
     make = [made_with(use) for use, _ in pairs] * 2
-    options = ExecutorOptions(on_worker_loss="restart", start_method=start_method)
+    options = ExecutorOptions(
+        on_worker_loss="restart",
+        start_method=start_method,
+        preload=("torch",),
+    )
     try:
         with ParallelEnv(len(make), make, num_workers=2, options=options) as env:
             env.rollout(1)
@@ -160,6 +164,8 @@ REFUSED = {
 }
 
 if __name__ == "__main__":
+    # The default. TorchRL, which the script host has imported, sets another one.
+    multiprocessing.set_start_method("fork", force=True)
     for method in ("zygote", "portable"):
         pairs = [make(*args) for make, args in CASES.values()]
         seen = dict(zip(CASES, shared_by(pairs, method), strict=True))

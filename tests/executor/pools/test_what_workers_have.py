@@ -101,24 +101,15 @@ if __name__ == "__main__":
 """
 
 
-def run(folder, *command, lines=1):
-    """Run Python in a folder; return the last lines of its output, each read as JSON."""
-    variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        env=variables,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
+def run(script_host, folder, *command):
+    """Run a script in a folder; return the lines of its output, each read as JSON."""
+    done = script_host.run(*command, folder=folder, output=folder)
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()[-lines:]]
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory):
+def seen(tmp_path_factory, script_host):
     """Run a script; return what its workers saw."""
     folder = tmp_path_factory.mktemp("script")
     (folder / "script.py").write_text(SCRIPT)
@@ -130,7 +121,8 @@ def seen(tmp_path_factory):
         gymnasium.changed_by_import = True
         """)
     )
-    return {**run(folder, "script.py")[0], "folder": str(folder)}
+    (answer,) = run(script_host, folder, "script.py")
+    return {**answer, "folder": str(folder)}
 
 
 @pytest.mark.parametrize(
@@ -181,7 +173,7 @@ def test_global_generators_are_seeded_for_each_env(seen):
 # ---- what multiprocessing gives to a process that it spawns -------------------------------------
 
 LOOKING = """
-import json, logging, multiprocessing, os, re, sys
+import gc, json, logging, multiprocessing, os, re, sys
 from multiprocessing import process, util
 from worlds import World
 
@@ -228,6 +220,7 @@ if __name__ == "__main__":
             env.reset()
             looks[method] = env.get("seen")[0]
     print(json.dumps(looks))
+    gc.freeze()  # the end of the script would take a second to collect what was imported
 """
 #: Of the programs below, next to them.
 WORLDS = """
@@ -265,17 +258,23 @@ def looks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("looking")
     (folder / "looking.py").write_text(LOOKING)
     (folder / "worlds.py").write_text(WORLDS)
-    return run(
-        folder,
-        "-O",
-        "-W",
-        "error::ImportWarning",
-        "-X",
-        "utf8",
-        "looking.py",
-        "--level",
-        "3",
-    )[0]
+    printed = subprocess.check_output(
+        [
+            sys.executable,
+            "-O",
+            "-W",
+            "error::ImportWarning",
+            "-X",
+            "utf8",
+            "looking.py",
+            "--level",
+            "3",
+        ],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+        timeout=200,
+    )
+    return json.loads(printed)
 
 
 @pytest.mark.slow
@@ -458,10 +457,11 @@ show(Env)
 NAMED = UNGUARDED.replace("from . import", "import").replace(
     "from .level", "from level"
 )
-#: As Python 3.14 starts processes, with what scripts of public reports do: ids that the script registers.
+#: As Python 3.14 starts processes, with what scripts of public reports do: ids that the script registers. By force,
+#: because TorchRL has set a start method in the script host.
 FORKSERVER = f"""
 import multiprocessing
-multiprocessing.set_start_method("forkserver")
+multiprocessing.set_start_method("forkserver", force=True)
 {NAMED}
 import gymnasium
 from envherd.gymnasium import AsyncVectorEnv
@@ -554,16 +554,6 @@ PROGRAMS = {
 }
 
 
-#: These scripts run in a process that has imported torch; the others need a fresh process.
-HOSTED = {
-    "definitions",
-    "an unguarded import",
-    "an unguarded package",
-    "sources that change meanwhile",
-    "arguments",
-}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_ways_to_start_a_script(tmp_path, script_host, name):
@@ -571,24 +561,15 @@ def test_ways_to_start_a_script(tmp_path, script_host, name):
     for file, text in {**files, "worlds.py": WORLDS}.items():
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text(text)
-    expected = expected or [[3.0, 3.0]] * 2
-    if name in HOSTED:
-        script, *arguments = command
-        done = script_host.run(
-            tmp_path / script, *arguments, folder=tmp_path, output=tmp_path
-        )
-        assert done.returncode == 0, done.stderr
-        assert [json.loads(line) for line in done.stdout.splitlines()] == expected
-    else:
-        assert run(tmp_path, *command, lines=len(expected)) == expected
+    printed = run(script_host, tmp_path, *command)
+    assert printed == (expected or [[3.0, 3.0]] * 2)
 
 
 @pytest.mark.slow
 def test_modules_that_no_worker_can_import_go_by_value(tmp_path, script_host):
     (tmp_path / "worlds.py").write_text(WORLDS)
-    done = script_host.run_text(MODULES, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    (tmp_path / "script.py").write_text(MODULES)
+    (found,) = run(script_host, tmp_path, "script.py")
     by_number = [
         "path removed",
         "shadowed",
@@ -611,9 +592,9 @@ ADVICE = "multiprocessing.get_context('spawn')"
 
 
 @pytest.mark.slow
-def test_objects_that_processes_share_are_not_copied(tmp_path):
+def test_objects_that_processes_share_are_not_copied(tmp_path, script_host):
     script = Path(__file__).with_name("sharing_script.py")
-    by_zygote, by_portable = run(tmp_path, script, lines=2)
+    by_zygote, by_portable = run(script_host, tmp_path, script)
     assert by_zygote == {
         "a tensor": [4.0, 4.0, 0.0],
         "parameters": [4.0],
