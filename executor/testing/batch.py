@@ -1,7 +1,8 @@
 """The batch of envs that the contract drives: N envs in an executor."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +12,6 @@ from envherd.executor.batched import BatchedEnv
 from envherd.executor.batches.hand_out import non_tensor
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
-from envherd.executor.pools.serial_pool import SerialPool
 from envherd.executor.serial import SerialEnv
 from envherd.shm.specs import EnvSpec, Key
 from envherd.workers.errors import EnvError
@@ -46,18 +46,16 @@ class ExecutorBatch:
 
     Args:
         env: the executor.
+        counts: what `count_native_calls` returned.
 
     Attributes:
         specs: one for each env.
     """
 
-    def __init__(self, env: BatchedEnv) -> None:
+    def __init__(self, env: BatchedEnv, counts: Counter[str] | None = None) -> None:
         self.env = env
         self.specs: Sequence[EnvSpec] = env.specs
-
-    def seed(self, root_seed: int) -> None:
-        """Use a new root seed: the next reset of every env begins its episode 0."""
-        self.env.set_seed(root_seed)
+        self._counts = counts
 
     def reset(self, mask: np.ndarray | None) -> list[Row]:
         """Reset the envs in `mask` (bool `[N, *batch_shape, 1]`; None for all); return the roots of ALL envs."""
@@ -103,17 +101,17 @@ class ExecutorBatch:
                 raise
             return None
 
-    def restore(self, states: list[Any]) -> None:
-        """Put all envs back into the states that `save` has returned."""
-        self.env.restore(states)
-
     def count_calls(self) -> Calls | None:
-        """Return how often the native envs were stepped and reset so far; None if that cannot be counted."""
-        pool = self.env.engine.pool
-        if isinstance(pool, _CountingPool):
-            return pool.totals()
-        words = pool.slab.words
-        return Calls(int(words["env_steps"].sum()), int(words["resets"].sum()))
+        """Return how often the native envs were stepped and reset so far.
+
+        None if an env could not be watched, or its adapter calls it in other ways.
+        """
+        counts = self._counts
+        if counts is None:
+            words = self.env.engine.pool.slab.words
+            return Calls(int(words["env_steps"].sum()), int(words["resets"].sum()))
+        are_complete = counts["step"] and counts["reset"] and not counts["missed"]
+        return Calls(counts["step"], counts["reset"]) if are_complete else None
 
     def close(self) -> None:
         """Close the envs."""
@@ -134,7 +132,8 @@ def in_this_process(
     root_seed: int,
 ) -> ExecutorBatch:
     """Run envs in this process, and count the calls of the native ones."""
-    return ExecutorBatch(_CountingEnv(num_envs, make_env, seed=root_seed))
+    env = SerialEnv(num_envs, make_env, seed=root_seed)
+    return ExecutorBatch(env, count_native_calls(env))
 
 
 def in_workers(
@@ -156,34 +155,33 @@ def in_workers(
     )
 
 
-class _CountingPool(SerialPool):
-    """Counts the calls of `step` and `reset` of native envs whose methods can be replaced."""
+def count_native_calls(env: SerialEnv) -> Counter[str]:
+    """Count calls of the native envs from now on; return the counts of "step", "reset" and methods that are "missed".
 
-    def _build(self, env_id: int) -> None:
-        self._counts = getattr(self, "_counts", {"step": 0, "reset": 0, "missed": 0})
-        super()._build(env_id)
-        env = self.adapters[env_id].env
+    A method is missed if the env lets nothing replace it.
+    """
+    counts: Counter[str] = Counter()
+    pool: Any = env.engine.pool
+    for adapter in pool.adapters.values():
         for name in ("step", "reset"):
             try:
-                setattr(env, name, self._counted(name, getattr(env, name)))
+                method = getattr(adapter.env, name)
+                setattr(adapter.env, name, _counted(counts, name, method))
             except (AttributeError, TypeError):
-                self._counts["missed"] += 1
-
-    def _counted(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self._counts[name] += 1
-            return method(*args, **kwargs)
-
-        return counted
-
-    def totals(self) -> Calls | None:
-        """Return the counts; None if an env could not be watched, or its adapter calls it in other ways."""
-        steps, resets, missed = self._counts.values()
-        return Calls(steps, resets) if steps and resets and not missed else None
+                counts["missed"] += 1
+    return counts
 
 
-class _CountingEnv(SerialEnv):
-    _pool_class: ClassVar[type[SerialPool]] = _CountingPool
+def _counted(
+    counts: Counter[str],
+    name: str,
+    method: Callable[..., Any],
+) -> Callable[..., Any]:
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        counts[name] += 1
+        return method(*args, **kwargs)
+
+    return counted
 
 
 def _row(td: TensorDictBase, spec: EnvSpec, section: str) -> Row:

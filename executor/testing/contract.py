@@ -31,13 +31,10 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
-
 from envherd.executor.testing.batch import (
     ExecutorBatch,
     MakeBatch,
     MakeEnv,
-    Row,
     in_this_process,
     in_workers,
 )
@@ -58,9 +55,8 @@ from envherd.executor.testing.traces import (
     Trace,
     TraceEvent,
     compare,
-    compare_ends,
     disturbed,
-    draw_actions,
+    drive,
     fused,
     refused,
     separate,
@@ -200,7 +196,7 @@ class Contract:
         """Traces of the same episodes, in the same envs: reset within the step, then by hand."""
         with self._opened(num_workers=1) as batch:
             within = self._take(batch, fused)
-            batch.seed(self.seed)
+            batch.env.set_seed(self.seed)
             by_hand = self._take(batch, separate)
         self._demand_ends(within)
         return _Twice(within, by_hand)
@@ -210,36 +206,21 @@ class Contract:
         """Traces of the same episodes in new envs over two workers; then with env 0 reset again and again."""
         with self._opened(num_workers=2) as batch:
             anew = self._take(batch, fused)
-            batch.seed(self.seed)
+            batch.env.set_seed(self.seed)
             return _Twice(anew, self._take(batch, disturbed))
 
     @cached_property
     def _saving(self) -> _Twice | None:
-        """The rows of the same steps twice, from the same state; None if the envs cannot be saved."""
-        rng = np.random.default_rng(self.seed)
+        """The events of the same steps twice, from the same state; None if the envs cannot be saved."""
+        how = self._how(fused)
         with self._opened(num_workers=1) as batch:
-            roots = batch.reset(None)
-            for _ in range(self.num_steps // 3):
-                _, roots = batch.step(
-                    self._draw_actions(batch, rng, roots),
-                    resets_ended=True,
-                )
+            begun = drive(batch, batch.reset(None), 1 + self.num_steps // 3, **how)
+            roots = [event.root for event in [*begun][-NUM_ENVS:]]
             if (saved := batch.save()) is None:
                 return None
-            drawn = []
-            first = []
-            for _ in range(self.num_steps):
-                drawn.append(self._draw_actions(batch, rng, roots))
-                nexts, roots = batch.step(drawn[-1], resets_ended=True)
-                first += [*nexts, *roots]
-            batch.restore(saved)
-            again = [
-                row
-                for actions in drawn
-                for rows in batch.step(actions, resets_ended=True)
-                for row in rows
-            ]
-        return _Twice(first, again)
+            first = list(drive(batch, roots, self.num_steps, **how))
+            batch.env.restore(saved)
+            return _Twice(first, list(drive(batch, roots, self.num_steps, **how)))
 
     def _demand_ends(self, trace: Trace) -> None:
         if trace.num_ends == 0:
@@ -249,15 +230,10 @@ class Contract:
             )
 
     def _take(self, batch: ExecutorBatch, advance: Advance) -> Trace:
-        return take_trace(batch, advance, self.actions, self.num_steps, self.seed)
+        return take_trace(batch, self.num_steps, **self._how(advance))
 
-    def _draw_actions(
-        self,
-        batch: ExecutorBatch,
-        rng: np.random.Generator,
-        roots: list[Row],
-    ) -> list[list[Any]]:
-        return draw_actions(self.actions, batch.specs, [rng] * NUM_ENVS, roots)
+    def _how(self, advance: Advance) -> dict[str, Any]:
+        return {"advance": advance, "drawn_by": self.actions, "seed": self.seed}
 
     # ---- rules -------------------------------------------------------------------------------
 
@@ -314,9 +290,8 @@ class Contract:
 
     def _check_flags(self) -> None:
         for trace in self._pair:
-            for event in trace.events:
-                check_done(event.next, f"next, {event}")
-                check_done(event.root, f"root, {event}")
+            for one in trace.shown():
+                check_done(one.row, one.where)
 
     def _check_seeds(self) -> None:
         within, by_hand = self._pair
@@ -326,41 +301,36 @@ class Contract:
                 "reset's seed, and let envs of a process share nothing that changes."
             )
             compare(6, within, self._spread.first, why)
-            compare_ends(6, within, self._spread.first, why)
+            compare(6, self._spread.first, within, why, of_ends=True)
             why = "the same envs, seeded again, gave other data: something of an earlier episode outlives the reset."
             compare(6, within, by_hand, why)
 
     def _check_copies(self) -> None:
         within, by_hand = self._pair
         if self.is_deterministic:
-            compare_ends(
+            compare(
                 7,
-                within,
                 by_hand,
+                within,
                 "the reset has overwritten the last observation. Does the adapter hand out what the env changes?",
+                of_ends=True,
             )
         assert self._spread  # taking the trace has checked that masks are unchanged
 
     def _check_values(self) -> None:
         trace = self._pair.first
-        for env_id, row in enumerate(trace.first):
-            check_values(row, trace.specs[env_id], f"first root, env {env_id}")
-        for event in trace.events:
-            check_values(event.next, trace.specs[event.env_id], f"next, {event}")
-            check_values(event.root, trace.specs[event.env_id], f"root, {event}")
+        for one in trace.shown():
+            check_values(one.row, trace.specs[one.env_id], one.where)
 
     def _check_saving(self) -> None:
         assert self._pair  # an episode has ended
         if self._saving is None or not self.is_deterministic:
             return
-        for number, (first, again) in enumerate(zip(*self._saving, strict=True)):
-            demand(
-                9,
-                first,
-                again,
-                f"step {1 + number // (2 * NUM_ENVS)} after the restore, env {number % NUM_ENVS}",
-                "something that the env's future depends on is not in its state.",
-            )
+        why = "something that the env's future depends on is not in its state."
+        for first, again in zip(*self._saving, strict=True):
+            where = f"step {1 + first.step} after the restore, env {first.env_id}"
+            demand(9, first.next, again.next, where, why)
+            demand(9, first.root, again.root, where, why)
 
 
 def _check_root(event: TraceEvent) -> None:
