@@ -19,8 +19,15 @@ from tensordict import TensorDictBase
 
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
-from envherd.executor.testing.batch import ExecutorBatch, MakeEnv, Row
-from envherd.executor.testing.compare import ContractViolation, equal, show, show_key
+from envherd.executor.testing.batch import (
+    ContractViolation,
+    ExecutorBatch,
+    MakeEnv,
+    Row,
+    equal,
+    show,
+    show_key,
+)
 from envherd.executor.testing.traces import (
     DrawAction,
     Shown,
@@ -78,7 +85,8 @@ def check_together(
         ContractViolation: names the first difference, what envs probably share, and the remedy.
         FactoryError: the factory cannot be pickled.
     """
-    take = functools.partial(_take, _Watched(make_env), num_steps, seed, draw_action)
+    watched = functools.partial(_watched, make_env)
+    take = functools.partial(_take, watched, num_steps, seed, draw_action)
     alone = {env_id: take(range(env_id, env_id + 1)) for env_id in range(num_envs)}
     if found := _first_difference(alone[0], take(range(1)), 0):
         raise ContractViolation(
@@ -159,7 +167,7 @@ def _cause(
 
 
 def _take(
-    factory: "_Watched",
+    factory: MakeEnv,
     num_steps: int,
     seed: int,
     drawn_by: DrawAction | None,
@@ -178,7 +186,7 @@ def _take(
             factory,
             num_workers=1,
             seed=seed,
-            # Workers need this module for `_Watched`, and it imports torch.
+            # Workers need this module for `_watched`, and it imports torch.
             options=ExecutorOptions(
                 preload=(__name__,),
                 first_env_id=env_ids[0],
@@ -220,18 +228,13 @@ class _DrawnBatch(ExecutorBatch):
 # ---- in the worker ---------------------------------------------------------------------------------
 
 
-class _Watched:
-    """Builds envs that can tell what they share with others of their process."""
-
-    def __init__(self, make_env: MakeEnv) -> None:
-        self._make_env = make_env
-
-    def __call__(self) -> Any:
-        made = self._make_env()
-        env = made.env if isinstance(made, Adapter) else made
-        with contextlib.suppress(AttributeError, TypeError):
-            env.envherd_shared = functools.partial(_fingerprints, env)
-        return made
+def _watched(make_env: MakeEnv) -> Any:
+    """Build an env that can tell what it shares with others of its process."""
+    made = make_env()
+    env = made.env if isinstance(made, Adapter) else made
+    with contextlib.suppress(AttributeError, TypeError):
+        env.envherd_shared = functools.partial(_fingerprints, env)
+    return made
 
 
 def _shared(env: ParallelEnv) -> dict[str, int]:

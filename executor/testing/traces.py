@@ -6,8 +6,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from envherd.executor.testing.batch import Calls, ExecutorBatch, Row, Stepped
-from envherd.executor.testing.compare import ContractViolation, demand, has_ended
+from envherd.executor.testing.batch import (
+    Calls,
+    ContractViolation,
+    ExecutorBatch,
+    Row,
+    Stepped,
+    demand,
+    has_ended,
+)
 from envherd.shm.specs import EnvSpec
 from envherd.workers.errors import ResetNeeded
 from envherd.workers.random_values import draw, draw_masked, mask_key
