@@ -27,10 +27,13 @@ from envherd.executor.cli.commands import (
     started,
     table_of_facts,
 )
-from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
 from envherd.executor.cli.media import Pictures
-from envherd.executor.cli.option_values import write_json
-from envherd.executor.cli.options import Rollout
+from envherd.executor.cli.options import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    Rollout,
+    write_json,
+)
 from envherd.executor.cli.returns import Returns
 from envherd.executor.cli.storing import RolloutStore
 from envherd.executor.guests.monitor.statistics import Statistics
