@@ -10,7 +10,7 @@ import gymnasium
 import pytest
 
 from envherd import Collector, ParallelEnv, SerialEnv, VideoRecorder
-from envherd.executor.show import recorder as module
+from envherd.executor.show import camera as module
 from tests.envs.team_env import Team, film_into, pictured
 
 
