@@ -18,24 +18,14 @@ from envherd.workers.errors import EnvError
 
 #: One env's leaves: copies of arrays, and side-channel values.
 Row = dict[Key, Any]
+#: What a step has shown of all envs: the rows of the step, and the rows after it and after the resets that follow it.
+Stepped = tuple[list[Row], list[Row]]
 
 MakeEnv = Callable[[], Any]
 
 _FINITE = (
     "Mend the env; in training, ExecutorOptions(check_finite=True) refuses such a step."
 )
-
-
-class Stepped(NamedTuple):
-    """What a step has shown of all envs.
-
-    Attributes:
-        nexts: the rows of the step.
-        roots: the rows after the step, and after the resets that follow it.
-    """
-
-    nexts: list[Row]
-    roots: list[Row]
 
 
 class Calls(NamedTuple):
@@ -97,7 +87,7 @@ class ExecutorBatch:
         else:
             td = self.env.step(td)
             root = self.env.current()
-        return Stepped(self._rows(td["next"], "next"), self._rows(root, "root"))
+        return self._rows(td["next"], "next"), self._rows(root, "root")
 
     def save(self) -> list[Any] | None:
         """Return the states of all envs, or None if they cannot be saved."""

@@ -185,7 +185,7 @@ class Contract:
     @property
     def num_ends(self) -> int:
         """Ends of episodes that were seen."""
-        return self._pair.first.num_ends
+        return len(self._pair.first.ends)
 
     # ---- traces ------------------------------------------------------------------------------
 
@@ -226,7 +226,7 @@ class Contract:
             return _Twice(first, list(drive(batch, roots, self.num_steps, **how)))
 
     def _demand_ends(self, trace: Trace) -> None:
-        if trace.num_ends == 0:
+        if not trace.ends:
             raise NoEpisodeEnd(
                 f"the contract failed: expected at least one episode end, saw none in {self.num_steps} steps of "
                 f"{NUM_ENVS} envs. Nothing was proved: make more steps, cap the episodes, or give better actions."
@@ -247,7 +247,7 @@ class Contract:
             ("step_and_maybe_reset", "step, then reset"),
             strict=True,
         ):
-            num_resets = NUM_ENVS + trace.num_ends
+            num_resets = NUM_ENVS + len(trace.ends)
             if trace.calls is not None and any(
                 spec.metadata.get("resets_itself") for spec in trace.specs
             ):
@@ -256,7 +256,7 @@ class Contract:
             if trace.calls is not None and trace.calls != (num_steps, num_resets):
                 raise ContractViolation(
                     f"rule 1 is broken: expected {num_steps} calls of env.step and {num_resets} of env.reset for "
-                    f"{num_steps} transitions with {trace.num_ends} ends ({how}), got {trace.calls.steps} and "
+                    f"{num_steps} transitions with {len(trace.ends)} ends ({how}), got {trace.calls.steps} and "
                     f"{trace.calls.resets}. The env, or its adapter, steps or resets by itself."
                 )
 
@@ -355,7 +355,7 @@ def _check_root(event: TraceEvent) -> None:
 
 def _check_that_ends_differ(trace: Trace) -> None:
     keys = [leaf.key for leaf in trace.specs[0].observation]
-    ends = list(trace.ends())
+    ends = trace.ends
     is_constant = all(
         same(event.next, trace.first[event.env_id], keys) for event in trace.events
     )

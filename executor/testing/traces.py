@@ -83,14 +83,10 @@ class Trace:
     events: list[TraceEvent]
     calls: Calls | None
 
-    def ends(self) -> Iterator[TraceEvent]:
-        """Yield the events at which (part of) an env ended."""
-        return (event for event in self.events if event.done.any())
-
     @property
-    def num_ends(self) -> int:
-        """The number of `ends`."""
-        return sum(1 for _ in self.ends())
+    def ends(self) -> list[TraceEvent]:
+        """The events at which (part of) an env ended."""
+        return [event for event in self.events if event.done.any()]
 
     def shown(self) -> Iterator[Shown]:
         """Yield all rows: of the first reset, and then of each event."""
@@ -181,7 +177,7 @@ def separate(
     nexts, roots = batch.step(actions, resets_ended=False)
     if any(map(has_ended, nexts)):
         roots = batch.reset(np.stack([row[("done",)] for row in nexts]))
-    return Stepped(nexts, roots)
+    return nexts, roots
 
 
 def disturbed(
@@ -192,7 +188,7 @@ def disturbed(
     """Step and reset ended envs; every third time also reset no env, then env 0, and check the other rows."""
     nexts, roots = separate(batch, actions, step)
     if step % 3 != 0:
-        return Stepped(nexts, roots)
+        return nexts, roots
     where = f"step {step}"
     before = batch.count_calls()
     mask = np.zeros((NUM_ENVS, *nexts[0][("done",)].shape), bool)
@@ -223,7 +219,7 @@ def disturbed(
         f"env 1, {where}",
         "it changed when env 0 was reset.",
     )
-    return Stepped(nexts, roots)
+    return nexts, roots
 
 
 def refused(
@@ -236,7 +232,7 @@ def refused(
     if ended := tuple(i for i, row in enumerate(nexts) if has_ended(row)):
         _check_refusal(batch, actions, ended, f"step {step}")
         roots = batch.reset(np.stack([row[("done",)] for row in nexts]))
-    return Stepped(nexts, roots)
+    return nexts, roots
 
 
 def _check_refusal(
