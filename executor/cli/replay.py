@@ -40,7 +40,7 @@ from envherd.workers.adapters.env_names import Made, is_only_looked_up, made_for
 from envherd.workers.errors import EnvError, WorkerLost, WorkerTimeout
 
 #: Leaves that two runs cannot have in common.
-_NOT_COMPARED = {("interrupted",), ("episode", "time")}
+_NOT_COMPARED = {("interrupted",), ("next", "interrupted"), ("episode", "time")}
 
 
 def run(options: Replay) -> int:
@@ -98,7 +98,7 @@ def _report(
     """Run the rollout again and report; return the exit code."""
     console = Console(quiet=options.quiet)
     env = facts["env"]
-    difference = _replay(options, data, facts, made, pictures)
+    difference = _replay(options, console, data, facts, made, pictures)
     for path in pictures.write(f"{env}, again").values():
         console.print(f"{path} written", highlight=False)
     if difference:
@@ -119,13 +119,13 @@ def _report(
 
 def _replay(
     options: Replay,
+    console: Console,
     data: TensorDictBase,
     facts: dict[str, Any],
     made: Made,
     pictures: Pictures,
 ) -> str:
     """Run the rollout again; return the first difference as text, or an empty string."""
-    console = Console(quiet=options.quiet)
     num_envs, num_steps = data.shape[:2]
     difference = ""
     with console.status(f"starting {num_envs} envs"):
@@ -146,18 +146,10 @@ def _replay(
         pictures.look(env, 0, root)
         for step in range(num_steps):
             then = data[:, step]
-            # Inputs are repeated, so they cannot differ.
-            difference = difference or _difference(step, then, root, {*inputs})
             for key in inputs:
                 root.set(key, then[key].clone())
             td, root = env.step_and_maybe_reset(root)
-            difference = difference or _difference(
-                step,
-                then["next"],
-                td["next"],
-                set(),
-                "next/",
-            )
+            difference = difference or _difference(step, then, td)
             pictures.look(env, step + 1, td["next"])
             # Pictures show the whole rollout.
             if difference and not pictures.are_wanted:
@@ -169,18 +161,13 @@ def _difference(
     step: int,
     stored: TensorDictBase,
     found: TensorDictBase,
-    without: set[Any],
-    prefix: str = "",
 ) -> str:
-    """Return the first leaf of the envs in which two batches `[N]` differ, as text; empty if none does."""
+    """Return the first leaf of the envs in which two batches `[N]` of a step differ, as text; empty if none does."""
     for one, value in found.items(include_nested=True, leaves_only=True):
         key = (one,) if isinstance(one, str) else one
-        is_compared = (
-            isinstance(value, torch.Tensor) and not {key, key[-2:]} & _NOT_COMPARED
-        )
-        if key in without or not is_compared:
+        if not isinstance(value, torch.Tensor) or key[-2:] in _NOT_COMPARED:
             continue
-        name = prefix + "/".join(key)
+        name = "/".join(key)
         other = stored.get(key, None)
         if not isinstance(other, torch.Tensor) or other.shape != value.shape:
             got = (
@@ -255,22 +242,22 @@ class _Rerun:
         self._options = options
         self._path = options.directory
         self._capsule = load_capsule(self._path)
-        facts = self._capsule.facts
-        if lost := [what for what in facts["missing"] if what in FATAL]:
+        self._facts = self._capsule.facts
+        if lost := [what for what in self._facts["missing"] if what in FATAL]:
             raise CapsuleError(
                 f"replay failed: expected all of the episode, but {self._path} lacks {', '.join(lost)}."
             )
         if any(
-            len(values) != facts["num_steps"]
+            len(values) != self._facts["num_steps"]
             for values in self._capsule.inputs.values()
         ):
             raise CapsuleError(
-                f"reading {self._path} failed: expected actions of {facts['num_steps']} steps."
+                f"reading {self._path} failed: expected actions of {self._facts['num_steps']} steps."
             )
         try:
             self._executor_options = ExecutorOptions(
-                **{name: facts["options"][name] for name in OPTIONS},
-                first_env_id=facts["env_id"],
+                **{name: self._facts["options"][name] for name in OPTIONS},
+                first_env_id=self._facts["env_id"],
                 check_actions="off",
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -283,13 +270,14 @@ class _Rerun:
     def _find(self) -> Made:
         """Return the factory and its arguments that the command line, or else the capsule, names."""
         pickled = self._capsule.pickled
-        facts = self._capsule.facts
-        name = self._options.env or facts["env"]
+        name = self._options.env or self._facts["env"]
         kwargs: dict[str, Any] | None = self._options.env_kwargs
         if kwargs is None:
-            kwargs = facts["env_kwargs"]
+            kwargs = self._facts["env_kwargs"]
         if self._options.trust:
-            sys.path += [folder for folder in facts["search"] if folder not in sys.path]
+            sys.path += [
+                folder for folder in self._facts["search"] if folder not in sys.path
+            ]
         if self._options.trust and self._options.env is None and pickled is not None:
             factory, kwargs = pickle.loads(pickled)  # which the user trusts
             return Made(pickle.loads(factory), kwargs)
@@ -302,10 +290,10 @@ class _Rerun:
                 f"of a module. Pass --env MODULE:CALLABLE{trusted}. (Capsules(pickle=True) keeps such factories.)"
             )
         if not self._options.trust:
-            if _has_text(facts["reset_options"]):
+            if _has_text(self._facts["reset_options"]):
                 raise CapsuleError(
                     f"replay failed: expected resets without texts, which may name code, but {self._path} has "
-                    f"{facts['reset_options']}. If you trust it, pass --trust."
+                    f"{self._facts['reset_options']}. If you trust it, pass --trust."
                 )
             _refuse_code(
                 self._options,
@@ -320,9 +308,9 @@ class _Rerun:
             with_frames=self._pictures.are_drawn,
         )
         # Another env that the command line names has other fields.
-        if name == facts["env"] and facts["fields"]:
+        if name == self._facts["env"] and self._facts["fields"]:
             try:
-                factory = replace(factory, **facts["fields"])
+                factory = replace(factory, **self._facts["fields"])
             except TypeError as error:
                 raise CapsuleError(
                     f"reading {self._path} failed: expected options of {name}, got {error}."
@@ -332,21 +320,20 @@ class _Rerun:
     def report(self) -> int:
         """Run the episode again and report; return the exit code."""
         console = Console(quiet=self._options.quiet)
-        facts = self._capsule.facts
         failure = _in_words(
-            facts["failure"],
-            facts["failure"].get("phase"),
-            facts["num_steps"],
+            self._facts["failure"],
+            self._facts["failure"].get("phase"),
+            self._facts["num_steps"],
         )
         console.print(
-            f"env {facts['env_id']}, episode {facts['episode']}, seed {facts['seed']}, {facts['num_steps']} steps: "
-            f"{failure}",
+            f"env {self._facts['env_id']}, episode {self._facts['episode']}, seed {self._facts['seed']}, "
+            f"{self._facts['num_steps']} steps: {failure}",
             highlight=False,
             markup=False,
             soft_wrap=True,
         )
-        notes = [f"note: the capsule lacks {what}." for what in facts["missing"]]
-        if facts["episode"]:
+        notes = [f"note: the capsule lacks {what}." for what in self._facts["missing"]]
+        if self._facts["episode"]:
             notes.append(
                 "note: its env had earlier episodes; an env whose state outlives a reset may behave otherwise here."
             )
@@ -355,20 +342,19 @@ class _Rerun:
         found, difference = self._run()
         if self._options.record is not None:
             console.print(f"{self._options.record} written", highlight=False)
-        if not found:
-            code = EXIT_NO_FAILURE
-            text = f"It did not fail: {facts['num_steps']} steps went through."
-            if difference:
-                code = EXIT_FAILED
-                text = f"It did not fail, and differed before: {difference}"
-        elif found == failure:
+        code = EXIT_FAILED
+        if found == failure:
             code = 0
             text = f"It failed again: {found}"
-        else:
-            code = EXIT_FAILED
+            if difference:
+                text += f" (But {difference})"
+        elif found:
             text = f"It failed otherwise: {found}"
-        if code != EXIT_FAILED and difference and found:
-            text += f" (But {difference})"
+        elif difference:
+            text = f"It did not fail, and differed before: {difference}"
+        else:
+            code = EXIT_NO_FAILURE
+            text = f"It did not fail: {self._facts['num_steps']} steps went through."
         where = Console(stderr=self._options.quiet) if code else console
         where.print(Text(text, "green" if code == 0 else "bold red"), soft_wrap=True)
         return code
@@ -376,7 +362,7 @@ class _Rerun:
     def _run(self) -> tuple[str, str]:
         """Run the episode again; return how it failed and how it differed before, each empty if it did not."""
         how: dict[str, Any] = {
-            "seed": self._capsule.facts["root_seed"],
+            "seed": self._facts["root_seed"],
             "options": self._executor_options,
         }
         factory, kwargs = self._made
@@ -438,18 +424,17 @@ class _Rerun:
         Raises:
             EnvError, WorkerLost, WorkerTimeout: the failure.
         """
-        facts = self._capsule.facts
-        last = facts["num_steps"]
+        last = self._facts["num_steps"]
         root = self._stopping(
             env,
             lambda: env.reset(
-                seed=[facts["seed"]],
-                list_of_kwargs=[facts["reset_options"] or {}],
+                seed=[self._facts["seed"]],
+                list_of_kwargs=[self._facts["reset_options"] or {}],
             ),
         )
         self._pictures.look(env, 0, root)
         while self._num_steps < last:
-            if self._num_steps == last - 1 and facts["observation"] not in (
+            if self._num_steps == last - 1 and self._facts["observation"] not in (
                 None,
                 _digest(env.spec, root),
             ):
@@ -474,9 +459,7 @@ class _Rerun:
         call: Callable[[], TensorDictBase],
     ) -> TensorDictBase:
         """Make a call, the last one in the debugger if that is wanted."""
-        if not (
-            self._options.pdb and self._num_steps == self._capsule.facts["num_steps"]
-        ):
+        if not (self._options.pdb and self._num_steps == self._facts["num_steps"]):
             return call()
         pool: Any = env.engine.pool
         return _stop_before(call, pool.adapters[0].env, self._num_steps)

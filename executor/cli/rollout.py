@@ -120,9 +120,13 @@ def _work(
         torch.set_num_threads(1)
     with console.status(f"starting {options.envs} envs"):
         how: dict[str, Any] = {"num_workers": options.workers, "seed": options.seed}
-        env: ParallelEnv | RayRollouts
         if options.ray is None:
-            env = started(made, options.envs, is_drawn=pictures.are_drawn, **how)
+            env: ParallelEnv | RayRollouts = started(
+                made,
+                options.envs,
+                is_drawn=pictures.are_drawn,
+                **how,
+            )
         else:
             # Imported here: only --ray needs Ray.
             from envherd.executor.cluster.rollouts import RayRollouts
