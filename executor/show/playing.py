@@ -208,10 +208,10 @@ class _Seat(threading.Thread):
     def abort(self) -> None:
         """Kill the env's process, if there is one, so that its close ends."""
         if self._env is not None:
-            crew: Any = self._env.engine.pool.crew
+            pool: Any = self._env.engine.pool
             # The loss of its worker then needs no warning and no successor.
-            crew.is_closing = True
-            crew.workers[0].kill()
+            pool.crew.is_closing = True
+            pool.crew.workers[0].kill()
 
 
 #: A seat whose operation has been carried out, and what resumes its generator.
