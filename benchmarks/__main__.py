@@ -11,8 +11,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
-from envherd.executor.cli.option_values import new_folder, text_file
+from envherd.executor.cli.options import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    new_folder,
+    text_file,
+)
 
 if TYPE_CHECKING:
     from benchmarks import suite

@@ -34,11 +34,15 @@ if TYPE_CHECKING:
     from envherd.executor.parallel import ParallelEnv
     from envherd.executor.progress import progress
     from envherd.executor.serial import SerialEnv
-    from envherd.executor.show.episode_logger import Episode, EpisodeLogger
+    from envherd.executor.show.camera import VideoRecorder
     from envherd.executor.show.evaluate import evaluate
-    from envherd.executor.show.exporting import PrometheusCollector, to_scalars
+    from envherd.executor.show.loggers import (
+        Episode,
+        EpisodeLogger,
+        PrometheusCollector,
+        to_scalars,
+    )
     from envherd.executor.show.per_player import PerPlayer, RandomPlayer
-    from envherd.executor.show.recorder import VideoRecorder
     from envherd.executor.show.records import EpisodeRecord
     from envherd.executor.show.results import Evaluation, Evaluations, Interval, Rate
     from envherd.executor.sizing.recommending import recommend
@@ -98,8 +102,8 @@ _HOMES = {
     "EnvError": _ERRORS,
     "EnvSpec": _SPECS,
     "EnvherdError": _ERRORS,
-    "Episode": "envherd.executor.show.episode_logger",
-    "EpisodeLogger": "envherd.executor.show.episode_logger",
+    "Episode": "envherd.executor.show.loggers",
+    "EpisodeLogger": "envherd.executor.show.loggers",
     "EpisodeRecord": "envherd.executor.show.records",
     "Evaluation": "envherd.executor.show.results",
     "Evaluations": "envherd.executor.show.results",
@@ -117,7 +121,7 @@ _HOMES = {
     "ParallelEnv": "envherd.executor.parallel",
     "PerPlayer": "envherd.executor.show.per_player",
     "PettingZooFactory": "envherd.workers.adapters.named",
-    "PrometheusCollector": "envherd.executor.show.exporting",
+    "PrometheusCollector": "envherd.executor.show.loggers",
     "RandomPlayer": "envherd.executor.show.per_player",
     "Rate": "envherd.executor.show.results",
     "RayRollouts": "envherd.executor.cluster.rollouts",
@@ -127,7 +131,7 @@ _HOMES = {
     "SpecError": _ERRORS,
     "Statistics": "envherd.executor.guests.monitor.statistics",
     "Unbounded": _SPECS,
-    "VideoRecorder": "envherd.executor.show.recorder",
+    "VideoRecorder": "envherd.executor.show.camera",
     "WorkerInfo": "envherd.workers.current",
     "WorkerLost": _ERRORS,
     "WorkerStatistics": "envherd.executor.guests.monitor.statistics",
@@ -140,7 +144,7 @@ _HOMES = {
     "scenario_names": "envherd.workers.adapters.meltingpot.factory",
     "substrate_names": "envherd.workers.adapters.meltingpot.factory",
     "swapped_parameters": "envherd.executor.guests.collectors.policy",
-    "to_scalars": "envherd.executor.show.exporting",
+    "to_scalars": "envherd.executor.show.loggers",
     "uncopied": "envherd.executor.guests.collectors.policy",
     "worker": "envherd.workers.current",
 }

@@ -7,7 +7,6 @@ The processes that a check starts end before its finding.
 import contextlib
 import functools
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import subprocess
@@ -28,7 +27,11 @@ from envherd.shm import platforms
 from envherd.shm.segment import Segment
 from envherd.workers import native
 from envherd.workers.adapters.meltingpot import lua_edits, lua_tree
-from envherd.workers.adapters.meltingpot.factory import scenario_names, substrate_names
+from envherd.workers.adapters.meltingpot.factory import (
+    installed,
+    scenario_names,
+    substrate_names,
+)
 from envherd.workers.adapters.meltingpot.lua_tree import version_of
 from envherd.workers.build import Factory
 
@@ -284,16 +287,11 @@ def _meltingpot() -> Iterator[Finding]:
         is_ok=substrates > 0,
         otherwise="fail",
     )
-    spec = importlib.util.find_spec("meltingpot")
-    places = (
-        [Path(place) for place in (spec.submodule_search_locations or [])]
-        if spec is not None
-        else []
-    )
-    models = sum(
-        1
-        for place in places
-        for _ in (place / "assets" / "saved_models").glob("*/*/saved_model.pb")
+    root = installed()
+    models = (
+        0
+        if root is None
+        else len([*root.glob("assets/saved_models/*/*/saved_model.pb")])
     )
     found = f"{scenarios} scenarios, models of {models} bots"
     if not models:

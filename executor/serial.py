@@ -1,7 +1,7 @@
 """`SerialEnv`: the executor in the caller's own process."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from envherd.executor.assembly import watch
 from envherd.executor.batched import BatchedEnv, Parts
@@ -34,8 +34,6 @@ class SerialEnv(BatchedEnv):
         SpecError: envs of one factory have different specs.
     """
 
-    _pool_class: ClassVar[type[SerialPool]] = SerialPool
-
     @names_right_keyword
     def __init__(  # noqa: PLR0913  # the signature that users know from other vector envs
         self,
@@ -60,7 +58,7 @@ class SerialEnv(BatchedEnv):
                 f"SerialEnv failed: expected one env with alone=True, got {len(factories)} in this process."
             )
         blueprint = serial_blueprint(factories, env_kwargs, seed)
-        pool = self._pool_class(blueprint, options)
+        pool = SerialPool(blueprint, options)
         watch(pool, options)
         try:
             pool.start()

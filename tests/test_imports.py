@@ -55,7 +55,7 @@ ALLOWED = {
     "executor/cli/media.py": {"PIL"},
     "executor/doctor.py": {"packaging"},
     "executor/show/camera.py": {"imageio", "imageio_ffmpeg"},
-    "executor/show/exporting.py": {"prometheus_client"},
+    "executor/show/loggers.py": {"prometheus_client"},
     "executor/progress.py": {"tqdm"},
     "executor/cluster/*.py": {"ray"},
     "executor/facades/gymnasium/*": {"gymnasium"},

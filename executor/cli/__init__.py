@@ -7,7 +7,6 @@ import io
 import os
 import sys
 
-from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
 from envherd.shm.platforms import open_standard_descriptors
 
 
@@ -18,7 +17,7 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        from envherd.executor.cli.app import app
+        from envherd.executor.cli import app, options
     except ModuleNotFoundError as error:
         if error.name not in ("rich", "typer"):
             raise
@@ -29,16 +28,16 @@ def main() -> None:
     # Modules of envs that read the command line when they are imported must not see this one.
     del sys.argv[1:]
     try:
-        app(arguments)
+        app.app(arguments)
     except KeyboardInterrupt:
         # The command did not handle it: Ctrl-C came during its start, or a second one came during its end.
-        sys.exit(EXIT_INTERRUPTED)
+        sys.exit(options.EXIT_INTERRUPTED)
     except OSError as error:  # of the command's output, most often
         _report(error)
-        sys.exit(EXIT_FAILED)
+        sys.exit(options.EXIT_FAILED)
     except Exception as error:
         _show(error)
-        sys.exit(EXIT_FAILED)
+        sys.exit(options.EXIT_FAILED)
     finally:
         _write_out()
 
@@ -58,6 +57,8 @@ def _write_out() -> None:
         except OSError as error:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             if not has_failed:
+                from envherd.executor.cli.options import EXIT_FAILED
+
                 _report(error)
                 sys.exit(EXIT_FAILED)
 

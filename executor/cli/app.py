@@ -9,11 +9,10 @@ import typer
 from typer.core import TyperGroup
 
 from envherd.executor.cli.doctor import doctor
-from envherd.executor.cli.exit_codes import EXIT_USAGE
 from envherd.executor.cli.init import init
 from envherd.executor.cli.listing import list_envs
-from envherd.executor.cli.option_values import require_number
 from envherd.executor.cli.options import (
+    EXIT_USAGE,
     Check,
     Command,
     Evaluate,
@@ -21,6 +20,7 @@ from envherd.executor.cli.options import (
     Rollout,
     Size,
     Top,
+    require_number,
 )
 
 

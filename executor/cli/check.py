@@ -7,11 +7,9 @@ from rich.console import Console
 from rich.text import Text
 
 from envherd.executor.cli.commands import carry_out
-from envherd.executor.cli.exit_codes import EXIT_FAILED
-from envherd.executor.cli.option_values import write_json
-from envherd.executor.cli.options import Check
+from envherd.executor.cli.options import EXIT_FAILED, Check, write_json
 from envherd.executor.machine.room import require_room
-from envherd.executor.testing.compare import ContractViolation
+from envherd.executor.testing.batch import ContractViolation
 from envherd.executor.testing.contract import Contract, NoEpisodeEnd
 from envherd.workers.adapters.env_names import factory_for
 

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
+from envherd.executor.cli.options import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from envherd.executor.cli.storing import StoreError
 from envherd.executor.cluster.shares import ClusterError
 from envherd.executor.guests.capsules.file import CapsuleError, DamagedFile

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from envherd.executor.cli.option_values import Json, write_json
+from envherd.executor.cli.options import EXIT_FAILED, Json, write_json
 
 
 def doctor(
@@ -41,7 +41,6 @@ def _report(env: str, make_env: Any, path: str | None) -> int:
     from rich.console import Console
     from rich.text import Text
 
-    from envherd.executor.cli.exit_codes import EXIT_FAILED
     from envherd.executor.doctor import Finding, examine
 
     console = Console(stderr=path == "-")

@@ -15,9 +15,7 @@ from envherd.executor.cli.commands import (
     policy_maker,
     table_of_facts,
 )
-from envherd.executor.cli.exit_codes import EXIT_FAILED
-from envherd.executor.cli.option_values import write_json
-from envherd.executor.cli.options import Evaluate
+from envherd.executor.cli.options import EXIT_FAILED, Evaluate, write_json
 from envherd.executor.show.evaluate import (
     DEFAULT_OPTIONS,
     evaluate,

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from envherd.executor.cli.option_values import require_place
+from envherd.executor.cli.options import require_place
 
 #: The template. In the copy, the new module's name replaces that of the template.
 _TEMPLATE = Path(__file__).with_name("env_template.py")

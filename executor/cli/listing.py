@@ -22,7 +22,7 @@ def list_envs(
 
     The exit code is 2 if the family is unknown or not installed, and 1 if no name contains FILTER.
     """
-    from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_USAGE
+    from envherd.executor.cli.options import EXIT_FAILED, EXIT_USAGE
     from envherd.workers.adapters.env_names import LISTED, known_names
     from envherd.workers.adapters.named import plug_in_ids
     from envherd.workers.errors import FactoryError, closest

@@ -27,10 +27,13 @@ from envherd.executor.cli.commands import (
     started,
     table_of_facts,
 )
-from envherd.executor.cli.exit_codes import EXIT_FAILED, EXIT_INTERRUPTED
 from envherd.executor.cli.media import Pictures
-from envherd.executor.cli.option_values import write_json
-from envherd.executor.cli.options import Rollout
+from envherd.executor.cli.options import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    Rollout,
+    write_json,
+)
 from envherd.executor.cli.returns import Returns
 from envherd.executor.cli.storing import RolloutStore
 from envherd.executor.guests.monitor.statistics import Statistics
@@ -117,9 +120,13 @@ def _work(
         torch.set_num_threads(1)
     with console.status(f"starting {options.envs} envs"):
         how: dict[str, Any] = {"num_workers": options.workers, "seed": options.seed}
-        env: ParallelEnv | RayRollouts
         if options.ray is None:
-            env = started(made, options.envs, is_drawn=pictures.are_drawn, **how)
+            env: ParallelEnv | RayRollouts = started(
+                made,
+                options.envs,
+                is_drawn=pictures.are_drawn,
+                **how,
+            )
         else:
             # Imported here: only --ray needs Ray.
             from envherd.executor.cluster.rollouts import RayRollouts

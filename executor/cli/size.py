@@ -10,8 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from envherd.executor.cli.commands import carry_out, table_of_facts
-from envherd.executor.cli.option_values import write_json
-from envherd.executor.cli.options import Size
+from envherd.executor.cli.options import Size, write_json
 from envherd.executor.machine.machine import Machine
 from envherd.executor.sizing.recommending import Sizing, recommend
 from envherd.executor.sizing.settings import Goal, counted, size_text, time_text

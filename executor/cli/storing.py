@@ -10,7 +10,6 @@ Guarantees: no file is replaced or removed. Loading a rollout runs no code: noth
 import json
 import math
 import os
-import shlex
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -26,7 +25,6 @@ from tensordict import (
     is_tensor_collection,
 )
 
-from envherd.executor.cli.options import Replay
 from envherd.executor.guests.capsules.file import (
     Form,
     is_count,
@@ -34,7 +32,6 @@ from envherd.executor.guests.capsules.file import (
     is_root_seed,
     text_of,
 )
-from envherd.workers.adapters.env_names import is_only_looked_up
 
 SCHEMA = "envherd.stored/1"
 #: The file in the directory that is not part of the TensorDict.
@@ -216,44 +213,3 @@ def has_odd_leaves(td: TensorDictBase) -> bool:
     return any(
         is_tensor_collection(value) and has_odd_leaves(value) for value in td.values()
     )
-
-
-def refuse_code(
-    options: Replay,
-    env: str,
-    kwargs: dict[str, Any],
-    or_else: str = "",
-) -> None:
-    """Refuse a file or folder that names code, unless the command line names it.
-
-    Some envs import or open what texts among their keyword arguments name, so these count as code.
-
-    Args:
-        options: of the command line: the path of the file, and the env and the keyword arguments that they name.
-        env: that the file names.
-        kwargs: keyword arguments that the file names.
-        or_else: a further line for the message.
-
-    Raises:
-        StoreError: with the command that accepts it.
-    """
-    given = options.env_kwargs
-    is_env_safe = options.env is not None or is_only_looked_up(env)
-    if is_env_safe and (given is not None or not has_text(kwargs)):
-        return
-    passed = json.dumps(kwargs if given is None else given)
-    raise StoreError(
-        f"replay failed: expected an env that is looked up in an installed package, without texts in its keyword "
-        f"arguments. {options.directory} names an env that may run any code: {env} with {json.dumps(kwargs)}.\n"
-        f"If you trust it, run\n  envherd replay {shlex.quote(str(options.directory))} "
-        f"--env {shlex.quote(options.env or env)} --env-kwargs {shlex.quote(passed)}{or_else}"
-    )
-
-
-def has_text(value: Any) -> bool:
-    """Return whether there is a text in plain data, other than the keys of dicts."""
-    if isinstance(value, dict):
-        return any(map(has_text, value.values()))
-    if isinstance(value, list):
-        return any(map(has_text, value))
-    return isinstance(value, str)

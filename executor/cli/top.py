@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections.abc import Generator
 from typing import Any
 
 from rich import box
@@ -10,9 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from envherd.executor.cli.exit_codes import EXIT_INTERRUPTED, EXIT_USAGE
-from envherd.executor.cli.option_values import write_json
-from envherd.executor.cli.options import Top
+from envherd.executor.cli.options import EXIT_INTERRUPTED, EXIT_USAGE, Top, write_json
 from envherd.executor.guests.monitor.statistics import WorkerStatistics
 from envherd.executor.guests.monitor.watching import Watch, plates, stack_of
 from envherd.executor.sizing.settings import size_text, time_text
@@ -28,10 +27,10 @@ def run(options: Top) -> int:
     """Show the running executors; return the exit code."""
     console = Console()
     with (
-        contextlib.closing(Watcher(options.pid)) as watcher,
+        contextlib.closing(looks(options.pid)) as each_look,
         contextlib.ExitStack() as until_end,
     ):
-        if refusal := _refusal(options, watcher.look()):
+        if refusal := _refusal(options, next(each_look)):
             Console(stderr=True).print(
                 f"error: top failed: {refusal}",
                 soft_wrap=True,
@@ -48,7 +47,7 @@ def run(options: Top) -> int:
             while True:
                 # Speeds and shares are those between two looks; the first look was made above.
                 time.sleep(options.interval)
-                watches = watcher.look()
+                watches = next(each_look)
                 stack = _stack(watches, options.stack)
                 if options.json:
                     plain = {
@@ -89,33 +88,30 @@ def _refusal(options: Top, watches: list[Watch]) -> str:
     )
 
 
-class Watcher:
-    """Watches this user's executors, or those of process `pid`; notices executors that start and close."""
+def looks(pid: int | None = None) -> Generator[list[Watch], None, None]:
+    """Yield the activity of each of this user's executors, or of those of process `pid`, since the previous time.
 
-    def __init__(self, pid: int | None = None) -> None:
-        self._pid = pid
-        self._watches: dict[tuple[int, int], Watch] = {}
-
-    def look(self) -> list[Watch]:
-        """Return the activity of each executor since the previous call; that of a new executor is empty."""
-        found = {
-            (one.pid, one.inode): one
-            for one in plates()
-            if self._pid is None or one.pid == self._pid
-        }
-        for key in [key for key in self._watches if key not in found]:
-            self._watches.pop(key).close()
-        for key, plate in found.items():
-            if key in self._watches:
-                self._watches[key].look()
-                continue
-            with contextlib.suppress(OSError):  # it closed in the meantime
-                self._watches[key] = Watch(plate)
-        return list(self._watches.values())
-
-    def close(self) -> None:
-        """Stop watching all executors."""
-        for watch in self._watches.values():
+    Executors that have started or closed meanwhile are noticed; the activity of a new one is empty.
+    """
+    watches: dict[tuple[int, int], Watch] = {}
+    try:
+        while True:
+            found = {
+                (one.pid, one.inode): one
+                for one in plates()
+                if pid is None or one.pid == pid
+            }
+            for key in [key for key in watches if key not in found]:
+                watches.pop(key).close()
+            for key, plate in found.items():
+                if key in watches:
+                    watches[key].look()
+                    continue
+                with contextlib.suppress(OSError):  # it closed in the meantime
+                    watches[key] = Watch(plate)
+            yield list(watches.values())
+    finally:
+        for watch in watches.values():
             watch.close()
 
 

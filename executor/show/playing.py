@@ -211,8 +211,7 @@ class _Seat(threading.Thread):
             pool: Any = self._env.engine.pool
             # The loss of its worker then needs no warning and no successor.
             pool.crew.is_closing = True
-            for worker in pool.crew.workers:
-                worker.kill()
+            pool.crew.workers[0].kill()
 
 
 #: A seat whose operation has been carried out, and what resumes its generator.
@@ -286,7 +285,7 @@ class Play:
         """
         engine = env.engine
         engine.refuse_under_way(engine.all_ids)
-        work = _Session(self, self._tasks[0], env, is_own=False).play()
+        work = _Session(self, self._tasks[0], env).play()
         resume: _Operation = partial(work.send, None)
         try:
             while (operation := _next_of(resume)) is not None:
@@ -410,7 +409,7 @@ class Play:
                 continue
             task.build_s = time.monotonic() - began
             # What the caller's `policy_for` raises ends the run.
-            session = _Session(self, task, env, is_own=True)
+            session = _Session(self, task, env)
             with contextlib.suppress(*_FAULTS):  # the next episode gets a new env
                 yield from session.play()
             yield seat.close  # its memory is free before this seat builds another
@@ -499,8 +498,7 @@ class _Session:
     Args:
         play: the run.
         task: of the episodes.
-        env: the executor.
-        is_own: it is a seat's, which builds another one after an error, whatever state the env is in.
+        env: the executor: the task's own, or one that a seat has built.
 
     Attributes:
         playing: episodes under way, by env.
@@ -516,13 +514,10 @@ class _Session:
         play: Play,
         task: _Task,
         env: BatchedEnv,
-        *,
-        is_own: bool,
     ) -> None:
         self._play = play
         self.task = task
         self.env = env
-        self._is_own = is_own
         self.part = task.part = task.part or play.prepare(task.name, env)
         self._camera = Camera(env)
         self.playing: dict[int, _Episode] = {}
@@ -672,7 +667,8 @@ class _Session:
             isinstance(error, (WorkerLost, WorkerTimeout))
             and self.env.options.on_worker_loss == "raise"
         )
-        if self._is_own or is_lost:
+        # A seat builds another env after an error, whatever state the env is in.
+        if self.env is not self.task.env or is_lost:
             raise error
 
     def _film(self, film: Video, td: TensorDictBase, at: int, env_id: int) -> None:
@@ -748,10 +744,13 @@ def _options_of_seats(
 ) -> list[ExecutorOptions]:
     """Return the options of each seat, whose worker gets what worker i of one executor would get."""
     variables = variables_of(options, gpus_of(options, num_seats))
-    each = [replace(options, env_vars=own, gpus=None) for own in variables]
-    if options.affinity is not None:
-        cpus = np.resize(options.affinity, num_seats).tolist()  # in turn
-        each = [
-            replace(one, affinity=(cpu,)) for one, cpu in zip(each, cpus, strict=True)
-        ]
-    return each
+    cpus = options.affinity  # each seat takes one, in turn
+    return [
+        replace(
+            options,
+            env_vars=own,
+            gpus=None,
+            affinity=cpus and (cpus[i % len(cpus)],),
+        )
+        for i, own in enumerate(variables)
+    ]

@@ -1,18 +1,18 @@
 """Tests for your own envs and adapters: the partial-reset contract."""
 
 from envherd.executor.testing.batch import (
+    ContractViolation,
     ExecutorBatch,
     Row,
     in_this_process,
     in_workers,
 )
-from envherd.executor.testing.compare import ContractViolation
 from envherd.executor.testing.contract import (
     Contract,
     ContractReport,
+    PartialResetContract,
     check_env_contract,
 )
-from envherd.executor.testing.suite import PartialResetContract
 
 __all__ = [
     "Contract",

@@ -1,7 +1,8 @@
-"""The batch of envs that the contract drives: N envs in an executor."""
+"""The batch of envs that the contract drives, N envs in an executor; and the comparison of their rows."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,27 +12,20 @@ from envherd.executor.batched import BatchedEnv
 from envherd.executor.batches.hand_out import non_tensor
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
-from envherd.executor.pools.serial_pool import SerialPool
 from envherd.executor.serial import SerialEnv
-from envherd.shm.specs import EnvSpec, Key
+from envherd.shm.specs import DONE_KEYS, Box, EnvSpec, Key
 from envherd.workers.errors import EnvError
 
 #: One env's leaves: copies of arrays, and side-channel values.
 Row = dict[Key, Any]
+#: What a step has shown of all envs: the rows of the step, and the rows after it and after the resets that follow it.
+Stepped = tuple[list[Row], list[Row]]
 
 MakeEnv = Callable[[], Any]
 
-
-class Stepped(NamedTuple):
-    """What a step has shown of all envs.
-
-    Attributes:
-        nexts: the rows of the step.
-        roots: the rows after the step, and after the resets that follow it.
-    """
-
-    nexts: list[Row]
-    roots: list[Row]
+_FINITE = (
+    "Mend the env; in training, ExecutorOptions(check_finite=True) refuses such a step."
+)
 
 
 class Calls(NamedTuple):
@@ -46,18 +40,16 @@ class ExecutorBatch:
 
     Args:
         env: the executor.
+        counts: what `count_native_calls` returned.
 
     Attributes:
         specs: one for each env.
     """
 
-    def __init__(self, env: BatchedEnv) -> None:
+    def __init__(self, env: BatchedEnv, counts: Counter[str] | None = None) -> None:
         self.env = env
         self.specs: Sequence[EnvSpec] = env.specs
-
-    def seed(self, root_seed: int) -> None:
-        """Use a new root seed: the next reset of every env begins its episode 0."""
-        self.env.set_seed(root_seed)
+        self._counts = counts
 
     def reset(self, mask: np.ndarray | None) -> list[Row]:
         """Reset the envs in `mask` (bool `[N, *batch_shape, 1]`; None for all); return the roots of ALL envs."""
@@ -76,8 +68,11 @@ class ExecutorBatch:
     ) -> Stepped:
         """Step all envs."""
         td: TensorDictBase = TensorDict({}, self.env.batch_size)
-        for index, leaf in enumerate((*self.specs[0].action, *self.specs[0].state)):
-            values = [action[index] for action in actions]
+        for leaf, *values in zip(
+            (*self.specs[0].action, *self.specs[0].state),
+            *actions,
+            strict=True,
+        ):
             if leaf.is_side:
                 td.set(leaf.key, non_tensor(values, td.batch_size))
             else:
@@ -92,7 +87,7 @@ class ExecutorBatch:
         else:
             td = self.env.step(td)
             root = self.env.current()
-        return Stepped(self._rows(td["next"], "next"), self._rows(root, "root"))
+        return self._rows(td["next"], "next"), self._rows(root, "root")
 
     def save(self) -> list[Any] | None:
         """Return the states of all envs, or None if they cannot be saved."""
@@ -103,17 +98,17 @@ class ExecutorBatch:
                 raise
             return None
 
-    def restore(self, states: list[Any]) -> None:
-        """Put all envs back into the states that `save` has returned."""
-        self.env.restore(states)
-
     def count_calls(self) -> Calls | None:
-        """Return how often the native envs were stepped and reset so far; None if that cannot be counted."""
-        pool = self.env.engine.pool
-        if isinstance(pool, _CountingPool):
-            return pool.totals()
-        words = pool.slab.words
-        return Calls(int(words["env_steps"].sum()), int(words["resets"].sum()))
+        """Return how often the native envs were stepped and reset so far.
+
+        None if an env could not be watched, or its adapter calls it in other ways.
+        """
+        counts = self._counts
+        if counts is None:
+            words = self.env.engine.pool.slab.words
+            return Calls(int(words["env_steps"].sum()), int(words["resets"].sum()))
+        are_complete = counts["step"] and counts["reset"] and not counts["missed"]
+        return Calls(counts["step"], counts["reset"]) if are_complete else None
 
     def close(self) -> None:
         """Close the envs."""
@@ -134,7 +129,8 @@ def in_this_process(
     root_seed: int,
 ) -> ExecutorBatch:
     """Run envs in this process, and count the calls of the native ones."""
-    return ExecutorBatch(_CountingEnv(num_envs, make_env, seed=root_seed))
+    env = SerialEnv(num_envs, make_env, seed=root_seed)
+    return ExecutorBatch(env, count_native_calls(env))
 
 
 def in_workers(
@@ -156,34 +152,33 @@ def in_workers(
     )
 
 
-class _CountingPool(SerialPool):
-    """Counts the calls of `step` and `reset` of native envs whose methods can be replaced."""
+def count_native_calls(env: SerialEnv) -> Counter[str]:
+    """Count calls of the native envs from now on; return the counts of "step", "reset" and methods that are "missed".
 
-    def _build(self, env_id: int) -> None:
-        self._counts = getattr(self, "_counts", {"step": 0, "reset": 0, "missed": 0})
-        super()._build(env_id)
-        env = self.adapters[env_id].env
+    A method is missed if the env lets nothing replace it.
+    """
+    counts: Counter[str] = Counter()
+    pool: Any = env.engine.pool
+    for adapter in pool.adapters.values():
         for name in ("step", "reset"):
             try:
-                setattr(env, name, self._counted(name, getattr(env, name)))
+                method = getattr(adapter.env, name)
+                setattr(adapter.env, name, _counted(counts, name, method))
             except (AttributeError, TypeError):
-                self._counts["missed"] += 1
-
-    def _counted(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self._counts[name] += 1
-            return method(*args, **kwargs)
-
-        return counted
-
-    def totals(self) -> Calls | None:
-        """Return the counts; None if an env could not be watched, or its adapter calls it in other ways."""
-        steps, resets, missed = self._counts.values()
-        return Calls(steps, resets) if steps and resets and not missed else None
+                counts["missed"] += 1
+    return counts
 
 
-class _CountingEnv(SerialEnv):
-    _pool_class: ClassVar[type[SerialPool]] = _CountingPool
+def _counted(
+    counts: Counter[str],
+    name: str,
+    method: Callable[..., Any],
+) -> Callable[..., Any]:
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        counts[name] += 1
+        return method(*args, **kwargs)
+
+    return counted
 
 
 def _row(td: TensorDictBase, spec: EnvSpec, section: str) -> Row:
@@ -197,3 +192,121 @@ def _row(td: TensorDictBase, spec: EnvSpec, section: str) -> Row:
             *(spec.reward if section == "next" else ()),
         )
     }
+
+
+# ---- rows -----------------------------------------------------------------------------------------
+
+
+class ContractViolation(AssertionError):
+    """An env, or its executor, has broken a rule."""
+
+
+def demand(rule: int, one: Row, other: Row, where: str, why: str) -> None:
+    """Raise unless two rows are equal, bit for bit."""
+    for key, value in one.items():
+        if not equal(value, other[key]):
+            raise ContractViolation(
+                f"rule {rule} is broken: expected {show_key(key)} {show(value)}, got {show(other[key])} ({where}): "
+                f"{why}"
+            )
+
+
+def check_done(row: Row, where: str) -> None:
+    """Raise unless every `done` of a row is `terminated | truncated`."""
+    for key in row:
+        if key[-1] != "done" or not all(
+            (*key[:-1], *last) in row for last in DONE_KEYS
+        ):
+            continue
+        done = row[key]
+        terminated = row[*key[:-1], "terminated"]
+        truncated = row[*key[:-1], "truncated"]
+        if not np.array_equal(done, terminated | truncated):
+            raise ContractViolation(
+                f"rule 5 is broken: expected {show_key(key)} to be terminated | truncated, got {show(done)} for "
+                f"{show(terminated)} and {show(truncated)} ({where})."
+            )
+
+
+def check_values(row: Row, spec: EnvSpec, where: str) -> None:
+    """Raise unless the observations of a row are within the bounds of their spaces, and its rewards are finite."""
+    for leaf in spec.observation:
+        if leaf.is_side:
+            continue
+        value = row[leaf.key]
+        if (is_nan := np.not_equal(value, value)).any():
+            raise _violation(leaf.key, "without NaN", value, is_nan, where, _FINITE)
+        if not isinstance(leaf.domain, Box):
+            continue
+        outside = (value < leaf.domain.low) | (value > leaf.domain.high)
+        if outside.any():
+            raise _violation(
+                leaf.key,
+                f"in {leaf.domain}",
+                value,
+                outside,
+                where,
+                "Mend the env's observation_space, or clip its observations.",
+            )
+    for leaf in spec.reward:
+        if leaf.key in row and (infinite := ~np.isfinite(row[leaf.key])).any():
+            raise _violation(
+                leaf.key,
+                "finite",
+                row[leaf.key],
+                infinite,
+                where,
+                _FINITE,
+            )
+
+
+def _violation(
+    key: Key,
+    expected: str,
+    value: Any,
+    is_broken: Any,
+    where: str,
+    advice: str,
+) -> ContractViolation:
+    at = tuple(map(int, np.argwhere(is_broken)[0]))
+    return ContractViolation(
+        f"rule 8 is broken: expected {show_key(key)} {expected}, got {value[at]} at {at} ({where}). {advice}"
+    )
+
+
+def has_ended(row: Row) -> bool:
+    """Return whether (part of) an env had ended."""
+    return bool(row[("done",)].any())
+
+
+def same(one: Row, other: Row, keys: list[Key]) -> bool:
+    """Return whether two rows agree in some keys."""
+    return all(equal(one[key], other[key]) for key in keys)
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Return whether two values have the same bits; NaN equals NaN."""
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return (
+            one.dtype == other.dtype
+            and one.shape == other.shape
+            and one.tobytes() == other.tobytes()
+        )
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(
+            equal(one[key], other[key]) for key in one
+        )
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return bool(np.all(one == other))
+
+
+def show_key(key: Key) -> str:
+    """Return a key for messages."""
+    return "/".join(key)
+
+
+def show(value: Any) -> str:
+    """Return a value as a short text for messages."""
+    text = " ".join(str(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."

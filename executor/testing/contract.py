@@ -26,6 +26,7 @@ on two workers; with additional resets of one env) and compares them.
 """
 
 import contextlib
+import unittest
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -34,19 +35,16 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from envherd.executor.testing.batch import (
+    ContractViolation,
     ExecutorBatch,
     MakeBatch,
     MakeEnv,
-    Row,
-    in_this_process,
-    in_workers,
-)
-from envherd.executor.testing.compare import (
-    ContractViolation,
     check_done,
     check_values,
     demand,
     equal,
+    in_this_process,
+    in_workers,
     same,
     show_key,
 )
@@ -58,14 +56,15 @@ from envherd.executor.testing.traces import (
     Trace,
     TraceEvent,
     compare,
-    compare_ends,
     disturbed,
-    draw_actions,
+    drive,
     fused,
     refused,
     separate,
     take_trace,
 )
+from envherd.shm.specs import EnvSpec
+from envherd.workers.random_values import draw
 
 
 class NoEpisodeEnd(ContractViolation):
@@ -186,7 +185,7 @@ class Contract:
     @property
     def num_ends(self) -> int:
         """Ends of episodes that were seen."""
-        return self._pair.first.num_ends
+        return len(self._pair.first.ends)
 
     # ---- traces ------------------------------------------------------------------------------
 
@@ -200,7 +199,7 @@ class Contract:
         """Traces of the same episodes, in the same envs: reset within the step, then by hand."""
         with self._opened(num_workers=1) as batch:
             within = self._take(batch, fused)
-            batch.seed(self.seed)
+            batch.env.set_seed(self.seed)
             by_hand = self._take(batch, separate)
         self._demand_ends(within)
         return _Twice(within, by_hand)
@@ -210,54 +209,34 @@ class Contract:
         """Traces of the same episodes in new envs over two workers; then with env 0 reset again and again."""
         with self._opened(num_workers=2) as batch:
             anew = self._take(batch, fused)
-            batch.seed(self.seed)
+            batch.env.set_seed(self.seed)
             return _Twice(anew, self._take(batch, disturbed))
 
     @cached_property
     def _saving(self) -> _Twice | None:
-        """The rows of the same steps twice, from the same state; None if the envs cannot be saved."""
-        rng = np.random.default_rng(self.seed)
+        """The events of the same steps twice, from the same state; None if the envs cannot be saved."""
+        how = self._how(fused)
         with self._opened(num_workers=1) as batch:
-            roots = batch.reset(None)
-            for _ in range(self.num_steps // 3):
-                _, roots = batch.step(
-                    self._draw_actions(batch, rng, roots),
-                    resets_ended=True,
-                )
+            begun = drive(batch, batch.reset(None), 1 + self.num_steps // 3, **how)
+            roots = [event.root for event in [*begun][-NUM_ENVS:]]
             if (saved := batch.save()) is None:
                 return None
-            drawn = []
-            first = []
-            for _ in range(self.num_steps):
-                drawn.append(self._draw_actions(batch, rng, roots))
-                nexts, roots = batch.step(drawn[-1], resets_ended=True)
-                first += [*nexts, *roots]
-            batch.restore(saved)
-            again = [
-                row
-                for actions in drawn
-                for rows in batch.step(actions, resets_ended=True)
-                for row in rows
-            ]
-        return _Twice(first, again)
+            first = list(drive(batch, roots, self.num_steps, **how))
+            batch.env.restore(saved)
+            return _Twice(first, list(drive(batch, roots, self.num_steps, **how)))
 
     def _demand_ends(self, trace: Trace) -> None:
-        if trace.num_ends == 0:
+        if not trace.ends:
             raise NoEpisodeEnd(
                 f"the contract failed: expected at least one episode end, saw none in {self.num_steps} steps of "
                 f"{NUM_ENVS} envs. Nothing was proved: make more steps, cap the episodes, or give better actions."
             )
 
     def _take(self, batch: ExecutorBatch, advance: Advance) -> Trace:
-        return take_trace(batch, advance, self.actions, self.num_steps, self.seed)
+        return take_trace(batch, self.num_steps, **self._how(advance))
 
-    def _draw_actions(
-        self,
-        batch: ExecutorBatch,
-        rng: np.random.Generator,
-        roots: list[Row],
-    ) -> list[list[Any]]:
-        return draw_actions(self.actions, batch.specs, [rng] * NUM_ENVS, roots)
+    def _how(self, advance: Advance) -> dict[str, Any]:
+        return {"advance": advance, "drawn_by": self.actions, "seed": self.seed}
 
     # ---- rules -------------------------------------------------------------------------------
 
@@ -268,7 +247,7 @@ class Contract:
             ("step_and_maybe_reset", "step, then reset"),
             strict=True,
         ):
-            num_resets = NUM_ENVS + trace.num_ends
+            num_resets = NUM_ENVS + len(trace.ends)
             if trace.calls is not None and any(
                 spec.metadata.get("resets_itself") for spec in trace.specs
             ):
@@ -277,7 +256,7 @@ class Contract:
             if trace.calls is not None and trace.calls != (num_steps, num_resets):
                 raise ContractViolation(
                     f"rule 1 is broken: expected {num_steps} calls of env.step and {num_resets} of env.reset for "
-                    f"{num_steps} transitions with {trace.num_ends} ends ({how}), got {trace.calls.steps} and "
+                    f"{num_steps} transitions with {len(trace.ends)} ends ({how}), got {trace.calls.steps} and "
                     f"{trace.calls.resets}. The env, or its adapter, steps or resets by itself."
                 )
 
@@ -314,9 +293,8 @@ class Contract:
 
     def _check_flags(self) -> None:
         for trace in self._pair:
-            for event in trace.events:
-                check_done(event.next, f"next, {event}")
-                check_done(event.root, f"root, {event}")
+            for one in trace.shown():
+                check_done(one.row, one.where)
 
     def _check_seeds(self) -> None:
         within, by_hand = self._pair
@@ -326,41 +304,36 @@ class Contract:
                 "reset's seed, and let envs of a process share nothing that changes."
             )
             compare(6, within, self._spread.first, why)
-            compare_ends(6, within, self._spread.first, why)
+            compare(6, self._spread.first, within, why, of_ends=True)
             why = "the same envs, seeded again, gave other data: something of an earlier episode outlives the reset."
             compare(6, within, by_hand, why)
 
     def _check_copies(self) -> None:
         within, by_hand = self._pair
         if self.is_deterministic:
-            compare_ends(
+            compare(
                 7,
-                within,
                 by_hand,
+                within,
                 "the reset has overwritten the last observation. Does the adapter hand out what the env changes?",
+                of_ends=True,
             )
         assert self._spread  # taking the trace has checked that masks are unchanged
 
     def _check_values(self) -> None:
         trace = self._pair.first
-        for env_id, row in enumerate(trace.first):
-            check_values(row, trace.specs[env_id], f"first root, env {env_id}")
-        for event in trace.events:
-            check_values(event.next, trace.specs[event.env_id], f"next, {event}")
-            check_values(event.root, trace.specs[event.env_id], f"root, {event}")
+        for one in trace.shown():
+            check_values(one.row, trace.specs[one.env_id], one.where)
 
     def _check_saving(self) -> None:
         assert self._pair  # an episode has ended
         if self._saving is None or not self.is_deterministic:
             return
-        for number, (first, again) in enumerate(zip(*self._saving, strict=True)):
-            demand(
-                9,
-                first,
-                again,
-                f"step {1 + number // (2 * NUM_ENVS)} after the restore, env {number % NUM_ENVS}",
-                "something that the env's future depends on is not in its state.",
-            )
+        why = "something that the env's future depends on is not in its state."
+        for first, again in zip(*self._saving, strict=True):
+            where = f"step {1 + first.step} after the restore, env {first.env_id}"
+            demand(9, first.next, again.next, where, why)
+            demand(9, first.root, again.root, where, why)
 
 
 def _check_root(event: TraceEvent) -> None:
@@ -382,7 +355,7 @@ def _check_root(event: TraceEvent) -> None:
 
 def _check_that_ends_differ(trace: Trace) -> None:
     keys = [leaf.key for leaf in trace.specs[0].observation]
-    ends = list(trace.ends())
+    ends = trace.ends
     is_constant = all(
         same(event.next, trace.first[event.env_id], keys) for event in trace.events
     )
@@ -415,3 +388,63 @@ def check_env_contract(make_env: MakeEnv, **options: Any) -> ContractReport:
         FactoryError: the factory raised, or cannot be sent to a worker.
     """
     return Contract(make_env, **options).check_all()
+
+
+class PartialResetContract:
+    """The contract as pytest tests, one for each rule: subclass it as `Test...`, and define `make_env`.
+
+    Attributes:
+        num_steps: see `Contract`.
+        seed: see `Contract`.
+        is_deterministic: see `Contract`.
+        ends_where_it_starts: see `Contract`.
+        make_batch: see `Contract`.
+    """
+
+    num_steps: ClassVar[int] = 100
+    seed: ClassVar[int] = 0
+    is_deterministic: ClassVar[bool] = True
+    ends_where_it_starts: ClassVar[bool] = False
+    make_batch: ClassVar[MakeBatch | None] = None
+
+    _contract: ClassVar[Contract | None] = None
+
+    def make_env(self) -> Any:
+        """Build one env."""
+        raise NotImplementedError(f"{type(self).__name__} must define make_env(self)")
+
+    def draw_action(self, spec: EnvSpec, rng: np.random.Generator) -> list[Any]:
+        """Return one env's action, values aligned with `spec.action` and `spec.state`; override to end episodes.
+
+        If it is not overridden, actions are also those that the env's action mask allows.
+        """
+        return [draw(leaf, rng) for leaf in (*spec.action, *spec.state)]
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        """Make a test of each rule; pytest calls this."""
+        if "rule" in metafunc.fixturenames:
+            metafunc.parametrize(
+                "rule",
+                sorted(Contract.RULES),
+                ids=[f"rule_{n}: {Contract.TITLES[n]}" for n in sorted(Contract.RULES)],
+            )
+
+    def test_rule(self, rule: int) -> None:
+        """Check one rule."""
+        if rule == 6 and not self.is_deterministic:
+            raise unittest.SkipTest("is_deterministic is False")
+        cls = type(self)
+        if "_contract" not in cls.__dict__:
+            cls._contract = Contract(
+                self.make_env,
+                num_steps=self.num_steps,
+                seed=self.seed,
+                actions=None
+                if cls.draw_action is PartialResetContract.draw_action
+                else self.draw_action,
+                is_deterministic=self.is_deterministic,
+                ends_where_it_starts=self.ends_where_it_starts,
+                make_batch=cls.make_batch,
+            )
+        assert cls._contract is not None
+        cls._contract.check(rule)

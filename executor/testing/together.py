@@ -12,15 +12,29 @@ import types
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+from tensordict import TensorDictBase
 
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
-from envherd.executor.testing.batch import ExecutorBatch, MakeEnv, Row
-from envherd.executor.testing.compare import ContractViolation, equal, show, show_key
-from envherd.executor.testing.traces import DrawAction, draw_actions
+from envherd.executor.testing.batch import (
+    ContractViolation,
+    ExecutorBatch,
+    MakeEnv,
+    Row,
+    equal,
+    show,
+    show_key,
+)
+from envherd.executor.testing.traces import (
+    DrawAction,
+    Shown,
+    Trace,
+    fused,
+    take_trace,
+)
 from envherd.workers.adapters.base import Adapter
 from envherd.workers.errors import EnvError, FactoryError, WorkerLost
 
@@ -33,29 +47,21 @@ _LIBRARIES = ("builtins", "gymnasium", "typing", "abc", "envherd")
 _VALUES = (bool, int, float, str, bytes, list, dict, set, tuple, np.ndarray, np.generic)
 
 
-class _Shown(NamedTuple):
-    """What an env has shown in a reset or a step.
-
-    Attributes:
-        where: in words.
-        row: with a checksum of the picture instead of the picture.
-    """
-
-    where: str
-    row: Row
-
-
 @dataclass(frozen=True)
 class Record:
     """What some envs have shown in one worker.
 
     Attributes:
-        rows: of each env, in order.
+        trace: its roots have checksums of the pictures.
         changed: class attributes and module globals of the envs that their steps have changed.
     """
 
-    rows: dict[int, list[_Shown]]
+    trace: Trace
     changed: tuple[str, ...]
+
+    def shown(self, at: int) -> list[Shown]:
+        """Return the rows of the env at a place among the envs, in order."""
+        return [one for one in self.trace.shown() if one.env_id == at]
 
 
 def check_together(
@@ -79,7 +85,8 @@ def check_together(
         ContractViolation: names the first difference, what envs probably share, and the remedy.
         FactoryError: the factory cannot be pickled.
     """
-    take = functools.partial(_take, _Watched(make_env), num_steps, seed, draw_action)
+    watched = functools.partial(_watched, make_env)
+    take = functools.partial(_take, watched, num_steps, seed, draw_action)
     alone = {env_id: take(range(env_id, env_id + 1)) for env_id in range(num_envs)}
     if found := _first_difference(alone[0], take(range(1)), 0):
         raise ContractViolation(
@@ -116,13 +123,13 @@ class _Difference:
         return f"{show_key(self.key)} than alone ({self.where}): expected {show(self.expected)}, got {show(self.got)}"
 
 
-def _first_difference(alone: Record, other: Record, env_id: int) -> _Difference | None:
-    for index, (mine, its) in enumerate(
-        zip(alone.rows[env_id], other.rows[env_id], strict=True)
-    ):
+def _first_difference(alone: Record, other: Record, at: int) -> _Difference | None:
+    """Return the first difference between the only env of a record and the env at a place of another."""
+    rows = zip(alone.shown(0), other.shown(at), strict=True)
+    for index, (mine, its) in enumerate(rows):
         for key, value in mine.row.items():
             if not equal(value, its.row[key]):
-                return _Difference(index, mine.where, key, value, its.row[key])
+                return _Difference(index, its.where, key, value, its.row[key])
     return None
 
 
@@ -139,7 +146,7 @@ def _cause(
     if not any(_first_difference(own[env_id], isolated, env_id) for env_id in alone):
         return "It draws from global generators. ExecutorOptions(isolate_rng=True) is the remedy."
     for env_id, record in alone.items():
-        row = record.rows[env_id][found.index].row
+        row = record.shown(0)[found.index].row
         is_constant = equal(row.get(found.key), found.expected)
         if not is_constant and equal(row.get(found.key), found.got):
             what = (
@@ -160,7 +167,7 @@ def _cause(
 
 
 def _take(
-    factory: "_Watched",
+    factory: MakeEnv,
     num_steps: int,
     seed: int,
     drawn_by: DrawAction | None,
@@ -179,78 +186,55 @@ def _take(
             factory,
             num_workers=1,
             seed=seed,
-            # Workers need this module for `_Watched`, and it imports torch.
+            # Workers need this module for `_watched`, and it imports torch.
             options=ExecutorOptions(
                 preload=(__name__,),
                 first_env_id=env_ids[0],
                 isolate_rng=isolates,
             ),
         ) as env:
-            batch = ExecutorBatch(env)
             before = _shared(env)
-            rngs = [np.random.default_rng([seed, env_id]) for env_id in env_ids]
-            rows: dict[int, list[_Shown]] = {env_id: [] for env_id in env_ids}
-
-            def note(
-                where: str,
-                its_rows: list[Row],
-                pictures: list[Row] | None = None,
-            ) -> None:
-                for env_id, row, picture in zip(
-                    env_ids,
-                    its_rows,
-                    pictures or [{}] * len(env_ids),
-                    strict=True,
-                ):
-                    rows[env_id].append(_Shown(where, {**row, **picture}))
-
-            roots = batch.reset(None)
-            note("the first root", roots, _pictures(env))
-            for step in range(num_steps):
-                nexts, roots = batch.step(
-                    draw_actions(drawn_by, batch.specs, rngs, roots),
-                    resets_ended=True,
-                )
-                note(f"next, step {step}", nexts)
-                note(f"root, step {step}", roots, _pictures(env))
+            trace = take_trace(
+                _DrawnBatch(env),
+                num_steps,
+                advance=fused,
+                drawn_by=drawn_by,
+                seed=seed,
+            )
             after = _shared(env)
     except WorkerLost as error:
         raise ContractViolation(f"{_RULE}: {error}") from error
     return Record(
-        rows,
+        trace,
         tuple(name for name, value in before.items() if after.get(name) != value),
     )
 
 
-def _pictures(env: ParallelEnv) -> list[Row]:
-    """Return a checksum of each env's picture; nothing for those that draw none."""
-    try:
-        pictures = env.ask("render", None)
-    except EnvError:  # of an env that draws none
-        pictures = [None] * env.num_envs
-    return [
-        {_PICTURE: zlib.crc32(np.ascontiguousarray(picture).tobytes())}
-        if isinstance(picture, np.ndarray)
-        else {}
-        for picture in pictures
-    ]
+class _DrawnBatch(ExecutorBatch):
+    """Its roots also have a checksum of the picture, of envs that draw one."""
+
+    def _rows(self, td: TensorDictBase, section: str) -> list[Row]:
+        rows = super()._rows(td, section)
+        if section == "root":
+            with contextlib.suppress(EnvError):  # of an env that draws none
+                pictures = self.env.ask("render", None)
+                for row, picture in zip(rows, pictures, strict=True):
+                    if isinstance(picture, np.ndarray):
+                        data = np.ascontiguousarray(picture).tobytes()
+                        row[_PICTURE] = zlib.crc32(data)
+        return rows
 
 
 # ---- in the worker ---------------------------------------------------------------------------------
 
 
-class _Watched:
-    """Builds envs that can tell what they share with others of their process."""
-
-    def __init__(self, make_env: MakeEnv) -> None:
-        self._make_env = make_env
-
-    def __call__(self) -> Any:
-        made = self._make_env()
-        env = made.env if isinstance(made, Adapter) else made
-        with contextlib.suppress(AttributeError, TypeError):
-            env.envherd_shared = functools.partial(_fingerprints, env)
-        return made
+def _watched(make_env: MakeEnv) -> Any:
+    """Build an env that can tell what it shares with others of its process."""
+    made = make_env()
+    env = made.env if isinstance(made, Adapter) else made
+    with contextlib.suppress(AttributeError, TypeError):
+        env.envherd_shared = functools.partial(_fingerprints, env)
+    return made
 
 
 def _shared(env: ParallelEnv) -> dict[str, int]:

@@ -2,12 +2,19 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from envherd.executor.testing.batch import Calls, ExecutorBatch, Row, Stepped
-from envherd.executor.testing.compare import ContractViolation, demand, has_ended
+from envherd.executor.testing.batch import (
+    Calls,
+    ContractViolation,
+    ExecutorBatch,
+    Row,
+    Stepped,
+    demand,
+    has_ended,
+)
 from envherd.shm.specs import EnvSpec
 from envherd.workers.errors import ResetNeeded
 from envherd.workers.random_values import draw, draw_masked, mask_key
@@ -44,6 +51,22 @@ class TraceEvent:
         return f"env {self.env_id}, step {self.step}"
 
 
+class Shown(NamedTuple):
+    """What an env has shown in a reset or a step.
+
+    Attributes:
+        env_id: of the env.
+        where: in words.
+        row: its values.
+        is_end: they are the last ones of (part of) an episode.
+    """
+
+    env_id: int
+    where: str
+    row: Row
+    is_end: bool = False
+
+
 @dataclass(frozen=True)
 class Trace:
     """The data of one run.
@@ -60,17 +83,22 @@ class Trace:
     events: list[TraceEvent]
     calls: Calls | None
 
-    def ends(self) -> Iterator[TraceEvent]:
-        """Yield the events at which (part of) an env ended."""
-        return (event for event in self.events if event.done.any())
-
     @property
-    def num_ends(self) -> int:
-        """The number of `ends`."""
-        return sum(1 for _ in self.ends())
+    def ends(self) -> list[TraceEvent]:
+        """The events at which (part of) an env ended."""
+        return [event for event in self.events if event.done.any()]
+
+    def shown(self) -> Iterator[Shown]:
+        """Yield all rows: of the first reset, and then of each event."""
+        for env_id, row in enumerate(self.first):
+            yield Shown(env_id, f"the first reset, env {env_id}", row)
+        for event in self.events:
+            is_end = bool(event.done.any())
+            yield Shown(event.env_id, f"next, {event}", event.next, is_end)
+            yield Shown(event.env_id, f"root, {event}", event.root)
 
 
-def draw_actions(
+def _draw_actions(
     drawn_by: DrawAction | None,
     specs: Sequence[EnvSpec],
     rngs: Sequence[np.random.Generator],
@@ -94,28 +122,36 @@ def _legal_values(spec: EnvSpec, rng: np.random.Generator, root: Row) -> list[An
     ]
 
 
-def take_trace(
+def drive(
     batch: ExecutorBatch,
+    roots: list[Row],
+    num_steps: int,
+    *,
     advance: Advance,
     drawn_by: DrawAction | None,
-    num_steps: int,
     seed: int,
-) -> Trace:
-    """Reset a batch and step it `num_steps` times, with actions that depend on seed, env, step and masks."""
-    before = batch.count_calls() or Calls(0, 0)
-    rngs = [np.random.default_rng([seed, env_id]) for env_id in range(NUM_ENVS)]
-    first = roots = batch.reset(None)
-    events = []
+) -> Iterator[TraceEvent]:
+    """Step a batch from its roots, with actions that depend on seed, env, step and masks; yield the events."""
+    first = batch.env.options.first_env_id
+    rngs = [np.random.default_rng([seed, first + i]) for i in range(len(roots))]
     for step in range(num_steps):
-        nexts, roots = advance(
-            batch,
-            draw_actions(drawn_by, batch.specs, rngs, roots),
-            step,
-        )
-        events += [
-            TraceEvent(step, env_id, *rows)
-            for env_id, rows in enumerate(zip(nexts, roots, strict=True))
-        ]
+        actions = _draw_actions(drawn_by, batch.specs, rngs, roots)
+        nexts, roots = advance(batch, actions, step)
+        for env_id, rows in enumerate(zip(nexts, roots, strict=True)):
+            yield TraceEvent(step, env_id, *rows)
+
+
+def take_trace(batch: ExecutorBatch, num_steps: int, **how: Any) -> Trace:
+    """Reset a batch and step it.
+
+    Args:
+        batch: to step.
+        num_steps: of each env.
+        **how: `advance`, `drawn_by` and `seed` of `drive`.
+    """
+    before = batch.count_calls() or Calls(0, 0)
+    first = batch.reset(None)
+    events = list(drive(batch, first, num_steps, **how))
     after = batch.count_calls()
     calls = None
     if after is not None:
@@ -141,7 +177,7 @@ def separate(
     nexts, roots = batch.step(actions, resets_ended=False)
     if any(map(has_ended, nexts)):
         roots = batch.reset(np.stack([row[("done",)] for row in nexts]))
-    return Stepped(nexts, roots)
+    return nexts, roots
 
 
 def disturbed(
@@ -152,7 +188,7 @@ def disturbed(
     """Step and reset ended envs; every third time also reset no env, then env 0, and check the other rows."""
     nexts, roots = separate(batch, actions, step)
     if step % 3 != 0:
-        return Stepped(nexts, roots)
+        return nexts, roots
     where = f"step {step}"
     before = batch.count_calls()
     mask = np.zeros((NUM_ENVS, *nexts[0][("done",)].shape), bool)
@@ -183,7 +219,7 @@ def disturbed(
         f"env 1, {where}",
         "it changed when env 0 was reset.",
     )
-    return Stepped(nexts, roots)
+    return nexts, roots
 
 
 def refused(
@@ -196,7 +232,7 @@ def refused(
     if ended := tuple(i for i, row in enumerate(nexts) if has_ended(row)):
         _check_refusal(batch, actions, ended, f"step {step}")
         roots = batch.reset(np.stack([row[("done",)] for row in nexts]))
-    return Stepped(nexts, roots)
+    return nexts, roots
 
 
 def _check_refusal(
@@ -231,24 +267,18 @@ def compare(
     why: str,
     *,
     env_ids: tuple[int, ...] = (0, 1),
+    of_ends: bool = False,
 ) -> None:
-    """Require that two traces have the same data for some envs, except for last observations."""
-    for env_id in env_ids:
-        demand(
-            rule,
-            one.first[env_id],
-            other.first[env_id],
-            f"the first reset, env {env_id}",
-            why,
-        )
-    for mine, theirs in zip(one.events, other.events, strict=True):
-        if mine.env_id in env_ids:
-            if not mine.done.any():
-                demand(rule, mine.next, theirs.next, f"next, {mine}", why)
-            demand(rule, mine.root, theirs.root, f"root, {mine}", why)
+    """Require that two traces have the same data for some envs.
 
-
-def compare_ends(rule: int, one: Trace, other: Trace, why: str) -> None:
-    """Require that two traces have the same last observations (and rewards and flags)."""
-    for mine, theirs in zip(one.ends(), other.ends(), strict=True):
-        demand(rule, theirs.next, mine.next, f"next, {mine}", why)
+    Args:
+        rule: that is checked.
+        one: the expected trace.
+        other: the trace that was got.
+        why: the end of the message.
+        env_ids: of the envs.
+        of_ends: compare only the last rows of episodes; otherwise, all but these.
+    """
+    for mine, theirs in zip(one.shown(), other.shown(), strict=True):
+        if mine.env_id in env_ids and mine.is_end == of_ends:
+            demand(rule, mine.row, theirs.row, mine.where, why)

@@ -52,7 +52,7 @@ UNPICKLES = {
     "executor/guests/leases.py": "results of leases, and exceptions of their envs",
     "workers/infos.py": "infos of workers, with options.infos='pickle' (facades of Gymnasium and SB3)",
     "executor/facades/gymnasium/worker.py": "values of spaces that are no arrays (facade of Gymnasium)",
-    "executor/cli/rerun.py": "the factory in a crash capsule, with --trust",
+    "executor/cli/replay.py": "the factory in a crash capsule, with --trust",
 }
 
 

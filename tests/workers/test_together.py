@@ -100,7 +100,7 @@ class OwnScreen(Walk):
         ),
         (
             OneCanvas,
-            r"env 0 gave another picture than alone \(the first root\)\. It is that of env 1: .*GL context",
+            r"env 0 gave another picture than alone \(the first reset, env 0\)\. It is that of env 1: .*GL context",
         ),
         (
             OwnScreen,

@@ -64,6 +64,10 @@ class PlainAdapter(Adapter):
     def __init__(self, env: PlainEnv) -> None:
         self.env = env
         self.spec = env.spec
+        # What an env has in addition takes the place of what adapters have by default.
+        for name in ("done_values", "render", "state_dict", "load_state_dict"):
+            if hasattr(env, name):
+                setattr(self, name, getattr(env, name))
 
     def reset(
         self,
@@ -80,25 +84,6 @@ class PlainAdapter(Adapter):
 
     def step(self, action: list[Any]) -> StepValues:
         return self.env.step(action)
-
-    def done_values(self) -> list[Any]:
-        """Return the env's own, if it has any."""
-        values = getattr(self.env, "done_values", None)
-        return values() if values is not None else []
-
-    def render(self) -> Any:
-        """Return the env's picture, if it draws one."""
-        draw = getattr(self.env, "render", None)
-        return draw() if draw is not None else None
-
-    def state_dict(self) -> Any:
-        """Return the env's state, if it has one."""
-        save = getattr(self.env, "state_dict", None)
-        return save() if save is not None else super().state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        """Put back what `state_dict` returned."""
-        getattr(self.env, "load_state_dict", super().load_state_dict)(state)
 
 
 register(PlainEnv, PlainAdapter)

@@ -24,7 +24,7 @@ from envherd import ParallelEnv
 from envherd.executor.cli import media
 from envherd.executor.cli.app import app
 from envherd.executor.cli.storing import RolloutStore, load_rollout
-from envherd.executor.cli.top import Watcher, screen
+from envherd.executor.cli.top import looks, screen
 from envherd.workers.testing import CountingEnv
 from tests.gates import wait_for
 
@@ -411,17 +411,17 @@ def test_long_animations_leave_steps_out(tmp_path):
 @pytest.mark.parametrize("width", [80, 100, 200])
 def test_the_identifiers_of_workers_stay_in_a_narrow_terminal(width):
     with (
-        closing(Watcher()) as watcher,
+        closing(looks()) as each_look,
         ParallelEnv(3, CountingEnv, num_workers=2, seed=0) as env,
     ):
-        watcher.look()
+        next(each_look)
         env.rollout(20, break_when_any_done=False)
         # Soon after the last answer.
         wait_for(lambda: {one.phase for one in env.statistics().workers} == {"idle"})
         pids = [worker.pid for worker in env.statistics().workers]
         views = [
             view
-            for view in watcher.look()
+            for view in next(each_look)
             if {one.pid for one in view.workers} == set(pids)
         ]
         out = io.StringIO()

@@ -268,7 +268,7 @@ def test_a_missing_package_says_what_to_install(monkeypatch):
 
 @pytest.mark.parametrize("roles", [None, ("default",)])
 def test_without_melting_pot_its_factory_says_so_when_it_is_called(monkeypatch, roles):
-    monkeypatch.setattr(meltingpot_factory, "_installed", lambda: None)
+    monkeypatch.setattr(meltingpot_factory, "installed", lambda: None)
     monkeypatch.setattr(meltingpot_factory, "_config_module", lambda kind: None)
     factory = MeltingPotFactory("clean_up", roles=roles)
     with pytest.raises(FactoryError, match="expected a package `meltingpot`, got none"):

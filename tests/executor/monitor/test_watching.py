@@ -15,7 +15,7 @@ from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.executor.guests.monitor.statistics import quantile, read_workers
 from envherd.executor.guests.monitor.watching import Watch, plates, stack_of
 from envherd.executor.pools.slab_plate import LABEL
-from envherd.executor.show.exporting import PrometheusCollector, to_scalars
+from envherd.executor.show.loggers import PrometheusCollector, to_scalars
 from envherd.executor.start import process_log
 from envherd.shm.nameplate import create_named, find
 from envherd.shm.segment import Segment

@@ -23,7 +23,7 @@ from envherd.executor import (
 from envherd.executor.rollouts import storage
 from envherd.executor.rollouts.policy_state import leaf_keys
 from envherd.executor.rollouts.storage import Lease
-from envherd.executor.show.episode_logger import EpisodeLogger
+from envherd.executor.show.loggers import EpisodeLogger
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers.testing import CountingEnv, PlainEnv
 from envherd.workers.testing.envs import action_leaf

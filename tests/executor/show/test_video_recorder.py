@@ -10,7 +10,6 @@ import gymnasium
 import pytest
 
 from envherd import Collector, ParallelEnv, SerialEnv, VideoRecorder
-from envherd.executor.show import recorder as module
 from tests.envs.team_env import Team, film_into, pictured
 
 
@@ -18,7 +17,7 @@ from tests.envs.team_env import Team, film_into, pictured
 def films(monkeypatch):
     """Return the films that are made; see `film_into`."""
     found = {}
-    monkeypatch.setattr(module, "Video", film_into(found))
+    monkeypatch.setattr("envherd.executor.show.camera.Video", film_into(found))
     return found
 
 

@@ -100,7 +100,7 @@ class MeltingPotFactory:
 
     def __call__(self) -> Any:
         """Return the native `Substrate` or `Scenario`; the adapter finds the options on it."""
-        if _installed() is None:
+        if installed() is None:
             raise self._refusal(
                 "a package `meltingpot`",
                 "none",
@@ -119,7 +119,7 @@ class MeltingPotFactory:
     @property
     def is_scenario(self) -> bool:
         """Whether the name is a scenario's; False where Melting Pot is not installed."""
-        return _installed() is not None and self.name not in substrate_names()
+        return installed() is not None and self.name not in substrate_names()
 
     @property
     def substrate(self) -> str:
@@ -135,7 +135,7 @@ class MeltingPotFactory:
     @property
     def preload(self) -> tuple[str, ...]:
         """Modules worth importing before workers are forked; never TensorFlow."""
-        if _installed() is None:
+        if installed() is None:
             return ()
         return (
             _BUILD,
@@ -145,7 +145,7 @@ class MeltingPotFactory:
 
     def _check_name(self) -> None:
         known = substrate_names()  # enough for most, and cheaper than the scenarios
-        if self.name in known or _installed() is None:
+        if self.name in known or installed() is None:
             return
         known += scenario_names()
         if self.name not in known:
@@ -194,7 +194,8 @@ def must_rebuild(substrate: str) -> bool:
     return substrate.partition("__")[0] in _NOT_IN_PLACE
 
 
-def _installed() -> Path | None:
+def installed() -> Path | None:
+    """Return the folder of the installed Melting Pot, without an import of it; None if there is none."""
     spec = importlib.util.find_spec("meltingpot")
     locations = None if spec is None else spec.submodule_search_locations
     return Path(next(iter(locations))) if locations else None
@@ -203,7 +204,7 @@ def _installed() -> Path | None:
 @functools.cache
 def _config_module(kind: str) -> ModuleType | None:
     """Load `meltingpot/configs/<kind>/__init__.py` by itself: its package's `__init__` imports TensorFlow."""
-    root = _installed()
+    root = installed()
     if root is None:
         return None
     spec = importlib.util.spec_from_file_location(

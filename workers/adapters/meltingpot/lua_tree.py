@@ -19,7 +19,6 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
-import importlib.util
 import os
 import re
 import shutil
@@ -27,6 +26,7 @@ import tempfile
 from pathlib import Path
 
 from envherd.shm import platforms
+from envherd.workers.adapters.meltingpot.factory import installed
 from envherd.workers.adapters.meltingpot.lua_edits import (
     COLLECT_SELDOM,
     COPY_LESS,
@@ -196,9 +196,8 @@ def _placed(files: dict[str, bytes]) -> str:
 
 
 def _installed_lua() -> Path:
-    spec = importlib.util.find_spec("meltingpot")
-    locations = None if spec is None else spec.submodule_search_locations
-    lua = Path(next(iter(locations))) / "lua" if locations else None
+    root = installed()
+    lua = None if root is None else root / "lua"
     if lua is None or not (lua / _PREFIXED_FILE).is_file():
         raise FactoryError(
             f"deterministic Melting Pot failed: expected an installed meltingpot with lua/{_PREFIXED_FILE}, "
