@@ -27,9 +27,9 @@ from benchmarks.report import Sheet, to_markdown, to_rich
 from benchmarks.work import SteadyFactory
 from envherd.executor import ExecutorOptions, MeltingPotFactory, SerialEnv
 from envherd.executor.machine.machine import Others, read_machine
-from envherd.executor.sizing.driving import Driver, Subject
+from envherd.executor.sizing.probe import Driver, Subject
 from envherd.executor.sizing.recommending import recommend
-from envherd.executor.sizing.settings import Goal, Measurement, Setting
+from envherd.executor.sizing.rule import Goal, Measurement, Setting
 from envherd.workers.adapters.env_names import factory_for
 
 RESULTS = Path(__file__).parent / "results" / "sizing.json"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from envherd.executor.guests.collectors.collector import Collector
     from envherd.executor.guests.collectors.policy import swapped_parameters, uncopied
     from envherd.executor.guests.leases import Lease, LeasePool
-    from envherd.executor.guests.monitor.statistics import Statistics, WorkerStatistics
+    from envherd.executor.guests.monitor import Statistics, WorkerStatistics
     from envherd.executor.options import Capsules, ExecutorOptions
     from envherd.executor.parallel import ParallelEnv
     from envherd.executor.progress import progress
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from envherd.executor.show.records import EpisodeRecord
     from envherd.executor.show.results import Evaluation, Evaluations, Interval, Rate
     from envherd.executor.sizing.recommending import recommend
-    from envherd.executor.start.preloading import preloaded
+    from envherd.executor.start.zygote import preloaded
     from envherd.shm.specs import Binary as Binary  # not in `__all__`
     from envherd.shm.specs import Box as Box
     from envherd.shm.specs import Discrete as Discrete
@@ -129,15 +129,15 @@ _HOMES = {
     "SerialEnv": "envherd.executor.serial",
     "SmallPictures": "envherd.workers.wrappers.pictures",
     "SpecError": _ERRORS,
-    "Statistics": "envherd.executor.guests.monitor.statistics",
+    "Statistics": "envherd.executor.guests.monitor",
     "Unbounded": _SPECS,
     "VideoRecorder": "envherd.executor.show.camera",
     "WorkerInfo": "envherd.workers.current",
     "WorkerLost": _ERRORS,
-    "WorkerStatistics": "envherd.executor.guests.monitor.statistics",
+    "WorkerStatistics": "envherd.executor.guests.monitor",
     "WorkerTimeout": _ERRORS,
     "evaluate": "envherd.executor.show.evaluate",
-    "preloaded": "envherd.executor.start.preloading",
+    "preloaded": "envherd.executor.start.zygote",
     "progress": "envherd.executor.progress",
     "recommend": "envherd.executor.sizing.recommending",
     "register": "envherd.workers.adapters.registry",

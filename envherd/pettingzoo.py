@@ -3,11 +3,11 @@
 from envherd.executor.facades import needing
 
 with needing("envherd[pettingzoo]", "gymnasium", "pettingzoo"):
-    from envherd.executor.facades.pettingzoo.agent_rows import (
+    from envherd.executor.facades.pettingzoo.stacked import parallel_env
+    from envherd.executor.facades.pettingzoo.vector_env import (
         AgentRowsEnv,
+        ParallelVectorEnv,
         concat_vec_envs_v1,
     )
-    from envherd.executor.facades.pettingzoo.stacked import parallel_env
-    from envherd.executor.facades.pettingzoo.vector_env import ParallelVectorEnv
 
 __all__ = ["AgentRowsEnv", "ParallelVectorEnv", "concat_vec_envs_v1", "parallel_env"]

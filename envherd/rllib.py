@@ -15,8 +15,8 @@ with needing(
 ):
     from envherd.executor.facades.rllib.env_runners import (
         MultiAgentEnvRunner,
+        MultiAgentVectorEnv,
         SingleAgentEnvRunner,
     )
-    from envherd.executor.facades.rllib.multi_agent import MultiAgentVectorEnv
 
 __all__ = ["MultiAgentEnvRunner", "MultiAgentVectorEnv", "SingleAgentEnvRunner"]

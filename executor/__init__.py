@@ -14,12 +14,12 @@ if TYPE_CHECKING:
         AsyncCollector as AsyncCollector,
     )
     from envherd.executor.guests.collectors.collector import Collector
-    from envherd.executor.guests.monitor.statistics import Statistics, WorkerStatistics
+    from envherd.executor.guests.monitor import Statistics, WorkerStatistics
     from envherd.executor.options import ExecutorOptions
     from envherd.executor.parallel import ParallelEnv
     from envherd.executor.serial import SerialEnv
     from envherd.executor.sizing.recommending import recommend
-    from envherd.executor.start.preloading import preloaded
+    from envherd.executor.start.zygote import preloaded
     from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
     from envherd.workers.errors import (
         ActionError,
@@ -67,9 +67,9 @@ _HOMES = {
     "MeltingPotFactory": "envherd.workers.adapters.meltingpot.factory",
     "ParallelEnv": "envherd.executor.parallel",
     "SerialEnv": "envherd.executor.serial",
-    "Statistics": "envherd.executor.guests.monitor.statistics",
-    "WorkerStatistics": "envherd.executor.guests.monitor.statistics",
-    "preloaded": "envherd.executor.start.preloading",
+    "Statistics": "envherd.executor.guests.monitor",
+    "WorkerStatistics": "envherd.executor.guests.monitor",
+    "preloaded": "envherd.executor.start.zygote",
     "recommend": "envherd.executor.sizing.recommending",
 }
 

@@ -56,7 +56,7 @@ def watch(pool: Pool, options: ExecutorOptions) -> None:
     """
     rules = options.capsule_rules
     if rules is not None:
-        from envherd.executor.guests.capsules.writer import CapsuleWriter
+        from envherd.executor.guests.capsules import CapsuleWriter
 
         pool.watcher = CapsuleWriter(rules, pool)
 

@@ -32,21 +32,19 @@ from envherd.executor.batches.fast_tensordict import get_leaf, set_next
 from envherd.executor.keywords import names_right_keyword, no_attribute
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
-from envherd.executor.pools.replies import crossed
+from envherd.executor.pools.commands import crossed
 from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.exchange import ENV_IDS, Exchange
-from envherd.executor.protocol.fast_exchange import FastExchange
-from envherd.executor.protocol.fast_step import compile_step
-from envherd.executor.rollouts.added_rows import AddedRows
-from envherd.executor.rollouts.policy_state import own_leaves
+from envherd.executor.protocol.fast import FastExchange, compile_step
+from envherd.executor.rollouts.policy_state import AddedRows, own_leaves
 from envherd.executor.rollouts.rollout import RolloutPolicy, RolloutRunner
 from envherd.executor.sending.blueprint import EnvKwargs, MakeEnv, as_factories
-from envherd.shm.finalizer import ClosedAtEnd, Finalizer
+from envherd.shm.interrupts import ClosedAtEnd, Finalizer
 from envherd.shm.specs import EnvSpec, LeafSpec, OneForEach
 from envherd.workers.protocol import Op
 
 if TYPE_CHECKING:
-    from envherd.executor.guests.monitor.statistics import Statistics
+    from envherd.executor.guests.monitor import Statistics
 
 
 class Parts(NamedTuple):
@@ -709,7 +707,7 @@ class BatchedEnv(ClosedAtEnd):
     def statistics(self) -> "Statistics":
         """Return the counts so far, each worker's load and memory, and which calls run in C."""
         self._guard.check()
-        from envherd.executor.guests.monitor.statistics import count
+        from envherd.executor.guests.monitor import count
 
         engine = self._engine
         return count(engine.pool, engine.memory, engine.ready_at, **engine.counts())

@@ -19,9 +19,13 @@ from typing import Any, Literal, get_args
 
 import psutil
 
-from envherd.executor.machine.machine import Machine, read_machine
-from envherd.executor.machine.renderers import find_renderers
-from envherd.executor.machine.room import FILES_FIXED, FILES_PER_WORKER
+from envherd.executor.machine.gpus import find_renderers
+from envherd.executor.machine.machine import (
+    FILES_FIXED,
+    FILES_PER_WORKER,
+    Machine,
+    read_machine,
+)
 from envherd.executor.options import ExecutorOptions, StartMethod
 from envherd.shm import platforms
 from envherd.shm.segment import Segment

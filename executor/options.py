@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from envherd.executor.keywords import names_right_keyword
 from envherd.shm.platforms import usable_cpus
-from envherd.workers.info_keys import check_keys
+from envherd.workers.infos import check_keys
 from envherd.workers.options import BlockOptions, EnvType, InfoKeys, InfoPolicy, Infos
 
 StartMethod = Literal["zygote", "spawn", "portable"]

@@ -72,8 +72,8 @@ class SerialEnv(BatchedEnv):
                 from envherd.executor.guests.simulator.engine import (
                     SimulatorEngine,
                     SimulatorExchange,
+                    SimulatorRun,
                 )
-                from envherd.executor.guests.simulator.rollout import SimulatorRun
 
                 parts = Parts(SimulatorEngine, SimulatorExchange, SimulatorRun)
                 options.refuse_capsules("SerialEnv of a torch simulator")

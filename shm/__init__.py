@@ -1,1 +1,1 @@
-"""Shared-memory mechanism: arithmetic (`layout`), bytes (`segment`), meaning (`slab`), wake-ups (`sync`)."""
+"""Shared-memory mechanism: bytes (`segment`), their layout and meaning (`slab`), wake-ups (`sync`)."""

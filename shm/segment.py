@@ -12,23 +12,111 @@ where the system can do so, because a write to a page that cannot be had is fata
 import contextlib
 import ctypes
 import errno
+import json
 import mmap
 import os
 import secrets
+import struct
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing import shared_memory
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from envherd.shm.cgroups import read_memory
-from envherd.shm.finalizer import Finalizer
-from envherd.shm.interrupts import ignoring_refusals, uninterrupted
+from envherd.shm.interrupts import Finalizer, ignoring_refusals, uninterrupted
 from envherd.shm.platforms import HAS_MEMFD as HAS_MEMFD  # noqa: PLC0414  # re-exported
-from envherd.shm.platforms import MAP_SHARED, fcntl, libc, reserve
-from envherd.shm.private_view import PrivateView, open_view
+from envherd.shm.platforms import MAP_SHARED, fcntl, libc, reserve, user_id
+
+# ---- private view ------------------------------------------------------------------------------
+# A private view of shared memory (copy-on-write): it shows what others write, until its holder writes there.
+#
+# A page to which the holder writes is copied first; the shared memory does not change. `has_copies` finds such pages,
+# no matter what has written to them, and `follow` drops the copies. `keep` copies pages without a change.
+#
+# Assumes: Linux, whose private mappings of a file show later writes to pages that were not copied (mmap(2) leaves that
+# open), and whose /proc/self/pagemap tells copies from pages of a file. A process that is forked has the same view.
+
+# Advice of asm-generic/mman-common.h.
+_MADV_DONTNEED = 4
+_MADV_POPULATE_WRITE = 23
+# An entry of pagemap describes a page: Documentation/admin-guide/mm/pagemap.rst in Linux's sources.
+_ENTRY_BYTES = 8
+#: The highest byte of entries of pages that were not copied: not mapped (0), or of a file (bit 61) and present (63) or
+#: in swap (62), maybe mapped only once (56).
+_FOLLOWING = bytes([0x00, 0xA0, 0xA1, 0x60, 0x61])
+libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class PrivateView:
+    """A private, copy-on-write mapping of a part of a segment.
+
+    Args:
+        memory: a private mapping of shared memory, an object with the buffer protocol.
+        pagemap: descriptor of /proc/self/pagemap, which `close` closes.
+
+    Attributes:
+        array: the bytes, uint8 (VIEW, which keeps the mapping alive).
+    """
+
+    def __init__(self, memory: Any, pagemap: int) -> None:
+        self.array = np.frombuffer(memory, np.uint8)
+        self._address = self.array.__array_interface__["data"][0]
+        self._pagemap = pagemap
+        self.close = weakref.finalize(self, os.close, pagemap)
+
+    def has_copies(self, start: int, nbytes: int) -> bool:
+        """Return whether somebody has written to some bytes of it; `start` is that of a page."""
+        first = (self._address + start) // mmap.PAGESIZE
+        entries = os.pread(
+            self._pagemap,
+            -(-nbytes // mmap.PAGESIZE) * _ENTRY_BYTES,
+            first * _ENTRY_BYTES,
+        )
+        return bool(
+            entries[_ENTRY_BYTES - 1 :: _ENTRY_BYTES].translate(None, _FOLLOWING)
+        )
+
+    def keep(self, start: int, nbytes: int) -> None:
+        """Copy all pages with some bytes, so that they follow no longer; `start` is that of a page.
+
+        No other Python code runs meanwhile. Before Linux 5.14 it writes to a byte of each page the value that it has.
+        """
+        madvise = ctypes.PyDLL(None).madvise  # holds the GIL
+        if madvise(
+            ctypes.c_void_p(self._address + start),
+            ctypes.c_size_t(nbytes),
+            _MADV_POPULATE_WRITE,
+        ):
+            self.array[start : start + nbytes : mmap.PAGESIZE] |= 0
+
+    def follow(self, start: int, nbytes: int) -> None:
+        """Drop the copies of all pages with some bytes; `start` is that of a page."""
+        if libc.madvise(self._address + start, nbytes, _MADV_DONTNEED):
+            raise OSError(ctypes.get_errno(), "madvise of a private view failed")
+
+
+def open_view(memory: Any) -> PrivateView | None:
+    """Return a view over a private mapping; None where copies of pages cannot be found."""
+    if sys.byteorder != "little":
+        return None
+    with ignoring_refusals():
+        view = PrivateView(
+            memory,
+            os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC),
+        )
+        view.array[0] = 0
+        if view.has_copies(0, 1):  # not everywhere is /proc Linux's own
+            view.follow(0, 1)
+            return view
+        view.close()
+    return None
+
+
+# ---- segment -----------------------------------------------------------------------------------
 
 #: Share of the available memory that one segment may take; the rest is for envs and learner.
 ADMISSION_MARGIN = 0.9
@@ -317,3 +405,116 @@ def _meminfo_available() -> int | None:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return None
+
+
+# ---- nameplate ---------------------------------------------------------------------------------
+# A nameplate: plain data at the end of a segment that tells other processes of the same user what the segment is.
+#
+# The last 16 bytes of the segment are the length of the text and a mark. The text, JSON, lies directly before them.
+#
+# Guarantees: the nameplate lives as long as the memory, so nothing is left behind.
+# Platforms: `find` needs Linux's `/proc`.
+
+_TRAILER = struct.Struct("<q8s")
+_MARK = b"envherd\x01"
+#: Bytes; a text is shorter.
+_MOST = 2**24
+
+
+class Plate(NamedTuple):
+    """A nameplate that was found.
+
+    Attributes:
+        pid: process that has the segment.
+        path: where the segment can be opened.
+        inode: of the segment; identifies it.
+        content: what the segment's creator wrote.
+    """
+
+    pid: int
+    path: str
+    inode: int
+    content: dict[str, Any]
+
+
+def create_named(
+    nbytes: int,
+    label: str,
+    content: dict[str, Any],
+    *,
+    num_sparse: int = 0,
+    create: Callable[..., Segment] = Segment.create,
+) -> Segment:
+    """Return a new segment of at least `nbytes` bytes, with a nameplate after them.
+
+    Args:
+        nbytes: for the creator's own use.
+        label: names the segment in /proc, where `find` looks for it.
+        content: JSON-serialisable.
+        num_sparse: bytes at the end that need not be available.
+        create: makes the segment.
+
+    Raises:
+        MemoryError: it would take too much of the available memory.
+    """
+    text = json.dumps(content).encode()
+    segment = create(nbytes + len(text) + _TRAILER.size, label, num_sparse=num_sparse)
+    memory = segment.array().data
+    end = segment.nbytes - _TRAILER.size
+    memory[end - len(text) : end] = text
+    memory[end:] = _TRAILER.pack(len(text), _MARK)
+    return segment
+
+
+def change(memory: np.ndarray, **entries: Any) -> None:
+    """Replace entries of the nameplate of a segment, given its bytes; the new text must not be longer."""
+    end = len(memory) - _TRAILER.size
+    begin = end - _TRAILER.unpack(memory.data[end:])[0]
+    text = json.dumps(json.loads(memory[begin:end].tobytes()) | entries).encode()
+    memory.data[begin:end] = text.rjust(end - begin)
+
+
+def find(label: str) -> Iterator[Plate]:
+    """Yield the nameplates of all segments with a label in this user's processes.
+
+    Workers hold the segments of their executor, and a forked process those of its parent, so the content should name
+    the owner. Processes that end meanwhile, or that cannot be inspected, are left out.
+    """
+    entries: list[os.DirEntry[str]] = []
+    with ignoring_refusals():
+        entries = list(os.scandir("/proc"))
+    for entry in entries:
+        if not entry.name.isdecimal():
+            continue
+        with ignoring_refusals():
+            if entry.stat().st_uid == user_id():
+                yield from _of_process(int(entry.name), label)
+
+
+def _of_process(pid: int, label: str) -> Iterator[Plate]:
+    target = f"/memfd:{label} (deleted)"
+    seen = set()
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        path = f"/proc/{pid}/fd/{name}"
+        with contextlib.suppress(ValueError), ignoring_refusals():
+            if os.readlink(path) != target:
+                continue
+            inode = os.stat(path).st_ino
+            if inode not in seen and isinstance(content := _read(path), dict):
+                seen.add(inode)
+                yield Plate(pid, path, inode, content)
+
+
+def _read(path: str) -> Any:
+    """Return the JSON at the place of a segment's nameplate; None if it has none.
+
+    Raises:
+        OSError: it cannot be read. ValueError: it is no JSON.
+    """
+    with Path(path).open("rb") as file:
+        end = file.seek(-_TRAILER.size, os.SEEK_END)
+        length, mark = _TRAILER.unpack(file.read(_TRAILER.size))
+        if mark != _MARK or not 0 < length < min(end, _MOST):
+            return None
+        file.seek(end - length)
+        return json.loads(file.read(length))

@@ -329,7 +329,7 @@ def _helper_of(
     With the arguments of a mark `preloads(...)`, the helper has also imported these modules, and those with this mark.
     """
     from envherd.executor import preloaded
-    from envherd.executor.start import preloading
+    from envherd.executor.start import zygote
 
     made: dict[tuple[str, ...], Any] = {}
 
@@ -345,12 +345,12 @@ def _helper_of(
                 preloaded(*_PRELOADED, *modules, *sorted(marked), "tests.huge_pages")
             )
             # Modules put it back for themselves.
-            made[modules] = preloading._open.popitem()
+            made[modules] = zygote._open.popitem()
         return made[modules]
 
     with contextlib.ExitStack() as stack:
         yield helper_of
-        preloading._open.update(made.values())
+        zygote._open.update(made.values())
 
 
 def _preloads(node: pytest.Item | pytest.Collector | None) -> tuple[str, ...] | None:
@@ -373,12 +373,12 @@ def _shared_helper(request: pytest.FixtureRequest) -> Iterator[None]:
     ):
         yield
     else:
-        from envherd.executor.start import preloading
+        from envherd.executor.start import zygote
 
         helper_of = request.getfixturevalue("_helper_of")
-        preloading._open.update([helper_of(modules or ())])
+        zygote._open.update([helper_of(modules or ())])
         yield
-        preloading._open.popitem()
+        zygote._open.popitem()
 
 
 @pytest.fixture(scope="session")
@@ -432,9 +432,9 @@ def one_torch_thread() -> Iterator[None]:
 @pytest.fixture
 def own_helper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the executors of the test start their helper, as in users' programs."""
-    from envherd.executor.start import preloading
+    from envherd.executor.start import zygote
 
-    monkeypatch.setattr(preloading, "_open", {})
+    monkeypatch.setattr(zygote, "_open", {})
 
 
 @pytest.fixture(autouse=True)

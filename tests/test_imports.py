@@ -60,7 +60,7 @@ ALLOWED = {
     "executor/cluster/*.py": {"ray"},
     "executor/facades/gymnasium/*": {"gymnasium"},
     "executor/facades/cleanrl/*": {"gymnasium"},
-    "executor/facades/leaf_spaces.py": {"gymnasium"},
+    "executor/facades/rows.py": {"gymnasium"},
     "executor/facades/pettingzoo/*": {"gymnasium"},
     "executor/facades/pettingzoo/stacked.py": {"pettingzoo"},
     "executor/facades/rllib/*": {"gymnasium", "ray"},
@@ -84,22 +84,17 @@ ALLOWED = {
 #: The parts of each layer, packages and single modules: each imports only itself and earlier parts.
 ORDER = {
     "shm": (
-        *(
-            "platforms",
-            "interrupts",
-            "finalizer",
-            "specs",
-            "layout",
-            "sync",
-            "tally",
-            "cgroups",
-            "private_view",
-        ),
-        *("segment", "nameplate", "slab", "__init__"),
+        "platforms",
+        "interrupts",
+        "specs",
+        "sync",
+        "cgroups",
+        "segment",
+        "slab",
+        "__init__",
     ),
     "workers": (
         *(
-            "state_tables",
             "__init__",
             "errors",
             "plain",
@@ -110,10 +105,8 @@ ORDER = {
         ),
         *(
             "infos",
-            "info_keys",
             "messages",
             "protocol",
-            "reply",
             "seeding",
             "random_values",
             "processes",

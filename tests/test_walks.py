@@ -36,7 +36,7 @@ Call = tuple[str, str]
 TOUCHED = {
     "plain step": (9, 23),
     "plain step with a lent frame": (10, 30),
-    "step": (17, 47),
+    "step": (16, 47),
     "plain recv": (10, 37),
     "recv": (12, 61),
 }

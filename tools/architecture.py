@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.parts import write_part
 from envherd.executor.protocol import env_states
-from envherd.workers.block import slot_states
+from envherd.workers.block import slot
 from tests.test_imports import MODULES, ORDERED, ROOT, imported_modules
 
 PAGE = ROOT / "docs" / "architecture.md"
@@ -217,7 +217,7 @@ PARTS: dict[str, Callable[[], list[str]]] = {
         states_table, env_states, env_states.State, env_states.Event
     ),
     "tools/architecture.py, states in a worker": partial(
-        states_table, slot_states, slot_states.SlotState, slot_states.SlotEvent
+        states_table, slot, slot.SlotState, slot.SlotEvent
     ),
 }
 

@@ -49,18 +49,15 @@ TESTS = {
         "executor/protocol/test_side_actions.py",
     ),
     "executor/pools/worker_pool.py": (*_STEPS, *_LOSSES),
-    "executor/pools/command_words.py": (
+    "executor/pools/commands.py": (
         "executor/pools/test_command_words.py",
-        *_STEPS,
-        *_LOSSES,
-    ),
-    "executor/pools/fast_commands.py": (
         "executor/pools/test_fast_commands.py",
+        *_STEPS,
         "executor/protocol/test_fast_calls.py",
         *_LOSSES,
     ),
     "executor/start/waiting.py": _LOSSES,
-    "executor/protocol/fast_step.py": (
+    "executor/protocol/fast.py": (
         "executor/protocol/test_fast_calls.py",
         "executor/protocol/test_stepping.py",
         "executor/rollouts/test_rollout.py",
@@ -72,7 +69,7 @@ TESTS = {
         "executor/rollouts/test_rollout.py",
     ),
     "executor/protocol/env_batches.py": (*_STEPS, "executor/rollouts/test_rollout.py"),
-    "executor/protocol/side_data.py": (
+    "executor/protocol/info_reader.py": (
         "executor/protocol/test_infos.py",
         "executor/protocol/test_side_actions.py",
     ),
@@ -98,11 +95,7 @@ TESTS = {
         "executor/batches/test_intake.py",
         "executor/protocol/test_stepping.py",
     ),
-    "executor/batches/plain_actions.py": (
-        "executor/batches/test_intake.py",
-        "executor/protocol/test_stepping.py",
-    ),
-    "executor/batches/step_data.py": (
+    "executor/batches/hand_out.py": (
         "executor/protocol/test_stepping.py",
         "executor/protocol/test_fast_calls.py",
     ),
@@ -121,11 +114,11 @@ TESTS = {
     ),
     "workers/block/slot.py": (
         "workers/test_slot.py",
+        "workers/test_slot_states.py",
         "executor/protocol/test_infos.py",
         *_STEPS,
     ),
-    "workers/block/slot_states.py": ("workers/test_slot_states.py",),
-    "shm/tally.py": (
+    "shm/sync.py": (
         "shm/test_tally.py",
         "shm/test_tally_model.py",
         "executor/protocol/test_exchange.py",
@@ -196,7 +189,7 @@ BELOW: dict[str, tuple[str, ...]] = {
         "executor/rollouts",
         "executor/collectors/test_collector.py",
     ),
-    "executor/rollouts/added_rows.py": ("executor/protocol/test_exchange.py",),
+    "executor/rollouts/policy_state.py": ("executor/protocol/test_exchange.py",),
     "executor/show/": ("executor/show", "executor/cli/test_cli_figures.py"),
     "executor/sizing/": ("executor/sizing",),
     "executor/testing/": _CONTRACT,

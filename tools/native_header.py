@@ -10,11 +10,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from envherd.executor.batches.plain_actions import Legal
-from envherd.shm.layout import ALIGNMENT
-from envherd.shm.slab import JOURNAL_FACTS
+from envherd.executor.batches.actions import Legal
+from envherd.shm.slab import ALIGNMENT, JOURNAL_FACTS
 from envherd.workers import protocol, seeding
-from envherd.workers.block import journal
+from envherd.workers.block import slot
 from envherd.workers.info_rows import TEXT_BYTES, Kind
 from envherd.workers.protocol import Flag, Op, Status
 
@@ -31,15 +30,15 @@ CONSTANTS: dict[str, dict[str, int]] = {
         "STATUS_OK": Status.OK,
         "LEAVE": protocol.LEAVE,
     },
-    "shm.layout": {"ALIGNMENT": ALIGNMENT},
-    "shm.slab, workers.block.journal": {
-        "KEPT_STEPS": journal.STEPS,
-        "KEPT_EPISODE": journal.EPISODE,
-        "KEPT_SEED": journal.SEED,
-        "KEPT_FLAGS": journal.FLAGS,
+    "shm.slab": {"ALIGNMENT": ALIGNMENT},
+    "shm.slab, workers.block.slot": {
+        "KEPT_STEPS": slot.STEPS,
+        "KEPT_EPISODE": slot.EPISODE,
+        "KEPT_SEED": slot.SEED,
+        "KEPT_FLAGS": slot.FLAGS,
         "KEPT_FACTS": len(JOURNAL_FACTS),
-        "JOURNAL_BEGUN": journal.JournalFlag.BEGUN,
-        "JOURNAL_SEEDED": journal.JournalFlag.SEEDED,
+        "JOURNAL_BEGUN": slot.JournalFlag.BEGUN,
+        "JOURNAL_SEEDED": slot.JournalFlag.SEEDED,
     },
     "workers.seeding": {
         "SEED_POOL": seeding.POOL_SIZE,
@@ -55,7 +54,7 @@ CONSTANTS: dict[str, dict[str, int]] = {
         **{f"IS_{kind.name}": kind for kind in Kind},
         "NUM_KINDS": len(Kind),
     },
-    "executor.batches.plain_actions": {f"CHECK_{legal.name}": legal for legal in Legal},
+    "executor.batches.actions": {f"CHECK_{legal.name}": legal for legal in Legal},
 }
 
 

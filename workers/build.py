@@ -26,14 +26,14 @@ from envherd.workers.sending.pickling import (
     find_culprit,
 )
 from envherd.workers.sending.sharing import is_meant_to_be_shared
-from envherd.workers.wrappers.episode_leaves import EpisodeLeaves
-from envherd.workers.wrappers.info_leaves import (
+from envherd.workers.wrappers.leaves import (
+    EpisodeLeaves,
     InfoEntry,
     InfoLeaves,
+    Wrapping,
     declared_fields,
     find_fields,
 )
-from envherd.workers.wrappers.wrapping import Wrapping
 
 Factory = Callable[..., Any]
 

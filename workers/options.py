@@ -46,8 +46,8 @@ class BlockOptions:
         isolate_rng: swap the global generators' state in and out around every call of an env.
         check_finite: refuse NaN and infinities in observations and rewards.
         infos: how to handle the envs' infos.
-        info_keys: entries of the infos that become leaves, by `wrappers.info_leaves`.
-        episode_statistics: leaves with return, length and time of the episode, by `wrappers.episode_leaves`.
+        info_keys: entries of the infos that become leaves, by `wrappers.leaves`.
+        episode_statistics: leaves with return, length and time of the episode, by `wrappers.leaves`.
         episode_seeds: seed every reset from (root seed, env id, episode), or only where the caller gives a seed.
         env_type: what the envs take and return; `registry.find_adapter` reads it.
         first_env_id: id of env 0 for seeds, if these envs are a share of a larger batch.

@@ -9,7 +9,7 @@ capsule or a tensor saved by autograd. All of these hold the storage, whose user
 again while anybody holds it. What a holder writes is never seen by the executor, nor by the next holder of that frame.
 A fork copies the frames that are held, because the child may hold them longer than this process does.
 Limits: only forks by Python are noticed (`os.fork`, multiprocessing). Needs a private function of torch that returns
-this count; without it nothing is reused or lent. Lending also needs private views (`shm.private_view`).
+this count; without it nothing is reused or lent. Lending also needs private views (`shm.segment`).
 """
 
 import sys
@@ -21,10 +21,9 @@ import numpy as np
 import torch
 
 from envherd.executor.batches.fast_tensordict import as_tensor
-from envherd.shm.layout import Field
 from envherd.shm.platforms import register_at_fork
-from envherd.shm.private_view import PrivateView
-from envherd.shm.slab import GroupSlab, Slab
+from envherd.shm.segment import PrivateView
+from envherd.shm.slab import Field, GroupSlab, Slab
 
 Leaves = list[torch.Tensor]
 #: Memory that the caller fills, uint8 `[nbytes]`, or None if there is nothing to fill; and the leaves over it.

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from envherd.executor.batches.grad_mode import outside_inference_mode
+from envherd.executor.batches.fast_tensordict import outside_inference_mode
 
 _CUDA_REGISTER_PORTABLE = 1  # cuda_runtime_api.h: cudaHostRegisterPortable
 _ALIGNMENT = 64  # bytes; a multiple of every dtype's size

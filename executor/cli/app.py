@@ -3,25 +3,204 @@
 import inspect
 import shlex
 from importlib import metadata
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from envherd.executor.cli.doctor import doctor
-from envherd.executor.cli.init import init
-from envherd.executor.cli.listing import list_envs
 from envherd.executor.cli.options import (
+    EXIT_FAILED,
     EXIT_USAGE,
     Check,
     Command,
     Evaluate,
+    Json,
     Replay,
     Rollout,
     Size,
     Top,
     require_number,
+    require_place,
+    write_json,
 )
+
+# ---- listing -----------------------------------------------------------------------------------
+# `envherd list`: prints the names of the installed envs.
+
+
+def list_envs(
+    family: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="FAMILY",
+            help="meltingpot, gymnasium, dm_control or pettingzoo; default: all.",
+        ),
+    ] = None,
+    part: Annotated[
+        str | None,
+        typer.Argument(metavar="FILTER", help="Print only names that contain this."),
+    ] = None,
+) -> None:
+    """List the names of installed envs, in the form that `envherd rollout` accepts. No env is built.
+
+    The exit code is 2 if the family is unknown or not installed, and 1 if no name contains FILTER.
+    """
+    from envherd.executor.cli.options import EXIT_FAILED, EXIT_USAGE
+    from envherd.workers.adapters.env_names import LISTED, known_names
+    from envherd.workers.adapters.named import plug_in_ids
+    from envherd.workers.errors import FactoryError, closest
+
+    if family is not None and family not in LISTED:
+        typer.echo(
+            f"error: list failed: expected one of {', '.join(LISTED)}, got {family!r}.{closest(family, [*LISTED])}",
+            err=True,
+        )
+        raise typer.Exit(EXIT_USAGE)
+    is_empty = True
+    absent = []
+    for one in LISTED if family is None else (family,):
+        try:
+            names = known_names(one)
+        except FactoryError as error:
+            # Printed at the end, if no installed family has such a name.
+            absent.append(f"error: {error}")
+            continue
+        if one == "gymnasium":
+            names += tuple(
+                f"{plug_in}:{env_id}"
+                for env_id, plug_in in plug_in_ids().items()
+                if env_id not in names
+            )
+        for name in names:
+            if part is None or part.lower() in name.lower():
+                typer.echo(f"{one}:{name}")
+                is_empty = False
+    if is_empty:
+        wanted = "names" if part is None else f"names that contain {part!r}"
+        typer.echo(
+            "\n".join([*absent, f"error: list failed: expected {wanted}, got none."]),
+            err=True,
+        )
+        raise typer.Exit(EXIT_USAGE if family is not None and absent else EXIT_FAILED)
+
+
+# ---- init --------------------------------------------------------------------------------------
+# `envherd init FILE`: writes a template with an env, its adapter and its factory, which runs unchanged.
+
+#: The template. In the copy, the new module's name replaces that of the template.
+_TEMPLATE = Path(__file__).with_name("env_template.py")
+
+
+def init(
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="The Python file to write."),
+    ] = Path("my_env.py"),
+    *,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Replace a file that exists."),
+    ] = False,
+) -> None:
+    """Write a small env with its adapter and factory; replace it by your env.
+
+    The file runs unchanged: `envherd check my_env:make_env`.
+    """
+    if file.suffix != ".py" or not file.stem.isidentifier():
+        raise typer.BadParameter(
+            f"expected the name of a Python module, e.g. my_env.py, got {str(file)!r}."
+        )
+    if file.exists() and not force:
+        raise typer.BadParameter(
+            f"expected a new file, got {str(file)!r}, which exists. --force replaces it."
+        )
+    require_place(file)
+    name = f"{_module(file)}:make_env"
+    file.write_text(_TEMPLATE.read_text().replace(f"{_TEMPLATE.stem}:make_env", name))
+    typer.echo(f"{file} written. Next: envherd check {name}")
+
+
+def _module(file: Path) -> str:
+    """Return the dotted module name of a file below the current folder; of other files, only the file's own name."""
+    here = Path.cwd()
+    path = file.resolve()
+    is_below = path.is_relative_to(here) and all(
+        part.isidentifier() for part in path.relative_to(here).parent.parts
+    )
+    return (
+        ".".join(path.relative_to(here).with_suffix("").parts)
+        if is_below
+        else file.stem
+    )
+
+
+# ---- doctor ------------------------------------------------------------------------------------
+# `envherd doctor`: checks the machine and the installation, and suggests fixes.
+
+
+def doctor(
+    *,
+    env: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ENV",
+            help="Also build this env, and show whether C steps it.",
+        ),
+    ] = None,
+    json: Json = None,
+) -> None:
+    """Check Python, packages, Melting Pot, start methods, shared memory, limits, GPU, and leftovers of crashed runs.
+
+    The exit code is 1 if anything fails, 0 otherwise; warnings do not count.
+    """
+    if env is None:
+        raise typer.Exit(_report("", None, json))
+    # Imported here: they need packages that may be missing.
+    from envherd.executor.cli.commands import carry_out
+    from envherd.workers.adapters.env_names import factory_for
+
+    raise typer.Exit(
+        carry_out(
+            lambda: factory_for(env),
+            lambda make_env: _report(env, make_env, json),
+        )
+    )
+
+
+def _report(env: str, make_env: Any, path: str | None) -> int:
+    """Print all findings; return the exit code."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from envherd.executor.doctor import Finding, examine
+
+    console = Console(stderr=path == "-")
+    styles = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+    findings: list[Finding] = []
+    for finding in examine(env, make_env):
+        findings.append(finding)
+        console.print(
+            Text(f"{finding.level:>4}  ", styles[finding.level])
+            .append(f"{finding.name}: ", "bold")
+            .append(finding.found, "default"),
+            soft_wrap=True,
+        )
+        if finding.fix and finding.level != "ok":
+            console.print(Text(f"      fix: {finding.fix}", "cyan"), soft_wrap=True)
+    has_failed = any(finding.level == "fail" for finding in findings)
+    write_json(
+        path,
+        {
+            "schema": "envherd.doctor/1",
+            "is_ok": not has_failed,
+            "findings": [vars(one) for one in findings],
+        },
+    )
+    return EXIT_FAILED if has_failed else 0
+
+
+# ---- app ---------------------------------------------------------------------------------------
 
 
 class _Commands(TyperGroup):

@@ -8,9 +8,9 @@ from rich.text import Text
 
 from envherd.executor.cli.commands import carry_out
 from envherd.executor.cli.options import EXIT_FAILED, Check, write_json
-from envherd.executor.machine.room import require_room
-from envherd.executor.testing.batch import ContractViolation
+from envherd.executor.machine.machine import require_room
 from envherd.executor.testing.contract import Contract, NoEpisodeEnd
+from envherd.executor.testing.traces import ContractViolation
 from envherd.workers.adapters.env_names import factory_for
 
 SCHEMA = "envherd.check/1"

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from envherd.executor.guests.capsules.file import text_of
+from envherd.executor.guests.capsules import text_of
 
 # Exit codes; 0 is success. For `replay CAPSULE`, success is that the env fails again.
 EXIT_FAILED = 1

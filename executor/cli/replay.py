@@ -26,12 +26,16 @@ from rich.text import Text
 from tensordict import TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.cli.commands import carry_out, started
+from envherd.executor.cli.commands import StoreError, carry_out, load_rollout, started
 from envherd.executor.cli.media import Pictures
 from envherd.executor.cli.options import EXIT_FAILED, EXIT_NO_FAILURE, Replay
-from envherd.executor.cli.storing import StoreError, load_rollout
-from envherd.executor.guests.capsules.file import CapsuleError, load_capsule
-from envherd.executor.guests.capsules.writer import FATAL, OPTIONS, digest
+from envherd.executor.guests.capsules import (
+    FATAL,
+    OPTIONS,
+    CapsuleError,
+    digest,
+    load_capsule,
+)
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.processes.worker_process import describe_exit
 from envherd.executor.serial import SerialEnv

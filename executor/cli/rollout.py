@@ -20,6 +20,7 @@ from rich.text import Text
 from tensordict import TensorDict, TensorDictBase
 
 from envherd.executor.cli.commands import (
+    RolloutStore,
     carry_out,
     complain,
     noting_interrupt,
@@ -27,21 +28,19 @@ from envherd.executor.cli.commands import (
     started,
     table_of_facts,
 )
-from envherd.executor.cli.media import Pictures
+from envherd.executor.cli.media import Pictures, Returns
 from envherd.executor.cli.options import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     Rollout,
     write_json,
 )
-from envherd.executor.cli.returns import Returns
-from envherd.executor.cli.storing import RolloutStore
-from envherd.executor.guests.monitor.statistics import Statistics
+from envherd.executor.guests.monitor import Statistics
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.rollouts.policy_state import run_policy
 from envherd.executor.show.camera import MediaError
 from envherd.executor.show.per_player import as_policy
-from envherd.executor.sizing.settings import size_text
+from envherd.executor.sizing.rule import size_text
 from envherd.workers.adapters.env_names import Made, full_name, made_for
 from envherd.workers.errors import EnvherdError
 from envherd.workers.processes import memory_of

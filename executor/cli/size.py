@@ -13,7 +13,7 @@ from envherd.executor.cli.commands import carry_out, table_of_facts
 from envherd.executor.cli.options import Size, write_json
 from envherd.executor.machine.machine import Machine
 from envherd.executor.sizing.recommending import Sizing, recommend
-from envherd.executor.sizing.settings import Goal, counted, size_text, time_text
+from envherd.executor.sizing.rule import Goal, counted, size_text, time_text
 from envherd.workers.adapters.env_names import Factory, factory_for
 
 SCHEMA = "envherd.size/7"

@@ -12,10 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from envherd.executor.cli.options import EXIT_INTERRUPTED, EXIT_USAGE, Top, write_json
-from envherd.executor.guests.monitor.statistics import WorkerStatistics
-from envherd.executor.guests.monitor.watching import Watch, plates, stack_of
-from envherd.executor.sizing.settings import size_text, time_text
-from envherd.executor.start.process_log import without_own_frames
+from envherd.executor.guests.monitor import Watch, WorkerStatistics, plates, stack_of
+from envherd.executor.sizing.rule import size_text, time_text
+from envherd.executor.start.zygote import without_own_frames
 from envherd.shm.platforms import missing
 
 SCHEMA = "envherd.top/2"

@@ -33,7 +33,7 @@ from envherd.executor.batches.arguments import (
 )
 from envherd.executor.cluster.shares import ClusterError, bundles_for, no_room, spread
 from envherd.executor.guests.collectors.policy import Placed, Policy, tensors_of
-from envherd.executor.guests.monitor.statistics import Statistics
+from envherd.executor.guests.monitor import Statistics
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.processes.error_messages import log
@@ -47,7 +47,7 @@ from envherd.executor.sending.blueprint import (
     counted,
     draw,
 )
-from envherd.shm.finalizer import ClosedAtEnd
+from envherd.shm.interrupts import ClosedAtEnd
 from envherd.workers.build import Factory
 from envherd.workers.errors import Busy, EnvherdError, WorkerLost
 from envherd.workers.sending import registries

@@ -23,7 +23,7 @@ from enum import Enum
 from typing import ClassVar, NoReturn
 
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.protocol.fast_step import compile_command
+from envherd.executor.protocol.fast import compile_command
 from envherd.executor.protocol.flight import Flight
 from envherd.workers.protocol import Op
 

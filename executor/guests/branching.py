@@ -6,7 +6,7 @@ import numpy as np
 
 from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.env_states import State
-from envherd.workers.block.journal import FLAGS, STEPS, JournalFlag
+from envherd.workers.block.slot import FLAGS, STEPS, JournalFlag
 from envherd.workers.errors import EnvherdError, ResetNeeded
 from envherd.workers.seeding import branch_seed
 
@@ -74,7 +74,7 @@ def _copy_journals(
     *,
     is_changed: bool,
 ) -> None:
-    """Make the inputs of an env's episode also those of its copies; see `workers.block.journal`."""
+    """Make the inputs of an env's episode also those of its copies; see `workers.block.slot`."""
     group, row = engine.positions.places.of_env[source]
     journal = dict(engine.pool.slab.groups[group].journal)
     rows = engine.positions.places.row_of[targets]

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
 from envherd.executor.guests.interpreters import in_interpreters
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.slab_plate import LABEL, describe
+from envherd.executor.pools.worker_pool import LABEL, describe
 from envherd.executor.processes.crew import Crew
 from envherd.executor.processes.error_messages import (
     env_error,
@@ -59,10 +59,10 @@ from envherd.executor.sending.blueprint import (
     checked_options,
     draw,
 )
-from envherd.executor.start.process_log import without_own_frames
-from envherd.shm.finalizer import ClosedAtEnd, Finalizer
-from envherd.shm.nameplate import create_named
+from envherd.executor.start.zygote import without_own_frames
+from envherd.shm.interrupts import ClosedAtEnd, Finalizer
 from envherd.shm.platforms import require
+from envherd.shm.segment import create_named
 from envherd.shm.slab import Slab, plan_slab
 from envherd.workers.current import worker
 from envherd.workers.errors import Closed, EnvError, EnvherdError, RemoteTraceback

@@ -40,8 +40,7 @@ from envherd.shm import platforms
 from envherd.shm.interrupts import ignoring_refusals, uninterrupted
 from envherd.shm.segment import Segment
 from envherd.shm.sync import Bell
-from envherd.workers.guests.portable.entry import main
-from envherd.workers.guests.portable.socket_bells import SocketBell
+from envherd.workers.guests.portable.entry import SocketBell, main
 from envherd.workers.sending import surroundings
 from envherd.workers.sending.importing import refuse_at_import
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.flight import Renew
+from envherd.executor.protocol.info_reader import SideData
 from envherd.executor.protocol.positions import Positions
-from envherd.executor.protocol.side_data import SideData
 
 
 @contextlib.contextmanager

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from envherd.executor.guests.capsules.file import Form, is_count
-from envherd.executor.pools.replies import crossed
+from envherd.executor.guests.capsules import Form, is_count
+from envherd.executor.pools.commands import crossed
 from envherd.executor.processes.error_messages import log
 from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.env_batches import check_root

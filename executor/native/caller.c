@@ -1,4 +1,4 @@
-/* Commands to envs of a pool, and the wait for their answers: executor.pools.fast_commands names the specification.
+/* Commands to envs of a pool, and the wait for their answers: executor.pools.commands names the specification.
  *
  * Order, because workers read meanwhile. Handlers of signals run only in `bell_wait`. The numbers are at the lines.
  * 1. The counter of commands, before any word: after an interrupt, Python sees by it that a command may have been given.
@@ -275,7 +275,7 @@ static PyMethodDef caller_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 static PyType_Slot caller_slots[] = {
-    {Py_tp_doc, "Gives commands to envs of a pool: see executor.pools.fast_commands."},
+    {Py_tp_doc, "Gives commands to envs of a pool: see executor.pools.commands."},
     {Py_tp_new, caller_new},
     {Py_tp_methods, caller_methods},
     {Py_tp_dealloc, caller_dealloc},

@@ -1,4 +1,4 @@
-/* Transitions of some envs: their steps are sent, waited for, and taken: see executor.protocol.fast_exchange.
+/* Transitions of some envs: their steps are sent, waited for, and taken: see executor.protocol.fast.
  *
  * Each function does all that it does or nothing, and runs no Python code in between but for handlers of signals within
  * `wait`, which changes nothing. So an interrupt finds envs either sent or not, and either taken or not.
@@ -699,7 +699,7 @@ static PyMethodDef exchange_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 static PyType_Slot exchange_slots[] = {
-    {Py_tp_doc, "Sends and takes transitions of some envs: see executor.protocol.fast_exchange."},
+    {Py_tp_doc, "Sends and takes transitions of some envs: see executor.protocol.fast."},
     {Py_tp_new, exchange_new},
     {Py_tp_methods, exchange_methods},
     {Py_tp_dealloc, exchange_dealloc},

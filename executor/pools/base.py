@@ -12,11 +12,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.command_words import CommandWords
-from envherd.executor.pools.replies import Outcome
+from envherd.executor.pools.commands import CommandWords, Outcome
 from envherd.executor.processes.error_messages import Frame
 from envherd.executor.sending.blueprint import Blueprint
-from envherd.shm.private_view import PrivateView
+from envherd.shm.segment import PrivateView
 from envherd.shm.slab import Slab, SlabPlan, StoragePlan, plan_slab
 from envherd.shm.specs import EnvSpec, Key
 from envherd.workers import messages, native

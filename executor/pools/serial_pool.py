@@ -12,8 +12,7 @@ import numpy as np
 
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool, WorkerFigures, refuse_batches
-from envherd.executor.pools.command_words import CommandWords
-from envherd.executor.pools.fast_commands import native_caller
+from envherd.executor.pools.commands import CommandWords, native_caller
 from envherd.executor.processes.error_messages import (
     env_error,
     lacks_arguments,
@@ -30,11 +29,10 @@ from envherd.workers.block.block import Block
 from envherd.workers.build import Builder, pickle_factory
 from envherd.workers.current import WorkerInfo, building
 from envherd.workers.errors import EnvherdError, FactoryError
+from envherd.workers.messages import Fault
 from envherd.workers.options import FactoryCall
-from envherd.workers.process.loop import Loop
-from envherd.workers.process.native_loop import loop_class
+from envherd.workers.process.loop import Loop, loop_class
 from envherd.workers.protocol import Op, pack_each
-from envherd.workers.reply import Fault
 
 
 class SerialPool(Pool):

@@ -8,7 +8,7 @@ Guarantees:
 Assumes: one caller at a time.
 
 Order, because a handler may raise between any two lines, and because workers read meanwhile. The numbers are at the
-lines; those of the words are in `command_words`, and C has the same in `native/caller.c`.
+lines; those of the words are in `pools.commands`, and C has the same in `native/caller.c`.
 1. Messages, then the command, then the doorbell. A worker reads messages before it looks for commands; one that was
    not rung is rung by `wake_workers`.
 2. `CommandWords.complete`, before the command that it announces: an env keeps its place in the order.
@@ -18,6 +18,7 @@ lines; those of the words are in `command_words`, and C has the same in `native/
    was not read is announced still.
 """
 
+import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -26,9 +27,7 @@ import numpy as np
 
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool, WorkerFigures, refuse_batches
-from envherd.executor.pools.command_words import CommandWords
-from envherd.executor.pools.fast_commands import LOOK_S, native_caller
-from envherd.executor.pools.slab_plate import LABEL, describe, show_path
+from envherd.executor.pools.commands import LOOK_S, CommandWords, native_caller
 from envherd.executor.processes.crew import Crew
 from envherd.executor.processes.error_messages import (
     env_error,
@@ -39,12 +38,12 @@ from envherd.executor.processes.mail import await_frame, drain, has_answered, ma
 from envherd.executor.processes.supervisor import Supervisor
 from envherd.executor.sending.blueprint import Blueprint, EnvCall
 from envherd.executor.start.waiting import Clock, Deadline, Overdue
-from envherd.shm.nameplate import create_named
-from envherd.shm.segment import Segment
-from envherd.shm.slab import Slab, StoragePlan
+from envherd.shm import segment
+from envherd.shm.interrupts import ignoring_refusals
+from envherd.shm.segment import Segment, create_named
+from envherd.shm.slab import Slab, SlabPlan, StoragePlan
 from envherd.shm.specs import EnvSpec
-from envherd.shm.sync import Bell, Doorbell
-from envherd.shm.tally import Tally
+from envherd.shm.sync import Bell, Doorbell, Tally
 from envherd.workers import messages
 from envherd.workers.errors import EnvherdError, FactoryError
 from envherd.workers.processes import memory_of
@@ -56,6 +55,63 @@ from envherd.workers.protocol import (
     describe_phase,
     pack_each,
 )
+
+# ---- slab plate --------------------------------------------------------------------------------
+# The content of a slab's nameplate, by which `envherd top` finds and reads the slab.
+
+LABEL = "envherd-slab"
+SCHEMA = "envherd.slab/2"
+#: Bytes for the text that is known only after the slab was created.
+_PATH_BYTES = 512
+
+
+def describe(
+    plan: SlabPlan,
+    blocks: Sequence[Sequence[int]],
+    family: str,
+    gpus: Sequence[str | None],
+) -> dict[str, Any]:
+    """Return the content of the nameplate of a slab of this process.
+
+    Args:
+        plan: of the slab.
+        blocks: env ids of each worker.
+        family: of the envs.
+        gpus: of each worker.
+    """
+    return {
+        "schema": SCHEMA,
+        "pid": os.getpid(),
+        "namespace": namespace(),
+        "made_at": time.time(),
+        "env": family,
+        "path": " " * _PATH_BYTES,
+        "blocks": [list(block) for block in blocks],
+        "gpus": list(gpus),
+        "words": {
+            field.name[0]: [field.offset, field.shape[0]] for field in plan.words
+        },
+        "nbytes": plan.words.nbytes,
+    }
+
+
+def show_path(buffer: np.ndarray, path: str) -> None:
+    """Write which calls are made in C to the nameplate of a slab; a long text is cut."""
+    # `"` and `\\` take two.
+    segment.change(
+        buffer,
+        path=path.encode("ascii", "replace").decode()[: _PATH_BYTES // 2],
+    )
+
+
+def namespace() -> str:
+    """Return the name of this process's pid namespace; empty without /proc."""
+    with ignoring_refusals():
+        return os.readlink("/proc/self/ns/pid")
+    return ""
+
+
+# ---- worker pool -------------------------------------------------------------------------------
 
 _LOOK_NS = int(LOOK_S * 1e9)
 #: Seconds between checks of the workers' pidfds if answers arrive without a wait of `LOOK_S`.

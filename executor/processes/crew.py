@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.processes.equipment import Equipment
 from envherd.executor.processes.error_messages import (
     Frame,
     factory_error,
@@ -23,13 +22,12 @@ from envherd.executor.processes.error_messages import (
     numbering,
     refusals_as_loss,
 )
-from envherd.executor.processes.mail import await_frame, drain, mail
+from envherd.executor.processes.mail import Equipment, await_frame, drain, mail
 from envherd.executor.processes.worker_process import WorkerProcess, worker_config
 from envherd.executor.progress import showing
 from envherd.executor.sending.blueprint import Blueprint
 from envherd.executor.sending.variables import gpus_of, variables_of
-from envherd.executor.start.preloading import helper_for
-from envherd.executor.start.zygote import Helper, surroundings_of
+from envherd.executor.start.zygote import Helper, helper_for, surroundings_of
 from envherd.shm import platforms
 from envherd.shm.interrupts import ignoring_refusals, uninterrupted
 from envherd.shm.specs import EnvSpec

@@ -7,7 +7,7 @@ from typing import Any
 
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.processes.worker_process import WorkerProcess
-from envherd.executor.start.process_log import without_own_frames
+from envherd.executor.start.zygote import without_own_frames
 from envherd.workers.current import WorkerInfo
 from envherd.workers.errors import (
     EnvError,

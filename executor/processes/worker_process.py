@@ -15,15 +15,15 @@ from typing import Any, Literal
 
 import psutil
 
-from envherd.executor.machine.cgroups import count_oom_kills
+from envherd.executor.machine.machine import count_oom_kills
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.sending.blueprint import EnvCall
-from envherd.executor.start.process_log import (
+from envherd.executor.start.zygote import (
+    Helper,
     read_log,
     request_stacks,
     without_own_frames,
 )
-from envherd.executor.start.zygote import Helper
 from envherd.shm import platforms
 from envherd.shm.interrupts import (
     close_descriptors,

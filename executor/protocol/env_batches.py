@@ -12,16 +12,16 @@ from envherd.executor.batches.actions import to_numpy
 from envherd.executor.batches.hand_out import (
     GroupBatch,
     Members,
+    StepBatches,
+    WithRoot,
     add_side,
     stack_groups,
 )
 from envherd.executor.batches.memory import Leaves
-from envherd.executor.batches.step_data import StepBatches, WithRoot
 from envherd.executor.batches.transfer import Mover
+from envherd.executor.protocol.info_reader import SideData
 from envherd.executor.protocol.positions import Positions, some_or_none
-from envherd.executor.protocol.side_data import SideData
-from envherd.shm.layout import Name
-from envherd.shm.slab import Place
+from envherd.shm.slab import Name, Place
 from envherd.shm.specs import EnvSpec, LeafSpec
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from envherd.executor.protocol.call_guard import call_name
-from envherd.workers import state_tables
+from envherd.workers import protocol
 from envherd.workers.errors import Busy, EnvherdError, ResetNeeded
 from envherd.workers.protocol import Op
 
@@ -128,7 +128,7 @@ COMMANDS = (Event.STEP, Event.STEP_RESET, Event.RESET)
 # Searching bytes takes a tenth of the time of an array, and for an int of bytes.
 _IMPOSSIBLE_BYTE = 255
 #: `FOLLOWS` as bytes: int8 `[event, state]`, the state that follows; -1 where nothing can.
-NEXT = state_tables.as_bytes(FOLLOWS)
+NEXT = protocol.as_bytes(FOLLOWS)
 _NEXT = [bytes(row).ljust(256, bytes([_IMPOSSIBLE_BYTE])) for row in NEXT]
 _NEEDS_RESET = int(State.NEEDS_RESET)
 _RUNNING = int(State.RUNNING)
@@ -137,7 +137,7 @@ _FIRST_UNDER_WAY = np.int8(State.STEPPING)  # comparing it takes half the time o
 
 def table() -> str:
     """Return the table as text: a line per state and event."""
-    return state_tables.as_text(
+    return protocol.as_text(
         FOLLOWS,
         Event,
         COMMANDS,
@@ -195,7 +195,7 @@ class EnvStates:
         following = values.tobytes().translate(_NEXT[event])
         if _IMPOSSIBLE_BYTE not in following:
             return
-        refused = env_ids[np.frombuffer(following, np.int8) == state_tables.IMPOSSIBLE]
+        refused = env_ids[np.frombuffer(following, np.int8) == protocol.IMPOSSIBLE]
         assert event in COMMANDS, (
             f"{Event(event).name} cannot happen to envs in {self.values[refused].tolist()}"
         )

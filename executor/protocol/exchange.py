@@ -36,8 +36,7 @@ from envherd.executor.batches.fast_tensordict import (
 )
 from envherd.executor.batches.hand_out import add_side
 from envherd.executor.protocol.call_guard import call_name
-from envherd.executor.protocol.calls import Received
-from envherd.executor.protocol.engine import Engine
+from envherd.executor.protocol.engine import Engine, Received
 from envherd.executor.start.waiting import DeadlinePassed
 from envherd.workers.protocol import Op
 
@@ -48,7 +47,7 @@ class Exchange:
     """Sends and receives for one engine; its callers hold the engine's call guard.
 
     Attributes:
-        fast: makes plain calls in C, see `fast_exchange`; None if no call is plain.
+        fast: makes plain calls in C, see `protocol.fast`; None if no call is plain.
     """
 
     fast: Any = None

@@ -39,13 +39,13 @@ import numpy as np
 
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
-from envherd.executor.pools.replies import Outcome
+from envherd.executor.pools.commands import Outcome
 from envherd.executor.processes.error_messages import Frame, env_error, first_fault
 from envherd.executor.protocol.call_guard import call_name
 from envherd.executor.protocol.env_states import EnvStates, Event, State
+from envherd.executor.protocol.info_reader import SideData
 from envherd.executor.protocol.losses import NOBODY, Losses
 from envherd.executor.protocol.positions import Positions, some_or_none
-from envherd.executor.protocol.side_data import SideData
 from envherd.executor.start.waiting import DeadlinePassed
 from envherd.workers.errors import EnvherdError, InternalError, ResetNeeded
 from envherd.workers.messages import Prepare
@@ -408,7 +408,7 @@ class Flights:
         )
 
     def adopt(self, op: Op, at: int, resets: np.ndarray | None) -> Flight:
-        """Return the flight of a STEP or STEP_RESET of all envs that `fast_step` has given but cannot land."""
+        """Return the flight of a STEP or STEP_RESET of all envs that a plain step has given but cannot land."""
         flight = Flight(
             self,
             op,

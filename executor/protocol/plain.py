@@ -12,8 +12,8 @@ from typing import NamedTuple, Self
 import tensordict
 import torch
 
+from envherd.executor.batches.actions import PlainIntake
 from envherd.executor.batches.fast_tensordict import IS_AS_EXPECTED
-from envherd.executor.batches.plain_actions import PlainIntake
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.base import Pool
 

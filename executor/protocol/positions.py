@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.protocol.side_data import SideData
-from envherd.shm.layout import Name
-from envherd.shm.slab import Slab, SlabPlan, Storage, root_leaves
+from envherd.executor.protocol.info_reader import SideData
+from envherd.shm.slab import Name, Slab, SlabPlan, Storage, root_leaves
 from envherd.workers.protocol import RING
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from envherd.executor.machine.machine import usable_cores
-from envherd.executor.machine.room import require_room
+from envherd.executor.machine.machine import require_room, usable_cores
 from envherd.executor.options import ExecutorOptions
 from envherd.shm.specs import EnvSpec
 from envherd.workers.adapters import is_env_like

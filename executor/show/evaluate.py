@@ -18,7 +18,7 @@ from tensordict import TensorDict
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.batches.arguments import as_count, need_callables, need_seconds
-from envherd.executor.batches.grad_mode import without_grad
+from envherd.executor.batches.fast_tensordict import without_grad
 from envherd.executor.guests.collectors.policy import Placed, Policy
 from envherd.executor.keywords import P, names_right_keyword
 from envherd.executor.options import ExecutorOptions

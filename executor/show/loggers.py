@@ -17,7 +17,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.guests.monitor.statistics import Statistics, WorkerStatistics
+from envherd.executor.guests.monitor import Statistics, WorkerStatistics
 from envherd.workers.errors import Closed
 
 #: Counters, which only grow; all other fields are gauges.

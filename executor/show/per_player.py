@@ -19,8 +19,8 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
+from envherd.executor.batches.actions import ActionSampler
 from envherd.executor.batches.arguments import WRAP, WRAP_MODEL
-from envherd.executor.batches.random_actions import ActionSampler
 from envherd.executor.guests.collectors.policy import Policy
 from envherd.executor.rollouts.policy_state import leaf_keys, run_policy
 from envherd.shm.specs import Discrete, EnvSpec, Key

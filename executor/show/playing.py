@@ -34,7 +34,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.batches.fast_tensordict import get_leaf
-from envherd.executor.machine.room import FILES_PER_EXECUTOR, require_room
+from envherd.executor.machine.machine import FILES_PER_EXECUTOR, require_room
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.processes.error_messages import log, with_thread
@@ -43,7 +43,7 @@ from envherd.executor.sending.blueprint import as_factories, draw
 from envherd.executor.sending.variables import gpus_of, variables_of
 from envherd.executor.show.camera import Camera, Video, enlarged
 from envherd.executor.show.records import EpisodeRecord, RecordFile
-from envherd.executor.start.preloading import helper_for
+from envherd.executor.start.zygote import helper_for
 from envherd.shm import platforms
 from envherd.shm.specs import Key
 from envherd.workers.build import Factory

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from envherd.executor.guests.capsules.file import DamagedFile, is_count, text_of
+from envherd.executor.guests.capsules import DamagedFile, is_count, text_of
 from envherd.executor.processes.error_messages import log
 
 SCHEMA = "envherd.evaluation-run/1"

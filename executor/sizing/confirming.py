@@ -15,9 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from envherd.executor.sizing.driving import Subject, Turn
-from envherd.executor.sizing.rule import Limits, resets_are_costly, steps_are_uneven
-from envherd.executor.sizing.settings import Measurement, Mode, Run, Setting
+from envherd.executor.sizing.probe import Subject, Turn
+from envherd.executor.sizing.rule import (
+    Limits,
+    Measurement,
+    Mode,
+    Run,
+    Setting,
+    resets_are_costly,
+    steps_are_uneven,
+)
 from envherd.workers.errors import EnvherdError
 
 #: In each round every setting has one turn, so other load affects all alike.

@@ -6,17 +6,21 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from envherd.executor.batches.arguments import as_count
-from envherd.executor.machine.machine import Machine, Others, read_machine
-from envherd.executor.machine.room import require_room
+from envherd.executor.machine.machine import Machine, Others, read_machine, require_room
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.processes.error_messages import log
 from envherd.executor.sending.blueprint import MakeEnv
 from envherd.executor.sizing.confirming import confirm
-from envherd.executor.sizing.driving import Subject
-from envherd.executor.sizing.probe import probe
-from envherd.executor.sizing.reasons import DISTURBED, explain
-from envherd.executor.sizing.rule import Limits, settings_for
-from envherd.executor.sizing.settings import Goal, Measurement, Run
+from envherd.executor.sizing.probe import Subject, probe
+from envherd.executor.sizing.rule import (
+    DISTURBED,
+    Goal,
+    Limits,
+    Measurement,
+    Run,
+    explain,
+    settings_for,
+)
 
 #: Seconds of measurement for `"auto"`, which delays a program's start.
 AUTO_BUDGET_S = 5.0

@@ -1,17 +1,17 @@
 """Tests for your own envs and adapters: the partial-reset contract."""
 
-from envherd.executor.testing.batch import (
-    ContractViolation,
-    ExecutorBatch,
-    Row,
-    in_this_process,
-    in_workers,
-)
 from envherd.executor.testing.contract import (
     Contract,
     ContractReport,
     PartialResetContract,
     check_env_contract,
+)
+from envherd.executor.testing.traces import (
+    ContractViolation,
+    ExecutorBatch,
+    Row,
+    in_this_process,
+    in_workers,
 )
 
 __all__ = [

@@ -34,33 +34,31 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from envherd.executor.testing.batch import (
-    ContractViolation,
-    ExecutorBatch,
-    MakeBatch,
-    MakeEnv,
-    check_done,
-    check_values,
-    demand,
-    equal,
-    in_this_process,
-    in_workers,
-    same,
-    show_key,
-)
 from envherd.executor.testing.together import check_together
 from envherd.executor.testing.traces import (
     NUM_ENVS,
     Advance,
+    ContractViolation,
     DrawAction,
+    ExecutorBatch,
+    MakeBatch,
+    MakeEnv,
     Trace,
     TraceEvent,
+    check_done,
+    check_values,
     compare,
+    demand,
     disturbed,
     drive,
+    equal,
     fused,
+    in_this_process,
+    in_workers,
     refused,
+    same,
     separate,
+    show_key,
     take_trace,
 )
 from envherd.shm.specs import EnvSpec

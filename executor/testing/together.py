@@ -19,20 +19,18 @@ from tensordict import TensorDictBase
 
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
-from envherd.executor.testing.batch import (
+from envherd.executor.testing.traces import (
     ContractViolation,
+    DrawAction,
     ExecutorBatch,
     MakeEnv,
     Row,
-    equal,
-    show,
-    show_key,
-)
-from envherd.executor.testing.traces import (
-    DrawAction,
     Shown,
     Trace,
+    equal,
     fused,
+    show,
+    show_key,
     take_trace,
 )
 from envherd.workers.adapters.base import Adapter

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
-from envherd.executor.batches.random_actions import ActionSampler
+from envherd.executor.batches.actions import ActionSampler
 from envherd.executor.testing import Contract
 from tests.contracts.executor_batch import BATCHES, PORTABLE, batch_apart
 from tests.contracts.families import FAMILIES

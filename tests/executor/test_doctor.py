@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from envherd.executor import doctor
-from envherd.executor.machine.cgroups import Cgroup
-from envherd.executor.machine.machine import read_machine
-from envherd.executor.machine.renderers import Renderer, find_renderers
+from envherd.executor.machine.gpus import Renderer, find_renderers
+from envherd.executor.machine.machine import Cgroup, read_machine
 from envherd.workers import native
 from tests.extras import needs
 

@@ -29,7 +29,7 @@ from envherd import (
     WorkerLost,
     WorkerTimeout,
 )
-from envherd.executor.start.process_log import without_own_frames
+from envherd.executor.start.zygote import without_own_frames
 from envherd.executor.testing import ContractViolation, check_env_contract
 from envherd.gymnasium import AsyncVectorEnv
 from envherd.workers.testing import CountingEnv, FaultyEnv

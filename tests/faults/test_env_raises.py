@@ -23,8 +23,7 @@ from envherd.executor import (
     ResetNeeded,
     SerialEnv,
 )
-from envherd.executor.rollouts.rollout import RolloutRunner
-from envherd.executor.rollouts.stepwise import StepwiseRun
+from envherd.executor.rollouts.rollout import RolloutRunner, StepwiseRun
 from envherd.workers.protocol import Op
 from envherd.workers.testing import CountingEnv, FaultyEnv
 from envherd.workers.testing.faults import BAD_OBSERVATIONS, EXCEPTIONS

@@ -22,8 +22,8 @@ import torch
 from tensordict import NonTensorData, TensorDict
 
 from envherd.executor import EnvError, ExecutorOptions, ParallelEnv
-from envherd.executor.cli.storing import RolloutStore, StoreError, load_rollout
-from envherd.executor.guests.capsules.file import CapsuleError, load_capsule
+from envherd.executor.cli.commands import RolloutStore, StoreError, load_rollout
+from envherd.executor.guests.capsules import CapsuleError, load_capsule
 from envherd.workers import plain
 from envherd.workers.guests.saving import snapshot
 from envherd.workers.processes import descendants, parent_of
@@ -47,7 +47,7 @@ UNPICKLES = {
     "workers/sending/pickling.py": "the script's definitions, which came with such a message",
     "executor/facades/sb3/factory.py": "the same",
     "executor/facades/torchrl/worker.py": "the same; specs and odd leaves (facade of TorchRL)",
-    "executor/pools/replies.py": "answers of workers, with options.infos='pickle'",
+    "executor/pools/commands.py": "answers of workers, with options.infos='pickle'",
     "workers/guests/leased.py": "factories and calls, which came with such a message",
     "executor/guests/leases.py": "results of leases, and exceptions of their envs",
     "workers/infos.py": "infos of workers, with options.infos='pickle' (facades of Gymnasium and SB3)",

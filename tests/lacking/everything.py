@@ -20,7 +20,7 @@ from envherd import (
     preloaded,
 )
 from envherd.executor.cli.app import app
-from envherd.executor.guests.capsules.file import load_capsule
+from envherd.executor.guests.capsules import load_capsule
 from envherd.gymnasium import AsyncVectorEnv
 from envherd.shm import platforms
 from envherd.workers.adapters.named import NamedFactory

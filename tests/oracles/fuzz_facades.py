@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from envherd.executor import ExecutorOptions
-from envherd.executor.guests.monitor.statistics import count
+from envherd.executor.guests.monitor import count
 from tests.oracles.fuzz_collector import CollectorSession
 from tests.oracles.fuzz_envs import NUM_ACTIONS, WIDTH, FuzzEnv
 from tests.oracles.fuzz_session import Session

@@ -16,8 +16,7 @@ from envherd.workers.block import block as block_module
 from envherd.workers.block.block import Block
 from envherd.workers.info_rows import InfoWriter, Schema
 from envherd.workers.options import BlockOptions
-from envherd.workers.process.loop import Loop
-from envherd.workers.process.native_loop import NativeLoop
+from envherd.workers.process.loop import Loop, NativeLoop
 from envherd.workers.protocol import pack
 
 #: The specification; the loop in Python with steps in C, as in a `SerialEnv`; the loop in C.

@@ -189,7 +189,7 @@ class PlainMeltingPot:
     """A substrate, seeded through its episode builder; truncated after a number of steps."""
 
     def __init__(self, factory: Any, max_steps: int) -> None:
-        from envherd.workers.adapters.meltingpot.episodes import Episodes
+        from envherd.workers.adapters.meltingpot.adapter import Episodes
 
         self.env = factory()
         self._episodes = Episodes(self.env)

@@ -17,10 +17,9 @@ import numpy as np
 from envherd.executor import ExecutorOptions
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.guests.portable import PortableCrew, PortablePool
-from envherd.executor.pools import fast_commands, worker_pool
+from envherd.executor.pools import commands, worker_pool
 from envherd.executor.pools.worker_pool import WorkerPool
-from envherd.executor.processes.equipment import Equipment
-from envherd.executor.processes.mail import await_frame
+from envherd.executor.processes.mail import Equipment, await_frame
 from envherd.executor.sending.blueprint import Blueprint, serial_blueprint
 from envherd.shm.slab import Slab, SlabPlan, Storage
 from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
@@ -29,8 +28,7 @@ from envherd.workers import messages
 from envherd.workers.adapters.base import Adapter, StepValues
 from envherd.workers.block.block import Block
 from envherd.workers.current import WorkerInfo
-from envherd.workers.process.loop import Loop
-from envherd.workers.process.native_loop import loop_class
+from envherd.workers.process.loop import Loop, loop_class
 from envherd.workers.testing.envs import PlainAdapter, PlainEnv
 
 LEAF = LeafSpec(("observation",), (1,), "int64")
@@ -377,7 +375,7 @@ def simulated(
     **options: Any,
 ) -> Any:
     """Return an executor whose workers are simulated: those of `blocks`, the env ids of each."""
-    for module in (fast_commands, worker_pool):  # nobody else answers meanwhile
+    for module in (commands, worker_pool):  # nobody else answers meanwhile
         monkeypatch.setattr(module, "LOOK_S", 1e-6)
     monkeypatch.setattr(worker_pool, "_LOOK_NS", 1000)
     monkeypatch.setattr(worker_pool, "_LOOK_ANYWAY_S", 1e9)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envherd.shm.layout import (
+from envherd.shm.slab import (
     ALIGNMENT,
     Field,
     align,

@@ -6,8 +6,7 @@ from multiprocessing import shared_memory
 import numpy as np
 import pytest
 
-from envherd.shm.sync import DOORBELL_BYTES, Doorbell
-from envherd.shm.tally import Counter, Tally
+from envherd.shm.sync import DOORBELL_BYTES, Counter, Doorbell, Tally
 
 NUM_COUNTS = 20_000
 

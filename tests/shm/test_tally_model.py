@@ -1,6 +1,6 @@
 """Every interleaving of a parent that waits for the first K answers with workers that count theirs.
 
-The steps are those of `shm.tally` and of the parent's wait; each word is read or written separately. The model assumes
+The steps are those of `shm.sync` and of the parent's wait; each word is read or written separately. The model assumes
 that a read does not overtake an earlier write, which the lock in between ensures.
 """
 

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from envherd.workers import native
 from envherd.workers.adapters.base import Adapter
 from envherd.workers.adapters.gymnasium.adapter import GymnasiumAdapter
-from envherd.workers.block.compiling import step_facts
+from envherd.workers.block.slot import step_facts
 from envherd.workers.messages import Prepare
 from envherd.workers.options import BlockOptions, FactoryCall
 from envherd.workers.protocol import RESET, STEP, STEP_RESET, Flag

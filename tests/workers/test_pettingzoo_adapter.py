@@ -21,8 +21,10 @@ from tensordict import TensorDict
 from envherd.executor import SerialEnv
 from envherd.shm.specs import Box, LeafSpec, MultiDiscrete
 from envherd.workers.adapters.named import PettingZooFactory
-from envherd.workers.adapters.pettingzoo.adapter import PettingZooAdapter
-from envherd.workers.adapters.pettingzoo.groups import groups_by_name
+from envherd.workers.adapters.pettingzoo.adapter import (
+    PettingZooAdapter,
+    groups_by_name,
+)
 from envherd.workers.errors import ResetNeeded
 from tests.envs.pettingzoo_envs import LENGTH, PRESENT, Scripted, Village, outcome
 from tests.workers.adapter_values import stored

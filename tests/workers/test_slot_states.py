@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from envherd.workers import native
-from envherd.workers.block.slot_states import (
+from envherd.workers.block.slot import (
     COMMANDS,
     FOLLOWS,
     NEXT,

@@ -73,7 +73,7 @@ def swings(*transforms: Any, **kwargs: Any) -> EnvBase:
 
 def melting_pot(name: str, *transforms: Any, **kwargs: Any) -> EnvBase:
     """Return a substrate whose episodes depend on the number of its resets and the actions alone."""
-    from envherd.workers.adapters.meltingpot.episodes import Episodes
+    from envherd.workers.adapters.meltingpot.adapter import Episodes
     from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
 
     cap = kwargs.pop("max_frames", None)

@@ -26,8 +26,8 @@ from gymnasium import spaces
 from envherd.shm.specs import EnvSpec, LeafSpec, done_leaves
 from envherd.workers.adapters.base import Adapter, Mask, Options, StepValues
 from envherd.workers.adapters.common.tree import RESERVED_NAMES, Leaf
-from envherd.workers.adapters.gymnasium import rows as gymnasium_rows
-from envherd.workers.adapters.gymnasium.rows import mosaic
+from envherd.workers.adapters.gymnasium import spaces as gymnasium_spaces
+from envherd.workers.adapters.gymnasium.spaces import mosaic
 from envherd.workers.errors import FactoryError, ResetNeeded, SpecError
 
 #: EnvPool takes int32, and gives row i the seed + i.
@@ -236,7 +236,7 @@ class EnvPoolAdapter(Adapter):
 
 def _observation_leaves(space: Any, names: list[str], num_rows: int) -> list[Leaf]:
     """Describe a pool's observations: a single array has key `observation`; of several, `obs:a.b` has key `a`, `b`."""
-    make_leaf = gymnasium_rows.observations_of(num_rows)
+    make_leaf = gymnasium_spaces.observations_of(num_rows)
     leaves = []
     for name in names:
         path = tuple(name.removeprefix("obs:").replace(":", ".").split("."))
@@ -252,7 +252,7 @@ def _observation_leaves(space: Any, names: list[str], num_rows: int) -> list[Lea
 
 def _action_leaves(space: Any, names: list[str], num_rows: int) -> list[Leaf]:
     """Describe a pool's actions: a single array has key `action`; several have keys below it."""
-    make_leaf = gymnasium_rows.actions_of(num_rows)
+    make_leaf = gymnasium_spaces.actions_of(num_rows)
     paths = [tuple(name.split(".")) for name in names]
     keys = [("action",) if len(names) == 1 else ("action", *path) for path in paths]
     return [

@@ -19,18 +19,37 @@ import numpy as np
 from envherd.shm.slab import Slab, Storage
 from envherd.workers import seeding
 from envherd.workers.adapters.base import Adapter, StepValues
-from envherd.workers.block.compiling import compile_native, why_not_stored
-from envherd.workers.block.journal import Journal, JournalFlag
 from envherd.workers.block.questions import answer
-from envherd.workers.block.slot import Begun, Sink, Slot, Step, compile_step, store
-from envherd.workers.block.slot_states import SlotEvent, SlotState
+from envherd.workers.block.slot import (
+    Begun,
+    Journal,
+    JournalFlag,
+    Sink,
+    Slot,
+    SlotEvent,
+    SlotState,
+    Step,
+    compile_native,
+    compile_step,
+    store,
+    why_not_stored,
+)
 from envherd.workers.errors import SpecError
 from envherd.workers.info_rows import InfoWriter
 from envherd.workers.infos import packer
-from envherd.workers.messages import CHANGES, UNGUARDS, Ask, Prepare
+from envherd.workers.messages import (
+    CHANGES,
+    UNGUARDS,
+    Ask,
+    Fault,
+    InfosReply,
+    LeftOut,
+    Notice,
+    Prepare,
+    SideValues,
+)
 from envherd.workers.options import BlockOptions, FactoryCall
 from envherd.workers.protocol import RING, Flag, Op, Status, unpack
-from envherd.workers.reply import Fault, InfosReply, LeftOut, Notice, SideValues
 
 # Ints, because comparing and storing enum members costs more than the step of a small env.
 _STEP_RESET = int(Op.STEP_RESET)

@@ -5,24 +5,232 @@ sink, because the attribute look-ups would cost more than a small env's step.
 """
 
 import copy
+import reprlib
 from collections.abc import Callable, Iterable, Mapping
+from enum import IntEnum, IntFlag
 from typing import Any
 
 import numpy as np
 
-from envherd.shm.layout import Name
-from envherd.shm.slab import Place
+from envherd.shm.slab import JOURNAL_FACTS, Name, Place
 from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
-from envherd.workers.adapters.base import Adapter, StepValues
-from envherd.workers.block.journal import Journal
-from envherd.workers.block.slot_states import AFTER, NEW, OVER, SlotEvent, SlotState
-from envherd.workers.errors import InternalError, SpecError
+from envherd.workers import native, protocol
+from envherd.workers.adapters.base import Adapter, EnvCall, StepValues
+from envherd.workers.adapters.common.values import NUMBERS
+from envherd.workers.errors import EnvherdError, InternalError, SpecError
 from envherd.workers.info_rows import InfoWriter
 from envherd.workers.messages import Prepare
-from envherd.workers.protocol import Op, pack_phase
+from envherd.workers.protocol import IMPOSSIBLE, Op, pack_phase
 from envherd.workers.seeding import EpisodeSeeds, GlobalsState
-from envherd.workers.state_tables import IMPOSSIBLE
 from envherd.workers.writers import Writer, writer_for
+
+# ---- slot states -------------------------------------------------------------------------------
+# The states of an env in its worker: a table of transitions, which `step.c` reads too.
+#
+# Guarantees: the state of a `Slot` changes only by an entry of `FOLLOWS`. If the table has no entry for a STEP, an
+# `InternalError` refuses it and the env is not stepped: the caller's table (`protocol.env_states`) lets none be sent.
+#
+# State         Meaning NEEDS_RESET   it was never reset, or its episode was broken off: its next reset is of all its
+# rows RUNNING       in an episode ENDED         its latest row ended its episode; for an env that is a batch, the
+# episodes of some of its rows FREE_NEW, FREE_RUNNING, FREE_ENDED               the same of an env that may be stepped
+# in any of them: the env itself decides, or a user's code drives it IN_FORK       this process is one that the env has
+# forked; only the worker may answer, so nothing may follow
+#
+# `print(table())` prints the transitions.
+
+
+class SlotState(IntEnum):
+    """The state of an env, which moves only as the table of the module says."""
+
+    NEEDS_RESET = 0
+    RUNNING = 1
+    ENDED = 2
+    FREE_NEW = 3
+    FREE_RUNNING = 4
+    FREE_ENDED = 5
+    IN_FORK = 6
+
+
+class SlotEvent(IntEnum):
+    """An event of an env.
+
+    STEP: it is to be stepped.
+    RUNS: its step or its reset has ended, or its state was restored, and it is in an episode.
+    ENDS: its step has ended its episode; or after a reset of some of its rows, others must be reset still.
+    IS_BROKEN_OFF: it raised, an interrupt came, or it was reset for an episode that may not be used.
+    IS_ALLOWED: from now on it may be stepped in any state.
+    """
+
+    STEP = 0
+    RUNS = 1
+    ENDS = 2
+    IS_BROKEN_OFF = 3
+    IS_ALLOWED = 4
+
+
+_GUARDED = {
+    SlotEvent.RUNS: SlotState.RUNNING,
+    SlotEvent.IS_BROKEN_OFF: SlotState.NEEDS_RESET,
+}
+_FREE = {
+    SlotEvent.RUNS: SlotState.FREE_RUNNING,
+    SlotEvent.ENDS: SlotState.FREE_ENDED,
+    SlotEvent.IS_BROKEN_OFF: SlotState.FREE_NEW,
+}
+
+#: State -> event -> state.
+FOLLOWS: dict[SlotState, dict[SlotEvent, SlotState]] = {
+    SlotState.NEEDS_RESET: {
+        **_GUARDED,
+        SlotEvent.IS_ALLOWED: SlotState.FREE_NEW,
+    },
+    SlotState.RUNNING: {
+        SlotEvent.STEP: SlotState.RUNNING,
+        SlotEvent.ENDS: SlotState.ENDED,
+        **_GUARDED,
+        SlotEvent.IS_ALLOWED: SlotState.FREE_RUNNING,
+    },
+    SlotState.ENDED: {
+        SlotEvent.ENDS: SlotState.ENDED,
+        **_GUARDED,
+        SlotEvent.IS_ALLOWED: SlotState.FREE_ENDED,
+    },
+    SlotState.FREE_NEW: {
+        SlotEvent.STEP: SlotState.FREE_NEW,
+        **_FREE,
+        SlotEvent.IS_ALLOWED: SlotState.FREE_NEW,
+    },
+    SlotState.FREE_RUNNING: {
+        SlotEvent.STEP: SlotState.FREE_RUNNING,
+        **_FREE,
+        SlotEvent.IS_ALLOWED: SlotState.FREE_RUNNING,
+    },
+    SlotState.FREE_ENDED: {
+        SlotEvent.STEP: SlotState.FREE_ENDED,
+        **_FREE,
+        SlotEvent.IS_ALLOWED: SlotState.FREE_ENDED,
+    },
+    SlotState.IN_FORK: {},
+}
+#: The exception that refuses a STEP in states for which `FOLLOWS` lacks it. Other missing pairs cannot occur.
+REFUSED_WITH: dict[SlotState, type[EnvherdError]] = {
+    SlotState.NEEDS_RESET: InternalError,
+    SlotState.ENDED: InternalError,
+    SlotState.IN_FORK: InternalError,
+}
+COMMANDS = (SlotEvent.STEP,)
+
+#: `FOLLOWS` as bytes: int8 `[event, state]`, the state that follows; -1 where nothing can.
+NEXT = protocol.as_bytes(FOLLOWS)
+#: Its rows as plain lists, which Python reads faster.
+AFTER: list[list[int]] = NEXT.tolist()
+#: As ints, which Python compares faster: states of an env that was never reset since it was built, or since its episode
+#: was broken off; and those after the end of an episode.
+NEW = (
+    int(SlotState.NEEDS_RESET),
+    int(SlotState.FREE_NEW),
+)
+OVER = (
+    int(SlotState.ENDED),
+    int(SlotState.FREE_ENDED),
+)
+
+
+def table() -> str:
+    """Return the table as text: a line per state and event."""
+    return protocol.as_text(FOLLOWS, SlotEvent, COMMANDS, REFUSED_WITH)
+
+
+# ---- journal -----------------------------------------------------------------------------------
+# The journal of an env: the inputs of its steps since its latest reset, kept in the slab, where a crash leaves them.
+#
+# Guarantees: an input is in the journal before the env gets it, byte for byte. `native/step.c` writes the same journal.
+# After more steps than fit, it has the latest ones: step `i` is at row `i % num_rows`.
+# Who writes: the worker that runs the env. Who reads: the parent, once the env has raised or its worker has ended.
+
+_LARGEST_SEED = 2**63 - 1
+STEPS, EPISODE, SEED, FLAGS = range(len(JOURNAL_FACTS))
+
+
+class JournalFlag(IntFlag):
+    """What else happened in an episode."""
+
+    BEGUN = 1  # the env was reset; without it the journal means nothing
+    SEEDED = 2  # with the seed among the facts
+    WITH_OPTIONS = 4  # with keyword arguments
+    IN_PARTS = 8  # some rows of the env were reset since, and others were not
+    CHANGED = 16  # a caller has called, set or loaded something since
+
+
+class Journal:
+    """The journal of one env.
+
+    Args:
+        arrays: `GroupSlab.journal` of the env's group.
+        inputs: of the group.
+        row: of the env.
+
+    Attributes:
+        facts: int64 `[4]`, one for each of `JOURNAL_FACTS` (VIEW).
+        rows: the journaled inputs, one array `[num_rows, ...]` for each leaf (VIEWS).
+        sources: where each is read, `[1, ...]` (VIEWS).
+    """
+
+    def __init__(
+        self,
+        arrays: Mapping[Name, np.ndarray],
+        inputs: Mapping[Name, np.ndarray],
+        row: int,
+    ) -> None:
+        names = [name for name in arrays if name[0] == "input"]
+        self.facts = arrays["facts",][row]
+        self.rows = [arrays[name][row] for name in names]
+        self.sources = [inputs[name][row : row + 1] for name in names]
+        # All have the same number; an env without inputs needs no rows.
+        self.num_rows = next(map(len, self.rows), 1)
+        self._words = self.facts.data
+        self._kept_bytes = [*map(_bytes_of, self.rows)]
+        self._source_bytes = [*map(_bytes_of, self.sources)]
+
+    def begin(
+        self,
+        episode: int,
+        seed: int | None,
+        flags: Iterable[JournalFlag] = (),
+    ) -> None:
+        """Note that the env is reset as a whole."""
+        words = self._words
+        begun = sum(flags, JournalFlag.BEGUN)
+        words[STEPS] = 0
+        words[EPISODE] = episode
+        words[SEED] = 0
+        if seed is not None:
+            begun |= JournalFlag.SEEDED
+            # A negative one in the journal is one that the word cannot hold, and a capsule reports it.
+            words[SEED] = seed if 0 <= seed <= _LARGEST_SEED else -1
+        # Last, as in C: the flags of this episode are never with the seed of another one.
+        words[FLAGS] = begun
+
+    def note(self, flag: JournalFlag) -> None:
+        """Note what else has happened."""
+        self._words[FLAGS] |= flag
+
+    def keep(self) -> None:
+        """Note the input of the step that is about to be made."""
+        words = self._words
+        steps = words[STEPS]
+        row = steps % self.num_rows
+        for kept, source in zip(self._kept_bytes, self._source_bytes, strict=True):
+            nbytes = source.nbytes
+            kept[row * nbytes : (row + 1) * nbytes] = source
+        words[STEPS] = steps + 1
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+# ---- slot --------------------------------------------------------------------------------------
 
 #: Column -> the observation values of one `env.step`, which are written to that column.
 Step = Callable[[int], list[Any]]
@@ -103,7 +311,7 @@ class Slot:
         self.seed_pool: np.ndarray | None = None
         self._seeds: EpisodeSeeds | None = None
         self.unwatched = {"reset", "step"}
-        # The steps in C read and write it, too; `slot_states` has the table of both.
+        # The steps in C read and write it, too; `FOLLOWS` is the table of both.
         self.state = np.full(1, SlotState.NEEDS_RESET, np.int8)
         self._state = self.state.data
         # Which rows have ended, if the env is a batch.
@@ -425,3 +633,155 @@ def store(writers: list[Writer], column: int, values: list[Any], group: str) -> 
         )
     for write, value in zip(writers, values):  # noqa: B905  # lengths were compared
         write(column, value)
+
+
+# ---- compiling ---------------------------------------------------------------------------------
+# Decide which steps are plain enough for C, and collect the arguments for C.
+#
+# Guarantees: a step in C has the effects of `compile_step`, which is the specification. If a result is not plain,
+# C passes it to the same Python code before it writes anything; no env is stepped twice.
+#
+# An env is plain if it is single, and its observations and rewards are arrays or int64 numbers of fixed shape. A `Step`
+# holds the buffers of its arrays, so their memory lives as long as it does.
+
+
+def compile_native(
+    slot: Slot,
+    sink: Sink,
+    words: Mapping[str, memoryview],
+    step: Callable[[list[Any]], StepValues],
+    *,
+    notes_infos: bool = False,
+) -> Any:
+    """Return an env's step to a sink in C, a `Step`; None without the extension, or if the env is not plain.
+
+    Args:
+        slot: of the env; its inputs are bound.
+        sink: where it writes.
+        words: of the slab.
+        step: steps the env, given the values of its action.
+        notes_infos: whether the block reports infos that are not empty.
+    """
+    if why_not_stored(slot):
+        return None
+    # Around another step than the adapter's own, there is something to do that C would leave out.
+    if step == slot.adapter.step:
+        step = slot.adapter.env_call() or step
+    return native.load().Step(
+        step_facts(slot, sink, words, step) | {"notes_infos": notes_infos}
+    )
+
+
+def step_facts(
+    slot: Slot,
+    sink: Sink,
+    words: Mapping[str, memoryview],
+    step: Callable[[list[Any]], StepValues] | EnvCall,
+) -> dict[str, Any]:
+    """Return the arguments of `_native.Step` for a plain env's step to a sink.
+
+    Args:
+        slot: of the env.
+        sink: where it writes.
+        words: of the slab.
+        step: steps the env, given the values of its action; or how to call the env itself.
+    """
+    spec = slot.spec
+    keep = compile_keep(slot, sink, words)
+    # A step in Python, which C calls instead of the env, returns the values themselves.
+    call = EnvCall(lambda values: values, reads_number=False)
+    in_python: Any = step
+    if isinstance(step, EnvCall):
+        call = step
+        in_python = None
+    read = call.read
+    facts = {
+        "slot": slot,
+        "env_id": slot.env_id,
+        "words": words,
+        "adapter": slot.adapter,
+        "step": in_python,
+        "hand_over": lambda column, result: keep(column, read(result)),
+        "reads_number": call.reads_number,
+        "notes_infos": False,
+        "schemas": slot.info_writer and slot.info_writer.schemas,
+        "info_rows": slot.info_writer
+        and slot.info_writer.rows.reshape(-1).view(np.int64),
+        "give": call.give,
+        "build": call.build,
+        "flatten": call.flatten,
+        "holder": call.holder,
+        "flags": tuple(call.flags) or None,
+        "flag_values": (np.array([False]), np.array([True])),
+        "ready": tuple(call.ready) or None,
+        "readers": tuple(slot.action_readers),
+        "index": _index(slot),
+        "seed_pool": slot.seed_pool,
+        "journal": None,
+        "journal_rows": 0,
+        "kept": [],
+        "sources": [],
+        "state": slot.state,
+        "if_stepped": NEXT[SlotEvent.STEP],
+        "if_running": NEXT[SlotEvent.RUNS],
+        "if_ended": NEXT[SlotEvent.ENDS],
+        "num_columns": sink.num_columns,
+        "root_follows": sink.root_follows,
+        "observation": sink.arrays_of("next", spec.observation),
+        "root": sink.arrays_of("root", spec.observation),
+        "reward": sink.arrays_of("next", spec.reward),
+        "done": sink.arrays_of("next", spec.done),
+        "root_done": sink.arrays_of("root", spec.done),
+        "array_type": np.ndarray,
+        "bool_type": np.bool_,
+        "integer_type": np.int64,
+        "number_types": tuple(NUMBERS),
+    }
+    if slot.journal is not None:
+        facts |= {
+            "journal": slot.journal.facts,
+            "journal_rows": slot.journal.num_rows,
+            "kept": slot.journal.rows,
+            "sources": slot.journal.sources,
+        }
+    return facts
+
+
+def why_not_stored(slot: Slot) -> list[str]:
+    """Return why C cannot step an env and store the result, in words for users; empty if it can."""
+    spec = slot.spec
+    side = [leaf.key for leaf in spec.leaves() if leaf.is_side]
+    odd = [
+        leaf.key
+        for leaf in (*spec.observation, *spec.reward)
+        if not leaf.is_side
+        and (0 in leaf.shape or (leaf.shape == () and leaf.dtype != "int64"))
+    ]
+    reasons = {
+        "check_finite=True": slot.check_finite,
+        f"values without a fixed shape: {reprlib.repr(side)}": bool(side),
+        "the envs take tensors": slot.adapter.takes_tensors,
+        "each env is a batch of rows": bool(spec.batch_shape),
+        "agents have done flags": len(spec.done) != 3,
+        "the envs take no action": not (spec.action or spec.state),
+        f"neither an int64 nor an array with values: {reprlib.repr(odd)}": bool(odd),
+    }
+    return [
+        *native.why_not(),
+        *(why for why, applies in reasons.items() if applies),
+    ]
+
+
+def _index(slot: Slot) -> np.ndarray | None:
+    """Return the action as int64 `[1]` (VIEW) if it is a single index, else None."""
+    leaves = (*slot.spec.action, *slot.spec.state)
+    leaf = leaves[0]
+    if (
+        len(leaves) != 1
+        or leaf.shape != ()
+        or leaf.dtype != "int64"
+        or not isinstance(leaf.domain, Discrete)
+    ):
+        return None
+    row = slot.place.row
+    return slot.inputs[("input", *leaf.key)][row : row + 1]

@@ -13,10 +13,10 @@
 #define STATUS_OK 0
 #define LEAVE 4611686018427387904LL
 
-/* shm.layout */
+/* shm.slab */
 #define ALIGNMENT 128
 
-/* shm.slab, workers.block.journal */
+/* shm.slab, workers.block.slot */
 #define KEPT_STEPS 0
 #define KEPT_EPISODE 1
 #define KEPT_SEED 2
@@ -48,7 +48,7 @@
 #define IS_ARRAY 9
 #define NUM_KINDS 10
 
-/* executor.batches.plain_actions */
+/* executor.batches.actions */
 #define CHECK_ANY 0
 #define CHECK_INDEX 1
 #define CHECK_FINITE 2

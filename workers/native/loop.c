@@ -10,7 +10,7 @@
  * 2. The row, then the status, then the reply's number (release): the caller that finds the number reads all of it. It
  *    takes the messages that the status announces, which were sent before.
  * 3. The count of answers, after the number, then a full fence, then `ring_at`: the caller that counts an answer finds
- *    its number, and either it or this worker sees the last one (see shm.tally).
+ *    its number, and either it or this worker sees the last one (see shm.sync).
  * 4. The ring, last; one for all envs of a command that is for all of them. */
 #define _GNU_SOURCE /* sched_getcpu, and sets of processors */
 #include "native.h"
@@ -36,11 +36,11 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    /* Words of each env, or of each worker; see shm.slab and shm.tally. */
+    /* Words of each env, or of each worker; see shm.slab and shm.sync. */
     Py_buffer command_seq, command, reply_seq, status, resets, mail_seq, answered, ring_at, busy_ns, since_ns, reset_ns,
         step_bins, phase, answered_ns, cpu;
     Bell go, done;
-    /* What Python does: functions of `process.native_loop.NativeLoop` and its block. */
+    /* What Python does: functions of `process.loop.NativeLoop` and its block. */
     PyObject *execute, *hand_over, *fail, *go_on, *hand_over_reset, *check_mail, *tidy;
     PyObject *names[NUM_NAMES], *step_type;
     Env *envs;
@@ -315,7 +315,7 @@ static i64 carry_out_timed(Loop *loop, Env *env, i64 command, i64 weight)
     return status;
 }
 
-/* Count an answer; return whether the parent wants a ring. Write, fence, read: see shm.tally. */
+/* Count an answer; return whether the parent wants a ring. Write, fence, read: see shm.sync. */
 static int count_answer(Loop *loop)
 {
     i64 sum = 0;

@@ -54,10 +54,10 @@ struct Step {
     i64 root_follows;   /* in a storage: the root of the next column is written too, unless the env has ended */
     i64 num_columns, env_id;
     i64 journal_rows;
-    Py_buffer state;                       /* of the slot, a byte; see `block.slot_states` */
+    Py_buffer state;                       /* of the slot, a byte; see `block.slot` */
     Py_buffer if_stepped, if_running, if_ended; /* rows of its table: state -> the state that follows; < 0: none can */
     Py_buffer index, seed_pool;            /* the action, where it is one int64; see `seeding`; else no objects */
-    Py_buffer journal;                     /* facts of `block.journal.Journal`; no object without it */
+    Py_buffer journal;                     /* facts of `block.slot.Journal`; no object without it */
     Py_buffer info_rows;                   /* the env's two rows for infos; no object without them */
     Py_buffer env_steps, ends, episode, resets; /* words of each env */
     Py_buffer info_ids;                    /* two words of each env */
@@ -269,7 +269,7 @@ static PyObject *read_leaves(const Step *step)
     return values;
 }
 
-/* `block.journal.Journal.keep`. */
+/* `block.slot.Journal.keep`. */
 static void keep_action(const Step *step)
 {
     i64 *facts = step->journal.buf, row = facts[KEPT_STEPS] % step->journal_rows;

@@ -40,14 +40,13 @@ from envherd.workers import current, messages, seeding
 from envherd.workers.adapters.base import Adapter
 from envherd.workers.adapters.registry import install_import_hooks
 from envherd.workers.block.block import Block
-from envherd.workers.block.slot_states import SlotEvent, SlotState
+from envherd.workers.block.slot import SlotEvent, SlotState
 from envherd.workers.build import Builder
 from envherd.workers.current import WorkerInfo
 from envherd.workers.guest import guest
+from envherd.workers.messages import Fault
 from envherd.workers.options import BlockOptions, FactoryCall
-from envherd.workers.process.loop import Loop
-from envherd.workers.process.native_loop import loop_class
-from envherd.workers.reply import Fault
+from envherd.workers.process.loop import Loop, loop_class
 from envherd.workers.sending import registries, surroundings
 
 _FIRST_FD = 512  # of the worker's own descriptors

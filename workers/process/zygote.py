@@ -1,7 +1,7 @@
 """The zygote: a small process that imports the envs' packages, forks workers and reaps them.
 
 The owner execs it (never forks it), so it holds none of the owner's memory, threads, locks or descriptors. Executors
-share it, as `executor.start.preloading` decides; without any, it may wait for the next one. It has one thread, imports
+share it, as `executor.start.zygote` decides; without any, it may wait for the next one. It has one thread, imports
 the modules of its request, freezes the garbage collector (so that the pages of those modules stay shared) and forks a
 worker for every request. If an import has started threads, forking would be unsafe: then it executes a fresh
 interpreter for each worker, and reports this in its first answer. The background thread of jemalloc (pyarrow, which

@@ -16,7 +16,7 @@ from envherd.shm.specs import LeafSpec
 from envherd.workers.adapters.base import Adapter, Mask, Options, StepValues
 from envherd.workers.adapters.registry import find_adapter
 from envherd.workers.errors import FactoryError, SpecError
-from envherd.workers.wrappers.wrapping import Wrapping
+from envherd.workers.wrappers.leaves import Wrapping
 
 
 @dataclass(frozen=True)

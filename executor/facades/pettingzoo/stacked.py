@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from envherd.executor.facades.fitting import refuse_unknown
-from envherd.executor.facades.leaf_spaces import (
+from envherd.executor.facades.rows import (
     Space,
     name_below,
+    refuse_unknown,
     single_or_dict,
     space_of,
 )

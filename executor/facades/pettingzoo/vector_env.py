@@ -11,24 +11,24 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
-from gymnasium.vector import AutoresetMode
-from gymnasium.vector.utils import create_empty_array
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space, create_empty_array
 
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.facades.columns import LatestColumn
-from envherd.executor.facades.fitting import fitted, refuse_unknown
-from envherd.executor.facades.gymnasium.base import StepResult
-from envherd.executor.facades.gymnasium.vector_env import AsyncVectorEnv
+from envherd.executor.facades.gymnasium.vector_env import AsyncVectorEnv, StepResult
 from envherd.executor.facades.pettingzoo.worker import (
     ACTIVE,
     AGENTS,
     REWARD,
+    OneGroupFactory,
     ParallelFactory,
 )
+from envherd.executor.facades.rows import LatestColumn, fitted, refuse_unknown
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
-from envherd.shm.finalizer import ClosedAtEnd
-from envherd.workers.adapters.gymnasium.spaces import Space
+from envherd.shm.interrupts import ClosedAtEnd
+from envherd.workers.adapters.common.tree import builder, flattener
+from envherd.workers.adapters.gymnasium.spaces import Space, native_tree
 from envherd.workers.errors import ActionError
 
 ByAgent = dict[Any, Any]
@@ -316,3 +316,241 @@ class ParallelVectorEnv(ClosedAtEnd, OverAgentDicts):
     def close(self, **kwargs: Any) -> None:
         """Close the envs and end the workers. Idempotent; see `AsyncVectorEnv.close_extras` for arguments."""
         self._envs.close(**kwargs)
+
+
+# ---- agent rows --------------------------------------------------------------------------------
+# PettingZoo parallel envs as one vector env with a row for each agent, for learners that share one policy.
+#
+# Arrays and infos are those of `supersuit.pettingzoo_env_to_vec_env_v1` and `concat_vec_envs_v1`: the rows of env 0's
+# agents, then those of env 1, and so on. Agents may leave and return: an absent agent has zeros and no flag.
+
+AgentInfos = list[dict[str, Any]]
+
+
+class AgentRowsEnv(VectorEnv[Any, Any, np.ndarray]):
+    """A Gymnasium vector env of N * A rows, one for each agent of each env.
+
+    An env is reset in the step in which its last agent has left, and the last observations are in
+    `infos[row]["terminal_observation"]`.
+
+    Args:
+        env_fns: see `ParallelVectorEnv`; all agents of an env have the same spaces.
+        num_workers: processes; None for one per usable core, at most one per env.
+        options: see `ExecutorOptions`.
+
+    Attributes:
+        envs: the `ParallelVectorEnv`.
+        num_envs: rows, N * A.
+        observation_space: of ONE row, as in SuperSuit; `batched_observation_space` is that of all rows.
+        action_space: of ONE row, as in SuperSuit; `batched_action_space` is that of all rows.
+        single_observation_space: of one row.
+        single_action_space: of one row.
+
+    Raises:
+        ValueError: agents have different spaces.
+    """
+
+    @names_right_keyword
+    def __init__(
+        self,
+        env_fns: Sequence[Callable[[], Any]],
+        *,
+        num_workers: int | Literal["auto"] | None = None,
+        options: ExecutorOptions | None = None,
+    ) -> None:
+        self.closed = True  # as `HostedVectorEnv`
+        self.envs = envs = ParallelVectorEnv(
+            env_fns,
+            num_workers=num_workers,
+            options=options,
+        )
+        self._agents = envs.possible_agents
+        self.num_envs = envs.num_envs * len(self._agents)
+        self.metadata = {**envs.metadata, "autoreset_mode": AutoresetMode.SAME_STEP}
+        self.render_mode = envs.render_mode
+        try:
+            observed = self._only_space("observation", envs.single_observation_space)
+            acted = self._only_space("action", envs.single_action_space)
+        except BaseException:
+            envs.close()
+            raise
+        self.single_observation_space = self.observation_space = observed
+        self.single_action_space = self.action_space = acted
+        self.batched_observation_space = batch_space(observed, self.num_envs)
+        self.batched_action_space = batch_space(acted, self.num_envs)
+        seen = native_tree(observed, "", take=None)
+        self._split_seen = flattener(seen, None)
+        self._join = builder(seen)
+        action = native_tree(acted, "", take=None)
+        self._split = flattener(action, None)
+        self._join_action = builder(action)
+        self.closed = False
+
+    def _only_space(self, what: str, space_of: Callable[[Any], Any]) -> Any:
+        first = space_of(self._agents[0])
+        other = next(
+            (agent for agent in self._agents if space_of(agent) != first),
+            None,
+        )
+        if other is not None:
+            raise ValueError(
+                f"reading the env failed: expected one {what} space of all agents, got {first} of {self._agents[0]} "
+                f"and {space_of(other)} of {other}. Make them alike in the factory, for example with SuperSuit's "
+                f"pad_observations_v0 or pad_action_space_v0, or use ParallelVectorEnv."
+            )
+        return first
+
+    def reset(  # type: ignore[override]  # SuperSuit's infos
+        self,
+        *,
+        seed: int | Sequence[int | None] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> tuple[Any, AgentInfos]:
+        """Reset all envs; return observations `[N * A, ...]` and one info for each row."""
+        observations, infos = self.envs.reset(seed, options)
+        return self._rows(observations), self._infos(infos)
+
+    def step(  # type: ignore[override]
+        self,
+        actions: Any,
+    ) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, AgentInfos]:
+        """Step all envs; return observations, rewards float32, flags bool `[N * A]`, and one info for each row."""
+        return self._results(self.envs.step(self._taken(actions)))
+
+    def step_async(self, actions: Any) -> None:
+        """Begin a `step`; `step_wait` ends it."""
+        self.envs.step_async(self._taken(actions))
+
+    def step_wait(self) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, AgentInfos]:
+        """End a `step`."""
+        return self._results(self.envs.step_wait())
+
+    def _taken(self, actions: Any) -> ByAgent:
+        """Return the actions of a step that begins, by agent."""
+        # Read before the step: after it, agents that it ends are no longer active.
+        self._was_active = self._stacked(self.envs.active)
+        leaves = [self._by_env(leaf) for leaf in self._split(actions)]
+        return {
+            agent: self._join_action([leaf[:, i] for leaf in leaves])
+            for i, agent in enumerate(self._agents)
+        }
+
+    def _results(
+        self,
+        made: tuple[ByAgent, ByAgent, ByAgent, ByAgent, dict[str, Any]],
+    ) -> tuple[Any, np.ndarray, np.ndarray, np.ndarray, AgentInfos]:
+        observations, rewards, terminations, truncations, infos = made
+        terminated = self._stacked(terminations)
+        truncated = self._stacked(truncations)
+        has_ended = (terminated | truncated).all(1)
+        # A flag counts when the agent leaves, and at the episode's end.
+        is_new = self._was_active | has_ended[:, None]
+        return (
+            self._rows(observations),
+            self._stacked(rewards).astype(np.float32).reshape(-1),
+            (terminated & is_new).reshape(-1),
+            (truncated & is_new).reshape(-1),
+            self._infos(infos),
+        )
+
+    def _stacked(self, values: ByAgent) -> np.ndarray:
+        """Return arrays `[N, ...]` by agent as one `[N, A, ...]`."""
+        return np.stack([values[agent] for agent in self._agents], axis=1)
+
+    def _rows(self, observations: ByAgent) -> Any:
+        """Return observations `[N, ...]` by agent as rows `[N * A, ...]`, nested as the space is."""
+        by_agent = [self._split_seen(observations[agent]) for agent in self._agents]
+        leaves = [np.stack(values, axis=1) for values in zip(*by_agent, strict=True)]
+        return self._join([leaf.reshape(-1, *leaf.shape[2:]) for leaf in leaves])
+
+    def _by_env(self, actions: Any) -> np.ndarray:
+        """Return a leaf of actions `[N * A, ...]` as `[N, A, ...]`."""
+        array = np.asarray(actions)
+        if array.shape[:1] != (self.num_envs,):
+            raise ValueError(
+                f"step failed: expected {self.num_envs} actions, one for each agent of each env, got shape "
+                f"{array.shape}. No env was stepped."
+            )
+        return array.reshape(self.envs.num_envs, len(self._agents), *array.shape[1:])
+
+    def _infos(self, infos: Mapping[str, Any]) -> AgentInfos:
+        """Return an info for each row, from infos by agent with masks."""
+        ends = infos.get("final_obs")
+        finals = infos.get("final_info", {})
+        rows: AgentInfos = []
+        for env_id in range(self.envs.num_envs):
+            for agent in self._agents:
+                own = _unmasked(finals.get(agent, {}), env_id)
+                own.update(_unmasked(infos.get(agent, {}), env_id))
+                if ends is not None and ends[env_id] is not None:
+                    own["terminal_observation"] = ends[env_id][agent]
+                rows.append(own)
+        return rows
+
+    def render(self) -> Any:
+        """Return the result of env 0's `render`."""
+        return self.envs.render()[0]
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """Return an attribute of each env."""
+        return self.envs.get_attr(name)
+
+    def env_is_wrapped(self, wrapper_class: type) -> list[bool]:  # noqa: ARG002  # SuperSuit's method
+        """Return False for each row, as SuperSuit does."""
+        return [False] * self.num_envs
+
+    def close_extras(self, **kwargs: Any) -> None:
+        """Close the envs and end the workers."""
+        self.envs.close(**kwargs)
+
+
+def concat_vec_envs_v1(
+    make_env: Callable[[], Any],
+    num_vec_envs: int,
+    num_cpus: int = 0,
+    base_class: str = "gymnasium",
+    *,
+    options: ExecutorOptions | None = None,
+) -> Any:
+    """Return a vector env with one row for each agent, as SuperSuit's function of this name; takes a factory.
+
+    Args:
+        make_env: returns one PettingZoo parallel env, with SuperSuit's wrappers if you like; called in workers.
+        num_vec_envs: N.
+        num_cpus: worker processes; 0 for one per usable core.
+        base_class: "gymnasium" for an `AgentRowsEnv`; "stable_baselines3" for `envherd.sb3.SubprocVecEnv`.
+        options: see `ExecutorOptions`.
+
+    Raises:
+        ValueError: another `base_class`.
+        FactoryError: an env in place of a function.
+    """
+    num_workers = min(num_cpus, num_vec_envs) or None
+    if base_class in ("gymnasium", "gym"):
+        return AgentRowsEnv(
+            [make_env] * num_vec_envs,
+            num_workers=num_workers,
+            options=options,
+        )
+    if base_class == "stable_baselines3":
+        # Only with Stable-Baselines3.
+        from envherd.executor.facades.sb3.vec_env import SubprocVecEnv
+
+        return SubprocVecEnv(
+            [OneGroupFactory(make_env)] * num_vec_envs,
+            num_workers=num_workers,
+            options=options,
+        )
+    raise ValueError(
+        f"concat_vec_envs_v1 failed: expected 'gymnasium' or 'stable_baselines3' as base_class, got {base_class!r}."
+    )
+
+
+def _unmasked(infos: Mapping[str, Any], env_id: int) -> dict[str, Any]:
+    """Return one env's part of Gymnasium's vector infos, as a dict without masks."""
+    own = {}
+    for name, values in infos.items():
+        if f"_{name}" in infos and infos[f"_{name}"][env_id]:
+            is_nested = isinstance(values, dict)
+            own[name] = _unmasked(values, env_id) if is_nested else values[env_id]
+    return own

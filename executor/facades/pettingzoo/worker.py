@@ -24,10 +24,10 @@ from envherd.workers.adapters.gymnasium.spaces import Space, native_tree
 from envherd.workers.adapters.named import PettingZooFactory
 from envherd.workers.adapters.pettingzoo.adapter import (
     ParallelAdapter,
+    Place,
     acting_agents,
     possible_agents,
 )
-from envherd.workers.adapters.pettingzoo.groups import Place
 from envherd.workers.build import check_factory
 from envherd.workers.sending.pickling import dumps
 

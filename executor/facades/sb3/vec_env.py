@@ -29,14 +29,14 @@ from stable_baselines3.common.vec_env.patch_gym import _patch_env
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.facades import replaced
-from envherd.executor.facades.columns import Column, ReadEpisodes, episode_reader
 from envherd.executor.facades.errors import as_raised, listed
 from envherd.executor.facades.gymnasium.rows import Observations
-from envherd.executor.facades.leaf_spaces import Space
+from envherd.executor.facades.rows import Column, ReadEpisodes, Space, episode_reader
 from envherd.executor.facades.sb3.factory import Sb3Factory
-from envherd.executor.facades.sb3.rows import Writer, mask_reader
-from envherd.executor.facades.sb3.spaces import (
+from envherd.executor.facades.sb3.rows import (
+    Writer,
     check_observed,
+    mask_reader,
     num_agents,
     observed_leaves,
     spaces_of,

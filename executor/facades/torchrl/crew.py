@@ -18,7 +18,7 @@ from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.processes.error_messages import Frame, env_error
 from envherd.executor.protocol.env_states import Event
-from envherd.executor.protocol.fast_step import FastStep, compile_step
+from envherd.executor.protocol.fast import FastStep, compile_step
 from envherd.executor.sending.blueprint import choose_workers
 from envherd.workers.build import describe, modules_of, pickle_factory
 from envherd.workers.errors import ActionError

@@ -24,11 +24,10 @@ from torchrl.envs import EnvBase, EnvCreator, SerialEnv
 
 from envherd.executor.facades import replaced
 from envherd.executor.facades.errors import as_raised
-from envherd.executor.facades.torchrl.batched import MakeEnv
 from envherd.executor.facades.torchrl.crew import HostedEnvs
-from envherd.executor.facades.torchrl.data import BatchedData
+from envherd.executor.facades.torchrl.data import BatchedData, MakeEnv
 from envherd.executor.facades.torchrl.worker import Call
-from envherd.executor.machine.room import require_room
+from envherd.executor.machine.machine import require_room
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.processes.worker_process import WorkerProcess
 from envherd.workers.build import check_factory

@@ -22,13 +22,14 @@ import io
 import pickle
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torchrl.data import Composite
-from torchrl.envs import EnvBase, TransformedEnv
+from torchrl.data import Composite, Unbounded
+from torchrl.envs import EnvBase, Transform, TransformedEnv
 from torchrl.envs.common import EnvMetaData
 
 from envherd.executor.facades.torchrl.ways.direct import (
@@ -38,16 +39,32 @@ from envherd.executor.facades.torchrl.ways.direct import (
 )
 from envherd.shm.specs import EnvSpec, Key, LeafSpec, done_leaves
 from envherd.workers.adapters.base import Adapter, EnvCall, Mask, Options, StepValues
-from envherd.workers.adapters.torchrl.adapter import own_generators, refuse_late_resets
+from envherd.workers.adapters.torchrl.adapter import (
+    own_generators,
+    refuse_late_resets,
+    require_dense,
+)
 from envherd.workers.adapters.torchrl.private_api import (
+    aggregate_ends,
     check_worker_env,
     supports_set_state,
 )
-from envherd.workers.adapters.torchrl.reading import to_numpy
-from envherd.workers.adapters.torchrl.specs import DTYPES
+from envherd.workers.adapters.torchrl.specs import (
+    DTYPES,
+    place_leaves,
+    reader,
+    to_numpy,
+    topmost,
+)
 from envherd.workers.errors import FactoryError
-from envherd.workers.reply import Fault
+from envherd.workers.messages import Fault
 from envherd.workers.sending.pickling import Pickler
+from envherd.workers.wrappers.leaves import (
+    EpisodeLeaves,
+    EpisodeSums,
+    Wrapping,
+    refuse_taken,
+)
 
 
 class Call(NamedTuple):
@@ -159,8 +176,6 @@ class HostedEnv:
         self.built = env
         self.statistics: Any = None
         if has_statistics:
-            from envherd.executor.facades.torchrl.episodes import EpisodeStatistics
-
             self.statistics = EpisodeStatistics(env)
             env = TransformedEnv(env, self.statistics, auto_unwrap=False)
         self.env = env.set_spec_lock_()
@@ -482,7 +497,6 @@ def adapter_of(hosted: HostedEnv) -> Adapter:
     adapter = HostedAdapter(hosted)
     if hosted.statistics is None or not adapter.spec.metadata["is_dense"]:
         return adapter
-    from envherd.executor.facades.torchrl.episodes import CountedLeaves
 
     return CountedLeaves(adapter, hosted.statistics.sums)
 
@@ -516,3 +530,132 @@ def dumps(value: Any) -> bytes:
 
 #: Returns the value that `dumps` packed.
 loads = pickle.loads
+
+
+# ---- episodes ----------------------------------------------------------------------------------
+# Statistics of episodes in the data of a TorchRL env that a worker runs for the TorchRL facade.
+#
+# Keys, dtypes, shapes and sums are those of `wrappers.leaves`. Masks of a reset select what starts again: the
+# return of a group by the mask that decides for the group, length and time with any part of the row.
+
+
+class EpisodeStatistics(Transform):  # type: ignore[misc]  # untyped
+    """Writes the statistics into root and `next`, and their specs into the observation spec.
+
+    Args:
+        env: the env to put it around.
+
+    Attributes:
+        sums: the statistics.
+
+    Raises:
+        SpecError: the env has an observation named `episode` itself, or a reward without a fixed shape.
+    """
+
+    def __init__(self, env: EnvBase) -> None:
+        super().__init__()
+        rewards = place_leaves(env.full_reward_spec)
+        ends = topmost(place_leaves(env.full_done_spec))
+        require_dense(rewards)
+        self.sums = EpisodeSums(tuple(env.batch_size), [leaf.spec for leaf in rewards])
+        refuse_taken(
+            [(key,) if isinstance(key, str) else key for key in env.observation_keys],
+            self.sums.roots,
+            "episode_statistics",
+        )
+        self._readers = [reader(leaf) for leaf in rewards]
+        self._masks = [(*path, "_reset") for path in ends]
+        self._deciding = [
+            next((path for path in ends if path == leaf.path[: len(path)]), ())
+            for leaf in rewards
+        ]
+        self._shapes = {
+            path: env.full_reward_spec[path].shape
+            for leaf in rewards
+            if (path := leaf.path[:-1])
+        }
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Add the leaves."""
+        device = observation_spec.device
+        for path, shape in self._shapes.items():
+            # A group may have rewards without an observation.
+            if observation_spec.get(path, None) is None:
+                observation_spec[path] = Composite(shape=shape, device=device)
+        for leaf in self.sums.leaves:
+            observation_spec[leaf.key] = Unbounded(
+                leaf.shape,
+                dtype=getattr(torch, leaf.dtype),
+                device=device,
+            )
+        return observation_spec
+
+    def written(self, td: TensorDictBase) -> TensorDictBase:
+        """Copy the statistics into a root or `next`; return it."""
+        for leaf, value in zip(self.sums.leaves, self.sums.values, strict=True):
+            td.set(leaf.key, torch.tensor(value, device=td.device))
+        return td
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        self.sums.begin()
+        return tensordict
+
+    def _step(
+        self,
+        tensordict: TensorDictBase,  # noqa: ARG002
+        next_tensordict: TensorDictBase,
+    ) -> TensorDictBase:
+        self.sums.add([read(next_tensordict) for read in self._readers])
+        return self.written(next_tensordict)
+
+    def _reset(
+        self,
+        tensordict: TensorDictBase,
+        tensordict_reset: TensorDictBase,
+    ) -> TensorDictBase:
+        rows = _selected(tensordict, self._masks)
+        nodes = [
+            tensordict.get(path, None) if path else None for path in self._deciding
+        ]
+        self.sums.restart(
+            rows,
+            [rows if node is None else _selected(node, ["_reset"]) for node in nodes],
+        )
+        return self.written(tensordict_reset)
+
+
+class CountedLeaves(EpisodeLeaves):
+    """The statistics behind the row of a hosted env whose steps go through the slab.
+
+    Args:
+        inner: the hosted env's `HostedAdapter`.
+        sums: the statistics of its episode.
+    """
+
+    def __init__(self, inner: Adapter, sums: EpisodeSums) -> None:
+        Wrapping.__init__(
+            self,
+            inner,
+            [
+                replace(leaf, key=(f"observation:{'/'.join(leaf.key)}",))
+                for leaf in sums.leaves
+            ],
+            (),
+            "episode_statistics",
+        )
+        self._sums = sums
+
+    def reset(
+        self,
+        seed: int | None,
+        options: Options = None,
+        mask: Mask = None,
+    ) -> list[Any]:
+        if self.env.direct is not None:
+            return super().reset(seed, options, mask)
+        # The transform knows which parts are reset.
+        return [*self.inner.reset(seed, options, mask), *self._sums.values]
+
+
+def _selected(td: TensorDictBase, masks: list[Any]) -> np.ndarray:
+    return np.asarray(aggregate_ends(td, reset_keys=masks).cpu())

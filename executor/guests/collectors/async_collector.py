@@ -25,8 +25,7 @@ from tensordict import TensorDict, TensorDictBase
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.batches.actions import to_numpy
 from envherd.executor.batches.arguments import as_count, need_seconds
-from envherd.executor.batches.fast_tensordict import get_leaf
-from envherd.executor.batches.grad_mode import without_grad
+from envherd.executor.batches.fast_tensordict import get_leaf, without_grad
 from envherd.executor.batches.transfer import (
     Lane,
     as_array,
@@ -37,8 +36,8 @@ from envherd.executor.guests.collectors.collector import BatchIterator
 from envherd.executor.guests.collectors.policy import Placed, Policy
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.processes.error_messages import log, with_thread
-from envherd.executor.rollouts.contiguous_rows import ContiguousRows
 from envherd.executor.rollouts.policy_state import leaf_keys, own_leaves, run_policy
+from envherd.executor.rollouts.storage import ContiguousRows
 from envherd.executor.start.waiting import DeadlinePassed
 from envherd.shm.interrupts import uninterrupted
 from envherd.workers.errors import (

@@ -19,7 +19,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from envherd.executor.batches.grad_mode import without_grad
+from envherd.executor.batches.fast_tensordict import without_grad
 from envherd.executor.batches.transfer import to_device
 from envherd.executor.processes.error_messages import log
 from envherd.executor.rollouts.policy_state import leaf_keys, run_policy

@@ -8,8 +8,7 @@ from envherd.executor.batches import hand_out
 from envherd.executor.batches import memory as batch_memory
 from envherd.executor.batches.hand_out import Gatherer, GroupBatch
 from envherd.executor.batches.memory import LARGEST_RECORD, splitter
-from envherd.shm.layout import Field, lay_out, strided_view
-from envherd.shm.slab import Slab, plan_slab
+from envherd.shm.slab import Field, Slab, lay_out, plan_slab, strided_view
 from envherd.shm.specs import EnvSpec, LeafSpec
 
 

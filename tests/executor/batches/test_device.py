@@ -14,7 +14,7 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 from envherd.executor import AsyncCollector, Collector, ParallelEnv, SerialEnv
 from envherd.executor.batches.hand_out import GroupBatch
 from envherd.executor.batches.transfer import Mover, as_device, packed, to_device
-from envherd.executor.rollouts.stepwise import StepwiseRun
+from envherd.executor.rollouts.rollout import StepwiseRun
 from envherd.executor.show.evaluate import evaluate
 from envherd.workers.testing import CountingEnv
 from tests.envs.counting_envs import AgentsEnv

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from envherd.executor.batches.actions import check_for
-from envherd.executor.guests.simulator.actions import is_legal
+from envherd.executor.guests.simulator.rows import is_legal
 from envherd.executor.options import ActionCheck
 from envherd.shm.specs import (
     Binary,

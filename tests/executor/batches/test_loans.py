@@ -19,8 +19,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from envherd import AsyncCollector, EnvError, ExecutorOptions, ParallelEnv, SerialEnv
-from envherd.shm.private_view import PrivateView, open_view
-from envherd.shm.segment import HAS_MEMFD, Segment
+from envherd.shm.segment import HAS_MEMFD, PrivateView, Segment, open_view
 from envherd.workers.testing import CountingEnv
 
 pytestmark = pytest.mark.skipif(not HAS_MEMFD, reason="without memfd nothing is lent")

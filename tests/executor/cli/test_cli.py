@@ -23,8 +23,12 @@ from tensordict import TensorDict
 from typer.testing import CliRunner, Result
 
 from envherd.executor.cli.app import app
-from envherd.executor.cli.commands import noting_interrupt
-from envherd.executor.cli.storing import RolloutStore, StoreError, load_rollout
+from envherd.executor.cli.commands import (
+    RolloutStore,
+    StoreError,
+    load_rollout,
+    noting_interrupt,
+)
 
 COUNTING = "python:envherd.workers.testing:CountingEnv"
 TEXT = "python:tests.envs.counting_envs:TextEnv"

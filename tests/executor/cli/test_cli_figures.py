@@ -15,9 +15,9 @@ import torch
 from rich.console import Console
 from tensordict import TensorDict
 
-from envherd.executor.cli.returns import Returns
+from envherd.executor.cli.media import Returns
 from envherd.executor.cli.rollout import SCHEMA, figures, table
-from envherd.executor.guests.monitor.statistics import Statistics, WorkerStatistics
+from envherd.executor.guests.monitor import Statistics, WorkerStatistics
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers.testing import CountingEnv
 from tests.envs.counting_envs import AgentsEnv, PairEnv

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from envherd import ParallelEnv
 from envherd.executor.cli import media
 from envherd.executor.cli.app import app
-from envherd.executor.cli.storing import RolloutStore, load_rollout
+from envherd.executor.cli.commands import RolloutStore, load_rollout
 from envherd.executor.cli.top import looks, screen
 from envherd.workers.testing import CountingEnv
 from tests.gates import wait_for

@@ -17,7 +17,7 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import VecEnv
 
 from envherd.executor import Busy, ExecutorOptions
-from envherd.executor.facades.sb3.spaces import num_agents
+from envherd.executor.facades.sb3.rows import num_agents
 from envherd.sb3 import (
     DummyVecEnv,
     ExecutorVecEnv,

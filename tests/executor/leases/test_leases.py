@@ -24,7 +24,7 @@ from envherd import (
     WorkerLost,
     WorkerTimeout,
 )
-from envherd.executor.guests.monitor.watching import Watch, plates
+from envherd.executor.guests.monitor import Watch, plates
 from envherd.executor.processes.worker_process import WorkerProcess
 from tests.envs.leased_envs import Odd, World
 from tests.faults.children import in_child

@@ -14,9 +14,13 @@ from unittest.mock import Mock
 import pytest
 
 from envherd.executor.machine import machine as machine_module
-from envherd.executor.machine.cgroups import Cgroup, read_cgroup
 from envherd.executor.machine.gpus import Gpu, parse_smi
-from envherd.executor.machine.machine import read_machine, usable_cores
+from envherd.executor.machine.machine import (
+    Cgroup,
+    read_cgroup,
+    read_machine,
+    usable_cores,
+)
 from envherd.shm import platforms
 from tests.shm.test_cgroups import tree
 

@@ -12,13 +12,17 @@ import numpy as np
 import pytest
 
 from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
-from envherd.executor.guests.monitor.statistics import quantile, read_workers
-from envherd.executor.guests.monitor.watching import Watch, plates, stack_of
-from envherd.executor.pools.slab_plate import LABEL
+from envherd.executor.guests.monitor import (
+    Watch,
+    plates,
+    quantile,
+    read_workers,
+    stack_of,
+)
+from envherd.executor.pools.worker_pool import LABEL
 from envherd.executor.show.loggers import PrometheusCollector, to_scalars
-from envherd.executor.start import process_log
-from envherd.shm.nameplate import create_named, find
-from envherd.shm.segment import Segment
+from envherd.executor.start import zygote
+from envherd.shm.segment import Segment, create_named, find
 from envherd.shm.slab import NUM_BINS, WORDS, bin_of
 from envherd.workers.testing import CountingEnv
 from tests.extras import needs
@@ -82,12 +86,10 @@ def test_a_stack_is_complete_though_the_worker_is_stopped_between_two_lines(
             os.write(log, lines.pop(at_s))
 
     monkeypatch.setattr(
-        process_log, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now_s)
+        zygote, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now_s)
     )
-    assert process_log.request_stacks(log, lambda: None) == "one\ntwo\nthree\n"
-    assert (
-        process_log.request_stacks(log, lambda: None) == "(the process did not answer)"
-    )
+    assert zygote.request_stacks(log, lambda: None) == "one\ntwo\nthree\n"
+    assert zygote.request_stacks(log, lambda: None) == "(the process did not answer)"
     assert now_s < 3
     os.close(log)
 

@@ -33,14 +33,14 @@ from envherd import (
     WorkerTimeout,
 )
 from envherd.executor.cli.app import app
-from envherd.executor.guests.capsules.file import (
+from envherd.executor.guests.capsules import (
     _FIELDS,
     Capsule,
     CapsuleError,
     load_capsule,
 )
 from envherd.workers.adapters.named import FAMILIES, NamedFactory, reference_of
-from envherd.workers.block.journal import FLAGS, Journal, JournalFlag
+from envherd.workers.block.slot import FLAGS, Journal, JournalFlag
 from envherd.workers.seeding import episode_seed
 from envherd.workers.testing import CountingEnv
 from envherd.workers.testing.faults import BROKEN, FaultyEnv

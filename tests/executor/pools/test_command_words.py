@@ -5,9 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from envherd.executor.pools import command_words
-from envherd.executor.pools.command_words import CommandWords
-from envherd.executor.pools.replies import Outcome
+from envherd.executor.pools import commands
+from envherd.executor.pools.commands import CommandWords, Outcome
 from envherd.shm.slab import WORDS
 from tests.gates import is_interrupted
 
@@ -20,7 +19,7 @@ def words(monkeypatch):
     made = CommandWords(SimpleNamespace(words=arrays))
     made.seen = []
     monkeypatch.setattr(
-        command_words,
+        commands,
         "keep_order",
         lambda: made.seen.append((made.command.tolist(), made.command_seq.tolist())),
     )
@@ -56,7 +55,7 @@ def test_interrupted_loss_leaves_no_invented_answer(words):
         was_interrupted = is_interrupted(
             lambda: words.lose_answers(np.array([0, 1, 2]), Outcome()),
             number,
-            command_words.__file__,
+            commands.__file__,
         )
         has_answered = words.command_seq == words.reply_seq
         assert (words.answers_lost | ~has_answered).tolist()[::2] == [True, True], (

@@ -16,10 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envherd.executor.pools import fast_commands, worker_pool
-from envherd.executor.pools.command_words import CommandWords
-from envherd.shm.sync import DOORBELL_BYTES, Doorbell
-from envherd.shm.tally import Counter
+from envherd.executor.pools import commands, worker_pool
+from envherd.executor.pools.commands import CommandWords
+from envherd.shm.sync import DOORBELL_BYTES, Counter, Doorbell
 from envherd.workers import native
 from tests.scale import scaled
 
@@ -48,7 +47,7 @@ class Side:
         self.words = CommandWords(slab)
         self.worker_of = np.arange(num_envs) * num_workers // num_envs
         self.counts = {name: np.zeros(num_workers, np.int64) for name in OF_WORKERS}
-        self.caller = fast_commands.native_caller(
+        self.caller = commands.native_caller(
             self.words, self.go, self.done, self.counts, self.worker_of
         )
         self.num_workers = num_workers
@@ -61,9 +60,7 @@ class Side:
         everyone = np.arange(len(self.worker_of))
         self.give_some(everyone, np.full(len(everyone), command))
         drafted = None if draft is None else draft(column)
-        return drafted, self.first(
-            everyone, len(everyone), fast_commands.LOOK_S
-        ) is not None
+        return drafted, self.first(everyone, len(everyone), commands.LOOK_S) is not None
 
     def give_all(self, command: int) -> None:
         """Give all envs a command, in C."""
@@ -168,7 +165,7 @@ def test_every_program_of_commands(data, num_envs, num_workers):
 @pytest.mark.parametrize("in_c", [True, False])
 def test_answers_that_come_late_are_waited_for(in_c, monkeypatch):
     # On a busy machine they are later than its wait.
-    for module in (fast_commands, worker_pool):
+    for module in (commands, worker_pool):
         monkeypatch.setattr(module, "LOOK_S", 30.0)
     side = Side(2, 2, in_c=in_c)
 
@@ -277,7 +274,7 @@ class Alarm(Exception):
 @pytest.mark.parametrize("is_for_all", [True, False])
 def test_a_signal_ends_the_wait(monkeypatch, delay_s, is_for_all):
     """During the spin, and while it blocks. Another follows one between the two, which is noticed `LOOK_S` later."""
-    monkeypatch.setattr(fast_commands, "LOOK_S", 30.0)
+    monkeypatch.setattr(commands, "LOOK_S", 30.0)
     side = Side(1, 1, in_c=True)
     side.give_all(7)
 
@@ -322,9 +319,7 @@ def test_a_signal_ends_the_wait(monkeypatch, delay_s, is_for_all):
 def test_memory_that_does_not_fit_is_refused(name, wrong, error, monkeypatch):
     side, made, module = Side(2, 1, in_c=False), [], native.load()
     monkeypatch.setattr(native, "load", lambda: SimpleNamespace(Caller=made.append))
-    fast_commands.native_caller(
-        side.words, side.go, side.done, side.counts, side.worker_of
-    )
+    commands.native_caller(side.words, side.go, side.done, side.counts, side.worker_of)
     (facts,) = made
     module.Caller(facts)
     with pytest.raises(error):
@@ -342,7 +337,7 @@ def test_native_caller_references_its_arrays_until_freed():
     ]
     before = [sys.getrefcount(array) for array in arrays]
     for _ in range(3):
-        fast_commands.native_caller(
+        commands.native_caller(
             side.words, side.go, side.done, side.counts, side.worker_of
         )
         side.caller.give_some(np.arange(2), np.arange(2))

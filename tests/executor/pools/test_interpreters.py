@@ -27,7 +27,7 @@ from envherd import (
     WorkerTimeout,
 )
 from envherd.executor.guests.interpreters import check_interpreter, spread_apart
-from envherd.executor.guests.monitor.watching import Watch, plates
+from envherd.executor.guests.monitor import Watch, plates
 from envherd.executor.sending.blueprint import num_runs
 from tests.gates import wait_for
 

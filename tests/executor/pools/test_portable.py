@@ -19,7 +19,7 @@ from envherd.executor import (
     WorkerLost,
 )
 from envherd.executor.sizing.recommending import recommend
-from envherd.executor.sizing.settings import Goal
+from envherd.executor.sizing.rule import Goal
 from envherd.shm import platforms
 from envherd.shm.segment import NAMES
 from envherd.workers.adapters.named import NamedFactory, PettingZooFactory

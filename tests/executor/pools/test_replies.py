@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from envherd.executor.pools.replies import Outcome
+from envherd.executor.pools.commands import Outcome
 from envherd.workers.errors import WorkerLost
 
 NAMES = ("faults", "side", "infos")

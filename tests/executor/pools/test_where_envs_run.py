@@ -9,7 +9,7 @@ import torch
 
 import envherd
 from envherd import ExecutorOptions, ParallelEnv, SerialEnv
-from envherd.executor.guests.monitor.watching import Watch, plates
+from envherd.executor.guests.monitor import Watch, plates
 from envherd.executor.sending.blueprint import draw
 from envherd.executor.sending.variables import visible_gpus
 from envherd.workers.testing import CountingEnv, FaultyEnv

@@ -11,7 +11,7 @@ from tensordict import TensorDict, lazy_stack
 
 from envherd.executor import Busy, ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.executor.batches import memory as batch_memory
-from envherd.executor.rollouts.added_rows import AddedRows
+from envherd.executor.rollouts.policy_state import AddedRows
 from envherd.shm.sync import Doorbell
 from envherd.workers import native
 from envherd.workers.testing import CountingEnv, FaultyEnv

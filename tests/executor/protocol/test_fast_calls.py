@@ -32,10 +32,10 @@ from envherd.executor import (
     ParallelEnv,
     ResetNeeded,
 )
-from envherd.executor.pools import fast_commands
+from envherd.executor.pools import commands
 from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.executor.protocol.env_states import NEXT, Event, State
-from envherd.executor.protocol.fast_step import compile_command
+from envherd.executor.protocol.fast import compile_command
 from envherd.executor.protocol.plain import Plain
 from envherd.workers import native
 from envherd.workers.protocol import Op
@@ -683,7 +683,7 @@ def slow_pair(*, copy: bool = True) -> Any:
 
 def be_patient(patch: pytest.MonkeyPatch, wait_s: float = 30.0) -> None:
     """Let calls in C wait for slow answers themselves, even on a busy machine; before compiling, which copies it."""
-    patch.setattr(fast_commands, "LOOK_S", wait_s)
+    patch.setattr(commands, "LOOK_S", wait_s)
 
 
 def refuse(*_: Any, **__: Any) -> None:

@@ -604,7 +604,7 @@ def test_an_observation_of_this_name_is_refused():
 
 def test_the_contract_holds():
     from envherd.workers.adapters.gymnasium.adapter import GymnasiumAdapter
-    from envherd.workers.wrappers.info_leaves import InfoLeaves, declared_fields
+    from envherd.workers.wrappers.leaves import InfoLeaves, declared_fields
 
     def make():
         inner = GymnasiumAdapter(Numbered())

@@ -37,10 +37,10 @@ from envherd.executor import (
     WorkerLost,
     WorkerTimeout,
 )
-from envherd.executor.pools.command_words import CommandWords
+from envherd.executor.pools.commands import CommandWords
 from envherd.executor.protocol.env_states import Event
 from envherd.executor.rollouts.policy_state import Carried
-from envherd.executor.rollouts.stepwise import StepwiseRun
+from envherd.executor.rollouts.rollout import StepwiseRun
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers.protocol import RING, Op
 from envherd.workers.seeding import episode_seed

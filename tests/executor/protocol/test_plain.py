@@ -11,10 +11,10 @@ import tensordict
 import torch
 
 from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv, doctor
-from envherd.executor.guests.monitor.watching import plates
-from envherd.executor.pools import slab_plate
+from envherd.executor.guests.monitor import plates
+from envherd.executor.pools import worker_pool
 from envherd.executor.protocol import plain
-from envherd.shm import nameplate
+from envherd.shm import segment
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers import native
 from envherd.workers.block.block import Block
@@ -327,9 +327,7 @@ def test_a_long_text_is_cut_on_the_nameplate():
             (plate,) = (one for one in plates() if one.pid == os.getpid())
             assert plate.content["path"].strip() == shown
             (found,) = (
-                one
-                for one in nameplate.find(slab_plate.LABEL)
-                if one.pid == os.getpid()
+                one for one in segment.find(worker_pool.LABEL) if one.pid == os.getpid()
             )
             assert found.content["env"] == "plain"
 

@@ -9,7 +9,7 @@ from gymnasium.vector import SyncVectorEnv
 from tensordict import NonTensorStack, TensorDict
 
 from envherd.executor import ActionError, SerialEnv
-from envherd.executor.rollouts.stepwise import StepwiseRun
+from envherd.executor.rollouts.rollout import StepwiseRun
 from tests.executor.calls import both
 
 NUM_ROWS = 3

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 
 from envherd.executor import AsyncCollector, Collector, ParallelEnv, SerialEnv
-from envherd.executor.rollouts.stepwise import StepwiseRun
+from envherd.executor.rollouts.rollout import StepwiseRun
 from envherd.workers.errors import EnvError
 from tests.envs.torch_simulators import NUM_ROWS, Counter
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from envherd.executor import ExecutorOptions, ParallelEnv, WorkerLost, WorkerTimeout
 from envherd.executor.cli.app import app
 from envherd.executor.sizing import probe as probing
-from envherd.executor.sizing.driving import Subject
+from envherd.executor.sizing.probe import Subject
 from envherd.workers.testing import CountingEnv, FaultyEnv
 from envherd.workers.testing.faults import BROKEN
 from tests.envs import sized_envs

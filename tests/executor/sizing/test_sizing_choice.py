@@ -7,15 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from envherd.executor.machine.cgroups import Cgroup
 from envherd.executor.machine.gpus import Gpu, parse_apps
-from envherd.executor.machine.machine import Machine, usable_cores
+from envherd.executor.machine.machine import Cgroup, Machine, usable_cores
 from envherd.executor.sizing.confirming import speeds
-from envherd.executor.sizing.driving import Turn
-from envherd.executor.sizing.probe import step_figures
+from envherd.executor.sizing.probe import Turn, step_figures
 from envherd.executor.sizing.recommending import decide
-from envherd.executor.sizing.rule import DoesNotFit, Limits, settings_for
-from envherd.executor.sizing.settings import Goal, Measurement, Setting
+from envherd.executor.sizing.rule import (
+    DoesNotFit,
+    Goal,
+    Limits,
+    Measurement,
+    Setting,
+    settings_for,
+)
 from envherd.shm.slab import NUM_BINS, bin_of
 
 GIB, MIB, CORES = 2**30, 2**20, usable_cores()

@@ -6,9 +6,9 @@ import pytest
 
 from envherd.executor import ParallelEnv
 from envherd.executor.sizing import confirming, probe
-from envherd.executor.sizing.driving import Driver
+from envherd.executor.sizing.probe import Driver
 from envherd.executor.sizing.recommending import recommend
-from envherd.executor.sizing.settings import Goal
+from envherd.executor.sizing.rule import Goal
 from envherd.workers.errors import EnvherdError
 from envherd.workers.testing import CountingEnv
 from tests.envs import sized_envs

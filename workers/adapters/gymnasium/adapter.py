@@ -19,8 +19,6 @@ import gymnasium
 
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers.adapters.base import Adapter, EnvCall, Mask, Options, StepValues
-from envherd.workers.adapters.common.reset_options import own_options
-from envherd.workers.adapters.common.scalars import as_flag, as_float, outline
 from envherd.workers.adapters.common.tree import (
     Leaf,
     Node,
@@ -28,6 +26,12 @@ from envherd.workers.adapters.common.tree import (
     flattener,
     is_bare,
     leaf_specs,
+)
+from envherd.workers.adapters.common.values import (
+    as_flag,
+    as_float,
+    outline,
+    own_options,
 )
 from envherd.workers.adapters.gymnasium import spaces as gymnasium_spaces
 from envherd.workers.errors import SpecError

@@ -24,17 +24,18 @@ key. An action is `("action",)` or, for Dict and Tuple spaces, nested below it.
 
 Side channel: text is a str; a graph is a dict of `nodes`, `edges`, `edge_links` (arrays, or None where
 the graph has none); a sequence is a tuple of such values, or, if stacked, an array (a dict or tuple of
-arrays); a OneOf is `(index, value)`; values of a custom space are what `side_values.snapshot` returns for them. In
+arrays); a OneOf is `(index, value)`; values of a custom space are what `common.values.snapshot` returns for them. In
 actions, the same values are converted back into what the space samples.
 
 The facade of Gymnasium passes values unchanged (`native_tree`); all but the four spaces of arrays are pickled there.
 """
 
-# In older releases of Gymnasium, Discrete takes no parameter.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,6 @@ from envherd.shm.specs import (
     LeafSpec,
     MultiDiscrete,
 )
-from envherd.workers.adapters.common.side_values import snapshot
 from envherd.workers.adapters.common.tree import (
     Branch,
     Convert,
@@ -63,8 +63,12 @@ from envherd.workers.adapters.common.tree import (
     refuse_reserved,
     side_leaf,
 )
+from envherd.workers.adapters.common.values import snapshot
 from envherd.workers.errors import SpecError
 from envherd.workers.sending.pickling import dumps
+
+# In older releases of Gymnasium, Discrete takes no parameter.
+
 
 Space = spaces.Space[Any]
 #: Spaces whose values are arrays of one shape and dtype.
@@ -371,3 +375,78 @@ def _reviver(space: Space) -> Convert | None:
 
 def _revive(convert: Convert | None, value: Any) -> Any:
     return value if convert is None else convert(value)
+
+
+# ---- rows --------------------------------------------------------------------------------------
+# Spaces of envs that are themselves a batch: the counterpart, for n rows, of the spaces above.
+#
+# A leaf of a row's shape `s` becomes one of shape `(n, *s)`, with the same domain for each row. Keys are those of a
+# single env. Values without a fixed shape are lists of n.
+
+
+def observations_of(num_rows: int) -> MakeLeaf:
+    """Return a function that describes the observations of `num_rows` rows, for `observation_tree`."""
+
+    def make_leaf(space: Space, key: Key) -> Leaf:
+        row = observation_leaf(space, key)
+        if row.spec.is_side:
+            return Leaf(row.spec, take=_for_each(row.take))
+        # Of all spaces, only a Box of shape () is stored differently.
+        take: Convert | None = (
+            None if row.take is None else lambda value: np.asarray(value)[:, np.newaxis]
+        )
+        return Leaf(_of_rows(row, num_rows), take=take)
+
+    return make_leaf
+
+
+def actions_of(num_rows: int) -> MakeLeaf:
+    """Return a function that describes the actions of `num_rows` rows, for `tree_below`."""
+
+    def make_leaf(space: Space, key: Key) -> Leaf:
+        row = action_leaf(space, key)
+        if row.spec.is_side:
+            each = _for_each(row.give)
+            return Leaf(row.spec, give=lambda values: tuple(each(values)))
+        if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)):
+            return Leaf(_of_rows(row, num_rows), give=from_indices(space))
+        return Leaf(
+            _of_rows(row, num_rows),
+            give=None if row.give is None else lambda value: value[:, 0],
+        )
+
+    return make_leaf
+
+
+def mosaic(frames: Any) -> Any:
+    """Return pictures of the same size as one, uint8 `[H, W, 3]`, in a grid as square as possible."""
+    pictures = [np.asarray(frame) for frame in frames if frame is not None]
+    if not pictures:
+        return None
+    num_columns = math.ceil(math.sqrt(len(pictures)))
+    num_lines = math.ceil(len(pictures) / num_columns)
+    pictures += [np.zeros_like(pictures[0])] * (num_lines * num_columns - len(pictures))
+    return np.vstack(
+        [
+            np.hstack(pictures[i * num_columns : (i + 1) * num_columns])
+            for i in range(num_lines)
+        ]
+    )
+
+
+def _of_rows(row: Leaf, num_rows: int) -> Any:
+    domain = row.spec.domain
+    if isinstance(domain, MultiDiscrete):
+        domain = MultiDiscrete(
+            (domain.nvec,) * num_rows,
+            (domain.start,) * num_rows if domain.start else (),
+        )
+    return replace(row.spec, shape=(num_rows, *row.spec.shape), domain=domain)
+
+
+def _for_each(convert: Convert | None) -> Convert:
+    return (
+        list
+        if convert is None
+        else (lambda values: [convert(value) for value in values])
+    )

@@ -38,12 +38,10 @@ from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
 
 from envherd.shm.specs import EnvSpec, LeafSpec, done_leaves
 from envherd.workers.adapters.base import Adapter, Mask, Options, StepValues
-from envherd.workers.adapters.common.reset_options import own_options
-from envherd.workers.adapters.common.scalars import are_flags
 from envherd.workers.adapters.common.tree import builder, flattener, leaf_specs
-from envherd.workers.adapters.gymnasium import rows as gymnasium_rows
+from envherd.workers.adapters.common.values import are_flags, own_options
 from envherd.workers.adapters.gymnasium import spaces as gymnasium_spaces
-from envherd.workers.adapters.gymnasium.rows import mosaic
+from envherd.workers.adapters.gymnasium.spaces import mosaic
 from envherd.workers.errors import FactoryError, ResetNeeded, SpecError
 
 _MODES = ("NextStep", "SameStep", "Disabled")
@@ -111,12 +109,12 @@ class GymnasiumVectorAdapter(Adapter):
         row, _ = gymnasium_spaces.observation_tree(space)
         batch, renamed = gymnasium_spaces.observation_tree(
             space,
-            gymnasium_rows.observations_of(n),
+            gymnasium_spaces.observations_of(n),
         )
         action = gymnasium_spaces.tree_below(
             getattr(env, "single_action_space", None),
             "action",
-            make_leaf=gymnasium_rows.actions_of(n),
+            make_leaf=gymnasium_spaces.actions_of(n),
         )
         self._flatten_row = flattener(row, "final_obs")
         self._flatten = flattener(batch, "observation")

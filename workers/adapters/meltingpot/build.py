@@ -28,8 +28,8 @@ import dmlab2d
 import numpy as np
 from dmlab2d import runfiles_helper
 
-from envherd.workers.adapters.common.generators import seeded_random
-from envherd.workers.adapters.meltingpot.episodes import spaced_seeds
+from envherd.workers.adapters.common.values import seeded_random
+from envherd.workers.adapters.meltingpot.adapter import spaced_seeds
 from envherd.workers.adapters.meltingpot.light_import import install_lazy_import
 from envherd.workers.adapters.meltingpot.lua_tree import lua_root
 from envherd.workers.errors import FactoryError, SpecError

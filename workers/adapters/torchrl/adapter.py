@@ -33,21 +33,19 @@ from torchrl.envs import EnvBase, TransformedEnv
 
 from envherd.shm.specs import DONE_KEYS, EnvSpec, Unbounded, done_leaves
 from envherd.workers.adapters.base import Adapter, Mask, Options, StepValues
-from envherd.workers.adapters.common.generators import OwnGenerators
+from envherd.workers.adapters.common.values import OwnGenerators
 from envherd.workers.adapters.torchrl.private_api import seeding_names, wrapped_env
-from envherd.workers.adapters.torchrl.reading import (
-    ends_reader,
-    reader,
-    to_numpy,
-    to_plain,
-    topmost,
-)
 from envherd.workers.adapters.torchrl.specs import (
     Member,
     Path,
     PlacedLeaf,
+    ends_reader,
     group_shapes,
     place_leaves,
+    reader,
+    to_numpy,
+    to_plain,
+    topmost,
 )
 from envherd.workers.errors import FactoryError, ResetNeeded, SpecError
 

@@ -21,7 +21,7 @@ from envherd.executor.facades.torchrl.ways.direct import (
     require,
 )
 from envherd.workers.adapters.base import StepValues
-from envherd.workers.adapters.meltingpot.fast_step import Views
+from envherd.workers.adapters.meltingpot.adapter import Views
 from envherd.workers.adapters.torchrl.private_api import wrapped_env
 
 _WORLD = "WORLD."

@@ -1,1 +1,0 @@
-"""What other programs, and the user, see of an executor."""
