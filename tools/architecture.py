@@ -49,7 +49,7 @@ class Box(NamedTuple):
 
 #: Label -> box, in the order of the table: from the public API down to the memory.
 BOXES = {
-    "executor/cli/": Box(("executor/cli/*",), "the commands, a file each", 10, (1, 2)),
+    "executor/cli/": Box(("executor/cli/*",), "the commands", 10, (1, 2)),
     "executor/doctor.py": Box(
         ("executor/doctor.py",), "checks of the installation", 9, (4, 4)
     ),

@@ -250,7 +250,8 @@ def policy_maker(
 #
 # Batches with text, objects or differing shapes are the exception: they stay in memory until `finish` writes them.
 #
-# data = tensordict.TensorDict.load_memmap(DIR, allow_pickle=False)  # [N, T], with the keys of `ParallelEnv.rollout`
+# `tensordict.TensorDict.load_memmap(DIR, allow_pickle=False)` returns it, `[N, T]` with the keys of
+# `ParallelEnv.rollout`.
 #
 # Guarantees: no file is replaced or removed. Loading a rollout runs no code: nothing is unpickled, imported or called.
 

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 # A step of all envs, compiled for one executor, for the plain case: all envs are running and answer only with rows.
 #
 # Guarantees: `Engine.step_all` is the specification and handles all other cases. If a step is not plain before the
-# command is given, nothing has changed and the caller calls `step_all`. If the answer is not plain, the command becomes a
-# `Flight` that `Flights` lands. After an exception at any line, `Flights.recover` sees a flight of all envs.
+# command is given, nothing has changed and the caller calls `step_all`. If the answer is not plain, the command becomes
+# a `Flight` that `Flights` lands. After an exception at any line, `Flights.recover` sees a flight of all envs.
 
 
 #: Returns the batch with its `next`, and the root; or None if the step was not made.

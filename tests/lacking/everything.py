@@ -21,6 +21,7 @@ from envherd import (
 )
 from envherd.executor.cli.app import app
 from envherd.executor.guests.capsules import load_capsule
+from envherd.executor.sizing import recommending
 from envherd.gymnasium import AsyncVectorEnv
 from envherd.shm import platforms
 from envherd.workers.adapters.named import NamedFactory
@@ -118,6 +119,7 @@ except ValueError as error:
     check("lacks" in str(error), error)
 else:
     raise RuntimeError("nothing was refused")
+recommending.AUTO_BUDGET_S = 0.2  # of sizing, which computes for all of it
 try:
     ParallelEnv("auto", CountingEnv).close()
 except ValueError as error:
@@ -126,7 +128,7 @@ else:
     check("/proc" not in platforms.missing(), "nothing was refused")
 top = CliRunner().invoke(app, ["top", "--once"])
 check(top.exit_code == 2 and "got a system that lacks" in top.output, top.output)
-size = CliRunner().invoke(app, ["size", "gymnasium:CartPole-v1", "--budget", "2"])
+size = CliRunner().invoke(app, ["size", "gymnasium:CartPole-v1", "--budget", "0.5"])
 check(size.exit_code == ("/proc" in platforms.missing()), size.output)
 check(
     not size.exit_code or "got a system that lacks: /proc" in size.output, size.output

@@ -114,6 +114,8 @@ def main() -> int:
         "multiprocessing.shared_memory",
         "cloudpickle",
         "typer",
+        "rich.console",
+        "pytest",
     ):
         importlib.import_module(name)
     multiprocessing.resource_tracker.ensure_running()

@@ -1,12 +1,13 @@
 """Sizing on real executors: the choice for envs with known costs, and failing envs."""
 
+import contextlib
 import os
 
 import pytest
 
 from envherd.executor import ParallelEnv
 from envherd.executor.sizing import confirming, probe
-from envherd.executor.sizing.probe import Driver
+from envherd.executor.sizing.probe import Driver, Subject
 from envherd.executor.sizing.recommending import recommend
 from envherd.executor.sizing.rule import Goal
 from envherd.workers.errors import EnvherdError
@@ -16,6 +17,19 @@ from tests.extras import needs
 from tests.faults.children import files_left
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _measures_quickly(request, monkeypatch):
+    """Let turns be short and the probe have two envs: no test here asks for precise figures.
+
+    Searches have the helper of many tests, which has imported torch for the workers of serial settings; except with
+    `own_helper`.
+    """
+    if "own_helper" not in request.fixturenames:
+        monkeypatch.setattr(Subject, "helper", contextlib.nullcontext)
+    monkeypatch.setattr(confirming, "_SPAN_S", 0.02)
+    monkeypatch.setattr(probe, "_SHORT_ENVS", 2)
 
 
 def sized(make_env, budget_s=30.0, progress=lambda _text, _share: None, **goal):
@@ -80,7 +94,6 @@ def test_a_worker_that_dies_or_hangs_strikes_out_its_setting_alone(
     monkeypatch.setattr(confirming, "_PATIENCE_S", 5.0)
     # A serial setting imports: with the usual factor its patience would be 100 s longer.
     monkeypatch.setattr(confirming, "_PATIENCE_FACTOR", 1.0)
-    monkeypatch.setattr(probe, "_SHORT_ENVS", 2)
     done = sized(make_env, budget_s=300.0, num_envs=4)
     failed = {
         one.setting.num_workers: one.refusal
@@ -92,6 +105,7 @@ def test_a_worker_that_dies_or_hangs_strikes_out_its_setting_alone(
     assert done.chosen.setting.num_workers >= 2
 
 
+@pytest.mark.usefixtures("own_helper")
 def test_a_setting_without_descriptors_is_the_first_reason():
     lowest = os.dup(0)
     os.close(lowest)
@@ -105,8 +119,7 @@ def test_a_setting_without_descriptors_is_the_first_reason():
 
 
 @pytest.mark.broken_pool
-def test_if_every_setting_fails_the_command_fails_with_the_last_error(monkeypatch):
-    monkeypatch.setattr(probe, "_SHORT_ENVS", 2)
+def test_if_every_setting_fails_the_command_fails_with_the_last_error():
     with pytest.raises(EnvherdError, match="exit code 7"):
         sized(sized_envs.CrowdedEnv, num_envs=4, num_workers=1)
 

@@ -1,8 +1,8 @@
 """The direct way of `MeltingpotEnv` and `MeltingpotWrapper`. `direct.py` has its rules.
 
 Observations of the agents are read as our own Melting Pot adapter reads them, at each step directly from dmlab2d if
-the substrate is as Melting Pot builds it (see `meltingpot/fast_step.py`). The count of steps for `max_steps` stays in
-the TorchRL env.
+the substrate is as Melting Pot builds it (see "fast step" in `meltingpot/adapter.py`). The count of steps for
+`max_steps` stays in the TorchRL env.
 """
 
 from collections.abc import Callable
