@@ -84,7 +84,6 @@ MOVED = {
     "executor.start.preloading": "executor.start.zygote",
     "executor.start.process_log": "executor.start.zygote",
     "executor.testing.batch": "executor.testing.traces",
-    "shm.finalizer": "shm.interrupts",
     "shm.layout": "shm.slab",
     "shm.nameplate": "shm.segment",
     "shm.private_view": "shm.segment",

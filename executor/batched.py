@@ -39,7 +39,7 @@ from envherd.executor.protocol.fast import FastExchange, compile_step
 from envherd.executor.rollouts.policy_state import AddedRows, own_leaves
 from envherd.executor.rollouts.rollout import RolloutPolicy, RolloutRunner
 from envherd.executor.sending.blueprint import EnvKwargs, MakeEnv, as_factories
-from envherd.shm.interrupts import ClosedAtEnd, Finalizer
+from envherd.shm.finalizer import ClosedAtEnd, Finalizer
 from envherd.shm.specs import EnvSpec, LeafSpec, OneForEach
 from envherd.workers.protocol import Op
 

@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from envherd.shm.cgroups import read_memory
-from envherd.shm.interrupts import Finalizer, ignoring_refusals, uninterrupted
+from envherd.shm.finalizer import Finalizer
+from envherd.shm.interrupts import ignoring_refusals, uninterrupted
 from envherd.shm.platforms import HAS_MEMFD as HAS_MEMFD  # noqa: PLC0414  # re-exported
 from envherd.shm.platforms import MAP_SHARED, fcntl, libc, reserve, user_id
 

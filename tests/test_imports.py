@@ -86,6 +86,7 @@ ORDER = {
     "shm": (
         "platforms",
         "interrupts",
+        "finalizer",
         "specs",
         "sync",
         "cgroups",

@@ -47,7 +47,7 @@ from envherd.executor.sending.blueprint import (
     counted,
     draw,
 )
-from envherd.shm.interrupts import ClosedAtEnd
+from envherd.shm.finalizer import ClosedAtEnd
 from envherd.workers.build import Factory
 from envherd.workers.errors import Busy, EnvherdError, WorkerLost
 from envherd.workers.sending import registries

@@ -60,7 +60,7 @@ from envherd.executor.sending.blueprint import (
     draw,
 )
 from envherd.executor.start.zygote import without_own_frames
-from envherd.shm.interrupts import ClosedAtEnd, Finalizer
+from envherd.shm.finalizer import ClosedAtEnd, Finalizer
 from envherd.shm.platforms import require
 from envherd.shm.segment import create_named
 from envherd.shm.slab import Slab, plan_slab

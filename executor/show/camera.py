@@ -16,7 +16,7 @@ from tensordict import TensorDictBase
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.batches.arguments import as_count
-from envherd.shm.interrupts import ClosedAtEnd
+from envherd.shm.finalizer import ClosedAtEnd
 from envherd.shm.specs import EnvSpec, Key
 
 #: Longest side of an enlarged frame.

@@ -26,7 +26,7 @@ from envherd.executor.facades.pettingzoo.worker import (
 from envherd.executor.facades.rows import LatestColumn, fitted, refuse_unknown
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
-from envherd.shm.interrupts import ClosedAtEnd
+from envherd.shm.finalizer import ClosedAtEnd
 from envherd.workers.adapters.common.tree import builder, flattener
 from envherd.workers.adapters.gymnasium.spaces import Space, native_tree
 from envherd.workers.errors import ActionError

@@ -24,7 +24,7 @@ from envherd.executor.keywords import names_right_keyword
 from envherd.executor.processes.error_messages import log
 from envherd.executor.progress import showing
 from envherd.executor.rollouts.policy_state import own_leaves
-from envherd.shm.interrupts import ClosedAtEnd
+from envherd.shm.finalizer import ClosedAtEnd
 from envherd.shm.specs import EnvSpec
 
 
