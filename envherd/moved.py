@@ -1,6 +1,7 @@
 """Modules that were at another place, or that are part of another now: an old name is the new module.
 
-The names of modules are no interface, `envherd.NAME` is. This table goes with the next minor version.
+The names of modules are no interface, `envherd.NAME` is. This table goes with the next minor version. Modules of
+packages that are one module now (`executor.guests.monitor`, `executor.guests.capsules`) cannot have their old names.
 """
 
 from __future__ import annotations
@@ -19,17 +20,20 @@ MOVED = {
     "executor.batches.random_actions": "executor.batches.actions",
     "executor.batches.step_data": "executor.batches.hand_out",
     "executor.cli.doctor": "executor.cli.app",
+    "executor.cli.exit_codes": "executor.cli.options",
     "executor.cli.init": "executor.cli.app",
     "executor.cli.listing": "executor.cli.app",
+    "executor.cli.option_values": "executor.cli.options",
+    "executor.cli.rerun": "executor.cli.replay",
     "executor.cli.returns": "executor.cli.media",
     "executor.cli.storing": "executor.cli.commands",
     "executor.collector": "executor.guests.collectors.collector",
     "executor.facades.columns": "executor.facades.rows",
-    "executor.facades.fitting": "executor.facades.rows",
+    "executor.facades.fitting": "executor.facades.spaces",
     "executor.facades.gymnasium.base": "executor.facades.gymnasium.vector_env",
     "executor.facades.gymnasium.infos": "executor.facades.gymnasium.rows",
     "executor.facades.gymnasium.spaces": "executor.facades.gymnasium.rows",
-    "executor.facades.leaf_spaces": "executor.facades.rows",
+    "executor.facades.leaf_spaces": "executor.facades.spaces",
     "executor.facades.pettingzoo.agent_rows": "executor.facades.pettingzoo.vector_env",
     "executor.facades.sb3.spaces": "executor.facades.sb3.rows",
     "executor.facades.torchrl.batched": "executor.facades.torchrl.data",
@@ -73,6 +77,9 @@ MOVED = {
     "executor.rollouts.contiguous_rows": "executor.rollouts.storage",
     "executor.rollouts.run": "executor.rollouts.policy_state",
     "executor.rollouts.stepwise": "executor.rollouts.rollout",
+    "executor.show.episode_logger": "executor.show.loggers",
+    "executor.show.exporting": "executor.show.loggers",
+    "executor.show.recorder": "executor.show.camera",
     "executor.simulator": "executor.guests.simulator",
     "executor.simulator.actions": "executor.guests.simulator.rows",
     "executor.simulator.engine": "executor.guests.simulator.engine",
@@ -84,6 +91,8 @@ MOVED = {
     "executor.start.preloading": "executor.start.zygote",
     "executor.start.process_log": "executor.start.zygote",
     "executor.testing.batch": "executor.testing.traces",
+    "executor.testing.compare": "executor.testing.traces",
+    "executor.testing.suite": "executor.testing.contract",
     "shm.layout": "shm.slab",
     "shm.nameplate": "shm.segment",
     "shm.private_view": "shm.segment",
@@ -99,7 +108,12 @@ MOVED = {
     "workers.adapters.meltingpot.fast_step": "workers.adapters.meltingpot.adapter",
     "workers.adapters.pettingzoo.groups": "workers.adapters.pettingzoo.adapter",
     "workers.adapters.simulators.native_resets": "workers.adapters.simulators.native",
+    "workers.adapters.torchrl.direct": "executor.facades.torchrl.ways.direct",
+    "workers.adapters.torchrl.gym": "executor.facades.torchrl.ways.gym",
+    "workers.adapters.torchrl.meltingpot": "executor.facades.torchrl.ways.meltingpot",
+    "workers.adapters.torchrl.pettingzoo": "executor.facades.torchrl.ways.pettingzoo",
     "workers.adapters.torchrl.reading": "workers.adapters.torchrl.specs",
+    "workers.adapters.torchrl.transformed": "executor.facades.torchrl.ways.transformed",
     "workers.block.compiling": "workers.block.slot",
     "workers.block.episode_leaves": "workers.wrappers.leaves",
     "workers.block.info_leaves": "workers.wrappers.leaves",
@@ -119,7 +133,6 @@ MOVED = {
     "workers.process.native_loop": "workers.process.loop",
     "workers.process.portable": "workers.guests.portable.entry",
     "workers.registries": "workers.sending.registries",
-    "workers.reply": "workers.messages",
     "workers.sharing": "workers.sending.sharing",
     "workers.snapshot": "workers.guests.saving.snapshot",
     "workers.state_tables": "workers.protocol",

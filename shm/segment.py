@@ -1,4 +1,4 @@
-"""A piece of memory that several processes map: only the OS object, not its content.
+"""A piece of memory that several processes map, a private view of it, and the nameplate at its end.
 
 Guarantees: on Linux a segment is an anonymous memfd. It has no name, so no crash can leave anything in /dev/shm, and
 docker's limit of 64 MB there does not apply. It is sealed against resizing (a worker that truncated it would kill every

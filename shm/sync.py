@@ -1,4 +1,4 @@
-"""Doorbells, by which one process wakes another.
+"""Doorbells, by which one process wakes another, and the tally, by which workers wake it once for several answers.
 
 A doorbell is a counting semaphore that lives in a shared segment: no name, no file, no descriptor,
 and no owner (a process that dies can hold none). `ring` adds a token, `wait` takes one. Tokens are only hints: sequence

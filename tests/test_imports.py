@@ -60,7 +60,7 @@ ALLOWED = {
     "executor/cluster/*.py": {"ray"},
     "executor/facades/gymnasium/*": {"gymnasium"},
     "executor/facades/cleanrl/*": {"gymnasium"},
-    "executor/facades/rows.py": {"gymnasium"},
+    "executor/facades/spaces.py": {"gymnasium"},
     "executor/facades/pettingzoo/*": {"gymnasium"},
     "executor/facades/pettingzoo/stacked.py": {"pettingzoo"},
     "executor/facades/rllib/*": {"gymnasium", "ray"},
@@ -108,6 +108,7 @@ ORDER = {
             "infos",
             "messages",
             "protocol",
+            "reply",
             "seeding",
             "random_values",
             "processes",
@@ -410,6 +411,7 @@ MAY_LOAD: dict[tuple[str, ...], set[str]] = {
         f"{_ADAPTERS}.named",
     ): set(),
     (f"{_ADAPTERS}.pettingzoo.adapter",): {"gymnasium"},
+    (f"{_FACADES}.pettingzoo.stacked",): {"gymnasium", "pettingzoo"},
     **{
         (f"{_FACADES}.{facade}.worker",): {"gymnasium"}
         for facade in ("cleanrl", "gymnasium", "pettingzoo", "rllib", "sb3")

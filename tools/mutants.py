@@ -59,6 +59,7 @@ TESTS = {
     "executor/start/waiting.py": _LOSSES,
     "executor/protocol/fast.py": (
         "executor/protocol/test_fast_calls.py",
+        "executor/protocol/test_exchange.py",
         "executor/protocol/test_stepping.py",
         "executor/rollouts/test_rollout.py",
         "faults/test_interrupts.py",
@@ -93,9 +94,12 @@ TESTS = {
     ),
     "executor/batches/actions.py": (
         "executor/batches/test_intake.py",
+        "executor/batches/test_sampling.py",
+        "executor/batches/test_legality.py",
         "executor/protocol/test_stepping.py",
     ),
     "executor/batches/hand_out.py": (
+        "executor/batches",
         "executor/protocol/test_stepping.py",
         "executor/protocol/test_fast_calls.py",
     ),
@@ -109,16 +113,20 @@ TESTS = {
     ),
     "workers/process/loop.py": (
         "workers/test_loop.py",
+        "workers/test_native_loop.py",
         *_STEPS,
         "executor/monitor/test_watching.py",
     ),
     "workers/block/slot.py": (
         "workers/test_slot.py",
         "workers/test_slot_states.py",
+        "workers/test_native.py",
         "executor/protocol/test_infos.py",
+        "executor/pools/test_capsules.py",
         *_STEPS,
     ),
     "shm/sync.py": (
+        "shm/test_sync.py",
         "shm/test_tally.py",
         "shm/test_tally_model.py",
         "executor/protocol/test_exchange.py",
@@ -167,14 +175,15 @@ BELOW: dict[str, tuple[str, ...]] = {
         f"{_FACADES}/test_torchrl_fast.py",
         f"{_FACADES}/test_torchrl_episodes.py",
     ),
+    f"{_FACADES}/torchrl/ways/": ("workers/test_torchrl_direct.py",),
     "executor/guests/branching.py": (
         "executor/protocol/test_branch.py",
         "executor/protocol/test_branch_families.py",
     ),
-    "executor/guests/capsules/": ("executor/pools/test_capsules.py",),
+    "executor/guests/capsules.py": ("executor/pools/test_capsules.py",),
     "executor/guests/interpreters.py": ("executor/pools/test_interpreters.py",),
     "executor/guests/leases.py": ("executor/leases",),
-    "executor/guests/monitor/": ("executor/monitor",),
+    "executor/guests/monitor.py": ("executor/monitor",),
     "executor/guests/portable.py": ("executor/pools/test_portable.py",),
     "executor/guests/recycling.py": ("executor/protocol/test_recycling.py",),
     "executor/guests/saving.py": ("executor/protocol/test_saving.py",),
@@ -189,7 +198,10 @@ BELOW: dict[str, tuple[str, ...]] = {
         "executor/rollouts",
         "executor/collectors/test_collector.py",
     ),
-    "executor/rollouts/policy_state.py": ("executor/protocol/test_exchange.py",),
+    "executor/rollouts/policy_state.py": (
+        "executor/rollouts",
+        "executor/protocol/test_exchange.py",
+    ),
     "executor/show/": ("executor/show", "executor/cli/test_cli_figures.py"),
     "executor/sizing/": ("executor/sizing",),
     "executor/testing/": _CONTRACT,
@@ -236,7 +248,6 @@ BELOW: dict[str, tuple[str, ...]] = {
         "workers/test_torchrl_adapter.py",
         "workers/test_torchrl_protocol.py",
     ),
-    "executor/facades/torchrl/ways/": ("workers/test_torchrl_direct.py",),
 }
 
 

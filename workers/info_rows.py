@@ -21,7 +21,7 @@ import numpy as np
 
 from envherd.shm.slab import INFO_BYTES, Slab
 from envherd.workers import native
-from envherd.workers.messages import NewSchema
+from envherd.workers.reply import NewSchema
 
 #: The rows of an env, in this order.
 SECTIONS = ("next", "root")

@@ -1,4 +1,4 @@
-"""Pack envs' infos before the env is called again and may change them.
+"""Pack envs' infos before the env is called again and may change them; the names of entries that become leaves.
 
 Guarantees: no info makes a step fail. An entry that cannot be sent (not plain data, cannot be pickled or unpickled, too
 large, or its own code raises) is left out and reported by name.

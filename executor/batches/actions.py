@@ -44,8 +44,7 @@ from envherd.workers.random_values import Draw, draw_masked, drawer, mask_key
 # Plain actions are one tensor on the CPU with the slab's dtype and shape, and legal values.
 #
 # Guarantees: an accepted batch of actions has the effect of `GroupIntake.read` and `write`; a batch that is not
-# accepted
-#     changes nothing.
+# accepted changes nothing.
 
 #: Number of values up to which plain Python is faster than numpy and torch (1 us against 2.5 for 8).
 _FEW = 48

@@ -1,4 +1,4 @@
-"""Make and read TensorDicts by private functions, because the public ones cost as much as a whole small step.
+"""Make and read TensorDicts by private functions, because the public ones are slow; gradients off for a function.
 
 Each has the effect of the public function for valid arguments, which the callers guarantee (tests check that). Each
 falls back to the public function if this version of TensorDict is not built as expected.

@@ -1,4 +1,4 @@
-"""The command line: `envherd COMMAND`. One file per command; `envherd --help` lists them.
+"""The command line: `envherd COMMAND`. One file per command, the short ones in `app.py`; `envherd --help` lists them.
 
 Exit codes: 0 success, 1 failure of the command, 2 wrong usage, 130 interrupted (Ctrl-C).
 """

@@ -472,10 +472,13 @@ def save_animation(
     They share a palette: files are half as large, and colours do not flicker.
     """
     pillow = require_pillow()
-    strip = np.concatenate([np.asarray(picture) for picture in _spread(pictures, 8)])
-    palette = pillow.Image.fromarray(strip).quantize(
-        method=pillow.Image.Quantize.MEDIANCUT
-    )
+    picked = _spread(pictures, 8)
+    height = picked[0].height
+    # An env's pictures may change their size: what lies outside is cut.
+    strip = pillow.Image.new("RGB", (picked[0].width, height * len(picked)))
+    for index, picture in enumerate(picked):
+        strip.paste(picture, (0, height * index))
+    palette = strip.quantize(method=pillow.Image.Quantize.MEDIANCUT)
     frames = [
         picture.quantize(palette=palette, dither=pillow.Image.Dither.NONE)
         for picture in pictures

@@ -20,8 +20,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from envherd.executor.guests.capsules import text_of
-
 # Exit codes; 0 is success. For `replay CAPSULE`, success is that the env fails again.
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -132,6 +130,9 @@ def require_place(path: Path) -> None:
 
 def _json_object(text: str) -> dict[str, Any]:
     """Return the keyword arguments in a text, or in the file that `@PATH` names; the parser of `--env-kwargs`."""
+    # `envherd --help` and the completion of a shell do without what a capsule's writer needs.
+    from envherd.executor.guests.capsules import text_of
+
     try:
         found = json.loads(text_of(Path(text[1:])) if text.startswith("@") else text)
     except (OSError, ValueError, RecursionError) as error:

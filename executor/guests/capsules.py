@@ -1,4 +1,4 @@
-"""The file of a crash capsule: facts as JSON, and the bytes of the actions, in a zip archive that is not compressed.
+"""Crash capsules: when they are written, and their file, which holds facts as JSON and the bytes of the actions.
 
 Guarantees: reading a capsule runs no code. Nothing is unpickled or imported; types and sizes are checked, and whatever
 is not a complete capsule raises one error. A file is never replaced.

@@ -75,7 +75,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 #: Seconds between looks of a slot at its lease while it waits.
 _LOOK_S = 0.1
-#: Words of a lessee's name, of which `monitor.statistics` reads 64 bytes; a longer name is cut.
+#: Words of a lessee's name, of which `guests.monitor` reads 64 bytes; a longer name is cut.
 _NAME_WORDS = 8
 _OVER = "The lease is over, and its env is built anew."
 
@@ -243,7 +243,8 @@ class Desk:
                 )
             with contextlib.suppress(Empty, RuntimeError):  # a loop was closed
                 call = seat.calls.get(timeout=_LOOK_S)
-                answer = self._make(slot_id, call, seat.is_over)
+                # A call whose lease has ended meanwhile never reaches its env.
+                answer = seat.over or self._make(slot_id, call, seat.is_over)
                 if isinstance(answer, Exception):
                     seat.over = seat.over or answer
                 call.answer(answer)
@@ -260,7 +261,7 @@ class Desk:
             return None
         try:
             self.crew.replace(slot_id)
-            self.crew.collect_specs(slot_id)
+            self.crew.collect_specs(slot_id, lambda: self.crew.is_closing)
         except Exception as error:
             self._end(slot_id)
             return error

@@ -1,4 +1,4 @@
-"""GPUs that this process may use, and their memory; finding them opens no CUDA context if `nvidia-smi` answers."""
+"""GPUs that this process may use, their memory, and devices that EGL renders on."""
 
 import contextlib
 import json

@@ -29,10 +29,10 @@ from envherd.workers.block.block import Block
 from envherd.workers.build import Builder, pickle_factory
 from envherd.workers.current import WorkerInfo, building
 from envherd.workers.errors import EnvherdError, FactoryError
-from envherd.workers.messages import Fault
 from envherd.workers.options import FactoryCall
 from envherd.workers.process.loop import Loop, loop_class
 from envherd.workers.protocol import Op, pack_each
+from envherd.workers.reply import Fault
 
 
 class SerialPool(Pool):

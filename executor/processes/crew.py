@@ -1,6 +1,6 @@
 """The crew: how worker processes start and build their envs, how one is replaced or copied, and how all end.
 
-`mail` has their messages and answers, `equipment` what they are given once all envs are built. The crew knows nothing
+`mail` has their messages and answers, `mail` what they are given once all envs are built. The crew knows nothing
 of commands and rows.
 
 Guarantee: `close` is bounded by one deadline and never raises.
@@ -200,14 +200,23 @@ class Crew:
             extra=counts,
         )
 
-    def collect_specs(self, worker_id: int) -> list[EnvSpec]:
-        """Wait until a worker has built its envs; return their specs."""
+    def collect_specs(
+        self,
+        worker_id: int,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> list[EnvSpec]:
+        """Wait until a worker has built its envs; return their specs.
+
+        Args:
+            worker_id: of the worker.
+            is_over: returns whether nobody wants them any more.
+        """
         worker = self.workers[worker_id]
         frame = await_frame(
             worker,
             "build",
             self.options.build_timeout_s,
-            is_over=lambda: self.is_closing,
+            is_over=is_over,
         )
         if frame["kind"] == "fault":
             raise factory_error(

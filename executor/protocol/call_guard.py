@@ -252,7 +252,7 @@ class _Hashes(NamedTuple):
 
 
 class StaleRoots:
-    """Looks at the batches of steps for one executor; see the module.
+    """Looks at the batches of steps for one executor: see the section.
 
     Args:
         keys: for each env, those of the observation.

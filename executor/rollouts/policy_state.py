@@ -1,4 +1,4 @@
-"""Carry a policy's state from step to step: recurrent state, and all other keys that it writes into `next`.
+"""What a policy adds: its state from step to step, and its own entries in rollouts and in steps that were sent.
 
 Guarantees: the envs' own keys are never changed. A key that the policy wrote as `("next", key)` is `key` in its next
 root, unchanged row by row. Rows of envs that were reset in between get the primer's values, or keep the old ones if

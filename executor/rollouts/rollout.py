@@ -1,4 +1,4 @@
-"""Rollouts: T steps of all envs, which the workers write directly into `[N, T, ...]`.
+"""Rollouts: T steps of all envs, in memory `[N, T, ...]` that the workers write, or step by step for a device.
 
 Guarantees: a worker writes an observation once, and it is not copied again; the policy gets views of the data that will
 be returned; a transition's `next` is never a reset observation, and the root after an end is never a terminal one.

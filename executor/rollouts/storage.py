@@ -1,4 +1,4 @@
-"""Rollout storages: memory `[N, T, ...]` that workers write to directly, lent to callers and reused.
+"""Rollout storages: memory `[N, T, ...]` that workers write to, lent and reused; and rows of T contiguous steps.
 
 The storage of a returned rollout belongs to the caller as long as any of its tensors lives. Then it is reused, which
 saves the page faults of fresh memory (94 us against 6 us for a batch of 8 images of 84x84x4). Workers keep the latest

@@ -1,4 +1,4 @@
-"""The rule: the settings worth running, from a probe's measurements, and whether they fit the machine. Pure.
+"""The rule: the settings worth running, whether they fit the machine, and why. Values and sentences. Pure.
 
 docs/reports/sizing.md has it in words.
 """

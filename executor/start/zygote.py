@@ -1,4 +1,4 @@
-"""The owner's handle of the helper that forks workers, which runs `workers.process.zygote`.
+"""The owner's handle of the helper that forks workers (`workers.process.zygote`), shared helpers, processes' logs.
 
 Guarantees:
 - The user's process is never forked; its signal handlers, threads and `__main__` are untouched.

@@ -1,4 +1,4 @@
-"""Traces: the data of a batch for one seed and one sequence of actions, driven in different ways."""
+"""Traces: the data of a batch for one seed and one sequence of actions; the batch, and the comparison of rows."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -580,5 +580,7 @@ def compare(
         of_ends: compare only the last rows of episodes; otherwise, all but these.
     """
     for mine, theirs in zip(one.shown(), other.shown(), strict=True):
-        if mine.env_id in env_ids and mine.is_end == of_ends:
+        # An episode that ends in one of them alone differs there.
+        is_end = mine.is_end or (of_ends and theirs.is_end)
+        if mine.env_id in env_ids and is_end == of_ends:
             demand(rule, mine.row, theirs.row, mine.where, why)

@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 from functools import partial
+from multiprocessing import current_process
 from typing import Any, ClassVar
 
 import gymnasium
@@ -119,6 +120,20 @@ class DependsOnTheProcess(CountingEnv):
         return (observation, [os.getpid() % 1000], *ends)
 
 
+class EndsByTheProcess(CountingEnv):
+    """Its rows differ by nothing but the ends of episodes."""
+
+    def __init__(self) -> None:
+        super().__init__(10 if "worker" in current_process().name else 5)
+
+    def step(self, action: list[Any]) -> Any:
+        observation, _, *ends = super().step(action)
+        return ([0 * values for values in observation], [0.0], *ends)
+
+    def reset(self, *args: Any) -> list[Any]:
+        return [0 * values for values in super().reset(*args)]
+
+
 class IgnoresMasks(ExecutorBatch):
     def reset(self, mask: Any) -> Any:
         return super().reset(None)
@@ -187,6 +202,7 @@ VIOLATIONS = [
     (4, CountingEnv, StepsTheEnded, "had ended and were stepped"),
     (5, CountingEnv, InventsDone, "expected done to be terminated | truncated"),
     (6, DependsOnTheProcess, None, "new envs on two workers gave other data"),
+    (6, EndsByTheProcess, None, r"expected done .* env 0, step 4"),
     (6, GlobalRandomEnv, None, "Draw all randomness from reset's seed"),
     (6, Remembers, None, "something of an earlier episode outlives the reset"),
     (7, CountingEnv, LosesEnds, "the reset has overwritten the last observation"),

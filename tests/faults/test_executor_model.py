@@ -160,7 +160,7 @@ def test_an_interrupt_while_the_second_of_two_lost_workers_is_replaced(monkeypat
 def test_two_interrupts_while_envs_are_sent(monkeypatch, in_c):
     """Without C, nobody knows for a moment whether an env was given its step: it needs a reset, and its row says so.
 
-    `flight` 1 to 3, `command_words` 1.
+    `flight` 1 to 3, `commands` 1.
     """
     if not in_c:
         monkeypatch.setattr(native, "find", lambda: (None, "this is a test"))
@@ -190,7 +190,7 @@ def test_two_interrupts_while_envs_are_sent(monkeypatch, in_c):
 
 
 def test_two_interrupts_while_the_answers_of_a_lost_worker_are_lost(monkeypatch):
-    """Its successor does not carry out what was given to it (`supervisor` 1 to 3, `command_words` 3)."""
+    """Its successor does not carry out what was given to it (`supervisor` 1 to 3, `commands` 3)."""
     names = {"declare_lost", "lose_answers_of", "lose_answers"}
     stride = scaled(151, full=1)
     for line in range(1, 100):
@@ -214,7 +214,7 @@ def test_two_interrupts_while_the_answers_of_a_lost_worker_are_lost(monkeypatch)
 def test_an_interrupt_before_a_successor_gets_the_reset_of_a_sent_env(monkeypatch):
     """The successor may serve by the time at which the next call tells it (`losses` 1, `worker_pool` 1).
 
-    Its instance is reset, wherever in the command it was (`command_words` 2).
+    Its instance is reset, wherever in the command it was (`commands` 2).
     """
     for interrupt in at_each(
         functools.partial(

@@ -217,7 +217,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], int]] = {
     ids=["serial", "parallel"],
 )
 def test_interrupt_at_every_line(make, name):
-    """`flight` 1 to 4 and 6 to 8, `exchange` 1 to 4, `worker_pool` 1, 3 and 4, `command_words` 1, 2 and 4."""
+    """`flight` 1 to 4 and 6 to 8, `exchange` 1 to 4, `worker_pool` 1, 3 and 4, `commands` 1, 2 and 4."""
     with make(
         NUM_ENVS,
         functools.partial(CountingEnv, 4),

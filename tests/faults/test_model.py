@@ -153,7 +153,7 @@ def test_a_worker_does_it_in_that_order():
 
 @pytest.mark.slow
 def test_the_parent_does_it_in_that_order(monkeypatch):
-    """In Python (`worker_pool` 1, `command_words` 2); `tests/executor/pools/test_fast_commands.py` holds C to it."""
+    """In Python (`worker_pool` 1, `commands` 2); `tests/executor/pools/test_fast_commands.py` holds C to it."""
     monkeypatch.setattr(native, "find", lambda: (None, "this is a test"))
     notes: list[str] = []
     with ParallelEnv(1, CountingEnv, num_workers=1, seed=0) as env:

@@ -4,7 +4,7 @@
 fast step, and the sends and receives in C. In each state that it meets, it makes the call (every other time: a legal
 call) that it has made least often there. Workers answer at once or late or, in every other walk, die. Interrupts come
 at random lines of the executor. They check the numbered orders of `flight` (1 to 4, 6 to 8), `losses` (1 to 4),
-`exchange` (1 to 4), `supervisor` (1 to 6), `worker_pool` (1 to 4) and `command_words` (1 to 4), and those of the calls
+`exchange` (1 to 4), `supervisor` (1 to 6), `worker_pool` (1 to 4) and `commands` (1 to 4), and those of the calls
 in C, `native/exchange.c` (1 to 3).
 
 Checked after every call:

@@ -137,7 +137,7 @@ SENDING = {
     "tgkill",
 }
 ALLOWED = re.compile(
-    r"platforms\.send_signal|ray\.kill|(worker|copy|old|process|self[.\w]*\.workers\[\w+\])\.kill"
+    r"platforms\.send_signal|ray\.kill|(worker|copy|old|process|(self|pool)[.\w]*\.workers\[\w+\])\.kill"
 )
 
 

@@ -37,19 +37,10 @@ from envherd.workers.block.slot import (
 from envherd.workers.errors import SpecError
 from envherd.workers.info_rows import InfoWriter
 from envherd.workers.infos import packer
-from envherd.workers.messages import (
-    CHANGES,
-    UNGUARDS,
-    Ask,
-    Fault,
-    InfosReply,
-    LeftOut,
-    Notice,
-    Prepare,
-    SideValues,
-)
+from envherd.workers.messages import CHANGES, UNGUARDS, Ask, Prepare
 from envherd.workers.options import BlockOptions, FactoryCall
 from envherd.workers.protocol import RING, Flag, Op, Status, unpack
+from envherd.workers.reply import Fault, InfosReply, LeftOut, Notice, SideValues
 
 # Ints, because comparing and storing enum members costs more than the step of a small env.
 _STEP_RESET = int(Op.STEP_RESET)

@@ -5,7 +5,8 @@ from typing import Any
 
 from envherd.workers import plain
 from envherd.workers.adapters import Adapter
-from envherd.workers.messages import Ask, Fault
+from envherd.workers.messages import Ask
+from envherd.workers.reply import Fault
 from envherd.workers.sending.pickling import dumps
 
 #: Exceptions that reach the caller, as `passes` of `Block`.

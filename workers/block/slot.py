@@ -1,4 +1,4 @@
-"""A slot: one env with its adapter, the arrays of its inputs, and the places where it writes.
+"""A slot: one env with its adapter, its state, its inputs and their journal, and the places where it writes.
 
 Guarantees: a `Sink` writes only its env's rows, and checks every value against the spec. A step is compiled for each
 sink, because the attribute look-ups would cost more than a small env's step.
@@ -30,17 +30,20 @@ from envherd.workers.writers import Writer, writer_for
 # Guarantees: the state of a `Slot` changes only by an entry of `FOLLOWS`. If the table has no entry for a STEP, an
 # `InternalError` refuses it and the env is not stepped: the caller's table (`protocol.env_states`) lets none be sent.
 #
-# State         Meaning NEEDS_RESET   it was never reset, or its episode was broken off: its next reset is of all its
-# rows RUNNING       in an episode ENDED         its latest row ended its episode; for an env that is a batch, the
-# episodes of some of its rows FREE_NEW, FREE_RUNNING, FREE_ENDED               the same of an env that may be stepped
-# in any of them: the env itself decides, or a user's code drives it IN_FORK       this process is one that the env has
-# forked; only the worker may answer, so nothing may follow
+# State         Meaning
+# NEEDS_RESET   it was never reset, or its episode was broken off: its next reset is of all its rows
+# RUNNING       in an episode
+# ENDED         its latest row ended its episode; for an env that is a batch, the episodes of some of its rows
+# FREE_NEW, FREE_RUNNING, FREE_ENDED
+#               the same of an env that may be stepped in any of them: the env itself decides, or a user's code
+#               drives it
+# IN_FORK       this process is one that the env has forked; only the worker may answer, so nothing may follow
 #
 # `print(table())` prints the transitions.
 
 
 class SlotState(IntEnum):
-    """The state of an env, which moves only as the table of the module says."""
+    """The state of an env, which moves only as `FOLLOWS` says."""
 
     NEEDS_RESET = 0
     RUNNING = 1

@@ -12,7 +12,7 @@ from envherd.shm.specs import EnvSpec
 from envherd.workers.adapters import is_env_like
 from envherd.workers.adapters.base import Adapter
 from envherd.workers.build import describe
-from envherd.workers.messages import Fault
+from envherd.workers.reply import Fault
 from envherd.workers.sending.pickling import captures
 
 

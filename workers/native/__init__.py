@@ -1,6 +1,6 @@
 """The optional C extension of a worker and of its caller: find and load it, unless it is switched off.
 
-The Python code is the specification. C makes plain steps (see `block.compiling`) and leaves everything else to Python;
+The Python code is the specification. C makes plain steps (see `block.slot`) and leaves everything else to Python;
 both write the same bytes. `ENVHERD_NATIVE=0` in the environment switches C off. The caller's part is in
 `executor/native/`.
 Limits: Linux, and CPython with its GIL. `pip install` builds the extension where there is a compiler.

@@ -496,7 +496,7 @@ static PyMethodDef loop_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 static PyType_Slot loop_slots[] = {
-    {Py_tp_doc, "A worker's loop: see process.native_loop."},
+    {Py_tp_doc, "A worker's loop: see process.loop."},
     {Py_tp_new, loop_new},
     {Py_tp_methods, loop_methods},
     {Py_tp_traverse, loop_traverse},

@@ -393,7 +393,7 @@ static int check_leaves(const Step *step, const Leaves *leaves, PyObject *given,
     return 1;
 }
 
-/* A single reward: python's float(), of the types that `adapters.common.scalars` takes without a closer look. */
+/* A single reward: python's float(), of the types that `adapters.common.values` takes without a closer look. */
 static int check_number(const Step *step, const Leaf *leaf, PyObject *given, Value *value)
 {
     if (PyFloat_CheckExact(given))

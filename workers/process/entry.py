@@ -44,9 +44,9 @@ from envherd.workers.block.slot import SlotEvent, SlotState
 from envherd.workers.build import Builder
 from envherd.workers.current import WorkerInfo
 from envherd.workers.guest import guest
-from envherd.workers.messages import Fault
 from envherd.workers.options import BlockOptions, FactoryCall
 from envherd.workers.process.loop import Loop, loop_class
+from envherd.workers.reply import Fault
 from envherd.workers.sending import registries, surroundings
 
 _FIRST_FD = 512  # of the worker's own descriptors

@@ -66,7 +66,8 @@ class PlainAdapter(Adapter):
         self.spec = env.spec
         # What an env has in addition takes the place of what adapters have by default.
         for name in ("done_values", "render", "state_dict", "load_state_dict"):
-            if hasattr(env, name):
+            is_default = getattr(type(self), name) is getattr(Adapter, name)
+            if is_default and hasattr(env, name):
                 setattr(self, name, getattr(env, name))
 
     def reset(

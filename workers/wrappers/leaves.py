@@ -1,23 +1,23 @@
 """Leaves that options of an executor add to an env's observation: statistics of episodes, and entries of infos.
 
-Return, length and time of episodes as leaves of the observation.
+Return, length and time of episodes:
 
     ParallelEnv(8, make_env, options=ExecutorOptions(episode_statistics=True))
 
 The leaves cover the episode so far: in the row in which an episode ends (`done`) they cover all of it; after a reset
 they are 0. The sum of `("reward",)` is `("episode", "return")`; the sum of a group's reward, `("agents", "reward")`,
-is `("agents", "episode", "return")`, with the reward's shape. `("episode", "length")` counts steps, and `("episode",
-"time")` is the number of seconds since the first step began. Rewards are added in float64.
+is `("agents", "episode", "return")`, with the reward's shape. `("episode", "length")` counts steps, and
+`("episode", "time")` is the number of seconds since the first step began. Rewards are added in float64.
 
-Chosen entries of an env's infos as leaves of its observation.
+Chosen entries of an env's infos:
 
     ParallelEnv(8, make_env, options=ExecutorOptions(infos=("lives",)))          # shapes are read from an env
     ... infos={"lives": int, "position": np.zeros(3), ("episode", "r"): float}   # or given
     ... infos="all"                                                              # every number there is
 
 An entry `lives` becomes `("info", "lives")`. The bool `("info", "_lives")` is True if the env returned the entry;
-otherwise the leaf is 0. An entry of a dict inside the info is a path, `("episode", "r")`, and becomes `("info",
-"episode", "r")` and `("info", "episode", "_r")`. The root holds the info of a reset, `next` that of the step.
+otherwise the leaf is 0. An entry of a dict inside the info is a path, `("episode", "r")`, and becomes
+`("info", "episode", "r")` and `("info", "episode", "_r")`. The root holds the info of a reset, `next` that of the step.
 
 Shapes are read from a separate env, which is reset, stepped once and closed, so the envs themselves start untouched.
 Declare the shapes of entries that appear only later (at an episode's end), and those of envs of which a process may
@@ -331,7 +331,7 @@ class EpisodeLeaves(Wrapping):
 
 # ---- info leaves -------------------------------------------------------------------------------
 
-_ROOT = "info"
+_INFO_ROOT = "info"
 #: Where a vector env in SAME_STEP mode reports the infos of the rows that ended: Gymnasium's key.
 _FINAL = "final_info"
 _DEEPEST = 6
@@ -377,7 +377,7 @@ class InfoLeaves(Wrapping):
                     f"{_show(path)!r} and {_show(following)!r}. Name only one of these entries in infos=, or rename "
                     f"one in a wrapper around the env."
                 )
-        super().__init__(inner, leaves, [(_ROOT,)] if leaves else [], "infos")
+        super().__init__(inner, leaves, [(_INFO_ROOT,)] if leaves else [], "infos")
         self._batch_shape = inner.spec.batch_shape
         self._resets_itself = inner.spec.metadata.get("resets_itself", False)
         self._values: list[Any] = [np.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
@@ -538,9 +538,9 @@ def _field(path: Path, array: np.ndarray, spec: EnvSpec) -> InfoEntry:
     domain = Binary() if array.dtype.kind == "b" else Unbounded()
     return InfoEntry(
         path,
-        LeafSpec((_ROOT, *path), array.shape, array.dtype.name, domain),
+        LeafSpec((_INFO_ROOT, *path), array.shape, array.dtype.name, domain),
         LeafSpec(
-            (_ROOT, *path[:-1], f"_{path[-1]}"),
+            (_INFO_ROOT, *path[:-1], f"_{path[-1]}"),
             spec.batch_shape,
             "bool",
             Binary(),

@@ -1,4 +1,4 @@
-"""Convert Gymnasium's batches of actions to rows of the slab, and rows to Gymnasium's observations.
+"""Gymnasium's batches of actions as rows of the slab, and rows as Gymnasium's observations, spaces and infos.
 
 Guarantees: an env gets the action that Gymnasium would pass to it; observations have the dtypes, shapes and nesting of
 `gymnasium.vector.utils.concatenate`.
@@ -15,7 +15,8 @@ from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector.utils import batch_differing_spaces, batch_space, iterate
 
 from envherd.executor.facades.gymnasium.worker import Description, loads
-from envherd.executor.facades.rows import Column, LatestColumn, Space, leaf_spaces
+from envherd.executor.facades.rows import Column, LatestColumn
+from envherd.executor.facades.spaces import Space, leaf_spaces
 from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.info_reader import Part
 from envherd.shm.specs import LeafSpec

@@ -58,6 +58,8 @@ from envherd.workers.adapters.base import Adapter
 from envherd.workers.errors import EnvherdError
 from envherd.workers.protocol import Op
 
+__all__ = ["AsyncState", "AsyncVectorEnv", "SyncVectorEnv", "installed", "make_vec"]
+
 # ---- base --------------------------------------------------------------------------------------
 # The base of both vector envs of the facade: reset, step and autoreset, over the executor's commands.
 #
@@ -473,8 +475,6 @@ def _checked_mask(mask: Any, num_envs: int) -> np.ndarray:
 
 
 # ---- vector env --------------------------------------------------------------------------------
-
-__all__ = ["AsyncState", "AsyncVectorEnv", "SyncVectorEnv", "installed", "make_vec"]
 
 #: Methods that `call` does not reach.
 _OWN_METHODS = ("reset", "step", "close", "_setattr", "_check_spaces")

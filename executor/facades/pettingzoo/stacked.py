@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from envherd.executor.facades.rows import (
+from envherd.executor.facades.spaces import (
     Space,
     name_below,
     refuse_unknown,

@@ -23,7 +23,8 @@ from envherd.executor.facades.pettingzoo.worker import (
     OneGroupFactory,
     ParallelFactory,
 )
-from envherd.executor.facades.rows import LatestColumn, fitted, refuse_unknown
+from envherd.executor.facades.rows import LatestColumn
+from envherd.executor.facades.spaces import fitted, refuse_unknown
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
 from envherd.shm.finalizer import ClosedAtEnd

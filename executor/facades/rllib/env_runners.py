@@ -44,9 +44,9 @@ from envherd.workers.errors import ActionError
 # ---- multi agent -------------------------------------------------------------------------------
 # N multi-agent envs in worker processes, for RLlib's `MultiAgentEnvRunner`: lists of dicts by agent.
 #
-# Guarantees: - an agent is in a dict of env i if the env's own dict had it; values are the env's (observations in the
-# dtype of their
-#   space, rewards as floats, flags as bools).
+# Guarantees:
+# - an agent is in a dict of env i if the env's own dict had it; values are the env's (observations in the dtype of
+#   their space, rewards as floats, flags as bools).
 # - an env gets only the actions of agents that act.
 # - the step after an episode's end is a reset, with rewards of 0 and no flag, as in RLlib's `SyncVectorMultiAgentEnv`.
 

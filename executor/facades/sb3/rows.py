@@ -1,4 +1,4 @@
-"""Convert Stable-Baselines3's actions to the slab's rows, and rows to masks of legal actions for `MaskablePPO`.
+"""Stable-Baselines3's actions as the slab's rows, rows as masks of legal actions for `MaskablePPO`, and the spaces.
 
 Guarantees: a whole batch is checked before anything is written.
 """
@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from envherd.executor.facades.rows import (
-    LatestColumn,
+from envherd.executor.facades.rows import LatestColumn
+from envherd.executor.facades.spaces import (
     Space,
     as_array,
     fitted,
@@ -209,7 +209,7 @@ def mask_reader(
     slab = positions.slab
     keys: list[Key] = [("info", NAME), ("info", f"_{NAME}")]
     for group, _ in slab.groups[0].spec.groups:
-        # Of one at most: see `spaces.num_agents`.
+        # Of one at most: see `num_agents`.
         keys = [(*group, NAME)]
     if not all(
         keys[0] in {leaf.key for leaf in group.spec.observation}

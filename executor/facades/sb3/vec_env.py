@@ -31,7 +31,7 @@ from envherd.executor.batched import BatchedEnv
 from envherd.executor.facades import replaced
 from envherd.executor.facades.errors import as_raised, listed
 from envherd.executor.facades.gymnasium.rows import Observations
-from envherd.executor.facades.rows import Column, ReadEpisodes, Space, episode_reader
+from envherd.executor.facades.rows import Column, ReadEpisodes, episode_reader
 from envherd.executor.facades.sb3.factory import Sb3Factory
 from envherd.executor.facades.sb3.rows import (
     Writer,
@@ -42,6 +42,7 @@ from envherd.executor.facades.sb3.rows import (
     spaces_of,
 )
 from envherd.executor.facades.sb3.worker import Sb3DirectAdapter
+from envherd.executor.facades.spaces import Space
 from envherd.executor.facades.states import AsyncState, Hosted
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions, StartMethod

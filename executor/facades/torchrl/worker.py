@@ -57,7 +57,7 @@ from envherd.workers.adapters.torchrl.specs import (
     topmost,
 )
 from envherd.workers.errors import FactoryError
-from envherd.workers.messages import Fault
+from envherd.workers.reply import Fault
 from envherd.workers.sending.pickling import Pickler
 from envherd.workers.wrappers.leaves import (
     EpisodeLeaves,
@@ -158,7 +158,7 @@ class HostedEnv:
 
     Args:
         env: what the factory returned.
-        has_statistics: add the statistics of the episode to its data; see `episodes`.
+        has_statistics: add the statistics of the episode to its data; see `EpisodeStatistics`.
 
     Attributes:
         env: the env that is stepped, its specs locked: `built`, or with statistics a `TransformedEnv` around it.

@@ -37,8 +37,9 @@ from envherd.executor.rollouts.policy_state import Run, run_policy
 from envherd.shm.slab import Storage, bin_of, plan_storage
 from envherd.workers.errors import EnvError, SpecError
 from envherd.workers.infos import packer
-from envherd.workers.messages import Fault, LeftOut, Prepare
+from envherd.workers.messages import Prepare
 from envherd.workers.protocol import Op, pack_phase
+from envherd.workers.reply import Fault, LeftOut
 from envherd.workers.seeding import EpisodeSeeds
 
 #: `(row, rewards, whether rows are reset afterwards)`: takes the result of a step, before rows are reset.

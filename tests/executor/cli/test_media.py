@@ -96,6 +96,13 @@ def test_frames_are_reduced_to_what_fits_a_tile(shape, expected):
     assert reduced(np.zeros(shape, np.uint8)).shape == expected
 
 
+def test_pictures_of_a_gif_may_change_their_size(tmp_path):
+    pictures = [Image.new("RGB", (width, 6)) for width in (4, 8, 3)]
+    media.save_animation(tmp_path / "a.gif", pictures, frames_per_s=9)
+    with Image.open(tmp_path / "a.gif") as found:
+        assert found.size == (4, 6)
+
+
 @pytest.mark.parametrize(
     "frame",
     [np.zeros((4, 4, 3)), np.zeros((4, 4, 2), np.uint8), np.zeros((0, 4, 3), np.uint8)],

@@ -302,6 +302,21 @@ def cancelled(pool):
     return granted, waiting
 
 
+def cancelled_unbegun(pool):
+    """Calls that are cancelled before their slot takes them: the env gets none, and is kept."""
+    before = all_pids(pool)
+
+    async def main():
+        for _ in range(20):
+            async with pool.lease() as env:
+                call = asyncio.ensure_future(env.hang())
+                await asyncio.sleep(0)
+                call.cancel()
+
+    asyncio.run(main())
+    assert all_pids(pool) == before
+
+
 def dropped(pool):
     """Tasks that are in a call, or wait for an env, when their loop closes."""
 
@@ -338,7 +353,8 @@ def killed_idle(pool):
 
 
 @pytest.mark.parametrize(
-    "end", [cancelled, dropped, interrupted, forgotten, killed_idle]
+    "end",
+    [cancelled, cancelled_unbegun, dropped, interrupted, forgotten, killed_idle],
 )
 def test_every_end_gives_the_slot_back(pool, end):
     kept = end(pool)

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import os
 import select
 import signal
@@ -27,6 +28,7 @@ from envherd.executor.start.waiting import DeadlinePassed
 from envherd.executor.start.zygote import Helper
 from envherd.workers import messages
 from envherd.workers.current import WorkerInfo
+from envherd.workers.errors import Closed
 from envherd.workers.process import zygote as worker_zygote
 from envherd.workers.testing import CountingEnv, FaultyEnv
 from tests.faults.children import in_child
@@ -245,6 +247,32 @@ def test_a_worker_that_is_started_while_another_thread_closes_is_ended(monkeypat
         assert env.is_closed
         wait_for(lambda: not is_running(launched[1].pid))
         assert (launched[1].pidfd, launched[1].log_fd) == (-1, -1)
+
+
+def slow_to_return(mark):
+    """Return an env; a process that finds the mark takes a second, and then leaves another mark."""
+    if mark.exists():
+        time.sleep(1)
+        mark.with_suffix(".built").touch()
+    mark.touch()
+    return CountingEnv()
+
+
+@pytest.mark.slow
+@pytest.mark.broken_pool
+def test_a_successor_that_is_built_while_another_thread_closes_closes_its_env(tmp_path):
+    mark = tmp_path / "mark"
+    env = ParallelEnv(
+        1,
+        functools.partial(slow_to_return, mark),
+        options=ExecutorOptions(on_worker_loss="restart"),
+    )
+    env.reset()
+    os.kill(env.engine.pool.pid_of(0), signal.SIGKILL)
+    threading.Timer(0.5, env.close).start()
+    with pytest.raises(Closed, match="this executor was closed while it waited"):
+        env.reset()
+    wait_for(mark.with_suffix(".built").exists)
 
 
 @pytest.mark.slow

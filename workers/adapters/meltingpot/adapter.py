@@ -79,9 +79,8 @@ class Episodes:
             self.wrapper.seed_next(seed)
         elif self.can_seed:
             seeds = spaced_seeds(seed)
-            if (
-                not self.wrapper._reset
-            ):  # built, and no episode started: Melting Pot would start it as it is
+            # Built, and no episode started: Melting Pot would start it as it is.
+            if not self.wrapper._reset:
                 if self._settings().get("env_seed") == str(seed):
                     next(seeds)
                 else:
@@ -145,8 +144,6 @@ def _closure(function: Any) -> dict[str, Any]:
 # Guarantees: observations, rewards and ends are bit for bit those of `env.step`; the wrappers' own state is
 # what it would be. It is used only for envs that consist of Melting Pot's own wrappers in their original order, and not
 # while the env's observables have a subscriber.
-
-# ruff: noqa: SLF001  # what a step consists of is private to Melting Pot and dmlab2d
 
 
 _WRAPPERS = "meltingpot.utils.substrates.wrappers"
@@ -573,9 +570,8 @@ class MeltingPotAdapter(Adapter):
 
     def _world_specs(self, observed: Mapping[str, Any]) -> dict[str, Any]:
         """Return the specs of the world views that are kept; a scenario hides its substrate's."""
-        inner = (
-            self.env._substrate.observation_spec()[0] if self._is_scenario else {}
-        )  # no public way
+        # No public way.
+        inner = self.env._substrate.observation_spec()[0] if self._is_scenario else {}
         has_rgb = self._options is None or self._options.world_rgb
         return {
             name: spec

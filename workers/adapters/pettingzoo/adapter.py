@@ -61,7 +61,7 @@ from envherd.workers.writers import writer_for
 # below it)
 # action                            [A, *its own]    its own  discrete actions are int64 indices
 # reward                            [A, 1]           float32  0 for agents that get none
-# done, terminated, truncated       [A, 1]           bool     see `adapter.py`
+# done, terminated, truncated       [A, 1]           bool     see the head of this file
 # mask                              [A]              bool     whether the agent acts in the next step
 # action_mask                       [A, actions]     bool     what it may do there; all True for agents that do not act
 # info (one entry each)             [A, *its own]    float32  numbers that all its agents had in their first infos

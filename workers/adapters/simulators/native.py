@@ -62,10 +62,10 @@ from envherd.workers.errors import FactoryError, ResetNeeded, SpecError
 # first observation of its next episode. Newer ones publish the last one as `extras["final_obs"]` if
 # `cfg.compute_final_obs` is set.
 #
-# Guarantees of `ResetWatch` - The last observation is in separate memory before the first row is reset, even if the
-# simulator reuses its observation
-#   buffers. `extras["final_obs"]` is used if the simulator publishes it; otherwise the observation is computed as the
-#   simulator does, with the noise that its step would add.
+# Guarantees of `ResetWatch`:
+# - The last observation is in separate memory before the first row is reset, even if the simulator reuses its
+#   observation buffers. `extras["final_obs"]` is used if the simulator publishes it; otherwise the observation is
+#   computed as the simulator does, with the noise that its step would add.
 # - Observation histories of a manager-based simulator are pushed once per step and row, as without it, and the last
 #   observation's history ends with it. (IsaacLab's own `final_obs` leaves histories as they were one step before, so
 #   where there are any it is computed here.)

@@ -1,4 +1,4 @@
-"""The start of a worker that `multiprocessing` has spawned, and the thread that ends it with its owner.
+"""The start of a worker that `multiprocessing` has spawned, its doorbells, and the thread that ends it with its owner.
 
 Guarantees:
 - It ends within a second after its owner has ended, with its process group where there are groups. On systems other
