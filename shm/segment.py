@@ -414,7 +414,7 @@ def _meminfo_available() -> int | None:
 # The last 16 bytes of the segment are the length of the text and a mark. The text, JSON, lies directly before them.
 #
 # Guarantees: the nameplate lives as long as the memory, so nothing is left behind.
-# Platforms: `find` needs Linux's `/proc`.
+# Platforms: `find_plates` needs Linux's `/proc`.
 
 _TRAILER = struct.Struct("<q8s")
 _MARK = b"envherd\x01"
@@ -438,7 +438,7 @@ class Plate(NamedTuple):
     content: dict[str, Any]
 
 
-def create_named(
+def create_with_plate(
     nbytes: int,
     label: str,
     content: dict[str, Any],
@@ -450,7 +450,7 @@ def create_named(
 
     Args:
         nbytes: for the creator's own use.
-        label: names the segment in /proc, where `find` looks for it.
+        label: names the segment in /proc, where `find_plates` looks for it.
         content: JSON-serialisable.
         num_sparse: bytes at the end that need not be available.
         create: makes the segment.
@@ -467,7 +467,7 @@ def create_named(
     return segment
 
 
-def change(memory: np.ndarray, **entries: Any) -> None:
+def change_plate(memory: np.ndarray, **entries: Any) -> None:
     """Replace entries of the nameplate of a segment, given its bytes; the new text must not be longer."""
     end = len(memory) - _TRAILER.size
     begin = end - _TRAILER.unpack(memory.data[end:])[0]
@@ -475,7 +475,7 @@ def change(memory: np.ndarray, **entries: Any) -> None:
     memory.data[begin:end] = text.rjust(end - begin)
 
 
-def find(label: str) -> Iterator[Plate]:
+def find_plates(label: str) -> Iterator[Plate]:
     """Yield the nameplates of all segments with a label in this user's processes.
 
     Workers hold the segments of their executor, and a forked process those of its parent, so the content should name

@@ -128,7 +128,7 @@ def explain(error: BaseException) -> str:
 # ---- info keys ---------------------------------------------------------------------------------
 # Names of info entries of which `wrappers.leaves` makes leaves, and what is declared of their values.
 
-Path = tuple[str, ...]
+InfoPath = tuple[str, ...]
 
 
 def check_keys(keys: Any) -> None:
@@ -165,7 +165,7 @@ def check_keys(keys: Any) -> None:
                 raise ValueError(f"ExecutorOptions failed: {error}") from None
 
 
-def example_of(name: str | Path, like: Any) -> np.ndarray:
+def example_of(name: str | InfoPath, like: Any) -> np.ndarray:
     """Return an array of the declared shape and dtype; a declaration is a value, a type, or a numpy dtype."""
     try:
         is_type = isinstance(like, (type, np.dtype))
@@ -188,6 +188,6 @@ def as_array(value: Any) -> np.ndarray:
     return np.asarray(value)
 
 
-def as_path(name: Any) -> Path:
+def as_path(name: Any) -> InfoPath:
     """Return a name as a path of names."""
     return tuple(name) if isinstance(name, (tuple, list)) else (name,)

@@ -35,11 +35,11 @@ import numpy as np
 State = TypeVar("State", bound=IntEnum)
 Event = TypeVar("Event", bound=IntEnum)
 
-#: What `as_bytes` has where nothing can follow.
+#: What `table_as_bytes` has where nothing can follow.
 IMPOSSIBLE = -1
 
 
-def as_bytes(follows: Mapping[State, Mapping[Event, State]]) -> np.ndarray:
+def table_as_bytes(follows: Mapping[State, Mapping[Event, State]]) -> np.ndarray:
     """Return a table as int8 `[event, state]`, the state that follows; `IMPOSSIBLE` for pairs that it lacks."""
     # Members of an `IntEnum` from 0 on, so the largest one tells their number.
     table = np.full(
@@ -53,7 +53,7 @@ def as_bytes(follows: Mapping[State, Mapping[Event, State]]) -> np.ndarray:
     return table
 
 
-def as_text(
+def table_as_text(
     follows: Mapping[State, Mapping[Event, State]],
     events: type[Event],
     commands: Collection[Event],

@@ -255,7 +255,7 @@ def policy_maker(
 #
 # Guarantees: no file is replaced or removed. Loading a rollout runs no code: nothing is unpickled, imported or called.
 
-SCHEMA = "envherd.stored/1"
+STORE_SCHEMA = "envherd.stored/1"
 #: The file in the directory that is not part of the TensorDict.
 _FACTS = "envherd.json"
 
@@ -334,7 +334,7 @@ class RolloutStore:
                     if path.is_file():
                         os.replace(path, self.directory / path.relative_to(shorter))
         (self.directory / _FACTS).write_text(
-            json.dumps({"schema": SCHEMA, **facts}, indent=2) + "\n"
+            json.dumps({"schema": STORE_SCHEMA, **facts}, indent=2) + "\n"
         )
 
 
@@ -417,7 +417,7 @@ _UNQUOTED = "".join(map(chr, range(33, 127))).translate(
 )
 #: Fact -> what it must be.
 _FORMS = {
-    "schema": Form(SCHEMA, lambda value: value == SCHEMA),
+    "schema": Form(STORE_SCHEMA, lambda value: value == STORE_SCHEMA),
     "env": Form("a printable text", is_line),
     "env_kwargs": Form("an object", lambda value: isinstance(value, dict)),
     "max_steps": Form(

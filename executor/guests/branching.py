@@ -6,7 +6,7 @@ import numpy as np
 
 from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.env_states import State
-from envherd.workers.block.slot import FLAGS, STEPS, JournalFlag
+from envherd.workers.block.slot import KEPT_FLAGS, KEPT_STEPS, JournalFlag
 from envherd.workers.errors import EnvherdError, ResetNeeded
 from envherd.workers.seeding import branch_seed
 
@@ -83,7 +83,7 @@ def _copy_journals(
     facts = journal.pop(("facts",))
     facts[rows] = facts[row]
     if is_changed:
-        facts[rows, FLAGS] |= JournalFlag.CHANGED
+        facts[rows, KEPT_FLAGS] |= JournalFlag.CHANGED
     for inputs in journal.values():
         # The rest takes no memory yet.
-        inputs[rows, : facts[row, STEPS]] = inputs[row, : facts[row, STEPS]]
+        inputs[rows, : facts[row, KEPT_STEPS]] = inputs[row, : facts[row, KEPT_STEPS]]

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
 from envherd.executor.guests.interpreters import in_interpreters
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.worker_pool import LABEL, describe
+from envherd.executor.pools.worker_pool import PLATE_LABEL, describe_slab
 from envherd.executor.processes.crew import Crew
 from envherd.executor.processes.error_messages import (
     env_error,
@@ -62,7 +62,7 @@ from envherd.executor.sending.blueprint import (
 from envherd.executor.start.zygote import without_own_frames
 from envherd.shm.finalizer import ClosedAtEnd, Finalizer
 from envherd.shm.platforms import require
-from envherd.shm.segment import create_named
+from envherd.shm.segment import create_with_plate
 from envherd.shm.slab import Slab, plan_slab
 from envherd.workers.current import worker
 from envherd.workers.errors import Closed, EnvError, EnvherdError, RemoteTraceback
@@ -174,7 +174,7 @@ class Desk:
         """Build the envs, and begin to serve."""
         specs = self.crew.start()
         plan = plan_slab(specs, len(specs), self.crew.options.num_frames)
-        plate = describe(
+        plate = describe_slab(
             plan,
             self.crew.blueprint.blocks,
             "lease",
@@ -184,7 +184,7 @@ class Desk:
         # The words have 8 bytes each.
         plate["nbytes"] = plan.nbytes + len(specs) * _NAME_WORDS * 8
         # By its descriptor, `top` finds it.
-        segment = create_named(plate["nbytes"], LABEL, plate)
+        segment = create_with_plate(plate["nbytes"], PLATE_LABEL, plate)
         self._release = segment.close
         self._words = Slab(plan, segment.array()).words
         self._names = segment.array()[plan.nbytes : plate["nbytes"]].view("S64")

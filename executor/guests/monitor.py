@@ -17,7 +17,7 @@ from typing import Any, Self
 import numpy as np
 
 from envherd.executor.pools.base import Pool, WorkerFigures
-from envherd.executor.pools.worker_pool import LABEL, SCHEMA, namespace
+from envherd.executor.pools.worker_pool import PLATE_LABEL, PLATE_SCHEMA, namespace
 from envherd.executor.processes.memory_log import MemoryLog
 from envherd.executor.start.zygote import request_stacks
 from envherd.shm import segment
@@ -288,14 +288,14 @@ def num_agents(spec: EnvSpec) -> int:
 def plates() -> list[Plate]:
     """Return the nameplates of this user's running executors, the oldest first."""
     return sorted(
-        filter(_is_of_executor, segment.find(LABEL)),
+        filter(_is_of_executor, segment.find_plates(PLATE_LABEL)),
         key=lambda one: one.content["made_at"],
     )
 
 
 def _is_of_executor(plate: Plate) -> bool:
     """Return whether a nameplate is of its process, of this version and of this container."""
-    expected = {"schema": SCHEMA, "pid": plate.pid, "namespace": namespace()}
+    expected = {"schema": PLATE_SCHEMA, "pid": plate.pid, "namespace": namespace()}
     return all(plate.content.get(name) == value for name, value in expected.items())
 
 

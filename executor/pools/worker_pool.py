@@ -40,7 +40,7 @@ from envherd.executor.sending.blueprint import Blueprint, EnvCall
 from envherd.executor.start.waiting import Clock, Deadline, Overdue
 from envherd.shm import segment
 from envherd.shm.interrupts import ignoring_refusals
-from envherd.shm.segment import Segment, create_named
+from envherd.shm.segment import Segment, create_with_plate
 from envherd.shm.slab import Slab, SlabPlan, StoragePlan
 from envherd.shm.specs import EnvSpec
 from envherd.shm.sync import Bell, Doorbell, Tally
@@ -59,13 +59,13 @@ from envherd.workers.protocol import (
 # ---- slab plate --------------------------------------------------------------------------------
 # The content of a slab's nameplate, by which `envherd top` finds and reads the slab.
 
-LABEL = "envherd-slab"
-SCHEMA = "envherd.slab/2"
+PLATE_LABEL = "envherd-slab"
+PLATE_SCHEMA = "envherd.slab/2"
 #: Bytes for the text that is known only after the slab was created.
 _PATH_BYTES = 512
 
 
-def describe(
+def describe_slab(
     plan: SlabPlan,
     blocks: Sequence[Sequence[int]],
     family: str,
@@ -80,7 +80,7 @@ def describe(
         gpus: of each worker.
     """
     return {
-        "schema": SCHEMA,
+        "schema": PLATE_SCHEMA,
         "pid": os.getpid(),
         "namespace": namespace(),
         "made_at": time.time(),
@@ -98,7 +98,7 @@ def describe(
 def show_path(buffer: np.ndarray, path: str) -> None:
     """Write which calls are made in C to the nameplate of a slab; a long text is cut."""
     # `"` and `\\` take two.
-    segment.change(
+    segment.change_plate(
         buffer,
         path=path.encode("ascii", "replace").decode()[: _PATH_BYTES // 2],
     )
@@ -174,15 +174,15 @@ class WorkerPool(Pool):
 
     def _make_slab(self) -> None:
         self.plan = self._plan_slab(self.num_workers, lends=self._lends)
-        plate = describe(
+        plate = describe_slab(
             self.plan,
             self.blueprint.blocks,
             self.specs[0].family,
             [worker.gpu for worker in self.crew.workers],
         )
-        segment = create_named(
+        segment = create_with_plate(
             self.plan.nbytes,
-            LABEL,
+            PLATE_LABEL,
             plate,
             num_sparse=self.plan.nbytes - self.plan.ring_nbytes,
             create=self._create_segment,

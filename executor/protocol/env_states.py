@@ -128,7 +128,7 @@ COMMANDS = (Event.STEP, Event.STEP_RESET, Event.RESET)
 # Searching bytes takes a tenth of the time of an array, and for an int of bytes.
 _IMPOSSIBLE_BYTE = 255
 #: `FOLLOWS` as bytes: int8 `[event, state]`, the state that follows; -1 where nothing can.
-NEXT = protocol.as_bytes(FOLLOWS)
+NEXT = protocol.table_as_bytes(FOLLOWS)
 _NEXT = [bytes(row).ljust(256, bytes([_IMPOSSIBLE_BYTE])) for row in NEXT]
 _NEEDS_RESET = int(State.NEEDS_RESET)
 _RUNNING = int(State.RUNNING)
@@ -137,7 +137,7 @@ _FIRST_UNDER_WAY = np.int8(State.STEPPING)  # comparing it takes half the time o
 
 def table() -> str:
     """Return the table as text: a line per state and event."""
-    return protocol.as_text(
+    return protocol.table_as_text(
         FOLLOWS,
         Event,
         COMMANDS,

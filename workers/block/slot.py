@@ -124,7 +124,7 @@ REFUSED_WITH: dict[SlotState, type[EnvherdError]] = {
 COMMANDS = (SlotEvent.STEP,)
 
 #: `FOLLOWS` as bytes: int8 `[event, state]`, the state that follows; -1 where nothing can.
-NEXT = protocol.as_bytes(FOLLOWS)
+NEXT = protocol.table_as_bytes(FOLLOWS)
 #: Its rows as plain lists, which Python reads faster.
 AFTER: list[list[int]] = NEXT.tolist()
 #: As ints, which Python compares faster: states of an env that was never reset since it was built, or since its episode
@@ -141,7 +141,7 @@ OVER = (
 
 def table() -> str:
     """Return the table as text: a line per state and event."""
-    return protocol.as_text(FOLLOWS, SlotEvent, COMMANDS, REFUSED_WITH)
+    return protocol.table_as_text(FOLLOWS, SlotEvent, COMMANDS, REFUSED_WITH)
 
 
 # ---- journal -----------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def table() -> str:
 # Who writes: the worker that runs the env. Who reads: the parent, once the env has raised or its worker has ended.
 
 _LARGEST_SEED = 2**63 - 1
-STEPS, EPISODE, SEED, FLAGS = range(len(JOURNAL_FACTS))
+KEPT_STEPS, KEPT_EPISODE, KEPT_SEED, KEPT_FLAGS = range(len(JOURNAL_FACTS))
 
 
 class JournalFlag(IntFlag):
@@ -204,29 +204,29 @@ class Journal:
         """Note that the env is reset as a whole."""
         words = self._words
         begun = sum(flags, JournalFlag.BEGUN)
-        words[STEPS] = 0
-        words[EPISODE] = episode
-        words[SEED] = 0
+        words[KEPT_STEPS] = 0
+        words[KEPT_EPISODE] = episode
+        words[KEPT_SEED] = 0
         if seed is not None:
             begun |= JournalFlag.SEEDED
             # A negative one in the journal is one that the word cannot hold, and a capsule reports it.
-            words[SEED] = seed if 0 <= seed <= _LARGEST_SEED else -1
+            words[KEPT_SEED] = seed if 0 <= seed <= _LARGEST_SEED else -1
         # Last, as in C: the flags of this episode are never with the seed of another one.
-        words[FLAGS] = begun
+        words[KEPT_FLAGS] = begun
 
     def note(self, flag: JournalFlag) -> None:
         """Note what else has happened."""
-        self._words[FLAGS] |= flag
+        self._words[KEPT_FLAGS] |= flag
 
     def keep(self) -> None:
         """Note the input of the step that is about to be made."""
         words = self._words
-        steps = words[STEPS]
+        steps = words[KEPT_STEPS]
         row = steps % self.num_rows
         for kept, source in zip(self._kept_bytes, self._source_bytes, strict=True):
             nbytes = source.nbytes
             kept[row * nbytes : (row + 1) * nbytes] = source
-        words[STEPS] = steps + 1
+        words[KEPT_STEPS] = steps + 1
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:

@@ -47,7 +47,7 @@ from envherd.shm.specs import (
 )
 from envherd.workers.adapters.base import Adapter, Mask, Options, StepValues
 from envherd.workers.errors import SpecError
-from envherd.workers.infos import Path, as_array, as_path, example_of, explain
+from envherd.workers.infos import InfoPath, as_array, as_path, example_of, explain
 from envherd.workers.random_values import draw
 from envherd.workers.writers import coerce
 
@@ -349,7 +349,7 @@ class InfoEntry:
         mask: the leaf that says whether it was there.
     """
 
-    path: Path
+    path: InfoPath
     leaf: LeafSpec
     mask: LeafSpec
 
@@ -401,7 +401,7 @@ class InfoLeaves(Wrapping):
             self._read(as_array(terminated | truncated)[..., 0], (_FINAL,))
         return [*observation, *self._values], reward, terminated, truncated
 
-    def _read(self, rows: np.ndarray | None, within: Path = ()) -> None:
+    def _read(self, rows: np.ndarray | None, within: InfoPath = ()) -> None:
         """Read the info, or the mapping at a path in it, into the values.
 
         Args:
@@ -425,7 +425,7 @@ class InfoLeaves(Wrapping):
     def _value_of(
         self,
         field: InfoEntry,
-        within: Path,
+        within: InfoPath,
     ) -> tuple[np.ndarray, np.ndarray]:
         try:
             found, holder = _look_up(self.inner.info, (*within, *field.path))
@@ -458,7 +458,9 @@ class InfoLeaves(Wrapping):
         )
 
 
-def declared_fields(keys: Mapping[str | Path, Any], spec: EnvSpec) -> list[InfoEntry]:
+def declared_fields(
+    keys: Mapping[str | InfoPath, Any], spec: EnvSpec
+) -> list[InfoEntry]:
     """Return the fields of declared entries; declarations describe one row of an env that is itself a batch."""
     fields = []
     for name, like in keys.items():
@@ -475,14 +477,14 @@ def declared_fields(keys: Mapping[str | Path, Any], spec: EnvSpec) -> list[InfoE
 
 def find_fields(
     adapter: Adapter,
-    keys: Literal["all"] | Sequence[str | Path],
+    keys: Literal["all"] | Sequence[str | InfoPath],
 ) -> list[InfoEntry]:
     """Reset and step an env once, and return a field for each entry wanted.
 
     Raises:
         SpecError: a name is not among these infos, or its values are no numbers.
     """
-    found: dict[Path, np.ndarray] = {}
+    found: dict[InfoPath, np.ndarray] = {}
     adapter.reset(0)
     _collect(adapter.info, (), found, adapter.spec.batch_shape)
     failure = ""
@@ -501,7 +503,7 @@ def find_fields(
             # The mask of `x` is `_x`.
             if not (path[-1].startswith("_") and (*path[:-1], path[-1][1:]) in found)
         ]
-    fields: dict[Path, InfoEntry] = {}
+    fields: dict[InfoPath, InfoEntry] = {}
     for name in keys:
         wanted = as_path(name)
         matching = {
@@ -534,7 +536,7 @@ def _input(leaf: LeafSpec, rng: np.random.Generator) -> Any:
     )
 
 
-def _field(path: Path, array: np.ndarray, spec: EnvSpec) -> InfoEntry:
+def _field(path: InfoPath, array: np.ndarray, spec: EnvSpec) -> InfoEntry:
     domain = Binary() if array.dtype.kind == "b" else Unbounded()
     return InfoEntry(
         path,
@@ -550,8 +552,8 @@ def _field(path: Path, array: np.ndarray, spec: EnvSpec) -> InfoEntry:
 
 def _collect(
     info: Any,
-    path: Path,
-    found: dict[Path, np.ndarray],
+    path: InfoPath,
+    found: dict[InfoPath, np.ndarray],
     batch_shape: tuple[int, ...],
 ) -> None:
     """Add the numbers of an info (of one env, or of a batch) to those already found; existing ones are kept."""
@@ -584,18 +586,18 @@ def _number(value: Any) -> np.ndarray | None:
     return array if is_number and array.size else None
 
 
-def _look_up(info: Any, path: Path) -> tuple[Any, Any]:
+def _look_up(info: Any, path: InfoPath) -> tuple[Any, Any]:
     """Return the value at a path, or None, and the mapping that holds it."""
     for name in path[:-1]:
         info = info.get(name) if isinstance(info, Mapping) else None
     return (info.get(path[-1]), info) if isinstance(info, Mapping) else (None, {})
 
 
-def _show(path: Path) -> str:
+def _show(path: InfoPath) -> str:
     return "/".join(path)
 
 
-def _not_found(wanted: Path, known: list[str], failure: str) -> str:
+def _not_found(wanted: InfoPath, known: list[str], failure: str) -> str:
     has = f"numbers called {', '.join(known[:20])}" if known else "no numbers at all"
     name = wanted[0] if len(wanted) == 1 else wanted
     return (

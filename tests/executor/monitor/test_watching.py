@@ -19,10 +19,10 @@ from envherd.executor.guests.monitor import (
     read_workers,
     stack_of,
 )
-from envherd.executor.pools.worker_pool import LABEL
+from envherd.executor.pools.worker_pool import PLATE_LABEL
 from envherd.executor.show.loggers import PrometheusCollector, to_scalars
 from envherd.executor.start import zygote
-from envherd.shm.segment import Segment, create_named, find
+from envherd.shm.segment import Segment, create_with_plate, find_plates
 from envherd.shm.slab import NUM_BINS, WORDS, bin_of
 from envherd.workers.testing import CountingEnv
 from tests.extras import needs
@@ -159,14 +159,18 @@ def test_nameplates_that_are_not_of_executors_are_left_out():
     }
     plain |= {"blocks": [], "words": {}, "nbytes": 0}
     contents = [plain, {**plain, "schema": "envherd.slab/2"}, {**plain, "pid": 1}, {}]
-    kept = [create_named(100, LABEL, content) for content in contents]
-    kept.append(Segment.create(100, LABEL))
-    found = [plate.content for plate in find(LABEL) if plate.pid == os.getpid()]
+    kept = [create_with_plate(100, PLATE_LABEL, content) for content in contents]
+    kept.append(Segment.create(100, PLATE_LABEL))
+    found = [
+        plate.content for plate in find_plates(PLATE_LABEL) if plate.pid == os.getpid()
+    ]
     assert sorted(found, key=str) == sorted(contents, key=str)
     assert own_plates() == []
     for segment in kept:
         segment.close()
-    assert [plate for plate in find(LABEL) if plate.pid == os.getpid()] == []
+    assert [
+        plate for plate in find_plates(PLATE_LABEL) if plate.pid == os.getpid()
+    ] == []
 
 
 @pytest.mark.slow

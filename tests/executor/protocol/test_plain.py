@@ -327,7 +327,9 @@ def test_a_long_text_is_cut_on_the_nameplate():
             (plate,) = (one for one in plates() if one.pid == os.getpid())
             assert plate.content["path"].strip() == shown
             (found,) = (
-                one for one in segment.find(worker_pool.LABEL) if one.pid == os.getpid()
+                one
+                for one in segment.find_plates(worker_pool.PLATE_LABEL)
+                if one.pid == os.getpid()
             )
             assert found.content["env"] == "plain"
 
