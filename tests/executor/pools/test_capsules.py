@@ -40,7 +40,7 @@ from envherd.executor.guests.capsules import (
     load_capsule,
 )
 from envherd.workers.adapters.named import FAMILIES, NamedFactory, reference_of
-from envherd.workers.block.slot import FLAGS, Journal, JournalFlag
+from envherd.workers.block.slot import KEPT_FLAGS, Journal, JournalFlag
 from envherd.workers.seeding import episode_seed
 from envherd.workers.testing import CountingEnv
 from envherd.workers.testing.faults import BROKEN, FaultyEnv
@@ -116,11 +116,11 @@ def test_every_way_of_stepping_journals_what_the_env_got(tmp_path, way):
                     "logged"
                 )
                 assert any(journaled(env, env_id) for env_id in range(3))
-            assert journal_of(env).facts[FLAGS] & JournalFlag.CHANGED  # by `call`
+            assert journal_of(env).facts[KEPT_FLAGS] & JournalFlag.CHANGED  # by `call`
             env.reset()
             seed = episode_seed(4, 2, int(env._pool.slab.words["episode"][2]) - 1)
             assert journal_of(env, 2).facts.tolist()[::2] == [0, seed]
-            assert not journal_of(env).facts[FLAGS] & JournalFlag.CHANGED
+            assert not journal_of(env).facts[KEPT_FLAGS] & JournalFlag.CHANGED
 
 
 def _options(folder, **options):
@@ -430,7 +430,7 @@ def test_episode_with_partial_resets_cannot_be_replayed(tmp_path):
     make = NamedFactory("gymnasium_vec", "CartPole-v1", num_rows=2)
     with SerialEnv(1, make, seed=1, options=_options(tmp_path)) as env:
         random_steps(env, 60)
-        assert journal_of(env).facts[FLAGS] & JournalFlag.IN_PARTS
+        assert journal_of(env).facts[KEPT_FLAGS] & JournalFlag.IN_PARTS
         fault = {
             "env_id": 0,
             "phase": "step",
