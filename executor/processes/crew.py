@@ -1,6 +1,6 @@
 """The crew: how worker processes start and build their envs, how one is replaced or copied, and how all end.
 
-`mail` has their messages and answers, `mail` what they are given once all envs are built. The crew knows nothing
+`mail` has their messages and answers, and what they are given once all envs are built. The crew knows nothing
 of commands and rows.
 
 Guarantee: `close` is bounded by one deadline and never raises.
