@@ -173,7 +173,6 @@ BELOW: dict[str, tuple[str, ...]] = {
         f"{_FACADES}/test_torchrl_use.py",
         f"{_FACADES}/test_torchrl_parallel.py",
         f"{_FACADES}/test_torchrl_fast.py",
-        f"{_FACADES}/test_torchrl_episodes.py",
     ),
     f"{_FACADES}/torchrl/ways/": ("workers/test_torchrl_direct.py",),
     "executor/guests/branching.py": (

@@ -181,20 +181,10 @@ class EpisodeSums:
         ]:
             self.add = self._single_adder()  # type: ignore[assignment,method-assign]
 
-    def restart(self, rows: Any = ..., of_returns: Sequence[Any] | None = None) -> None:
-        """Set everything to 0.
-
-        Args:
-            rows: index of the env's rows, e.g. bool `[*shape]`.
-            of_returns: an index for each return, where a reset may be of some agents of a row; None for `rows`.
-        """
-        for total, value, index in zip(
-            self._sums,
-            self._returns,
-            of_returns or [rows] * len(self._sums),
-            strict=True,
-        ):
-            total[index] = value[index] = 0
+    def restart(self, rows: Any) -> None:
+        """Set everything to 0 for some rows of the env: an index, e.g. bool `[*shape]`."""
+        for array in (*self._sums, *self._returns):
+            array[rows] = 0
         self._length[rows] = self._seconds[rows] = 0
         self._is_fresh[rows] = self._has_fresh = True
 

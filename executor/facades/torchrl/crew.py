@@ -5,7 +5,6 @@ Guarantees: an env that raises is an `EnvError` after all others have answered.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -78,8 +77,7 @@ class HostedEnvs(ParallelEnv):
             [by_id[id(factory)] for factory in factories],
             num_workers=None if options.alone else num_workers,
             env_kwargs=list(env_kwargs),
-            # The hosted envs add the statistics.
-            options=replace(options, episode_statistics=False),
+            options=options,
         )
         # In TorchRL the env decides whether it may be stepped before a reset.
         self._engine.allow_steps()
@@ -241,5 +239,4 @@ def _hosted_factory(
         describe(factory),
         (_LIGHT, *modules, *backends),
         options.worker_threads,
-        has_statistics=options.episode_statistics,
     )

@@ -40,6 +40,7 @@ _REFUSED = {
     "env_threads": "each TorchRL env has its own state of torch's generator, which the threads of a process share. Use "
     "more num_processes, or envherd.ParallelEnv.",
     "infos": _READERS,
+    "episode_statistics": "TorchRL counts them: TransformedEnv(ParallelEnv(...), Compose(RewardSum(), StepCounter())).",
 }
 
 
@@ -95,7 +96,7 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
 
     Raises:
         FactoryError: an env instead of a factory, or a factory that cannot be pickled, raised or returned no env.
-        ValueError: options with `env_threads`, `infos` or `capsules`.
+        ValueError: options with `env_threads`, `infos`, `episode_statistics` or `capsules`.
     """
 
     def __init__(

@@ -22,14 +22,13 @@ import io
 import pickle
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torchrl.data import Composite, Unbounded
-from torchrl.envs import EnvBase, Transform, TransformedEnv
+from torchrl.data import Composite
+from torchrl.envs import EnvBase
 from torchrl.envs.common import EnvMetaData
 
 from envherd.executor.facades.torchrl.ways.direct import (
@@ -42,29 +41,18 @@ from envherd.workers.adapters.base import Adapter, EnvCall, Mask, Options, StepV
 from envherd.workers.adapters.torchrl.adapter import (
     own_generators,
     refuse_late_resets,
-    require_dense,
 )
 from envherd.workers.adapters.torchrl.private_api import (
-    aggregate_ends,
     check_worker_env,
     supports_set_state,
 )
 from envherd.workers.adapters.torchrl.specs import (
     DTYPES,
-    place_leaves,
-    reader,
     to_numpy,
-    topmost,
 )
 from envherd.workers.errors import FactoryError
 from envherd.workers.reply import Fault
 from envherd.workers.sending.pickling import Pickler
-from envherd.workers.wrappers.leaves import (
-    EpisodeLeaves,
-    EpisodeSums,
-    Wrapping,
-    refuse_taken,
-)
 
 
 class Call(NamedTuple):
@@ -95,7 +83,6 @@ class HostedFactory:
         name: what messages call it.
         preload: modules for the helper process to import.
         num_threads: for torch in the worker, set before an env is built; None leaves them.
-        has_statistics: see `HostedEnv`.
     """
 
     def __init__(
@@ -104,14 +91,11 @@ class HostedFactory:
         name: str,
         preload: tuple[str, ...],
         num_threads: int | None,
-        *,
-        has_statistics: bool = False,
     ) -> None:
         self._pickled = pickled
         self.__qualname__ = name
         self.preload = preload
         self._num_threads = num_threads
-        self._has_statistics = has_statistics
         self._make: Callable[..., Any] | None = None
 
     def __call__(self, **kwargs: Any) -> Adapter:
@@ -122,11 +106,8 @@ class HostedFactory:
             if self._num_threads is not None:
                 torch.set_num_threads(self._num_threads)
             self._make = pickle.loads(self._pickled)
-        hosted = HostedEnv(
-            own_env(self._make(**kwargs), self.__qualname__),
-            has_statistics=self._has_statistics,
-        )
-        return adapter_of(hosted)
+        env = own_env(self._make(**kwargs), self.__qualname__)
+        return HostedAdapter(HostedEnv(env))
 
 
 # The envs of this process that are hosted.
@@ -158,12 +139,9 @@ class HostedEnv:
 
     Args:
         env: what the factory returned.
-        has_statistics: add the statistics of the episode to its data; see `EpisodeStatistics`.
 
     Attributes:
-        env: the env that is stepped, its specs locked: `built`, or with statistics a `TransformedEnv` around it.
-        built: the env that attributes and state dicts are of.
-        statistics: the transform around it, or None.
+        env: the same, its specs locked.
         root: its present root tensordict, or None before the first reset.
         reset_names: keys that a reset returns: those of observation and done leaves.
         step_names: keys that a step returns: the same and the rewards.
@@ -171,13 +149,8 @@ class HostedEnv:
         direct: steps it without tensordicts; None if that is not possible.
     """
 
-    def __init__(self, env: EnvBase, *, has_statistics: bool = False) -> None:
+    def __init__(self, env: EnvBase) -> None:
         check_worker_env(env)
-        self.built = env
-        self.statistics: Any = None
-        if has_statistics:
-            self.statistics = EpisodeStatistics(env)
-            env = TransformedEnv(env, self.statistics, auto_unwrap=False)
         self.env = env.set_spec_lock_()
         self.root: TensorDictBase | None = None
         self.direct: DirectWay | None = None
@@ -201,8 +174,6 @@ class HostedEnv:
         """Run as if the process were this env's own: no gradients, and its own random generator."""
         if self.direct is not None and self.direct.is_ahead:
             self.root = self.direct.root()
-        if self.statistics is not None and self.root is not None:
-            self.statistics.written(self.root)
         with torch.no_grad(), self.generator:
             yield
 
@@ -283,11 +254,11 @@ class HostedEnv:
 
     def state_dict(self) -> Any:
         """Return the env's state dict, without locks."""
-        return _without_locks(self.built.state_dict())
+        return _without_locks(self.env.state_dict())
 
     def load_state_dict(self, state: Any, kwargs: dict[str, Any]) -> None:
         """Put back what `state_dict` returned."""
-        self.built.load_state_dict(state, **kwargs)
+        self.env.load_state_dict(state, **kwargs)
 
     def look_up(self, path: tuple[str, ...]) -> list[Any]:
         """Return an attribute as a list of one; an empty list for a method, and for what cannot be pickled."""
@@ -311,7 +282,7 @@ class HostedEnv:
 
     def find(self, path: tuple[str, ...]) -> Any:
         """Return an attribute of the env by its path."""
-        return functools.reduce(getattr, path, self.built)
+        return functools.reduce(getattr, path, self.env)
 
     def close(self) -> None:
         """Close the env."""
@@ -388,16 +359,13 @@ def dense_leaves(specs: Composite) -> dict[str, list[DenseLeaf]] | None:
 
 
 class HostedAdapter(Adapter):
-    """The plain steps of a hosted env, through the slab; an env whose leaves do not fit there has an empty spec.
-
-    They are without the statistics of the episode: see `adapter_of`.
-    """
+    """The plain steps of a hosted env, through the slab; an env whose leaves do not fit there has an empty spec."""
 
     family: ClassVar[str] = "torchrl"
 
     def __init__(self, hosted: HostedEnv) -> None:
         self.env = hosted
-        self._torchrl_env = env = hosted.built
+        self._torchrl_env = env = hosted.env
         leaves = dense_leaves(env.specs)
         groups = leaves or {"input": [], "observation": [], "done": [], "reward": []}
         observed = [*groups["observation"], *groups["done"]]
@@ -492,15 +460,6 @@ class HostedAdapter(Adapter):
         self.env.close()
 
 
-def adapter_of(hosted: HostedEnv) -> Adapter:
-    """Return a hosted env's adapter; with statistics, they are behind the rows that go through the slab."""
-    adapter = HostedAdapter(hosted)
-    if hosted.statistics is None or not adapter.spec.metadata["is_dense"]:
-        return adapter
-
-    return CountedLeaves(adapter, hosted.statistics.sums)
-
-
 class _Pickler(Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if (
@@ -530,132 +489,3 @@ def dumps(value: Any) -> bytes:
 
 #: Returns the value that `dumps` packed.
 loads = pickle.loads
-
-
-# ---- episodes ----------------------------------------------------------------------------------
-# Statistics of episodes in the data of a TorchRL env that a worker runs for the TorchRL facade.
-#
-# Keys, dtypes, shapes and sums are those of `wrappers.leaves`. Masks of a reset select what starts again: the
-# return of a group by the mask that decides for the group, length and time with any part of the row.
-
-
-class EpisodeStatistics(Transform):  # type: ignore[misc]  # untyped
-    """Writes the statistics into root and `next`, and their specs into the observation spec.
-
-    Args:
-        env: the env to put it around.
-
-    Attributes:
-        sums: the statistics.
-
-    Raises:
-        SpecError: the env has an observation named `episode` itself, or a reward without a fixed shape.
-    """
-
-    def __init__(self, env: EnvBase) -> None:
-        super().__init__()
-        rewards = place_leaves(env.full_reward_spec)
-        ends = topmost(place_leaves(env.full_done_spec))
-        require_dense(rewards)
-        self.sums = EpisodeSums(tuple(env.batch_size), [leaf.spec for leaf in rewards])
-        refuse_taken(
-            [(key,) if isinstance(key, str) else key for key in env.observation_keys],
-            self.sums.roots,
-            "episode_statistics",
-        )
-        self._readers = [reader(leaf) for leaf in rewards]
-        self._masks = [(*path, "_reset") for path in ends]
-        self._deciding = [
-            next((path for path in ends if path == leaf.path[: len(path)]), ())
-            for leaf in rewards
-        ]
-        self._shapes = {
-            path: env.full_reward_spec[path].shape
-            for leaf in rewards
-            if (path := leaf.path[:-1])
-        }
-
-    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Add the leaves."""
-        device = observation_spec.device
-        for path, shape in self._shapes.items():
-            # A group may have rewards without an observation.
-            if observation_spec.get(path, None) is None:
-                observation_spec[path] = Composite(shape=shape, device=device)
-        for leaf in self.sums.leaves:
-            observation_spec[leaf.key] = Unbounded(
-                leaf.shape,
-                dtype=getattr(torch, leaf.dtype),
-                device=device,
-            )
-        return observation_spec
-
-    def written(self, td: TensorDictBase) -> TensorDictBase:
-        """Copy the statistics into a root or `next`; return it."""
-        for leaf, value in zip(self.sums.leaves, self.sums.values, strict=True):
-            td.set(leaf.key, torch.tensor(value, device=td.device))
-        return td
-
-    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        self.sums.begin()
-        return tensordict
-
-    def _step(
-        self,
-        tensordict: TensorDictBase,  # noqa: ARG002
-        next_tensordict: TensorDictBase,
-    ) -> TensorDictBase:
-        self.sums.add([read(next_tensordict) for read in self._readers])
-        return self.written(next_tensordict)
-
-    def _reset(
-        self,
-        tensordict: TensorDictBase,
-        tensordict_reset: TensorDictBase,
-    ) -> TensorDictBase:
-        rows = _selected(tensordict, self._masks)
-        nodes = [
-            tensordict.get(path, None) if path else None for path in self._deciding
-        ]
-        self.sums.restart(
-            rows,
-            [rows if node is None else _selected(node, ["_reset"]) for node in nodes],
-        )
-        return self.written(tensordict_reset)
-
-
-class CountedLeaves(EpisodeLeaves):
-    """The statistics behind the row of a hosted env whose steps go through the slab.
-
-    Args:
-        inner: the hosted env's `HostedAdapter`.
-        sums: the statistics of its episode.
-    """
-
-    def __init__(self, inner: Adapter, sums: EpisodeSums) -> None:
-        Wrapping.__init__(
-            self,
-            inner,
-            [
-                replace(leaf, key=(f"observation:{'/'.join(leaf.key)}",))
-                for leaf in sums.leaves
-            ],
-            (),
-            "episode_statistics",
-        )
-        self._sums = sums
-
-    def reset(
-        self,
-        seed: int | None,
-        options: Options = None,
-        mask: Mask = None,
-    ) -> list[Any]:
-        if self.env.direct is not None:
-            return super().reset(seed, options, mask)
-        # The transform knows which parts are reset.
-        return [*self.inner.reset(seed, options, mask), *self._sums.values]
-
-
-def _selected(td: TensorDictBase, masks: list[Any]) -> np.ndarray:
-    return np.asarray(aggregate_ends(td, reset_keys=masks).cpu())
