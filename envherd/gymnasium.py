@@ -3,10 +3,11 @@
 from envherd.executor.facades import needing
 
 with needing("envherd[gymnasium]", "gymnasium"):
+    from gymnasium.vector import SyncVectorEnv
+
     from envherd.executor.facades.gymnasium.vector_env import (
         AsyncState,
         AsyncVectorEnv,
-        SyncVectorEnv,
         installed,
         make_vec,
     )

@@ -3,11 +3,8 @@
 from envherd.executor.facades import needing
 
 with needing("envherd[sb3]", "stable_baselines3", "gymnasium"):
-    from envherd.executor.facades.sb3.vec_env import (
-        DummyVecEnv,
-        ExecutorVecEnv,
-        SubprocVecEnv,
-        installed,
-    )
+    from stable_baselines3.common.vec_env import DummyVecEnv
 
-__all__ = ["DummyVecEnv", "ExecutorVecEnv", "SubprocVecEnv", "installed"]
+    from envherd.executor.facades.sb3.vec_env import SubprocVecEnv, installed
+
+__all__ = ["DummyVecEnv", "SubprocVecEnv", "installed"]

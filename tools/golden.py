@@ -365,10 +365,10 @@ def _drive_torchrl(env: Any, seed: int, trace: Trace) -> None:
     trace.add_rows(root)
 
 
-def _open_gymnasium(name: str, mode: str, makes: Any) -> Any:
-    from envherd import gymnasium as facade
+def _open_gymnasium(mode: str, makes: Any) -> Any:
+    from envherd.gymnasium import AsyncVectorEnv
 
-    return getattr(facade, name)(makes, autoreset_mode=mode)
+    return AsyncVectorEnv(makes, autoreset_mode=mode)
 
 
 def _open_cleanrl(makes: Any) -> Any:
@@ -377,10 +377,10 @@ def _open_cleanrl(makes: Any) -> Any:
     return gym.vector.SyncVectorEnv(makes)
 
 
-def _open_sb3(name: str, makes: Any) -> Any:
-    from envherd import sb3
+def _open_sb3(makes: Any) -> Any:
+    from envherd.sb3 import SubprocVecEnv
 
-    return getattr(sb3, name)(makes)
+    return SubprocVecEnv(makes)
 
 
 def _open_pettingzoo(mode: str, makes: Any) -> Any:
@@ -415,7 +415,7 @@ FACADES: dict[
     str, tuple[str, Any, Callable[[Any], Any], Callable[[Any, int, Trace], None]]
 ] = {}
 for _mode in ("NextStep", "SameStep", "Disabled"):
-    _open: Any = functools.partial(_open_gymnasium, "AsyncVectorEnv", _mode)
+    _open: Any = functools.partial(_open_gymnasium, _mode)
     FACADES[f"cartpole/gymnasium {_mode}"] = (
         "gymnasium",
         _CARTPOLE,
@@ -429,20 +429,14 @@ for _mode in ("NextStep", "SameStep", "Disabled"):
         _open,
         _drive_pettingzoo,
     )
-FACADES["nested/gymnasium sync"] = (
+FACADES["nested/gymnasium NextStep"] = (
     "gymnasium",
     _NESTED,
-    functools.partial(_open_gymnasium, "SyncVectorEnv", "NextStep"),
+    functools.partial(_open_gymnasium, "NextStep"),
     _drive_gymnasium,
 )
 FACADES["cartpole/cleanrl"] = ("gymnasium", _CARTPOLE, _open_cleanrl, _drive_gymnasium)
-for _name in ("SubprocVecEnv", "DummyVecEnv"):
-    FACADES[f"cartpole/sb3 {_name}"] = (
-        "sb3",
-        _CARTPOLE,
-        functools.partial(_open_sb3, _name),
-        _drive_sb3,
-    )
+FACADES["cartpole/sb3 SubprocVecEnv"] = ("sb3", _CARTPOLE, _open_sb3, _drive_sb3)
 for _name, _make, _drive in (
     ("ParallelEnv", FAMILIES["torchrl"].make_env, _drive_torchrl),
     ("SerialEnv", FAMILIES["torchrl"].make_env, _drive_torchrl),

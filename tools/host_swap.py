@@ -20,13 +20,13 @@ HOSTS: dict[str, tuple[str, tuple[str, ...], str, tuple[str, ...]]] = {
             "gymnasium.envs.registration",
         ),
         "envherd.gymnasium",
-        ("AsyncVectorEnv", "SyncVectorEnv"),
+        ("AsyncVectorEnv",),
     ),
     "sb3": (
         "stable_baselines3",
         ("stable_baselines3.common.vec_env", "stable_baselines3.common.env_util"),
         "envherd.sb3",
-        ("SubprocVecEnv", "DummyVecEnv"),
+        ("SubprocVecEnv",),
     ),
     "torchrl": (
         "torchrl",

@@ -120,7 +120,7 @@ def model() -> Any:
 
 def sb3_batch() -> Any:
     skip_without("sb3")
-    return envherd.sb3.DummyVecEnv([make_cartpole])
+    return envherd.sb3.SubprocVecEnv([make_cartpole])
 
 
 WRAP = r"Wrap it: TensorDictModule\(policy, in_keys=\['observation'\], out_keys=\['action'\]\)"
@@ -322,7 +322,7 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
     "a vector env of SB3's facade as an env": (
         lambda _: serial(1, sb3_batch),
         FactoryError,
-        r"got a DummyVecEnv: an executor cannot be an env\.",
+        r"got a SubprocVecEnv: an executor cannot be an env\.",
     ),
     "no factories": (
         lambda _: serial([]),
@@ -468,10 +468,10 @@ def test_pictures_that_no_env_has_are_a_warning(env):
 
 @needs("sb3")
 def test_one_function_in_place_of_a_list_is_refused():
-    from envherd.gymnasium import AsyncVectorEnv, SyncVectorEnv
-    from envherd.sb3 import DummyVecEnv, SubprocVecEnv
+    from envherd.gymnasium import AsyncVectorEnv
+    from envherd.sb3 import SubprocVecEnv
 
-    for kind in (AsyncVectorEnv, SyncVectorEnv, DummyVecEnv, SubprocVecEnv):
+    for kind in (AsyncVectorEnv, SubprocVecEnv):
         facade: Any = kind
         with pytest.raises(
             TypeError, match=rf"{kind.__name__} failed: .*Write \[make_env\] \* 8\."

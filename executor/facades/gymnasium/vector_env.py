@@ -1,9 +1,9 @@
-"""Gymnasium's `AsyncVectorEnv` and `SyncVectorEnv` on top of the executor: one import changed.
+"""Gymnasium's `AsyncVectorEnv` on top of the executor: one import changed.
 
     from envherd.gymnasium import AsyncVectorEnv    # was: from gymnasium.vector import ...
 
 Spaces, transitions, infos, autoreset modes and errors are Gymnasium's own; see `docs/gymnasium.md` for what
-is deliberately different. `gymnasium.make_vec` makes these classes inside `installed()`.
+is deliberately different. `gymnasium.make_vec` makes this class inside `installed()`.
 """
 
 import contextlib
@@ -23,7 +23,6 @@ from gymnasium.error import (
 )
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from envherd.executor.batched import BatchedEnv
 from envherd.executor.facades import replaced
 from envherd.executor.facades.errors import (
     CallTimeout,
@@ -52,17 +51,13 @@ from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.protocol.info_reader import Part, first_env
 from envherd.executor.sending.blueprint import checked_options, choose_workers
-from envherd.executor.serial import SerialEnv
 from envherd.executor.start.waiting import DeadlinePassed
 from envherd.workers.adapters.base import Adapter
 from envherd.workers.errors import EnvherdError
 from envherd.workers.protocol import Op
 
-__all__ = ["AsyncState", "AsyncVectorEnv", "SyncVectorEnv", "installed", "make_vec"]
+__all__ = ["AsyncState", "AsyncVectorEnv", "installed", "make_vec"]
 
-# ---- base --------------------------------------------------------------------------------------
-# The base of both vector envs of the facade: reset, step and autoreset, over the executor's commands.
-#
 #     autoreset mode  a step is                                             an ended env's next step is
 #     NEXT_STEP       STEP for the running envs, RESET for those that       a reset: reward 0, no flag set,
 #                     ended with the step before, in one round trip         its action is not used
@@ -76,50 +71,120 @@ __all__ = ["AsyncState", "AsyncVectorEnv", "SyncVectorEnv", "installed", "make_v
 #: (observations, rewards, terminations, truncations, infos)
 StepResult = tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
 EnvFns = Sequence[Callable[[], Any] | str]
+#: Methods that `call` does not reach.
+_OWN_METHODS = ("reset", "step", "close", "_setattr", "_check_spaces")
+#: Seconds between checks for the answers to a `call_async` with a deadline.
+_LOOK_S = 0.001
 
 
-class HostedVectorEnv(Hosted, VectorEnv[Any, Any, np.ndarray]):
-    """A Gymnasium vector env over an executor; see `AsyncVectorEnv` and `SyncVectorEnv`.
+class AsyncVectorEnv(Hosted, VectorEnv[Any, Any, np.ndarray]):
+    """Envs in worker processes: `gymnasium.vector.AsyncVectorEnv` with several envs to a process.
 
-    Each class that users see names Gymnasium's class as a base once more: some libraries look at the direct bases only.
+    Args:
+        env_fns: one callable for each env; called in its worker, never here.
+        shared_memory: accepted; memory is always shared. True refuses custom observation spaces, as in Gymnasium.
+        copy: False hands out views of the ring of rows; the `options.ring_frames`-th further step overwrites a view.
+        context: accepted but not used; see `options.start_method`.
+        daemon: accepted but not used; workers end with this process and may have children in any case.
+        worker: refused; there is no worker function to replace.
+        observation_mode: "same", "different", or `(observation_space, single_observation_space)`.
+        autoreset_mode: an `AutoresetMode` or its value.
+        max_concurrency: largest number of envs that run at one time; limits the number of processes.
+        num_workers: processes; None for one per usable core, at most one per env; "auto" measures the first env for
+            some seconds and decides (see docs/sizing.md).
+        options: see `ExecutorOptions`; `infos` and `episode_seeds` are set here.
+
+    Raises:
+        RuntimeError: spaces do not fit together.
+        ValueError: an invalid argument.
+        FactoryError: an env could not be built; also of the type that was raised.
     """
 
     _remedy = (
         "Call reset(), or reset(options={'reset_mask': mask}) for these envs alone."
     )
-    #: Whether an observation space that is not Gymnasium's own is refused.
-    _refuses_custom = False
+    #: Of the class that users build, for messages.
+    _name = "AsyncVectorEnv"
+    #: Makes the adapter of an env; called with the user's factory and `keeps_final`.
+    _factory: ClassVar[Callable[..., Callable[[], Adapter]]] = NativeFactory
 
-    def __init__(
+    @names_right_keyword
+    def __init__(  # noqa: PLR0913, PLR0917  # Gymnasium's signature
         self,
         env_fns: EnvFns,
+        shared_memory: bool = True,  # noqa: FBT001, FBT002  # Gymnasium's signature
+        copy: bool = True,  # noqa: FBT001, FBT002
+        context: str | None = None,
+        daemon: bool = True,  # noqa: FBT001, FBT002
+        worker: Callable[..., None] | None = None,
+        observation_mode: Any = "same",
+        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
+        max_concurrency: int | None = None,
         *,
-        copy: bool,
-        observation_mode: Any,
-        autoreset_mode: str | AutoresetMode,
+        num_workers: int | Literal["auto"] | None = None,
+        options: ExecutorOptions | None = None,
     ) -> None:
-        self.env_fns = listed(type(self).__name__, env_fns)
+        self.env_fns = listed(self._name, env_fns)
         self.copy = copy
         self.observation_mode = observation_mode
         modes = [mode.value for mode in AutoresetMode]
         # Gymnasium takes a mode or its value.
         if autoreset_mode not in (*AutoresetMode, *modes):
             raise ValueError(
-                f"{type(self).__name__} failed: expected autoreset_mode as an AutoresetMode or one of "
+                f"{self._name} failed: expected autoreset_mode as an AutoresetMode or one of "
                 f"{', '.join(map(repr, modes))}, got {autoreset_mode!r}."
             )
         self.autoreset_mode = AutoresetMode(autoreset_mode)
         self._resets_in_step = self.autoreset_mode is AutoresetMode.SAME_STEP
         self.num_envs = len(self.env_fns)
         check_mode(observation_mode)
-
-    def _options(self, options: ExecutorOptions | None) -> ExecutorOptions:
-        """Return options changed for Gymnasium's behaviour: all infos, and the envs' own seeding."""
-        return replace(checked_options(options), infos="pickle", episode_seeds=False)
-
-    def _run(self, executor: BatchedEnv) -> None:
-        """Take over an executor; see `_host`."""
-        self._host(executor, Op.STEP_RESET if self._resets_in_step else Op.STEP)
+        if worker is not None:
+            raise ValueError(
+                "AsyncVectorEnv failed: expected no `worker`, got a function. Workers here have no such function: wrap "
+                "the env instead, or use gymnasium.vector.AsyncVectorEnv."
+            )
+        self.shared_memory = shared_memory
+        self.context = context
+        self.daemon = daemon
+        self.worker = worker
+        self.max_concurrency = _checked_limit(max_concurrency)
+        factories = {
+            # One for each function: envs of one factory are known to be built by equal calls.
+            id(env_fn): self._factory(env_fn, keeps_final=self._resets_in_step)
+            for env_fn in self.env_fns
+        }
+        if self.max_concurrency is not None:
+            if isinstance(num_workers, str) or (
+                options is not None and (options.env_threads or options.alone)
+            ):
+                raise ValueError(
+                    f"AsyncVectorEnv failed: expected neither num_workers='auto' nor env_threads nor alone together "
+                    f"with max_concurrency, got max_concurrency={max_concurrency}. It limits the number of processes, "
+                    f"each of which runs one env at a time. Leave it out, or the others."
+                )
+            num_workers = min(
+                choose_workers(self.num_envs, num_workers),
+                self.max_concurrency,
+            )
+        with raising_gymnasiums():
+            made = ParallelEnv(
+                self.num_envs,
+                [factories[id(env_fn)] for env_fn in self.env_fns],
+                num_workers=num_workers,
+                # Gymnasium's behaviour: all infos, and the envs' own seeding.
+                options=replace(
+                    checked_options(options),
+                    infos="pickle",
+                    episode_seeds=False,
+                ),
+                copy=bool(copy),
+            )
+        # For `rebuild`, which gets functions of the user.
+        made.hosted = lambda env_fn, _: self._factory(
+            env_fn,
+            keeps_final=self._resets_in_step,
+        )
+        self._host(made, Op.STEP_RESET if self._resets_in_step else Op.STEP)
 
     def _take(self) -> None:
         engine = self._engine
@@ -127,7 +192,7 @@ class HostedVectorEnv(Hosted, VectorEnv[Any, Any, np.ndarray]):
             loads(answer) for answer in self.executor.call("describe")
         ]
         first = descriptions[0]
-        if self._refuses_custom and has_custom(first.observation_space):
+        if self.shared_memory and has_custom(first.observation_space):
             raise ValueError(
                 f"AsyncVectorEnv(shared_memory=True) failed: expected an observation space of Gymnasium's own, got "
                 f"{first.observation_space}. Its values are pickled with shared_memory=False."
@@ -168,11 +233,6 @@ class HostedVectorEnv(Hosted, VectorEnv[Any, Any, np.ndarray]):
         self._resetting = engine.all_ids  # the envs that are being reset
 
     @property
-    def _name(self) -> str:
-        """The name of the class that the user has built, for messages."""
-        return type(self).__name__
-
-    @property
     def np_random_seed(self) -> Any:
         """The envs' own seeds, a tuple."""
         return self.get_attr("np_random_seed")
@@ -185,10 +245,6 @@ class HostedVectorEnv(Hosted, VectorEnv[Any, Any, np.ndarray]):
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """Return an attribute of each env or of its wrappers; a callable is called first."""
         return self.call(name)
-
-    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Call a method of each env or of its wrappers, or return its attribute of that name."""
-        raise NotImplementedError
 
     def render(self) -> tuple[Any, ...]:
         """Return the result of each env's `render`."""
@@ -453,129 +509,7 @@ class HostedVectorEnv(Hosted, VectorEnv[Any, Any, np.ndarray]):
             infos = self._add_info(infos, info, env_id) if info else infos
         return infos
 
-
-def _some(env_ids: np.ndarray) -> np.ndarray | None:
-    """Return ids, or None if there are none."""
-    return env_ids if len(env_ids) else None
-
-
-def _checked_mask(mask: Any, num_envs: int) -> np.ndarray:
-    name = "`options['reset_mask']`"
-    if not isinstance(mask, np.ndarray):
-        raise TypeError(f"{name} must be a numpy array, got {type(mask)}")
-    if mask.shape != (num_envs,):
-        raise ValueError(f"{name} must have shape `({num_envs},)`, got {mask.shape}")
-    if mask.dtype != np.bool_:
-        raise TypeError(f"{name} must have `dtype=np.bool_`, got {mask.dtype}")
-    if not mask.any():
-        raise ValueError(
-            f"{name} must contain a boolean array with at least one True value, got reset_mask={mask}"
-        )
-    return mask
-
-
-# ---- vector env --------------------------------------------------------------------------------
-
-#: Methods that `call` does not reach.
-_OWN_METHODS = ("reset", "step", "close", "_setattr", "_check_spaces")
-
-#: Seconds between checks for the answers to a `call_async` with a deadline.
-_LOOK_S = 0.001
-
-
-class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
-    """Envs in worker processes: `gymnasium.vector.AsyncVectorEnv` with several envs to a process.
-
-    Args:
-        env_fns: one callable for each env; called in its worker, never here.
-        shared_memory: accepted; memory is always shared. True refuses custom observation spaces, as in Gymnasium.
-        copy: False hands out views of the ring of rows; the `options.ring_frames`-th further step overwrites a view.
-        context: accepted but not used; see `options.start_method`.
-        daemon: accepted but not used; workers end with this process and may have children in any case.
-        worker: refused; there is no worker function to replace.
-        observation_mode: "same", "different", or `(observation_space, single_observation_space)`.
-        autoreset_mode: an `AutoresetMode` or its value.
-        max_concurrency: largest number of envs that run at one time; limits the number of processes.
-        num_workers: processes; None for one per usable core, at most one per env; "auto" measures the first env for
-            some seconds and decides (see docs/sizing.md).
-        options: see `ExecutorOptions`; `infos` and `episode_seeds` are set here.
-
-    Raises:
-        RuntimeError: spaces do not fit together.
-        ValueError: an invalid argument.
-        FactoryError: an env could not be built; also of the type that was raised.
-    """
-
-    #: Makes the adapter of an env; called with the user's factory and `keeps_final`.
-    _factory: ClassVar[Callable[..., Callable[[], Adapter]]] = NativeFactory
-
-    @names_right_keyword
-    def __init__(  # noqa: PLR0913, PLR0917  # Gymnasium's signature
-        self,
-        env_fns: EnvFns,
-        shared_memory: bool = True,  # noqa: FBT001, FBT002  # Gymnasium's signature
-        copy: bool = True,  # noqa: FBT001, FBT002
-        context: str | None = None,
-        daemon: bool = True,  # noqa: FBT001, FBT002
-        worker: Callable[..., None] | None = None,
-        observation_mode: Any = "same",
-        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
-        max_concurrency: int | None = None,
-        *,
-        num_workers: int | Literal["auto"] | None = None,
-        options: ExecutorOptions | None = None,
-    ) -> None:
-        super().__init__(
-            env_fns,
-            copy=copy,
-            observation_mode=observation_mode,
-            autoreset_mode=autoreset_mode,
-        )
-        if worker is not None:
-            raise ValueError(
-                "AsyncVectorEnv failed: expected no `worker`, got a function. Workers here have no such function: wrap "
-                "the env instead, or use gymnasium.vector.AsyncVectorEnv."
-            )
-        self.shared_memory = shared_memory
-        self.context = context
-        self.daemon = daemon
-        self.worker = worker
-        self.max_concurrency = _checked_limit(max_concurrency)
-        factories = {
-            # One for each function: envs of one factory are known to be built by equal calls.
-            id(env_fn): self._factory(env_fn, keeps_final=self._resets_in_step)
-            for env_fn in self.env_fns
-        }
-        if self.max_concurrency is not None:
-            if isinstance(num_workers, str) or (
-                options is not None and (options.env_threads or options.alone)
-            ):
-                raise ValueError(
-                    f"AsyncVectorEnv failed: expected neither num_workers='auto' nor env_threads nor alone together "
-                    f"with max_concurrency, got max_concurrency={max_concurrency}. It limits the number of processes, "
-                    f"each of which runs one env at a time. Leave it out, or the others."
-                )
-            num_workers = min(
-                choose_workers(self.num_envs, num_workers),
-                self.max_concurrency,
-            )
-        with raising_gymnasiums():
-            made = ParallelEnv(
-                self.num_envs,
-                [factories[id(env_fn)] for env_fn in self.env_fns],
-                num_workers=num_workers,
-                options=self._options(options),
-                copy=bool(copy),
-            )
-        # For `rebuild`, which gets functions of the user.
-        made.hosted = lambda env_fn, _: self._factory(
-            env_fn,
-            keeps_final=self._resets_in_step,
-        )
-        self._refuses_custom = shared_memory
-        self._run(made)
-
-    # ---- reset and step ----------------------------------------------------------------------
+    # ---- in two halves ---------------------------------------------------------------------
 
     def reset_async(
         self,
@@ -695,88 +629,18 @@ class AsyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
         self.executor.close()
 
 
-class SyncVectorEnv(HostedVectorEnv, VectorEnv[Any, Any, np.ndarray]):
-    """Envs in this process, one after the other: `gymnasium.vector.SyncVectorEnv` over `SerialEnv`.
-
-    Args:
-        env_fns: one callable for each env.
-        copy: False hands out views of the ring of rows; the `options.ring_frames`-th further step overwrites a view.
-        observation_mode: "same", "different", or `(observation_space, single_observation_space)`.
-        autoreset_mode: an `AutoresetMode` or its value.
-        options: see `ExecutorOptions`; `infos` and `episode_seeds` are set here.
-
-    Attributes:
-        envs: the envs themselves, a list.
-
-    Raises:
-        RuntimeError: spaces do not fit together.
-        FactoryError: an env could not be built; also of the type that was raised.
-    """
-
-    @names_right_keyword
-    def __init__(
-        self,
-        env_fns: EnvFns,
-        copy: bool = True,  # noqa: FBT001, FBT002  # Gymnasium's signature
-        observation_mode: Any = "same",
-        autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
-        *,
-        options: ExecutorOptions | None = None,
-    ) -> None:
-        super().__init__(
-            env_fns,
-            copy=copy,
-            observation_mode=observation_mode,
-            autoreset_mode=autoreset_mode,
-        )
-        with raising_gymnasiums():
-            executor = SerialEnv(
-                self.num_envs,
-                [
-                    NativeFactory(env_fn, keeps_final=self._resets_in_step)
-                    for env_fn in self.env_fns
-                ],
-                copy=copy,
-                options=self._options(options),
-            )
-        # A `SerialPool`, which has the adapters in this process.
-        pool: Any = executor.engine.pool
-        self.envs: list[Any] = [adapter.env.env for adapter in pool.adapters.values()]
-        self._run(executor)
-
-    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Call a method of each env or of its wrappers, or return its attribute of that name."""
-        found = [env.get_wrapper_attr(name) for env in self.envs]
-        return tuple(
-            value(*args, **kwargs) if callable(value) else value for value in found
-        )
-
-    def set_attr(self, name: str, values: Any) -> None:
-        """Set an attribute of each env or of its wrappers: to `values`, or to its own item of a list or tuple.
-
-        Raises:
-            ValueError: not one value for each env.
-        """
-        for env, value in zip(self.envs, _one_each(values, self.num_envs), strict=True):
-            env.set_wrapper_attr(name, value)
-
-    def close_extras(self, **_: Any) -> None:
-        """Close the envs."""
-        self.executor.close()
-
-
 def make_vec(
     id: Any,  # noqa: A002
     num_envs: int = 1,
     vectorization_mode: str = "async",
     **kwargs: Any,
 ) -> Any:
-    """Make what `gymnasium.make_vec` makes, with the vector envs of this module.
+    """Make what `gymnasium.make_vec` makes, with the vector env of this module.
 
     Args:
         id: as in `gymnasium.make_vec`, with all further arguments.
         num_envs: N.
-        vectorization_mode: "async" or "sync".
+        vectorization_mode: "async"; other modes make what they make in Gymnasium.
         **kwargs: `vector_kwargs` go to the vector env, e.g. `{"num_workers": 4}`.
     """
     with installed():
@@ -784,14 +648,8 @@ def make_vec(
 
 
 def installed() -> contextlib.AbstractContextManager[None]:
-    """Make `gymnasium.make_vec` (and all of Gymnasium) use the vector envs of this module for a block."""
-    return replaced(
-        "gymnasium",
-        {
-            gymnasium.vector.AsyncVectorEnv: AsyncVectorEnv,
-            gymnasium.vector.SyncVectorEnv: SyncVectorEnv,
-        },
-    )
+    """Make `gymnasium.make_vec` (and all of Gymnasium) use the vector env of this module for a block."""
+    return replaced("gymnasium", {gymnasium.vector.AsyncVectorEnv: AsyncVectorEnv})
 
 
 def _checked_limit(limit: Any) -> int | None:
@@ -813,3 +671,23 @@ def _one_each(values: Any, num_envs: int) -> list[Any]:
             f"Got `{len(values)}` values for {num_envs} environments."
         )
     return list(values)
+
+
+def _some(env_ids: np.ndarray) -> np.ndarray | None:
+    """Return ids, or None if there are none."""
+    return env_ids if len(env_ids) else None
+
+
+def _checked_mask(mask: Any, num_envs: int) -> np.ndarray:
+    name = "`options['reset_mask']`"
+    if not isinstance(mask, np.ndarray):
+        raise TypeError(f"{name} must be a numpy array, got {type(mask)}")
+    if mask.shape != (num_envs,):
+        raise ValueError(f"{name} must have shape `({num_envs},)`, got {mask.shape}")
+    if mask.dtype != np.bool_:
+        raise TypeError(f"{name} must have `dtype=np.bool_`, got {mask.dtype}")
+    if not mask.any():
+        raise ValueError(
+            f"{name} must contain a boolean array with at least one True value, got reset_mask={mask}"
+        )
+    return mask

@@ -359,7 +359,7 @@ class AgentRowsEnv(VectorEnv[Any, Any, np.ndarray]):
         num_workers: int | Literal["auto"] | None = None,
         options: ExecutorOptions | None = None,
     ) -> None:
-        self.closed = True  # as `HostedVectorEnv`
+        self.closed = True  # as `AsyncVectorEnv`
         self.envs = envs = ParallelVectorEnv(
             env_fns,
             num_workers=num_workers,

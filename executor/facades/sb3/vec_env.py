@@ -1,7 +1,7 @@
-"""Stable-Baselines3's `SubprocVecEnv` and `DummyVecEnv` on top of the executor.
+"""Stable-Baselines3's `SubprocVecEnv` on top of the executor.
 
 Guarantees:
-- As with SB3's own classes, an env that ends is reset in the same call, with its last observation in
+- As with SB3's own class, an env that ends is reset in the same call, with its last observation in
   `infos[i]["terminal_observation"]`; every info has `TimeLimit.truncated`; seeds and options apply only to the next
   reset; the caller owns infos, observations, rewards and dones.
 - Transitions equal those of SB3's `DummyVecEnv`, bit for bit. Rewards are float32, as there.
@@ -22,12 +22,10 @@ from itertools import takewhile
 from typing import Any, Literal, NoReturn
 
 import numpy as np
-from gymnasium import Env, Wrapper
+from gymnasium import Wrapper
 from stable_baselines3.common import vec_env
 from stable_baselines3.common.vec_env.base_vec_env import VecEnv
-from stable_baselines3.common.vec_env.patch_gym import _patch_env
 
-from envherd.executor.batched import BatchedEnv
 from envherd.executor.facades import replaced
 from envherd.executor.facades.errors import as_raised, listed
 from envherd.executor.facades.gymnasium.rows import Observations
@@ -41,7 +39,6 @@ from envherd.executor.facades.sb3.rows import (
     observed_leaves,
     spaces_of,
 )
-from envherd.executor.facades.sb3.worker import Sb3DirectAdapter
 from envherd.executor.facades.spaces import Space
 from envherd.executor.facades.states import AsyncState, Hosted
 from envherd.executor.keywords import names_right_keyword
@@ -49,10 +46,8 @@ from envherd.executor.options import ExecutorOptions, StartMethod
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.protocol.call_guard import call_name
 from envherd.executor.sending.blueprint import checked_options
-from envherd.executor.serial import SerialEnv
 from envherd.shm.specs import EnvSpec
-from envherd.workers.adapters import find_adapter
-from envherd.workers.errors import ActionError, Busy, EnvError, FactoryError, SpecError
+from envherd.workers.errors import Busy, EnvError, SpecError
 from envherd.workers.options import Infos
 from envherd.workers.protocol import Op
 
@@ -65,18 +60,53 @@ Indices = None | int | Iterable[int]
 Info = dict[str, Any]
 
 
-class ExecutorVecEnv(Hosted, VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's types
-    """An SB3 vec env over an executor; made as `SubprocVecEnv` or `DummyVecEnv`.
+class SubprocVecEnv(Hosted, VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's types
+    """Envs in worker processes, in place of `stable_baselines3.common.vec_env.SubprocVecEnv`.
+
+    Args:
+        env_fns: functions that build one env each; called in a worker. They are pickled by cloudpickle, and the user's
+            script is not run again, so `if __name__ == "__main__"` is not needed.
+        start_method: "forkserver" (the default: workers fork from a private helper), "spawn" or "fork".
+        num_workers: processes; None for one per usable core, at most one per env; "auto" measures the first env for
+            some seconds and decides (see docs/sizing.md). Envs in one process share its global random generators unless
+            `options.isolate_rng` is set.
+        options: further `ExecutorOptions`; the facade overrides those that SB3's protocol determines.
 
     Attributes:
-        executor: the `ParallelEnv` or `SerialEnv` that runs the envs.
+        executor: the `ParallelEnv` that runs the envs.
         num_envs: rows: envs, or agents of all envs.
         num_agents: rows per env.
+
+    Raises:
+        ValueError: no env, or a start method that the platform lacks.
+        FactoryError: not a function, cannot be pickled, returned no env, or raised.
+        NotImplementedError: spaces that SB3 does not support.
     """
 
     _remedy = "Call reset()."
 
-    def __init__(self, executor: BatchedEnv) -> None:
+    @names_right_keyword
+    def __init__(
+        self,
+        env_fns: Sequence[EnvFn],
+        start_method: str | None = None,
+        *,
+        num_workers: int | Literal["auto"] | None = None,
+        options: ExecutorOptions | None = None,
+    ) -> None:
+        options = _as_sb3(checked_options(options), start_method)
+        factories = [
+            Sb3Factory(env_fn, env_id)
+            for env_id, env_fn in enumerate(listed("SubprocVecEnv", env_fns))
+        ]
+        executor = ParallelEnv(
+            len(factories),
+            factories,
+            num_workers=num_workers,
+            options=options,
+        )
+        # For `rebuild`, which gets functions of the user.
+        executor.hosted = Sb3Factory
         self._host(executor, Op.STEP_RESET)
 
     def _take(self) -> None:
@@ -161,11 +191,11 @@ class ExecutorVecEnv(Hosted, VecEnv):  # type: ignore[misc]  # mypy is not shown
             else:
                 self.executor.reset()
         except EnvError as error:
-            self._raise_for_env(error)
+            raise as_raised(error) from error.__cause__
         self._move("land")
         self._reset_seeds()
         self._reset_options()
-        infos = self._infos_of("root")
+        infos = self._engine.side.infos.read("root")
         self.reset_infos = [self._of_row(infos, row) for row in range(self.num_envs)]
         return self._observations.now()
 
@@ -187,12 +217,9 @@ class ExecutorVecEnv(Hosted, VecEnv):  # type: ignore[misc]  # mypy is not shown
         self._move("begin")
         with self._guard:
             self._flight = self._command(
-                write_inputs=partial(self._write, actions),
+                write_inputs=partial(self._writer.write, actions),
                 is_parked=is_parked,
             )
-
-    def _write(self, actions: Any) -> None:
-        self._writer.write(actions)
 
     def step_wait(self) -> tuple[Any, np.ndarray, np.ndarray, list[Info]]:
         """Wait for the step and return observations, rewards float32 `[N]`, dones bool `[N]`, and infos.
@@ -208,8 +235,8 @@ class ExecutorVecEnv(Hosted, VecEnv):  # type: ignore[misc]  # mypy is not shown
     def step(self, actions: Any) -> tuple[Any, np.ndarray, np.ndarray, list[Info]]:
         """Make a step: `step_async` and `step_wait` in one, or these if a subclass has others."""
         if (type(self).step_async, type(self).step_wait) != (
-            ExecutorVecEnv.step_async,
-            ExecutorVecEnv.step_wait,
+            SubprocVecEnv.step_async,
+            SubprocVecEnv.step_wait,
         ):
             return super().step(actions)
         self._begin(actions, is_parked=False)
@@ -221,7 +248,7 @@ class ExecutorVecEnv(Hosted, VecEnv):  # type: ignore[misc]  # mypy is not shown
                 with self._guard:
                     self._flight.land()
         except EnvError as error:
-            self._raise_for_env(error)
+            raise as_raised(error) from error.__cause__
         self._move("land")
         column = self._flight.at
         ended = self._flight.ended
@@ -243,7 +270,7 @@ class ExecutorVecEnv(Hosted, VecEnv):  # type: ignore[misc]  # mypy is not shown
 
     def _step_infos(self) -> list[Info]:
         """Return a fresh info for every row."""
-        infos = self._infos_of("next")
+        infos = self._engine.side.infos.read("next")
         fresh: list[Info] = [
             {"TimeLimit.truncated": False} for _ in range(self.num_envs)
         ]
@@ -279,7 +306,7 @@ class ExecutorVecEnv(Hosted, VecEnv):  # type: ignore[misc]  # mypy is not shown
         truncated = self._ends["truncated"].look(column)
         has_interrupted = self._positions.has_interrupted
         interrupted = self._positions.interrupted
-        infos_of_reset = self._infos_of("root")
+        infos_of_reset = self._engine.side.infos.read("root")
         # A new list: the caller may have kept the latest one.
         self.reset_infos = list(self.reset_infos)
         if self._episodes is not None:
@@ -331,13 +358,6 @@ class ExecutorVecEnv(Hosted, VecEnv):  # type: ignore[misc]  # mypy is not shown
         raise Busy(
             f"{call_name()} failed: the last step was not waited for. Call step_wait() first."
         )
-
-    def _infos_of(self, section: str) -> Mapping[int, Info]:
-        """Return the infos of the latest step ("next") or of its resets ("root"), by env id; see `InfoReader.read`."""
-        return self._engine.side.infos.read(section)
-
-    def _raise_for_env(self, error: EnvError) -> NoReturn:
-        raise as_raised(error) from error.__cause__
 
     def close(self) -> None:
         """Close the envs, and end the processes if there are any. Idempotent."""
@@ -471,145 +491,6 @@ class ExecutorVecEnv(Hosted, VecEnv):  # type: ignore[misc]  # mypy is not shown
             raise as_raised(error, call) from error.__cause__
 
 
-class SubprocVecEnv(ExecutorVecEnv, VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's types
-    """Envs in worker processes, in place of `stable_baselines3.common.vec_env.SubprocVecEnv`.
-
-    Args:
-        env_fns: functions that build one env each; called in a worker. They are pickled by cloudpickle, and the user's
-            script is not run again, so `if __name__ == "__main__"` is not needed.
-        start_method: "forkserver" (the default: workers fork from a private helper), "spawn" or "fork".
-        num_workers: processes; None for one per usable core, at most one per env; "auto" measures the first env for
-            some seconds and decides (see docs/sizing.md). Envs in one process share its global random generators unless
-            `options.isolate_rng` is set.
-        options: further `ExecutorOptions`; the facade overrides those that SB3's protocol determines.
-
-    Raises:
-        ValueError: no env, or a start method that the platform lacks.
-        FactoryError: not a function, cannot be pickled, returned no env, or raised.
-        NotImplementedError: spaces that SB3 does not support.
-    """
-
-    @names_right_keyword
-    def __init__(
-        self,
-        env_fns: Sequence[EnvFn],
-        start_method: str | None = None,
-        *,
-        num_workers: int | Literal["auto"] | None = None,
-        options: ExecutorOptions | None = None,
-    ) -> None:
-        options = _as_sb3(checked_options(options), start_method)
-        factories = [
-            Sb3Factory(env_fn, env_id)
-            for env_id, env_fn in enumerate(listed("SubprocVecEnv", env_fns))
-        ]
-        super().__init__(
-            ParallelEnv(
-                len(factories),
-                factories,
-                num_workers=num_workers,
-                options=options,
-            )
-        )
-        # For `rebuild`, which gets functions of the user.
-        self.executor.hosted = Sb3Factory
-
-
-class DummyVecEnv(ExecutorVecEnv, VecEnv):  # type: ignore[misc]  # mypy is not shown SB3's types
-    """Envs in this process, in place of `stable_baselines3.common.vec_env.DummyVecEnv`.
-
-    Exceptions of envs reach the caller unchanged; attributes are the envs' own objects, not copies.
-
-    Args:
-        env_fns: functions that build one env each.
-
-    Attributes:
-        envs: the envs, as the functions returned them.
-
-    Raises:
-        ValueError: no env, no function, or one env returned twice.
-        NotImplementedError: spaces that SB3 does not support.
-    """
-
-    def __init__(self, env_fns: Sequence[EnvFn]) -> None:
-        made = [_adapted_here(env_fn()) for env_fn in listed("DummyVecEnv", env_fns)]
-        self.envs = [
-            one.env if isinstance(one, Sb3DirectAdapter) else one for one in made
-        ]
-        # As SB3 compares them: two wrappers may be around one env.
-        different = {id(getattr(env, "unwrapped", env)) for env in self.envs}
-        if len(different) != len(self.envs):
-            raise ValueError(
-                f"You tried to create multiple environments, but the function to create them returned the same "
-                f"instance instead of a new one: expected {len(self.envs)} different envs, got {len(different)}. "
-                f"Build the env inside the function that you pass, e.g. "
-                f"DummyVecEnv([lambda: gymnasium.make('CartPole-v1')] * 4)."
-            )
-        self._adapters = [one for one in made if isinstance(one, Sb3DirectAdapter)]
-        super().__init__(
-            SerialEnv(
-                len(made),
-                [partial(made.__getitem__, i) for i in range(len(made))],
-                options=dataclasses.replace(
-                    _as_sb3(ExecutorOptions(), None),
-                    # With adapters, `_infos_of` reads infos from these.
-                    infos="drop" if self._adapters else "pickle",
-                ),
-            )
-        )
-
-    def _write(self, actions: Any) -> None:
-        if not self._adapters:
-            super()._write(actions)
-        elif len(actions) < len(self._adapters):
-            raise ActionError(
-                f"step failed: expected {len(self._adapters)} actions, got {len(actions)}."
-            )
-        # SB3 ignores surplus actions.
-        for adapter, action in zip(self._adapters, actions, strict=False):
-            adapter.hosted.give(action)
-
-    def _infos_of(self, section: str) -> Mapping[int, Info]:
-        if not self._adapters:
-            return super()._infos_of(section)
-        if section == "root":
-            return {i: dict(one.info) for i, one in enumerate(self._adapters)}
-        return {
-            i: deepcopy(dict(one.step_info))
-            for i, one in enumerate(self._adapters)
-            if one.step_info
-        }
-
-    def _raise_for_env(self, error: EnvError) -> NoReturn:
-        if not self._adapters:
-            super()._raise_for_env(error)
-        adapter = self._adapters[error.env_ids[0]]
-        # A later error may not be the env's: of what it returned.
-        own = adapter.error
-        adapter.error = None
-        if own is None:
-            super()._raise_for_env(error)
-        raise own
-
-    def _ask(self, what: str, env_ids: list[int], **question: Any) -> list[Any]:
-        envs = [self.envs[i] for i in env_ids]
-        if not all(isinstance(env, Env) for env in envs) or what in (
-            "has",
-            "set",
-            "layers",
-        ):
-            return super()._ask(what, env_ids, **question)
-        if what == "get":
-            return [env.get_wrapper_attr(question["name"]) for env in envs]
-        return [
-            env.get_wrapper_attr(question["name"])(
-                *question.get("args", ()),
-                **question.get("kwargs", {}),
-            )
-            for env in envs
-        ]
-
-
 def _check_alike(specs: Sequence[EnvSpec]) -> None:
     """Refuse envs whose rows have different shapes or dtypes; SB3 would fail in the first reset.
 
@@ -627,16 +508,6 @@ def _check_alike(specs: Sequence[EnvSpec]) -> None:
                 f"{env_id}: {specs[0].difference(specs[env_id])}.",
                 env_ids=(0, env_id),
             )
-
-
-def _adapted_here(env: Any) -> Any:
-    """Return an env, behind its adapter if it is a Gymnasium env; envs of old gym are converted as in SB3."""
-    if not isinstance(env, Env):
-        try:
-            find_adapter(env)
-        except FactoryError:
-            env = _patch_env(env)
-    return Sb3DirectAdapter(env) if isinstance(env, Env) else env
 
 
 def _as_sb3(options: ExecutorOptions, start_method: str | None) -> ExecutorOptions:
@@ -675,8 +546,5 @@ def _has_layer(layers: list[list[str]], name: str) -> bool:
 
 
 def installed() -> contextlib.AbstractContextManager[None]:
-    """Replace SB3's `SubprocVecEnv` and `DummyVecEnv` by ours, in all of SB3, for a block."""
-    return replaced(
-        "stable_baselines3",
-        {vec_env.SubprocVecEnv: SubprocVecEnv, vec_env.DummyVecEnv: DummyVecEnv},
-    )
+    """Replace SB3's `SubprocVecEnv` by ours, in all of SB3, for a block."""
+    return replaced("stable_baselines3", {vec_env.SubprocVecEnv: SubprocVecEnv})

@@ -7,14 +7,13 @@ Guarantees:
 Does not broadcast an observation to a shape that it does not have; SB3's `DummyVecEnv` would.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium
 import numpy as np
 
 from envherd.executor.facades.gymnasium.worker import NativeAdapter, NativeEnv
-from envherd.workers.adapters.base import Mask, Options, StepValues
 from envherd.workers.adapters.common.tree import Leaf
 from envherd.workers.adapters.gymnasium.spaces import (
     Space,
@@ -41,41 +40,6 @@ class Sb3Adapter(NativeAdapter):
             "float32",
             {"render_mode": env.render_mode},
         )
-
-
-class Sb3DirectAdapter(Sb3Adapter):
-    """The same in the caller's process, which gives the actions and takes infos and exceptions themselves.
-
-    Attributes:
-        step_info: the info of the last step (VIEW); a reset does not change it. `info` is that of the last command.
-        error: the latest exception of a reset or step, or None.
-    """
-
-    step_info: Mapping[str, Any] = {}  # never written to
-    error: BaseException | None = None
-
-    def reset(
-        self,
-        seed: int | None,
-        options: Options = None,
-        mask: Mask = None,
-    ) -> list[Any]:
-        values: list[Any] = self._noting(super().reset, seed, options, mask)
-        return values
-
-    def step(self, action: list[Any]) -> StepValues:
-        values: StepValues = self._noting(
-            lambda: self._accept(self.hosted.step(action))
-        )
-        self.step_info = self.info
-        return values
-
-    def _noting(self, call: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return call(*args)
-        except BaseException as error:
-            self.error = error
-            raise
 
 
 def _cast_leaf(space: Space, key: tuple[str, ...]) -> Leaf:

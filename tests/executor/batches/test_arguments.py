@@ -549,7 +549,7 @@ GYM, ZOO, SB3 = (
         meant("envherd.ExecutorOptions", "step_timeout", "step_timeout_s"),
         meant("envherd.ExecutorOptions", "on_worker_lost", "on_worker_loss"),
         meant(f"{GYM}.AsyncVectorEnv", "n_workers", "num_workers"),
-        meant(f"{GYM}.SyncVectorEnv", "autoreset", "autoreset_mode"),
+        meant(f"{GYM}.AsyncVectorEnv", "autoreset", "autoreset_mode"),
         meant(f"{ZOO}.ParallelVectorEnv", "num_cpus", "num_workers"),
         meant(f"{ZOO}.AgentRowsEnv", "option", "options"),
         meant(f"{SB3}.SubprocVecEnv", "n_processes", "num_workers"),
@@ -561,7 +561,6 @@ GYM, ZOO, SB3 = (
             )
             for path in (
                 f"{GYM}.AsyncVectorEnv",
-                f"{GYM}.SyncVectorEnv",
                 f"{SB3}.SubprocVecEnv",
             )
         ),

@@ -10,14 +10,11 @@ from gymnasium.utils.env_checker import data_equivalence
 from gymnasium.vector import AutoresetMode
 
 from envherd.executor.options import ExecutorOptions
-from envherd.gymnasium import AsyncVectorEnv, SyncVectorEnv
+from envherd.gymnasium import AsyncVectorEnv
 from tests.envs.gymnasium_envs import MAKES, Horizon, Particular, Precise, Reusing
 
 NUM_ENVS = 3
-FACADES = {
-    "async": functools.partial(AsyncVectorEnv, num_workers=2),
-    "sync": SyncVectorEnv,
-}
+TWO_WORKERS = functools.partial(AsyncVectorEnv, num_workers=2)
 
 
 def assert_same(ours, theirs):
@@ -29,11 +26,10 @@ def assert_same(ours, theirs):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("name", MAKES)
-@pytest.mark.parametrize("facade", FACADES)
-def test_steps_and_infos_equal_gymnasiums(facade, name, mode):
+def test_steps_and_infos_equal_gymnasiums(name, mode):
     make_envs = [MAKES[name]] * NUM_ENVS
     with (
-        closing(FACADES[facade](make_envs, autoreset_mode=mode)) as ours,
+        closing(TWO_WORKERS(make_envs, autoreset_mode=mode)) as ours,
         closing(
             gymnasium.vector.SyncVectorEnv(make_envs, autoreset_mode=mode)
         ) as theirs,
@@ -66,9 +62,8 @@ def test_steps_and_infos_equal_gymnasiums(facade, name, mode):
         assert_same(ours.reset(seed=[1, None, 2]), theirs.reset(seed=[1, None, 2]))
 
 
-@pytest.mark.parametrize("facade", FACADES)
-def test_final_observation_is_copied_before_the_env_reuses_its_array(facade):
-    with closing(FACADES[facade]([Reusing] * 2, autoreset_mode="SameStep")) as envs:
+def test_final_observation_is_copied_before_the_env_reuses_its_array():
+    with closing(TWO_WORKERS([Reusing] * 2, autoreset_mode="SameStep")) as envs:
         envs.reset()
         for _ in range(2):
             envs.step(np.zeros(2, np.int64))
@@ -78,9 +73,8 @@ def test_final_observation_is_copied_before_the_env_reuses_its_array(facade):
         assert [last.tolist() for last in infos["final_obs"]] == [[3.0], [3.0]]
 
 
-@pytest.mark.parametrize("facade", FACADES)
-def test_actions_reach_the_env_as_they_are(facade):
-    with closing(FACADES[facade]([Precise] * 2)) as envs:
+def test_actions_reach_the_env_as_they_are():
+    with closing(TWO_WORKERS([Precise] * 2)) as envs:
         envs.reset()
         third = np.full((2, 1), 1 / 3)
         assert envs.step(third)[1].tolist() == [1 / 3] * 2
@@ -102,23 +96,19 @@ def test_actions_reach_the_env_as_they_are(facade):
         )
 
 
-@pytest.mark.parametrize("facade", FACADES)
-def test_an_env_may_be_stepped_before_any_reset(facade):
-    with closing(FACADES[facade]([Precise] * 2)) as envs:
+def test_an_env_may_be_stepped_before_any_reset():
+    with closing(TWO_WORKERS([Precise] * 2)) as envs:
         assert envs.step(np.zeros((2, 1), np.float32))[1].tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("facade", FACADES)
-def test_copies_stay_and_views_last_for_ring_frames_steps(facade):
+def test_copies_stay_and_views_last_for_ring_frames_steps():
     actions = np.zeros(2, np.int64)
-    with closing(FACADES[facade]([Horizon] * 2)) as envs:
+    with closing(TWO_WORKERS([Horizon] * 2)) as envs:
         first, _ = envs.reset()
         kept = [envs.step(actions)[0] for _ in range(6)]
         assert [float(one[0, 0]) for one in [first, *kept]] == [0, 1, 2, 3, 4, 5, 6]
     with closing(
-        FACADES[facade](
-            [Horizon] * 2, copy=False, options=ExecutorOptions(ring_frames=3)
-        )
+        TWO_WORKERS([Horizon] * 2, copy=False, options=ExecutorOptions(ring_frames=3))
     ) as envs:
         envs.reset()
         kept = [envs.step(actions)[0] for _ in range(3)]
@@ -126,9 +116,8 @@ def test_copies_stay_and_views_last_for_ring_frames_steps(facade):
         del kept
 
 
-@pytest.mark.parametrize("facade", FACADES)
-def test_a_reset_of_the_callers_has_keywords_and_an_autoreset_has_none(facade):
-    with closing(FACADES[facade]([Particular])) as envs:
+def test_a_reset_of_the_callers_has_keywords_and_an_autoreset_has_none():
+    with closing(TWO_WORKERS([Particular])) as envs:
         assert envs.reset()[1]["kwargs"].tolist() == ["['options', 'seed']"]
         envs.step(np.zeros(1, np.int64))
         assert envs.step(np.zeros(1, np.int64))[4]["kwargs"].tolist() == ["[]"]

@@ -22,25 +22,22 @@ from envherd.executor import (
     WorkerLost,
     WorkerTimeout,
 )
-from envherd.gymnasium import AsyncVectorEnv, SyncVectorEnv
+from envherd.gymnasium import AsyncVectorEnv
 from tests.envs.gymnasium_envs import ERRORS, Failing, Odd, Precise, Slow
 from tests.executor.calls import kill
 from tests.gates import alarm
 
 ACTIONS = np.zeros(3, np.int64)
-FACADES = {
-    "async": functools.partial(AsyncVectorEnv, num_workers=2),
-    "sync": SyncVectorEnv,
-}
+TWO_WORKERS = functools.partial(AsyncVectorEnv, num_workers=2)
 TYPES = {"value": ValueError, "key": KeyError, "odd": Odd, "os": OSError}
 
 
-@pytest.fixture(params=FACADES)
-def make(request):
+@pytest.fixture
+def make():
     made = []
 
     def build(env=Failing, **kwargs):
-        made.append(FACADES[request.param]([env] * 3, **kwargs))
+        made.append(TWO_WORKERS([env] * 3, **kwargs))
         return made[-1]
 
     yield build

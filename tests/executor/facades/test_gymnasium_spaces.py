@@ -16,7 +16,6 @@ from gymnasium.wrappers import vector as wrappers
 
 from envherd.gymnasium import (
     AsyncVectorEnv,
-    SyncVectorEnv,
     installed,
     make_vec,
 )
@@ -32,30 +31,18 @@ from tests.envs.gymnasium_envs import (
 from tests.extras import needs
 from tests.gymnasium_versions import HAS_LIMIT, NOT_BATCHED, TAXI
 
-FACADES = {
-    "async": functools.partial(AsyncVectorEnv, num_workers=2),
-    "sync": SyncVectorEnv,
-}
-
-
-@pytest.fixture(params=FACADES)
-def facade(request):
-    return FACADES[request.param]
+TWO_WORKERS = functools.partial(AsyncVectorEnv, num_workers=2)
 
 
 @pytest.mark.sampled(2)
 # Gymnasium's warning about its own scalars.
 @pytest.mark.filterwarnings("ignore:.*Casting input:UserWarning")
 @pytest.mark.parametrize("name", SPACES)
-def test_values_of_every_space_go_there_and_back(facade, name):
-    kwargs = (
-        {"shared_memory": False}
-        if name == "custom" and facade is not SyncVectorEnv
-        else {}
-    )
+def test_values_of_every_space_go_there_and_back(name):
+    kwargs = {"shared_memory": name != "custom"}
     make_envs = [functools.partial(Echo, SPACES[name])] * 2
     with (
-        contextlib.closing(facade(make_envs, **kwargs)) as envs,
+        contextlib.closing(TWO_WORKERS(make_envs, **kwargs)) as envs,
         contextlib.closing(gymnasium.vector.SyncVectorEnv(make_envs)) as theirs,
     ):
         assert envs.observation_space == envs.action_space == theirs.action_space
@@ -109,9 +96,11 @@ def reordered(value):
 @pytest.mark.parametrize(
     "change", [lambda value: value, reordered], ids=["as sampled", "reversed"]
 )
-def test_keys_have_gymnasiums_order(facade, change):
+def test_keys_have_gymnasiums_order(change):
     with (
-        contextlib.closing(facade([Ordered] * 2, autoreset_mode="SameStep")) as envs,
+        contextlib.closing(
+            TWO_WORKERS([Ordered] * 2, autoreset_mode="SameStep")
+        ) as envs,
         contextlib.closing(
             gymnasium.vector.SyncVectorEnv([Ordered] * 2, autoreset_mode="SameStep")
         ) as theirs,
@@ -129,27 +118,27 @@ def test_a_custom_space_is_refused_with_shared_memory():
         AsyncVectorEnv([functools.partial(Echo, Custom())])
 
 
-def test_observation_spaces_that_differ_need_a_mode_and_equal_actions(facade):
+def test_observation_spaces_that_differ_need_a_mode_and_equal_actions():
     spaces = [Box(0, high, (2,)) for high in (1, 2)]
     for mode in ("same", "different"):
         with pytest.raises(
             RuntimeError,
             match=r"observation_mode='different'|action space different",
         ):
-            facade(
+            TWO_WORKERS(
                 [functools.partial(Echo, space) for space in spaces],
                 observation_mode=mode,
             )
 
 
-def test_observation_spaces_may_differ_in_their_bounds(facade):
+def test_observation_spaces_may_differ_in_their_bounds():
     spaces = [Box(0, high, (2,)) for high in (1, 2)]
     for mode in (
         "different",
         (Box(0, np.array([[1, 1], [2, 2]])), Box(0, 1, (2,))),
     ):
         with contextlib.closing(
-            facade(
+            TWO_WORKERS(
                 [functools.partial(WithActions, space) for space in spaces],
                 observation_mode=mode,
             )
@@ -159,7 +148,7 @@ def test_observation_spaces_may_differ_in_their_bounds(facade):
             assert envs.reset()[0].shape == (2, 2)
 
 
-def test_observations_of_different_shapes_are_refused(facade):
+def test_observations_of_different_shapes_are_refused():
     spaces = [Box(0, 1, (size,)) for size in (1, 2)]
     pair = (Box(0, 1, (2, 1)), spaces[0])
     for mode, kind in (
@@ -168,23 +157,23 @@ def test_observations_of_different_shapes_are_refused(facade):
         (pair, RuntimeError),
     ):
         with pytest.raises(kind):
-            facade(
+            TWO_WORKERS(
                 [functools.partial(WithActions, space) for space in spaces],
                 observation_mode=mode,
             )
 
 
-def test_an_observation_mode_that_there_is_not(facade):
+def test_an_observation_mode_that_there_is_not():
     with pytest.raises(ValueError, match="Invalid `observation_mode`"):
-        facade([Failing], observation_mode="any")
+        TWO_WORKERS([Failing], observation_mode="any")
     with pytest.raises(TypeError, match="to be Spaces"):
-        facade([Failing], observation_mode=(Box(0, 1), "same"))
+        TWO_WORKERS([Failing], observation_mode=(Box(0, 1), "same"))
 
 
 @needs("box2d")
-def test_calls_and_attributes(facade):
+def test_calls_and_attributes():
     with contextlib.closing(
-        facade(
+        TWO_WORKERS(
             [functools.partial(gymnasium.make, "CartPole-v1", render_mode="rgb_array")]
             * 2
         )
@@ -208,8 +197,8 @@ def test_calls_and_attributes(facade):
         assert "autoreset_mode" not in gymnasium.make("CartPole-v1").metadata
 
 
-def test_reset_masks_that_cannot_be(facade):
-    with contextlib.closing(facade([Failing] * 2)) as envs:
+def test_reset_masks_that_cannot_be():
+    with contextlib.closing(TWO_WORKERS([Failing] * 2)) as envs:
         envs.reset()
         for mask, kind, expected_text in (
             ([True, False], TypeError, "must be a numpy array"),
@@ -264,7 +253,7 @@ def test_make_vec():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
-def test_gymnasiums_vector_wrappers_give_what_they_give_over_its_own(facade, mode):
+def test_gymnasiums_vector_wrappers_give_what_they_give_over_its_own(mode):
     def wrap(envs):
         envs = wrappers.NormalizeReward(wrappers.RecordEpisodeStatistics(envs))
         # NormalizeObservation refuses SAME_STEP.
@@ -276,7 +265,7 @@ def test_gymnasiums_vector_wrappers_give_what_they_give_over_its_own(facade, mod
 
     with (
         contextlib.closing(
-            wrap(facade([MAKES["pendulum"]] * 2, autoreset_mode=mode))
+            wrap(TWO_WORKERS([MAKES["pendulum"]] * 2, autoreset_mode=mode))
         ) as ours,
         contextlib.closing(
             wrap(
@@ -297,10 +286,10 @@ def test_gymnasiums_vector_wrappers_give_what_they_give_over_its_own(facade, mod
         assert num_episodes >= 4
 
 
-def test_gymnasium_makes_lists_of_infos(facade):
+def test_gymnasium_makes_lists_of_infos():
     makes = [functools.partial(gymnasium.make, TAXI)] * 2
     with (
-        contextlib.closing(wrappers.DictInfoToList(facade(makes))) as ours,
+        contextlib.closing(wrappers.DictInfoToList(TWO_WORKERS(makes))) as ours,
         contextlib.closing(
             wrappers.DictInfoToList(gymnasium.vector.SyncVectorEnv(makes))
         ) as theirs,
@@ -312,7 +301,7 @@ def test_gymnasium_makes_lists_of_infos(facade):
         assert "prob" in our[4][1]
 
 
-def test_objects_defined_in_the_script_return_as_themselves(facade):
+def test_objects_defined_in_the_script_return_as_themselves():
     class Local(Echo):
         def __init__(self):
             super().__init__(SPACES["small"])
@@ -320,7 +309,7 @@ def test_objects_defined_in_the_script_return_as_themselves(facade):
         def step(self, action):
             return *super().step(action)[:4], {"class": type(self)}
 
-    with contextlib.closing(facade([Local] * 2)) as envs:
+    with contextlib.closing(TWO_WORKERS([Local] * 2)) as envs:
         envs.reset()
         infos = envs.step(envs.action_space.sample())[4]
         assert list(infos["class"]) == [Local, Local]

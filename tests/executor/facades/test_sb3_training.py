@@ -19,8 +19,8 @@ from stable_baselines3.common.callbacks import (
     StopTrainingOnRewardThreshold,
 )
 from stable_baselines3.common.evaluation import evaluate_policy
-from stable_baselines3.common.vec_env import DummyVecEnv as HostVecEnv
 from stable_baselines3.common.vec_env import (
+    DummyVecEnv,
     VecFrameStack,
     VecMonitor,
     VecNormalize,
@@ -28,7 +28,7 @@ from stable_baselines3.common.vec_env import (
 )
 
 from envherd.executor import ExecutorOptions, MeltingPotFactory
-from envherd.sb3 import DummyVecEnv, SubprocVecEnv
+from envherd.sb3 import SubprocVecEnv
 from envherd.workers.adapters.named import NamedFactory
 from tests.envs.gymnasium_envs import Horizon
 from tests.envs.sb3_envs import (
@@ -47,18 +47,14 @@ pytestmark = [
 ]
 
 TWO_WORKERS = functools.partial(SubprocVecEnv, num_workers=2)
-BOTH = pytest.mark.parametrize(
-    "make", [DummyVecEnv, TWO_WORKERS], ids=["dummy", "subproc"]
-)
 
 
-@BOTH
 @pytest.mark.parametrize(
     ("algorithm", "arguments"),
     [(PPO, {"n_steps": 16}), (A2C, {}), (DQN, {"learning_starts": 20})],
 )
-def test_algorithms_train(make, algorithm, arguments):
-    with closing(VecMonitor(make([make_cartpole] * 4))) as env:
+def test_algorithms_train(algorithm, arguments):
+    with closing(VecMonitor(TWO_WORKERS([make_cartpole] * 4))) as env:
         model = algorithm("MlpPolicy", env, seed=1, device="cpu", **arguments)
         before = [p.detach().clone() for p in model.policy.parameters()]
         model.learn(200)
@@ -71,13 +67,12 @@ def test_algorithms_train(make, algorithm, arguments):
         )
 
 
-@BOTH
-def test_wrappers_of_sb3_wrap_it(make):
+def test_wrappers_of_sb3_wrap_it():
     with closing(
         VecNormalize(
             VecFrameStack(
                 VecMonitor(
-                    make([functools.partial(SampledEnv, length=4), make_tagged])
+                    TWO_WORKERS([functools.partial(SampledEnv, length=4), make_tagged])
                 ),
                 2,
             )
@@ -131,14 +126,13 @@ def test_ppo_solves_cartpole():
 
 
 @needs("meltingpot")
-@BOTH
-def test_melting_pot_has_one_row_per_agent(make):
+def test_melting_pot_has_one_row_per_agent():
     make_env = MeltingPotFactory(
         "prisoners_dilemma_in_the_matrix__repeated",
         keys=("RGB", "INVENTORY", "READY_TO_SHOOT"),
         max_steps=7,
     )
-    with closing(make([make_env] * 2)) as env:
+    with closing(TWO_WORKERS([make_env] * 2)) as env:
         assert env.num_envs == 4
         assert env.num_agents == 2
         assert env.observation_space["RGB"] == gymnasium.spaces.Box(
@@ -189,8 +183,8 @@ def legal(action):
 
 @pytest.mark.parametrize(
     ("make", "make_env"),
-    [(DummyVecEnv, MaskedEnv), (TWO_WORKERS, MaskedEnv), (FROM_INFOS, SilentMaskedEnv)],
-    ids=["dummy", "method", "info"],
+    [(TWO_WORKERS, MaskedEnv), (FROM_INFOS, SilentMaskedEnv)],
+    ids=["method", "info"],
 )
 def test_masks_are_those_of_where_the_envs_are(make, make_env):
     with closing(
@@ -228,27 +222,26 @@ def test_an_env_without_masks_has_none():
 
 @needs("pettingzoo")
 def test_agents_of_pettingzoo_have_rows_and_masks():
-    for make in (DummyVecEnv, TWO_WORKERS):
-        with closing(make([masked("MaskedAgents")] * 2)) as env:
-            assert (env.num_envs, env.action_space) == (4, spaces.Discrete(4))
-            assert env.observation_space == spaces.Box(-1, 1, (2,), np.float32)
-            env.reset()
-            assert env.reset_infos == [{"name": "agent_0"}, {"name": "agent_1"}] * 2
-            for step in range(6):
-                assert env.action_masks().tolist() == [
-                    legal(step % 4 + agent).tolist() for agent in (0, 1, 0, 1)
-                ]
-                actions = env.action_masks().argmax(1)
-                actions[3] = (step % 4 + 1) % 4
-                _, rewards, dones, infos = env.step(actions)
-                assert rewards.tolist() == [1, 1, 1, -10]
-                assert [info["was_illegal"] for info in infos] == [
-                    False,
-                    False,
-                    False,
-                    True,
-                ]
-                assert dones.all() == (step == 3)
+    with closing(TWO_WORKERS([masked("MaskedAgents")] * 2)) as env:
+        assert (env.num_envs, env.action_space) == (4, spaces.Discrete(4))
+        assert env.observation_space == spaces.Box(-1, 1, (2,), np.float32)
+        env.reset()
+        assert env.reset_infos == [{"name": "agent_0"}, {"name": "agent_1"}] * 2
+        for step in range(6):
+            assert env.action_masks().tolist() == [
+                legal(step % 4 + agent).tolist() for agent in (0, 1, 0, 1)
+            ]
+            actions = env.action_masks().argmax(1)
+            actions[3] = (step % 4 + 1) % 4
+            _, rewards, dones, infos = env.step(actions)
+            assert rewards.tolist() == [1, 1, 1, -10]
+            assert [info["was_illegal"] for info in infos] == [
+                False,
+                False,
+                False,
+                True,
+            ]
+            assert dones.all() == (step == 3)
 
 
 @needs("pettingzoo")
@@ -345,11 +338,10 @@ class Watcher(BaseCallback):
         return True
 
 
-@BOTH
-def test_statistics_of_normalization_are_saved_and_loaded(make, tmp_path):
+def test_statistics_of_normalization_are_saved_and_loaded(tmp_path):
     """A run that saves its model and its `VecNormalize`, and one that loads both, are those of SB3's own classes."""
     results = []
-    for kind in (HostVecEnv, make):
+    for kind in (DummyVecEnv, TWO_WORKERS):
         with closing(
             VecNormalize(VecMonitor(kind([make_cartpole] * 2)), clip_obs=5.0)
         ) as env:
@@ -411,8 +403,7 @@ class Brighter(Horizon):
 @needs("all")
 # Of moviepy, when it is compiled.
 @pytest.mark.filterwarnings("ignore::SyntaxWarning", "ignore::DeprecationWarning")
-@BOTH
-def test_a_video_has_a_frame_for_every_step(make, tmp_path, monkeypatch):
+def test_a_video_has_a_frame_for_every_step(tmp_path, monkeypatch):
     from moviepy.video.io.VideoFileClip import VideoFileClip
     from tqdm import tqdm
 
@@ -421,7 +412,7 @@ def test_a_video_has_a_frame_for_every_step(make, tmp_path, monkeypatch):
     makes = [functools.partial(Brighter, 0), functools.partial(Brighter, 1)]
     with closing(
         VecVideoRecorder(
-            VecMonitor(make(makes)),
+            VecMonitor(TWO_WORKERS(makes)),
             str(tmp_path),
             lambda step: step == 0,
             video_length=NUM_FRAMES - 1,

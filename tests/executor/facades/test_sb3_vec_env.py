@@ -12,18 +12,14 @@ skip_without("sb3")
 import gymnasium
 import numpy as np
 import pytest
+import stable_baselines3.common.vec_env
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import VecEnv
 
 from envherd.executor import Busy, ExecutorOptions
 from envherd.executor.facades.sb3.rows import num_agents
-from envherd.sb3 import (
-    DummyVecEnv,
-    ExecutorVecEnv,
-    SubprocVecEnv,
-    installed,
-)
+from envherd.sb3 import SubprocVecEnv, installed
 from envherd.workers.adapters.named import NamedFactory
 from envherd.workers.errors import ActionError, ResetNeeded, SpecError
 from tests.envs.counting_envs import AgentsEnv
@@ -40,30 +36,28 @@ from tests.envs.sb3_envs import (
 )
 
 TWO_WORKERS = functools.partial(SubprocVecEnv, num_workers=2)
-BOTH = pytest.mark.parametrize(
-    "make", [DummyVecEnv, TWO_WORKERS], ids=["dummy", "subproc"]
-)
 ZEROS = np.zeros(3, np.int64)
 
 
 @pytest.fixture
-def sampled(make):
+def sampled():
     with closing(
-        make([SampledEnv, functools.partial(SampledEnv, length=3), make_tagged])
+        TWO_WORKERS([SampledEnv, functools.partial(SampledEnv, length=3), make_tagged])
     ) as env:
         yield env
 
 
-def test_in_a_block_sb3_has_these_classes():
-    with installed(), closing(make_vec_env(make_cartpole, n_envs=2)) as env:
-        shown = "DummyVecEnv(SerialEnv(2 x gymnasium, num_workers=0, "
-        assert (type(env), repr(env)[: len(shown)]) == (DummyVecEnv, shown)
-    with closing(make_vec_env(make_cartpole, n_envs=1)) as env:
-        assert isinstance(env, VecEnv)
-        assert not isinstance(env, ExecutorVecEnv)
+def test_in_a_block_sb3_has_this_class():
+    theirs = stable_baselines3.common.vec_env.SubprocVecEnv
+    make = functools.partial(make_vec_env, make_cartpole, n_envs=2)
+    with installed():
+        ours = stable_baselines3.common.vec_env.SubprocVecEnv
+    with closing(make(vec_env_cls=ours)) as env:
+        assert type(env) is SubprocVecEnv
+        assert repr(env).startswith("SubprocVecEnv(ParallelEnv(2 x gymnasium, ")
+    assert stable_baselines3.common.vec_env.SubprocVecEnv is theirs
 
 
-@BOTH
 def test_seeds_and_options_are_for_the_next_reset_alone(sampled):
     assert sampled.seed(7) == [7, 8, 9]
     sampled.set_options([{"a": 1}, {}, {"b": [2]}])
@@ -78,7 +72,6 @@ def test_seeds_and_options_are_for_the_next_reset_alone(sampled):
     assert [info["episode"] for info in sampled.reset_infos] == [2, 2, 2]
 
 
-@BOTH
 def test_attributes_and_methods_with_indices(sampled):
     assert sampled.get_attr("length") == [5, 3, 5]
     assert sampled.get_attr("length", 1) == [3]
@@ -101,7 +94,6 @@ def test_attributes_and_methods_with_indices(sampled):
         sampled.get_attr("length", 3)
 
 
-@BOTH
 def test_pictures_are_tiled(sampled):
     sampled.env_method("set_wrapper_attr", "colour", 9, indices=[1])
     picture = sampled.render()
@@ -113,16 +105,14 @@ def test_pictures_are_tiled(sampled):
         assert sampled.render("ansi") is None
 
 
-@BOTH
-def test_without_pictures_there_is_a_warning(make):
+def test_without_pictures_there_is_a_warning():
     with (
-        closing(make([functools.partial(SampledEnv, render_mode=None)])) as env,
+        closing(TWO_WORKERS([functools.partial(SampledEnv, render_mode=None)])) as env,
         pytest.warns(UserWarning, match="render mode is None"),
     ):
         assert env.get_images() == [None]
 
 
-@BOTH
 def test_returned_arrays_are_copies(sampled):
     kept = [(sampled.reset(), None)]
     for _ in range(9):
@@ -154,14 +144,11 @@ def test_a_step_calls_the_halves_of_a_subclass():
     )
 
 
-@BOTH
 def test_a_step_in_two_halves(sampled):
     sampled.reset()
     sampled.step_async(ZEROS)
     with pytest.raises(Busy, match="step_wait"):
-        sampled.get_attr("length") if isinstance(
-            sampled, SubprocVecEnv
-        ) else sampled.has_attr("length")
+        sampled.get_attr("length")
     sampled.reset()  # the pending step is dropped
     sampled.step(ZEROS)
     assert sampled.get_attr("num_steps") == [1, 1, 1]
@@ -202,11 +189,10 @@ OTHER_SHAPES = {
 }
 
 
-@BOTH
 @pytest.mark.parametrize("name", OTHER_SHAPES)
-def test_actions_of_another_shape_are_refused(make, name):
+def test_actions_of_another_shape_are_refused(name):
     env_fns, shape = OTHER_SHAPES[name]
-    with closing(make(env_fns)) as env:
+    with closing(TWO_WORKERS(env_fns)) as env:
         env.reset()
         with pytest.raises(ActionError, match=r"step failed: expected .*actions"):
             env.step(np.zeros(shape, np.int64))
@@ -227,9 +213,8 @@ def test_envs_that_have_no_rows_are_refused(differs):
         num_agents(replace(AgentsEnv().spec, **differs))
 
 
-@BOTH
-def test_errors_name_sb3s_calls(make):
-    with closing(make([FailingEnv] * 2)) as env:
+def test_errors_name_sb3s_calls():
+    with closing(TWO_WORKERS([FailingEnv] * 2)) as env:
         with pytest.raises(
             RuntimeError,
             match=r"^step_wait failed: .* Call step_async\(actions\) first",
@@ -255,22 +240,21 @@ def test_errors_name_sb3s_calls(make):
             IndexError, match=r"^get_attr failed: expected indices below 2, got 2\.$"
         ):
             env.get_attr("length", indices=[0, 2])
-        if make is TWO_WORKERS:
-            for call in (
-                lambda: env.get_attr("nowhere"),
-                lambda: env.env_method("nowhere"),
+        for call in (
+            lambda: env.get_attr("nowhere"),
+            lambda: env.env_method("nowhere"),
+        ):
+            with pytest.raises(
+                AttributeError,
+                match=r"^(get_attr|env_method) nowhere failed: the env raised",
             ):
-                with pytest.raises(
-                    AttributeError,
-                    match=r"^(get_attr|env_method) nowhere failed: the env raised",
-                ):
-                    call()
-            for actions in ([None, None], ["a", "b"], [[1], [1, 2]]):
-                with pytest.raises(
-                    ActionError,
-                    match=r"^step failed: expected actions .* No env was stepped\.$",
-                ):
-                    env.step(actions)
+                call()
+        for actions in ([None, None], ["a", "b"], [[1], [1, 2]]):
+            with pytest.raises(
+                ActionError,
+                match=r"^step failed: expected actions .* No env was stepped\.$",
+            ):
+                env.step(actions)
 
 
 class Refusing(SampledEnv):
@@ -285,9 +269,8 @@ class Refusing(SampledEnv):
         return np.zeros(7, np.float32), 0.0, False, False, {}
 
 
-@BOTH
-def test_exception_of_a_reset_keeps_its_type(make):
-    with closing(make([Refusing] * 2)) as env:
+def test_exception_of_a_reset_keeps_its_type():
+    with closing(TWO_WORKERS([Refusing] * 2)) as env:
         env.set_options({"is_refused": True})
         with pytest.raises(PermissionError, match="these options"):
             env.reset()
@@ -298,13 +281,7 @@ def test_exception_of_a_reset_keeps_its_type(make):
             env.step(ZEROS[:2])
 
 
-def test_one_env_twice_is_refused():
-    env = SampledEnv()
-    with pytest.raises(
-        ValueError, match="the function to create them returned the same instance"
-    ):
-        DummyVecEnv([lambda: env] * 2)
-    DummyVecEnv([lambda: env]).close()
+def test_no_envs_are_refused():
     with pytest.raises(
         ValueError,
         match="SubprocVecEnv failed: expected at least one function, got an empty list",
@@ -312,20 +289,11 @@ def test_one_env_twice_is_refused():
         SubprocVecEnv([])
 
 
-class Closing(SampledEnv):
-    """Counts how often it is closed."""
-
-    closed = 0
-
-    def close(self):
-        Closing.closed += 1
-
-
-def test_envs_of_a_refused_vec_env_are_closed():
-    # Its frames hold the vec env.
+def test_a_refused_vec_env_leaves_no_workers():
+    # Its frames hold the vec env; the fixture of all tests looks for processes.
     with pytest.raises(SpecError, match="env 0 and env 1") as refused:
-        DummyVecEnv([SampledEnv, functools.partial(Closing, "image")])
-    assert Closing.closed == 1, refused
+        TWO_WORKERS([SampledEnv, functools.partial(SampledEnv, "image")])
+    assert refused
 
 
 def test_envs_of_one_worker_do_not_share_what_their_functions_captured():

@@ -328,7 +328,11 @@ def test_several_executors_share_nothing_and_use_few_descriptors():
         ("env_threads", True, "env_threads=False, got True: .* Use more num_processes"),
         ("infos", "plain", "infos=drop, got plain: .* auto_register_info_dict"),
         ("infos", "all", "infos=drop, got all: .* auto_register_info_dict"),
-        ("episode_statistics", True, "episode_statistics=False, got True: .* RewardSum"),
+        (
+            "episode_statistics",
+            True,
+            "episode_statistics=False, got True: .* RewardSum",
+        ),
     ],
 )
 def test_options_without_a_place_in_torchrl_are_refused_before_anything_is_started(

@@ -896,16 +896,13 @@ def _vector_env(host, options):
         from envherd.pettingzoo import ParallelVectorEnv
 
         return ParallelVectorEnv([alone] * 2, num_workers=2, options=options)
-    from envherd.gymnasium import AsyncVectorEnv, SyncVectorEnv
+    from envherd.gymnasium import AsyncVectorEnv
 
-    if host == "gymnasium":
-        return AsyncVectorEnv([Fragile] * 2, num_workers=2, options=options)
-    return SyncVectorEnv([Fragile] * 2, options=options)
+    return AsyncVectorEnv([Fragile] * 2, num_workers=2, options=options)
 
 
 HOSTS = [
     "gymnasium",
-    "gymnasium in this process",
     *(pytest.param(name, marks=needs(name)) for name in ("sb3", "pettingzoo")),
 ]
 
