@@ -48,7 +48,7 @@ from envherd.workers.errors import ActionError
 from envherd.workers.protocol import Op
 
 # ---- batched -----------------------------------------------------------------------------------
-# The part of the facade that needs no running envs: arguments, specs, device, views.
+# The part of the facade that needs no running envs: arguments, specs, device.
 #
 # Instances pass isinstance checks for TorchRL's `BatchedEnvBase` and have its public attributes, but none of its code
 # runs: this class uses only the public `EnvBase`, so it does not depend on how TorchRL's own batched envs work.
@@ -59,22 +59,25 @@ _SPECS = ("action_spec", "state_spec", "observation_spec", "reward_spec", "done_
 #: Arguments of TorchRL's constructor that change nothing here.
 _WITHOUT_EFFECT = {
     "allow_step_when_done",
+    "auto_wrap_envs",
     "consolidate",
     "daemon",
     "memmap",
+    # No env is built in this process in any case.
+    "metadata_from_workers",
     "non_blocking",
     "pin_memory",
     "policy_proof",
+    "serial_for_single",
     "shared_memory",
 }
 
 
 class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
-    """Arguments, specs and views; the constructor's arguments are TorchRL's.
+    """Arguments and specs; the constructor's arguments are TorchRL's.
 
-    A subclass has `_learn_specs`, which reads the envs' metadata and calls `_set_specs` with it, and `_begin`.
-    Its additional attributes have private names, because unknown public names are looked up in the envs: `_env_ids` (of
-    a view: the ids of its envs in the whole), `_is_whole` (it is no view), `_whole` (of an open view: the whole).
+    A subclass has `_learn_specs`, which reads the envs' metadata and calls `_set_specs` with it.
+    Its additional attributes have private names, because unknown public names are looked up in the envs.
     """
 
     def __init__(  # noqa: PLR0913  # TorchRL's
@@ -86,7 +89,6 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
         device: Any = None,
         use_buffers: bool | None = None,
         share_individual_td: bool | None = None,
-        metadata_from_workers: bool = False,
         num_threads: int | None = None,
         num_sub_threads: int = 1,
         mp_start_method: str | None = None,
@@ -112,20 +114,14 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
             ]
         _check_count("create_env_kwargs", create_env_kwargs, num_workers)
         self.create_env_kwargs = create_env_kwargs
-        self._fixed_shapes = False if metadata_from_workers else use_buffers
+        self._fixed_shapes = use_buffers
         self.share_individual_td = share_individual_td
-        self._asks_all = metadata_from_workers
         self.num_threads = num_threads
         self.num_sub_threads = num_sub_threads
         self._start_method = mp_start_method
         self.shutdown_timeout = float(shutdown_timeout)
         self._env_seeds: list[int | None] | None = None
-        self._is_whole = True
-        self.__dict__["_whole"] = None  # not a submodule
-        self._env_ids = list(range(num_workers))
         self._learn_specs()
-        if metadata_from_workers:
-            self._begin()
 
     # ---- specs -------------------------------------------------------------------------------
 
@@ -137,13 +133,9 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
 
         Raises:
             ValueError: the envs are on several devices and none was passed, or they must be stacked and cannot be.
-            RuntimeError: an env has empty specs, or envs of one task differ.
+            RuntimeError: an env has empty specs.
         """
-        if self._asks_all:
-            _require_alike(found)
-        self._per_env = (
-            found if len(found) == self.num_workers else found * self.num_workers
-        )
+        self._first_specs = found[0].specs
         self._choose_layout(found)
         if self._one_task:
             first = found[0]
@@ -212,48 +204,6 @@ class Batched(BatchedHooks, BatchedEnvBase):  # type: ignore[misc]  # untyped
     def _set_seed(self, seed: int | None) -> None:
         """Unused: TorchRL requires this method; `set_seed` of a batched env calls its envs."""
 
-    # ---- views -------------------------------------------------------------------------------
-
-    def _indices(self, item: Any) -> list[int]:
-        """Return the ids of the envs that an index selects.
-
-        Raises:
-            NotImplementedError: it is a boolean mask.
-            IndexError: it is out of bounds, empty or of several dimensions.
-        """
-        index = item if isinstance(item, slice) else torch.as_tensor(item, device="cpu")
-        if getattr(index, "dtype", None) == torch.bool:
-            raise NotImplementedError(
-                "Boolean masks are not supported for batched envs."
-            )
-        found = torch.arange(self.num_workers, device="cpu")[index]
-        if found.ndim > 1 or not found.numel():
-            raise IndexError(
-                f"Batched env indices must be scalar or 1D and not empty, got shape {found.shape}."
-            )
-        return found.reshape(-1).tolist()
-
-    def _view_of(self, indices: list[int]) -> Any:
-        """Return a view: a separate env that shows some of this one's envs, and ends with it."""
-        # Without the constructor, which would start workers.
-        view = type(self).__new__(type(self))
-        view.__dict__.update(
-            self.__dict__,
-            _is_whole=False,
-            _whole=self.__dict__["_whole"] or self,
-        )
-        view.num_workers = len(indices)
-        for name in ("_env_ids", "create_env_fn", "create_env_kwargs", "_env_seeds"):
-            listed = getattr(self, name)
-            setattr(view, name, listed and [listed[i] for i in indices])
-        Batched._set_specs(
-            view,
-            self._per_env[:1]
-            if self._one_task
-            else [self._per_env[i] for i in indices],
-        )
-        return view
-
 
 def _check_count(name: str, given: Sequence[Any], num_workers: int) -> None:
     if len(given) != num_workers:
@@ -289,24 +239,6 @@ def _can_be_stacked(tds: list[TensorDictBase]) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _require_alike(found: list[EnvMetaData]) -> None:
-    schemas = [_schema(one) for one in found]
-    for worker, schema in enumerate(schemas):
-        if schema != schemas[0]:
-            raise RuntimeError(
-                f"ParallelEnv worker metadata are incompatible: worker {worker} has a different tensor schema from "
-                f"worker 0."
-            )
-
-
-def _schema(one: EnvMetaData) -> tuple[Any, ...]:
-    leaves = [
-        (key, type(spec), tuple(spec.shape), getattr(spec, "dtype", None))
-        for key, spec in one.specs.items(include_nested=True, leaves_only=True)
-    ]
-    return one.batch_size, one.device, one.batch_locked, leaves
 
 
 # ---- data --------------------------------------------------------------------------------------
@@ -425,12 +357,11 @@ class BatchedData(Batched):
         if shells is None:
             crew = self._open()
             if (
-                # A view, or envs with leaves of changing shapes, are stepped by messages.
-                not (self._fixed_shapes and crew.is_dense and self._is_whole)
-                or self.share_individual_td
+                # Envs with leaves of changing shapes are stepped by messages.
+                not (self._fixed_shapes and crew.is_dense) or self.share_individual_td
             ):
                 return None
-            shells = Shells(self, self._per_env[0].specs)
+            shells = Shells(self, self._first_specs)
             shells.fast_steps = crew.compile_steps(shells)
             self.__dict__["_shells"] = shells
         if get_leaf(td, "next") is None:
@@ -565,7 +496,6 @@ class BatchedData(Batched):
 
     def _step_by_message(self, td: TensorDictBase, selected: Any) -> TensorDictBase:
         crew = self._open()
-        ids = [self._env_ids[i] for i in selected]
         calls = [
             Call(
                 "step",
@@ -574,7 +504,7 @@ class BatchedData(Batched):
             )
             for i in selected
         ]
-        out = self._stacked(crew.tell(ids, calls))
+        out = self._stacked(crew.tell(selected, calls))
         preset = td.get("next", None)
         if preset is not None:
             unknown = [
@@ -586,7 +516,7 @@ class BatchedData(Batched):
                 # TorchRL keeps them: a policy may have written its state there.
                 kept = preset.select(*unknown)
                 out.update(
-                    kept if len(ids) == self.num_workers else kept[list(selected)]
+                    kept if len(selected) == self.num_workers else kept[list(selected)]
                 )
         return out
 
@@ -666,7 +596,7 @@ class BatchedData(Batched):
         crew = self._open()
         rows = [self._step_row(td[i]) for i in range(self.num_workers)]
         answers = crew.tell(
-            self._env_ids,
+            range(self.num_workers),
             [Call("step_and_maybe_reset", (row,)) for row in rows],
         )
         stepped, fresh = map(list, zip(*answers, strict=True))
@@ -705,7 +635,7 @@ class BatchedData(Batched):
                 calls.append(Call("reset", (row, {**listed[i], **kwargs})))
             else:
                 calls.append(Call("current"))
-        return self._stacked(crew.tell(self._env_ids, calls))
+        return self._stacked(crew.tell(range(self.num_workers), calls))
 
     def _reset_mask(self, td: TensorDictBase | None) -> list[bool]:
         if td is None:
@@ -762,14 +692,6 @@ class BatchedData(Batched):
         else:
             batch = LazyStackedTensorDict.maybe_dense_stack(rows, 0)
         return on_device(batch, self.device)
-
-    # ---- views -------------------------------------------------------------------------------
-
-    def __getitem__(self, item: Any) -> Any:
-        self._open()
-        view = self._view_of(self._indices(item))
-        view.__dict__["_shells"] = None
-        return view
 
 
 def _is_leaf(cls: type) -> bool:

@@ -10,7 +10,6 @@ Trusts its workers: attributes, specs and leaves that do not fit the slab are pi
 """
 
 import contextlib
-import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 import torchrl.envs
 from torchrl.data.utils import CloudpickleWrapper
-from torchrl.envs import EnvBase, EnvCreator, SerialEnv
+from torchrl.envs import EnvBase, EnvCreator
 
 from envherd.executor.facades import replaced
 from envherd.executor.facades.errors import as_raised
@@ -33,7 +32,6 @@ from envherd.executor.processes.worker_process import WorkerProcess
 from envherd.workers.build import check_factory
 from envherd.workers.errors import FactoryError
 
-_newborn = threading.local()
 _READERS = "TorchRL's envs read infos. Call the env's auto_register_info_dict or set_info_dict_reader in the factory."
 #: Refused options -> reason, and what to do instead.
 _REFUSED = {
@@ -56,31 +54,7 @@ class _ParallelMeta(type(torchrl.envs.ParallelEnv)):  # type: ignore[misc]  # un
 
     # A class, seen from its metaclass.
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("auto_wrap_envs", None)
-        # TorchRL builds a single env in this process if it is asked to.
-        is_single = (
-            kwargs.pop("serial_for_single", False)
-            and kwargs.get("num_workers", args[0] if args else None) == 1
-        )
-        if is_single and kwargs.get("options") is None:
-            for name in (
-                "mp_start_method",
-                "metadata_from_workers",
-                "num_processes",
-                "options",
-            ):
-                kwargs.pop(name, None)
-            return SerialEnv(*args, **kwargs)
-        _newborn.env = None
-        try:
-            return type(EnvBase).__call__(cls, *args, **kwargs)
-        except BaseException:
-            # TorchRL refused it after the constructor: end its workers.
-            if _newborn.env is not None:
-                _newborn.env.close(raise_if_closed=False)
-            raise
-        finally:
-            _newborn.env = None
+        return type(EnvBase).__call__(cls, *args, **kwargs)
 
 
 class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta):  # type: ignore[misc]  # untyped
@@ -135,8 +109,6 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         except BaseException:
             self._dismiss()
             raise
-        # If TorchRL now refuses the env, `_ParallelMeta` closes it.
-        _newborn.env = self
 
     # ---- lifecycle ---------------------------------------------------------------------------
 
@@ -175,17 +147,13 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
 
     def _dismiss(self) -> None:
         crew = self.__dict__.get("_crew")
-        if crew is not None and self.__dict__.get("_is_whole", True):
+        if crew is not None:
             crew.close()
         self.__dict__["_crew"] = self.__dict__["_shells"] = None
 
     def _learn_specs(self) -> None:
-        # Envs of one task have equal specs, unless the caller wants to be sure.
-        asked = (
-            range(1)
-            if self._one_task and not self._asks_all
-            else range(self.num_workers)
-        )
+        # Envs of one task have equal specs.
+        asked = range(1 if self._one_task else self.num_workers)
         self._set_specs(
             self._crew_at_work().tell(asked, [Call("describe")] * len(asked))
         )
@@ -199,23 +167,9 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
             torch.set_num_threads(self.num_threads)
 
     def _open(self) -> HostedEnvs:
-        """Return the crew, started if need be.
-
-        Raises:
-            RuntimeError: this is a view of a closed env.
-        """
-        if self._is_whole:
-            if self.is_closed:
-                self._begin()
-        elif self.is_closed:
-            raise RuntimeError(
-                "the call failed: this is a closed indexed view of an env. Index its parent again."
-            )
-        elif self._whole is None or self._whole.is_closed:
-            raise RuntimeError(
-                "the call failed: this is a view of an env, used after its parent environment has been closed. "
-                "Index the parent again."
-            )
+        """Return the crew, started if need be."""
+        if self.is_closed:
+            self._begin()
         crew: HostedEnvs = self.__dict__["_crew"]
         return crew
 
@@ -238,7 +192,7 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
             RuntimeError: it is closed, or was never started, unless `raise_if_closed` is False.
         """
         was_closed = self.is_closed
-        threads = self.__dict__.pop("_threads_before", None) if self._is_whole else None
+        threads = self.__dict__.pop("_threads_before", None)
         try:
             self._dismiss()
         finally:
@@ -248,7 +202,6 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
             if raise_if_closed:
                 raise RuntimeError("trying to close a closed environment")
             return
-        self.__dict__["_whole"] = None
         self.is_closed = True
 
     def __getstate__(self) -> dict[str, Any]:
@@ -303,7 +256,7 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         """Seed env after env with TorchRL's chain of seeds; return the seed that follows."""
         crew = self._open()
         self._env_seeds = []
-        for env_id in self._env_ids:
+        for env_id in range(self.num_workers):
             # An env returns the seed of the next one, so they are seeded in turn.
             self._env_seeds.append(seed)
             seed = crew.tell(
@@ -331,8 +284,14 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
             for i in range(self.num_workers)
         ]
         crew.tell(
-            self._env_ids,
+            range(self.num_workers),
             [Call("load_state_dict", (state, kwargs)) for state in states],
+        )
+
+    def __getitem__(self, item: Any) -> Any:
+        raise NotImplementedError(
+            "indexing an env failed: expected no view of some envs, which envherd's ParallelEnv does not support. Use "
+            "the masks `_step` and `_reset`, and env.NAME[i] for attributes."
         )
 
     def __setitem__(self, item: Any, source: Any) -> None:
@@ -382,7 +341,8 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
 
     def _tell_all(self, name: str, *args: Any) -> list[Any]:
         """Call a method of each `HostedEnv`, all with the same arguments; return the results."""
-        return self._open().tell(self._env_ids, [Call(name, args)] * self.num_workers)
+        calls = [Call(name, args)] * self.num_workers
+        return self._open().tell(range(self.num_workers), calls)
 
     @property
     def _worker_processes(self) -> list[WorkerProcess]:
