@@ -312,8 +312,7 @@ class _Hosted:
 
     Attributes:
         num_env_workers: worker processes of each runner, at most one per env. None: a remote runner has as many as Ray
-            gives it CPUs (`num_cpus_per_env_runner`), the local runner one per usable core. 0: none, the envs are in
-            RLlib's own vector env, in the runner's process.
+            gives it CPUs (`num_cpus_per_env_runner`), the local runner one per usable core.
         executor_options: see `ExecutorOptions`; `infos` and `episode_seeds` are set here.
     """
 
@@ -366,9 +365,6 @@ class SingleAgentEnvRunner(_Hosted, single_agent_env_runner.SingleAgentEnvRunner
 
     def make_env(self) -> None:
         """Build the envs, after closing those that are there; see RLlib's method."""
-        if self.num_env_workers == 0:
-            super().make_env()
-            return
         config = self.config
         # RLlib makes its vector env from the config, which names ours while it does so.
         before = config.env, config.gym_env_vectorize_mode
@@ -408,9 +404,6 @@ class MultiAgentEnvRunner(_Hosted, multi_agent_env_runner.MultiAgentEnvRunner): 
 
     def make_env(self) -> None:
         """Build the envs, after closing those that are there; see RLlib's method."""
-        if self.num_env_workers == 0:
-            super().make_env()
-            return
         if self.env is not None:
             self.env.close()
         context = self._context()

@@ -270,24 +270,6 @@ def test_a_remote_runner_has_a_worker_for_each_cpu_of_it() -> None:
     runner.stop()
 
 
-@pytest.mark.parametrize(
-    ("runner_class", "config"),
-    [
-        (SingleAgentEnvRunner, make_config(Corridor, {"length": 3})),
-        (MultiAgentEnvRunner, multi_agent(make_config(Together))),
-    ],
-)
-def test_no_workers(runner_class: Any, config: Any) -> None:
-    class Here(runner_class):
-        num_env_workers = 0
-
-    runner = Here(config=config, worker_index=0)
-    assert len(runner.env.unwrapped.envs) == NUM_ENVS
-    assert not hasattr(runner.env.unwrapped, "executor")
-    assert sum(map(len, runner.sample())) >= 10 * NUM_ENVS
-    runner.stop()
-
-
 def test_a_worker_does_not_import_rllib_for_the_context() -> None:
     runner = SingleAgentEnvRunner(
         config=make_config(make_lonely, {"length": 3}), worker_index=0
