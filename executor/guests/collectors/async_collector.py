@@ -106,22 +106,6 @@ class AsyncStatistics:
         """The activity that took most of the time."""
         return max(self.spent, key=self.spent.__getitem__)
 
-    @property
-    def policy_share(self) -> float:
-        """Share of the time in which the policy was busy, `0..1`."""
-        total = sum(self.spent.values())
-        return self.policy_s / total if total else 0.0
-
-    @property
-    def batch_size_mean(self) -> float:
-        """Mean number of envs in one call of the policy."""
-        num_calls = sum(self.batch_sizes.values())
-        return (
-            sum(size * count for size, count in self.batch_sizes.items()) / num_calls
-            if num_calls
-            else 0.0
-        )
-
 
 class AsyncCollector(BatchIterator):
     """Iterates batches of `frames_per_batch` transitions: `[B, T]`, rows of T contiguous steps of one env, or `[B]`.
@@ -169,7 +153,6 @@ class AsyncCollector(BatchIterator):
     _has_begun = _is_closing = False
     _num_received = 0
     _lag_sum = 0.0
-    _num_lags = 0
     _lag_max = 0
 
     @names_right_keyword
@@ -310,7 +293,6 @@ class AsyncCollector(BatchIterator):
             self._background.drop()
         self.num_frames += self.frames_per_batch
         self._lag_sum += mean
-        self._num_lags += 1
         self._lag_max = largest
         return data if self._postproc is None else self._postproc(data)
 
@@ -338,6 +320,7 @@ class AsyncCollector(BatchIterator):
     def statistics(self) -> AsyncStatistics:
         """Return the statistics so far."""
         spent = self._spent
+        num_batches = self.num_frames // self.frames_per_batch
         # A copy: the thread may add some meanwhile.
         median, late = np.percentile(self._waits.copy() or [0], [50, 99]) / 1e9
         return AsyncStatistics(
@@ -350,7 +333,7 @@ class AsyncCollector(BatchIterator):
             queue_p99_s=float(late),
             batch_sizes=dict(sorted(self._batch_sizes.items())),
             version=self.version,
-            lag_mean=self._lag_sum / max(1, self._num_lags),
+            lag_mean=self._lag_sum / max(1, num_batches),
             lag_max=self._lag_max,
         )
 

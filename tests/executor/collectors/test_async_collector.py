@@ -480,8 +480,8 @@ def test_statistics_say_how_long_answers_waited_for_the_policy():
     # The policy acts for one env at a time, so an answer waits while it acts for others.
     assert 0.02 < found.queue_p50_s <= found.queue_p99_s < sum(found.spent.values())
     assert found.bound_by == "policy"
-    assert 0.5 < found.policy_share <= 1
-    assert found.batch_size_mean == 1
+    assert found.policy_s > sum(found.spent.values()) / 2
+    assert set(found.batch_sizes) == {1}
 
 
 @pytest.mark.slow
