@@ -237,12 +237,13 @@ class HostedEnv:
         return self.root.select(*self.reset_names, strict=False)
 
     def _advanced(self, row: TensorDictBase) -> TensorDictBase:
-        root = (
-            TensorDict({}, self.env.batch_size, device=self.env.device)
-            if self.root is None
-            else self.root.copy()
-        )
-        return root.update(on_device(row, self.env.device))
+        return self.copied_root().update(on_device(row, self.env.device))
+
+    def copied_root(self) -> TensorDictBase:
+        """Return a copy of the current root, without copies of its tensors; an empty one before the first reset."""
+        if self.root is None:
+            return TensorDict({}, self.env.batch_size, device=self.env.device)
+        return self.root.copy()
 
     # ---- everything else ---------------------------------------------------------------------
 
@@ -365,7 +366,7 @@ class HostedAdapter(Adapter):
 
     def __init__(self, hosted: HostedEnv) -> None:
         self.env = hosted
-        self._torchrl_env = env = hosted.env
+        env = hosted.env
         leaves = dense_leaves(env.specs)
         groups = leaves or {"input": [], "observation": [], "done": [], "reward": []}
         observed = [*groups["observation"], *groups["done"]]
@@ -420,19 +421,15 @@ class HostedAdapter(Adapter):
     def step(self, action: list[Any]) -> StepValues:
         """Make one transition; see `Adapter.step`. It counts as terminated when TorchRL would reset the env."""
         hosted = self.env
-        env = self._torchrl_env
         direct = hosted.direct
         if direct is not None:
             if not direct.is_ahead:
                 direct.follow(hosted.root)
             with hosted.generator:
                 return direct.step(action)
+        env = hosted.env
         with hosted.on_stage():
-            root = (
-                TensorDict({}, env.batch_size, device=env.device)
-                if hosted.root is None
-                else hosted.root.copy()
-            )
+            root = hosted.copied_root()
             inputs = self._input_dtypes.items()
             for (key, dtype), value in zip(inputs, action, strict=True):
                 tensor = torch.from_numpy(np.asarray(value)).to(dtype)
