@@ -3,8 +3,8 @@
     from envherd.torchrl import ParallelEnv        # was: from torchrl.envs import ParallelEnv
 
 Guarantees: instances pass isinstance checks for TorchRL's `ParallelEnv`, with TorchRL's specs, keys, masks, seeds and
-state dicts. No env is built in this process, whose number of threads changes only if `num_threads` is passed. Intended
-differences are listed in docs/torchrl.md.
+state dicts. No env is built in this process, and its number of threads is not changed. Intended differences are listed
+in docs/torchrl.md.
 Attributes that the class lacks are those of the envs: a list of values, or a method to call in each.
 Trusts its workers: attributes, specs and leaves that do not fit the slab are pickled, as in TorchRL.
 """
@@ -162,9 +162,6 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         self._crew_at_work()
         self.is_closed = False
         self.set_spec_lock_()
-        if self.num_threads is not None:
-            self.__dict__["_threads_before"] = torch.get_num_threads()
-            torch.set_num_threads(self.num_threads)
 
     def _open(self) -> HostedEnvs:
         """Return the crew, started if need be."""
@@ -184,25 +181,16 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
         self._begin()
 
     def close(self, *, raise_if_closed: bool = True) -> None:
-        """Close the envs, end their workers, and restore the number of threads that `num_threads` had changed.
-
-        The next use starts new workers.
+        """Close the envs and end their workers. The next use starts new workers.
 
         Raises:
             RuntimeError: it is closed, or was never started, unless `raise_if_closed` is False.
         """
         was_closed = self.is_closed
-        threads = self.__dict__.pop("_threads_before", None)
-        try:
-            self._dismiss()
-        finally:
-            if threads is not None:
-                torch.set_num_threads(threads)
-        if was_closed:
-            if raise_if_closed:
-                raise RuntimeError("trying to close a closed environment")
-            return
+        self._dismiss()
         self.is_closed = True
+        if was_closed and raise_if_closed:
+            raise RuntimeError("trying to close a closed environment")
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()

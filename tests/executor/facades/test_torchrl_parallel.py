@@ -142,17 +142,6 @@ def test_no_env_is_built_here_and_threads_stay(tmp_path: Any) -> None:
     assert torch.get_num_threads() == num_threads
 
 
-def test_requested_threads_are_set_until_the_env_is_closed() -> None:
-    num_threads = torch.get_num_threads()
-    with started(
-        2, own.CountingEnv, num_processes=1, num_threads=num_threads + 2
-    ) as env:
-        assert torch.get_num_threads() == num_threads
-        env.rollout(2)
-        assert torch.get_num_threads() == num_threads + 2
-    assert torch.get_num_threads() == num_threads
-
-
 def test_an_env_that_raises_is_alone_in_it() -> None:
     with started(2, Troubled, num_processes=1) as env:
         td = env.reset()
