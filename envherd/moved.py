@@ -37,7 +37,6 @@ MOVED = {
     "executor.facades.pettingzoo.agent_rows": "executor.facades.pettingzoo.vector_env",
     "executor.facades.sb3.spaces": "executor.facades.sb3.rows",
     "executor.facades.torchrl.batched": "executor.facades.torchrl.data",
-    "executor.facades.torchrl.episodes": "executor.facades.torchrl.worker",
     "executor.guests.simulator.actions": "executor.guests.simulator.rows",
     "executor.guests.simulator.rollout": "executor.guests.simulator.engine",
     "executor.machine.cgroups": "executor.machine.machine",

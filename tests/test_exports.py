@@ -291,10 +291,7 @@ def test_the_host_is_a_direct_base_of_its_classes(facade, package, extra):
 
 @needs("gymnasium")
 def test_a_facade_is_an_attribute_of_the_package_and_hides_no_library():
-    assert (
-        envherd.gymnasium.AsyncVectorEnv
-        is importlib.import_module("envherd.executor.facades.gymnasium").AsyncVectorEnv
-    )
+    assert envherd.gymnasium.AsyncVectorEnv.__module__.startswith("envherd.")
     assert importlib.import_module("gymnasium").__name__ == "gymnasium"
     with pytest.raises(
         AttributeError, match=r"no attribute 'gymnasum'\. Did you mean gymnasium\?"

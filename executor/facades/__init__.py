@@ -4,8 +4,7 @@ import contextlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 
 @contextlib.contextmanager
@@ -32,26 +31,6 @@ def needing(install: str, *packages: str) -> Iterator[None]:
                     name=one.name,
                 ) from error
         raise
-
-
-def older_path(package: str) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a facade's package, whose public names are those of `envherd.NAME`.
-
-    It imports them when they are used: workers import the facade's other half from the same package, without the host
-    library and without torch.
-
-    Args:
-        package: the package's name.
-    """
-    public = f"envherd.{package.rpartition('.')[2]}"
-
-    def find(name: str) -> Any:
-        # Python itself asks packages for names such as `__path__`.
-        if name.startswith("_") and name != "__all__":
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(public), name)
-
-    return find
 
 
 @contextlib.contextmanager

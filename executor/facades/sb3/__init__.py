@@ -1,5 +1,1 @@
-"""SB3's vectorised envs on the executor: `SubprocVecEnv`, `DummyVecEnv`, `installed`."""
-
-from envherd.executor.facades import older_path
-
-__getattr__ = older_path(__name__)
+"""SB3's vectorised envs on the executor: `SubprocVecEnv`, `installed`."""
