@@ -1,1 +1,1 @@
-"""Gymnasium's vector envs on the executor: `AsyncVectorEnv`, `SyncVectorEnv`, `make_vec`, `installed`."""
+"""Gymnasium's vector envs on the executor: `AsyncVectorEnv`, `make_vec`, `installed`."""
