@@ -518,9 +518,7 @@ def meant(path, name, advice):
     return path, {name: 4}, f"{kind} failed: it has no argument '{name}'. {sentence}"
 
 
-GYM, ZOO, SB3 = (
-    f"envherd.executor.facades.{name}" for name in ("gymnasium", "pettingzoo", "sb3")
-)
+GYM, ZOO, SB3 = (f"envherd.{name}" for name in ("gymnasium", "pettingzoo", "sb3"))
 
 
 @needs("sb3", "pettingzoo")

@@ -331,7 +331,7 @@ def test_several_executors_share_nothing_and_use_few_descriptors():
         (
             "episode_statistics",
             True,
-            "episode_statistics=False, got True: .* RewardSum",
+            "episode_statistics=False, got True: .*RewardSum",
         ),
     ],
 )
