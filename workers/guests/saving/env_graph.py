@@ -51,12 +51,13 @@ _NOT_OF_ENVS = frozenset({*sys.stdlib_module_names, "numpy", "torch"})
 #: Classes of C whose objects have a state that functions of `snapshot.py` read and put back.
 _SIMULATORS = frozenset(
     {
-        "gymnasium.spaces.space:Space",
         "mujoco._structs:MjData",
         "dm_control.mujoco.engine:Physics",
         "ale_py._ale_py:ALEInterface",
     }
 )
+#: The attribute of a Gymnasium space that changes: all else that it has describes it.
+GENERATOR_OF_SPACE = "_np_random"
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class is not one of C's static types
 
 
@@ -68,8 +69,9 @@ class Graph:
         simulators: path -> object.
         held_classes: name -> class that is itself a value, e.g. a key.
         packages: of the classes of all objects, without those of `_NOT_OF_ENVS`.
-        lent: path -> array of a simulator, of which the env may hold views; floats alone, because simulators do not
+        lenders: path -> array of a simulator, of which the env may hold views; floats alone, because simulators do not
             check others.
+        lent: address -> path of these.
     """
 
     def __init__(self, env: Any) -> None:
@@ -79,7 +81,8 @@ class Graph:
         self.held_classes: dict[str, type] = {}
         self.paths: dict[int, str] = {}
         self.packages: set[str] = set()
-        self.lent: dict[str, np.ndarray] = {}
+        self.lenders: dict[str, np.ndarray] = {}
+        self.lent: dict[int, str] = {}
         self._classes: dict[str, type] = {}
         queue = [("", env, True)]
         seen = {id(env)}
@@ -113,7 +116,7 @@ class Graph:
             self.fixed[path] = one
             self.paths[id(one)] = path
         elif (
-            is_owned
+            (is_owned or is_space(cls))
             and is_python(cls)
             and not (isinstance(one, enum.Enum) or is_closing(cls))
         ):
@@ -127,26 +130,15 @@ class Graph:
             yield from (
                 (f".keys()[{position}]", key, False) for position, key in enumerate(one)
             )
-        elif (
-            isinstance(one, (*_CONTAINERS, np.ndarray)) or type(one).__name__ == "deque"
-        ):
-            items = one.reshape(-1) if isinstance(one, np.ndarray) else one
+        elif isinstance(one, _CONTAINERS) or type(one).__name__ == "deque":
             yield from (
-                (f"[{position}]", value, False) for position, value in enumerate(items)
+                (f"[{position}]", value, False) for position, value in enumerate(one)
             )
         if hasattr(one, "__dict__"):
             yield from ((f".{name}", value, True) for name, value in vars(one).items())
         for name, member in slots_of(type(one)).items():
             with contextlib.suppress(AttributeError):  # one that was never set
                 yield f".{name}", member.__get__(one), False
-
-    def lender_of(self, start: int, end: int, dtype: np.dtype) -> str | None:
-        """Return the path of the simulator's array that has the memory between two addresses; None if none has it."""
-        for path, array in self.lent.items():
-            first, last = bounds(array)
-            if first <= start and end <= last and array.dtype == dtype:
-                return path
-        return None
 
     def find_class(self, name: str) -> type:
         """Return the class of a name: of an object that the env has, or one that a package of theirs defines.
@@ -203,11 +195,16 @@ def simulator_of(cls: type) -> str | None:
     )
 
 
+def is_space(cls: type) -> bool:
+    """Return whether the objects of a class are spaces of Gymnasium."""
+    return any(name_of(base) == "gymnasium.spaces.space:Space" for base in cls.__mro__)
+
+
 def is_fixed(one: Any) -> bool:
-    """Return whether an object is no state: a function, class, module, space, model or renderer."""
+    """Return whether an object is no state: a function, class, module, model or renderer."""
     if isinstance(one, (*_FUNCTIONS, type)):
         return True
-    return any(
+    return not is_space(type(one)) and any(
         name_of(base).replace(":", ".").startswith(_FIXED)
         for base in type(one).__mro__[:-1]
     )
