@@ -212,7 +212,7 @@ class Block:
         if self._options.episode_seeds:
             for env_id, slot in self.slots.items():
                 number = self._options.first_env_id + env_id
-                slot.use_seeds(seeding.EpisodeSeeds(root_seed, number))
+                slot.use_seeds(root_seed, number)
 
     def take_place(
         self,
