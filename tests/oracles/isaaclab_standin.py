@@ -320,9 +320,16 @@ class ManagerBasedRLEnv(_BatchedEnv):
 
 
 class DirectMARLEnv(_BatchedEnv):
-    """Several agents; not served as it is."""
+    """Several agents, which are not served."""
 
     possible_agents: ClassVar[list[str]] = ["cart", "pole"]
+
+
+def multi_agent_to_single_agent() -> Any:
+    """Return what IsaacLab's function of this name makes of several agents."""
+    converted = make_direct()
+    converted.env = DirectMARLEnv(Cfg())
+    return converted
 
 
 # Adapters are found by these names, without IsaacLab being imported.
