@@ -11,6 +11,7 @@ code is here.
 
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import gymnasium
@@ -328,7 +329,7 @@ class DirectMARLEnv(_BatchedEnv):
 def multi_agent_to_single_agent() -> Any:
     """Return what IsaacLab's function of this name makes of several agents."""
     converted = make_direct()
-    converted.env = DirectMARLEnv(Cfg())
+    converted.env = SimpleNamespace(possible_agents=DirectMARLEnv.possible_agents)
     return converted
 
 
