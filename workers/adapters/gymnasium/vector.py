@@ -42,8 +42,6 @@ from envherd.workers.adapters.gymnasium.spaces import mosaic
 from envherd.workers.errors import FactoryError, ResetNeeded, SpecError
 
 _MODES = ("NextStep", "SameStep", "Disabled")
-#: Info keys of the last observations: in Gymnasium since 1.0, and before.
-_FINAL = ("final_obs", "final_observation")
 
 _DECLARE = (
     "Say it where the env is built, e.g. env.metadata = {**env.metadata, 'autoreset_mode': "
@@ -262,7 +260,7 @@ class GymnasiumVectorAdapter(Adapter):
 
     def _with_ends(self, values: list[Any]) -> list[Any]:
         """Return a step's observations with the last ones of ended rows; keep the first ones of their next episodes."""
-        final = next((self.info[name] for name in _FINAL if name in self.info), None)
+        final = self.info.get("final_obs")
         if self.mode != "SameStep":
             if final is not None:
                 raise SpecError(
@@ -275,7 +273,7 @@ class GymnasiumVectorAdapter(Adapter):
         self._begun_info = {
             key: value
             for key, value in self.info.items()
-            if str(key).lstrip("_") not in (*_FINAL, "final_info")
+            if str(key).lstrip("_") not in ("final_obs", "final_info")
         }
         self._begun_at = [_copied(value) for value in values]
         last = [_copied(value) for value in values]

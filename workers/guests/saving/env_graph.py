@@ -9,7 +9,6 @@ import functools
 import re
 import sys
 import types
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -233,30 +232,20 @@ def is_picture(one: Any) -> bool:
 
 
 def is_python(cls: type) -> bool:
-    """Return whether the objects of a class consist of their attributes, so that C code holds nothing of them."""
-    return all(base.__flags__ & _HEAP_TYPE for base in cls.__mro__[:-1]) and (
-        # For `__dict__` and weak references.
-        cls.__basicsize__ <= object.__basicsize__ + 2 * np.dtype(np.intp).itemsize
-        and cls.__dictoffset__ != 0
-    )
+    """Return whether the objects of a class consist of what is in their `__dict__`."""
+    return is_made_of_attributes(cls) and not slots_of(cls) and cls.__dictoffset__ != 0
 
 
-_SLOTS: weakref.WeakKeyDictionary[type, dict[str, Any]] = weakref.WeakKeyDictionary()
-
-
-def slots_of(cls: type) -> dict[str, Any]:
+@functools.lru_cache(256)
+def slots_of(cls: Any) -> dict[str, Any]:
     """Return what `__slots__` of a class and its bases in Python have declared, by name."""
-    found = _SLOTS.get(cls)
-    if found is None:
-        found = _SLOTS[cls] = {}
-        for base in cls.__mro__:
-            if base.__flags__ & _HEAP_TYPE:
-                found |= {
-                    name: one
-                    for name, one in vars(base).items()
-                    if isinstance(one, types.MemberDescriptorType)
-                }
-    return found
+    return {
+        name: one
+        for base in cls.__mro__
+        if base.__flags__ & _HEAP_TYPE
+        for name, one in vars(base).items()
+        if isinstance(one, types.MemberDescriptorType)
+    }
 
 
 def is_made_of_attributes(cls: type) -> bool:
