@@ -5,7 +5,6 @@ order; seeds of different envs and episodes are statistically independent (numpy
 which mixes the triple by hashing; neighbouring root seeds do not overlap as `seed + rank` does).
 """
 
-import contextlib
 import operator
 import random
 import secrets
@@ -15,8 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-#: Attributes by which envs, their wrappers and their tasks refer to the next one.
-_INNER = ("env", "_env", "unwrapped", "_task", "aec_env", "par_env")
 #: spawn_key of the seed of the global generators while a factory runs.
 _BUILD = 2**32 - 1
 
@@ -87,11 +84,6 @@ def build_seed(root_seed: int, env_id: int) -> int:
     return _first_word(root_seed, env_id, _BUILD)
 
 
-def branch_seed(root_seed: int, env_id: int, number: int) -> int:
-    """Return the seed of the generators of a copy that takes an env's place in branch `number`, in `[0, 2**32)`."""
-    return _first_word(root_seed, env_id, _BUILD, number)
-
-
 def _first_word(root_seed: int, *spawn_key: int) -> int:
     return int(
         np.random.SeedSequence(root_seed, spawn_key=spawn_key).generate_state(1)[0]
@@ -113,44 +105,6 @@ def seed_globals(seed: int) -> None:
         torch.default_generator.manual_seed(seed)
     elif torch is not None:
         torch.manual_seed(seed)
-
-
-def reseed(env: Any, seed: int) -> None:
-    """Seed the global generators, and those that an env, its wrappers and its task have as attributes.
-
-    Generators keep their identity, because objects may share them.
-    """
-    seed_globals(seed)
-    seeds = np.random.SeedSequence(seed)
-    for generator in _generators(env):
-        (own,) = seeds.spawn(1)
-        if isinstance(generator, np.random.Generator):
-            bits = generator.bit_generator
-            bits.state = type(bits)(own).state
-        else:
-            generator.seed(int(own.generate_state(1)[0]))
-
-
-def _generators(env: Any) -> list[Any]:
-    # By id, because envs may define equality; with the objects, so that no other one gets the id.
-    found: dict[int, Any] = {}
-    seen: dict[int, Any] = {}
-    layers = [env]
-    while layers:
-        layer = layers.pop()
-        if layer is None or id(layer) in seen:
-            continue
-        seen[id(layer)] = layer
-        for value in getattr(layer, "__dict__", {}).values():
-            if isinstance(
-                value,
-                (np.random.Generator, np.random.RandomState, random.Random),
-            ):
-                found.setdefault(id(value), value)
-        for name in _INNER:
-            with contextlib.suppress(Exception):  # a property may raise anything
-                layers.append(getattr(layer, name))
-    return list(found.values())
 
 
 _BITS = {
