@@ -222,7 +222,7 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         r'options=ExecutorOptions\(infos="plain"\)',
     ),
     "infos by name": (
-        lambda _: ExecutorOptions(infos=("lives",)),
+        lambda _: ExecutorOptions(infos=("lives",)),  # type: ignore[arg-type]
         ValueError,
         r"got \('lives',\)\. Write infos=\{NAME: int\}",
     ),
