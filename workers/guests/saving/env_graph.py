@@ -236,8 +236,7 @@ def is_python(cls: type) -> bool:
     return is_made_of_attributes(cls) and not slots_of(cls) and cls.__dictoffset__ != 0
 
 
-@functools.lru_cache(256)
-def slots_of(cls: Any) -> dict[str, Any]:
+def slots_of(cls: type) -> dict[str, Any]:
     """Return what `__slots__` of a class and its bases in Python have declared, by name."""
     return {
         name: one
