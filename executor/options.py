@@ -100,9 +100,9 @@ class ExecutorOptions:
         gpus: gives each worker one GPU, in turn: "all" that this process sees, or their indices. Sets
             CUDA_VISIBLE_DEVICES (and AMD's HIP_VISIBLE_DEVICES) and the renderers' MUJOCO_EGL_DEVICE_ID and
             EGL_VISIBLE_DEVICES; `env_vars` may set them differently. None leaves the workers the GPUs of this process.
-        infos: which of the envs' infos leave the workers. "drop": none. Names, a dict from names to example values (or
-            types), or "all": these entries become leaves `("info", NAME)`, with `("info", "_NAME")` for whether the
-            env returned it. For names and "all", shapes are read from an additional env, reset and stepped once.
+        infos: which of the envs' infos leave the workers. "drop": none. A dict from names to example values (or
+            types): these entries become leaves `("info", NAME)`, with `("info", "_NAME")` for whether the env returned
+            it.
             "plain": `BatchedEnv.infos` returns the dicts, without entries that are not plain data. "pickle": the same
             with any object that can be pickled, also from `call` and `get`; the workers must then be trusted. Entries
             that are left out are logged once by name.
@@ -334,7 +334,7 @@ class ExecutorOptions:
 
 #: An option, or value of one, that earlier versions had -> what to do instead.
 _INSTEAD_OF = {
-    "info_keys": 'Use infos=("NAME", ...).',
+    "info_keys": 'Use infos={"NAME": int}.',
     "nice": "Call os.setpriority(os.PRIO_PROCESS, 0, N) in the factory.",
     "pickle_replies": 'Use infos="pickle".',
     "reset_ahead": "Step with send and recv: other envs are then stepped while one is reset.",

@@ -1,11 +1,12 @@
 """`ParallelEnv`: the executor over worker processes."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 from envherd.executor.assembly import make_pool
 from envherd.executor.batched import BatchedEnv
-from envherd.executor.batches.arguments import as_count, need_bools
+from envherd.executor.batches.arguments import as_count
 from envherd.executor.batches.transfer import as_device
 from envherd.executor.keywords import names_right_keyword
 from envherd.executor.options import ExecutorOptions
@@ -104,7 +105,11 @@ class ParallelEnv(BatchedEnv):
             pool.close(timeout_s=0)
             raise
 
-    def branch(self, source_id: int, target_ids: Any, *, reseed: bool = False) -> None:
+    @functools.partial(
+        names_right_keyword,
+        instead_of={"reseed": "Call a method of the env that seeds its generators."},
+    )
+    def branch(self, source_id: int, target_ids: Any) -> None:
         """Replace envs by copies of another one, with the whole state of its simulator, in the middle of its episode.
 
         The worker of the source forks itself, and the copies take the places of the workers of the targets. The env
@@ -117,9 +122,6 @@ class ParallelEnv(BatchedEnv):
             source_id: the env that is copied. It must have been reset; its episode may have ended.
             target_ids: the envs that are replaced, as in `send`. Their episodes are abandoned, and their envs are not
                 closed.
-            reseed: give each copy other random numbers than the source: the global generators of its process and numpy
-                and Python generators of the env, its wrappers and its task are seeded anew. Generators inside C++ or
-                Lua are not.
 
         Raises:
             ValueError: the envs have no worker process each, unlike specs, or a worker that cannot be forked (it has
@@ -131,20 +133,13 @@ class ParallelEnv(BatchedEnv):
         """
         from envherd.executor.guests.branching import branch
 
-        need_bools("branch", reseed=reseed)
         as_count("branch", "source_id", source_id, least=0)
         with self._guard:
             source = int(self._exchange.as_ids(source_id)[0])
             targets = self._exchange.as_ids(target_ids)
             self._check_branch(source, targets.tolist())
             if len(targets):
-                branch(
-                    self._engine,
-                    source,
-                    targets,
-                    reseed=reseed,
-                    fork=self._branch_pool.branch,
-                )
+                branch(self._engine, source, targets, self._branch_pool.branch)
 
     def _check_branch(self, source: int, targets: list[int]) -> None:
         """Refuse a branch between envs that cannot take each other's place."""

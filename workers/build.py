@@ -11,11 +11,10 @@ import pickle
 import re
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-from envherd.workers import seeding
 from envherd.workers.adapters import Adapter, find_adapter, is_env_like
-from envherd.workers.errors import FactoryError, SpecError
+from envherd.workers.errors import FactoryError
 from envherd.workers.options import BlockOptions
 from envherd.workers.sending import importing
 from envherd.workers.sending.pickling import (
@@ -28,11 +27,8 @@ from envherd.workers.sending.pickling import (
 from envherd.workers.sending.sharing import is_meant_to_be_shared
 from envherd.workers.wrappers.leaves import (
     EpisodeLeaves,
-    InfoEntry,
     InfoLeaves,
     Wrapping,
-    declared_fields,
-    find_fields,
 )
 
 Factory = Callable[..., Any]
@@ -219,14 +215,6 @@ def _hinting() -> Iterator[None]:
         raise
 
 
-class _Probed(NamedTuple):
-    """The entries that the infos of an env show which a factory has built with some arguments."""
-
-    factory: Factory
-    kwargs: Mapping[str, Any]
-    fields: list[InfoEntry]
-
-
 class Builder:
     """Builds the envs of one worker, and remembers the envs that it has built.
 
@@ -241,7 +229,6 @@ class Builder:
         #: Env id -> the pickled factory that has built it.
         self.in_use: dict[int, bytes] = {}
         self._built: list[Adapter] = []
-        self._probed: list[_Probed] = []
 
     def build(
         self,
@@ -278,12 +265,9 @@ class Builder:
         adapter = self._adopt(factory, kwargs)
         if self._options.episode_statistics:
             adapter = EpisodeLeaves(adapter)
-        keys = self._options.info_keys
-        if keys is None:
-            return adapter
-        if isinstance(keys, Mapping):
-            return InfoLeaves(adapter, declared_fields(keys, adapter.spec))
-        return InfoLeaves(adapter, self._found_fields(factory, kwargs, keys))
+        if self._options.info_keys is not None:
+            adapter = InfoLeaves(adapter, self._options.info_keys)
+        return adapter
 
     def forget(self, closed: Adapter) -> None:
         """Forget an env that is closed, so that another one can take its place."""
@@ -296,34 +280,6 @@ class Builder:
         self._built = [built for built in self._built if built is not own]
         if own.is_alone:
             self._alone = None
-
-    def _found_fields(
-        self,
-        factory: Factory,
-        kwargs: Mapping[str, Any],
-        keys: Any,
-    ) -> list[InfoEntry]:
-        """Return the fields that a separate env shows, once for each factory and its arguments."""
-        for known in self._probed:
-            if known.factory is factory and are_equal(known.kwargs, kwargs):
-                return known.fields
-        # The probe draws from the generators, and the env must be built as without it.
-        state = seeding.caller_state()
-        probe = self._adopt(factory, kwargs)
-        # It is closed below, so the env may be the only one.
-        self._built.pop()
-        self._alone = None
-        try:
-            fields = find_fields(probe, keys)
-        except SpecError as error:
-            raise SpecError(f"{error} Built by {probe.origin}.") from None
-        finally:
-            probe.close()
-            seeding.restore_globals(state)
-        # Only as many as there are envs, because `rebuild` brings any number of tasks.
-        self._probed = self._probed[-len(self._built) - 1 :]
-        self._probed.append(_Probed(factory, kwargs, fields))
-        return fields
 
     def _adopt(self, factory: Factory, kwargs: Mapping[str, Any]) -> Adapter:
         if self._alone is not None:

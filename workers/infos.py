@@ -8,7 +8,7 @@ import contextlib
 import functools
 import logging
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -137,32 +137,25 @@ def check_keys(keys: Any) -> None:
     Raises:
         ValueError: says what was expected.
     """
-    if keys == "all":
-        return
-    problem = None
-    if isinstance(keys, str) or not isinstance(keys, (Sequence, Mapping)):
-        problem = f"{keys!r}." + (
-            f" Write ({keys!r},)." if isinstance(keys, str) else ""
-        )
-    else:
+    problem = f"{keys!r:.200}. Write infos={{NAME: int}}, or an example: {{NAME: numpy.zeros(3)}}."
+    if isinstance(keys, Mapping):
         bad = [
             name
             for name in keys
             if not as_path(name)
             or not all(isinstance(part, str) and part for part in as_path(name))
         ]
-        problem = f"the name {bad[0]!r}." if bad else None
-    if problem is not None:
+        problem = f"the name {bad[0]!r}." if bad else ""
+    if problem:
         raise ValueError(
-            f'ExecutorOptions failed: expected infos to be "drop", "plain", "pickle", "all", names, or a dict of names '
-            f"and values like theirs, got {problem}"
+            f'ExecutorOptions failed: expected infos to be "drop", "plain", "pickle", or a dict of names and values '
+            f"(or types) like theirs, got {problem}"
         )
-    if isinstance(keys, Mapping):
-        for name, like in keys.items():
-            try:
-                example_of(name, like)
-            except SpecError as error:
-                raise ValueError(f"ExecutorOptions failed: {error}") from None
+    for name, like in keys.items():
+        try:
+            example_of(name, like)
+        except SpecError as error:
+            raise ValueError(f"ExecutorOptions failed: {error}") from None
 
 
 def example_of(name: str | InfoPath, like: Any) -> np.ndarray:

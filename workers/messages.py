@@ -150,13 +150,11 @@ class Branch:
     Attributes:
         worker: of the copy, with the ids that its pool uses.
         config: settings of the copy's process, as `executor.processes.worker_process.worker_config` makes them.
-        seed: of the copy's generators; None leaves them as they are.
         number: as that of `Ask`.
     """
 
     worker: WorkerInfo
     config: dict[str, Any]
-    seed: int | None
     number: int
 
 

@@ -1,6 +1,6 @@
 """How a worker runs its envs: the options of a block, and the names of their choices."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -10,12 +10,8 @@ EnvType = Literal["torch", "numpy", "auto"]
 #: How infos are handled: they stay in the worker, are sent as plain data (other entries are left out), or are pickled.
 InfoPolicy = Literal["drop", "plain", "pickle"]
 
-#: Info entries that become leaves: "all", names, or a dict from each name to an example value or a type.
-InfoKeys = (
-    Literal["all"]
-    | Sequence[str | tuple[str, ...]]
-    | Mapping[str | tuple[str, ...], Any]
-)
+#: Info entries that become leaves: from each name to an example value or a type.
+InfoKeys = Mapping[str | tuple[str, ...], Any]
 
 
 class FactoryCall(NamedTuple):

@@ -5,7 +5,6 @@ order; seeds of different envs and episodes are statistically independent (numpy
 which mixes the triple by hashing; neighbouring root seeds do not overlap as `seed + rank` does).
 """
 
-import contextlib
 import operator
 import random
 import secrets
@@ -15,8 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-#: Attributes by which envs, their wrappers and their tasks refer to the next one.
-_INNER = ("env", "_env", "unwrapped", "_task", "aec_env", "par_env")
 #: spawn_key of the seed of the global generators while a factory runs.
 _BUILD = 2**32 - 1
 
@@ -50,49 +47,10 @@ def episode_seed(root_seed: int, env_id: int, episode: int) -> int:
     return _first_word(root_seed, env_id, episode)
 
 
-class EpisodeSeeds:
-    """The seeds of one env's episodes: the same as `episode_seed`, but faster (2 us instead of 8).
-
-    The episode is the last word that `SeedSequence` mixes into its pool. The words before it are mixed once, here. The
-    constants are those of numpy's `SeedSequence`, which promises never to change them; it follows O'Neill's `seed_seq`
-    (https://www.pcg-random.org/posts/developing-a-seed_seq-alternative.html).
-
-    Args:
-        root_seed: of the executor.
-        env_id: of the env.
-
-    Attributes:
-        pool: uint32 `[5]`: the pool before the episode is mixed in, and the hash multiplier at that point.
-    """
-
-    def __init__(self, root_seed: int, env_id: int) -> None:
-        self._root_seed = root_seed
-        self._env_id = env_id
-        words = _words_of(root_seed)
-        words += [0] * (POOL_SIZE - len(words)) + _words_of(env_id)
-        pool, self._hash = _mixed(words)
-        self._pool = tuple(pool)
-        self.pool = np.array([*pool, self._hash], np.uint32)
-
-    def __getitem__(self, episode: int) -> int:
-        """Return the seed of an episode, in `[0, 2**32)`."""
-        # `SeedSequence` takes a larger number for two words.
-        if episode > _MASK:
-            return episode_seed(self._root_seed, self._env_id, episode)
-        multiplier = self._hash
-        value = episode ^ multiplier
-        multiplier = multiplier * MULT_A & _MASK
-        value = value * multiplier & _MASK
-        mixed = MIX_L * self._pool[0] - MIX_R * (value ^ value >> SHIFT) & _MASK
-        word = (mixed ^ mixed >> SHIFT) ^ INIT_B
-        word = word * (INIT_B * MULT_B & _MASK) & _MASK
-        return word ^ word >> SHIFT
-
-
-#: Of `SeedSequence`; `native/step.c` uses them as well.
+#: Of numpy's `SeedSequence`, which promises never to change them, for `native/step.c`. They are those of O'Neill's
+#: `seed_seq` (https://www.pcg-random.org/posts/developing-a-seed_seq-alternative.html).
 POOL_SIZE = 4
 SHIFT = 16
-_MASK = 0xFFFFFFFF
 INIT_A = 0x43B0D7E5
 MULT_A = 0x931E8875
 INIT_B = 0x8B51F9DD
@@ -101,47 +59,29 @@ MIX_L = 0xCA01F9DD
 MIX_R = 0x4973F715
 
 
-def _words_of(number: int) -> list[int]:
-    """Return the 32-bit words of a number, lowest first; one word for 0."""
-    return [
-        number >> shift & _MASK for shift in range(0, max(number.bit_length(), 1), 32)
-    ]
+def seed_pool(root_seed: int, env_id: int) -> np.ndarray:
+    """Return what all seeds of an env's episodes have in common, from which C makes those of `episode_seed`.
+
+    The episode is the last word that `SeedSequence` mixes into its pool.
+
+    Returns:
+        uint32 `[5]`: the pool before that word, and the multiplier of its hash, which follows from the number of hashes
+        so far: one for each word and each part of the pool.
+    """
+    num_words = max(POOL_SIZE, _num_words(root_seed)) + _num_words(env_id)
+    multiplier = INIT_A * pow(MULT_A, num_words * POOL_SIZE, 2**32) % 2**32
+    pool = np.random.SeedSequence(root_seed, spawn_key=(env_id,)).pool
+    return np.array([*pool, multiplier], np.uint32)
 
 
-def _mixed(words: list[int]) -> tuple[list[int], int]:
-    """Return `SeedSequence`'s pool after at least four words, and its hash multiplier at that point."""
-    multiplier = INIT_A
-
-    def hashed(value: int) -> int:
-        nonlocal multiplier
-        value ^= multiplier
-        multiplier = multiplier * MULT_A & _MASK
-        value = value * multiplier & _MASK
-        return value ^ value >> SHIFT
-
-    def mix(one: int, other: int) -> int:
-        result = MIX_L * one - MIX_R * other & _MASK
-        return result ^ result >> SHIFT
-
-    # Each `hashed` changes the multiplier, so the order of the calls is that of numpy.
-    pool = [hashed(word) for word in words[:POOL_SIZE]]
-    for source in range(POOL_SIZE):
-        for to in range(POOL_SIZE):
-            if source != to:
-                pool[to] = mix(pool[to], hashed(pool[source]))
-    for word in words[POOL_SIZE:]:
-        pool = [mix(value, hashed(word)) for value in pool]
-    return pool, multiplier
+def _num_words(number: int) -> int:
+    """Return how many words of 32 bits a number has; one for 0."""
+    return max(1, -(-number.bit_length() // 32))
 
 
 def build_seed(root_seed: int, env_id: int) -> int:
     """Return the seed of the global generators while one env's factory runs, in `[0, 2**32)`."""
     return _first_word(root_seed, env_id, _BUILD)
-
-
-def branch_seed(root_seed: int, env_id: int, number: int) -> int:
-    """Return the seed of the generators of a copy that takes an env's place in branch `number`, in `[0, 2**32)`."""
-    return _first_word(root_seed, env_id, _BUILD, number)
 
 
 def _first_word(root_seed: int, *spawn_key: int) -> int:
@@ -165,44 +105,6 @@ def seed_globals(seed: int) -> None:
         torch.default_generator.manual_seed(seed)
     elif torch is not None:
         torch.manual_seed(seed)
-
-
-def reseed(env: Any, seed: int) -> None:
-    """Seed the global generators, and those that an env, its wrappers and its task have as attributes.
-
-    Generators keep their identity, because objects may share them.
-    """
-    seed_globals(seed)
-    seeds = np.random.SeedSequence(seed)
-    for generator in _generators(env):
-        (own,) = seeds.spawn(1)
-        if isinstance(generator, np.random.Generator):
-            bits = generator.bit_generator
-            bits.state = type(bits)(own).state
-        else:
-            generator.seed(int(own.generate_state(1)[0]))
-
-
-def _generators(env: Any) -> list[Any]:
-    # By id, because envs may define equality; with the objects, so that no other one gets the id.
-    found: dict[int, Any] = {}
-    seen: dict[int, Any] = {}
-    layers = [env]
-    while layers:
-        layer = layers.pop()
-        if layer is None or id(layer) in seen:
-            continue
-        seen[id(layer)] = layer
-        for value in getattr(layer, "__dict__", {}).values():
-            if isinstance(
-                value,
-                (np.random.Generator, np.random.RandomState, random.Random),
-            ):
-                found.setdefault(id(value), value)
-        for name in _INNER:
-            with contextlib.suppress(Exception):  # a property may raise anything
-                layers.append(getattr(layer, name))
-    return list(found.values())
 
 
 _BITS = {

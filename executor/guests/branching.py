@@ -1,6 +1,6 @@
 """Replace envs by copies of another env, whose worker forks itself; see `ParallelEnv.branch`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -8,27 +8,18 @@ from envherd.executor.protocol.engine import Engine
 from envherd.executor.protocol.env_states import State
 from envherd.workers.block.slot import KEPT_FLAGS, KEPT_STEPS, JournalFlag
 from envherd.workers.errors import EnvherdError, ResetNeeded
-from envherd.workers.seeding import branch_seed
 
-#: `(source, targets, seeds, give_up)`: see `WorkerPool.branch`.
-Fork = Callable[[int, np.ndarray, Sequence[int | None], Callable[[], None]], None]
+#: `(source, targets, give_up)`: see `WorkerPool.branch`.
+Fork = Callable[[int, np.ndarray, Callable[[], None]], None]
 
 
-def branch(
-    engine: Engine,
-    source: int,
-    targets: np.ndarray,
-    *,
-    reseed: bool,
-    fork: Fork,
-) -> None:
+def branch(engine: Engine, source: int, targets: np.ndarray, fork: Fork) -> None:
     """Replace envs by copies of another; see `ParallelEnv.branch`.
 
     Args:
         engine: of the executor.
         source: env id.
         targets: env ids, int64 `[k]`, without `source`.
-        reseed: whether the copies' generators are seeded anew.
         fork: see `WorkerPool.branch`.
     """
     engine.guard.refuse_rolling()
@@ -41,28 +32,20 @@ def branch(
             env_ids=(source,),
         )
     has_ended = bool(states.needs_reset[source])
-    # Counts branches, so that a later one from the same source has other seeds.
-    number = engine.num_branches
-    first = engine.options.first_env_id
-    seeds = [
-        branch_seed(engine.seed, first + i, number) if reseed else None
-        for i in targets.tolist()
-    ]
 
     def give_up() -> None:
         # Not before: a refused branch changes nothing.
-        engine.num_branches = number + 1
         engine.received = None
         engine.flights.losses.lose(targets)
 
     try:
-        fork(source, targets, seeds, give_up)
+        fork(source, targets, give_up)
     except EnvherdError:
         engine.flights.losses.accept()
         raise
     episodes = engine.pool.slab.words["episode"]
     episodes[targets] = episodes[source]
-    _copy_journals(engine, source, targets, is_changed=reseed)
+    _copy_journals(engine, source, targets, is_changed=False)
     engine.positions.copy_root(source, targets)
     states.restore(targets, np.full(len(targets), has_ended))
 

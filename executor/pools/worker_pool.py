@@ -607,7 +607,6 @@ class WorkerPool(Pool):
         self,
         source: int,
         targets: np.ndarray,
-        seeds: Sequence[int | None],
         give_up: Callable[[], None],
     ) -> None:
         """Put copies of the worker of an env into the places of the workers of others.
@@ -615,13 +614,11 @@ class WorkerPool(Pool):
         Args:
             source: env id.
             targets: env ids, int64 `[k]`. All of these envs owe nothing, and have a worker each.
-            seeds: of the copies' generators; None leaves them as they are.
             give_up: called before the first of the workers of `targets` is killed.
         """
         self.supervisor.branch(
             int(self.worker_of[source]),
             self.worker_of[targets].tolist(),
-            seeds,
             give_up,
         )
 

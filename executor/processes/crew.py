@@ -260,7 +260,6 @@ class Crew:
         self,
         source_id: int,
         worker_id: int,
-        seed: int | None,
         copies: list[WorkerProcess],
     ) -> None:
         """Make a worker fork itself. The copy is for the place of another worker, and waits for `replace` and `attach`.
@@ -268,7 +267,6 @@ class Crew:
         Args:
             source_id: of the worker.
             worker_id: whose place the copy is for.
-            seed: of the generators of the copy; None leaves them as they are.
             copies: the copy is appended before it exists, so that it can be released after an interrupt.
 
         Raises:
@@ -294,7 +292,6 @@ class Crew:
         message = messages.Branch(
             worker=copy.info,
             config=worker_config(self.options, worker_id),
-            seed=seed,
             number=number,
         )
 

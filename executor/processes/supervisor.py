@@ -276,7 +276,6 @@ class Supervisor:
         self,
         source_id: int,
         worker_ids: Sequence[int],
-        seeds: Sequence[int | None],
         give_up: Callable[[], None],
     ) -> None:
         """Put copies of a worker into the places of others, which are killed. They owe nothing.
@@ -286,7 +285,6 @@ class Supervisor:
         Args:
             source_id: of the worker.
             worker_ids: of the others.
-            seeds: of the generators of each copy; None leaves them as they are.
             give_up: called before the first of the others is killed.
 
         Raises:
@@ -298,7 +296,7 @@ class Supervisor:
             raise error
         copies: list[WorkerProcess] = []
         try:
-            self._fork(source_id, worker_ids, seeds, copies)
+            self._fork(source_id, worker_ids, copies)
             give_up()
             for worker_id in worker_ids:
                 self._to_leaving(worker_id)  # 4
@@ -317,12 +315,11 @@ class Supervisor:
         self,
         source_id: int,
         worker_ids: Sequence[int],
-        seeds: Sequence[int | None],
         copies: list[WorkerProcess],
     ) -> None:
         try:
-            for worker_id, seed in zip(worker_ids, seeds, strict=True):
-                self._crew.fork(source_id, worker_id, seed, copies)
+            for worker_id in worker_ids:
+                self._crew.fork(source_id, worker_id, copies)
         except EnvherdError as error:
             if self._crew.workers[source_id].has_exited():
                 self.declare_lost(source_id, error)

@@ -174,7 +174,6 @@ class Calls:
     def use_seed(self, seed: int | None) -> None:
         """Seed the generator of random actions."""
         self.seed = as_root_seed(seed, "set_seed")
-        self.num_branches = 0
         self.sampler = ActionSampler(self.specs, self.seed, self.options.first_env_id)
 
     def set_seed(self, seed: int | None, episodes: Sequence[int] | None = None) -> None:

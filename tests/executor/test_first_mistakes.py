@@ -25,7 +25,6 @@ from envherd import (
     FactoryError,
     ParallelEnv,
     SerialEnv,
-    SpecError,
     WorkerLost,
     WorkerTimeout,
 )
@@ -73,13 +72,6 @@ class Raises(Outside):
 
     def step(self, _action: Any) -> Any:
         raise ValueError
-
-
-class Labelled(Outside):
-    """An env whose infos have a text."""
-
-    def step(self, action: Any) -> Any:
-        return *super().step(action)[:4], {"label": "left"}
 
 
 class Argmax(nn.Module):
@@ -229,10 +221,10 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         r'options=ExecutorOptions\(infos="plain"\)',
     ),
-    "an info of text": (
-        lambda _: serial(1, Labelled, options=ExecutorOptions(infos=("label",))),
-        SpecError,
-        r"expected a number as 'label', got a str\. ExecutorOptions\(infos='plain'\)",
+    "infos by name": (
+        lambda _: ExecutorOptions(infos=("lives",)),  # type: ignore[arg-type]
+        ValueError,
+        r"got \('lives',\)\. Write infos=\{NAME: int\}",
     ),
     "a class of no family": (
         lambda _: serial(1, dict),

@@ -108,7 +108,7 @@ def test_options_beyond_the_machine_are_refused_before_a_start(options):
     ("options", "advice"),
     [
         ({"nice": 5}, "Call os.setpriority(os.PRIO_PROCESS, 0, N) in the factory."),
-        ({"info_keys": ("lives",)}, 'Use infos=("NAME", ...).'),
+        ({"info_keys": ("lives",)}, 'Use infos={"NAME": int}.'),
         ({"pickle_replies": True}, 'Use infos="pickle".'),
         (
             {"reset_ahead": True},

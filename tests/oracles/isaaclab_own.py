@@ -15,14 +15,11 @@ import torch
 
 warnings.simplefilter("ignore")  # IsaacLab uses deprecated APIs, also during its import
 from isaaclab.envs import (
-    DirectMARLEnv,
-    DirectMARLEnvCfg,
     DirectRLEnv,
     DirectRLEnvCfg,
     ManagerBasedRLEnv,
     ManagerBasedRLEnvCfg,
     mdp,
-    multi_agent_to_single_agent,
 )
 from isaaclab.managers import (
     ActionTerm,
@@ -103,49 +100,6 @@ class Direct(DirectRLEnv):
 
     def _get_dones(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.line.is_out(), self.episode_length_buf >= self.max_episode_length
-
-    def _reset_idx(self, env_ids: Any) -> None:
-        super()._reset_idx(env_ids)
-        self.line.put(env_ids)
-
-
-@configclass
-class AgentsCfg(DirectMARLEnvCfg):
-    """Of four rows; one agent sees the place and pushes, one sees the speed."""
-
-    sim: SimulationCfg = SimulationCfg(dt=_DT, device="cpu", save_logs_to_file=False)
-    scene: InteractiveSceneCfg = InteractiveSceneCfg(num_envs=4, env_spacing=1.0)
-    decimation: int = 1
-    episode_length_s: float = MAX_LENGTH * _DT
-    possible_agents: list[str] = ["place", "speed"]  # noqa: RUF012  # IsaacLab's way to write configs
-    observation_spaces: dict[str, int] = {"place": 1, "speed": 1}  # noqa: RUF012
-    action_spaces: dict[str, int] = {"place": 1, "speed": 1}  # noqa: RUF012
-    state_space: int = 0
-
-
-class Agents(DirectMARLEnv):
-    """The direct workflow of two agents, which end together."""
-
-    def _setup_scene(self) -> None:
-        self.line = Line(self.num_envs, self.device)
-
-    def _pre_physics_step(self, actions: dict[str, torch.Tensor]) -> None:
-        self.force = actions["place"][:, 0] + actions["speed"][:, 0]
-
-    def _apply_action(self) -> None:
-        self.line.push(self.force)
-
-    def _get_observations(self) -> dict[str, torch.Tensor]:
-        place, speed = self.line.state().split(1, dim=1)
-        return {"place": place, "speed": speed}
-
-    def _get_rewards(self) -> dict[str, torch.Tensor]:
-        return dict.fromkeys(self.cfg.possible_agents, 1.0 - self.line.place.abs())
-
-    def _get_dones(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        agents = self.cfg.possible_agents
-        is_late = self.episode_length_buf >= self.max_episode_length
-        return dict.fromkeys(agents, self.line.is_out()), dict.fromkeys(agents, is_late)
 
     def _reset_idx(self, env_ids: Any) -> None:
         super()._reset_idx(env_ids)
@@ -261,7 +215,3 @@ def make_direct() -> Direct:
 
 def make_managed() -> ManagerBasedRLEnv:
     return ManagerBasedRLEnv(ManagedCfg())
-
-
-def make_agents_as_one() -> DirectRLEnv:
-    return multi_agent_to_single_agent(Agents(AgentsCfg()))

@@ -11,6 +11,7 @@ code is here.
 
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import gymnasium
@@ -320,9 +321,16 @@ class ManagerBasedRLEnv(_BatchedEnv):
 
 
 class DirectMARLEnv(_BatchedEnv):
-    """Several agents; not served as it is."""
+    """Several agents, which are not served."""
 
     possible_agents: ClassVar[list[str]] = ["cart", "pole"]
+
+
+def multi_agent_to_single_agent() -> Any:
+    """Return what IsaacLab's function of this name makes of several agents."""
+    converted = make_direct()
+    converted.env = SimpleNamespace(possible_agents=DirectMARLEnv.possible_agents)
+    return converted
 
 
 # Adapters are found by these names, without IsaacLab being imported.

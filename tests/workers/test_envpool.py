@@ -64,7 +64,7 @@ def test_a_time_limit_is_a_truncation_and_a_fall_is_not(env_type):
 
 def test_infos_are_those_of_all_rows_after_a_partial_reset():
     with SerialEnv(
-        1, pool, seed=0, options=ExecutorOptions(infos=("elapsed_step",))
+        1, pool, seed=0, options=ExecutorOptions(infos={"elapsed_step": np.int32})
     ) as env:
         td = env.step(env.rand_action(env.reset()))["next"]
         td = env.reset(

@@ -22,7 +22,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 MAKERS = {
     "direct": own.make_direct,
     "managed": own.make_managed,
-    "agents as one": own.make_agents_as_one,
 }
 
 
@@ -50,7 +49,7 @@ def test_last_observations_are_true_and_rows_reset_alone(name):
         assert env.specs[0].family == "isaaclab"
         env.reset()
         (simulator,) = built
-        line = getattr(simulator, "env", simulator).line
+        line = simulator.line
         num_ends = 0
         for _ in range(20):
             td, root = env.step_and_maybe_reset(env.rand_action(env.current()))

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
 from gymnasium.vector import AutoresetMode
 
 from envherd.executor import (
@@ -67,15 +66,6 @@ def without(name: str) -> Any:
 
 def reserved(name: str) -> Any:
     return Echo(spaces.Dict({name: spaces.Discrete(2), "other": spaces.Discrete(2)}))
-
-
-class OwnVector(CartPoleVectorEnv):
-    """Gymnasium has others like it, which know no masks."""
-
-    __module__ = "gymnasium.envs.somewhere"
-
-    def step(self, action: Any) -> Any:
-        return super().step(action)
 
 
 class NoInfos(gymnasium.vector.VectorWrapper):
@@ -335,8 +325,8 @@ BUILT: dict[str, tuple[Any, ...]] = {
         "NormalizeObservation",
     ),
     "vector: an env without masks": (
-        partial(OwnVector, 3),
-        r"OwnVector.*vectorization_mode='sync'",
+        partial(gymnasium.make_vec, "CartPole-v1", 3),
+        r"CartPoleVectorEnv.*vectorization_mode='sync'",
     ),
     "vector: no mode": (
         partial(LoopVectorEnv, 2, AutoresetMode.SAME_STEP, says_mode=False),
@@ -417,7 +407,14 @@ BUILT: dict[str, tuple[Any, ...]] = {
     "torch: no mode": (simulators.Silent, r"says when it resets.*resets='never'"),
     "torch: next step": (simulators.NextStep, "NEXT_STEP.*DISABLED"),
     "torch: one row": (partial(gymnasium.make, "CartPole-v1"), "num_envs", TORCH),
-    "isaaclab: several agents": (isaac.DirectMARLEnv, "multi_agent_to_single_agent"),
+    "isaaclab: several agents": (
+        isaac.DirectMARLEnv,
+        "with one agent, got DirectMARLEnv with several",
+    ),
+    "isaaclab: several agents as one": (
+        isaac.multi_agent_to_single_agent,
+        "with one agent, got DirectRLEnv with several",
+    ),
     "isaaclab: two simulators": (
         isaac.make_direct,
         r"one simulator in a process.*num_workers",

@@ -4,9 +4,8 @@ import itertools
 import random
 
 import numpy as np
-import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from envherd.workers import seeding
@@ -83,16 +82,20 @@ _WORDS = st.one_of(
 )
 @example(0, 0, 0)
 @example(2**128, 2**32, 2**32 - 1)
-def test_the_seeds_of_an_env_are_those_of_its_triples(root_seed, env_id, episode):
-    seeds = seeding.EpisodeSeeds(root_seed, env_id)
-    assert seeds[episode] == seeding.episode_seed(root_seed, env_id, episode)
-    assert seeds.pool.dtype == np.uint32
-    assert seeds.pool.shape == (5,)
+def test_the_pool_of_an_env_gives_its_seeds(root_seed, env_id, episode):
+    assume(episode < 2**32)
+    pool = seeding.seed_pool(root_seed, env_id)
+    assert pool.dtype == np.uint32
+    assert pool.shape == (5,)
+    *words, multiplier = pool.tolist()
+    # As `episode_seed` of `step.c`.
+    value = hashed(episode ^ multiplier, multiplier * seeding.MULT_A)
+    mixed = seeding.MIX_L * words[0] - seeding.MIX_R * value
+    word = (mixed % 2**32) ^ mixed % 2**32 >> seeding.SHIFT
+    seed = hashed(word ^ seeding.INIT_B, seeding.INIT_B * seeding.MULT_B)
+    assert seed == seeding.episode_seed(root_seed, env_id, episode)
 
 
-@pytest.mark.parametrize("root_seed", [0, 2**40])
-def test_the_seeds_of_an_env_in_a_row(root_seed):
-    seeds = seeding.EpisodeSeeds(root_seed, 3)
-    assert [seeds[i] for i in range(100)] == [
-        seeding.episode_seed(root_seed, 3, i) for i in range(100)
-    ]
+def hashed(value, multiplier):
+    product = value * multiplier % 2**32
+    return product ^ product >> seeding.SHIFT

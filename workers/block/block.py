@@ -212,13 +212,12 @@ class Block:
         if self._options.episode_seeds:
             for env_id, slot in self.slots.items():
                 number = self._options.first_env_id + env_id
-                slot.use_seeds(seeding.EpisodeSeeds(root_seed, number))
+                slot.use_seeds(root_seed, number)
 
     def take_place(
         self,
         worker_id: int,
         env_id: int,
-        seed: int | None,
         state: np.ndarray,
     ) -> None:
         """In a copy of the process, become the block of another worker's only env; `attach` must follow.
@@ -226,7 +225,6 @@ class Block:
         Args:
             worker_id: of the worker.
             env_id: of its env, whose next episodes have that env's seeds.
-            seed: of all generators from now on; None leaves them as they are.
             state: of the env before the fork.
         """
         (slot,) = self.slots.values()
@@ -235,9 +233,6 @@ class Block:
         self.worker_id = worker_id
         self.slots = {env_id: slot}
         self.use_root_seed(self.root_seed)
-        if seed is not None:
-            seeding.reseed(slot.adapter.env, seed)
-            slot.rng_state = seeding.globals_state()
 
     def prepare(self, message: Prepare) -> None:
         """Keep the extras of an env's next command, and close an env that is to be built anew, if it is not closed.

@@ -21,7 +21,7 @@ from envherd.workers.errors import EnvherdError, InternalError, SpecError
 from envherd.workers.info_rows import InfoWriter
 from envherd.workers.messages import Prepare
 from envherd.workers.protocol import IMPOSSIBLE, Op, pack_phase
-from envherd.workers.seeding import EpisodeSeeds, GlobalsState
+from envherd.workers.seeding import GlobalsState, episode_seed, seed_pool
 from envherd.workers.writers import Writer, writer_for
 
 # ---- slot states -------------------------------------------------------------------------------
@@ -310,9 +310,10 @@ class Slot:
         self.prepared: Prepare | None = None
         self.rename(env_id)
         self.rng_state: GlobalsState | None = None
-        # `seeding.EpisodeSeeds.pool`, for C; None if the env's own generators continue.
+        # Root seed and number of the env; None if the env's own generators continue.
+        self._seeds: tuple[int, int] | None = None
+        # `seeding.seed_pool` of them, for C.
         self.seed_pool: np.ndarray | None = None
-        self._seeds: EpisodeSeeds | None = None
         self.unwatched = {"reset", "step"}
         # The steps in C read and write it, too; `FOLLOWS` is the table of both.
         self.state = np.full(1, SlotState.NEEDS_RESET, np.int8)
@@ -363,19 +364,20 @@ class Slot:
         """Whether its latest row ended its episode, or those of some of its rows."""
         return self._state[0] in OVER
 
-    def use_seeds(self, seeds: EpisodeSeeds) -> None:
-        """Use these seeds for the env's episodes from now on."""
-        self._seeds = seeds
+    def use_seeds(self, root_seed: int, number: int) -> None:
+        """Draw the seeds of the env's episodes from a root seed and the env's number from now on."""
+        self._seeds = (root_seed, number)
+        pool = seed_pool(root_seed, number)
         if self.seed_pool is None:
-            self.seed_pool = seeds.pool
+            self.seed_pool = pool
         # Into the same array, because the reset in C reads it.
-        self.seed_pool[:] = seeds.pool
+        self.seed_pool[:] = pool
 
     def seed_of(self, episode: int) -> int | None:
         """Return the seed of an episode, or None if the env's own generators continue."""
         if self._seeds is None:
             return None
-        return self._seeds[episode]
+        return episode_seed(*self._seeds, episode)
 
     def writers(
         self,

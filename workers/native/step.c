@@ -30,7 +30,7 @@ typedef struct {
 } Leaves;
 
 enum { MOST_ROWS = 64 }; /* of a leaf that is given as its rows */
-enum { SEED_WORDS = SEED_POOL + 1 }; /* of `seeding.EpisodeSeeds.pool` */
+enum { SEED_WORDS = SEED_POOL + 1 }; /* of `seeding.seed_pool` */
 enum { NUM_FLAGS = 3 }; /* done, terminated, truncated */
 static const char *const NAMES[] = {"env", "step", "info", "reset", "prepared", "latest", "is_ahead"};
 enum { ENV, STEP, INFO, RESET, PREPARED, LATEST, IS_AHEAD, NUM_NAMES };
@@ -621,7 +621,7 @@ Outcome step_once(Step *step, i64 column, PyObject **given)
 
 /* ---- the reset that follows ------------------------------------------------------------------------- */
 
-/* `seeding.EpisodeSeeds.__getitem__`, which has the source of the constants. */
+/* `seeding.episode_seed`, from `seeding.seed_pool`. */
 static uint32_t episode_seed(const uint32_t *pool, uint32_t episode)
 {
     uint32_t value = episode ^ pool[SEED_POOL];

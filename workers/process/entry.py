@@ -361,7 +361,6 @@ class Worker:
         self._block.take_place(
             message.worker.worker_id,
             message.worker.env_ids[0],
-            message.seed,
             states[0],
         )
         self._loop = None

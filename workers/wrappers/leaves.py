@@ -11,35 +11,28 @@ is `("agents", "episode", "return")`, with the reward's shape. `("episode", "len
 
 Chosen entries of an env's infos:
 
-    ParallelEnv(8, make_env, options=ExecutorOptions(infos=("lives",)))          # shapes are read from an env
-    ... infos={"lives": int, "position": np.zeros(3), ("episode", "r"): float}   # or given
-    ... infos="all"                                                              # every number there is
+    infos = {"lives": int, "position": np.zeros(3), ("episode", "r"): float}
+    ParallelEnv(8, make_env, options=ExecutorOptions(infos=infos))
 
 An entry `lives` becomes `("info", "lives")`. The bool `("info", "_lives")` is True if the env returned the entry;
 otherwise the leaf is 0. An entry of a dict inside the info is a path, `("episode", "r")`, and becomes
 `("info", "episode", "r")` and `("info", "episode", "_r")`. The root holds the info of a reset, `next` that of the step.
 
-Shapes are read from a separate env, which is reset, stepped once and closed, so the envs themselves start untouched.
-Declare the shapes of entries that appear only later (at an episode's end), and those of envs of which a process may
-have only one.
-
 Guarantees: no info makes a step fail. A value that does not fit its leaf (another shape, a float for an int, None,
 text) counts as absent and is logged once.
 """
 
-import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from envherd.shm.specs import (
     EPISODE_KEYS,
     Binary,
-    Discrete,
     EnvSpec,
     Key,
     LeafSpec,
@@ -48,7 +41,7 @@ from envherd.shm.specs import (
 from envherd.workers.adapters.base import Adapter, Mask, Options, StepValues
 from envherd.workers.errors import SpecError
 from envherd.workers.infos import InfoPath, as_array, as_path, example_of, explain
-from envherd.workers.random_values import draw
+from envherd.workers.options import InfoKeys
 from envherd.workers.writers import coerce
 
 
@@ -324,9 +317,6 @@ class EpisodeLeaves(Wrapping):
 _INFO_ROOT = "info"
 #: Where a vector env in SAME_STEP mode reports the infos of the rows that ended: Gymnasium's key.
 _FINAL = "final_info"
-_DEEPEST = 6
-_AS_DICTS = "ExecutorOptions(infos='plain') returns infos as dicts, by env.infos()."
-_MOST = 1000  # leaves; an info with more numbers is probably a mistake
 
 
 @dataclass(frozen=True)
@@ -349,14 +339,14 @@ class InfoLeaves(Wrapping):
 
     Args:
         inner: the adapter.
-        fields: from `declared_fields` or `find_fields`.
+        keys: name or path of an entry -> a value like those of one row, or their type.
 
     Raises:
         SpecError: the env has an observation named `info` itself, or two of the leaves would have one place.
     """
 
-    def __init__(self, inner: Adapter, fields: Iterable[InfoEntry]) -> None:
-        self._fields = tuple(fields)
+    def __init__(self, inner: Adapter, keys: InfoKeys) -> None:
+        self._fields = [_field(name, like, inner.spec) for name, like in keys.items()]
         leaves = [leaf for field in self._fields for leaf in (field.leaf, field.mask)]
         paths = sorted(leaf.key[1:] for leaf in leaves)
         for path, following in pairwise(paths):
@@ -448,132 +438,17 @@ class InfoLeaves(Wrapping):
         )
 
 
-def declared_fields(
-    keys: Mapping[str | InfoPath, Any], spec: EnvSpec
-) -> list[InfoEntry]:
-    """Return the fields of declared entries; declarations describe one row of an env that is itself a batch."""
-    fields = []
-    for name, like in keys.items():
-        value = example_of(name, like)
-        fields.append(
-            _field(
-                as_path(name),
-                np.broadcast_to(value, (*spec.batch_shape, *value.shape)),
-                spec,
-            )
-        )
-    return fields
-
-
-def find_fields(
-    adapter: Adapter,
-    keys: Literal["all"] | Sequence[str | InfoPath],
-) -> list[InfoEntry]:
-    """Reset and step an env once, and return a field for each entry wanted.
-
-    Raises:
-        SpecError: a name is not among these infos, or its values are no numbers.
-    """
-    found: dict[InfoPath, np.ndarray] = {}
-    adapter.reset(0)
-    _collect(adapter.info, (), found, adapter.spec.batch_shape)
-    failure = ""
-    try:
-        rng = np.random.default_rng(0)
-        adapter.step(
-            [_input(leaf, rng) for leaf in (*adapter.spec.action, *adapter.spec.state)]
-        )
-        _collect(adapter.info, (), found, adapter.spec.batch_shape)
-    except Exception as error:  # a random action may be one that the env refuses
-        failure = f" (its step raised {explain(error)})"
-    if keys == "all":
-        return [
-            _field(path, array, adapter.spec)
-            for path, array in found.items()
-            # The mask of `x` is `_x`.
-            if not (path[-1].startswith("_") and (*path[:-1], path[-1][1:]) in found)
-        ]
-    fields: dict[InfoPath, InfoEntry] = {}
-    for name in keys:
-        wanted = as_path(name)
-        matching = {
-            path: array
-            for path, array in found.items()
-            if path[: len(wanted)] == wanted
-        }
-        if not matching:
-            value, _ = _look_up(adapter.info, wanted)
-            kind = type(value).__name__
-            if kind != "NoneType":
-                raise SpecError(
-                    f"infos failed: expected a number as {_show(wanted)!r}, got a {kind}. {_AS_DICTS}"
-                )
-            raise SpecError(_not_found(wanted, sorted(map(_show, found)), failure))
-        fields.update(
-            {
-                path: _field(path, array, adapter.spec)
-                for path, array in matching.items()
-            }
-        )
-    return list(fields.values())
-
-
-def _input(leaf: LeafSpec, rng: np.random.Generator) -> Any:
-    """Draw a value in the form that adapters take."""
-    value = draw(leaf, rng)
-    return (
-        int(value) if isinstance(leaf.domain, Discrete) and leaf.shape == () else value
-    )
-
-
-def _field(path: InfoPath, array: np.ndarray, spec: EnvSpec) -> InfoEntry:
-    domain = Binary() if array.dtype.kind == "b" else Unbounded()
+def _field(name: str | InfoPath, like: Any, spec: EnvSpec) -> InfoEntry:
+    path = as_path(name)
+    value = example_of(name, like)
+    domain = Binary() if value.dtype.kind == "b" else Unbounded()
+    shape = (*spec.batch_shape, *value.shape)
+    mask_key = (_INFO_ROOT, *path[:-1], f"_{path[-1]}")
     return InfoEntry(
         path,
-        LeafSpec((_INFO_ROOT, *path), array.shape, array.dtype.name, domain),
-        LeafSpec(
-            (_INFO_ROOT, *path[:-1], f"_{path[-1]}"),
-            spec.batch_shape,
-            "bool",
-            Binary(),
-        ),
+        LeafSpec((_INFO_ROOT, *path), shape, value.dtype.name, domain),
+        LeafSpec(mask_key, spec.batch_shape, "bool", Binary()),
     )
-
-
-def _collect(
-    info: Any,
-    path: InfoPath,
-    found: dict[InfoPath, np.ndarray],
-    batch_shape: tuple[int, ...],
-) -> None:
-    """Add the numbers of an info (of one env, or of a batch) to those already found; existing ones are kept."""
-    if len(path) == _DEEPEST or not isinstance(info, Mapping):
-        return
-    items: list[Any] = []
-    # It may be a mapping of the user's own.
-    with contextlib.suppress(Exception):
-        items = list(info.items())
-    for key, value in items:
-        if not isinstance(key, str) or not key or len(found) >= _MOST:
-            continue
-        if isinstance(value, Mapping):
-            _collect(value, (*path, key), found, batch_shape)
-            continue
-        if key.startswith("_") and batch_shape and key[1:] in info:
-            continue  # a vector env's own mask
-        array = _number(value)
-        if array is not None and array.shape[: len(batch_shape)] == batch_shape:
-            found.setdefault((*path, key), array)
-
-
-def _number(value: Any) -> np.ndarray | None:
-    try:
-        array = as_array(value)
-    except Exception:  # ragged, or an object's own code
-        return None
-    # torch has no long doubles.
-    is_number = array.dtype.kind in "biufc" and array.dtype.char not in "gG"
-    return array if is_number and array.size else None
 
 
 def _look_up(info: Any, path: InfoPath) -> tuple[Any, Any]:
@@ -585,12 +460,3 @@ def _look_up(info: Any, path: InfoPath) -> tuple[Any, Any]:
 
 def _show(path: InfoPath) -> str:
     return "/".join(path)
-
-
-def _not_found(wanted: InfoPath, known: list[str], failure: str) -> str:
-    has = f"numbers called {', '.join(known[:20])}" if known else "no numbers at all"
-    name = wanted[0] if len(wanted) == 1 else wanted
-    return (
-        f"infos failed: expected {_show(wanted)!r} in the infos of the first reset and step, which have {has}"
-        f"{failure}. If it comes later (or is None at first), say what it will be: infos={{{name!r}: float}}."
-    )

@@ -197,7 +197,7 @@ def mask_reader(
     """Return the function that reads which actions are legal now; None if the envs have no masks.
 
     Masks are the leaf `action_mask` of a group of agents (PettingZoo), or the entry `action_mask` of infos that
-    `ExecutorOptions(infos=("action_mask",))` makes a leaf. All actions are legal if the env returned no mask.
+    `ExecutorOptions(infos={"action_mask": ...})` makes a leaf. All actions are legal if the env returned no mask.
 
     Args:
         positions: of the envs.

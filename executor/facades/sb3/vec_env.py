@@ -410,7 +410,7 @@ class SubprocVecEnv(Hosted, VecEnv):  # type: ignore[misc]  # mypy is not shown 
         """Return which actions are legal now, bool `[num_envs, actions]`, own memory; for sb3-contrib's `MaskablePPO`.
 
         They are the agents' `action_mask` (PettingZoo), the entry `action_mask` of infos that
-        `ExecutorOptions(infos=("action_mask",))` selects, or the result of the envs' own `action_masks()`. The
+        `ExecutorOptions(infos={"action_mask": ...})` selects, or the result of the envs' own `action_masks()`. The
         first two are read from shared memory, without a request to the workers.
 
         Raises:

@@ -40,7 +40,7 @@ from envherd.workers.infos import packer
 from envherd.workers.messages import Prepare
 from envherd.workers.protocol import Op, pack_phase
 from envherd.workers.reply import Fault, LeftOut
-from envherd.workers.seeding import EpisodeSeeds
+from envherd.workers.seeding import episode_seed
 
 #: `(row, rewards, whether rows are reset afterwards)`: takes the result of a step, before rows are reset.
 Take = Callable[[Row, Leaves, bool], None]
@@ -129,15 +129,6 @@ class SimulatorEngine(Calls):
         """Whether a command of the current call is under way."""
         return self.sent is None and bool(self.states.under_way[0])
 
-    def use_seed(self, seed: int | None) -> None:
-        """Seed the generator of random actions, and the simulator's next episodes."""
-        super().use_seed(seed)
-        self._seeds = (
-            EpisodeSeeds(self.seed, self.options.first_env_id)
-            if self.options.episode_seeds
-            else None
-        )
-
     # ---- commands ----------------------------------------------------------------------------
 
     def step_all(
@@ -214,7 +205,9 @@ class SimulatorEngine(Calls):
         inner = None if mask is None or mask.all() else mask
         episode = words["episode"][0]
         words["episode"][0] = episode + 1
-        seed = None if self._seeds is None else self._seeds[episode]
+        seed = None
+        if self.options.episode_seeds:
+            seed = episode_seed(self.seed, self.options.first_env_id, episode)
         if extra is not None and extra.has_seed:
             seed = extra.seed
             self._adapter.reseeded()

@@ -165,7 +165,9 @@ def test_melting_pot_has_one_row_per_agent():
 # ---- action masks for sb3-contrib, `VecNormalize`, callbacks -------------------------------------
 
 FROM_INFOS = functools.partial(
-    SubprocVecEnv, num_workers=1, options=ExecutorOptions(infos=("action_mask",))
+    SubprocVecEnv,
+    num_workers=1,
+    options=ExecutorOptions(infos={"action_mask": np.ones(4, bool)}),
 )
 
 

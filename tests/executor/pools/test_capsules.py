@@ -290,8 +290,7 @@ def test_a_nan_is_written_and_found_again(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reseed", [False, True])
-def test_a_copy_of_an_env_has_its_actions_and_arguments(tmp_path, reseed):
+def test_a_copy_of_an_env_has_its_actions_and_arguments(tmp_path):
     kwargs = [{"fault": "value_error", "step": 4}, {"step": 5}]
     actions = [(0, 3), (1, 3), (2, 4), (0, 4)]
     with ParallelEnv(
@@ -305,7 +304,7 @@ def test_a_copy_of_an_env_has_its_actions_and_arguments(tmp_path, reseed):
         root = env.reset()
         for number, pair in enumerate(actions[:3]):
             if number == 2:
-                env.branch(0, [1], reseed=reseed)
+                env.branch(0, [1])
                 root = env.current()
             _, root = env.step_and_maybe_reset(root.set("action", torch.tensor(pair)))
         with pytest.raises(EnvError):
@@ -318,7 +317,7 @@ def test_a_copy_of_an_env_has_its_actions_and_arguments(tmp_path, reseed):
     assert found[1].inputs["action",].tolist() == [0, 1, 4, 4]
     assert found[1].facts["seed"] == episode_seed(7, 0, 0)
     assert found[1].facts["env_kwargs"] == kwargs[0]
-    assert bool(found[1].facts["missing"]) == reseed
+    assert not found[1].facts["missing"]
 
 
 @pytest.mark.broken_pool

@@ -108,19 +108,6 @@ class TestCopies:
             for one, two in zip(data_of(env, 10), data_of(other, 10), strict=True):
                 assert torch.equal(one[[0, 2]], two[[0, 2]])
 
-    def test_reseeded_copies_differ_and_are_reproducible(self):
-        runs = []
-        for _ in range(2):
-            with walks(isolate_rng=True) as env:
-                env.branch(0, [1, 2], reseed=True)
-                data = data_of(env, 3)
-                env.branch(0, [1], reseed=True)
-                runs.append([*data, *data_of(env, 3)])
-        for place in range(3):  # of the env's generator, `random` and `numpy.random`
-            steps = data[0][:, place].tolist()
-            assert len(set(steps)) == 3
-        assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
-
     def test_the_next_episodes_of_a_target_follow_the_number_of_the_source(self):
         with walks() as env:
             env.reset(only(env, 0))
@@ -448,7 +435,7 @@ class TestLosses:
             assert [*env._pool.blueprint.copied] == [2]
 
     def test_a_fork_that_the_system_refuses(self, monkeypatch):
-        """It changes nothing, not even the seeds of later copies."""
+        """It changes nothing."""
         found = []
         for is_refused in (True, False):
             with walks(2) as env, monkeypatch.context() as patched:
@@ -461,10 +448,10 @@ class TestLosses:
                 )
                 if is_refused:
                     with pytest.raises(WorkerLost, match="no such child"):
-                        env.branch(0, [1], reseed=True)
+                        env.branch(0, [1])
                     assert [who[2] for who in env.call("who")] == [0, 0]
                 patched.undo()
-                env.branch(0, [1], reseed=True)
+                env.branch(0, [1])
                 found.append(torch.stack(data_of(env, 3)))
         assert torch.equal(*found)
 

@@ -16,7 +16,6 @@ from tensordict import TensorDict
 from envherd.executor import (
     EnvError,
     ExecutorOptions,
-    FactoryError,
     ParallelEnv,
     SerialEnv,
     SpecError,
@@ -437,8 +436,9 @@ def made(what="good", kind="serial", **options):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_names_are_looked_up_and_become_leaves_of_rollouts(kind):
-    with made(kind=kind, infos=("lives", "place", ("level", "depth"))) as env:
+def test_entries_become_leaves_of_rollouts(kind):
+    infos = {"lives": int, "place": np.zeros(2), ("level", "depth"): float}
+    with made(kind=kind, infos=infos) as env:
         data = env.rollout(4, break_when_any_done=False)
     assert data["info", "lives"].tolist() == [[3, 2, 1, 3]] * NUM_ENVS
     assert data["next", "info", "lives"].tolist() == [[2, 1, 0, 2]] * NUM_ENVS
@@ -471,25 +471,8 @@ def test_later_changes_are_announced():
     assert not data["_never"].any()
 
 
-def test_all_numbers():
-    with made(infos="all") as env:
-        keys = {"/".join(leaf.key) for leaf in env.observation_spec}
-        assert keys >= {
-            "info/lives",
-            "info/level/depth",
-            "info/place",
-            "info/won",
-            "info/_won",
-        }
-        assert not any(
-            word in key for key in keys for word in ("word", "name", "long", "__won")
-        )
-        root = env.reset()
-        assert root["info", "level", "depth"].tolist() == [0.5] * NUM_ENVS
-
-
 def test_partial_reset_updates_info_leaves_of_its_envs():
-    with begun(made(infos=("lives",))) as env:
+    with begun(made(infos={"lives": int})) as env:
         env.step(actions())
         root = env.reset(
             TensorDict({"_reset": torch.tensor([True, False, True])}, [NUM_ENVS])
@@ -537,29 +520,13 @@ def test_no_info_costs_a_step_or_a_worker(kind, infos):
                     assert info == {}, name
 
 
-def test_a_name_that_is_not_there_is_refused():
-    with pytest.raises(
-        SpecError,
-        match=r"expected 'deth' in the infos of the first reset and step, which have numbers",
-    ) as caught:
-        SerialEnv(1, Numbered, options=ExecutorOptions(infos=("deth",)))
-    assert "infos={'deth': float}" in str(caught.value)
-    with pytest.raises(
-        (SpecError, FactoryError), match=r"expected a number as 'word', got a str"
-    ):
-        ParallelEnv(
-            1, Numbered, num_workers=1, options=ExecutorOptions(infos=("word",))
-        )
-
-
 def test_entries_that_would_have_one_place_are_refused():
     class Nested(Numbered):
         def info(self):
             return {"lives": {"left": 1}, "_lives": 2}
 
     for infos, names in (
-        ("all", "'lives' and 'lives/_left'"),
-        (("lives", "_lives"), "'_lives' and '_lives'"),
+        ({"lives": int, "_lives": int}, "'_lives' and '_lives'"),
         ({("lives", "left"): int, "lives": int}, "'lives' and 'lives/_left'"),
     ):
         with pytest.raises(SpecError, match=f"at a separate place, got {names}"):
@@ -567,29 +534,22 @@ def test_entries_that_would_have_one_place_are_refused():
 
 
 @pytest.mark.parametrize(
-    "keys", ["lives", None, 3, ("",), (3,), {"x": "text"}, {"x": object}]
+    "keys",
+    [
+        "lives",
+        "all",
+        ("lives",),
+        None,
+        3,
+        {"": int},
+        {3: int},
+        {"x": "text"},
+        {"x": object},
+    ],
 )
 def test_keys_that_are_none_are_refused(keys):
     with pytest.raises(ValueError, match="ExecutorOptions failed"):
         ExecutorOptions(infos=keys)
-
-
-def test_looking_up_changes_nothing():
-    """The env's data are unchanged; one additional env is built for each kind of env, and closed."""
-    built = []
-
-    def build(wind=0):
-        built.append(gymnasium.make("CartPole-v1"))
-        return built[-1]
-
-    with SerialEnv(3, build, seed=5, options=ExecutorOptions(infos="all")) as env:
-        with_leaves = env.rollout(20, break_when_any_done=False)
-        assert len(built) == 4
-    with SerialEnv(3, build, seed=5) as env:
-        assert (
-            with_leaves["next", "observation"]
-            == env.rollout(20, break_when_any_done=False)["next", "observation"]
-        ).all()
 
 
 def test_an_observation_of_this_name_is_refused():
@@ -604,13 +564,11 @@ def test_an_observation_of_this_name_is_refused():
 
 def test_the_contract_holds():
     from envherd.workers.adapters.gymnasium.adapter import GymnasiumAdapter
-    from envherd.workers.wrappers.leaves import InfoLeaves, declared_fields
+    from envherd.workers.wrappers.leaves import InfoLeaves
 
     def make():
-        inner = GymnasiumAdapter(Numbered())
-        return InfoLeaves(
-            inner, declared_fields({"lives": int, ("episode", "r"): float}, inner.spec)
-        )
+        keys = {"lives": int, ("episode", "r"): float}
+        return InfoLeaves(GymnasiumAdapter(Numbered()), keys)
 
     assert check_env_contract(make, num_steps=20).num_ends > 4
 

@@ -174,8 +174,8 @@ def assert_true(env: Any, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
         ),
         (
             Lively,
-            {"infos": ("lives",), "check_actions": "off"},
-            f"{CALLS}neither an int64 nor an array with values: [('info', '_lives')] and infos=('lives',)",
+            {"infos": {"lives": 3}, "check_actions": "off"},
+            f"{CALLS}neither an int64 nor an array with values: [('info', '_lives')] and infos={{'lives': 3}}",
         ),
         (Driving, {"check_actions": "strict"}, SEND + "check_actions='strict'"),
         (PairEnv, {}, f"{CALLS}{ROWS}; send and recv in Python, because {ROWS}"),

@@ -243,7 +243,7 @@ def test_arguments_of_former_tasks_are_freed() -> None:
         1,
         LevelEnv,
         env_kwargs={"level": Level()},
-        options=ExecutorOptions(infos=["score"]),
+        options=ExecutorOptions(infos={"score": int}),
     ) as env:
         for _ in range(9):
             levels.add(level := Level())

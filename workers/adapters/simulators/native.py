@@ -152,50 +152,6 @@ class ResetWatch:
         ] = True
 
 
-class AgentsAsOne:
-    """The `DirectMARLEnv` inside the env that IsaacLab's `multi_agent_to_single_agent` returns.
-
-    It has the attributes of the `DirectMARLEnv`; its observations are those of the single agent.
-
-    Args:
-        converted: what `multi_agent_to_single_agent` returned.
-    """
-
-    def __init__(self, converted: Any) -> None:
-        self.__dict__["_converted"] = converted
-        self.__dict__["_env"] = converted.env
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._env, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._env, name, value)
-
-    def _get_observations(self) -> dict[str, torch.Tensor]:
-        return self.joined(with_noise=False)
-
-    def joined(self, *, with_noise: bool) -> dict[str, torch.Tensor]:
-        """Return the observations `[B, ...]` now, as the single agent has them after a step (with noise) or a reset."""
-        env = self._env
-        env.obs_dict = seen = env._get_observations()  # noqa: SLF001  # `state` reads `obs_dict`
-        if with_noise and env.cfg.observation_noise_model:
-            models = env._observation_noise_model  # noqa: SLF001
-            seen.update(
-                {agent: models[agent](seen[agent]) for agent in seen if agent in models}
-            )
-        if self._converted._state_as_observation:  # noqa: SLF001
-            return {"policy": env.state()}
-        return {
-            "policy": torch.cat(
-                [
-                    seen[agent].reshape(env.num_envs, -1)
-                    for agent in env.possible_agents
-                ],
-                dim=-1,
-            )
-        }
-
-
 def published_final(extras: Any) -> Any:
     """Return the last observations that a simulator has published, or None."""
     found = extras if isinstance(extras, Mapping) else {}
@@ -243,8 +199,6 @@ def _observer(env: Any) -> Callable[[Any], Any]:
     """Return the function that computes a simulator's observations as its step does."""
     if hasattr(env, "observation_manager"):
         return _observe_managed
-    if isinstance(env, AgentsAsOne):
-        return lambda agents: agents.joined(with_noise=True)
     if hasattr(env, "_get_observations"):
         return _observe_direct
     raise SpecError(
@@ -377,19 +331,12 @@ class TorchNativeAdapter(Adapter):
             getattr(inner, "_reset_idx", None)
         )
         self._watch = (
-            ResetWatch(self._simulator, num_rows, final_observation)
-            if has_watch
-            else None
+            ResetWatch(inner, num_rows, final_observation) if has_watch else None
         )
         self._takes_published = self._resets == "same_step" and (
             self._watch is None or self._watch.takes_published
         )
-        # Agents as one publish an observation for each agent, which nothing here would read.
-        if (
-            self._takes_published
-            and self._simulator is inner
-            and _is_off(inner, "compute_final_obs")
-        ):
+        if self._takes_published and _is_off(inner, "compute_final_obs"):
             inner.cfg.compute_final_obs = True
         #: Whether it resets every row that has ended, perhaps without a call of `_reset_idx`.
         self._resets_all = _autoreset_mode(inner) == "SAME_STEP"
@@ -425,11 +372,6 @@ class TorchNativeAdapter(Adapter):
             for key, value in dict(self._extras).items()
             if key not in FINAL_KEYS
         }
-
-    @functools.cached_property
-    def _simulator(self) -> Any:
-        """The env without wrappers, which steps and resets rows."""
-        return self._inner
 
     def reset(
         self,
@@ -532,7 +474,7 @@ class TorchNativeAdapter(Adapter):
         dtype = torch.int64 if self._watch is None else self._watch.id_dtype
         ids = rows.nonzero().view(-1).to(dtype)
         if callable(getattr(inner, "_reset_idx", None)) and not options:
-            return reset_rows(self._simulator, ids, rows)
+            return reset_rows(inner, ids, rows)
         if self._takes_ids:
             return self._unpack(inner.reset(env_ids=ids, **options))
         own = options.get("options") or {}
@@ -631,7 +573,7 @@ class TorchNativeAdapter(Adapter):
 class IsaacLabAdapter(TorchNativeAdapter):
     """One IsaacLab `ManagerBasedRLEnv` or `DirectRLEnv`. It resets within `step`; a process can hold only one.
 
-    A `DirectMARLEnv` must be converted by `multi_agent_to_single_agent`.
+    A `DirectMARLEnv` is refused, also one that `multi_agent_to_single_agent` has converted.
 
     Single actions of a `Discrete` space reach the simulator as `[B, 1]`, as IsaacLab samples them.
     """
@@ -645,21 +587,17 @@ class IsaacLabAdapter(TorchNativeAdapter):
         *,
         final_observation: Callable[[Any], Any] | None = None,
     ) -> None:
-        if hasattr(getattr(env, "unwrapped", env), "possible_agents"):
+        inner = getattr(env, "unwrapped", env)
+        # What `multi_agent_to_single_agent` returns holds the env of the agents, which resets its rows.
+        if any(
+            hasattr(one, "possible_agents")
+            for one in (inner, getattr(inner, "env", None))
+        ):
             raise FactoryError(
-                f"the factory failed: expected an IsaacLab env with one action space, got "
-                f"{type(env.unwrapped).__name__} with several agents. Return "
-                f"isaaclab.envs.multi_agent_to_single_agent(env) from the factory."
+                f"the factory failed: expected an IsaacLab env with one agent, got {type(inner).__name__} with several."
+                " Write the task as a DirectRLEnv or ManagerBasedRLEnv whose action has the parts of all agents."
             )
         super().__init__(env, final_observation=final_observation)
-
-    @functools.cached_property
-    def _simulator(self) -> Any:
-        return (
-            AgentsAsOne(self._inner)
-            if hasattr(getattr(self._inner, "env", None), "possible_agents")
-            else self._inner
-        )
 
     def _native_action(self, action: torch.Tensor) -> torch.Tensor:
         native = super()._native_action(action)

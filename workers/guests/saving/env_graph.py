@@ -9,7 +9,6 @@ import functools
 import re
 import sys
 import types
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,12 +50,13 @@ _NOT_OF_ENVS = frozenset({*sys.stdlib_module_names, "numpy", "torch"})
 #: Classes of C whose objects have a state that functions of `snapshot.py` read and put back.
 _SIMULATORS = frozenset(
     {
-        "gymnasium.spaces.space:Space",
         "mujoco._structs:MjData",
         "dm_control.mujoco.engine:Physics",
         "ale_py._ale_py:ALEInterface",
     }
 )
+#: The attribute of a Gymnasium space that changes: all else that it has describes it.
+GENERATOR_OF_SPACE = "_np_random"
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the class is not one of C's static types
 
 
@@ -68,8 +68,9 @@ class Graph:
         simulators: path -> object.
         held_classes: name -> class that is itself a value, e.g. a key.
         packages: of the classes of all objects, without those of `_NOT_OF_ENVS`.
-        lent: path -> array of a simulator, of which the env may hold views; floats alone, because simulators do not
+        lenders: path -> array of a simulator, of which the env may hold views; floats alone, because simulators do not
             check others.
+        lent: address -> path of these.
     """
 
     def __init__(self, env: Any) -> None:
@@ -79,7 +80,8 @@ class Graph:
         self.held_classes: dict[str, type] = {}
         self.paths: dict[int, str] = {}
         self.packages: set[str] = set()
-        self.lent: dict[str, np.ndarray] = {}
+        self.lenders: dict[str, np.ndarray] = {}
+        self.lent: dict[int, str] = {}
         self._classes: dict[str, type] = {}
         queue = [("", env, True)]
         seen = {id(env)}
@@ -113,7 +115,7 @@ class Graph:
             self.fixed[path] = one
             self.paths[id(one)] = path
         elif (
-            is_owned
+            (is_owned or is_space(cls))
             and is_python(cls)
             and not (isinstance(one, enum.Enum) or is_closing(cls))
         ):
@@ -127,26 +129,15 @@ class Graph:
             yield from (
                 (f".keys()[{position}]", key, False) for position, key in enumerate(one)
             )
-        elif (
-            isinstance(one, (*_CONTAINERS, np.ndarray)) or type(one).__name__ == "deque"
-        ):
-            items = one.reshape(-1) if isinstance(one, np.ndarray) else one
+        elif isinstance(one, _CONTAINERS) or type(one).__name__ == "deque":
             yield from (
-                (f"[{position}]", value, False) for position, value in enumerate(items)
+                (f"[{position}]", value, False) for position, value in enumerate(one)
             )
         if hasattr(one, "__dict__"):
             yield from ((f".{name}", value, True) for name, value in vars(one).items())
         for name, member in slots_of(type(one)).items():
             with contextlib.suppress(AttributeError):  # one that was never set
                 yield f".{name}", member.__get__(one), False
-
-    def lender_of(self, start: int, end: int, dtype: np.dtype) -> str | None:
-        """Return the path of the simulator's array that has the memory between two addresses; None if none has it."""
-        for path, array in self.lent.items():
-            first, last = bounds(array)
-            if first <= start and end <= last and array.dtype == dtype:
-                return path
-        return None
 
     def find_class(self, name: str) -> type:
         """Return the class of a name: of an object that the env has, or one that a package of theirs defines.
@@ -203,11 +194,16 @@ def simulator_of(cls: type) -> str | None:
     )
 
 
+def is_space(cls: type) -> bool:
+    """Return whether the objects of a class are spaces of Gymnasium."""
+    return any(name_of(base) == "gymnasium.spaces.space:Space" for base in cls.__mro__)
+
+
 def is_fixed(one: Any) -> bool:
-    """Return whether an object is no state: a function, class, module, space, model or renderer."""
+    """Return whether an object is no state: a function, class, module, model or renderer."""
     if isinstance(one, (*_FUNCTIONS, type)):
         return True
-    return any(
+    return not is_space(type(one)) and any(
         name_of(base).replace(":", ".").startswith(_FIXED)
         for base in type(one).__mro__[:-1]
     )
@@ -236,30 +232,19 @@ def is_picture(one: Any) -> bool:
 
 
 def is_python(cls: type) -> bool:
-    """Return whether the objects of a class consist of their attributes, so that C code holds nothing of them."""
-    return all(base.__flags__ & _HEAP_TYPE for base in cls.__mro__[:-1]) and (
-        # For `__dict__` and weak references.
-        cls.__basicsize__ <= object.__basicsize__ + 2 * np.dtype(np.intp).itemsize
-        and cls.__dictoffset__ != 0
-    )
-
-
-_SLOTS: weakref.WeakKeyDictionary[type, dict[str, Any]] = weakref.WeakKeyDictionary()
+    """Return whether the objects of a class consist of what is in their `__dict__`."""
+    return is_made_of_attributes(cls) and not slots_of(cls) and cls.__dictoffset__ != 0
 
 
 def slots_of(cls: type) -> dict[str, Any]:
     """Return what `__slots__` of a class and its bases in Python have declared, by name."""
-    found = _SLOTS.get(cls)
-    if found is None:
-        found = _SLOTS[cls] = {}
-        for base in cls.__mro__:
-            if base.__flags__ & _HEAP_TYPE:
-                found |= {
-                    name: one
-                    for name, one in vars(base).items()
-                    if isinstance(one, types.MemberDescriptorType)
-                }
-    return found
+    return {
+        name: one
+        for base in cls.__mro__
+        if base.__flags__ & _HEAP_TYPE
+        for name, one in vars(base).items()
+        if isinstance(one, types.MemberDescriptorType)
+    }
 
 
 def is_made_of_attributes(cls: type) -> bool:

@@ -10,16 +10,14 @@ Guarantees:
 - A node's class is compared with those that the living env has (`Graph.find_class`), and never looked up elsewhere.
 - Reading changes no object that lives: `Reader.changes` lists what is to be set.
 - Memory follows the size of the nodes: every array has as many bytes as its shape needs, or is a view of one that has.
-- Arrays and tensors that share memory share it again.
+- Arrays that share memory share it again.
 """
 
 import collections
 import contextlib
-import ctypes
 import enum
 import functools
 import math
-import operator
 import pickle
 import random
 import re
@@ -32,13 +30,16 @@ import numpy as np
 from envherd.workers import seeding
 from envherd.workers.errors import Unsaveable
 from envherd.workers.guests.saving.env_graph import (
+    GENERATOR_OF_SPACE,
     Graph,
     bounds,
     is_closing,
     is_fixed,
     is_made_of_attributes,
     is_picture,
+    is_plain,
     is_python,
+    is_space,
     name_of,
     slots_of,
 )
@@ -101,24 +102,15 @@ def unpack(packed: Any, kind: type = np.ndarray) -> np.ndarray:
     return array.copy(order)
 
 
-def _packed_view(array: np.ndarray, start: int) -> list[Any]:
-    """Return what `view_of` needs to make a view of the memory at an address."""
-    return [
-        array.dtype.str,
-        list(array.shape),
-        list(array.strides),
-        array.__array_interface__["data"][0] - start,
-    ]
-
-
 def view_of(memory: np.ndarray, packed: Any, kind: type) -> np.ndarray:
-    """Return a view of an array, of bytes or of the view's dtype; numpy refuses one beyond its memory.
+    """Return a view of a contiguous array; numpy refuses one beyond its memory.
 
     Raises:
         Exception: of any type, if these are not the parts of a view.
     """
     name, shape, strides, offset = packed
-    if not _DTYPE.fullmatch(name) or memory.dtype.str not in ("|u1", name):
+    # Of another one, `ravel` would make a copy, which a few bytes of a state can ask for.
+    if memory.dtype.str != name or not memory.flags.forc:
         raise ValueError(f"a view {name!r} of {memory.dtype}")
     if math.prod(shape) * np.dtype(name).itemsize > memory.nbytes:
         raise ValueError(f"a view of shape {shape} of {memory.nbytes} bytes")
@@ -126,7 +118,8 @@ def view_of(memory: np.ndarray, packed: Any, kind: type) -> np.ndarray:
         kind,
         tuple(shape),
         name,
-        memory,
+        # Of an array in Fortran's order, the same memory in the order of its bytes.
+        memory.ravel("K"),
         offset,
         tuple(strides),
     )
@@ -134,15 +127,6 @@ def view_of(memory: np.ndarray, packed: Any, kind: type) -> np.ndarray:
 
 
 # ---- writing -----------------------------------------------------------------------------------
-
-
-class _Found(NamedTuple):
-    """An array that a node holds, and its first and last address; see `bounds`."""
-
-    start: int
-    end: int
-    number: int
-    array: np.ndarray
 
 
 class Writer:
@@ -159,7 +143,6 @@ class Writer:
         self._written: list[Any] = []  # ids are unique only among objects that live
         self._unfinished: collections.deque[Any] = collections.deque()
         self._kinds: dict[type, str] = {}
-        self._arrays: list[_Found] = []
 
     def value(self, one: Any) -> Any:
         """Return a value: a scalar, or the number of its node."""
@@ -176,30 +159,6 @@ class Writer:
             [kind] = self.nodes[number]
             if with_owners or kind != "owner":
                 self.nodes[number] = self._node(kind, one)
-        together: list[_Found] = []
-        reached = 0
-        for found in sorted(self._arrays, key=operator.attrgetter("start", "end")):
-            if found.start >= reached:
-                self._share(together, reached)
-                together = []
-            together.append(found)
-            reached = max(reached, found.end)
-        self._share(together, reached)
-        self._arrays = []
-
-    def _share(self, arrays: list[_Found], end: int) -> None:
-        """Make arrays views of one array of bytes up to an address, if they are several; see `view_of`."""
-        if len(arrays) < 2:
-            return
-        start = arrays[0].start
-        memory = np.frombuffer(ctypes.string_at(start, end - start), np.uint8)
-        shared = [len(self.nodes)]
-        self.nodes.append(["array", None, pack(memory), {}])
-        for found in arrays:
-            self.nodes[found.number][_CONTENT] = [
-                shared,
-                _packed_view(found.array, start),
-            ]
 
     def _add(self, one: Any) -> int:
         self._written.append(one)
@@ -212,22 +171,6 @@ class Writer:
             node = self._node(kind, one)
         number = self._numbers[id(one)] = len(self.nodes)
         self.nodes.append(node)
-        if kind in ("array", "tensor"):
-            array = one if kind == "array" else one.detach().cpu().numpy()
-            start, end = bounds(array)
-            # Those of which bytes repeat are copied.
-            if not 0 < array.nbytes <= end - start:
-                return number
-            lender = (
-                None
-                if array.flags.owndata
-                else self.graph.lender_of(start, end, array.dtype)
-            )
-            if lender is not None:
-                first, _ = bounds(self.graph.lent[lender])
-                node[_CONTENT] = [lender, _packed_view(array, first)]
-            else:
-                self._arrays.append(_Found(start, end, number, array))
         return number
 
     def _node(self, kind: str, one: Any) -> list[Any]:
@@ -239,6 +182,8 @@ class Writer:
 
     def _attributes(self, one: Any) -> dict[str, Any]:
         held = dict(vars(one)) if hasattr(one, "__dict__") else {}
+        if is_space(type(one)):
+            held = {GENERATOR_OF_SPACE: held[GENERATOR_OF_SPACE]}
         for name, member in slots_of(type(one)).items():
             with contextlib.suppress(AttributeError):  # one that was never set
                 held[name] = member.__get__(one)
@@ -265,22 +210,22 @@ class Writer:
         kind = self._kinds[cls]
         if not kind:
             raise Unsaveable(f"a {words_for(one)}")
-        return (
-            "objects"
-            if kind == "array" and cls is np.ndarray and one.dtype == object
-            else kind
-        )
+        return kind
 
 
 # ---- reading -----------------------------------------------------------------------------------
 
 
 def _put(one: Any, attributes: dict[str, Any]) -> None:
-    """Give an object of the env, or a new one, these attributes; it keeps what only draws."""
+    """Give an object of the env, or a new one, these attributes; it keeps what only draws, and a space all others."""
     present = vars(one)
-    pictures = {name: value for name, value in present.items() if is_picture(value)}
+    kept = {
+        name: value
+        for name, value in present.items()
+        if is_picture(value) or (is_space(type(one)) and name != GENERATOR_OF_SPACE)
+    }
     present.clear()
-    present.update({**attributes, **pictures})
+    present.update({**attributes, **kept})
 
 
 class Reader:
@@ -298,14 +243,14 @@ class Reader:
         self._nodes = nodes
         self._made: dict[int, Any] = {}
         self._begun: set[int] = set()
-        self._filled: set[int] = set()
-        self._hashable: set[int] = set()
 
     def read(self) -> None:
         """Make all values."""
-        for number in range(len(self._nodes)):
+        numbers = range(len(self._nodes))
+        for number in numbers:
             self._object(number)
-        for number in range(len(self._nodes)):
+        # What holds values by their hashes last: an object's hash may depend on its attributes.
+        for number in sorted(numbers, key=lambda one: self._nodes[one][0] in _HASHING):
             self._fill(number)
 
     def value(self, value: Any) -> Any:
@@ -313,21 +258,6 @@ class Reader:
         if type(value) in _SCALARS:
             return value
         return self._object(self._number(value))
-
-    def key(self, value: Any) -> Any:
-        """Return a value that is to be hashed: what its hash depends on is complete."""
-        one = self.value(value)
-        has_own_hash: Any = type(one).__hash__ is not object.__hash__  # type: ignore[comparison-overlap]
-        if type(value) in _SCALARS or not has_own_hash:
-            return one
-        number = self._number(value)
-        kind, _, content, attributes = self._nodes[number]
-        if kind in ("object", "tuple") and number not in self._hashable:
-            self._hashable.add(number)
-            self._fill(number)
-            for part in (*content, *attributes.values()):
-                self.key(part)
-        return one
 
     def attributes(self, attributes: dict[str, Any]) -> dict[str, Any]:
         """Return attributes by name."""
@@ -363,9 +293,6 @@ class Reader:
 
     def _fill(self, number: int) -> None:
         kind, _, content, attributes = self._nodes[number]
-        if number in self._filled:
-            return
-        self._filled.add(number)
         one = self._object(number)
         if kind == "owner":
             path, _ = content
@@ -423,11 +350,11 @@ def _make_owner(reader: Reader, _: Any, content: Any) -> Any:
     live = reader.graph.owners.get(path)
     if live is not None and name_of(type(live)) == name:
         return live
-    if path == "" or hasattr(live, "step"):
+    cls = reader.class_of(name, object)
+    if path == "" or hasattr(live, "step") or is_space(cls):
         raise ValueError(
             f"one of a {str(name).replace(':', '.')} for a {words_for(live)}"
         )
-    cls = reader.class_of(name, object)
     if not is_python(cls):
         raise ValueError(f"an object of {name} as a part of the env")
     return object.__new__(cls)
@@ -467,7 +394,7 @@ def _mapping(base: Any) -> _Kind:
 
     def fill(reader: Reader, one: Any, content: list[Any]) -> None:
         for key, value in content:
-            base.__setitem__(one, reader.key(key), reader.value(value))
+            base.__setitem__(one, reader.value(key), reader.value(value))
 
     return _Kind(
         take=lambda writer, one: [
@@ -480,29 +407,31 @@ def _mapping(base: Any) -> _Kind:
     )
 
 
-def _fixed_items(base: Any, read: Callable[[Reader, Any], Any]) -> _Kind:
+def _fixed_items(base: Any) -> _Kind:
     """Return the kind of a tuple or frozenset."""
     return _Kind(
         take=lambda writer, one: [writer.value(item) for item in base.__iter__(one)],
         make=lambda reader, cls, content: base.__new__(
             cls,
-            [read(reader, item) for item in content],
+            [reader.value(item) for item in content],
         ),
         has=_below(base),
         base=base,
     )
 
 
-def _number(base: Any, as_base: Callable[[Any], Any]) -> _Kind:
-    """Return the kind of objects of subclasses of int, float or str."""
+def _take_frozen(writer: Writer, one: Any) -> Any:
+    """Return the items of a frozenset, which is made before objects have their attributes, and so their hashes."""
+    if not all(map(_has_hash_at_once, one)):
+        raise Unsaveable("a frozenset of objects")
+    return [writer.value(item) for item in frozenset.__iter__(one)]
 
-    def make(_: Reader, cls: Any, content: Any) -> Any:
-        if type(content) is not base:
-            raise ValueError(f"a {base.__name__} {content!r:.80}")
-        return base.__new__(cls, content)
 
-    return _Kind(
-        take=lambda _, one: as_base(one), make=make, has=_below(base), base=base
+def _has_hash_at_once(one: Any) -> bool:
+    return (
+        is_plain(one)
+        or isinstance(one, (enum.Enum, type))
+        or (isinstance(one, tuple) and all(map(_has_hash_at_once, one)))
     )
 
 
@@ -517,32 +446,37 @@ def _fill_defaultdict(reader: Reader, one: Any, content: Any) -> None:
     _KINDS["dict"].fill(reader, one, items)  # type: ignore[misc]
 
 
+def _take_array(writer: Writer, one: np.ndarray) -> list[Any]:
+    """Return an array, or where it is in the memory of another one or of a simulator's."""
+    whole = one
+    while type(whole.base) is np.ndarray:
+        whole = whole.base
+    start, end = bounds(one)
+    # One of which bytes repeat is copied, and so is one that reads the memory as another dtype.
+    if not 0 < one.nbytes <= end - start or one.dtype != whole.dtype:
+        return pack(one)
+    first, _ = bounds(whole)
+    lender: Any = writer.graph.lent.get(first)
+    if lender is None and whole is not one and whole.flags.forc:
+        lender = writer.value(whole)
+    if lender is None:
+        return pack(one)
+    offset = one.__array_interface__["data"][0] - first
+    return [lender, [one.dtype.str, list(one.shape), list(one.strides), offset]]
+
+
 def _make_array(reader: Reader, cls: Any, content: Any) -> np.ndarray:
     """Return an array, or a view of another one or of a simulator's."""
     if len(content) == 2:
         lender, packed = content
         return view_of(
-            reader.graph.lent[lender]
+            reader.graph.lenders[lender]
             if isinstance(lender, str)
             else reader.value(lender),
             packed,
             cls,
         )
     return unpack(content, cls)
-
-
-def _make_objects(_: Reader, __: Any, content: Any) -> Any:
-    shape, items = content
-    if len(items) != math.prod(shape):
-        raise ValueError(f"{len(items)} objects for an array of shape {shape}")
-    return np.empty(shape, object)
-
-
-def _fill_objects(reader: Reader, one: Any, content: Any) -> None:
-    flat = one.reshape(-1)  # a view, because the array is contiguous
-    _, items = content
-    for position, item in enumerate(items):
-        flat[position] = reader.value(item)
 
 
 def _take_enum(_: Writer, one: Any) -> Any:
@@ -569,15 +503,12 @@ def _make_data(reader: Reader, _: Any, content: Any) -> Any:
         raise ValueError(f"a {name}")
     found = vars(sys.modules[module])[qualname]
     values = [reader.value(one) for one in arguments]
-    expected = _FIRST.get(name)
-    if expected is not None and type(values[0]) is not expected:
-        raise ValueError(f"a {name} of no {expected.__name__}")
     if not all(
         type(one) in _SCALARS or name_of(type(one)).startswith("datetime:")
         for one in values
     ):
         raise ValueError(f"a {name} of {arguments!r:.80}")
-    return found(values) if name == "torch:Size" else found(*values)
+    return found(*values)
 
 
 def _take_data(writer: Writer, one: Any) -> Any:
@@ -589,15 +520,6 @@ def _make_dtype(_: Reader, __: Any, content: Any) -> Any:
     if not _DTYPE.fullmatch(content):
         raise ValueError(f"the dtype {content!r}")
     return np.dtype(content)
-
-
-def _make_torch_dtype(_: Reader, __: Any, content: Any) -> Any:
-    torch = sys.modules["torch"]
-    return next(
-        one
-        for one in vars(torch).values()
-        if type(one) is torch.dtype and str(one) == content
-    )
 
 
 def _take_bits(writer: Writer, one: Any) -> Any:
@@ -669,33 +591,13 @@ _KINDS: dict[str, _Kind] = {
         make=lambda _, __, content: unpack(content)[()],
         has=lambda cls: issubclass(cls, np.generic) and cls.__module__ == "numpy",
     ),
-    "objects": _Kind(
-        take=lambda writer, one: [
-            list(one.shape),
-            [writer.value(item) for item in one.reshape(-1)],
-        ],
-        make=_make_objects,
-        fill=_fill_objects,
-    ),
     "array": _Kind(
-        take=lambda _, one: pack(one),
+        take=_take_array,
         make=_make_array,
         has=_below(np.ndarray),
         base=np.ndarray,
     ),
     "dtype": _Kind(take=lambda _, one: one.str, make=_make_dtype, has=_below(np.dtype)),
-    "tensor": _Kind(
-        take=lambda _, one: pack(one.detach().cpu().numpy()),
-        make=lambda reader, _, content: sys.modules["torch"].from_numpy(
-            _make_array(reader, np.ndarray, content)
-        ),
-        has=lambda cls: name_of(cls) == "torch:Tensor",
-    ),
-    "torch.dtype": _Kind(
-        take=lambda _, one: str(one),
-        make=_make_torch_dtype,
-        has=lambda cls: name_of(cls) == "torch:dtype",
-    ),
     "seeds": _Kind(
         take=_take_seeds,
         make=_make_seeds,
@@ -730,7 +632,7 @@ _KINDS: dict[str, _Kind] = {
         list, lambda reader, one, content: list.extend(one, map(reader.value, content))
     ),
     "set": _container(
-        set, lambda reader, one, content: set.update(one, map(reader.key, content))
+        set, lambda reader, one, content: set.update(one, map(reader.value, content))
     ),
     "deque": _container(collections.deque, _fill_deque)._replace(
         take=lambda writer, one: [
@@ -738,11 +640,8 @@ _KINDS: dict[str, _Kind] = {
             [writer.value(item) for item in collections.deque.__iter__(one)],
         ]
     ),
-    "tuple": _fixed_items(tuple, Reader.value),
-    "frozenset": _fixed_items(frozenset, Reader.key),
-    "int": _number(int, int.__int__),
-    "float": _number(float, float.__float__),
-    "str": _number(str, str.__str__),
+    "tuple": _fixed_items(tuple),
+    "frozenset": _fixed_items(frozenset)._replace(take=_take_frozen),
     "object": _Kind(
         take=lambda _, __: [],
         make=_make_object,
@@ -751,6 +650,8 @@ _KINDS: dict[str, _Kind] = {
         base=object,
     ),
 }
+#: Kinds that are filled by the hashes of values.
+_HASHING = frozenset({"dict", "OrderedDict", "defaultdict", "set"})
 #: Classes that a state may name as values: those that make empty or converted data.
 _CLASSES: dict[str, type] = {
     name_of(one): one
@@ -768,28 +669,22 @@ _CLASSES: dict[str, type] = {
         *set(np.sctypeDict.values()),
     )
 }
-#: Class of `_DATA` -> the only type of its first argument: of another, a short one can make a large value.
-_FIRST = {"builtins:bytearray": bytes, "fractions:Fraction": int}
-#: Class -> the arguments with which a call of it makes an equal value: scalars, or others of the module `datetime`.
+#: Class -> the arguments with which a call of it makes an equal value: scalars, or others of the module `datetime`. Of
+#: none can a short text make a large value.
 _DATA: Mapping[str, Callable[[Any], Any]] = {
     "builtins:complex": lambda one: (one.real, one.imag),
     "builtins:slice": lambda one: (one.start, one.stop, one.step),
     "builtins:range": lambda one: (one.start, one.stop, one.step),
-    "builtins:bytearray": lambda one: (bytes(one),),
     "datetime:date": lambda one: one.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[1],
     "datetime:time": lambda one: one.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[1],
     "datetime:datetime": lambda one: one.__reduce_ex__(pickle.HIGHEST_PROTOCOL)[1],
     "datetime:timedelta": lambda one: (one.days, one.seconds, one.microseconds),
     "datetime:timezone": lambda one: one.__getinitargs__(),
-    "decimal:Decimal": lambda one: (str(one),),
-    "fractions:Fraction": lambda one: (one.numerator, one.denominator),
     **{
         f"{module}:{name}": lambda one: (str(one),)
         for module in ("pathlib", "pathlib._local")
         for name in ("PosixPath", "PurePosixPath")
     },
-    "torch:Size": tuple,
-    "torch:device": lambda one: (str(one),),
     **{
         f"pygame.{name}": tuple
         for name in (

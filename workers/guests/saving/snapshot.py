@@ -6,9 +6,9 @@ Guarantees:
 - What one name refers to by two attributes is one object again afterwards.
 
 How: objects that are reached by attributes alone (the env, its wrappers, a task) are changed in place, because others
-may hold them. What they hold is copied by value. Functions, classes, modules, models, spaces and renderers stay as they
-are: a state refers to them by the path that leads to them, e.g. `env.unwrapped.model`. Simulators in C are saved by
-separate functions (`_SIMULATORS`); any other object of an extension refuses.
+may hold them. What they hold is copied by value. Of a space, the generator alone is saved. Functions, classes, modules,
+models and renderers stay as they are: a state refers to them by the path that leads to them, e.g. `env.model`.
+Simulators in C are saved by separate functions (`_SIMULATORS`); any other object of an extension refuses.
 """
 
 import functools
@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from envherd.workers import plain, seeding
+from envherd.workers import plain
 from envherd.workers.errors import Unsaveable
-from envherd.workers.guests.saving.env_graph import Graph, simulator_of
+from envherd.workers.guests.saving.env_graph import Graph, bounds, simulator_of
 from envherd.workers.guests.saving.env_values import (
     Reader,
     Writer,
@@ -31,7 +31,7 @@ from envherd.workers.guests.saving.env_values import (
 )
 
 #: Of states; those of another version are refused.
-VERSION = 2
+VERSION = 3
 
 
 def save(env: Any) -> dict[str, Any]:
@@ -118,7 +118,8 @@ def _graph_of(env: Any) -> Graph:
     for path, one in graph.simulators.items():
         for name, array in _functions_of(one).lent(one).items():
             if array.dtype.kind == "f" and array.flags.c_contiguous:
-                graph.lent[f"{path}.{name}"] = array
+                graph.lenders[f"{path}.{name}"] = array
+                graph.lent[bounds(array)[0]] = f"{path}.{name}"
     return graph
 
 
@@ -149,88 +150,84 @@ def _first_unsaveable(graph: Graph) -> str | None:
 # ---- simulators in C ---------------------------------------------------------------------------
 
 
-#: Integers of a MuJoCo model that a task may change, by the end of their names: bit masks and switches. All others are
-#: indices and sizes, which the simulator does not check.
-_MASKS = ("_contype", "_conaffinity", "_group", "_limited", "_priority", "eq_active0")
+#: Integers of a MuJoCo model and simulation that a task may change, by the end of their names: bit masks and switches.
+#: All others are indices and sizes, which the simulator does not check.
+_MASKS = (
+    "_contype",
+    "_conaffinity",
+    "_group",
+    "_limited",
+    "_priority",
+    "eq_active0",
+    "eq_active",
+)
+#: What a step begins with.
+_INPUTS = ("qpos", "qvel", "act", "ctrl", "qacc_warmstart")
 
 
 def _save_mujoco(data: Any) -> list[Any]:
-    """Return all that the next steps read: the integrator's state, and the arrays that the last step has computed.
+    """Return all that the next steps read: the time, and what the last step and the task have written.
 
-    MuJoCo computes the integers among them again; those of the model are parts of its structure.
+    MuJoCo computes the integers of a simulation again; those of the model are its structure.
     """
-    mujoco = sys.modules["mujoco"]
-    kind = mujoco.mjtState.mjSTATE_INTEGRATION
-    state = np.empty(mujoco.mj_stateSize(data.model, kind))
-    mujoco.mj_getState(data.model, data, state, kind)
     return [
-        pack(state),
+        float(data.time),
+        _structure_of(data),
         {
             name: pack(array)
             for name, array in _arrays(data).items()
-            if array.dtype.kind == "f"
+            if _is_free(name, array)
         },
-        # Tasks change targets and masses in it.
-        {name: pack(array) for name, array in _arrays(data.model).items()},
     ]
 
 
+def _is_free(name: str, array: np.ndarray) -> bool:
+    return array.dtype.kind == "f" or name.endswith(_MASKS)
+
+
+def _structure_of(data: Any) -> bytes:
+    """Return a hash of the model's indices and sizes."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, array in _arrays(data).items():
+        if name.startswith("model.") and not _is_free(name, array):
+            digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
+            digest.update(array.tobytes())
+    return digest.digest()
+
+
 def _read_mujoco(data: Any, saved: Any) -> Callable[[], None]:
-    mujoco = sys.modules["mujoco"]
-    kind = mujoco.mjtState.mjSTATE_INTEGRATION
-    packed, computed, model = saved
-    state = unpack(packed)
-    if (
-        state.shape != (mujoco.mj_stateSize(data.model, kind),)
-        or state.dtype != float
-        or not np.isfinite(state).all()
-    ):
-        raise ValueError(
-            f"a simulation of {state.dtype} {state.shape}, or one that is not finite"
-        )
-    before = {name: unpack(one) for name, one in computed.items()}
-    structure = {name: unpack(one) for name, one in model.items()}
-    for name, array in _arrays(data.model).items():
-        saved_one = structure[name]
-        is_free = array.dtype.kind == "f" or name.endswith(_MASKS)
-        is_equal = (array.shape, array.dtype) == (saved_one.shape, saved_one.dtype)
-        if not is_equal or not (is_free or (array == saved_one).all()):
-            raise ValueError(f"a model with another {name}")
+    time, structure, packed = saved
+    if structure != _structure_of(data):
+        raise ValueError("a simulation of another model")
+    before = {name: unpack(one) for name, one in packed.items()}
+    inputs = (time, *(before[name] for name in _INPUTS if name in before))
+    if not all(np.isfinite(one).all() for one in inputs):
+        raise ValueError("a simulation that is not finite")
 
     def put() -> None:
-        _copy(structure, data.model)
-        mujoco.mj_setState(data.model, data, state, kind)
+        _copy(before, data)
+        data.time = time
         # Contacts and constraints, in memory that is new afterwards.
-        mujoco.mj_forward(data.model, data)
+        sys.modules["mujoco"].mj_forward(data.model, data)
         _copy(before, data)
 
     return put
 
 
-def _lent_by_mujoco(data: Any) -> dict[str, np.ndarray]:
-    # MuJoCo 2 had no model there, so its states cannot be saved.
-    return {
-        **_arrays(data),
-        **{
-            f"model.{name}": array
-            for name, array in _arrays(getattr(data, "model", None)).items()
-        },
-    }
-
-
-def _copy(saved: Mapping[str, np.ndarray], to: Any) -> None:
-    """Copy arrays to those of a simulator, except for those whose size follows from its present state."""
-    for name, array in _arrays(to).items():
+def _copy(saved: Mapping[str, np.ndarray], data: Any) -> None:
+    """Copy arrays to a simulation, except for those whose size follows from its present state."""
+    for name, array in _arrays(data).items():
         before = saved.get(name)
-        if before is not None and (before.shape, before.dtype) == (
-            array.shape,
-            array.dtype,
+        if (
+            before is not None
+            and _is_free(name, array)
+            and (before.shape, before.dtype) == (array.shape, array.dtype)
         ):
             array[...] = before
 
 
-def _arrays(one: Any) -> dict[str, np.ndarray]:
-    """Return the arrays of fixed size of an `MjData` or `MjModel` by name, without meshes and textures."""
+def _arrays(data: Any) -> dict[str, np.ndarray]:
+    """Return the arrays of an `MjData` by name, and those of its model by `model.NAME`, without meshes and textures."""
     left_out = (
         "_",
         "efc_",
@@ -243,8 +240,12 @@ def _arrays(one: Any) -> dict[str, np.ndarray]:
         "bvh_",
         "names",
     )
+    # MuJoCo 2 has no model there, so its states cannot be saved.
     values = (
-        (name, getattr(one, name)) for name in dir(one) if not name.startswith(left_out)
+        (f"{place}{name}", getattr(one, name))
+        for place, one in (("", data), ("model.", getattr(data, "model", None)))
+        for name in dir(one)
+        if not name.startswith(left_out)
     )
     return {
         name: value
@@ -276,45 +277,6 @@ def _read_ale(ale: Any, saved: Any) -> Callable[[], None]:
     return functools.partial(ale.restoreState, state)
 
 
-def _save_space(space: Any) -> list[Any]:
-    """Return the state of the generator from which a space is sampled, and of those of its parts."""
-    own = space._np_random  # noqa: SLF001  # `np_random` would make one
-    return [
-        None if own is None else own.bit_generator.state,
-        [_save_space(part) for part in _parts_of(space)],
-    ]
-
-
-def _read_space(space: Any, saved: Any) -> Callable[[], None]:
-    own, parts = saved
-    bits = None if own is None else seeding.bits_of(own)
-    loads = [
-        _read_space(part, state)
-        for part, state in zip(_parts_of(space), parts, strict=True)
-    ]
-
-    def put() -> None:
-        if bits is None:
-            space._np_random = None  # noqa: SLF001  # `np_random` would make one
-        else:
-            space.np_random.bit_generator.state = bits.state
-        for load in loads:
-            load()
-
-    if bits is not None and type(space.np_random.bit_generator) is not type(bits):
-        raise ValueError(f"a generator {type(bits).__name__} of a space")
-    return put
-
-
-def _parts_of(space: Any) -> list[Any]:
-    held = list(vars(space).values())
-    parts = getattr(space, "spaces", ())
-    held += parts.values() if isinstance(parts, Mapping) else parts
-    return [
-        one for one in held if simulator_of(type(one)) == "gymnasium.spaces.space:Space"
-    ]
-
-
 class _Simulator(NamedTuple):
     """How the state of a simulator is saved, and read: `read` checks it and returns what puts it back.
 
@@ -328,12 +290,11 @@ class _Simulator(NamedTuple):
 
 #: Class -> its functions.
 _SIMULATORS = {
-    "gymnasium.spaces.space:Space": _Simulator(_save_space, _read_space),
-    "mujoco._structs:MjData": _Simulator(_save_mujoco, _read_mujoco, _lent_by_mujoco),
+    "mujoco._structs:MjData": _Simulator(_save_mujoco, _read_mujoco, _arrays),
     "dm_control.mujoco.engine:Physics": _Simulator(
         lambda physics: _save_mujoco(physics.data.ptr),
         lambda physics, saved: _read_mujoco(physics.data.ptr, saved),
-        lambda physics: _lent_by_mujoco(physics.data.ptr),
+        lambda physics: _arrays(physics.data.ptr),
     ),
     "ale_py._ale_py:ALEInterface": _Simulator(_save_ale, _read_ale),
 }
