@@ -390,21 +390,6 @@ class Evaluate(Command):
             help="Keep the episodes in this JSON, and continue from it.",
         ),
     ] = None
-    videos: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            callback=new_folder,
-            help="Write videos of episodes (MP4).",
-        ),
-    ] = None
-    filmed: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="With --videos: how many episodes of each ENV to record.",
-        ),
-    ] = 1
     json: Json = None
     quiet: Quiet = False
 

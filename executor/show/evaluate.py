@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Concatenate, Protocol, cast, overload
 
 import torch
@@ -23,7 +22,6 @@ from envherd.executor.guests.collectors.policy import Placed, Policy
 from envherd.executor.keywords import P, names_right_keyword
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.sending.blueprint import checked_options, choose_workers
-from envherd.executor.show.camera import require_imageio
 from envherd.executor.show.per_player import (
     OTHERS,
     PerPlayer,
@@ -52,6 +50,13 @@ DEFAULT_OPTIONS = ExecutorOptions(
     infos="plain",
     step_timeout_s=300.0,
     reset_timeout_s=300.0,
+)
+
+
+#: Argument that is gone -> what to use.
+_INSTEAD_OF = dict.fromkeys(
+    ("videos", "filmed", "fps"),
+    "Use VideoRecorder, or envherd rollout --mp4: with the same seed, the first episode of env i is episode i.",
 )
 
 
@@ -84,7 +89,7 @@ def _typed(
 
 
 @_typed
-@names_right_keyword
+@partial(names_right_keyword, instead_of=_INSTEAD_OF)
 @without_grad
 def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluation
     policies: Policies | Mapping[str, Policies],
@@ -102,9 +107,6 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
     success: Callable[[Mapping[str, Any], EpisodeRecord], bool] | None = None,
     out: str | os.PathLike[str] | None = None,
     label: str | None = None,
-    videos: str | os.PathLike[str] | None = None,
-    filmed: int | Iterable[int] = 1,
-    fps: float = 30.0,
     max_batch: int | None = None,
     deadline_s: float = 0.005,
 ) -> Evaluation | Evaluations:
@@ -139,9 +141,6 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
             A larger `episodes` and other tasks add to it.
         label: of the policies in `out`; None for their names and, of modules, the hash of their parameters. A file of
             another label is refused.
-        videos: folder of the videos, `TASK_episodeI.mp4`.
-        filmed: with `videos`, the number of the first episodes of each task that are recorded, or their numbers.
-        fps: steps per second of video.
         max_batch: let one call of a policy act for the envs, at most this number, of all tasks that wait for it and
             have equal observations: for policies that take long for one env, such as large networks. A network's
             rounding, and random draws, depend on which envs these are, so results may differ between runs; `out` keeps
@@ -155,16 +154,12 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
         ValueError: the envs are batches themselves, an agent has no policy, `background` is passed although all agents
             are focal, settings of an executor with one, or `out` is a file of other policies or of another seed.
         EnvherdError, MemoryError, OSError: no env of any task could be built, or the system refuses a thread.
-        MediaError: the envs have no pictures, or `envherd[media]` is not installed.
     """
     rules = Rules(
         episodes=as_count("evaluate", "episodes", episodes),
         seed=as_count("evaluate", "seed", seed, least=0),
         max_steps=as_count("evaluate", "max_steps", max_steps, or_none=True),
         success=success,
-        videos=None if videos is None else Path(videos),
-        filmed=frozenset(range(filmed) if isinstance(filmed, int) else filmed),
-        fps=fps,
         max_batch=as_count("evaluate", "max_batch", max_batch, or_none=True),
         deadline_s=deadline_s or 0.0,
     )
@@ -174,11 +169,7 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
         raise TypeError(
             f"evaluate failed: expected primer as a dict of tensors by key or None, got {primer!r}."
         )
-    tasks = tasks_of(
-        env,
-        has_background=background is not None,
-        with_frames=videos is not None,
-    )
+    tasks = tasks_of(env, has_background=background is not None)
     if isinstance(env, BatchedEnv):
         _refuse(
             "with an executor, which has its own",
@@ -223,7 +214,7 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
 
     play = Play(tasks, rules, records, prepare)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]  # torch's
-    with records, torch.random.fork_rng(devices=list(devices)), play.films:
+    with records, torch.random.fork_rng(devices=list(devices)):
         if isinstance(env, BatchedEnv):
             play.play_in(env)
         elif play.num_left:
@@ -241,7 +232,6 @@ def tasks_of(
     env_kwargs: dict[str, Any] | None = None,
     *,
     has_background: bool,
-    with_frames: bool,
 ) -> dict[str, Any]:
     """Return the tasks by name, with their factories, or with an executor.
 
@@ -249,14 +239,10 @@ def tasks_of(
         env: as of `evaluate`.
         env_kwargs: of envs with names.
         has_background: see `_named_task`.
-        with_frames: likewise.
 
     Raises:
-        MediaError: frames are wanted, and a package that makes videos of them is missing.
         TypeError, ValueError: an executor among several tasks; two tasks of one name, or no task.
     """
-    if with_frames:
-        require_imageio()
     pairs: Iterable[tuple[Any, Any]] = [(env if isinstance(env, str) else "env", env)]
     if isinstance(env, Mapping):
         pairs = env.items()
@@ -277,12 +263,7 @@ def tasks_of(
                 f"by name."
             )
         tasks[str(name)] = (
-            _named_task(
-                one,
-                env_kwargs,
-                has_background=has_background,
-                with_frames=with_frames,
-            )
+            _named_task(one, env_kwargs, has_background=has_background)
             if isinstance(one, str)
             else one
         )
@@ -296,14 +277,13 @@ def _named_task(
     env_kwargs: dict[str, Any] | None,
     *,
     has_background: bool,
-    with_frames: bool,
 ) -> Any:
     """Return the factory of envs that a name stands for.
 
     Melting Pot's play the same episodes for the same seed, without the world view; background policies take the places
     of a scenario's bots.
     """
-    factory, kwargs = made_for(name, env_kwargs, None, with_frames=with_frames)
+    factory, kwargs = made_for(name, env_kwargs, None)
     if isinstance(factory, MeltingPotFactory):
         bots = not (has_background and factory.is_scenario)
         factory = replace(factory, world_rgb=False, deterministic=True, bots=bots)

@@ -8,23 +8,21 @@ Guarantees:
   that is the only row, so an episode depends on its seed, the env and the policy, and on nothing else. With
   `Rules.max_batch`, one call acts for all seats that wait for a policy, and an episode may depend on which these are.
 
-A seat is a generator that yields what takes long: to build an env, to wait for it, to draw it. Its thread carries these
-operations out, so that one seat builds while others play. All else runs in the caller's thread: the choice of tasks,
-the policies, the records. A passed executor is played without a thread, with one batch of all its envs.
+A seat is a generator that yields what takes long: to build an env, to wait for it, to close it. Its thread carries
+these operations out, so that one seat builds while others play. All else runs in the caller's thread: the choice of
+tasks, the policies, the records. A passed executor is played without a thread, with one batch of all its envs.
 
 Assumes: a reset with a seed makes an env forget its earlier episodes.
 """
 
 import contextlib
 import math
-import re
 import threading
 import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
@@ -41,7 +39,6 @@ from envherd.executor.processes.error_messages import log, with_thread
 from envherd.executor.rollouts.policy_state import leaf_keys, own_leaves, run_policy
 from envherd.executor.sending.blueprint import as_factories, draw
 from envherd.executor.sending.variables import gpus_of, variables_of
-from envherd.executor.show.camera import Camera, Video, enlarged
 from envherd.executor.show.records import EpisodeRecord, RecordFile
 from envherd.executor.start.zygote import helper_for
 from envherd.shm import platforms
@@ -93,9 +90,6 @@ class Rules:
         seed: root seed: episode i has the seed of the first episode of env i under this root seed.
         max_steps: truncate episodes after this number of steps; or None.
         success: called with the last info and the record of an episode; None reads the infos.
-        videos: folder of the videos, or None.
-        filmed: numbers of the episodes of each task that are recorded.
-        fps: steps per second of video.
         max_batch: largest number of seats for which one call of a policy acts; None for one seat.
         deadline_s: with `max_batch`, how long a seat waits for others.
     """
@@ -104,9 +98,6 @@ class Rules:
     seed: int
     max_steps: int | None = None
     success: Callable[[Mapping[str, Any], EpisodeRecord], bool] | None = None
-    videos: Path | None = None
-    filmed: frozenset[int] = frozenset()
-    fps: float = 30.0
     max_batch: int | None = None
     deadline_s: float = 0.0
 
@@ -148,7 +139,6 @@ class _Episode:
     returns: Any = 0.0
     successes: list[bool | None] = field(default_factory=list)
     info: Mapping[str, Any] = field(default_factory=dict)
-    film: Video | None = None
 
 
 class _Seat(threading.Thread):
@@ -247,7 +237,6 @@ class Play:
     Attributes:
         num_left: number of episodes that have not been played, at the beginning.
         build_error: of the first env that could not be built.
-        films: completes the videos of episodes that did not end; to be closed after the run.
     """
 
     def __init__(
@@ -274,7 +263,6 @@ class Play:
         ]
         self.num_left = sum(len(task.left) for task in self._tasks)
         self.build_error: Exception | None = None
-        self.films = contextlib.ExitStack()
 
     def play_in(self, env: BatchedEnv) -> None:
         """Play all episodes of the only task in an executor, in this thread.
@@ -460,8 +448,6 @@ class Play:
     ) -> None:
         """Record an episode that has ended or, with an error, failed."""
         task.episode_s = time.monotonic() - episode.began
-        if episode.film is not None:
-            episode.film.close()
         known = [one for one in episode.successes if one is not None and error is None]
         record = EpisodeRecord(
             episode=episode.number,
@@ -473,7 +459,6 @@ class Play:
             success=bool(episode.successes[-1]) if known else None,
             success_once=any(known) if known else None,
             error=None if error is None else f"{type(error).__name__}: {error}",
-            video=None if episode.film is None else str(episode.film.path),
         )
         if self.rules.success is not None and error is None:
             try:
@@ -519,7 +504,6 @@ class _Session:
         self.task = task
         self.env = env
         self.part = task.part = task.part or play.prepare(task.name, env)
-        self._camera = Camera(env)
         self.playing: dict[int, _Episode] = {}
 
     @property
@@ -553,34 +537,18 @@ class _Session:
         return begun
 
     def _reset(self, begun: Mapping[int, _Episode]) -> _Work:
-        """Reset envs, and begin videos."""
+        """Reset envs."""
         num_envs = self.env.num_envs
         mask = torch.tensor([i in begun for i in range(num_envs)], device="cpu")
         seeds = [
             begun[env_id].seed if env_id in begun else None
             for env_id in range(num_envs)
         ]
-        root = yield partial(
+        yield partial(
             self.env.reset,
             TensorDict({"_reset": mask}, [num_envs]),
             seed=seeds,
         )
-        for env_id, episode in begun.items():
-            if (
-                self._play.rules.videos is not None
-                and episode.number in self._play.rules.filmed
-            ):
-                self._play.rules.videos.mkdir(parents=True, exist_ok=True)
-                name = re.sub(
-                    r"[^\w.-]+",
-                    "_",
-                    f"{self.task.name}_episode{episode.number}.mp4",
-                )
-                episode.film = Video(
-                    self._play.rules.videos / name, self._play.rules.fps
-                )
-                self._play.films.callback(episode.film.close)
-                yield partial(self._film, episode.film, root, env_id, env_id)
 
     def _step(self) -> _Work:
         """Act once in each env that plays, and count it. Episodes whose env fails are recorded."""
@@ -598,10 +566,10 @@ class _Session:
                 self._fail(error)
                 ids = [env_id for env_id in ids if env_id in self.playing]
             else:
-                yield from self._count(ids, received.get("next"))
+                self._count(ids, received.get("next"))
                 break
 
-    def _count(self, ids: list[int], following: TensorDictBase) -> _Work:
+    def _count(self, ids: list[int], following: TensorDictBase) -> None:
         """Count a step; record the episodes that it ended."""
         rewards = np.concatenate(
             [
@@ -627,8 +595,6 @@ class _Session:
             episode.returns = episode.returns + rewards[at]
             episode.info = infos[env_id]
             episode.successes.append(_success_in(episode.info))
-            if episode.film is not None:
-                yield partial(self._film, episode.film, following, at, env_id)
             if is_over[at] or episode.length == self._play.rules.max_steps:
                 self._play.note(self.task, self.playing.pop(env_id))
             elif (
@@ -670,16 +636,6 @@ class _Session:
         # A seat builds another env after an error, whatever state the env is in.
         if self.env is not self.task.env or is_lost:
             raise error
-
-    def _film(self, film: Video, td: TensorDictBase, at: int, env_id: int) -> None:
-        """Add the picture of an env, whose row of the batch is `at`, to a video."""
-        (frame,) = (
-            self._camera.look(td[at : at + 1], [0])
-            if self._camera.key
-            else self._camera.look(td, [env_id])
-        )
-        if frame is not None:
-            film.add(enlarged(frame))
 
 
 def _act(sessions: Sequence[_Session]) -> list[TensorDictBase]:

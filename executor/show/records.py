@@ -40,7 +40,6 @@ class EpisodeRecord:
         success: what the env reported in its last step, or what `success=` returned; None without either.
         success_once: whether the env reported success in any step; None if it reports none.
         error: of an episode that failed: what the env or its worker raised. None for an episode that has ended.
-        video: path of its video, or None.
     """
 
     episode: int
@@ -50,7 +49,6 @@ class EpisodeRecord:
     success: bool | None = None
     success_once: bool | None = None
     error: str | None = None
-    video: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

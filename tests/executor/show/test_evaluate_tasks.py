@@ -1,4 +1,4 @@
-"""`evaluate` over tasks: a fixed set of episodes, failures, continuing a run, memory, films, and the command."""
+"""`evaluate` over tasks: a fixed set of episodes, failures, continuing a run, memory, and the command."""
 
 import errno
 import functools
@@ -35,7 +35,7 @@ from envherd.executor.show.records import Cast, EpisodeRecord, RecordFile
 from envherd.executor.show.results import Evaluation, Evaluations, interval_of, rate_of
 from envherd.workers.seeding import episode_seed
 from tests.envs.suite_envs import Clinging, Task, broken
-from tests.envs.team_env import Team, film_into, pictured
+from tests.envs.team_env import Team
 from tests.executor.show.test_per_player import Always
 from tests.extras import needs
 
@@ -415,6 +415,7 @@ def test_policy_error_ends_all_hanging_envs_at_once(monkeypatch):
             "expected policies=None with policy_for",
         ),
         ({"number": 3}, "it has no argument 'number'"),
+        ({"videos": "films"}, "it has no argument 'videos'. Use VideoRecorder"),
         ({"max_batch": 0}, "expected max_batch"),
         ({"max_batch": 1.5}, "expected max_batch"),
         ({"max_batch": 4, "deadline_s": -1}, "deadline_s"),
@@ -734,25 +735,11 @@ def test_ctrl_c_leaves_an_executor_whose_envs_can_be_reset(executor):
         assert env.step(press(root))["next", "reward"].any()
 
 
-# ---- films and the command --------------------------------------------------------------------------
-
-
-@needs("media")
-def test_films_of_chosen_episodes_have_all_pictures(tmp_path, monkeypatch):
-    films = {}
-    monkeypatch.setattr(playing, "Video", film_into(films))
-    found = evaluate(
-        None, {"a b": pictured}, 4, num_workers=2, videos=tmp_path, filmed=[1, 2]
-    )["a b"]
-    assert films == {f"a_b_episode{i}": [0, 40, 80, 120, 160] for i in (1, 2)}
-    assert [one.video for one in found.episodes] == [
-        None, str(tmp_path / "a_b_episode1.mp4"), str(tmp_path / "a_b_episode2.mp4"), None,
-    ]  # fmt: skip
+# ---- the command ------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-@needs("media")
-def test_the_command_films_and_plays_several_envs(tmp_path):
+def test_the_command_plays_several_envs(tmp_path):
     out, given = tmp_path / "out.json", "python:tests.envs.suite_envs:Task"
     team = "python:tests.envs.team_env:pictured"
     command = [
@@ -775,18 +762,6 @@ def test_the_command_films_and_plays_several_envs(tmp_path):
     assert found["tasks"][given]["success"]["num_episodes"] == 2
     assert found == json.loads(out.read_text())["results"]
     assert "2 tasks" in CliRunner().invoke(app, command).output
-    films = [
-        *command[:2],
-        "--episodes",
-        "1",
-        "--workers",
-        "1",
-        "--videos",
-        str(tmp_path / "films"),
-    ]
-    done = CliRunner().invoke(app, films)
-    assert done.exit_code == 0, done.output
-    assert len(list((tmp_path / "films").glob("*_episode0.mp4"))) == 1
 
 
 def make_press():
