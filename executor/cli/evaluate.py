@@ -9,7 +9,6 @@ from rich.text import Text
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.cli.commands import (
-    RANDOM,
     carry_out,
     policy_maker,
     table_of_facts,
@@ -80,8 +79,6 @@ def _work(
             num_workers=options.workers,
             seed=options.seed,
             max_steps=options.max_steps,
-            out=options.out,
-            label=f"{options.policy or RANDOM} against {options.background}",
         )
     is_single = len(tasks) == 1
     one = next(iter(found.tasks.values()))

@@ -382,14 +382,6 @@ class Evaluate(Command):
     seed: Annotated[int, typer.Option(min=0, help="Root seed.")] = 0
     max_steps: MaxSteps = None
     env_kwargs: EnvKwargs = None
-    out: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH",
-            callback=text_file,
-            help="Keep the episodes in this JSON, and continue from it.",
-        ),
-    ] = None
     json: Json = None
     quiet: Quiet = False
 

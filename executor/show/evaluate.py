@@ -2,14 +2,13 @@
 
 Guarantees: the set of episodes and their seeds are fixed before the first one begins, so short episodes do not count
 more than long ones. Each episode counts once: as ended, or as failed. If envs and policies are deterministic, the
-results depend on the seed and on them, and not on the number of workers, nor on whether the run was killed and
-continued.
+results depend on the seed and on them, and not on the number of workers.
 """
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, Concatenate, Protocol, cast, overload
 
 import torch
@@ -32,7 +31,7 @@ from envherd.executor.show.per_player import (
     random_actions,
 )
 from envherd.executor.show.playing import Part, Play, Rules
-from envherd.executor.show.records import Cast, EpisodeRecord, RecordFile, fingerprint
+from envherd.executor.show.records import Cast, EpisodeRecord
 from envherd.executor.show.results import Evaluation, Evaluations
 from envherd.shm.specs import EnvSpec
 from envherd.workers.adapters.env_names import made_for
@@ -54,10 +53,16 @@ DEFAULT_OPTIONS = ExecutorOptions(
 
 
 #: Argument that is gone -> what to use.
-_INSTEAD_OF = dict.fromkeys(
-    ("videos", "filmed", "fps"),
-    "Use VideoRecorder, or envherd rollout --mp4: with the same seed, the first episode of env i is episode i.",
-)
+_INSTEAD_OF = {
+    **dict.fromkeys(
+        ("videos", "filmed", "fps"),
+        "Use VideoRecorder, or envherd rollout --mp4: with the same seed, the first episode of env i is episode i.",
+    ),
+    **dict.fromkeys(
+        ("out", "label"),
+        "Evaluate task by task, and write to_dict() of each result.",
+    ),
+}
 
 
 class _Evaluate(Protocol[P]):
@@ -105,8 +110,6 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
     options: ExecutorOptions | None = None,
     policy_for: Callable[[str, BatchedEnv], Policies] | None = None,
     success: Callable[[Mapping[str, Any], EpisodeRecord], bool] | None = None,
-    out: str | os.PathLike[str] | None = None,
-    label: str | None = None,
     max_batch: int | None = None,
     deadline_s: float = 0.005,
 ) -> Evaluation | Evaluations:
@@ -137,14 +140,10 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
             step it), it returns the policies of the task, which are released after the task.
         success: called with the info of an episode's last step and its record; returns whether it was a success. None
             reads `info["success"]` or `info["is_success"]`.
-        out: path of a JSON file that keeps the episodes that have been played. If it exists, the run continues from it.
-            A larger `episodes` and other tasks add to it.
-        label: of the policies in `out`; None for their names and, of modules, the hash of their parameters. A file of
-            another label is refused.
         max_batch: let one call of a policy act for the envs, at most this number, of all tasks that wait for it and
             have equal observations: for policies that take long for one env, such as large networks. A network's
-            rounding, and random draws, depend on which envs these are, so results may differ between runs; `out` keeps
-            the number. None acts for each env alone. Not with an executor.
+            rounding, and random draws, depend on which envs these are, so results may differ between runs.
+            None acts for each env alone. Not with an executor.
         deadline_s: with `max_batch`, seconds for which an env waits for others.
 
     Returns:
@@ -152,7 +151,7 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
 
     Raises:
         ValueError: the envs are batches themselves, an agent has no policy, `background` is passed although all agents
-            are focal, settings of an executor with one, or `out` is a file of other policies or of another seed.
+            are focal, or settings of an executor with one.
         EnvherdError, MemoryError, OSError: no env of any task could be built, or the system refuses a thread.
     """
     rules = Rules(
@@ -184,47 +183,40 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
         if policy_for is None
         else policy_for
     )
-    played_by = (
-        _who_plays(
-            policies if policy_for is None else policy_for,
-            by_task,
-            background,
-            focal,
-        )
-        if label is None
-        else {"label": label}
-    )
-    settings = {
-        "seed": rules.seed,
-        "max_steps": max_steps,
-        "max_batch": max_batch,
-        **played_by,
-    }
-    records = RecordFile(out, settings, tuple(tasks))
 
-    def prepare(name: str, built: BatchedEnv) -> Part:
-        part, records.tasks[name].cast = _part_of(
+    def prepare(name: str, built: BatchedEnv) -> tuple[Part, Cast]:
+        return _part_of(
             lambda: policies_of(name, built),
             built.spec,
             background,
             focal,
             primer,
         )
-        return part
 
-    play = Play(tasks, rules, records, prepare)
+    play = Play(tasks, rules, prepare)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]  # torch's
-    with records, torch.random.fork_rng(devices=list(devices)):
+    with torch.random.fork_rng(devices=list(devices)):
         if isinstance(env, BatchedEnv):
             play.play_in(env)
-        elif play.num_left:
+        else:
             chosen = DEFAULT_OPTIONS if options is None else _with_infos(options)
-            play.run(choose_workers(play.num_left, num_workers), chosen)
-    if play.build_error is not None and all(
-        records.tasks[name].cast is None for name in tasks
-    ):
+            num_played = len(tasks) * rules.episodes
+            play.run(choose_workers(num_played, num_workers), chosen)
+    if play.build_error is not None and all(task.cast is None for task in play.tasks):
         raise play.build_error
-    return _results(env, tasks, rules, records)
+    found = {
+        task.name: Evaluation.of(
+            task.cast or Cast(env=task.name),
+            rules.seed,
+            sorted(task.records, key=attrgetter("episode")),
+        )
+        for task in play.tasks
+    }
+    return (
+        Evaluations(found)
+        if isinstance(env, (Mapping, list, tuple))
+        else next(iter(found.values()))
+    )
 
 
 def tasks_of(
@@ -290,27 +282,6 @@ def _named_task(
     return partial(factory, **kwargs) if kwargs else factory
 
 
-def _results(
-    env: Any,
-    tasks: Mapping[str, Any],
-    rules: Rules,
-    records: RecordFile,
-) -> Evaluation | Evaluations:
-    """Return the results of a run that is complete, and write them."""
-    found = {}
-    for name in tasks:
-        one = records.tasks[name]
-        played = [one.episodes[number] for number in range(rules.episodes)]
-        found[name] = Evaluation.of(one.cast or Cast(env=name), rules.seed, played)
-    all_of_them = Evaluations(found)
-    records.write(all_of_them.to_dict())
-    return (
-        all_of_them
-        if isinstance(env, (Mapping, list, tuple))
-        else next(iter(found.values()))
-    )
-
-
 def _refuse(where: str, **settings: Any) -> None:
     if passed := [name for name, value in settings.items() if value is not None]:
         raise ValueError(f"evaluate failed: expected no {' or '.join(passed)} {where}.")
@@ -339,21 +310,6 @@ def _by_task(
     if isinstance(policies, Mapping) and {*map(str, policies)}.issuperset(tasks):
         return {str(name): one for name, one in policies.items()}
     return {}
-
-
-def _who_plays(
-    policies: Any,
-    by_task: Mapping[str, Any],
-    background: Policies,
-    focal: Sequence[int | str] | None,
-) -> dict[str, Any]:
-    """Return plain data that differs between choices of policies."""
-    chosen = {f"policies of {name}": fingerprint(one) for name, one in by_task.items()}
-    return {
-        "background": fingerprint(background),
-        "focal": None if focal is None else [str(one) for one in focal],
-        **(chosen or {"policies": fingerprint(policies)}),
-    }
 
 
 def _part_of(

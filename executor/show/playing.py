@@ -39,7 +39,7 @@ from envherd.executor.processes.error_messages import log, with_thread
 from envherd.executor.rollouts.policy_state import leaf_keys, own_leaves, run_policy
 from envherd.executor.sending.blueprint import as_factories, draw
 from envherd.executor.sending.variables import gpus_of, variables_of
-from envherd.executor.show.records import EpisodeRecord, RecordFile
+from envherd.executor.show.records import Cast, EpisodeRecord
 from envherd.executor.start.zygote import helper_for
 from envherd.shm import platforms
 from envherd.shm.specs import Key
@@ -103,13 +103,15 @@ class Rules:
 
 
 @dataclass
-class _Task:
+class Task:
     """A task of a run.
 
     Attributes:
         name: of the task.
         env: the factory of its envs, or the executor that plays them.
         left: numbers of the episodes that have not begun.
+        records: of the episodes that have ended or failed, in this order.
+        cast: who plays in it; None until an env has been built.
         part: what acts in its envs; None before the first env is built, and after the last episode.
         num_seats: number of seats that have an env of it or are building one.
         build_s: seconds of the latest build of an env; infinite if that failed.
@@ -120,6 +122,8 @@ class _Task:
     name: str
     env: Any
     left: list[int]
+    records: list[EpisodeRecord] = field(default_factory=list)
+    cast: Cast | None = None
     part: Part | None = None
     num_seats: int = 0
     build_s: float = 0.0
@@ -230,12 +234,11 @@ class Play:
     Args:
         tasks: name -> factory of its envs. Or one executor, whose envs play.
         rules: see `Rules`.
-        records: of the episodes that have been played, and of those that will be.
-        prepare: returns what acts in a task, from its name and an executor of its envs; called in the caller's thread,
-            once for each task.
+        prepare: returns what acts in a task, and who plays there, from its name and an executor of its envs; called in
+            the caller's thread, once for each task.
 
     Attributes:
-        num_left: number of episodes that have not been played, at the beginning.
+        tasks: with the records of their episodes.
         build_error: of the first env that could not be built.
     """
 
@@ -243,25 +246,13 @@ class Play:
         self,
         tasks: Mapping[str, Factory | BatchedEnv],
         rules: Rules,
-        records: RecordFile,
-        prepare: Callable[[str, BatchedEnv], Part],
+        prepare: Callable[[str, BatchedEnv], tuple[Part, Cast]],
     ) -> None:
         self.rules = rules
-        self._records = records
         self.prepare = prepare
-        self._tasks = [
-            _Task(
-                name,
-                env,
-                [
-                    number
-                    for number in range(rules.episodes)
-                    if number not in records.tasks[name].episodes
-                ],
-            )
-            for name, env in tasks.items()
+        self.tasks = [
+            Task(name, env, list(range(rules.episodes))) for name, env in tasks.items()
         ]
-        self.num_left = sum(len(task.left) for task in self._tasks)
         self.build_error: Exception | None = None
 
     def play_in(self, env: BatchedEnv) -> None:
@@ -273,7 +264,7 @@ class Play:
         """
         engine = env.engine
         engine.refuse_under_way(engine.all_ids)
-        work = _Session(self, self._tasks[0], env).play()
+        work = _Session(self, self.tasks[0], env).play()
         resume: _Operation = partial(work.send, None)
         try:
             while (operation := _next_of(resume)) is not None:
@@ -304,7 +295,7 @@ class Play:
             num_workers=num_seats,
             files_per_worker=FILES_PER_EXECUTOR[is_shared],
         )
-        factories = as_factories(len(self._tasks), [task.env for task in self._tasks])
+        factories = as_factories(len(self.tasks), [task.env for task in self.tasks])
         # Refuses factories that cannot be pickled.
         modules = draw(factories, None, 1, 0, options).preload
         # The options of a seat do not differ by worker any more. Other helpers than a shared one import for one task.
@@ -403,7 +394,7 @@ class Play:
             yield seat.close  # its memory is free before this seat builds another
             task.num_seats -= 1
 
-    def _choose(self) -> _Task | None:
+    def _choose(self) -> Task | None:
         """Return the task that a seat shall play, None for none.
 
         The first task without a seat. If all have one: the task with most episodes left, if these take longer than to
@@ -411,7 +402,7 @@ class Play:
         """
         found = [
             task
-            for task in self._tasks
+            for task in self.tasks
             if task.left
             and (
                 not task.num_seats
@@ -427,7 +418,7 @@ class Play:
             chosen.num_seats += 1
         return chosen
 
-    def _fail_task(self, task: _Task, error: Exception) -> None:
+    def _fail_task(self, task: Task, error: Exception) -> None:
         """Record the episodes of a task as failed, unless another seat has an env for them or is building one."""
         task.build_s = math.inf
         task.num_seats -= 1
@@ -435,14 +426,14 @@ class Play:
         while task.left and not task.num_seats:
             self.note(task, self.take(task), error)
 
-    def take(self, task: _Task, state: TensorDictBase | None = None) -> _Episode:
+    def take(self, task: Task, state: TensorDictBase | None = None) -> _Episode:
         """Return the next episode of a task, which has one left, with the policy's first state."""
         number = task.left.pop(0)
         return _Episode(number, episode_seed(self.rules.seed, number, 0), state)
 
     def note(
         self,
-        task: _Task,
+        task: Task,
         episode: _Episode,
         error: Exception | None = None,
     ) -> None:
@@ -469,7 +460,7 @@ class Play:
                     f"evaluate failed: success raised {type(raised).__name__}: {raised}"
                 ) from raised
             record = replace(record, success=success, success_once=None)
-        self._records.add(task.name, record)
+        task.records.append(record)
         if not (task.left or task.num_seats > 1):
             # A policy of this task alone is not needed any more.
             task.part = None
@@ -497,13 +488,15 @@ class _Session:
     def __init__(
         self,
         play: Play,
-        task: _Task,
+        task: Task,
         env: BatchedEnv,
     ) -> None:
         self._play = play
         self.task = task
         self.env = env
-        self.part = task.part = task.part or play.prepare(task.name, env)
+        if task.part is None:
+            task.part, task.cast = play.prepare(task.name, env)
+        self.part = task.part
         self.playing: dict[int, _Episode] = {}
 
     @property

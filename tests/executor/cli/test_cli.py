@@ -506,13 +506,6 @@ sys.exit(main())
             0,
             "",
         ),
-        (
-            True,
-            f"evaluate {COUNTING} --out damaged",
-            "Path('damaged').write_text('[')",
-            2,
-            "expected the JSON of an evaluation in damaged",
-        ),
         (False, "list gymnasium", ">/dev/full", 1, "error: No space left on device."),
         (False, "list gymnasium", "| true", 1, ""),
         (False, "doctor --json", ">&-", 2, "got a closed one"),
