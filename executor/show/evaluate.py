@@ -31,8 +31,7 @@ from envherd.executor.show.per_player import (
     random_actions,
 )
 from envherd.executor.show.playing import Part, Play, Rules
-from envherd.executor.show.records import Cast, EpisodeRecord
-from envherd.executor.show.results import Evaluation, Evaluations
+from envherd.executor.show.results import Cast, EpisodeRecord, Evaluation, Evaluations
 from envherd.shm.specs import EnvSpec
 from envherd.workers.adapters.env_names import made_for
 from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory

@@ -39,7 +39,7 @@ from envherd.executor.processes.error_messages import log, with_thread
 from envherd.executor.rollouts.policy_state import leaf_keys, own_leaves, run_policy
 from envherd.executor.sending.blueprint import as_factories, draw
 from envherd.executor.sending.variables import gpus_of, variables_of
-from envherd.executor.show.records import Cast, EpisodeRecord
+from envherd.executor.show.results import Cast, EpisodeRecord
 from envherd.executor.start.zygote import helper_for
 from envherd.shm import platforms
 from envherd.shm.specs import Key

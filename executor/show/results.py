@@ -1,4 +1,4 @@
-"""The results of an evaluation: returns, lengths and success of episodes, and measures computed from these.
+"""The results of an evaluation: records of episodes (returns, lengths, success), and measures computed from these.
 
 - Per-capita return: the mean over agents of their returns in an episode. Melting Pot uses that of the focal agents
   as score (Agapiou et al. 2022, "Melting Pot 2.0", arXiv:2211.13746).
@@ -23,13 +23,51 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from envherd.executor.show.records import Cast, EpisodeRecord
-
 SCHEMA = "envherd.evaluation/1"
 SUITE_SCHEMA = "envherd.evaluations/1"
 _NUM_RESAMPLES = 10_000
 #: The 97.5 % quantile of the standard normal distribution.
 _Z = 1.959963984540054
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeRecord:
+    """One episode of an evaluation.
+
+    Attributes:
+        episode: its number in its task, from 0.
+        seed: of its reset.
+        length: in steps.
+        returns: of each agent; of a failed episode, until the failure.
+        success: what the env reported in its last step, or what `success=` returned; None without either.
+        success_once: whether the env reported success in any step; None if it reports none.
+        error: of an episode that failed: what the env or its worker raised. None for an episode that has ended.
+    """
+
+    episode: int
+    seed: int
+    length: int = 0
+    returns: tuple[float, ...] = ()
+    success: bool | None = None
+    success_once: bool | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cast:
+    """Who plays in a task.
+
+    Attributes:
+        env: name of the env.
+        players: their names; "agent" in an env of one agent.
+        roles: one per agent.
+        is_focal: one per agent.
+    """
+
+    env: str
+    players: tuple[str, ...] = ("agent",)
+    roles: tuple[str, ...] = ("default",)
+    is_focal: tuple[bool, ...] = (True,)
 
 
 class Interval(NamedTuple):

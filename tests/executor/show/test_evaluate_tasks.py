@@ -28,8 +28,14 @@ from envherd import (
 )
 from envherd.executor.cli.app import app
 from envherd.executor.show import playing
-from envherd.executor.show.records import Cast, EpisodeRecord
-from envherd.executor.show.results import Evaluation, Evaluations, interval_of, rate_of
+from envherd.executor.show.results import (
+    Cast,
+    EpisodeRecord,
+    Evaluation,
+    Evaluations,
+    interval_of,
+    rate_of,
+)
 from envherd.workers.seeding import episode_seed
 from tests.envs.suite_envs import Clinging, Task, broken
 from tests.envs.team_env import Team
