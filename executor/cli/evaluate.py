@@ -102,9 +102,6 @@ def table(found: Evaluation) -> Table:
         "success in any step": None
         if found.success_once == found.success
         else found.success_once,
-        "success, with failed episodes": found.success_of_all
-        if found.num_failed
-        else None,
         "length": found.length,
     }
     if len(found.players) == 1:

@@ -70,7 +70,7 @@ class _Evaluate(Protocol[P]):
     @overload
     def __call__(
         self,
-        policies: Policies | Mapping[str, Policies],
+        policies: Policies,
         env: Tasks,
         *args: P.args,
         **settings: P.kwargs,
@@ -78,7 +78,7 @@ class _Evaluate(Protocol[P]):
     @overload
     def __call__(
         self,
-        policies: Policies | Mapping[str, Policies],
+        policies: Policies,
         env: Env,
         *args: P.args,
         **settings: P.kwargs,
@@ -96,7 +96,7 @@ def _typed(
 @partial(names_right_keyword, instead_of=_INSTEAD_OF)
 @without_grad
 def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluation
-    policies: Policies | Mapping[str, Policies],
+    policies: Policies,
     env: Env | Tasks,
     episodes: int = 10,
     *,
@@ -120,8 +120,8 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
     built is recorded as failed as a whole.
 
     Args:
-        policies: one policy for all tasks and agents; or a dict by agent, role and `"*"` (see `PerPlayer`); or, with
-            several tasks, a dict by task of these. None draws random actions.
+        policies: one policy for all agents, or a dict by agent, role and `"*"` (see `PerPlayer`); the same for all
+            tasks. None draws random actions.
         env: a factory of any env, or a name as on the command line, such as "gymnasium:CartPole-v1". A dict of them by
             task, or a list. Or an executor: `evaluate` resets its envs and leaves it open, and a policy gets a batch of
             its envs. Melting Pot envs with names are built `deterministic` and without the world view. With
@@ -176,16 +176,21 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
             max_batch=max_batch,
         )
         rules = replace(rules, seed=env.seed)
-    by_task = _by_task(policies, policy_for, tuple(tasks))
-    policies_of = (
-        (lambda name, _: by_task.get(name, policies))
-        if policy_for is None
-        else policy_for
-    )
+    if policy_for is not None and policies is not None:
+        raise ValueError(
+            "evaluate failed: expected policies=None with policy_for, got both. Leave one out."
+        )
+    if isinstance(policies, Mapping) and {*map(str, policies)}.issuperset(tasks):
+        raise ValueError(
+            "evaluate failed: expected policies for all tasks, got a dict of them by task. Pass None, and "
+            "policy_for=lambda task, env: policies[task]."
+        )
 
     def prepare(name: str, built: BatchedEnv) -> tuple[Part, Cast]:
         return _part_of(
-            lambda: policies_of(name, built),
+            (lambda: policies)
+            if policy_for is None
+            else partial(policy_for, name, built),
             built.spec,
             background,
             focal,
@@ -294,21 +299,6 @@ def _with_infos(options: ExecutorOptions) -> ExecutorOptions:
         if options.info_policy != "drop"
         else replace(options, infos=Infos("plain", options.info_keys))
     )
-
-
-def _by_task(
-    policies: Any,
-    policy_for: object,
-    tasks: Sequence[str],
-) -> dict[str, Any]:
-    """Return the policies by task; an empty dict if they are not by task."""
-    if policy_for is not None and policies is not None:
-        raise ValueError(
-            "evaluate failed: expected policies=None with policy_for, got both. Leave one out."
-        )
-    if isinstance(policies, Mapping) and {*map(str, policies)}.issuperset(tasks):
-        return {str(name): one for name, one in policies.items()}
-    return {}
 
 
 def _part_of(

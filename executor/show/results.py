@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-SCHEMA = "envherd.evaluation/1"
-SUITE_SCHEMA = "envherd.evaluations/1"
+SCHEMA = "envherd.evaluation/2"
+SUITE_SCHEMA = "envherd.evaluations/2"
 _NUM_RESAMPLES = 10_000
 #: The 97.5 % quantile of the standard normal distribution.
 _Z = 1.959963984540054
@@ -262,16 +262,6 @@ class Evaluation(Cast):
         """Likewise, of the episodes that were successful in any step."""
         return self._rate(lambda one: one.success_once)
 
-    @property
-    def success_of_all(self) -> Rate | None:
-        """Likewise as `success`, of all episodes: those that failed count as not successful."""
-        found = self.success
-        return (
-            None
-            if found is None
-            else rate_of(found.num_successes, found.num_episodes + self.num_failed)
-        )
-
     def _rate(self, success_of: Callable[[EpisodeRecord], bool | None]) -> Rate | None:
         found = [success_of(one) for one in self.episodes]
         return (
@@ -341,7 +331,6 @@ class Evaluation(Cast):
             "failed": self.num_failed,
             "success": _plain(self.success),
             "success_once": _plain(self.success_once),
-            "success_of_all": _plain(self.success_of_all),
             "length": _plain(self.length),
             "focal_per_capita": _plain(self.focal_per_capita),
             "background_per_capita": _plain(self.background_per_capita),
@@ -400,23 +389,6 @@ class Evaluations:
         num_episodes = sum(rate.num_episodes for rate in known)
         return rate_of(num_successes, num_episodes) if known else None
 
-    @property
-    def success_of_all(self) -> Rate | None:
-        """Likewise with the failed episodes, also of tasks none of whose episodes ended."""
-        found = self.success
-        ended = [
-            one
-            for one in self.tasks.values()
-            if one.success is None and one.num_episodes
-        ]
-        # Tasks that report no success do not count.
-        failed = self.num_failed - sum(one.num_failed for one in ended)
-        return (
-            None
-            if found is None
-            else rate_of(found.num_successes, found.num_episodes + failed)
-        )
-
     @cached_property
     def mean_return(self) -> Interval:
         """Mean over tasks of `Evaluation.mean_return`."""
@@ -435,7 +407,6 @@ class Evaluations:
             "schema": SUITE_SCHEMA,
             "failed": self.num_failed,
             "success": _plain(self.success),
-            "success_of_all": _plain(self.success_of_all),
             "focal_per_capita": _plain(self.focal_per_capita),
             "tasks": {name: one.to_dict() for name, one in self.tasks.items()},
         }

@@ -125,7 +125,6 @@ def played(*outcomes):
 def test_failed_episodes_are_counted_separately():
     one = played(*(True, False, None, "failed"))
     assert (one.success.num_successes, one.success.num_episodes) == (1, 3)
-    assert (one.success_of_all.num_successes, one.success_of_all.num_episodes) == (1, 4)
     assert (one.num_episodes, one.num_failed, one.collective.num_episodes) == (3, 1, 3)
     silent, dead = played(None, "failed"), played("failed", "failed")
     assert silent.success is None
@@ -134,9 +133,6 @@ def test_failed_episodes_are_counted_separately():
         1,
         3,
         4,
-    )
-    assert both.success_of_all.num_episodes == 6, (
-        "those of a task without success do not count, those of a dead one do"
     )
     json.dumps(both.to_dict(), allow_nan=False)
     assert repr(both).splitlines() == [
@@ -248,12 +244,15 @@ def test_policies_by_task():
         return td.set("action", torch.zeros(len(td), dtype=torch.int64))
 
     tasks = suite()
+    policies = {"size 2": press, "size 3": idle, "size 4": None}
     found = evaluate(
-        {"size 2": press, "size 3": idle, "size 4": None}, tasks, 3, num_workers=2
+        None,
+        tasks,
+        3,
+        policy_for=lambda task, env: policies[task],
+        num_workers=2,
     )
     assert [found[name].success.num_successes for name in tasks][:2] == [3, 0]
-    found = evaluate({0: press, 1: idle}, {0: Task, 1: Task}, 1, num_workers=2)
-    assert [found[name].success.num_successes for name in "01"] == [1, 0]
 
 
 @needs("gymnasium")
@@ -402,6 +401,10 @@ def test_policy_error_ends_all_hanging_envs_at_once(monkeypatch):
             {"policies": {"size 2": press}},
             "policy of gymnasium envs of one agent, got dict. Wrap it",
         ),
+        (
+            {"policies": dict.fromkeys(suite(), press)},
+            "got a dict of them by task. Pass None, and policy_for=lambda task, env:",
+        ),
         ({"focal": [0]}, "expected no focal for envs of one agent"),
         (
             {"env": ["CartPole-v1", "CartPole-v1"]},
@@ -461,11 +464,7 @@ def test_an_env_that_raises_dies_or_hangs_costs_its_episode():
     assert np.array_equal(bad.returns[:, 0], found["good"].returns[[1, 4, 6], 0]), (
         "the others are as without faults"
     )
-    assert (
-        bad.success.num_episodes,
-        bad.success_of_all.num_episodes,
-        found.num_failed,
-    ) == (3, 7, 4)
+    assert (bad.success.num_episodes, found.num_failed) == (3, 4)
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -649,7 +648,8 @@ def test_one_call_acts_for_the_envs_that_wait():
 
 def test_envs_of_other_observations_or_policies_have_separate_calls():
     policies = {"size 2": Slow(), "size 3": (one := Slow()), "size 4": one}
-    evaluate(policies, suite(), 4, num_workers=3, max_batch=8, deadline_s=0.05)
+    how = {"num_workers": 3, "max_batch": 8, "deadline_s": 0.05}
+    evaluate(None, suite(), 4, policy_for=lambda task, env: policies[task], **how)
     assert {size for policy in policies.values() for size in policy.sizes} == {1}
 
 
