@@ -299,7 +299,6 @@ OUTCOMES: list[Any] = [
         ["there is no folder 'none'"],
     ),
     ("replay . --png none/sheet.png", 2, "stderr", ["there is no folder 'none'"]),
-    ("init none/my_env.py", 2, "stderr", ["there is no folder 'none'"]),
     pytest.param(
         "rollout python:my_envs:refuses",
         1,
@@ -512,7 +511,6 @@ sys.exit(main())
         (False, "top --once --json", ">&-", 2, "got a closed one"),
         (False, "--version", ">/dev/full", 1, "error: No space left on device."),
         (False, "--version", ">&- 2>&- <&-", 0, ""),
-        (False, "init pipe.py --force", "", 2, "'pipe.py': a pipe"),
         (False, f"rollout {COUNTING} --json pipe.py", "", 2, "'pipe.py': a pipe"),
         (False, f"rollout {COUNTING} --json loop", "", 2, "circular link"),
         (False, f"rollout {COUNTING} --out $'\\xff'", "", 2, "not UTF-8"),
@@ -604,42 +602,6 @@ def test_stored_data_and_reported_figures_agree():
     assert "env-steps/s" in result.stderr, (
         "the table must not be in the output of the JSON"
     )
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("folder")
-def test_the_template_of_an_env_runs(monkeypatch):
-    Path("envs").mkdir()
-    done = CliRunner().invoke(app, ["init", "envs/my_sim.py"])
-    assert (done.exit_code, done.stdout) == (
-        0,
-        "envs/my_sim.py written. Next: envherd check envs.my_sim:make_env\n",
-    )
-    assert "envherd rollout envs.my_sim:make_env" in Path("envs/my_sim.py").read_text()
-    done = CliRunner().invoke(
-        app, ["check", "envs.my_sim:make_env", "--env-kwargs", '{"goal": 3}']
-    )
-    monkeypatch.delitem(sys.modules, "envs.my_sim", raising=False)
-    assert done.exit_code == 0, done.output
-    assert "keeps the contract" in done.stdout
-    assert (
-        rollout("envs.my_sim:make_env", "--workers", "1", "--steps", "20").exit_code
-        == 0
-    )
-
-
-@pytest.mark.usefixtures("folder")
-def test_a_template_replaces_no_file():
-    Path("my_env.py").write_text("mine")
-    done = CliRunner().invoke(app, ["init"], env={"COLUMNS": "200"})
-    assert done.exit_code == 2
-    assert "expected a new file, got 'my_env.py', which exists" in done.stderr
-    assert Path("my_env.py").read_text() == "mine"
-    assert CliRunner().invoke(app, ["init", "--force"]).exit_code == 0
-    assert "class MyAdapter" in Path("my_env.py").read_text()
-    done = CliRunner().invoke(app, ["init", "my-env.py"], env={"COLUMNS": "200"})
-    assert done.exit_code == 2
-    assert "expected the name of a Python module" in done.stderr
 
 
 @needs("gymnasium")
