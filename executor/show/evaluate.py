@@ -44,7 +44,7 @@ Env = str | Callable[..., Any] | BatchedEnv
 #: Several, by name or in a list; no executors.
 Tasks = Mapping[str, Any] | list[Any] | tuple[Any, ...]
 #: Of workers without `options`. After these seconds for a step or a reset, the episode counts as failed.
-DEFAULT_OPTIONS = ExecutorOptions(
+_DEFAULT_OPTIONS = ExecutorOptions(
     infos="plain",
     step_timeout_s=300.0,
     reset_timeout_s=300.0,
@@ -203,7 +203,7 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
         if isinstance(env, BatchedEnv):
             play.play_in(env)
         else:
-            chosen = DEFAULT_OPTIONS if options is None else _with_infos(options)
+            chosen = _DEFAULT_OPTIONS if options is None else _with_infos(options)
             num_played = len(tasks) * rules.episodes
             play.run(choose_workers(num_played, num_workers), chosen)
     if play.build_error is not None and all(task.cast is None for task in play.tasks):
