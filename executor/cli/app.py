@@ -1,7 +1,6 @@
 """The typer app `app`, which has every command of `envherd`."""
 
 import inspect
-import shlex
 from importlib import metadata
 from typing import Annotated, Any
 
@@ -125,8 +124,23 @@ def doctor(*, json: Json = None) -> None:
 # ---- app ---------------------------------------------------------------------------------------
 
 
+#: Command that is gone -> what to use.
+_INSTEAD_OF = {
+    "init": "Copy the example of docs/custom_envs.md.",
+    "record": "Run envherd rollout --alone --envs 1 --episodes 1 --steps 1000, with the same options.",
+}
+
+
 class _Commands(TyperGroup):
     """The commands; all take `--json` without a value, which stands for `--json -`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Refuse a command that is gone with what to use."""
+        if (name := args[0]) in _INSTEAD_OF:
+            ctx.fail(
+                f"{name} failed: there is no such command any more. {_INSTEAD_OF[name]}"
+            )
+        return super().resolve_command(ctx, args)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Add the value, which typer does not let an option leave out."""
@@ -192,23 +206,3 @@ _add(Size)
 app.command("list")(list_envs)
 _add(Top)
 app.command()(doctor)
-
-
-@app.command(
-    hidden=True,
-    context_settings={
-        "allow_extra_args": True,
-        "ignore_unknown_options": True,
-        "help_option_names": [],
-    },
-)
-def record(ctx: typer.Context) -> None:
-    """Print the options of `rollout` that replace this command."""
-    # What `record` did without options.
-    defaults = ["--alone", "--envs", "1", "--episodes", "1", "--steps", "1000"]
-    typer.echo(
-        f"error: record failed: expected rollout, which makes videos now, got record. Run\n  "
-        f"{shlex.join(['envherd', 'rollout', *defaults, *ctx.args])}",
-        err=True,
-    )
-    raise typer.Exit(EXIT_USAGE)

@@ -286,6 +286,7 @@ OUTCOMES: list[Any] = [
             ("top", "--interval", "1e300", ""),
         ]
     ),
+    ("init my_env.py", 2, "stderr", ["there is no such command any more. Copy"]),
     (
         f"evaluate {COUNTING} --json none/found.json",
         2,
