@@ -401,18 +401,14 @@ def memory(machine: Machine) -> Iterator[Finding]:
 def limits(machine: Machine) -> Iterator[Finding]:
     """Check limits on descriptors, processes and address space."""
     left = machine.files_left
-    if left is not None and left < _FEWEST_FILES - 64:
+    if left is None:
+        yield Finding("open files", "ok", "no limit")
+    else:
         yield _judged(
             "open files",
-            f"{left} left: enough for {max(0, left - FILES_FIXED) // FILES_PER_WORKER} workers",
-            is_ok=False,
+            f"{left:,} left: enough for {max(0, left - FILES_FIXED) // FILES_PER_WORKER:,} workers",
+            is_ok=left >= _FEWEST_FILES - 64,
             otherwise="fail" if left < _FEWEST_FILES // 8 else "warn",
-        )
-    else:
-        yield Finding(
-            "open files",
-            "ok",
-            "no limit" if left is None else f"{left:,} left",
         )
     room = machine.processes_left
     found = (
