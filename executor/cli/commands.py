@@ -4,7 +4,6 @@ Guarantees: `carry_out` prints expected errors (see `carry_out`) and returns an 
 """
 
 import contextlib
-import inspect
 import json
 import math
 import os
@@ -212,25 +211,16 @@ def policy_maker(
 ) -> Callable[[BatchedEnv], Any] | None:
     """Return what makes the policy that an option MODULE:FACTORY names, from an executor; None for random actions.
 
-    The factory may take the executor, or nothing.
-
     Raises:
         FactoryError: there is no such factory.
     """
     if name is None or name == RANDOM:
         return None
     factory = named_callable(name, f"{option} {name}")
-    takes_env = True
-    with contextlib.suppress(ValueError):  # a builtin may have no signature
-        kinds = {one.kind for one in inspect.signature(factory).parameters.values()}
-        takes_env = not kinds <= {
-            inspect.Parameter.KEYWORD_ONLY,
-            inspect.Parameter.VAR_KEYWORD,
-        }
 
     def make_policy(env: BatchedEnv) -> Any:
         try:
-            policy = factory(env) if takes_env else factory()
+            policy = factory(env)
         except Exception as error:
             error.add_note(
                 f"{option} names a function that gets the executor and returns the policy; {name} raised."

@@ -126,11 +126,11 @@ USER_MODULE = """
         return Model()
 
 
-    def returns_a_dict(*, seed=0):
+    def returns_a_dict(env):
         return lambda td: {"action": 0}
 
 
-    def stubborn():
+    def stubborn(env):
         return lambda td: td.set("action", 2 * td["done"][:, 0].long() + 2)
 """
 
@@ -666,7 +666,6 @@ def test_quiet_prints_what_was_asked_for_and_errors_alone():
     [("ones", {"action": 1, "extra": 10}), ("stubborn", {"action": 2})],
 )
 def test_a_policy_acts_and_what_it_adds_is_kept(policy, kept):
-    """The factory of `ones` takes the env, that of `stubborn` takes nothing."""
     done = rollout(
         COUNTING, "--steps", "6", "--policy", f"my_envs:{policy}", "--out", "kept"
     )

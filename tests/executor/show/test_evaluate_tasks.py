@@ -609,7 +609,7 @@ def test_the_command_plays_several_envs():
     assert "2 tasks" in CliRunner().invoke(app, command).output
 
 
-def make_press():
+def make_press(_env):
     return press
 
 
