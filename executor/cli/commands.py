@@ -190,19 +190,15 @@ def started(
     Args:
         made: of the env.
         num_envs: N.
-        is_drawn: the envs will be drawn; see `drawing`.
+        is_drawn: the envs will be drawn. Without a display, MuJoCo needs MUJOCO_GL when workers start.
         **how: further arguments of the executor.
     """
     factory, kwargs = made
-    if is_drawn:
-        how["options"] = drawing(how.get("options") or ExecutorOptions())
-    return ParallelEnv(num_envs, factory, env_kwargs=kwargs or None, **how)
-
-
-def drawing(options: ExecutorOptions) -> ExecutorOptions:
-    """Return options of envs that will be drawn. Without a display, MuJoCo needs MUJOCO_GL when workers start."""
     has_display = platforms.has_display() or "MUJOCO_GL" in os.environ
-    return options if has_display else replace(options, env_vars={"MUJOCO_GL": "egl"})
+    if is_drawn and not has_display:
+        options = how.get("options") or ExecutorOptions()
+        how["options"] = replace(options, env_vars={"MUJOCO_GL": "egl"})
+    return ParallelEnv(num_envs, factory, env_kwargs=kwargs or None, **how)
 
 
 def policy_maker(

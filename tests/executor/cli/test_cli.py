@@ -422,7 +422,7 @@ OUTCOMES: list[Any] = [
         [
             "episode 1 failed: EnvError",
             "success 1.00 [0.34, 1.00] (2/2)",
-            "success, with failed episodes 0.67 [0.21, 0.94] (2/3) length ",
+            "episodes that failed 1 success 1.00",
             " return ",
         ],
     ),
