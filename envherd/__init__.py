@@ -43,8 +43,13 @@ if TYPE_CHECKING:
         to_scalars,
     )
     from envherd.executor.show.per_player import PerPlayer, RandomPlayer
-    from envherd.executor.show.records import EpisodeRecord
-    from envherd.executor.show.results import Evaluation, Evaluations, Interval, Rate
+    from envherd.executor.show.results import (
+        EpisodeRecord,
+        Evaluation,
+        Evaluations,
+        Interval,
+        Rate,
+    )
     from envherd.executor.sizing.recommending import recommend
     from envherd.executor.start.zygote import preloaded
     from envherd.shm.specs import Binary as Binary  # not in `__all__`
@@ -104,7 +109,7 @@ _HOMES = {
     "EnvherdError": _ERRORS,
     "Episode": "envherd.executor.show.loggers",
     "EpisodeLogger": "envherd.executor.show.loggers",
-    "EpisodeRecord": "envherd.executor.show.records",
+    "EpisodeRecord": "envherd.executor.show.results",
     "Evaluation": "envherd.executor.show.results",
     "Evaluations": "envherd.executor.show.results",
     "ExecutorOptions": "envherd.executor.options",

@@ -79,6 +79,7 @@ MOVED = {
     "executor.show.episode_logger": "executor.show.loggers",
     "executor.show.exporting": "executor.show.loggers",
     "executor.show.recorder": "executor.show.camera",
+    "executor.show.records": "executor.show.results",
     "executor.simulator": "executor.guests.simulator",
     "executor.simulator.actions": "executor.guests.simulator.rows",
     "executor.simulator.engine": "executor.guests.simulator.engine",

@@ -1,10 +1,10 @@
-"""Evaluate several tasks with a policy for each: success rates with intervals, and a file from which a run continues.
+"""Evaluate several tasks with a policy for each: success rates with intervals.
 
 What it shows: `evaluate` builds the env of a task when a worker comes to it and drops it afterwards, so that a suite of
 many tasks needs the memory of `num_workers` envs. All episodes are fixed before they begin, and each counts once.
 
 Run: python examples/evaluate_suite.py
-     python examples/evaluate_suite.py --episodes 50 --out suite.json      # again after Ctrl-C: it continues
+     python examples/evaluate_suite.py --episodes 50
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--episodes", type=int, default=10)
-    parser.add_argument("--out", help="JSON to continue from")
     given = parser.parse_args()
     tasks = {
         f"pole {length}": functools.partial(make_env, length)
@@ -61,7 +60,6 @@ def main() -> None:
         policy_for=policy_for,
         success=stands,
         num_workers=2,
-        out=given.out,
     )
     for name, one in found.tasks.items():
         print(f"{name:10} success {one.success}  length {one.length}")

@@ -28,7 +28,6 @@ from envherd.executor.machine.machine import (
 )
 from envherd.executor.options import ExecutorOptions, StartMethod
 from envherd.shm import platforms
-from envherd.shm.segment import Segment
 from envherd.workers import native
 from envherd.workers.adapters.meltingpot import lua_edits, lua_tree
 from envherd.workers.adapters.meltingpot.factory import (
@@ -37,7 +36,6 @@ from envherd.workers.adapters.meltingpot.factory import (
     substrate_names,
 )
 from envherd.workers.adapters.meltingpot.lua_tree import version_of
-from envherd.workers.build import Factory
 
 Level = Literal["ok", "warn", "fail"]
 _GIB = 2**30
@@ -125,13 +123,8 @@ def _judged(
     )
 
 
-def examine(name: str = "", make_env: Factory | None = None) -> Iterator[Finding]:
-    """Yield all findings, in the order of the report.
-
-    Args:
-        name: of an env whose steps are looked at, too.
-        make_env: its factory; None for no env.
-    """
+def examine() -> Iterator[Finding]:
+    """Yield all findings, in the order of the report."""
     machine = read_machine()
     methods = ("portable",) if platforms.missing() else get_args(StartMethod)
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
@@ -143,15 +136,9 @@ def examine(name: str = "", make_env: Factory | None = None) -> Iterator[Finding
         ("mujoco", _mujoco),
         ("rendering", _rendering),
         ("egl", _egl),
-        ("shared memory", _shared_memory),
         *(
             (f"start method {method}", functools.partial(_start, method))
             for method in methods
-        ),
-        *(
-            []
-            if make_env is None
-            else [(f"steps of {name}", lambda: steps_of(name, make_env))]
         ),
         ("cores", lambda: cores(machine)),
         ("torch threads", lambda: torch_threads(machine)),
@@ -227,14 +214,6 @@ def plain_steps() -> Iterator[Finding]:
         text,
         is_ok=not reasons or os.environ.get(native.SWITCH, "1") == "0",
     )
-
-
-def steps_of(name: str, make_env: Factory) -> Iterator[Finding]:
-    """Report which calls C makes in an executor of such envs, with the default options."""
-    from envherd.executor.parallel import ParallelEnv  # imported here: see `_start`
-
-    with ParallelEnv(1, make_env, num_workers=1) as env:
-        yield Finding(f"steps of {name}", "ok", env.statistics().path)
 
 
 def unmet(name: str, installed: str) -> Iterator[str]:
@@ -352,18 +331,6 @@ def _egl() -> Iterator[Finding]:
 # ---- machine ---------------------------------------------------------------------------------------
 
 
-def _shared_memory() -> Iterator[Finding]:
-    create = Segment.create_with_name if platforms.missing() else Segment.create
-    with contextlib.closing(create(_MIB, "envherd-doctor")) as segment:
-        segment.array()[:] = 1
-        kind = "with a name" if segment.name else "memfd, sealed"
-        yield Finding(
-            "shared memory",
-            "ok",
-            f"{kind}; {segment.nbytes // _MIB} MiB written",
-        )
-
-
 def _start(name: Any) -> Iterator[Finding]:
     # Imported here, so earlier findings need not wait for torch.
     from envherd.executor.parallel import ParallelEnv
@@ -434,18 +401,14 @@ def memory(machine: Machine) -> Iterator[Finding]:
 def limits(machine: Machine) -> Iterator[Finding]:
     """Check limits on descriptors, processes and address space."""
     left = machine.files_left
-    if left is not None and left < _FEWEST_FILES - 64:
+    if left is None:
+        yield Finding("open files", "ok", "no limit")
+    else:
         yield _judged(
             "open files",
-            f"{left} left: enough for {max(0, left - FILES_FIXED) // FILES_PER_WORKER} workers",
-            is_ok=False,
+            f"{left:,} left: enough for {max(0, left - FILES_FIXED) // FILES_PER_WORKER:,} workers",
+            is_ok=left >= _FEWEST_FILES - 64,
             otherwise="fail" if left < _FEWEST_FILES // 8 else "warn",
-        )
-    else:
-        yield Finding(
-            "open files",
-            "ok",
-            "no limit" if left is None else f"{left:,} left",
         )
     room = machine.processes_left
     found = (

@@ -51,7 +51,6 @@ ALLOWED = {
         "envherd.executor",
     },
     "executor/cli/*": {"typer", "rich"},
-    "executor/cli/env_template.py": {"envherd"},  # a file of the user
     "executor/cli/media.py": {"PIL"},
     "executor/doctor.py": {"packaging"},
     "executor/show/camera.py": {"imageio", "imageio_ffmpeg"},

@@ -35,9 +35,6 @@ def main() -> None:
     except OSError as error:  # of the command's output, most often
         _report(error)
         sys.exit(options.EXIT_FAILED)
-    except Exception as error:
-        _show(error)
-        sys.exit(options.EXIT_FAILED)
     finally:
         _write_out()
 
@@ -68,25 +65,3 @@ def _report(error: OSError) -> None:
     if not isinstance(error, BrokenPipeError) and sys.stderr is not None:
         where = "" if error.filename is None else f"accessing {error.filename} failed: "
         sys.stderr.write(f"error: {where}{error.strerror or error}.\n")
-
-
-def _show(error: Exception) -> None:
-    """Print an error with its traceback, which begins at the user's code if that raised it."""
-    import traceback
-    from pathlib import Path
-
-    import typer
-
-    ours = tuple(
-        str(Path(module.__file__).parent)
-        for module in (sys.modules["envherd"], typer)
-        if module.__file__
-    )
-    inside = error.__traceback__
-    while inside is not None and inside.tb_frame.f_code.co_filename.startswith(
-        (*ours, sys.argv[0])
-    ):
-        inside = inside.tb_next
-    traceback.print_exception(
-        error.with_traceback(inside) if inside is not None else error
-    )

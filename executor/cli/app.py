@@ -1,9 +1,7 @@
 """The typer app `app`, which has every command of `envherd`."""
 
 import inspect
-import shlex
 from importlib import metadata
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -21,7 +19,6 @@ from envherd.executor.cli.options import (
     Size,
     Top,
     require_number,
-    require_place,
     write_json,
 )
 
@@ -46,7 +43,6 @@ def list_envs(
 
     The exit code is 2 if the family is unknown or not installed, and 1 if no name contains FILTER.
     """
-    from envherd.executor.cli.options import EXIT_FAILED, EXIT_USAGE
     from envherd.workers.adapters.env_names import LISTED, known_names
     from envherd.workers.adapters.named import plug_in_ids
     from envherd.workers.errors import FactoryError, closest
@@ -85,100 +81,25 @@ def list_envs(
         raise typer.Exit(EXIT_USAGE if family is not None and absent else EXIT_FAILED)
 
 
-# ---- init --------------------------------------------------------------------------------------
-# `envherd init FILE`: writes a template with an env, its adapter and its factory, which runs unchanged.
-
-#: The template. In the copy, the new module's name replaces that of the template.
-_TEMPLATE = Path(__file__).with_name("env_template.py")
-
-
-def init(
-    file: Annotated[
-        Path,
-        typer.Argument(metavar="FILE", help="The Python file to write."),
-    ] = Path("my_env.py"),
-    *,
-    force: Annotated[
-        bool,
-        typer.Option("--force", help="Replace a file that exists."),
-    ] = False,
-) -> None:
-    """Write a small env with its adapter and factory; replace it by your env.
-
-    The file runs unchanged: `envherd check my_env:make_env`.
-    """
-    if file.suffix != ".py" or not file.stem.isidentifier():
-        raise typer.BadParameter(
-            f"expected the name of a Python module, e.g. my_env.py, got {str(file)!r}."
-        )
-    if file.exists() and not force:
-        raise typer.BadParameter(
-            f"expected a new file, got {str(file)!r}, which exists. --force replaces it."
-        )
-    require_place(file)
-    name = f"{_module(file)}:make_env"
-    file.write_text(_TEMPLATE.read_text().replace(f"{_TEMPLATE.stem}:make_env", name))
-    typer.echo(f"{file} written. Next: envherd check {name}")
-
-
-def _module(file: Path) -> str:
-    """Return the dotted module name of a file below the current folder; of other files, only the file's own name."""
-    here = Path.cwd()
-    path = file.resolve()
-    is_below = path.is_relative_to(here) and all(
-        part.isidentifier() for part in path.relative_to(here).parent.parts
-    )
-    return (
-        ".".join(path.relative_to(here).with_suffix("").parts)
-        if is_below
-        else file.stem
-    )
-
-
 # ---- doctor ------------------------------------------------------------------------------------
 # `envherd doctor`: checks the machine and the installation, and suggests fixes.
 
 
-def doctor(
-    *,
-    env: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ENV",
-            help="Also build this env, and show whether C steps it.",
-        ),
-    ] = None,
-    json: Json = None,
-) -> None:
+def doctor(*, json: Json = None) -> None:
     """Check Python, packages, Melting Pot, start methods, shared memory, limits, GPU, and leftovers of crashed runs.
 
     The exit code is 1 if anything fails, 0 otherwise; warnings do not count.
     """
-    if env is None:
-        raise typer.Exit(_report("", None, json))
     # Imported here: they need packages that may be missing.
-    from envherd.executor.cli.commands import carry_out
-    from envherd.workers.adapters.env_names import factory_for
-
-    raise typer.Exit(
-        carry_out(
-            lambda: factory_for(env),
-            lambda make_env: _report(env, make_env, json),
-        )
-    )
-
-
-def _report(env: str, make_env: Any, path: str | None) -> int:
-    """Print all findings; return the exit code."""
     from rich.console import Console
     from rich.text import Text
 
     from envherd.executor.doctor import Finding, examine
 
-    console = Console(stderr=path == "-")
+    console = Console(stderr=json == "-")
     styles = {"ok": "green", "warn": "yellow", "fail": "bold red"}
     findings: list[Finding] = []
-    for finding in examine(env, make_env):
+    for finding in examine():
         findings.append(finding)
         console.print(
             Text(f"{finding.level:>4}  ", styles[finding.level])
@@ -190,21 +111,36 @@ def _report(env: str, make_env: Any, path: str | None) -> int:
             console.print(Text(f"      fix: {finding.fix}", "cyan"), soft_wrap=True)
     has_failed = any(finding.level == "fail" for finding in findings)
     write_json(
-        path,
+        json,
         {
             "schema": "envherd.doctor/1",
             "is_ok": not has_failed,
             "findings": [vars(one) for one in findings],
         },
     )
-    return EXIT_FAILED if has_failed else 0
+    raise typer.Exit(EXIT_FAILED if has_failed else 0)
 
 
 # ---- app ---------------------------------------------------------------------------------------
 
 
+#: Command that is gone -> what to use.
+_INSTEAD_OF = {
+    "init": "Copy the example of docs/custom_envs.md.",
+    "record": "Run envherd rollout --alone --envs 1 --episodes 1 --steps 1000, with the same options.",
+}
+
+
 class _Commands(TyperGroup):
     """The commands; all take `--json` without a value, which stands for `--json -`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Refuse a command that is gone with what to use."""
+        if (name := args[0]) in _INSTEAD_OF:
+            ctx.fail(
+                f"{name} failed: there is no such command any more. {_INSTEAD_OF[name]}"
+            )
+        return super().resolve_command(ctx, args)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Add the value, which typer does not let an option leave out."""
@@ -265,29 +201,8 @@ def _main(
 _add(Rollout)
 _add(Evaluate)
 _add(Replay)
-app.command()(init)
 _add(Check)
 _add(Size)
 app.command("list")(list_envs)
 _add(Top)
 app.command()(doctor)
-
-
-@app.command(
-    hidden=True,
-    context_settings={
-        "allow_extra_args": True,
-        "ignore_unknown_options": True,
-        "help_option_names": [],
-    },
-)
-def record(ctx: typer.Context) -> None:
-    """Print the options of `rollout` that replace this command."""
-    # What `record` did without options.
-    defaults = ["--alone", "--envs", "1", "--episodes", "1", "--steps", "1000"]
-    typer.echo(
-        f"error: record failed: expected rollout, which makes videos now, got record. Run\n  "
-        f"{shlex.join(['envherd', 'rollout', *defaults, *ctx.args])}",
-        err=True,
-    )
-    raise typer.Exit(EXIT_USAGE)

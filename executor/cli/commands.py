@@ -4,7 +4,6 @@ Guarantees: `carry_out` prints expected errors (see `carry_out`) and returns an 
 """
 
 import contextlib
-import inspect
 import json
 import math
 import os
@@ -191,19 +190,15 @@ def started(
     Args:
         made: of the env.
         num_envs: N.
-        is_drawn: the envs will be drawn; see `drawing`.
+        is_drawn: the envs will be drawn. Without a display, MuJoCo needs MUJOCO_GL when workers start.
         **how: further arguments of the executor.
     """
     factory, kwargs = made
-    if is_drawn:
-        how["options"] = drawing(how.get("options") or ExecutorOptions())
-    return ParallelEnv(num_envs, factory, env_kwargs=kwargs or None, **how)
-
-
-def drawing(options: ExecutorOptions) -> ExecutorOptions:
-    """Return options of envs that will be drawn. Without a display, MuJoCo needs MUJOCO_GL when workers start."""
     has_display = platforms.has_display() or "MUJOCO_GL" in os.environ
-    return options if has_display else replace(options, env_vars={"MUJOCO_GL": "egl"})
+    if is_drawn and not has_display:
+        options = how.get("options") or ExecutorOptions()
+        how["options"] = replace(options, env_vars={"MUJOCO_GL": "egl"})
+    return ParallelEnv(num_envs, factory, env_kwargs=kwargs or None, **how)
 
 
 def policy_maker(
@@ -212,25 +207,16 @@ def policy_maker(
 ) -> Callable[[BatchedEnv], Any] | None:
     """Return what makes the policy that an option MODULE:FACTORY names, from an executor; None for random actions.
 
-    The factory may take the executor, or nothing.
-
     Raises:
         FactoryError: there is no such factory.
     """
     if name is None or name == RANDOM:
         return None
     factory = named_callable(name, f"{option} {name}")
-    takes_env = True
-    with contextlib.suppress(ValueError):  # a builtin may have no signature
-        kinds = {one.kind for one in inspect.signature(factory).parameters.values()}
-        takes_env = not kinds <= {
-            inspect.Parameter.KEYWORD_ONLY,
-            inspect.Parameter.VAR_KEYWORD,
-        }
 
     def make_policy(env: BatchedEnv) -> Any:
         try:
-            policy = factory(env) if takes_env else factory()
+            policy = factory(env)
         except Exception as error:
             error.add_note(
                 f"{option} names a function that gets the executor and returns the policy; {name} raised."

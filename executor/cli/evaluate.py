@@ -9,19 +9,12 @@ from rich.text import Text
 
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.cli.commands import (
-    RANDOM,
     carry_out,
-    drawing,
     policy_maker,
     table_of_facts,
 )
 from envherd.executor.cli.options import EXIT_FAILED, Evaluate, write_json
-from envherd.executor.show.evaluate import (
-    DEFAULT_OPTIONS,
-    evaluate,
-    join_policies,
-    tasks_of,
-)
+from envherd.executor.show.evaluate import evaluate, join_policies, tasks_of
 from envherd.executor.show.per_player import OTHERS
 from envherd.executor.show.results import Evaluation, Evaluations
 
@@ -40,7 +33,6 @@ def _prepare(options: Evaluate) -> tuple[dict[str, Any], Any, Any]:
         options.env,
         options.env_kwargs,
         has_background=options.background is not None,
-        with_frames=options.videos is not None,
     )
     return (
         tasks,
@@ -87,11 +79,6 @@ def _work(
             num_workers=options.workers,
             seed=options.seed,
             max_steps=options.max_steps,
-            options=drawing(DEFAULT_OPTIONS) if options.videos is not None else None,
-            out=options.out,
-            label=f"{options.policy or RANDOM} against {options.background}",
-            videos=options.videos,
-            filmed=options.filmed,
         )
     is_single = len(tasks) == 1
     one = next(iter(found.tasks.values()))
@@ -115,9 +102,6 @@ def table(found: Evaluation) -> Table:
         "success in any step": None
         if found.success_once == found.success
         else found.success_once,
-        "success, with failed episodes": found.success_of_all
-        if found.num_failed
-        else None,
         "length": found.length,
     }
     if len(found.players) == 1:

@@ -382,29 +382,6 @@ class Evaluate(Command):
     seed: Annotated[int, typer.Option(min=0, help="Root seed.")] = 0
     max_steps: MaxSteps = None
     env_kwargs: EnvKwargs = None
-    out: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH",
-            callback=text_file,
-            help="Keep the episodes in this JSON, and continue from it.",
-        ),
-    ] = None
-    videos: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            callback=new_folder,
-            help="Write videos of episodes (MP4).",
-        ),
-    ] = None
-    filmed: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="With --videos: how many episodes of each ENV to record.",
-        ),
-    ] = 1
     json: Json = None
     quiet: Quiet = False
 

@@ -2,15 +2,13 @@
 
 Guarantees: the set of episodes and their seeds are fixed before the first one begins, so short episodes do not count
 more than long ones. Each episode counts once: as ended, or as failed. If envs and policies are deterministic, the
-results depend on the seed and on them, and not on the number of workers, nor on whether the run was killed and
-continued.
+results depend on the seed and on them, and not on the number of workers.
 """
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from operator import attrgetter
 from typing import Any, Concatenate, Protocol, cast, overload
 
 import torch
@@ -23,7 +21,6 @@ from envherd.executor.guests.collectors.policy import Placed, Policy
 from envherd.executor.keywords import P, names_right_keyword
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.sending.blueprint import checked_options, choose_workers
-from envherd.executor.show.camera import require_imageio
 from envherd.executor.show.per_player import (
     OTHERS,
     PerPlayer,
@@ -34,8 +31,7 @@ from envherd.executor.show.per_player import (
     random_actions,
 )
 from envherd.executor.show.playing import Part, Play, Rules
-from envherd.executor.show.records import Cast, EpisodeRecord, RecordFile, fingerprint
-from envherd.executor.show.results import Evaluation, Evaluations
+from envherd.executor.show.results import Cast, EpisodeRecord, Evaluation, Evaluations
 from envherd.shm.specs import EnvSpec
 from envherd.workers.adapters.env_names import made_for
 from envherd.workers.adapters.meltingpot.factory import MeltingPotFactory
@@ -48,11 +44,24 @@ Env = str | Callable[..., Any] | BatchedEnv
 #: Several, by name or in a list; no executors.
 Tasks = Mapping[str, Any] | list[Any] | tuple[Any, ...]
 #: Of workers without `options`. After these seconds for a step or a reset, the episode counts as failed.
-DEFAULT_OPTIONS = ExecutorOptions(
+_DEFAULT_OPTIONS = ExecutorOptions(
     infos="plain",
     step_timeout_s=300.0,
     reset_timeout_s=300.0,
 )
+
+
+#: Argument that is gone -> what to use.
+_INSTEAD_OF = {
+    **dict.fromkeys(
+        ("videos", "filmed", "fps"),
+        "Use VideoRecorder, or envherd rollout --mp4: with the same seed, the first episode of env i is episode i.",
+    ),
+    **dict.fromkeys(
+        ("out", "label"),
+        "Evaluate task by task, and write to_dict() of each result.",
+    ),
+}
 
 
 class _Evaluate(Protocol[P]):
@@ -61,7 +70,7 @@ class _Evaluate(Protocol[P]):
     @overload
     def __call__(
         self,
-        policies: Policies | Mapping[str, Policies],
+        policies: Policies,
         env: Tasks,
         *args: P.args,
         **settings: P.kwargs,
@@ -69,7 +78,7 @@ class _Evaluate(Protocol[P]):
     @overload
     def __call__(
         self,
-        policies: Policies | Mapping[str, Policies],
+        policies: Policies,
         env: Env,
         *args: P.args,
         **settings: P.kwargs,
@@ -84,10 +93,10 @@ def _typed(
 
 
 @_typed
-@names_right_keyword
+@partial(names_right_keyword, instead_of=_INSTEAD_OF)
 @without_grad
 def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluation
-    policies: Policies | Mapping[str, Policies],
+    policies: Policies,
     env: Env | Tasks,
     episodes: int = 10,
     *,
@@ -100,11 +109,6 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
     options: ExecutorOptions | None = None,
     policy_for: Callable[[str, BatchedEnv], Policies] | None = None,
     success: Callable[[Mapping[str, Any], EpisodeRecord], bool] | None = None,
-    out: str | os.PathLike[str] | None = None,
-    label: str | None = None,
-    videos: str | os.PathLike[str] | None = None,
-    filmed: int | Iterable[int] = 1,
-    fps: float = 30.0,
     max_batch: int | None = None,
     deadline_s: float = 0.005,
 ) -> Evaluation | Evaluations:
@@ -116,8 +120,8 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
     built is recorded as failed as a whole.
 
     Args:
-        policies: one policy for all tasks and agents; or a dict by agent, role and `"*"` (see `PerPlayer`); or, with
-            several tasks, a dict by task of these. None draws random actions.
+        policies: one policy for all agents, or a dict by agent, role and `"*"` (see `PerPlayer`); the same for all
+            tasks. None draws random actions.
         env: a factory of any env, or a name as on the command line, such as "gymnasium:CartPole-v1". A dict of them by
             task, or a list. Or an executor: `evaluate` resets its envs and leaves it open, and a policy gets a batch of
             its envs. Melting Pot envs with names are built `deterministic` and without the world view. With
@@ -135,17 +139,10 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
             step it), it returns the policies of the task, which are released after the task.
         success: called with the info of an episode's last step and its record; returns whether it was a success. None
             reads `info["success"]` or `info["is_success"]`.
-        out: path of a JSON file that keeps the episodes that have been played. If it exists, the run continues from it.
-            A larger `episodes` and other tasks add to it.
-        label: of the policies in `out`; None for their names and, of modules, the hash of their parameters. A file of
-            another label is refused.
-        videos: folder of the videos, `TASK_episodeI.mp4`.
-        filmed: with `videos`, the number of the first episodes of each task that are recorded, or their numbers.
-        fps: steps per second of video.
         max_batch: let one call of a policy act for the envs, at most this number, of all tasks that wait for it and
             have equal observations: for policies that take long for one env, such as large networks. A network's
-            rounding, and random draws, depend on which envs these are, so results may differ between runs; `out` keeps
-            the number. None acts for each env alone. Not with an executor.
+            rounding, and random draws, depend on which envs these are, so results may differ between runs.
+            None acts for each env alone. Not with an executor.
         deadline_s: with `max_batch`, seconds for which an env waits for others.
 
     Returns:
@@ -153,18 +150,14 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
 
     Raises:
         ValueError: the envs are batches themselves, an agent has no policy, `background` is passed although all agents
-            are focal, settings of an executor with one, or `out` is a file of other policies or of another seed.
+            are focal, or settings of an executor with one.
         EnvherdError, MemoryError, OSError: no env of any task could be built, or the system refuses a thread.
-        MediaError: the envs have no pictures, or `envherd[media]` is not installed.
     """
     rules = Rules(
         episodes=as_count("evaluate", "episodes", episodes),
         seed=as_count("evaluate", "seed", seed, least=0),
         max_steps=as_count("evaluate", "max_steps", max_steps, or_none=True),
         success=success,
-        videos=None if videos is None else Path(videos),
-        filmed=frozenset(range(filmed) if isinstance(filmed, int) else filmed),
-        fps=fps,
         max_batch=as_count("evaluate", "max_batch", max_batch, or_none=True),
         deadline_s=deadline_s or 0.0,
     )
@@ -174,11 +167,7 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
         raise TypeError(
             f"evaluate failed: expected primer as a dict of tensors by key or None, got {primer!r}."
         )
-    tasks = tasks_of(
-        env,
-        has_background=background is not None,
-        with_frames=videos is not None,
-    )
+    tasks = tasks_of(env, has_background=background is not None)
     if isinstance(env, BatchedEnv):
         _refuse(
             "with an executor, which has its own",
@@ -187,53 +176,51 @@ def evaluate(  # noqa: PLR0913  # its arguments are the settings of an evaluatio
             max_batch=max_batch,
         )
         rules = replace(rules, seed=env.seed)
-    by_task = _by_task(policies, policy_for, tuple(tasks))
-    policies_of = (
-        (lambda name, _: by_task.get(name, policies))
-        if policy_for is None
-        else policy_for
-    )
-    played_by = (
-        _who_plays(
-            policies if policy_for is None else policy_for,
-            by_task,
-            background,
-            focal,
+    if policy_for is not None and policies is not None:
+        raise ValueError(
+            "evaluate failed: expected policies=None with policy_for, got both. Leave one out."
         )
-        if label is None
-        else {"label": label}
-    )
-    settings = {
-        "seed": rules.seed,
-        "max_steps": max_steps,
-        "max_batch": max_batch,
-        **played_by,
-    }
-    records = RecordFile(out, settings, tuple(tasks))
+    if isinstance(policies, Mapping) and {*map(str, policies)}.issuperset(tasks):
+        raise ValueError(
+            "evaluate failed: expected policies for all tasks, got a dict of them by task. Pass None, and "
+            "policy_for=lambda task, env: policies[task]."
+        )
 
-    def prepare(name: str, built: BatchedEnv) -> Part:
-        part, records.tasks[name].cast = _part_of(
-            lambda: policies_of(name, built),
+    def prepare(name: str, built: BatchedEnv) -> tuple[Part, Cast]:
+        return _part_of(
+            (lambda: policies)
+            if policy_for is None
+            else partial(policy_for, name, built),
             built.spec,
             background,
             focal,
             primer,
         )
-        return part
 
-    play = Play(tasks, rules, records, prepare)
+    play = Play(tasks, rules, prepare)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]  # torch's
-    with records, torch.random.fork_rng(devices=list(devices)), play.films:
+    with torch.random.fork_rng(devices=list(devices)):
         if isinstance(env, BatchedEnv):
             play.play_in(env)
-        elif play.num_left:
-            chosen = DEFAULT_OPTIONS if options is None else _with_infos(options)
-            play.run(choose_workers(play.num_left, num_workers), chosen)
-    if play.build_error is not None and all(
-        records.tasks[name].cast is None for name in tasks
-    ):
+        else:
+            chosen = _DEFAULT_OPTIONS if options is None else _with_infos(options)
+            num_played = len(tasks) * rules.episodes
+            play.run(choose_workers(num_played, num_workers), chosen)
+    if play.build_error is not None and all(task.cast is None for task in play.tasks):
         raise play.build_error
-    return _results(env, tasks, rules, records)
+    found = {
+        task.name: Evaluation.of(
+            task.cast or Cast(env=task.name),
+            rules.seed,
+            sorted(task.records, key=attrgetter("episode")),
+        )
+        for task in play.tasks
+    }
+    return (
+        Evaluations(found)
+        if isinstance(env, (Mapping, list, tuple))
+        else next(iter(found.values()))
+    )
 
 
 def tasks_of(
@@ -241,7 +228,6 @@ def tasks_of(
     env_kwargs: dict[str, Any] | None = None,
     *,
     has_background: bool,
-    with_frames: bool,
 ) -> dict[str, Any]:
     """Return the tasks by name, with their factories, or with an executor.
 
@@ -249,14 +235,10 @@ def tasks_of(
         env: as of `evaluate`.
         env_kwargs: of envs with names.
         has_background: see `_named_task`.
-        with_frames: likewise.
 
     Raises:
-        MediaError: frames are wanted, and a package that makes videos of them is missing.
         TypeError, ValueError: an executor among several tasks; two tasks of one name, or no task.
     """
-    if with_frames:
-        require_imageio()
     pairs: Iterable[tuple[Any, Any]] = [(env if isinstance(env, str) else "env", env)]
     if isinstance(env, Mapping):
         pairs = env.items()
@@ -277,12 +259,7 @@ def tasks_of(
                 f"by name."
             )
         tasks[str(name)] = (
-            _named_task(
-                one,
-                env_kwargs,
-                has_background=has_background,
-                with_frames=with_frames,
-            )
+            _named_task(one, env_kwargs, has_background=has_background)
             if isinstance(one, str)
             else one
         )
@@ -296,39 +273,17 @@ def _named_task(
     env_kwargs: dict[str, Any] | None,
     *,
     has_background: bool,
-    with_frames: bool,
 ) -> Any:
     """Return the factory of envs that a name stands for.
 
     Melting Pot's play the same episodes for the same seed, without the world view; background policies take the places
     of a scenario's bots.
     """
-    factory, kwargs = made_for(name, env_kwargs, None, with_frames=with_frames)
+    factory, kwargs = made_for(name, env_kwargs, None)
     if isinstance(factory, MeltingPotFactory):
         bots = not (has_background and factory.is_scenario)
         factory = replace(factory, world_rgb=False, deterministic=True, bots=bots)
     return partial(factory, **kwargs) if kwargs else factory
-
-
-def _results(
-    env: Any,
-    tasks: Mapping[str, Any],
-    rules: Rules,
-    records: RecordFile,
-) -> Evaluation | Evaluations:
-    """Return the results of a run that is complete, and write them."""
-    found = {}
-    for name in tasks:
-        one = records.tasks[name]
-        played = [one.episodes[number] for number in range(rules.episodes)]
-        found[name] = Evaluation.of(one.cast or Cast(env=name), rules.seed, played)
-    all_of_them = Evaluations(found)
-    records.write(all_of_them.to_dict())
-    return (
-        all_of_them
-        if isinstance(env, (Mapping, list, tuple))
-        else next(iter(found.values()))
-    )
 
 
 def _refuse(where: str, **settings: Any) -> None:
@@ -344,36 +299,6 @@ def _with_infos(options: ExecutorOptions) -> ExecutorOptions:
         if options.info_policy != "drop"
         else replace(options, infos=Infos("plain", options.info_keys))
     )
-
-
-def _by_task(
-    policies: Any,
-    policy_for: object,
-    tasks: Sequence[str],
-) -> dict[str, Any]:
-    """Return the policies by task; an empty dict if they are not by task."""
-    if policy_for is not None and policies is not None:
-        raise ValueError(
-            "evaluate failed: expected policies=None with policy_for, got both. Leave one out."
-        )
-    if isinstance(policies, Mapping) and {*map(str, policies)}.issuperset(tasks):
-        return {str(name): one for name, one in policies.items()}
-    return {}
-
-
-def _who_plays(
-    policies: Any,
-    by_task: Mapping[str, Any],
-    background: Policies,
-    focal: Sequence[int | str] | None,
-) -> dict[str, Any]:
-    """Return plain data that differs between choices of policies."""
-    chosen = {f"policies of {name}": fingerprint(one) for name, one in by_task.items()}
-    return {
-        "background": fingerprint(background),
-        "focal": None if focal is None else [str(one) for one in focal],
-        **(chosen or {"policies": fingerprint(policies)}),
-    }
 
 
 def _part_of(

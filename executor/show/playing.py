@@ -8,23 +8,21 @@ Guarantees:
   that is the only row, so an episode depends on its seed, the env and the policy, and on nothing else. With
   `Rules.max_batch`, one call acts for all seats that wait for a policy, and an episode may depend on which these are.
 
-A seat is a generator that yields what takes long: to build an env, to wait for it, to draw it. Its thread carries these
-operations out, so that one seat builds while others play. All else runs in the caller's thread: the choice of tasks,
-the policies, the records. A passed executor is played without a thread, with one batch of all its envs.
+A seat is a generator that yields what takes long: to build an env, to wait for it, to close it. Its thread carries
+these operations out, so that one seat builds while others play. All else runs in the caller's thread: the choice of
+tasks, the policies, the records. A passed executor is played without a thread, with one batch of all its envs.
 
 Assumes: a reset with a seed makes an env forget its earlier episodes.
 """
 
 import contextlib
 import math
-import re
 import threading
 import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
@@ -41,8 +39,7 @@ from envherd.executor.processes.error_messages import log, with_thread
 from envherd.executor.rollouts.policy_state import leaf_keys, own_leaves, run_policy
 from envherd.executor.sending.blueprint import as_factories, draw
 from envherd.executor.sending.variables import gpus_of, variables_of
-from envherd.executor.show.camera import Camera, Video, enlarged
-from envherd.executor.show.records import EpisodeRecord, RecordFile
+from envherd.executor.show.results import Cast, EpisodeRecord
 from envherd.executor.start.zygote import helper_for
 from envherd.shm import platforms
 from envherd.shm.specs import Key
@@ -93,9 +90,6 @@ class Rules:
         seed: root seed: episode i has the seed of the first episode of env i under this root seed.
         max_steps: truncate episodes after this number of steps; or None.
         success: called with the last info and the record of an episode; None reads the infos.
-        videos: folder of the videos, or None.
-        filmed: numbers of the episodes of each task that are recorded.
-        fps: steps per second of video.
         max_batch: largest number of seats for which one call of a policy acts; None for one seat.
         deadline_s: with `max_batch`, how long a seat waits for others.
     """
@@ -104,21 +98,20 @@ class Rules:
     seed: int
     max_steps: int | None = None
     success: Callable[[Mapping[str, Any], EpisodeRecord], bool] | None = None
-    videos: Path | None = None
-    filmed: frozenset[int] = frozenset()
-    fps: float = 30.0
     max_batch: int | None = None
     deadline_s: float = 0.0
 
 
 @dataclass
-class _Task:
+class Task:
     """A task of a run.
 
     Attributes:
         name: of the task.
         env: the factory of its envs, or the executor that plays them.
         left: numbers of the episodes that have not begun.
+        records: of the episodes that have ended or failed, in this order.
+        cast: who plays in it; None until an env has been built.
         part: what acts in its envs; None before the first env is built, and after the last episode.
         num_seats: number of seats that have an env of it or are building one.
         build_s: seconds of the latest build of an env; infinite if that failed.
@@ -129,6 +122,8 @@ class _Task:
     name: str
     env: Any
     left: list[int]
+    records: list[EpisodeRecord] = field(default_factory=list)
+    cast: Cast | None = None
     part: Part | None = None
     num_seats: int = 0
     build_s: float = 0.0
@@ -148,7 +143,6 @@ class _Episode:
     returns: Any = 0.0
     successes: list[bool | None] = field(default_factory=list)
     info: Mapping[str, Any] = field(default_factory=dict)
-    film: Video | None = None
 
 
 class _Seat(threading.Thread):
@@ -240,41 +234,26 @@ class Play:
     Args:
         tasks: name -> factory of its envs. Or one executor, whose envs play.
         rules: see `Rules`.
-        records: of the episodes that have been played, and of those that will be.
-        prepare: returns what acts in a task, from its name and an executor of its envs; called in the caller's thread,
-            once for each task.
+        prepare: returns what acts in a task, and who plays there, from its name and an executor of its envs; called in
+            the caller's thread, once for each task.
 
     Attributes:
-        num_left: number of episodes that have not been played, at the beginning.
+        tasks: with the records of their episodes.
         build_error: of the first env that could not be built.
-        films: completes the videos of episodes that did not end; to be closed after the run.
     """
 
     def __init__(
         self,
         tasks: Mapping[str, Factory | BatchedEnv],
         rules: Rules,
-        records: RecordFile,
-        prepare: Callable[[str, BatchedEnv], Part],
+        prepare: Callable[[str, BatchedEnv], tuple[Part, Cast]],
     ) -> None:
         self.rules = rules
-        self._records = records
         self.prepare = prepare
-        self._tasks = [
-            _Task(
-                name,
-                env,
-                [
-                    number
-                    for number in range(rules.episodes)
-                    if number not in records.tasks[name].episodes
-                ],
-            )
-            for name, env in tasks.items()
+        self.tasks = [
+            Task(name, env, list(range(rules.episodes))) for name, env in tasks.items()
         ]
-        self.num_left = sum(len(task.left) for task in self._tasks)
         self.build_error: Exception | None = None
-        self.films = contextlib.ExitStack()
 
     def play_in(self, env: BatchedEnv) -> None:
         """Play all episodes of the only task in an executor, in this thread.
@@ -285,7 +264,7 @@ class Play:
         """
         engine = env.engine
         engine.refuse_under_way(engine.all_ids)
-        work = _Session(self, self._tasks[0], env).play()
+        work = _Session(self, self.tasks[0], env).play()
         resume: _Operation = partial(work.send, None)
         try:
             while (operation := _next_of(resume)) is not None:
@@ -316,7 +295,7 @@ class Play:
             num_workers=num_seats,
             files_per_worker=FILES_PER_EXECUTOR[is_shared],
         )
-        factories = as_factories(len(self._tasks), [task.env for task in self._tasks])
+        factories = as_factories(len(self.tasks), [task.env for task in self.tasks])
         # Refuses factories that cannot be pickled.
         modules = draw(factories, None, 1, 0, options).preload
         # The options of a seat do not differ by worker any more. Other helpers than a shared one import for one task.
@@ -415,7 +394,7 @@ class Play:
             yield seat.close  # its memory is free before this seat builds another
             task.num_seats -= 1
 
-    def _choose(self) -> _Task | None:
+    def _choose(self) -> Task | None:
         """Return the task that a seat shall play, None for none.
 
         The first task without a seat. If all have one: the task with most episodes left, if these take longer than to
@@ -423,7 +402,7 @@ class Play:
         """
         found = [
             task
-            for task in self._tasks
+            for task in self.tasks
             if task.left
             and (
                 not task.num_seats
@@ -439,7 +418,7 @@ class Play:
             chosen.num_seats += 1
         return chosen
 
-    def _fail_task(self, task: _Task, error: Exception) -> None:
+    def _fail_task(self, task: Task, error: Exception) -> None:
         """Record the episodes of a task as failed, unless another seat has an env for them or is building one."""
         task.build_s = math.inf
         task.num_seats -= 1
@@ -447,21 +426,19 @@ class Play:
         while task.left and not task.num_seats:
             self.note(task, self.take(task), error)
 
-    def take(self, task: _Task, state: TensorDictBase | None = None) -> _Episode:
+    def take(self, task: Task, state: TensorDictBase | None = None) -> _Episode:
         """Return the next episode of a task, which has one left, with the policy's first state."""
         number = task.left.pop(0)
         return _Episode(number, episode_seed(self.rules.seed, number, 0), state)
 
     def note(
         self,
-        task: _Task,
+        task: Task,
         episode: _Episode,
         error: Exception | None = None,
     ) -> None:
         """Record an episode that has ended or, with an error, failed."""
         task.episode_s = time.monotonic() - episode.began
-        if episode.film is not None:
-            episode.film.close()
         known = [one for one in episode.successes if one is not None and error is None]
         record = EpisodeRecord(
             episode=episode.number,
@@ -473,7 +450,6 @@ class Play:
             success=bool(episode.successes[-1]) if known else None,
             success_once=any(known) if known else None,
             error=None if error is None else f"{type(error).__name__}: {error}",
-            video=None if episode.film is None else str(episode.film.path),
         )
         if self.rules.success is not None and error is None:
             try:
@@ -484,7 +460,7 @@ class Play:
                     f"evaluate failed: success raised {type(raised).__name__}: {raised}"
                 ) from raised
             record = replace(record, success=success, success_once=None)
-        self._records.add(task.name, record)
+        task.records.append(record)
         if not (task.left or task.num_seats > 1):
             # A policy of this task alone is not needed any more.
             task.part = None
@@ -512,14 +488,15 @@ class _Session:
     def __init__(
         self,
         play: Play,
-        task: _Task,
+        task: Task,
         env: BatchedEnv,
     ) -> None:
         self._play = play
         self.task = task
         self.env = env
-        self.part = task.part = task.part or play.prepare(task.name, env)
-        self._camera = Camera(env)
+        if task.part is None:
+            task.part, task.cast = play.prepare(task.name, env)
+        self.part = task.part
         self.playing: dict[int, _Episode] = {}
 
     @property
@@ -553,34 +530,18 @@ class _Session:
         return begun
 
     def _reset(self, begun: Mapping[int, _Episode]) -> _Work:
-        """Reset envs, and begin videos."""
+        """Reset envs."""
         num_envs = self.env.num_envs
         mask = torch.tensor([i in begun for i in range(num_envs)], device="cpu")
         seeds = [
             begun[env_id].seed if env_id in begun else None
             for env_id in range(num_envs)
         ]
-        root = yield partial(
+        yield partial(
             self.env.reset,
             TensorDict({"_reset": mask}, [num_envs]),
             seed=seeds,
         )
-        for env_id, episode in begun.items():
-            if (
-                self._play.rules.videos is not None
-                and episode.number in self._play.rules.filmed
-            ):
-                self._play.rules.videos.mkdir(parents=True, exist_ok=True)
-                name = re.sub(
-                    r"[^\w.-]+",
-                    "_",
-                    f"{self.task.name}_episode{episode.number}.mp4",
-                )
-                episode.film = Video(
-                    self._play.rules.videos / name, self._play.rules.fps
-                )
-                self._play.films.callback(episode.film.close)
-                yield partial(self._film, episode.film, root, env_id, env_id)
 
     def _step(self) -> _Work:
         """Act once in each env that plays, and count it. Episodes whose env fails are recorded."""
@@ -598,10 +559,10 @@ class _Session:
                 self._fail(error)
                 ids = [env_id for env_id in ids if env_id in self.playing]
             else:
-                yield from self._count(ids, received.get("next"))
+                self._count(ids, received.get("next"))
                 break
 
-    def _count(self, ids: list[int], following: TensorDictBase) -> _Work:
+    def _count(self, ids: list[int], following: TensorDictBase) -> None:
         """Count a step; record the episodes that it ended."""
         rewards = np.concatenate(
             [
@@ -627,8 +588,6 @@ class _Session:
             episode.returns = episode.returns + rewards[at]
             episode.info = infos[env_id]
             episode.successes.append(_success_in(episode.info))
-            if episode.film is not None:
-                yield partial(self._film, episode.film, following, at, env_id)
             if is_over[at] or episode.length == self._play.rules.max_steps:
                 self._play.note(self.task, self.playing.pop(env_id))
             elif (
@@ -670,16 +629,6 @@ class _Session:
         # A seat builds another env after an error, whatever state the env is in.
         if self.env is not self.task.env or is_lost:
             raise error
-
-    def _film(self, film: Video, td: TensorDictBase, at: int, env_id: int) -> None:
-        """Add the picture of an env, whose row of the batch is `at`, to a video."""
-        (frame,) = (
-            self._camera.look(td[at : at + 1], [0])
-            if self._camera.key
-            else self._camera.look(td, [env_id])
-        )
-        if frame is not None:
-            film.add(enlarged(frame))
 
 
 def _act(sessions: Sequence[_Session]) -> list[TensorDictBase]:

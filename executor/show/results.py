@@ -1,4 +1,4 @@
-"""The results of an evaluation: returns, lengths and success of episodes, and measures computed from these.
+"""The results of an evaluation: records of episodes (returns, lengths, success), and measures computed from these.
 
 - Per-capita return: the mean over agents of their returns in an episode. Melting Pot uses that of the focal agents
   as score (Agapiou et al. 2022, "Melting Pot 2.0", arXiv:2211.13746).
@@ -23,13 +23,51 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from envherd.executor.show.records import Cast, EpisodeRecord
-
-SCHEMA = "envherd.evaluation/1"
-SUITE_SCHEMA = "envherd.evaluations/1"
+SCHEMA = "envherd.evaluation/2"
+SUITE_SCHEMA = "envherd.evaluations/2"
 _NUM_RESAMPLES = 10_000
 #: The 97.5 % quantile of the standard normal distribution.
 _Z = 1.959963984540054
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeRecord:
+    """One episode of an evaluation.
+
+    Attributes:
+        episode: its number in its task, from 0.
+        seed: of its reset.
+        length: in steps.
+        returns: of each agent; of a failed episode, until the failure.
+        success: what the env reported in its last step, or what `success=` returned; None without either.
+        success_once: whether the env reported success in any step; None if it reports none.
+        error: of an episode that failed: what the env or its worker raised. None for an episode that has ended.
+    """
+
+    episode: int
+    seed: int
+    length: int = 0
+    returns: tuple[float, ...] = ()
+    success: bool | None = None
+    success_once: bool | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cast:
+    """Who plays in a task.
+
+    Attributes:
+        env: name of the env.
+        players: their names; "agent" in an env of one agent.
+        roles: one per agent.
+        is_focal: one per agent.
+    """
+
+    env: str
+    players: tuple[str, ...] = ("agent",)
+    roles: tuple[str, ...] = ("default",)
+    is_focal: tuple[bool, ...] = (True,)
 
 
 class Interval(NamedTuple):
@@ -224,16 +262,6 @@ class Evaluation(Cast):
         """Likewise, of the episodes that were successful in any step."""
         return self._rate(lambda one: one.success_once)
 
-    @property
-    def success_of_all(self) -> Rate | None:
-        """Likewise as `success`, of all episodes: those that failed count as not successful."""
-        found = self.success
-        return (
-            None
-            if found is None
-            else rate_of(found.num_successes, found.num_episodes + self.num_failed)
-        )
-
     def _rate(self, success_of: Callable[[EpisodeRecord], bool | None]) -> Rate | None:
         found = [success_of(one) for one in self.episodes]
         return (
@@ -303,7 +331,6 @@ class Evaluation(Cast):
             "failed": self.num_failed,
             "success": _plain(self.success),
             "success_once": _plain(self.success_once),
-            "success_of_all": _plain(self.success_of_all),
             "length": _plain(self.length),
             "focal_per_capita": _plain(self.focal_per_capita),
             "background_per_capita": _plain(self.background_per_capita),
@@ -362,23 +389,6 @@ class Evaluations:
         num_episodes = sum(rate.num_episodes for rate in known)
         return rate_of(num_successes, num_episodes) if known else None
 
-    @property
-    def success_of_all(self) -> Rate | None:
-        """Likewise with the failed episodes, also of tasks none of whose episodes ended."""
-        found = self.success
-        ended = [
-            one
-            for one in self.tasks.values()
-            if one.success is None and one.num_episodes
-        ]
-        # Tasks that report no success do not count.
-        failed = self.num_failed - sum(one.num_failed for one in ended)
-        return (
-            None
-            if found is None
-            else rate_of(found.num_successes, found.num_episodes + failed)
-        )
-
     @cached_property
     def mean_return(self) -> Interval:
         """Mean over tasks of `Evaluation.mean_return`."""
@@ -397,7 +407,6 @@ class Evaluations:
             "schema": SUITE_SCHEMA,
             "failed": self.num_failed,
             "success": _plain(self.success),
-            "success_of_all": _plain(self.success_of_all),
             "focal_per_capita": _plain(self.focal_per_capita),
             "tasks": {name: one.to_dict() for name, one in self.tasks.items()},
         }

@@ -13,7 +13,6 @@ HEAVY = (
     "cluster",
     "meltingpot",
     "_native",
-    "env_template",
     "plotting",
 )
 OPTIONAL = (

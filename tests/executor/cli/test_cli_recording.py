@@ -2,7 +2,6 @@
 
 import io
 import json
-import shlex
 import subprocess
 import sys
 import textwrap
@@ -284,11 +283,9 @@ def test_the_steps_of_episodes_can_be_limited(tmp_path):
 
 
 def film(*arguments):
-    """Run the line that the command `record` of development versions prints."""
-    refused = envherd("record", *arguments)
-    assert (refused.exit_code, refused.stdout) == (2, "")
-    _, line = refused.stderr.split("got record. Run\n  envherd ")
-    return envherd(*shlex.split(line))
+    """Show one episode of one env."""
+    only = ("--alone", "--envs", 1, "--episodes", 1, "--steps", 1000)
+    return envherd("rollout", *only, *arguments)
 
 
 @needs("meltingpot")

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tensordict
-import torch
 
-from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv, doctor
+from envherd.executor import ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.executor.guests.monitor import plates
 from envherd.executor.pools import worker_pool
 from envherd.executor.protocol import plain
@@ -336,7 +335,7 @@ def test_a_long_text_is_cut_on_the_nameplate():
 
 @needs("cli")
 @pytest.mark.slow
-def test_top_and_doctor_show_it():
+def test_top_shows_it():
     from typer.testing import CliRunner
 
     from envherd.executor.cli.app import app
@@ -350,26 +349,3 @@ def test_top_and_doctor_show_it():
         assert path in runner.invoke(app, own, env={"COLUMNS": "200"}).output
         (shown,) = json.loads(runner.invoke(app, [*own, "--json"]).stdout)["executors"]
         assert shown["path"] == path
-    done = runner.invoke(
-        app, ["doctor", "--env", "envherd.workers.testing:CountingEnv"]
-    )
-    with made(ParallelEnv, CountingEnv) as env:
-        assert (
-            f"steps of envherd.workers.testing:CountingEnv: {env.statistics().path}"
-            in done.output
-        )
-    refused = runner.invoke(app, ["doctor", "--env", "no_such_module:Env"])
-    assert (refused.exit_code, "no_such_module" in refused.output) == (2, True)
-
-
-def test_an_env_that_cannot_be_built_is_a_finding(monkeypatch):
-    for name in ("_packages", "_dmlab2d", "_meltingpot", "_left_behind", "plain_steps"):
-        monkeypatch.setattr(doctor, name, lambda: iter(()))
-    monkeypatch.setattr(doctor, "_start", lambda _: iter(()))
-    (finding,) = [
-        one
-        for one in doctor.examine("broken", lambda: torch.zeros(()))
-        if one.name == "steps of broken"
-    ]
-    assert finding.level == "fail"
-    assert "FactoryError" in finding.found

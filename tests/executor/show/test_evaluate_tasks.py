@@ -1,4 +1,4 @@
-"""`evaluate` over tasks: a fixed set of episodes, failures, continuing a run, memory, films, and the command."""
+"""`evaluate` over tasks: a fixed set of episodes, failures, Ctrl-C, memory, and the command."""
 
 import errno
 import functools
@@ -7,11 +7,8 @@ import math
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,11 +28,17 @@ from envherd import (
 )
 from envherd.executor.cli.app import app
 from envherd.executor.show import playing
-from envherd.executor.show.records import Cast, EpisodeRecord, RecordFile
-from envherd.executor.show.results import Evaluation, Evaluations, interval_of, rate_of
+from envherd.executor.show.results import (
+    Cast,
+    EpisodeRecord,
+    Evaluation,
+    Evaluations,
+    interval_of,
+    rate_of,
+)
 from envherd.workers.seeding import episode_seed
 from tests.envs.suite_envs import Clinging, Task, broken
-from tests.envs.team_env import Team, film_into, pictured
+from tests.envs.team_env import Team
 from tests.executor.show.test_per_player import Always
 from tests.extras import needs
 
@@ -122,7 +125,6 @@ def played(*outcomes):
 def test_failed_episodes_are_counted_separately():
     one = played(*(True, False, None, "failed"))
     assert (one.success.num_successes, one.success.num_episodes) == (1, 3)
-    assert (one.success_of_all.num_successes, one.success_of_all.num_episodes) == (1, 4)
     assert (one.num_episodes, one.num_failed, one.collective.num_episodes) == (3, 1, 3)
     silent, dead = played(None, "failed"), played("failed", "failed")
     assert silent.success is None
@@ -131,9 +133,6 @@ def test_failed_episodes_are_counted_separately():
         1,
         3,
         4,
-    )
-    assert both.success_of_all.num_episodes == 6, (
-        "those of a task without success do not count, those of a dead one do"
     )
     json.dumps(both.to_dict(), allow_nan=False)
     assert repr(both).splitlines() == [
@@ -184,15 +183,14 @@ def test_a_task_with_many_episodes_left_gets_another_env():
     play = playing.Play(
         {"a": Task, "b": Task},
         playing.Rules(episodes=10, seed=0),
-        RecordFile(None, {}, ["a", "b"]),
         None,
     )
     assert [play._choose().name for _ in range(3)] == ["a", "b", "a"]
-    for task, episode_s in zip(play._tasks, (1.0, 0.1), strict=True):
+    for task, episode_s in zip(play.tasks, (1.0, 0.1), strict=True):
         vars(task).update(episode_s=episode_s, build_s=2.0)
     assert play._choose().name == "a", "10 s of episodes for two seats"
     for _ in range(8):
-        play.take(play._tasks[0])
+        play.take(play.tasks[0])
     assert play._choose() is None, (
         "2 s of episodes for three seats, and another build takes 2 s"
     )
@@ -246,12 +244,15 @@ def test_policies_by_task():
         return td.set("action", torch.zeros(len(td), dtype=torch.int64))
 
     tasks = suite()
+    policies = {"size 2": press, "size 3": idle, "size 4": None}
     found = evaluate(
-        {"size 2": press, "size 3": idle, "size 4": None}, tasks, 3, num_workers=2
+        None,
+        tasks,
+        3,
+        policy_for=lambda task, env: policies[task],
+        num_workers=2,
     )
     assert [found[name].success.num_successes for name in tasks][:2] == [3, 0]
-    found = evaluate({0: press, 1: idle}, {0: Task, 1: Task}, 1, num_workers=2)
-    assert [found[name].success.num_successes for name in "01"] == [1, 0]
 
 
 @needs("gymnasium")
@@ -400,6 +401,10 @@ def test_policy_error_ends_all_hanging_envs_at_once(monkeypatch):
             {"policies": {"size 2": press}},
             "policy of gymnasium envs of one agent, got dict. Wrap it",
         ),
+        (
+            {"policies": dict.fromkeys(suite(), press)},
+            "got a dict of them by task. Pass None, and policy_for=lambda task, env:",
+        ),
         ({"focal": [0]}, "expected no focal for envs of one agent"),
         (
             {"env": ["CartPole-v1", "CartPole-v1"]},
@@ -415,6 +420,8 @@ def test_policy_error_ends_all_hanging_envs_at_once(monkeypatch):
             "expected policies=None with policy_for",
         ),
         ({"number": 3}, "it has no argument 'number'"),
+        ({"videos": "films"}, "it has no argument 'videos'. Use VideoRecorder"),
+        ({"out": "a.json"}, "it has no argument 'out'. Evaluate task by task"),
         ({"max_batch": 0}, "expected max_batch"),
         ({"max_batch": 1.5}, "expected max_batch"),
         ({"max_batch": 4, "deadline_s": -1}, "deadline_s"),
@@ -457,11 +464,7 @@ def test_an_env_that_raises_dies_or_hangs_costs_its_episode():
     assert np.array_equal(bad.returns[:, 0], found["good"].returns[[1, 4, 6], 0]), (
         "the others are as without faults"
     )
-    assert (
-        bad.success.num_episodes,
-        bad.success_of_all.num_episodes,
-        found.num_failed,
-    ) == (3, 7, 4)
+    assert (bad.success.num_episodes, found.num_failed) == (3, 4)
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
@@ -484,21 +487,18 @@ def test_an_executor_goes_on_after_a_failure(executor):
     ],
     ids=["raise", "restart", "interrupt"],
 )
-def test_an_executor_goes_on_after_a_failure_that_interrupts_an_episode(
-    fault, options, tmp_path
-):
-    make, out = functools.partial(Task, faults={1: fault}), tmp_path / "found.json"
+def test_an_executor_goes_on_after_a_failure_that_interrupts_an_episode(fault, options):
+    make = functools.partial(Task, faults={1: fault})
     with ParallelEnv(
         3, make, num_workers=3, seed=0, options=ExecutorOptions(**options)
     ) as env:
         if not options:
             with pytest.raises(WorkerLost, match="SIGKILL"):
-                evaluate(press, env, 6, out=out)
+                evaluate(press, env, 6)
             with pytest.raises(WorkerLost, match="SIGKILL"):  # not Busy
                 env.reset()
-        else:
-            evaluate(press, env, 6, out=out)
-    found = evaluate(press, {"env": Task}, 6, num_workers=1, out=out)["env"]
+            return
+        found = evaluate(press, env, 6)
     assert [one.episode for one in found.failures] == [1]
     assert found.num_episodes == 5
 
@@ -523,159 +523,13 @@ def test_task_that_cannot_be_built_is_recorded_and_others_continue(monkeypatch):
             evaluate(press, {"one": one, "also": one}, 2, num_workers=2)
 
 
-# ---- continuing a run --------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_complete_file_is_not_played_again_and_grows(tmp_path, monkeypatch):
-    out, log = tmp_path / "found.json", tmp_path / "log"
-    tasks = suite(log=str(log))
-    first = evaluate(press, tasks, 2, num_workers=2, out=out)
-    assert json.loads(out.read_text())["results"] == first.to_dict()
-    num_lines, before = len(lines(log)), out.read_bytes()
-    assert (
-        evaluate(press, tasks, 2, num_workers=2, out=out).to_dict() == first.to_dict()
-    )
-    assert (len(lines(log)), out.read_bytes()) == (num_lines, before)
-    more = evaluate(press, {**tasks, "new": Task}, 3, num_workers=2, out=out)
-    assert [
-        int(words[1]) for words in lines(log)[num_lines:] if words[0] == "reset"
-    ] == [SEEDS[2]] * 3
-    assert (
-        more.to_dict()
-        == evaluate(press, {**suite(), "new": Task}, 3, num_workers=2).to_dict()
-    )
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
-    num_lines = len(lines(log))
-    monkeypatch.setattr(os, "fsync", lambda _: os.write(-1, b""))  # a full disk
-    with pytest.raises(OSError, match="Errno 9"):
-        evaluate(press, tasks, 4, num_workers=2, out=out)
-    assert len(lines(log)) == num_lines, "it has played first"
-
-
-def test_a_file_of_other_episodes_is_refused(tmp_path):
-    out = tmp_path / "found.json"
-    net = torch.nn.Linear(2, 2)
-    policy = torch.nn.Sequential(net)
-    policy.forward = press
-    evaluate(policy, Task, 1, num_workers=1, out=out)
-    with pytest.raises(
-        ValueError,
-        match=r"expected seed 0, with which the episodes of .* were played, got 1",
-    ):
-        evaluate(policy, Task, 1, num_workers=1, out=out, seed=1)
-    with torch.no_grad():
-        net.weight += 1
-    with pytest.raises(ValueError, match="expected policies "):
-        evaluate(policy, Task, 1, num_workers=1, out=out)
-    whole = out.read_text()
-    damaged = [
-        whole.replace(f'"{word}"', '"x"')
-        for word in ("schema", "tasks", "players", "seed", "episode")
-    ]
-    damaged += [
-        "{",
-        "[" * 100_000,
-        whole.replace('"episode": 0', '"episode": []'),
-        *(
-            whole.replace(f'"{name}": [', f'"{name}": [{value}, ')
-            for name, value in (
-                ("returns", '"x"'),
-                ("returns", 2.0),
-                ("players", '"x"'),
-                ("roles", "[]"),
-            )
-        ),
-        whole.replace("true", "1"),
-        re.sub('"success": (true|false|null)', '"success": "x"', whole),
-    ]
-    others = [Path("/dev/zero"), tmp_path / "pipe"]
-    os.mkfifo(others[1])
-    for number, text in enumerate(damaged):
-        others.append(tmp_path / f"{number}.json")
-        others[-1].write_text(text)
-    for other in others:
-        with pytest.raises(
-            ValueError,
-            match=f"expected the JSON of an evaluation in {other}, with schema",
-        ):
-            evaluate(policy, Task, 1, num_workers=1, out=other)
-    with pytest.raises(FileNotFoundError):
-        evaluate(policy, broken, 1, num_workers=1, out=tmp_path / "none" / "found.json")
-
-
-def test_programs_that_write_to_one_file_keep_each_others_records(
-    tmp_path, monkeypatch
-):
-    def write_meanwhile(_):
-        monkeypatch.undo()
-        programs[1].add("b", EpisodeRecord(episode=3, seed=0, returns=(1.0,)))
-        programs[1].write()
-
-    out = tmp_path / "found.json"
-    programs = [RecordFile(out, {"seed": 0}, ["a", "b"]) for _ in range(2)]
-    for number, (program, name) in enumerate(
-        zip((*programs, programs[0]), "aba", strict=True)
-    ):
-        program.tasks[name].cast = Cast(env=name)
-        program.add(name, EpisodeRecord(episode=number, seed=0, returns=(1.0,)))
-        program.write()
-    monkeypatch.setattr(os, "fsync", write_meanwhile)
-    programs[0].write()
-    found = RecordFile(out, {"seed": 0}, []).tasks
-    assert {name: [*one.episodes] for name, one in found.items()} == {
-        "a": [0, 2],
-        "b": [1, 3],
-    }
-    assert [one.cast for one in found.values()] == [Cast(env="a"), Cast(env="b")]
-
-
-KILLED = """
-import functools, sys
-from envherd import evaluate
-from tests.envs.suite_envs import Task
-from tests.executor.show.test_evaluate_tasks import Net, suite
-if __name__ == "__main__":
-    evaluate(Net(), suite(log=sys.argv[2], step_s=0.03), 12, num_workers=2, out=sys.argv[1])
-"""
-
-
-@pytest.mark.slow
-def test_a_run_that_was_killed_continues_with_equal_bytes(tmp_path):
-    out, log, whole, script = (
-        tmp_path / name for name in ("out.json", "log", "whole.json", "script.py")
-    )
-    script.write_text(KILLED)
-    path = os.pathsep.join([os.getcwd(), *sys.path])
-    process = subprocess.Popen(
-        [sys.executable, script, out, log], env={**os.environ, "PYTHONPATH": path}
-    )
-    try:
-        while not (out.exists() and num_recorded(out) >= 4):
-            assert process.poll() is None, "it was too fast"
-            time.sleep(0.02)
-    finally:
-        process.kill()
-        process.wait()
-    recorded = num_recorded(out)
-    assert 0 < recorded < 36
-    log.unlink()
-    evaluate(Net(), suite(log=str(log)), 12, num_workers=3, out=out)
-    assert [words[0] for words in lines(log)].count("reset") == 36 - recorded
-    evaluate(Net(), suite(), 12, num_workers=1, out=whole)
-    assert out.read_bytes() == whole.read_bytes()
-
-
-def num_recorded(path):
-    return sum(
-        len(one["episodes"]) for one in json.loads(path.read_text())["tasks"].values()
-    )
+# ---- Ctrl-C ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_signal", [False, True])
-def test_ctrl_c_ends_the_run_and_keeps_its_episodes(tmp_path, caplog, is_signal):
-    out, calls = tmp_path / "found.json", []
+def test_ctrl_c_ends_the_run(is_signal):
+    calls = []
 
     def policy(td):
         calls.append(len(td))
@@ -686,14 +540,9 @@ def test_ctrl_c_ends_the_run_and_keeps_its_episodes(tmp_path, caplog, is_signal)
         return press(td)
 
     slow = suite(step_s=0.02)
-    with pytest.raises(KeyboardInterrupt, match=r"found\.json holds the \d+ episodes"):
-        evaluate(policy, slow, 10, num_workers=2, out=out, label="press")
-    recorded = num_recorded(out)
-    assert 0 < recorded < 30
-    caplog.clear()
-    found = evaluate(press, suite(), 10, num_workers=2, out=out, label="press")
-    assert f"the {recorded} episodes that were played. They are not" in caplog.text
-    assert found.to_dict() == evaluate(press, suite(), 10, num_workers=2).to_dict()
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(policy, slow, 10, num_workers=2)
+    assert not any("evaluate" in one.name for one in threading.enumerate())
 
 
 @pytest.mark.broken_pool
@@ -734,26 +583,12 @@ def test_ctrl_c_leaves_an_executor_whose_envs_can_be_reset(executor):
         assert env.step(press(root))["next", "reward"].any()
 
 
-# ---- films and the command --------------------------------------------------------------------------
-
-
-@needs("media")
-def test_films_of_chosen_episodes_have_all_pictures(tmp_path, monkeypatch):
-    films = {}
-    monkeypatch.setattr(playing, "Video", film_into(films))
-    found = evaluate(
-        None, {"a b": pictured}, 4, num_workers=2, videos=tmp_path, filmed=[1, 2]
-    )["a b"]
-    assert films == {f"a_b_episode{i}": [0, 40, 80, 120, 160] for i in (1, 2)}
-    assert [one.video for one in found.episodes] == [
-        None, str(tmp_path / "a_b_episode1.mp4"), str(tmp_path / "a_b_episode2.mp4"), None,
-    ]  # fmt: skip
+# ---- the command ------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-@needs("media")
-def test_the_command_films_and_plays_several_envs(tmp_path):
-    out, given = tmp_path / "out.json", "python:tests.envs.suite_envs:Task"
+def test_the_command_plays_several_envs():
+    given = "python:tests.envs.suite_envs:Task"
     team = "python:tests.envs.team_env:pictured"
     command = [
         "evaluate",
@@ -765,62 +600,17 @@ def test_the_command_films_and_plays_several_envs(tmp_path):
         "2",
         "--max-steps",
         "3",
-        "--out",
-        str(out),
     ]
     done = CliRunner().invoke(app, [*command, "--json", "-"])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert list(found["tasks"]) == [team, given]
     assert found["tasks"][given]["success"]["num_episodes"] == 2
-    assert found == json.loads(out.read_text())["results"]
     assert "2 tasks" in CliRunner().invoke(app, command).output
-    films = [
-        *command[:2],
-        "--episodes",
-        "1",
-        "--workers",
-        "1",
-        "--videos",
-        str(tmp_path / "films"),
-    ]
-    done = CliRunner().invoke(app, films)
-    assert done.exit_code == 0, done.output
-    assert len(list((tmp_path / "films").glob("*_episode0.mp4"))) == 1
 
 
-def make_press():
+def make_press(_env):
     return press
-
-
-def make_interrupt():
-    calls = []
-
-    def policy(td):
-        calls.append(1)
-        if len(calls) == 12:
-            raise KeyboardInterrupt
-        return press(td)
-
-    return policy
-
-
-def test_the_command_keeps_its_episodes_after_ctrl_c(tmp_path):
-    out = tmp_path / "out.json"
-    command = [
-        "evaluate",
-        "python:tests.envs.suite_envs:Task",
-        "--workers",
-        "1",
-        "--out",
-        str(out),
-    ]
-    done = CliRunner().invoke(app, [*command, "--policy", f"{__name__}:make_interrupt"])
-    assert (done.exit_code, "interrupted" in done.output) == (130, True)
-    assert num_recorded(out) >= 1
-    done = CliRunner().invoke(app, [*command, "--policy", f"{__name__}:make_press"])
-    assert done.exit_code == 1
-    assert "expected label" in done.output
 
 
 # ---- batched policies -----------------------------------------------------------------------------
@@ -858,7 +648,8 @@ def test_one_call_acts_for_the_envs_that_wait():
 
 def test_envs_of_other_observations_or_policies_have_separate_calls():
     policies = {"size 2": Slow(), "size 3": (one := Slow()), "size 4": one}
-    evaluate(policies, suite(), 4, num_workers=3, max_batch=8, deadline_s=0.05)
+    how = {"num_workers": 3, "max_batch": 8, "deadline_s": 0.05}
+    evaluate(None, suite(), 4, policy_for=lambda task, env: policies[task], **how)
     assert {size for policy in policies.values() for size in policy.sizes} == {1}
 
 
@@ -877,17 +668,6 @@ def test_failures_of_envs_are_recorded_with_batched_policies():
     )
     assert found["good"].num_failed == 0
     assert sorted(one.episode for one in found["bad"].failures) == [1, 2, 3, 4]
-
-
-def test_a_file_keeps_the_size_of_batches(tmp_path):
-    run = functools.partial(
-        evaluate, Slow(), Task, num_workers=2, out=tmp_path / "out.json", label="a"
-    )
-    for episodes in (1, 5):
-        assert run(episodes, max_batch=4).num_failed == 0
-    for other in (None, 5):
-        with pytest.raises(ValueError, match="max_batch"):
-            run(5, max_batch=other)
 
 
 def test_batches_of_an_executor_are_refused():

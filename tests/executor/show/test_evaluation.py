@@ -19,8 +19,12 @@ from envherd import (
     evaluate,
 )
 from envherd.executor.cli.app import app
-from envherd.executor.show.records import EpisodeRecord
-from envherd.executor.show.results import Evaluation, equality_of, interval_of
+from envherd.executor.show.results import (
+    EpisodeRecord,
+    Evaluation,
+    equality_of,
+    interval_of,
+)
 from tests.envs.team_env import Team
 from tests.executor.show.test_per_player import Always, Counting
 from tests.extras import needs
