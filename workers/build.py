@@ -180,7 +180,7 @@ def modules_of(factory: Any) -> list[str]:
         if (
             isinstance(name, str)
             and name != "builtins"
-            and importing.place_of(name) is importing.Place.SAME
+            and importing.goes_by_name(name)
         ):
             modules[name] = None
     modules.update(dict.fromkeys(getattr(factory, "preload", ())))

@@ -1,9 +1,9 @@
 """Pickle objects for workers: what a script defines goes by value.
 
 A worker never imports the user's script, so its functions and classes are pickled by value (cloudpickle), and so are
-those of other modules that no worker can import, as `importing.place_of` decides. In a worker, they are also attributes
-of the module in which they were defined. `Pickler` also handles definitions that cloudpickle pickles by their name in
-the script, or not at all:
+those of other modules that no worker can import, as `importing.goes_by_name` decides. In a worker, they are also
+attributes of the module in which they were defined. `Pickler` also handles definitions that cloudpickle pickles by
+their name in the script, or not at all:
 - caches and dispatchers of `functools`: a worker's copy has the parameters and the implementations, and is empty;
 - locks, conditions, thread-local and weak containers in attributes of classes: a worker has its own, unlocked and
   empty, as a process that imports the script would have;
@@ -42,7 +42,12 @@ from typing import Any, NamedTuple
 import cloudpickle
 from cloudpickle import cloudpickle as private
 
-from envherd.workers.sending.importing import SCRIPT, Place, codes_in, place_of
+from envherd.workers.sending.importing import (
+    SCRIPT,
+    can_import,
+    codes_in,
+    goes_by_name,
+)
 from envherd.workers.sending.sharing import reduce_shared, sharing
 
 _Reduced = tuple[Any, ...]
@@ -139,7 +144,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
     def _reduce_module(self, module: types.ModuleType) -> Any:
         name = module.__name__
         is_here = module is sys.modules.get(name)
-        if is_here and (name in SCRIPT or place_of(name) is Place.SAME):
+        if is_here and (name in SCRIPT or goes_by_name(name)):
             return importlib.import_module, (name,)
         state = {
             key: value for key, value in vars(module).items() if key not in _OF_IMPORTS
@@ -148,7 +153,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
         return (
             types.ModuleType,
             (name,),
-            (state, is_here and place_of(name)),
+            (state, is_here and not can_import(name)),
             None,
             None,
             _set_module,
@@ -161,7 +166,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
         if (
             reduced is NotImplemented
             and cls.__flags__ & _HEAP
-            and place_of(cls.__module__) is not Place.SAME
+            and not goes_by_name(cls.__module__)
         ):
             reduced = private._dynamic_class_reduce(cls)  # noqa: SLF001  # it has a name, which workers lack
         if not isinstance(reduced, tuple) or len(reduced) != 6:  # pickled by name
@@ -199,7 +204,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
 def _is_importable(obj: Any) -> bool:
     """Return whether a worker gets an object by importing its module."""
     module = getattr(obj, "__module__", None)
-    return isinstance(module, str) and place_of(module) is Place.SAME and _is_named(obj)
+    return isinstance(module, str) and goes_by_name(module) and _is_named(obj)
 
 
 def _is_named(obj: Any) -> bool:
@@ -335,7 +340,7 @@ def _with_place(obj: Any, reduced: _Reduced) -> _Reduced:
     """Make what `reduced` builds an attribute of its module in a worker, if it is one here and a worker lacks that."""
     place = (
         obj.__module__
-        if obj.__module__ in sys.modules and place_of(obj.__module__) is Place.NOWHERE
+        if obj.__module__ in sys.modules and not can_import(obj.__module__)
         else None
     )
     name = obj.__name__ if "." not in obj.__qualname__ and _is_named(obj) else None
@@ -394,10 +399,10 @@ def _set_definition(
 _OF_IMPORTS = frozenset({"__builtins__", "__cached__", "__loader__", "__spec__"})
 
 
-def _set_module(module: types.ModuleType, value: tuple[dict[str, Any], Any]) -> None:
-    state, place = value
+def _set_module(module: types.ModuleType, value: tuple[dict[str, Any], bool]) -> None:
+    state, is_lacking = value
     vars(module).update(state)
-    if place is Place.NOWHERE and _script is not None:
+    if is_lacking and _script is not None:
         sys.modules[module.__name__] = module
 
 
@@ -431,7 +436,7 @@ def _nameable(value: Any, named: _Names) -> _Names | None:
                 for name, one in list(
                     getattr(sys.modules.get(module), "__dict__", {}).items()
                 )
-                if one is obj and place_of(module) is Place.SAME
+                if one is obj and goes_by_name(module)
             )
             found = next(held, None)
             if found is not None:
@@ -449,10 +454,7 @@ def definitions() -> dict[str, bytes | str]:
         dict(script.waiting) if isinstance(script, Script) else {}
     )
     for name, value in list(vars(script).items()):
-        if (
-            isinstance(value, types.ModuleType)
-            and place_of(value.__name__) is Place.SAME
-        ):
+        if isinstance(value, types.ModuleType) and goes_by_name(value.__name__):
             found[name] = value.__name__
         elif not name.startswith("__") and name != "waiting":
             with contextlib.suppress(Exception):
