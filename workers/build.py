@@ -20,7 +20,6 @@ from envherd.workers.options import BlockOptions
 from envherd.workers.sending import importing
 from envherd.workers.sending.pickling import (
     Link,
-    building,
     captures,
     dumps,
     find_culprit,
@@ -149,8 +148,8 @@ def _advice(links: list[Link]) -> str:
     if links and isinstance(links[0].value, type):
         return f"Put {links[0].value.__name__} into a module that workers import: from my_module import ..."
     return (
-        "Build it inside the factory instead: make_env=lambda: make_the_env(...), "
-        "with only names and numbers captured."
+        "Build it inside the factory instead, or import there the module that holds it: "
+        "make_env=lambda: make_the_env(...), with only names and numbers captured."
     )
 
 
@@ -255,19 +254,18 @@ class Builder:
             FactoryError: it returned no env, an env that it had not built itself, or ended the process.
         """
         try:
-            with building():
-                self.in_use[env_id] = pickled
-                # Before another is loaded: a factory of a former task may hold as much memory as an env.
-                self._factories = {
-                    one: factory
-                    for one, factory in self._factories.items()
-                    if one in self.in_use.values()
-                }
-                # Equal factories of a worker are one object, as in the caller's process.
-                if pickled not in self._factories:
-                    with _hinting():
-                        self._factories[pickled] = pickle.loads(pickled)
-                return self.adopt(self._factories[pickled], kwargs)
+            self.in_use[env_id] = pickled
+            # Before another is loaded: a factory of a former task may hold as much memory as an env.
+            self._factories = {
+                one: factory
+                for one, factory in self._factories.items()
+                if one in self.in_use.values()
+            }
+            # Equal factories of a worker are one object, as in the caller's process.
+            if pickled not in self._factories:
+                with _hinting():
+                    self._factories[pickled] = pickle.loads(pickled)
+            return self.adopt(self._factories[pickled], kwargs)
         except SystemExit as error:
             raise FactoryError(
                 f"make_env failed: the factory raised {importing.explain_exit(error)}."

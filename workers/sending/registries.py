@@ -6,7 +6,6 @@ A script, or a module that it imports, registers names in packages: `gymnasium.r
 Guarantees: a worker adds the entries of a package when the package is first imported there, and never imports it for
 them. An entry that replaces the package's own replaces it in the worker also. An entry that cannot be pickled raises
 with its reason when it is used.
-The script's own definitions travel with them, for what looks them up by name.
 Does not know: names that are registered after the executor was made.
 """
 
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from envherd.workers.errors import FactoryError
-from envherd.workers.sending.pickling import Script, definitions, dumps
+from envherd.workers.sending.pickling import dumps
 
 #: Package -> name of an entry -> the entry, pickled.
 _Entries = dict[str, dict[str, Any]]
@@ -63,7 +62,7 @@ def collect() -> bytes:
     600 entries have 200 KB, as much as a socket's buffer holds; packed they have 18. What does not fit into the buffer
     would be sent only when the caller waits for the worker, which it does not do for one that replaces another.
     """
-    found: _Entries = {"__main__": definitions()}
+    found: _Entries = {}
     for package, registry in _REGISTRIES.items():
         if package in sys.modules:
             found[package] = {
@@ -92,10 +91,6 @@ def _pickled(name: str, value: Any) -> bytes:
 def install(packed: bytes) -> None:
     """Add what `collect` returned to this process's registries, at once or when a package is imported."""
     entries: _Entries = pickle.loads(zlib.decompress(packed))
-    script = sys.modules["__main__"]
-    defined = entries.pop("__main__")
-    if isinstance(script, Script):
-        script.waiting.update(defined)
     for package, named in entries.items():
         if package in sys.modules:
             _add(package, named)
