@@ -202,7 +202,7 @@ def _hinting() -> Iterator[None]:
         if any(
             f"{cls.__module__}.{cls.__qualname__}" in _UNKNOWN_NAMES
             for cls in type(error).__mro__
-        ) or re.match(r"Domain '.*' does not exist", str(error)):
+        ) or re.match(r"(Domain|Level) '.*' does not exist", str(error)):
             note = (
                 "If an import registers the name, import that module in the script or in the factory, or name it: "
                 "options=ExecutorOptions(preload=('my_envs',))."
