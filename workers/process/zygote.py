@@ -333,16 +333,15 @@ class Zygote:
                 fds = [sock_fd, lifeline_fd, log_fd, file.fileno()]
                 for fd in fds:
                     os.set_inheritable(fd, True)
-                command = [sys.executable, *flags(), "-c", _EXEC]
+                command = [sys.executable, *flags()]
                 if python:
                     # Before a command in front of the interpreter forks: the owner ends all its processes by the group.
                     os.setpgid(0, 0)
-                    command = [*python["command"], "-c", _EXEC_OTHER]
-                os.execv(command[0], [*command, *map(str, fds)])
+                    command = python["command"]
+                os.execv(command[0], [*command, "-c", _EXEC, *map(str, fds)])
             from envherd.workers.process import entry
 
-            surroundings.enter(config["caller"])
-            entry.main(socket.socket(fileno=sock_fd), lifeline_fd, log_fd, config)
+            entry.main(sock_fd, lifeline_fd, log_fd, config)
         except BaseException:
             import traceback
 
@@ -453,35 +452,28 @@ def _children() -> list[int]:
     return []
 
 
-#: Without the current folder in the path, as the helper's own first lines.
+#: Without the current folder in the path, as the helper's own first lines. Another interpreter gets this package alone
+#: from here.
 _EXEC = """
-import sys
-sys.path[:] = filter(None, sys.path)
-import json
-*fds, config_fd = map(int, sys.argv[1:])
-with open(config_fd) as file:
-    config = json.load(file)
-sys.path[:] = config["caller"]["path"]
-from envherd.workers.process.entry import exec_main
-exec_main(*fds, config)
-"""
-
-#: The same in another interpreter: this package is the only one that it gets from here.
-_EXEC_OTHER = """
 import sys
 sys.path[:] = filter(None, sys.path)
 import importlib.util, json
 *fds, config_fd = map(int, sys.argv[1:])
 with open(config_fd) as file:
     config = json.load(file)
-python = config["python"]
-sys.path += python["path"]
-package = python["package"]
-spec = importlib.util.spec_from_file_location("envherd", package + "/__init__.py", submodule_search_locations=[package])
-sys.modules["envherd"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(sys.modules["envherd"])
-from envherd.workers.guests import interpreters
-from envherd.workers.process.entry import exec_main
-interpreters.enter(python["executable"])
-exec_main(*fds, config)
+python = config.get("python")
+if python is None:
+    sys.path[:] = config["caller"]["path"]
+else:
+    sys.path += python["path"]
+    package = python["package"]
+    spec = importlib.util.spec_from_file_location(
+        "envherd", package + "/__init__.py", submodule_search_locations=[package]
+    )
+    sys.modules["envherd"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["envherd"])
+    from envherd.workers.guests import interpreters
+    interpreters.enter(python["executable"])
+from envherd.workers.process.entry import main
+main(*fds, config)
 """
