@@ -190,10 +190,15 @@ def _reduce_for_children(_: Any, obj: Any) -> Any:
     """
     if not isinstance(obj, (type, types.FunctionType)) or obj.__module__ not in SCRIPT:
         return NotImplemented
+    try:
+        pickled = dumps(obj)
+    # It uses what the env has made. A forked process has it by its name.
+    except Exception:
+        return NotImplemented
     # Of what another factory of this worker uses, `__main__` has the first one's under the same name.
     if not _is_named(obj):
-        return pickle.loads, (dumps(obj),)
-    return _define, (obj.__qualname__, dumps(obj))
+        return pickle.loads, (pickled,)
+    return _define, (obj.__qualname__, pickled)
 
 
 def _define(name: str, pickled: bytes) -> Any:
