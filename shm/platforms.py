@@ -467,7 +467,7 @@ _NAMES: dict[Any, str] = {
     os: "fork kill setpgid killpg pread getsid getpriority set_blocking O_ASYNC O_CLOEXEC O_NOCTTY O_NONBLOCK",
     signal: "SIGKILL SIGUSR2 SIGCHLD pidfd_send_signal set_wakeup_fd",
     select: "poll",
-    socket: "AF_UNIX SOCK_SEQPACKET SCM_RIGHTS MSG_DONTWAIT MSG_NOSIGNAL send_fds recv_fds",
+    socket: "AF_UNIX SCM_RIGHTS MSG_DONTWAIT MSG_NOSIGNAL recv_fds",
     fcntl: "F_SETOWN F_DUPFD_CLOEXEC F_ADD_SEALS F_SEAL_SHRINK F_SEAL_GROW F_SEAL_SEAL",
     mmap: "MAP_SHARED MAP_PRIVATE PROT_READ PROT_WRITE",
     faulthandler: "register",

@@ -19,7 +19,6 @@ from envherd.workers.options import BlockOptions
 from envherd.workers.sending import importing
 from envherd.workers.sending.pickling import (
     Link,
-    building,
     captures,
     dumps,
     find_culprit,
@@ -145,8 +144,8 @@ def _advice(links: list[Link]) -> str:
     if links and isinstance(links[0].value, type):
         return f"Put {links[0].value.__name__} into a module that workers import: from my_module import ..."
     return (
-        "Build it inside the factory instead: make_env=lambda: make_the_env(...), "
-        "with only names and numbers captured."
+        "Build it inside the factory instead, or import there the module that holds it: "
+        "make_env=lambda: make_the_env(...), with only names and numbers captured."
     )
 
 
@@ -176,7 +175,7 @@ def modules_of(factory: Any) -> list[str]:
         if (
             isinstance(name, str)
             and name != "builtins"
-            and importing.place_of(name) is importing.Place.SAME
+            and importing.goes_by_name(name)
         ):
             modules[name] = None
     modules.update(dict.fromkeys(getattr(factory, "preload", ())))
@@ -199,7 +198,7 @@ def _hinting() -> Iterator[None]:
         if any(
             f"{cls.__module__}.{cls.__qualname__}" in _UNKNOWN_NAMES
             for cls in type(error).__mro__
-        ) or re.match(r"Domain '.*' does not exist", str(error)):
+        ) or re.match(r"(Domain|Level) '.*' does not exist", str(error)):
             note = (
                 "If an import registers the name, import that module in the script or in the factory, or name it: "
                 "options=ExecutorOptions(preload=('my_envs',))."
@@ -242,19 +241,18 @@ class Builder:
             FactoryError: it returned no env, an env that it had not built itself, or ended the process.
         """
         try:
-            with building():
-                self.in_use[env_id] = pickled
-                # Before another is loaded: a factory of a former task may hold as much memory as an env.
-                self._factories = {
-                    one: factory
-                    for one, factory in self._factories.items()
-                    if one in self.in_use.values()
-                }
-                # Equal factories of a worker are one object, as in the caller's process.
-                if pickled not in self._factories:
-                    with _hinting():
-                        self._factories[pickled] = pickle.loads(pickled)
-                return self.adopt(self._factories[pickled], kwargs)
+            self.in_use[env_id] = pickled
+            # Before another is loaded: a factory of a former task may hold as much memory as an env.
+            self._factories = {
+                one: factory
+                for one, factory in self._factories.items()
+                if one in self.in_use.values()
+            }
+            # Equal factories of a worker are one object, as in the caller's process.
+            if pickled not in self._factories:
+                with _hinting():
+                    self._factories[pickled] = pickle.loads(pickled)
+            return self.adopt(self._factories[pickled], kwargs)
         except SystemExit as error:
             raise FactoryError(
                 f"make_env failed: the factory raised {importing.explain_exit(error)}."

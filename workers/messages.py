@@ -1,4 +1,4 @@
-"""Messages on the socket between parent and worker, for everything except steps.
+"""Messages on the socket between parent and worker, for everything except steps; also those of the helper.
 
 Parent to worker: one of the dataclasses below, pickled (the parent is trusted: it is the same user's
 program). Worker to parent: a plain dict (`workers.plain`), never a pickle. A frame on the wire is a
@@ -175,6 +175,8 @@ Message = (
     | Branch
     | Close
 )
+#: To the helper that forks workers: "op", what to do, and its arguments.
+Request = dict[str, Any]
 
 
 class _Frame(NamedTuple):
@@ -276,7 +278,9 @@ class Channel:
         sock.setblocking(False)  # noqa: FBT003  # its only argument
         self._receive = functools.partial(sock.recv, 1 << 20, MSG_DONTWAIT)
 
-    def queue_message(self, message: Message, fds: Sequence[int] = ()) -> None:
+    def queue_message(
+        self, message: Message | Request, fds: Sequence[int] = ()
+    ) -> None:
         """Queue a message for `flush_nowait`, with copies of its descriptors."""
         payload = dumps(message, shares=True)
         number = next(self._numbers)
@@ -391,7 +395,12 @@ class WorkerChannel:
         self._frames: deque[_Frame] = deque()
         self._rest = bytearray()
 
-    def receive_message(self) -> tuple[Message, list[int]]:
+    @property
+    def has_received(self) -> bool:
+        """Whether the next message is here already."""
+        return bool(self._frames)
+
+    def receive_message(self) -> tuple[Any, list[int]]:
         """Wait for a message and the descriptors that came with it; `EOFError` when the owner has gone."""
         while not self._frames:
             chunk, fds, _, _ = recv_fds(self.sock, 1 << 20, _MAX_FDS)
@@ -405,8 +414,7 @@ class WorkerChannel:
         self.number, payload, num_fds = self._frames.popleft()
         fds = self._fds[:num_fds]
         self._fds = self._fds[num_fds:]
-        message: Message = pickle.loads(payload)
-        return message, fds
+        return pickle.loads(payload), fds
 
     def send_plain(self, value: dict[str, Any]) -> None:
         """Send plain data to the owner."""

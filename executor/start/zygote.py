@@ -11,7 +11,6 @@ Assumes: Linux (pidfd, memfd, /proc).
 
 import atexit
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -43,7 +42,8 @@ from envherd.shm.platforms import (
     send_signal,
 )
 from envherd.workers.errors import InternalError, WorkerLost, WorkerTimeout
-from envherd.workers.process.zygote import flags, in_file, send_request
+from envherd.workers.messages import Channel
+from envherd.workers.process.zygote import flags, in_file
 from envherd.workers.sending import importing, surroundings
 from envherd.workers.sending.surroundings import TABLE, import_path
 
@@ -105,7 +105,6 @@ def request_stacks(log_fd: int, request: Callable[[], Any]) -> str:
 
 # ---- zygote ------------------------------------------------------------------------------------
 
-_PACKET = 1 << 18
 #: Seconds that a helper without users waits for the next executor. One of a sweep, of tests or of a cell that is run
 #: again follows soon, and a helper that has torch holds 200 MB or more.
 IDLE_S = 10.0
@@ -119,8 +118,7 @@ _THREAD_VARIABLES = (
     "NUMEXPR_NUM_THREADS",
 )
 _FAREWELL_S = 5.0  # for the helper to kill remaining processes and end
-_RECEIVE_S = 0.02  # between checks whether another thread has taken the answer
-_HELPER_END_S = 5.0  # for the helper to end after its socket is closed
+_RECEIVE_S = 0.02  # between looks for an answer, which another thread may have received
 #: Environment variables that change while a program runs and that no import reads.
 _PASSING = {"PYTEST_CURRENT_TEST", "PWD", "OLDPWD", "_"}
 _LIMITS = "Use fewer workers, or raise the limit (ulimit -n, ulimit -u; pids.max of the control group)."
@@ -129,7 +127,8 @@ _LIMITS = "Use fewer workers, or raise the limit (ulimit -n, ulimit -u; pids.max
 _BOOT = """# envherd helper: imports modules, forks workers; see docs/faq.md
 import sys
 sys.path[:] = filter(None, sys.path)
-import json
+import gc, json
+gc.disable()  # until all is imported: makes that a fifth faster
 fd, log_fd, path_fd = map(int, sys.argv[1:])
 with open(path_fd) as file:
     sys.path[:] = json.load(file)
@@ -245,9 +244,6 @@ class Helper:
         self._must_import = must_import
         self._users = weakref.WeakSet([user or self])
         self._lock = threading.RLock()
-        self._numbers = itertools.count(1)
-        self._awaited: set[int] = set()
-        self._answers: dict[int, dict[str, Any]] = {}
         self._options = options
         self._environ = environment_of(options)
         self._set_by_imports: dict[str, str] = {}
@@ -259,10 +255,8 @@ class Helper:
             with _fork_lock:
                 _zygotes.add(self)
                 self.lifeline_read, self._lifeline_write = os.pipe()
-                self._sock, self._theirs = socket.socketpair(
-                    socket.AF_UNIX,
-                    socket.SOCK_SEQPACKET,
-                )
+                self._sock, self._theirs = socket.socketpair()
+            self._channel = Channel(self._sock)
             self._log_fd = os.memfd_create("envherd-log-zygote", os.MFD_CLOEXEC)
             output = self._log_fd if options.worker_output == "capture" else None
             # An argument has at most 128 KiB.
@@ -493,7 +487,7 @@ class Helper:
 
     def end(self) -> None:
         """End it and all its workers."""
-        self._sock.close()
+        self._channel.close()
         close_descriptors(self, "lifeline_read", "_lifeline_write")
         with ignoring_refusals():  # EMFILE: then do not wait for its cleanup
             if self._process.returncode is None:
@@ -503,7 +497,7 @@ class Helper:
 
     def _release(self) -> None:
         """Close this process's descriptors of it. Idempotent."""
-        for name in ("_sock", "_theirs"):
+        for name in ("_channel", "_sock", "_theirs"):
             if name in vars(self):
                 getattr(self, name).close()
         close_descriptors(self, "lifeline_read", "_lifeline_write", "_log_fd")
@@ -529,7 +523,7 @@ class Helper:
     ) -> dict[str, Any]:
         """Send a request and wait for its answer; from any thread, also while the same thread waits for another's.
 
-        Answers carry the number of their request; the answer to an interrupted request is dropped.
+        Answers carry the number of their request; nothing takes the answer to an interrupted request.
 
         Raises:
             DeadlinePassed: no answer came within `timeout_s` seconds.
@@ -541,58 +535,44 @@ class Helper:
         with self._lock:
             if self._sock.fileno() < 0:
                 raise InternalError("the zygote was used after it was closed")
-            number = next(self._numbers)
-            self._awaited.add(number)
-            try:
-                # `_receive` explains the end of the helper.
-                with contextlib.suppress(ConnectionError):
-                    send_request(self._sock, {"number": number, **request}, fds)
-            except BaseException:
-                self._awaited.discard(number)
-                raise
+            self._channel.queue_message(request, fds)
+            number = self._channel.num_queued
+            # What the socket has no room for is sent while `_answer` waits, which explains the end of the helper.
+            with contextlib.suppress(ConnectionError):
+                self._channel.flush_nowait()
             return number
 
     def _answer(self, number: int, timeout_s: float | None) -> dict[str, Any]:
         end = time.monotonic() + seconds(timeout_s)
+        while True:
+            # Both before the look: what it wrote before its end is there by then, and this process may have been
+            # stopped while the answer came.
+            has_ended = self.has_ended()
+            is_late = time.monotonic() > end
+            answer = self._take(number)
+            if answer is not None:
+                return answer
+            if has_ended:
+                raise WorkerLost(
+                    "starting a worker failed: the helper process that forks workers has ended "
+                    f"(exit code {self._process.poll()}, sys.executable {sys.executable!r}). Make a new executor.",
+                    remote_traceback=read_log(self._log_fd) or None,
+                    phase="start",
+                )
+            if is_late:
+                raise DeadlinePassed
+            can_read(self._sock, _RECEIVE_S * 1000)
+
+    def _take(self, number: int) -> dict[str, Any] | None:
+        """Return the answer of that number, if it has come; never blocks."""
         with self._lock:
-            # Once more: an interrupted wait has withdrawn it.
-            self._awaited.add(number)
-            try:
-                while number not in self._answers:
-                    # Before the time is read: this process may have been stopped while the answer came.
-                    has_come = self._receive() or number in self._answers
-                    if not has_come and time.monotonic() > end:
-                        raise DeadlinePassed
-                return self._answers.pop(number)
-            finally:
-                self._awaited.discard(number)
-
-    def _receive(self) -> bool:
-        """Take an answer, if one comes soon; return whether one came.
-
-        A finalizer in this thread may have taken the expected one.
-        """
-        if not can_read(self._sock, _RECEIVE_S * 1000):
-            return False
-        try:
-            data = self._sock.recv(_PACKET, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except ConnectionError:
-            data = b""
-        if not data:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_HELPER_END_S)
-            raise WorkerLost(
-                "starting a worker failed: the helper process that forks workers has ended "
-                f"(exit code {self._process.poll()}, sys.executable {sys.executable!r}). Make a new executor.",
-                remote_traceback=read_log(self._log_fd) or None,
-                phase="start",
-            )
-        answer: dict[str, Any] = json.loads(data)
-        if answer["number"] in self._awaited:
-            self._answers[answer["number"]] = answer
-        return True
+            with contextlib.suppress(ConnectionError):
+                self._channel.flush_nowait()
+            answers = self._channel.drain_nowait()
+            found = next((one for one in answers if one["number"] == number), None)
+            if found is not None:
+                answers.remove(found)
+            return found
 
 
 def _wait_exit(pid: int, timeout_s: float) -> None:

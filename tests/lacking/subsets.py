@@ -30,7 +30,7 @@ os.set_blocking os.P_ALL os.WNOWAIT os.kill os.kill! os.getppid os.getppid!
 signal.SIGKILL signal.SIGUSR1 signal.SIGUSR2 signal.SIGHUP signal.SIGQUIT signal.SIGALRM signal.SIGCHLD signal.SIGSTOP
 signal.pthread_sigmask signal.pthread_sigmask! signal.setitimer signal.pidfd_send_signal signal.pidfd_send_signal!
 signal.set_wakeup_fd
-select.poll select.epoll socket.AF_UNIX socket.SOCK_SEQPACKET socket.MSG_DONTWAIT socket.MSG_NOSIGNAL socket.send_fds
+select.poll select.epoll socket.AF_UNIX socket.MSG_DONTWAIT socket.MSG_NOSIGNAL
 socket.recv_fds socket.SCM_RIGHTS
 mmap.MAP_SHARED mmap.MAP_PRIVATE mmap.PROT_READ faulthandler.register
 libc.sem_init libc.sem_init! libc.sem_timedwait libc.sem_clockwait libc.prctl libc.prctl! libc.mmap libc

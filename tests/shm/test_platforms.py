@@ -80,7 +80,7 @@ def test_one_file_tells_systems_apart():
         (os, "waitid", "waitid"),
         (signal, "SIGKILL", "SIGKILL"),
         (select, "poll", "poll"),
-        (socket, "send_fds", "send_fds"),
+        (socket, "recv_fds", "recv_fds"),
     ],
 )
 def test_a_name_that_the_forked_pool_needs_is_missed(

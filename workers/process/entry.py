@@ -53,19 +53,21 @@ _FIRST_FD = 512  # of the worker's own descriptors
 
 
 def main(
-    sock: socket.socket,
+    sock_fd: int,
     lifeline_fd: int,
     log_fd: int,
     config: dict[str, Any],
 ) -> None:
-    """Run a worker until a message tells it to exit; never returns."""
+    """Run a worker, forked or executed, until a message tells it to exit; never returns."""
+    surroundings.enter(config["caller"])
+    install_import_hooks()
     detach(
         log_fd,
         is_captured=config.get("output") == "capture",
         is_leader=not config.get("python"),
     )
     lifeline_fd = _arm_lifeline(lifeline_fd)
-    sock = socket.socket(fileno=_out_of_the_way(sock.detach()))
+    sock = socket.socket(fileno=_out_of_the_way(sock_fd))
     run(sock, _out_of_the_way(log_fd), config, lifeline_fd=lifeline_fd)
 
 
@@ -388,15 +390,3 @@ def _map(nbytes: int, fds: list[int], name: str | None) -> np.ndarray:
     buffer = segment.array()
     segment.close()  # the views keep the mapping; the descriptor is no longer needed
     return buffer
-
-
-def exec_main(
-    sock_fd: int,
-    lifeline_fd: int,
-    log_fd: int,
-    config: dict[str, Any],
-) -> None:
-    """Entry point of an exec'd worker."""
-    surroundings.enter(config["caller"])
-    install_import_hooks()
-    main(socket.socket(fileno=sock_fd), lifeline_fd, log_fd, config)

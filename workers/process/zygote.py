@@ -13,9 +13,7 @@ workers: they stay in the owner's session, in process groups that are never in t
 (With a separate session and /proc/sys/kernel/sched_autogroup_enabled at 1, they would also be a separate scheduling
 group, and an owner that yields while it waits would not yield to its workers: 8 CartPoles on two workers took 272 us a
 batch in that case and 153 in the same session, 23 Nov 2026.)
-Talks over one `SOCK_SEQPACKET` socket: JSON requests, JSON answers, descriptors with them. A request may be of any
-size (it can hold the owner's environment variables and import path), so a large one is sent as a file: a packet must
-fit into the socket's buffer.
+Talks over one socket as workers do (`workers.messages`): requests and plain answers, which repeat the request's number.
 """
 
 import contextlib
@@ -43,12 +41,9 @@ from envherd.shm.platforms import (
     termios,
 )
 from envherd.workers.current import MARK, mark_of
+from envherd.workers.messages import WorkerChannel
 from envherd.workers.sending import surroundings
 
-# Bytes of the largest packet; a socket's buffer has 208 KiB by default.
-_PACKET = 1 << 15
-# The packet of a request that is in the first descriptor; no JSON begins like this.
-_IN_FILE = b"\0"
 _LONGEST_REASON = 1000  # characters
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _ORPHANS_S = 1.0  # to kill what envs had started in separate sessions
@@ -58,7 +53,7 @@ def main(fd: int, log_fd: int) -> None:
     """Serve the owner at the other end of the socket `fd` until it is gone; SIGUSR2 writes stacks to `log_fd`."""
     faulthandler.register(signal.SIGUSR2, file=log_fd, all_threads=True)
     os.set_inheritable(log_fd, False)
-    sock = socket.socket(fileno=fd)
+    channel = WorkerChannel(socket.socket(fileno=fd))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _leave_terminal()
@@ -67,15 +62,15 @@ def main(fd: int, log_fd: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text("envherd-helper")  # what `ps` and `top` show
-    start, _ = _receive(sock)
-    if start is None:
+    try:
+        start, _ = channel.receive_message()
+    except (EOFError, ConnectionError):
         return
     surroundings.enter(start["caller"])
     # Before the imports: a file that changes meanwhile makes this process too old for the next executor.
     began_ns = time.time_ns()
     environ = dict(os.environ)
-    gc.disable()  # makes imports a fifth faster
-    with _ended_with_owner(sock):
+    with _ended_with_owner(channel.sock):
         failed = _preload(start["preload"])
     gc.enable()
     num_threads = _num_threads()
@@ -93,9 +88,9 @@ def main(fd: int, log_fd: int) -> None:
             if environ.get(name) != value
         },
     }
-    _send(sock, start, answer)
+    _answer(channel, answer)
     Zygote(
-        sock,
+        channel,
         log_fd,
         began_ns,
         must_exec=start["must_exec"] or num_threads > 1,
@@ -159,25 +154,6 @@ def flags() -> list[str]:
     return subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # noqa: SLF001  # as `multiprocessing` does
 
 
-def _receive(sock: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    """Return a request, None at the end of the owner, and its descriptors."""
-    data, fds, _, _ = socket.recv_fds(sock, _PACKET, 4)
-    if data == _IN_FILE:
-        with open(fds.pop(0), "rb") as file:
-            data = file.read()
-    return json.loads(data or "null"), fds
-
-
-def send_request(sock: socket.socket, request: dict[str, Any], fds: list[int]) -> None:
-    """Send a request of any size, and descriptors, at most 3."""
-    payload = json.dumps(request).encode()
-    if len(payload) <= _PACKET:
-        socket.send_fds(sock, [payload], fds, socket.MSG_NOSIGNAL)
-        return
-    with in_file(payload) as file:
-        socket.send_fds(sock, [_IN_FILE], [file.fileno(), *fds], socket.MSG_NOSIGNAL)
-
-
 def in_file(payload: bytes) -> BinaryIO:
     """Return a new anonymous file of these bytes, at its beginning."""
     file = open(os.memfd_create("envherd-request"), "w+b")  # noqa: SIM115  # the caller closes it
@@ -186,12 +162,9 @@ def in_file(payload: bytes) -> BinaryIO:
     return file
 
 
-def _send(sock: socket.socket, request: dict[str, Any], answer: dict[str, Any]) -> None:
-    """Answer a request; the answer repeats the request's number."""
-    sock.send(
-        json.dumps({"number": request["number"], **answer}).encode(),
-        socket.MSG_NOSIGNAL,
-    )
+def _answer(channel: WorkerChannel, answer: dict[str, Any]) -> None:
+    """Answer the latest request; the answer repeats the request's number."""
+    channel.send_plain({"number": channel.number, **answer})
 
 
 class Zygote:
@@ -199,13 +172,13 @@ class Zygote:
 
     def __init__(
         self,
-        sock: socket.socket,
+        channel: WorkerChannel,
         log_fd: int,
         began_ns: int,
         *,
         must_exec: bool,
     ) -> None:
-        self._sock = sock
+        self._channel = channel
         self._log_fd = log_fd
         self._began_ns = began_ns  # of the imports
         self._files = _files_of_modules()
@@ -226,7 +199,7 @@ class Zygote:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         poller = select.poll()
-        poller.register(self._sock, select.POLLIN)
+        poller.register(self._channel.sock, select.POLLIN)
         poller.register(self._wake_read, select.POLLIN)
         try:
             while True:
@@ -235,45 +208,43 @@ class Zygote:
                     timeout_ms = max(0.0, self._ends_at - time.monotonic()) * 1000
                 is_over = not poller.poll(timeout_ms)
                 self._reap()
-                if is_over or not self._answer():
+                if is_over:
                     return
+                while self._channel.has_received or can_read(self._channel.sock):
+                    self._answer_one()
+        except (EOFError, ConnectionError):
+            return
         finally:
             self._kill_all()
 
-    def _answer(self) -> bool:
-        if not can_read(self._sock):
-            return True
-        try:
-            request, fds = _receive(self._sock)
-        except ConnectionError:
-            return False
-        if request is None:
-            return False
+    def _answer_one(self) -> None:
+        """Answer the next request.
+
+        Raises:
+            EOFError, ConnectionError: the owner is gone.
+        """
+        request, fds = self._channel.receive_message()
         self._ends_at = None
+        answer: dict[str, Any] = {}
         if request["op"] == "fork":
             try:
-                _send(self._sock, request, {"pid": self._fork(request["config"], *fds)})
+                answer["pid"] = self._fork(request["config"], *fds)
             # A limit on processes or memory: only this worker fails.
             except OSError as error:
-                _send(self._sock, request, {"error": f"fork: {error}"})
+                answer["error"] = f"fork: {error}"
         elif request["op"] == "adopt":
-            _send(
-                self._sock,
-                request,
-                {"is_child": self._adopt(request["pid"], request["log"])},
-            )
+            answer["is_child"] = self._adopt(request["pid"], request["log"])
         elif request["op"] == "sweep":
             self._sweep(self._is_of_the_dead)
             # No other executor has joined meanwhile.
             if request["idle_s"] is not None and not self._alive:
                 self._ends_at = time.monotonic() + request["idle_s"]
-            _send(self._sock, request, {})
         elif request["op"] == "resume":
-            _send(self._sock, request, {"is_current": not self._has_changed()})
+            answer["is_current"] = not self._has_changed()
         else:
             self._reap()
-            _send(self._sock, request, {"status": self._statuses.get(request["pid"])})
-        return True
+            answer["status"] = self._statuses.get(request["pid"])
+        _answer(self._channel, answer)
 
     def _fork(
         self,
@@ -317,7 +288,7 @@ class Zygote:
             signal.set_wakeup_fd(-1)
             os.close(self._wake_read)
             os.close(self._wake_write)
-            self._sock.close()
+            self._channel.sock.close()
             # The handler of SIGUSR2 writes to that descriptor, which becomes the worker's own log.
             os.dup2(log_fd, self._log_fd, inheritable=False)
             python = config.get("python")
@@ -333,16 +304,15 @@ class Zygote:
                 fds = [sock_fd, lifeline_fd, log_fd, file.fileno()]
                 for fd in fds:
                     os.set_inheritable(fd, True)
-                command = [sys.executable, *flags(), "-c", _EXEC]
+                command = [sys.executable, *flags()]
                 if python:
                     # Before a command in front of the interpreter forks: the owner ends all its processes by the group.
                     os.setpgid(0, 0)
-                    command = [*python["command"], "-c", _EXEC_OTHER]
-                os.execv(command[0], [*command, *map(str, fds)])
+                    command = python["command"]
+                os.execv(command[0], [*command, "-c", _EXEC, *map(str, fds)])
             from envherd.workers.process import entry
 
-            surroundings.enter(config["caller"])
-            entry.main(socket.socket(fileno=sock_fd), lifeline_fd, log_fd, config)
+            entry.main(sock_fd, lifeline_fd, log_fd, config)
         except BaseException:
             import traceback
 
@@ -453,35 +423,28 @@ def _children() -> list[int]:
     return []
 
 
-#: Without the current folder in the path, as the helper's own first lines.
+#: Without the current folder in the path, as the helper's own first lines. Another interpreter gets this package alone
+#: from here.
 _EXEC = """
-import sys
-sys.path[:] = filter(None, sys.path)
-import json
-*fds, config_fd = map(int, sys.argv[1:])
-with open(config_fd) as file:
-    config = json.load(file)
-sys.path[:] = config["caller"]["path"]
-from envherd.workers.process.entry import exec_main
-exec_main(*fds, config)
-"""
-
-#: The same in another interpreter: this package is the only one that it gets from here.
-_EXEC_OTHER = """
 import sys
 sys.path[:] = filter(None, sys.path)
 import importlib.util, json
 *fds, config_fd = map(int, sys.argv[1:])
 with open(config_fd) as file:
     config = json.load(file)
-python = config["python"]
-sys.path += python["path"]
-package = python["package"]
-spec = importlib.util.spec_from_file_location("envherd", package + "/__init__.py", submodule_search_locations=[package])
-sys.modules["envherd"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(sys.modules["envherd"])
-from envherd.workers.guests import interpreters
-from envherd.workers.process.entry import exec_main
-interpreters.enter(python["executable"])
-exec_main(*fds, config)
+python = config.get("python")
+if python is None:
+    sys.path[:] = config["caller"]["path"]
+else:
+    sys.path += python["path"]
+    package = python["package"]
+    spec = importlib.util.spec_from_file_location(
+        "envherd", package + "/__init__.py", submodule_search_locations=[package]
+    )
+    sys.modules["envherd"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["envherd"])
+    from envherd.workers.guests import interpreters
+    interpreters.enter(python["executable"])
+from envherd.workers.process.entry import main
+main(*fds, config)
 """

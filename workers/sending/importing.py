@@ -1,18 +1,15 @@
 """What a process imports: whether a worker would get the same module, and what must not happen meanwhile.
 
-Guarantees: `place_of` imports nothing. It asks the finders of this process, which workers also have, and the import
+Guarantees: `can_import` imports nothing. It asks the finders of this process, which workers also have, and the import
 path, which workers get.
-Does not know: changes of a module's file that concern neither its functions nor its constants.
+Does not know: changes of a module's file since its import.
 """
 
-import ast
 import contextlib
-import enum
 import importlib.machinery
 import os
 import sys
 import sysconfig
-import time
 import traceback
 import types
 from collections.abc import Iterator
@@ -46,50 +43,42 @@ _GUARD = (
     "starting workers failed: expected a program that has been imported, got {}. Put what makes the executor into a "
     'function, or under `if __name__ == "__main__":`.'
 )
-_BEGAN_NS = time.time_ns()
 
 
-class Place(enum.Enum):
-    """Where a worker finds a module of this process."""
-
-    SAME = "a worker that imports it gets the same"
-    OTHER = "a worker that imports it gets another version"
-    NOWHERE = "no worker can import it"
-
-
-#: What `place_of` has found. Cleared where files or the import path may have changed.
-places: dict[tuple[Any, ...], Place] = {}
+#: What `can_import` has found. Cleared where the import path may have changed.
+places: dict[tuple[Any, ...], bool] = {}
 _is_child = False
 
 
-def place_of(name: str) -> Place:
-    """Return where a worker finds the module that this process has under a name."""
+def goes_by_name(name: str) -> bool:
+    """Return whether workers import a module: they can, and it is not registered to be sent by value."""
+    by_value = cloudpickle.list_registry_pickle_by_value()
+    return can_import(name) and not any(
+        name == one or name.startswith(f"{one}.") for one in by_value
+    )
+
+
+def can_import(name: str) -> bool:
+    """Return whether a worker that imports a module gets the one that this process has under the name."""
     module = sys.modules.get(name)
-    by_value = tuple(cloudpickle.list_registry_pickle_by_value())
-    key = (name, id(module), by_value, *sys.path)
+    key = (name, id(module), *sys.path)
     if key not in places:
-        places[key] = _find(name, module, by_value)
+        places[key] = _can_import(name, module)
     return places[key]
 
 
-def _find(
-    name: str,
-    module: types.ModuleType | None,
-    by_value: tuple[str, ...],
-) -> Place:
+def _can_import(name: str, module: types.ModuleType | None) -> bool:
     if module is None or name in SCRIPT or module is sys.modules.get("__main__"):
-        return Place.NOWHERE
-    if any(name == one or name.startswith(f"{one}.") for one in by_value):
-        return Place.OTHER
+        return False
     own = getattr(module, "__spec__", None)
     # To import it, a worker would run what makes this executor.
     if getattr(own, "_initializing", False):
-        return Place.NOWHERE
+        return False
     path = None
     parent = name.rpartition(".")[0]
     if parent:
-        if place_of(parent) is not Place.SAME:
-            return place_of(parent)
+        if not can_import(parent):
+            return False
         path = getattr(sys.modules[parent], "__path__", None)
     found = None if parent and path is None else _ask_finders(name, path)
     if found is None:
@@ -97,14 +86,9 @@ def _find(
             isinstance(one, types.FunctionType) for one in vars(module).values()
         )
         is_made_by_parent = bool(parent) and not getattr(own, "has_location", False)
-        return Place.SAME if is_made_by_parent and not is_of_python else Place.NOWHERE
-    file = getattr(module, "__file__", None)
-    if not _is_equal(found.origin, getattr(own, "origin", None) or file):
-        return Place.NOWHERE
-    # This package goes by name also if its source changes under a script that runs: what unpickles is not sent itself.
-    if file is None or name.startswith("envherd.") or not _was_edited(module, file):
-        return Place.SAME
-    return Place.OTHER
+        return is_made_by_parent and not is_of_python
+    origin = getattr(own, "origin", None) or getattr(module, "__file__", None)
+    return _is_equal(found.origin, origin)
 
 
 def _ask_finders(name: str, path: Any) -> importlib.machinery.ModuleSpec | None:
@@ -127,51 +111,12 @@ def _is_equal(found: str | None, own: str | None) -> bool:
     return False
 
 
-def _was_edited(module: types.ModuleType, file: str) -> bool:
-    """Return whether a source was changed after this process had imported it, as far as functions and constants show.
-
-    Python does not keep when, or from which text, a module was imported.
-    """
-    if not file.endswith(".py") or any(part in file for part in _INSTALLED):
-        return False
-    try:
-        if os.stat(file).st_mtime_ns < _BEGAN_NS:
-            return False
-        source = Path(file).read_bytes()
-        tree = ast.parse(source)
-        code = compile(source, file, "exec", dont_inherit=True)
-    except (OSError, SyntaxError, ValueError):
-        return True
-    codes = set(codes_in(code))
-    return not codes.issuperset(_codes_of(module, file)) or _differs(tree, vars(module))
-
-
 def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
     """Yield the code of a function or module, and of the functions and classes in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from codes_in(constant)
-
-
-def _codes_of(holder: Any, file: str, inside: str = "") -> Iterator[types.CodeType]:
-    """Yield the code of functions of a module or class, and of the classes in it, that come from a file."""
-    for name, one in list(vars(holder).items()):
-        if isinstance(one, types.FunctionType) and one.__code__.co_filename == file:
-            yield one.__code__
-        elif isinstance(one, type) and one.__qualname__ == f"{inside}{name}":
-            yield from _codes_of(one, file, f"{inside}{name}.")
-
-
-def _differs(tree: ast.Module, values: dict[str, Any]) -> bool:
-    """Return whether a constant in a source has another value here."""
-    for node in tree.body:
-        with contextlib.suppress(ValueError):  # no constant, or an array here
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                constant = ast.literal_eval(node.value)
-                if values.get(node.targets[0].id, constant) != constant:
-                    return True
-    return False
 
 
 # ---- while a module is imported ----------------------------------------------------------------

@@ -1,58 +1,50 @@
 """Pickle objects for workers: what a script defines goes by value.
 
 A worker never imports the user's script, so its functions and classes are pickled by value (cloudpickle), and so are
-those of other modules that no worker can import, as `importing.place_of` decides. In a worker, they are also attributes
-of the module in which they were defined. `Pickler` also handles definitions that cloudpickle pickles by their name in
-the script, or not at all:
-- caches and dispatchers of `functools`: a worker's copy has the parameters and the implementations, and is empty;
-- locks, conditions, thread-local and weak containers in attributes of classes: a worker has its own, unlocked and
-  empty, as a process that imports the script would have;
+those of other modules that no worker can import, as `importing.goes_by_name` decides. In a worker, they are also
+attributes of the module in which they were defined. `Pickler` also handles definitions that cloudpickle pickles by
+their name in the script, or not at all:
+- caches of `functools`: a worker's copy has the parameters, and is empty;
 - classes whose metaclass or `__init_subclass__` has required arguments or must not run twice;
 - names of the script that class statements inside functions use;
-- aliases, functions and attributes of the members of an enum;
+- attributes of the members of an enum;
 - `NewType` and its kind, and the sentinels of `dataclasses`.
 
-A lock that a factory captures is refused: the copies of a lock in several processes exclude nobody. But what a module
-that workers import holds, such as its logger, goes by its name if it cannot be pickled. `find_culprit` names the object
-that cannot be pickled, and the way to it.
+A lock that a factory captures is refused: the copies of a lock in several processes exclude nobody. `find_culprit`
+names the object that cannot be pickled, and the way to it.
 Assumes: both processes run the same version of Python.
 """
 
 import contextlib
-import contextvars
 import dataclasses
 import enum
 import functools
-import gc
 import importlib
 import inspect
 import io
 import pickle
-import queue
-import re
 import sys
-import threading
 import types
 import typing
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import reduction
 from typing import Any, NamedTuple
 
 import cloudpickle
 from cloudpickle import cloudpickle as private
 
-from envherd.workers.sending.importing import SCRIPT, Place, codes_in, place_of
+from envherd.workers.sending.importing import (
+    SCRIPT,
+    can_import,
+    codes_in,
+    goes_by_name,
+)
 from envherd.workers.sending.sharing import reduce_shared, sharing
 
 _Reduced = tuple[Any, ...]
 
 _LRU_CACHE = type(functools.lru_cache(len))
-_KEY_WRAPPER = type(functools.cmp_to_key(lambda one, other: 0))  # noqa: ARG005
-#: The function that `functools.singledispatch` returns has this code, whatever it dispatches.
-_DISPATCHER = functools.singledispatch(len).__code__  # type: ignore[attr-defined]  # it is a function
 _SENTINELS = {type(getattr(dataclasses, name)): name for name in ("MISSING", "KW_ONLY")}
-_ALIAS_TYPE = getattr(typing, "TypeAliasType", None)  # Python 3.12
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: classes of C
 _HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: not static in C
 _MAX_DEPTH = 12  # links of the way to an object that cannot be pickled
@@ -65,39 +57,14 @@ def dumps(value: Any, *, shares: bool = False) -> bytes:
         value: any.
         shares: objects that processes share are not copied; the pickle is for workers of this process.
     """
-    named: _Names = {}
     with sharing() if shares else contextlib.nullcontext():
-        while True:
-            try:
-                return _dumps(value, named)
-            except Exception:
-                found = _nameable(value, named)
-                if found is None:
-                    raise
-            named.update(found)
-
-
-def _dumps(value: Any, named: "_Names") -> bytes:
-    file = io.BytesIO()
-    pickler = Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
-    pickler.named = named
-    pickler.dump(value)
-    return file.getvalue()
+        file = io.BytesIO()
+        Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+        return file.getvalue()
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
-    """Pickles values for workers, which never run the script.
-
-    Attributes:
-        named: objects that go by their name.
-    """
-
-    named: "_Names" = {}  # noqa: RUF012  # never changed
-
-    def __init__(self, file: Any, protocol: int | None = None) -> None:
-        super().__init__(file, protocol=protocol)
-        # Ids of objects in attributes of classes; the classes keep the objects alive.
-        self._owned: set[int] = set()
+    """Pickles values for workers, which never run the script."""
 
     def reducer_override(self, obj: Any) -> Any:
         """Return how to rebuild an object, or NotImplemented for pickle's own way."""
@@ -119,87 +86,68 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
     def _reduce_special(self, obj: Any) -> Any:
         """Return how to rebuild an object that cloudpickle would pickle in another way, or None."""
         kind = type(obj)
-        if id(obj) in self.named:
-            return _look_up, self.named[id(obj)]
-        if id(obj) in self._owned and (fresh := _fresh(obj)):
-            return fresh
         if kind in _SENTINELS:
             return getattr, (dataclasses, _SENTINELS[kind])
         if isinstance(obj, types.ModuleType):
             return self._reduce_module(obj)
-        if isinstance(obj, functools.cached_property):
-            self._own(vars(obj).get("lock"))  # before Python 3.12
-        reduce = _REDUCERS.get(kind)
-        if kind is types.FunctionType and obj.__code__ is _DISPATCHER:
-            reduce = _reduce_dispatcher
-        if reduce is not None and not _is_importable(obj):
-            return reduce(obj)
+        if kind in _REDUCERS and not _is_importable(obj):
+            return _REDUCERS[kind](obj)
         return reduce_shared(obj)
 
     def _reduce_module(self, module: types.ModuleType) -> Any:
         name = module.__name__
         is_here = module is sys.modules.get(name)
-        if is_here and (name in SCRIPT or place_of(name) is Place.SAME):
+        if is_here and (name in SCRIPT or goes_by_name(name)):
             return importlib.import_module, (name,)
         state = {
             key: value for key, value in vars(module).items() if key not in _OF_IMPORTS
         }
-        self._own(state)
         return (
             types.ModuleType,
             (name,),
-            (state, is_here and place_of(name)),
+            (state, is_here and not can_import(name)),
             None,
             None,
             _set_module,
         )
 
     def _reduce_class(self, cls: type) -> Any:
-        for value in vars(cls).values():
-            self._own(value)
         reduced = super().reducer_override(cls)
         if (
             reduced is NotImplemented
             and cls.__flags__ & _HEAP
-            and place_of(cls.__module__) is not Place.SAME
+            and not goes_by_name(cls.__module__)
         ):
             reduced = private._dynamic_class_reduce(cls)  # noqa: SLF001  # it has a name, which workers lack
         if not isinstance(reduced, tuple) or len(reduced) != 6:  # pickled by name
             return reduced
         make, arguments, state, *_, setter = reduced
         if issubclass(cls, enum.Enum):
-            reduced = _reduce_enum(cls, make, arguments, (setter, *state))
+            # cloudpickle leaves out the attributes of members.
+            own = {
+                member.name: {
+                    name: value
+                    for name, value in vars(member).items()
+                    if name not in _OF_MEMBERS
+                }
+                for member in cls
+            }
+            reduced = (
+                make,
+                arguments,
+                (setter, state, own),
+                *(None, None),
+                _set_members,
+            )
         elif make.__name__ == "_make_skeleton_class":
             reduced = (_make_class, (make, arguments, _has_hooks(cls)), *reduced[2:])
         return _with_place(cls, reduced)
-
-    def _own(self, value: Any) -> None:
-        """Note an attribute of a class, and what it holds."""
-        if id(value) in self._owned or isinstance(
-            value,
-            (type, types.ModuleType, types.FunctionType),
-        ):
-            return
-        if _fresh(value):
-            self._owned.add(id(value))
-            return
-        held: list[Any] = []
-        if isinstance(value, dict):
-            held = list(value.values())
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            held = list(value)
-        elif hasattr(value, "__dict__"):
-            held = list(vars(value).values())
-        if held:
-            self._owned.add(id(value))
-            for one in held:
-                self._own(one)
 
 
 def _is_importable(obj: Any) -> bool:
     """Return whether a worker gets an object by importing its module."""
     module = getattr(obj, "__module__", None)
-    return isinstance(module, str) and place_of(module) is Place.SAME and _is_named(obj)
+    return isinstance(module, str) and goes_by_name(module) and _is_named(obj)
 
 
 def _is_named(obj: Any) -> bool:
@@ -215,62 +163,16 @@ def _is_named(obj: Any) -> bool:
 
 
 class Script(types.ModuleType):
-    """The `__main__` of a worker: what was sent of the script, and on demand the script's other definitions.
-
-    Attributes:
-        waiting: name -> pickled, or the name of a module.
-    """
-
-    waiting: dict[str, bytes | str]
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.waiting = {}
+    """The `__main__` of a worker: what the factories use of the script."""
 
     def __getattr__(self, name: str) -> Any:
-        if name not in self.waiting:
-            raise AttributeError(
-                f"module '__main__' has no attribute {name!r}: workers do not run the script. They have its functions, "
-                f"classes and constants, and what the factory uses. Define {name} in a module that they import"
-            )
-        waiting = self.waiting[name]
-        try:
-            with _keeping():
-                value = (
-                    importlib.import_module(waiting)
-                    if isinstance(waiting, str)
-                    else pickle.loads(waiting)
-                )
-        except Exception as error:
-            raise AttributeError(
-                f"module '__main__' has no attribute {name!r} in a worker: {error}"
-            ) from error
-        return vars(self).setdefault(name, value)
-
-    def promise(self, names: Iterable[str], namespace: dict[str, Any]) -> None:
-        """Add the definitions of these names to a namespace where annotations are looked up."""
-        for name in names:
-            waiting = self.waiting.get(name)
-            if waiting is not None and name not in namespace:
-                with contextlib.suppress(Exception):  # a worker cannot import it
-                    namespace[name] = (
-                        _LazyModule(waiting)
-                        if isinstance(waiting, str)
-                        else getattr(self, name)
-                    )
-
-
-class _LazyModule(types.ModuleType):
-    """A module that is imported when it is used."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(importlib.import_module(self.__name__), name)
+        raise AttributeError(
+            f"module '__main__' has no attribute {name!r}: workers do not run the script. They have what the factory "
+            f"uses. Use {name} in the factory, or define it in a module that they import"
+        )
 
 
 _script: Script | None = None
-_keeps = False
-_is_building = False
-_complete: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 def enter_script(script: Script) -> None:
@@ -286,56 +188,32 @@ def _reduce_for_children(_: Any, obj: Any) -> Any:
 
     Without that, a pool of spawned processes would start one after another, without end.
     """
-    if isinstance(obj, (type, types.FunctionType)) and _script is not None:
-        module = str(obj.__module__)
-        pickled = (
-            _script.waiting.get(obj.__qualname__) if module.startswith(SCRIPT) else None
-        )
-        if isinstance(pickled, bytes) and _is_named(obj):
-            return _define, (module, obj.__qualname__, pickled)
-    return NotImplemented
+    if not isinstance(obj, (type, types.FunctionType)) or obj.__module__ not in SCRIPT:
+        return NotImplemented
+    try:
+        pickled = dumps(obj)
+    # It uses what the env has made. A forked process has it by its name.
+    except Exception:
+        return NotImplemented
+    # Of what another factory of this worker uses, `__main__` has the first one's under the same name.
+    if not _is_named(obj):
+        return pickle.loads, (pickled,)
+    return _define, (obj.__qualname__, pickled)
 
 
-def _define(module: str, name: str, pickled: bytes) -> Any:
+def _define(name: str, pickled: bytes) -> Any:
     """Return the script's definition of a name; define it, if this process has none."""
-    script = sys.modules.get(module, sys.modules["__main__"])
+    script = sys.modules["__main__"]
     if not hasattr(script, name):
         setattr(script, name, pickle.loads(pickled))
     return getattr(script, name)
-
-
-@contextlib.contextmanager
-def building() -> Iterator[None]:
-    """Let every factory that is unpickled in the block have its own functions and variables of the script.
-
-    In a worker with several factories, `__main__` has the functions of the first one. Those of another one get a module
-    of their own, so that they can be pickled by name also.
-    """
-    global _is_building  # noqa: PLW0603
-    _is_building = True
-    try:
-        yield
-    finally:
-        _is_building = False
-
-
-@contextlib.contextmanager
-def _keeping() -> Iterator[None]:
-    """Leave classes that are in use as they are: unpickling one again would reset its attributes."""
-    global _keeps  # noqa: PLW0603
-    before = _keeps
-    _keeps = True
-    try:
-        yield
-    finally:
-        _keeps = before
 
 
 def _with_place(obj: Any, reduced: _Reduced) -> _Reduced:
     """Make what `reduced` builds an attribute of its module in a worker, if it is one here and a worker lacks that."""
     place = (
         obj.__module__
-        if obj.__module__ in sys.modules and place_of(obj.__module__) is Place.NOWHERE
+        if obj.__module__ in sys.modules and not can_import(obj.__module__)
         else None
     )
     name = obj.__name__ if "." not in obj.__qualname__ and _is_named(obj) else None
@@ -348,10 +226,7 @@ def _set_definition(
     what: tuple[Callable[[Any, Any], Any], Any, str | None, str | None],
 ) -> None:
     setter, state, place, name = what
-    if not (_keeps and isinstance(obj, type) and obj in _complete):
-        setter(obj, state)
-    if isinstance(obj, type):
-        _complete.add(obj)
+    setter(obj, state)
     if place is None or _script is None:
         return
     module = (
@@ -359,7 +234,7 @@ def _set_definition(
         if place in SCRIPT
         else sys.modules.setdefault(place, types.ModuleType(place))
     )
-    used = getattr(obj, "__globals__", vars(module))
+    used = getattr(obj, "__globals__", {})
     if name is not None:
         vars(module).setdefault(name, obj)
     # Otherwise it is a function with the name and place of another one, by `functools.wraps`.
@@ -368,121 +243,17 @@ def _set_definition(
             # All but `__file__` and its kind, with which it would look like an imported module.
             if not key.startswith("__") or key == "__path__":
                 vars(module).setdefault(key, value)
-    if (
-        _is_building
-        and name is not None
-        and isinstance(obj, types.FunctionType)
-        and vars(module)[name] is not obj
-    ):
-        obj.__module__ = f"{place} (copy {id(used)})"
-        copies = sys.modules.setdefault(
-            obj.__module__,
-            types.ModuleType(obj.__module__),
-        )
-        setattr(copies, name, obj)
-    # From Python 3.14 on, those that are no texts are computed when they are read, which fails if a name is missing.
-    annotations = (
-        vars(obj).get("__annotations__", {})
-        if isinstance(obj, type) or getattr(obj, "__annotate__", None) is not None
-        else obj.__annotations__
-    )
-    texts = " ".join(one for one in annotations.values() if isinstance(one, str))
-    _script.promise(re.findall(r"[^\W\d]\w*", texts), used)
 
 
 #: Attributes of modules that imports set.
 _OF_IMPORTS = frozenset({"__builtins__", "__cached__", "__loader__", "__spec__"})
 
 
-def _set_module(module: types.ModuleType, value: tuple[dict[str, Any], Any]) -> None:
-    state, place = value
+def _set_module(module: types.ModuleType, value: tuple[dict[str, Any], bool]) -> None:
+    state, is_lacking = value
     vars(module).update(state)
-    if place is Place.NOWHERE and _script is not None:
+    if is_lacking and _script is not None:
         sys.modules[module.__name__] = module
-
-
-# ---- by name, because it cannot be pickled -----------------------------------------------------
-
-#: id of an object -> names of a module and of its attribute.
-_Names = dict[int, tuple[str, str]]
-
-
-def _look_up(module: str, name: str) -> Any:
-    holder = importlib.import_module(module)
-    if not hasattr(holder, name):
-        raise AttributeError(
-            f"expected {module} to have {name!r} after its import, got none: the script has set it, and it cannot be "
-            f"pickled. Make it in {module}, or in the factory"
-        )
-    return getattr(holder, name)
-
-
-def _nameable(value: Any, named: _Names) -> _Names | None:
-    """Return the name of an object that keeps a value from being pickled, if a module that workers import holds it."""
-    for _, obj in _way_to_culprit(value, named):
-        if not isinstance(obj, (type, types.FunctionType)):
-            package = type(obj).__module__.partition(".")[0]
-            own_first = sorted(
-                sys.modules, key=lambda module: module.partition(".")[0] != package
-            )
-            held = (
-                (module, name)
-                for module in own_first
-                for name, one in list(
-                    getattr(sys.modules.get(module), "__dict__", {}).items()
-                )
-                if one is obj and place_of(module) is Place.SAME
-            )
-            found = next(held, None)
-            if found is not None:
-                return {id(obj): found}
-    return None
-
-
-def definitions() -> dict[str, bytes | str]:
-    """Return the script's functions, classes, imports and constants, each pickled, for `Script.waiting`.
-
-    Those that hold more than a little data are left out: a worker needs few of them, and none at its start.
-    """
-    script = sys.modules["__main__"]
-    found: dict[str, bytes | str] = (
-        dict(script.waiting) if isinstance(script, Script) else {}
-    )
-    for name, value in list(vars(script).items()):
-        if (
-            isinstance(value, types.ModuleType)
-            and place_of(value.__name__) is Place.SAME
-        ):
-            found[name] = value.__name__
-        elif not name.startswith("__") and name != "waiting":
-            with contextlib.suppress(Exception):
-                file = _Small()
-                _DefinitionPickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
-                found[name] = file.getvalue()
-    return found
-
-
-_SMALL = 1 << 16  # bytes of a definition
-
-
-class _Small(io.BytesIO):
-    def write(self, data: Any) -> int:
-        if self.tell() + len(data) > _SMALL:
-            raise pickle.PicklingError("not small")
-        return super().write(data)
-
-
-class _DefinitionPickler(Pickler):
-    """Refuses objects that may hold data."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        package = type(obj).__module__.partition(".")[0]
-        is_plain = package in sys.stdlib_module_names or package in ("numpy", *SCRIPT)
-        if package == "_io" or not (
-            is_plain or isinstance(obj, (type, types.ModuleType))
-        ):
-            raise pickle.PicklingError("data")
-        return super().reducer_override(obj)
 
 
 def _add_names_of_classes(function: types.FunctionType, reduced: _Reduced) -> None:
@@ -495,41 +266,11 @@ def _add_names_of_classes(function: types.FunctionType, reduced: _Reduced) -> No
             known.update((name, function.__globals__[name]) for name in used)
 
 
-# ---- functools ---------------------------------------------------------------------------------
+# ---- functools, typing -------------------------------------------------------------------------
 
 
 def _make_cache(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(function)
-
-
-def _reduce_dispatcher(dispatcher: Any) -> _Reduced:
-    own = ("register", "dispatch", "registry", "_clear_cache", "__wrapped__")
-    state = {name: value for name, value in vars(dispatcher).items() if name not in own}
-    state |= {
-        name: getattr(dispatcher, name)
-        for name in functools.WRAPPER_ASSIGNMENTS
-        if hasattr(dispatcher, name)
-    }
-    return (
-        _make_dispatcher,
-        (dict(dispatcher.registry),),
-        state,
-        None,
-        None,
-        _set_attributes,
-    )
-
-
-def _make_dispatcher(implementations: dict[type, Callable[..., Any]]) -> Any:
-    dispatcher = functools.singledispatch(implementations[object])
-    for cls, implementation in implementations.items():
-        dispatcher.register(cls, implementation)
-    return dispatcher
-
-
-def _reduce_key(key: Any) -> _Reduced:
-    compare = next(one for one in gc.get_referents(key) if not isinstance(one, type))
-    return functools.cmp_to_key, (compare,)
 
 
 def _set_attributes(obj: Any, state: dict[str, Any]) -> None:
@@ -537,14 +278,7 @@ def _set_attributes(obj: Any, state: dict[str, Any]) -> None:
         setattr(obj, name, value)
 
 
-# ---- typing ------------------------------------------------------------------------------------
-
-
-def _reduce_parameters(parameters: Any) -> _Reduced:
-    return type(parameters), (parameters.__name__,)
-
-
-#: Types whose objects pickle stores by their name -> how to rebuild them.
+#: Types whose objects pickle stores by their name, or not at all -> how to rebuild them.
 _REDUCERS: dict[type, Callable[[Any], _Reduced]] = {
     _LRU_CACHE: lambda cache: (
         _make_cache,
@@ -554,7 +288,15 @@ _REDUCERS: dict[type, Callable[[Any], _Reduced]] = {
         None,
         _set_attributes,
     ),
-    _KEY_WRAPPER: _reduce_key,
+    # Before Python 3.12 it has a lock.
+    functools.cached_property: lambda one: (
+        functools.cached_property,
+        (one.func,),
+        {"attrname": one.attrname, "__doc__": one.__doc__},
+        None,
+        None,
+        _set_attributes,
+    ),
     typing.NewType: lambda kind: (
         typing.NewType,
         (kind.__name__, kind.__supertype__),
@@ -563,49 +305,12 @@ _REDUCERS: dict[type, Callable[[Any], _Reduced]] = {
         None,
         _set_attributes,
     ),
-    typing.ParamSpec: _reduce_parameters,
+    typing.ParamSpec: lambda variable: (typing.ParamSpec, (variable.__name__,)),
     typing.TypeVar: lambda variable: (
         private._make_typevar,  # noqa: SLF001
         private._decompose_typevar(variable),  # noqa: SLF001
     ),
 }
-if hasattr(typing, "TypeVarTuple"):  # from Python 3.11: a worker may be older
-    _REDUCERS[typing.TypeVarTuple] = _reduce_parameters
-if _ALIAS_TYPE:
-    _REDUCERS[_ALIAS_TYPE] = lambda alias: (
-        type(alias),
-        (alias.__name__, alias.__value__),
-    )
-
-
-# ---- attributes of classes ---------------------------------------------------------------------
-
-
-def _reduce_variable(variable: contextvars.ContextVar[Any]) -> _Reduced:
-    try:
-        default = contextvars.Context().run(variable.get)
-    except LookupError:
-        return contextvars.ContextVar, (variable.name,)
-    return functools.partial(contextvars.ContextVar, default=default), (variable.name,)
-
-
-#: Types of objects that each process has for itself -> how to make an unused one.
-_FRESH: dict[type, Callable[[Any], _Reduced]] = {
-    type(threading.Lock()): lambda _: (threading.Lock, ()),
-    type(threading.RLock()): lambda _: (threading.RLock, ()),
-    queue.SimpleQueue: lambda _: (queue.SimpleQueue, ()),
-    weakref.WeakValueDictionary: lambda _: (weakref.WeakValueDictionary, ()),
-    weakref.WeakKeyDictionary: lambda _: (weakref.WeakKeyDictionary, ()),
-    weakref.WeakSet: lambda _: (weakref.WeakSet, ()),
-    contextvars.ContextVar: _reduce_variable,
-}
-
-
-def _fresh(obj: Any) -> _Reduced | None:
-    """Return how to make an unused object of the same kind, or None if the kind is not in the table."""
-    if isinstance(obj, threading.local):
-        return type(obj), ()
-    return _FRESH[type(obj)](obj) if type(obj) in _FRESH else None
 
 
 # ---- classes -----------------------------------------------------------------------------------
@@ -624,7 +329,7 @@ def _make_class(
     arguments: tuple[Any, ...],
     has_hooks: bool,  # noqa: FBT001
 ) -> type:
-    """Make a class without attributes; if hooks have run where it was defined, or fail here, without them.
+    """Make a class without attributes, and without its hooks if they have run where it was defined.
 
     Args:
         make: makes a class of a metaclass, a name, bases and more.
@@ -632,9 +337,7 @@ def _make_class(
         has_hooks: whether `_has_hooks` has found any.
     """
     if not has_hooks:
-        # A hook of a library wants the keywords of the class statement.
-        with contextlib.suppress(Exception):
-            return make(*arguments)
+        return make(*arguments)
     meta, name, bases, *more = arguments
     with _quiet(bases[0]):
         return make(functools.partial(_call_type, meta), name, bases, *more)
@@ -663,51 +366,13 @@ def _call_type(
     bases: tuple[type, ...],
     namespace: dict[str, Any],
 ) -> Any:
-    """Make a class with the first metaclass of `meta` and its bases that a library defines and that can make it."""
-    kinds = [
-        kind for kind in meta.__mro__ if issubclass(kind, type) and _is_importable(kind)
-    ]
-    for kind in kinds[:-1]:
-        # It may want the keywords of the class statement.
-        with contextlib.suppress(Exception):
-            return kind.__new__(meta, name, bases, namespace)
-    return type.__new__(meta, name, bases, namespace)
+    """Make a class with the first of a metaclass and its bases that workers import."""
+    kind = next(kind for kind in meta.__mro__ if _is_importable(kind))
+    return kind.__new__(meta, name, bases, namespace)
 
 
 #: Attributes of an enum's member that `enum` sets.
 _OF_MEMBERS = frozenset({"_value_", "_name_", "_sort_order_", "__objclass__"})
-
-
-def _reduce_enum(
-    kind: type[enum.Enum],
-    make: Any,
-    arguments: tuple[Any, ...],
-    state: tuple[Any, ...],
-) -> _Reduced:
-    """Return how to rebuild an enum, with what cloudpickle leaves out: aliases, functions and attributes of members."""
-    # `enum` would take a function for a method of the class, unless it is marked.
-    members = {
-        name: enum.member(one.value) if callable(one.value) else one.value
-        for name, one in kind.__members__.items()
-    }
-    setter, attributes, slots = state
-    attributes = {
-        name: value for name, value in attributes.items() if name not in members
-    }
-    own = {
-        name: {
-            key: value for key, value in vars(member).items() if key not in _OF_MEMBERS
-        }
-        for name, member in kind.__members__.items()
-    }
-    return (
-        make,
-        (*arguments[:3], members, *arguments[4:]),
-        (setter, (attributes, slots), own),
-        None,
-        None,
-        _set_members,
-    )
 
 
 def _set_members(
@@ -770,30 +435,23 @@ def find_culprit(value: Any) -> list[Link]:
     Returns:
         empty if the object holds nothing that fails alone.
     """
-    named: _Names = {}
-    with sharing():
-        while found := _nameable(value, named):
-            named.update(found)
-        return _way_to_culprit(value, named)
-
-
-def _way_to_culprit(value: Any, named: _Names) -> list[Link]:
     way: list[Link] = []
     seen = {id(value)}
-    while len(way) < _MAX_DEPTH:
-        found = next(
-            (
-                Link(name, one)
-                for name, one in _held_by(value)
-                if id(one) not in seen and _fails(one, named)
-            ),
-            None,
-        )
-        if found is None:
-            break
-        way.append(found)
-        value = found.value
-        seen.add(id(value))
+    with sharing():
+        while len(way) < _MAX_DEPTH:
+            found = next(
+                (
+                    Link(name, one)
+                    for name, one in _held_by(value)
+                    if id(one) not in seen and _fails(one)
+                ),
+                None,
+            )
+            if found is None:
+                break
+            way.append(found)
+            value = found.value
+            seen.add(id(value))
     return way
 
 
@@ -824,9 +482,9 @@ def _held_by(value: Any) -> Iterator[tuple[str, Any]]:
         yield from captures(value)
 
 
-def _fails(value: Any, named: _Names) -> bool:
+def _fails(value: Any) -> bool:
     try:
-        _dumps(value, named)
+        dumps(value)
     except Exception:
         return True
     return False

@@ -1,12 +1,11 @@
 """Give workers the names of envs that the caller's program has registered.
 
 A script, or a module that it imports, registers names in packages: `gymnasium.register(...)`, `import ale_py`,
-`suite._DOMAINS[...] = ...` of dm_control. A worker does not run the script, so it gets the entries of these registries.
+`register_gym_spec_conversion` of TorchRL. A worker does not run the script, so it gets the entries of these registries.
 
 Guarantees: a worker adds the entries of a package when the package is first imported there, and never imports it for
 them. An entry that replaces the package's own replaces it in the worker also. An entry that cannot be pickled raises
 with its reason when it is used.
-The script's own definitions travel with them, for what looks them up by name.
 Does not know: names that are registered after the executor was made.
 """
 
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from envherd.workers.errors import FactoryError
-from envherd.workers.sending.pickling import Script, definitions, dumps
+from envherd.workers.sending.pickling import dumps
 
 #: Package -> name of an entry -> the entry, pickled.
 _Entries = dict[str, dict[str, Any]]
@@ -63,7 +62,7 @@ def collect() -> bytes:
     600 entries have 200 KB, as much as a socket's buffer holds; packed they have 18. What does not fit into the buffer
     would be sent only when the caller waits for the worker, which it does not do for one that replaces another.
     """
-    found: _Entries = {"__main__": definitions()}
+    found: _Entries = {}
     for package, registry in _REGISTRIES.items():
         if package in sys.modules:
             found[package] = {
@@ -92,10 +91,6 @@ def _pickled(name: str, value: Any) -> bytes:
 def install(packed: bytes) -> None:
     """Add what `collect` returned to this process's registries, at once or when a package is imported."""
     entries: _Entries = pickle.loads(zlib.decompress(packed))
-    script = sys.modules["__main__"]
-    defined = entries.pop("__main__")
-    if isinstance(script, Script):
-        script.waiting.update(defined)
     for package, named in entries.items():
         if package in sys.modules:
             _add(package, named)
@@ -198,41 +193,6 @@ def _names_in_script(spec: Any) -> Iterator[str]:
             yield point
 
 
-# ---- dm_control --------------------------------------------------------------------------------
-
-
-def _suite_entries() -> Iterator[tuple[str, Any]]:
-    """Yield the domains and tasks that are not the suite's own: `domain`: the module; `domain.task`: function, tags."""
-    for domain, module in list(sys.modules["dm_control.suite"]._DOMAINS.items()):  # noqa: SLF001  # its only registry
-        if not module.__name__.startswith("dm_control.suite."):
-            is_script = module is sys.modules.get("__main__")
-            yield (
-                domain,
-                types.SimpleNamespace(SUITE=module.SUITE) if is_script else module,
-            )
-            continue
-        for task, function in module.SUITE.items():
-            if function.__module__ != module.__name__:
-                tags = [
-                    tag
-                    for tag in module.SUITE.tags()
-                    if task in module.SUITE.tagged(tag)
-                ]
-                yield f"{domain}.{task}", (function, tags)
-
-
-def _add_to_suite(name: str, value: Any) -> None:
-    domains = sys.modules["dm_control.suite"]._DOMAINS  # noqa: SLF001  # its only registry
-    domain, _, task = name.partition(".")
-    if isinstance(value, _Refused):
-        return  # the suite does not know it
-    if not task:
-        domains[domain] = value
-    elif task not in domains[domain].SUITE:
-        function, tags = value
-        domains[domain].SUITE.add(*tags)(function)
-
-
 # ---- TorchRL -----------------------------------------------------------------------------------
 
 
@@ -266,6 +226,5 @@ _REGISTRIES = {
         )
         for package in ("gymnasium.envs", "gym.envs")
     },
-    "dm_control.suite": _Registry(_suite_entries, _add_to_suite),
     "torchrl.envs.libs.gym": _Registry(_torchrl_entries, _add_to_torchrl),
 }
