@@ -111,6 +111,7 @@ MOVED = {
     "workers.adapters.torchrl.direct": "executor.facades.torchrl.ways.direct",
     "workers.adapters.torchrl.gym": "executor.facades.torchrl.ways.gym",
     "workers.adapters.torchrl.meltingpot": "executor.facades.torchrl.ways.meltingpot",
+    "workers.adapters.torchrl.pettingzoo": "executor.facades.torchrl.ways.pettingzoo",
     "workers.adapters.torchrl.reading": "workers.adapters.torchrl.specs",
     "workers.adapters.torchrl.transformed": "executor.facades.torchrl.ways.transformed",
     "workers.block.compiling": "workers.block.slot",

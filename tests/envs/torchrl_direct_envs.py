@@ -1,6 +1,6 @@
 """Envs and transforms for the tests of direct ways that are unusual in what they return or keep."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -97,6 +97,110 @@ class Buffered(gymnasium.Env):
             bool(self.array[0] >= 9),
             {},
         )
+
+
+def herd(  # noqa: C901  # a class inside
+    *,
+    dies: bool = True,
+    masks: str = "",
+    has_infos: bool = True,
+    is_nested: bool = False,
+) -> Any:
+    """Return a PettingZoo env of two kinds of agents, which may die.
+
+    Args:
+        dies: agents end one by one.
+        masks: where the walkers have an action mask: "obs", "info" or nowhere.
+        has_infos: infos have numbers.
+        is_nested: observations are nested dicts.
+    """
+    from pettingzoo import ParallelEnv
+
+    class Herd(ParallelEnv):
+        metadata: ClassVar[Any] = {"name": "herd"}
+        possible_agents: ClassVar[Any] = ["walker_0", "walker_1", "walker_2", "bird_0"]
+        state_space = spaces.Box(-1e3, 1e3, (3,), np.float64)
+        render_mode = None
+        draw = np.random.default_rng(0)
+
+        def observation_space(self, agent: str) -> Any:
+            is_walker = agent.startswith("walker")
+            box = (
+                spaces.Box(-5, 5, (2,), np.float32)
+                if is_walker
+                else spaces.Box(0, 255, (3, 3), np.uint8)
+            )
+            return self._packed(
+                agent, box, spaces.Box(0, 1, (4,), np.int8), spaces.Dict
+            )
+
+        def action_space(self, agent: str) -> Any:
+            return (
+                spaces.Discrete(4)
+                if agent.startswith("walker")
+                else spaces.Box(-1, 1, (2,), np.float32)
+            )
+
+        def _packed(self, agent: str, value: Any, mask: Any, pack: Any) -> Any:
+            entries = {"x": pack({"y": value})} if is_nested else {"view": value}
+            if masks == "obs" and agent.startswith("walker"):
+                return pack({**entries, "action_mask": mask})
+            return pack(entries) if is_nested else value
+
+        def _mask(self) -> np.ndarray:
+            return np.maximum(self.draw.integers(0, 2, 4), [1, 0, 0, 0]).astype(np.int8)
+
+        def _seen(self, agent: str) -> Any:
+            is_walker = agent.startswith("walker")
+            value = (
+                self.draw.normal(size=2)
+                if is_walker
+                else self.draw.integers(0, 255, (3, 3))
+            )
+            return self._packed(
+                agent,
+                value.astype(np.float32 if is_walker else np.uint8),
+                self._mask(),
+                dict,
+            )
+
+        def _info(self, agent: str) -> dict[str, Any]:
+            info = (
+                {"score": self.draw.normal(), "pair": np.array([self.steps, 2.0])}
+                if has_infos
+                else {}
+            )
+            has_mask = masks == "info" and agent.startswith("walker")
+            return {**info, "action_mask": self._mask()} if has_mask else info
+
+        def reset(self, seed: int | None = None, options: Any = None) -> Any:
+            if seed is not None:
+                self.draw = np.random.default_rng(seed)
+            self.agents, self.steps = list(self.possible_agents), 0
+            return {one: self._seen(one) for one in self.agents}, {
+                one: self._info(one) for one in self.agents
+            }
+
+        def state(self) -> np.ndarray:
+            return np.full(3, self.steps, np.float64)
+
+        def step(self, actions: dict[str, Any]) -> Any:
+            assert set(actions) == set(self.possible_agents)
+            self.steps += 1
+            acting = self.agents
+            seen = {one: self._seen(one) for one in acting}
+            rewards = {one: self.draw.normal() + np.sum(actions[one]) for one in acting}
+            terminations = {
+                one: bool(dies and self.draw.random() < 0.15) for one in acting
+            }
+            truncations = dict.fromkeys(acting, self.steps >= 12)
+            infos = {one: self._info(one) for one in acting}
+            self.agents = [
+                one for one in acting if not (terminations[one] or truncations[one])
+            ]
+            return seen, rewards, terminations, truncations, infos
+
+    return Herd()
 
 
 class Keeper(Transform):

@@ -32,6 +32,7 @@ from torchrl.envs import (
     InitTracker,
     MeltingpotWrapper,
     ObservationNorm,
+    PettingZooWrapper,
     RenameTransform,
     RewardClipping,
     RewardScaling,
@@ -47,7 +48,8 @@ from torchrl.envs.utils import MarlGroupMapType
 
 from envherd.executor.facades.torchrl.ways.direct import leaf_keys
 from envherd.executor.facades.torchrl.worker import HostedAdapter, HostedEnv
-from tests.envs.torchrl_direct_envs import Buffered, Keeper, Nested, Twice
+from tests.envs import torchrl_own
+from tests.envs.torchrl_direct_envs import Buffered, Keeper, Nested, Twice, herd
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning",
@@ -84,6 +86,18 @@ def melting_pot(name: str, *transforms: Any, **kwargs: Any) -> EnvBase:
     return TransformedEnv(env, Compose(*transforms)) if transforms else env
 
 
+def farm(
+    *transforms: Any, dies: bool = True, masks: str = "", **kwargs: Any
+) -> EnvBase:
+    own = {
+        name: kwargs.pop(name) for name in ("has_infos", "is_nested") if name in kwargs
+    }
+    env = PettingZooWrapper(
+        herd(dies=dies, masks=masks, **own), use_mask=dies, **kwargs
+    )
+    return TransformedEnv(env, Compose(*transforms)) if transforms else env
+
+
 def terminating() -> EnvBase:
     env = DMControlEnv("cartpole", "balance")
     env.task.get_termination = lambda physics: 0.0 if physics.time() > 0.1 else None
@@ -91,7 +105,8 @@ def terminating() -> EnvBase:
 
 
 PENDULUM = "Pendulum-v1"
-#: name -> (factory, number of steps at most)
+AGENTS = ("walker", "reward")
+#: name -> (factory, number of steps at most), and False for envs that cannot be stepped after an end
 DIRECT: dict[str, Any] = {
     "one-hot": (lambda: gym("CartPole-v1"), 60),
     "categorical": (lambda: gym("CartPole-v1", categorical_action_encoding=True), 60),
@@ -197,6 +212,41 @@ DM = {
         60,
     ),
 }
+ZOO = {
+    f"{masks or 'no masks'}, {has_infos=}, {is_nested=}, {kwargs}": (
+        lambda masks=masks, has_infos=has_infos, is_nested=is_nested, kwargs=kwargs: (
+            farm(masks=masks, has_infos=has_infos, is_nested=is_nested, **kwargs)
+        ),
+        60,
+    )
+    for masks in ("", "obs", "info")
+    for has_infos, is_nested in ((True, False), (False, True))
+    for kwargs in (
+        {},
+        {"done_on_any": False},
+        {"done_on_any": False, "return_state": True, "categorical_actions": False},
+    )
+} | {
+    "groups": (
+        lambda: farm(
+            dies=False,
+            group_map={
+                "b": ["walker_2", "walker_0"],
+                "c": ["walker_1"],
+                "a": ["bird_0"],
+            },
+        ),
+        60,
+        False,
+    ),
+    "transforms": (
+        lambda: farm(
+            StepCounter(8), RewardSum(in_keys=[AGENTS]), masks="obs", done_on_any=False
+        ),
+        60,
+    ),
+}
+MASKS = torchrl_own.since((0, 13), "masks of agents that are gone")
 COMMONS, PRISONERS = (
     "commons_harvest__open",
     "prisoners_dilemma_in_the_matrix__repeated",
@@ -323,10 +373,10 @@ class Pair:
             adapter.close()
 
 
-def compare(make: Make, num_steps: int) -> None:
+def compare(make: Make, num_steps: int, steps_on: bool = True) -> None:  # noqa: FBT001, FBT002
     """Step both over ends of episodes, with calls by name between steps, until there were four ends and a step.
 
-    The third end is stepped on; resets come after the others.
+    The third end is stepped on, where the env allows that; resets come after the others.
     """
     with contextlib.closing(Pair(make)) as pair:
         pair.reset()
@@ -334,7 +384,7 @@ def compare(make: Make, num_steps: int) -> None:
         for i in range(num_steps):
             has_ended = pair.step()
             num_ends += has_ended
-            if has_ended and num_ends % 4 != 3:
+            if has_ended and not (steps_on and num_ends % 4 == 3):
                 pair.reset()
             if i % 40 == 7:
                 pair.asked("current")
@@ -381,6 +431,21 @@ def test_dm_control_that_draws() -> None:
     assert done.stdout.split() == ["pixels", "pixels,position,velocity"], done.stderr[
         -2000:
     ]
+
+
+@pytest.mark.sampled(2)
+@needs("pettingzoo")
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case, marks=MASKS if case.startswith(("obs", "info", "transforms")) else ()
+        )
+        for case in ZOO
+    ],
+)
+def test_pettingzoo(case: str) -> None:
+    compare(*ZOO[case])
 
 
 @pytest.mark.sampled(2)

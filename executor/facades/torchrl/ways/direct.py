@@ -34,6 +34,8 @@ FAMILIES = {
     f"{_LIBS}.dm_control.DMControlWrapper": "gym:DirectDMControl",
     f"{_LIBS}.meltingpot.MeltingpotEnv": "meltingpot:DirectMeltingPot",
     f"{_LIBS}.meltingpot.MeltingpotWrapper": "meltingpot:DirectMeltingPot",
+    f"{_LIBS}.pettingzoo.PettingZooEnv": "pettingzoo:DirectPettingZoo",
+    f"{_LIBS}.pettingzoo.PettingZooWrapper": "pettingzoo:DirectPettingZoo",
     "torchrl.envs.transforms._base.TransformedEnv": "transformed:DirectTransformed",
     # Before TorchRL 0.14.
     "torchrl.envs.transforms.transforms.TransformedEnv": "transformed:DirectTransformed",
