@@ -319,13 +319,14 @@ class Engine(Calls):
     def facts(self) -> dict[str, Any]:
         """Return the arguments for C, as `executor/native/exchange.c` names them."""
         batch = self.batches.groups[0]
+        step_columns, columns, in_root = self.positions.table
         facts = {
             "states": self.states.values,
             "ops": self.states.ops,
             "at": self.states.columns,
-            "columns": self.positions.columns,
-            "step_columns": self.positions.step_columns,
-            "in_root": self.positions.in_root,
+            "step_columns": step_columns,
+            "columns": columns,
+            "in_root": in_root,
             "ended": self.flights.ended,
             "num_columns": self.positions.num_frames,
             "num_ring": self.positions.num_ring,

@@ -377,8 +377,7 @@ class FastExchange:
             or ("next" in source and self._engine.stale_roots.looks_left)
         ):
             return False
-        # Before C reads the columns of the envs' latest steps.
-        self._engine.positions.begin_mixed()
+        self._engine.positions.is_mixed = True
         return bool(self._native.send(op, ids, value.numpy()))
 
     # ---- recv --------------------------------------------------------------------------------

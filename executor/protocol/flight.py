@@ -568,7 +568,7 @@ class Flights:
             # A copy: the next step overwrites it, and callers keep the flight.
             return self.ended[:num_ended].copy() if num_ended else None
         ended = over = positions.where.ended_at(flight.at)
-        positions.all_stepped(flight.at)  # 4
+        positions.stepped(flight.ids, flight.at)  # 4
         positions.is_mixed = False
         if ended is not None and flight.op == STEP_RESET:
             over = ended[

@@ -117,7 +117,7 @@ class StepwiseRun(Run[Engine]):
     def _reset_before(self, next_td: TensorDictBase) -> np.ndarray:
         """Return what was reset after a step, bool `[N]` or `[N, *B]`."""
         return self._engine.batches.ended_parts(
-            self._engine.positions.in_root.copy(),
+            self._engine.positions.in_root,
             lambda: next_td,
         )
 
