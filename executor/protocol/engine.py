@@ -315,6 +315,7 @@ class Engine(Calls):
         pool.show_path(str(self.plain))
         if not pool.why_python and len(self.intakes) == 1:
             self.flights.native = pool.compile(self.facts())
+            self.batches.groups[0].native = self.flights.native
 
     def facts(self) -> dict[str, Any]:
         """Return the arguments for C, as `executor/native/exchange.c` names them."""

@@ -507,14 +507,10 @@ class Flights:
             self.states.move(flight.ids[self.states.under_way[flight.ids]], event)
         self.current = flight.outer
 
-    def _note_rows(self, flight: Flight, is_over: np.ndarray | None = None) -> None:
-        """Update the positions and the states of the envs of a flight.
+    def _note_rows(self, flight: Flight) -> None:
+        """Update the positions and the states of the envs of a flight, which have answered.
 
         Some of them may be dead, or left out (`Flight.cut`).
-
-        Args:
-            flight: its envs have answered.
-            is_over: bool `[k]`, whether their steps have ended their episodes, if all are steps and that is known.
         """
         positions = self.positions
         ids = flight.ids
@@ -532,8 +528,7 @@ class Flights:
         else:
             # Envs that are reset instead have a `next` as well.
             steps = at if is_whole else at - ahead * (ops == RESET)
-            if is_over is None:
-                is_over = positions.where.done_of("next", ids, steps)
+            is_over = positions.where.done_of("next", ids, steps)
             positions.stepped(ids, steps)  # 4
             positions.is_mixed = positions.is_mixed and not flight.is_all
             # No env has ended, as in most steps.
@@ -866,25 +861,13 @@ class Flights:
             reported.hand_out(env_ids) if reported.side or reported.infos else None,
         )
 
-    def deliver(
-        self,
-        env_ids: np.ndarray,
-        is_over: np.ndarray | None,
-    ) -> np.ndarray | None:
-        """Update the positions of sent envs that are handed out now, after `open_delivery`.
-
-        Args:
-            env_ids: int64 `[k]`.
-            is_over: bool `[k]`, whether their steps have ended their episodes; None if that is not known yet.
-
-        Returns:
-            The envs that were reset, int64 `[j]`; None for none.
-        """
+    def deliver(self, env_ids: np.ndarray) -> None:
+        """Update the positions of sent envs, int64 `[k]`, that are handed out now, after `open_delivery`."""
         flight = self.current
         assert flight is not None
         if self.positions.has_interrupted:
             self.positions.interrupted[env_ids] = False
-        self._note_rows(flight, None if is_over is None else is_over.copy())
+        self._note_rows(flight)
         self.positions.held = None
         try:
             self._recycle(flight)
@@ -892,7 +875,6 @@ class Flights:
             self._close(flight)
             raise
         self._close(flight)
-        return flight.was_reset
 
     def _fault_to_raise(self, faults: Mapping[int, Frame]) -> EnvherdError | None:
         """Count and log envs' exceptions; return the error to raise, if they end more than these envs' episodes."""

@@ -204,7 +204,7 @@ def generalised(env: Any) -> Any:
         rows=env._engine.plain.rows
     )
     env.compile()
-    env._engine.flights.native = None
+    env._engine.flights.native = env._engine.batches.groups[0].native = None
     return env
 
 
