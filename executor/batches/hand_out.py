@@ -225,13 +225,10 @@ class GroupBatch:
         ).to(mended.device)
         return mended
 
+    @outside_inference_mode
     def to_tensors(self, arrays: Sequence[np.ndarray]) -> Leaves:
         """Return arrays as tensors on the device (cpu: no copy)."""
-        make: Callable[[np.ndarray], torch.Tensor] = torch.from_numpy
-        # Slower than torch's own function, so only in the mode that needs it.
-        if torch.is_inference_mode_enabled():
-            make = as_tensor
-        return self.to_device([*map(make, arrays)])
+        return self.to_device([*map(torch.from_numpy, arrays)])
 
     def to_device(self, tensors: Leaves) -> Leaves:
         """Return tensors of the CPU on the device (cpu: themselves)."""

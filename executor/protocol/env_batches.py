@@ -283,7 +283,7 @@ class EnvBatches:
             columns.tolist(),
             strict=True,
         ):
-            place = positions.row_at(env_id, column)
+            place = positions.where.row(env_id, column)
             spec = positions.specs[env_id]
             # A state may be restored in several envs, which must not share an object.
             self._side.root[env_id] = copy.deepcopy(

@@ -1,7 +1,7 @@
 """The calls of the plain case in C, compiled for one executor: a step of all envs, and sends and receives."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +22,6 @@ from envherd.shm.slab import (
 )
 from envherd.workers.protocol import Op
 
-if TYPE_CHECKING:
-    from envherd.executor.protocol.engine import Engine
-
 # ---- fast step ---------------------------------------------------------------------------------
 # A step of all envs, compiled for one executor, for the plain case: all envs are running and answer only with rows.
 #
@@ -44,7 +41,7 @@ def never(_: Any) -> None:
 
 
 def compile_step(
-    engine: "Engine",
+    engine: Engine,
     op: Op,
     steps: StepBatches | None = None,
     device: torch.device | None = None,
@@ -101,7 +98,7 @@ def compile_step(
     return engine.guard.held(step)
 
 
-def compile_command(engine: "Engine", op: Op) -> Callable[..., Flight]:
+def compile_command(engine: Engine, op: Op) -> Callable[..., Flight]:
     """Return a function that gives all envs a command.
 
     Returns:
@@ -153,7 +150,7 @@ def compile_command(engine: "Engine", op: Op) -> Callable[..., Flight]:
 
 
 def _compile_give(
-    engine: "Engine",
+    engine: Engine,
     op: Op,
 ) -> tuple[Callable[[np.ndarray | None], bool], Callable[..., Given]]:
     """Return the two functions that begin and land a command of all envs.

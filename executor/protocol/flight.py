@@ -515,9 +515,11 @@ class Flights:
         positions = self.positions
         ids = flight.ids
         has_all = flight.op != RESET and flight.cut is None and not len(flight.dead)
-        is_whole = has_all and flight.resets is None
-        if flight.is_all and (is_whole or (has_all and self.native is not None)):
-            flight.ended = self._land_all(flight)
+        if self.native is not None and flight.is_all and has_all:
+            num_ended = self.native.land(positions.where.in_c)
+            positions.is_mixed = False  # 4
+            # A copy: the next step overwrites it, and callers keep the flight.
+            flight.ended = some_or_none(self.ended[:num_ended].copy())
             flight.note_resets(flight.resets)
             return
         ahead = positions.where.root_ahead
@@ -527,12 +529,12 @@ class Flights:
             is_over = np.zeros(len(ids), bool)
         else:
             # Envs that are reset instead have a `next` as well.
-            steps = at if is_whole else at - ahead * (ops == RESET)
+            steps = at - ahead * (ops == RESET)
             is_over = positions.where.done_of("next", ids, steps)
             positions.stepped(ids, steps)  # 4
             positions.is_mixed = positions.is_mixed and not flight.is_all
             # No env has ended, as in most steps.
-            if is_whole and 1 not in is_over.tobytes():
+            if has_all and flight.resets is None and 1 not in is_over.tobytes():
                 self.states.move(ids, Event.ANSWERED)
                 return
         is_reset = ops == RESET
@@ -549,33 +551,6 @@ class Flights:
         has_answered = is_alive & self.states.under_way[ids]
         self.states.move(ids[has_answered & is_over], Event.ENDS)
         self.states.move(ids[has_answered & ~is_over], Event.ANSWERED)
-
-    def _land_all(self, flight: Flight) -> np.ndarray | None:
-        """Update the positions and the states of all envs, which have answered a STEP or a STEP_RESET; in C if it can.
-
-        Returns:
-            The envs whose steps have ended their episodes, int64 `[k]`, ascending; None for none.
-        """
-        positions = self.positions
-        if self.native is not None:
-            num_ended = self.native.land(positions.where.in_c)
-            positions.is_mixed = False  # 4
-            # A copy: the next step overwrites it, and callers keep the flight.
-            return self.ended[:num_ended].copy() if num_ended else None
-        ended = over = positions.where.ended_at(flight.at)
-        positions.stepped(flight.ids, flight.at)  # 4
-        positions.is_mixed = False
-        if ended is not None and flight.op == STEP_RESET:
-            over = ended[
-                positions.were_reset(ended, flight.at + positions.where.root_ahead)
-            ]
-        answered = flight.ids
-        # A reset whose root is done is rare.
-        if over is not None and len(over):
-            self.states.move(over, Event.ENDS)
-            answered = self.states.under_way.nonzero()[0]
-        self.states.move(answered, Event.ANSWERED)
-        return ended
 
     def _land_unusual(self, flight: Flight) -> None:
         """Land a flight for which the pool reports more than rows, or after which workers may be replaced.

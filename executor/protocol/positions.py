@@ -44,12 +44,6 @@ class Places:
         self.is_one_group = len(plan.groups) == 1
         self.is_flat = self.is_one_group and not plan.groups[0].spec.batch_shape
 
-    def rows_of(self, env_ids: np.ndarray) -> np.ndarray:
-        """Return the rows of some envs in their groups, int64 `[k]`; may return `env_ids` itself."""
-        if self.is_one_group:
-            return env_ids
-        return self.row_of[env_ids]
-
     def by_group(
         self,
         batch: Any,
@@ -118,14 +112,6 @@ class Columns:
             name: array[column, row : row + 1].reshape(array.shape[2:])
             for name, array in arrays
         }
-
-    def ended_at(self, column: int) -> np.ndarray | None:
-        """Return the envs whose `next` at a column is done, int64 `[k]`, ascending; None for none."""
-        for done in self._done["next"]:
-            # A worker computes it from the env's flags: True is always the byte 1.
-            if 1 in done[column].tobytes():
-                return self.done_of("next", self._places.all_ids, column).nonzero()[0]
-        return None
 
     def done_of(
         self,
@@ -313,7 +299,7 @@ class Positions:
         column: int,
         row: Mapping[Name, np.ndarray],
     ) -> None:
-        place = self.row_at(env_id, column)
+        place = self.where.row(env_id, column)
         for key, array in row.items():
             if ("root", *key) in place:  # a root has no reward
                 place["root", *key][...] = array
@@ -413,16 +399,12 @@ class Positions:
 
     # ---- rows --------------------------------------------------------------------------------
 
-    def row_at(self, env_id: int, column: int) -> dict[Name, np.ndarray]:
-        """Return the row of an env at a column by name (VIEWS, also of scalars)."""
-        return self.where.row(env_id, column)
-
     def latest_root(self, env_id: int) -> dict[Name, np.ndarray]:
         """Return an env's present root row by key (VIEWS)."""
         section = "next"
         if self.in_root[env_id]:
             section = "root"
-        found = self.row_at(env_id, int(self.columns[env_id]))
+        found = self.where.row(env_id, int(self.columns[env_id]))
         return {name[1:]: array for name, array in found.items() if name[0] == section}
 
     def gather_roots(self, group: int, env_ids: np.ndarray) -> list[np.ndarray]:
@@ -460,14 +442,14 @@ class Positions:
         """Write reward 0 and no flag to the `next` of envs that are reset at a column, because no step writes it."""
         places = self.places
         for index, arrays in enumerate(self._blanks):
-            rows = places.rows_of(env_ids[places.group_of[env_ids] == index])
+            rows = places.row_of[env_ids[places.group_of[env_ids] == index]]
             for array in arrays:
                 array[column][rows] = 0
 
     def cut_off(self, env_id: int, column: int) -> None:
         """Write the `next` of an env whose answer was lost: its last true observation, reward 0, truncated."""
         source = {key: array.copy() for key, array in self.latest_root(env_id).items()}
-        dest = self.row_at(env_id, column)
+        dest = self.where.row(env_id, column)
         spec = self.specs[env_id]
         for leaf in spec.observation:
             if not leaf.is_side:
