@@ -171,10 +171,7 @@ class Doorbell:
         if self._acquire(False) or (not self._waits_without_spin and self._spin()):
             return True
         began = time.perf_counter()
-        if timeout_s is not None and timeout_s < _SLICE_S:
-            is_taken = self._block(timeout_s)
-        else:
-            is_taken = self._wait_in_slices(timeout_s)
+        is_taken = self._wait_in_slices(timeout_s)
         # The length of a wait tells that of the next one: a loop waits for the same envs each time.
         self._spin_s = (
             LONG_SPIN_S if time.perf_counter() - began < SHORT_WAIT_S else BRIEF_SPIN_S

@@ -8,6 +8,7 @@ import copy
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -113,24 +114,6 @@ def compile_intake(
             and value.is_cpu
         )
 
-    if (
-        leaf.shape == ()
-        and isinstance(leaf.domain, Discrete)
-        and leaf.dtype == "int64"
-        and len(target) <= _FEW
-    ):
-        most = None
-        if check is not None:
-            most = leaf.domain.n
-        return PlainIntake(
-            find,
-            dtype,
-            target,
-            legal,
-            limit,
-            *_take_numbers(is_plain, target, most),
-        )
-
     def take(value: Any, rows: Any, shape: tuple[int, ...]) -> bool:
         if not is_plain(value, shape):
             return False
@@ -140,13 +123,21 @@ def compile_intake(
         target[rows] = array
         return True
 
+    take_all: Callable[[Any], bool] = partial(take, rows=..., shape=target.shape)
+    if (
+        legal is Legal.INDEX
+        and leaf.shape == ()
+        and len(target) <= _FEW
+        and limit <= _FEW_LEGAL
+    ):
+        take_all = _take_few(is_plain, target, limit)
     return PlainIntake(
         find,
         dtype,
         target,
         legal,
         limit,
-        lambda value: take(value, ..., target.shape),
+        take_all,
         lambda value, rows: take(value, rows, (len(rows), *target.shape[1:])),
     )
 
@@ -170,23 +161,17 @@ def _legal(leaf: LeafSpec, check: Check | None) -> tuple[Legal | None, int]:
     return None, 0
 
 
-def _take_numbers(
+def _take_few(
     is_plain: Callable[[Any, tuple[int, ...]], bool],
     target: np.ndarray,
-    limit: int | None,
-) -> tuple[Callable[[Any], bool], Callable[[Any, np.ndarray], bool]]:
-    """Return `take_all` and `take_some` of a few int64 in `0 .. limit - 1` (None: any), as python's own numbers."""
+    limit: int,
+) -> Callable[[Any], bool]:
+    """Return `take_all` of a few int64 in `0 .. limit - 1`, as python's own numbers."""
     memory = target.data
     shape = torch.Size(target.shape)
     pack = struct.Struct(f"{len(target)}q").pack_into
-
-    def are_in_range(values: list[int]) -> bool:
-        return limit is None or not values or (min(values) >= 0 and max(values) < limit)
-
-    are_legal: Callable[[list[int]], bool] = are_in_range
     # One call of C for all numbers; True and 1.0 cannot be among them, because the dtype is int64.
-    if limit is not None and limit <= _FEW_LEGAL:
-        are_legal = frozenset(range(limit)).issuperset
+    are_legal = frozenset(range(limit)).issuperset
 
     def take_all(value: Any) -> bool:
         if not is_plain(value, shape) or not are_legal(values := value.tolist()):
@@ -194,14 +179,7 @@ def _take_numbers(
         pack(memory, 0, *values)
         return True
 
-    def take_some(value: Any, rows: np.ndarray) -> bool:
-        if not is_plain(value, rows.shape) or not are_legal(values := value.tolist()):
-            return False
-        for row, one in zip(rows.tolist(), values, strict=True):
-            memory[row] = one
-        return True
-
-    return take_all, take_some
+    return take_all
 
 
 # ---- actions -----------------------------------------------------------------------------------

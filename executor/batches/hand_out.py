@@ -5,9 +5,8 @@ is used again (after `ExecutorOptions.ring_frames` steps). Knows nothing of work
 """
 
 import copy
-import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,42 +24,31 @@ from envherd.executor.batches.fast_tensordict import (
     outside_inference_mode,
 )
 from envherd.executor.batches.memory import (
-    LARGEST_RECORD,
     Leaves,
     Loans,
     ReusedMemory,
     StepMemory,
     Taken,
+    memory_by_count,
     splitter,
 )
 from envherd.executor.batches.transfer import Mover, apart
-from envherd.shm.slab import GroupSlab, Place, next_leaves, root_leaves
+from envherd.shm.slab import (
+    GroupSlab,
+    Place,
+    fields_of,
+    input_leaves,
+    next_leaves,
+    root_leaves,
+)
 from envherd.shm.specs import Key
 from envherd.workers.protocol import Op
 
-#: Number of rows up to which each row of a leaf is copied as bytes (0.2 us; indexing by an array takes 2 us a leaf).
-_FEW_ROWS = 8
 #: The members of a group among some envs.
 Members = np.ndarray | slice
 
 
 _move = outside_inference_mode(torch.Tensor.to)
-
-
-class _RootPlace(NamedTuple):
-    """Where the bytes of a root leaf are.
-
-    Attributes:
-        in_next: its offset in a `next`.
-        in_slab: its offset in the slab, in the first frame.
-        stride: bytes of a frame.
-        nbytes: of a row.
-    """
-
-    in_next: int
-    in_slab: int
-    stride: int
-    nbytes: int
 
 
 class GroupBatch:
@@ -76,7 +64,10 @@ class GroupBatch:
 
     Attributes:
         memory: for the `next` of a step, on the CPU.
+        native: reads rows of the ring in C; None if Python must.
     """
+
+    native: Any = None
 
     def __init__(
         self,
@@ -92,6 +83,7 @@ class GroupBatch:
         spec = slab.spec
         self.spec = spec
         self.num_rows = len(slab.plan.env_ids)
+        self._all_rows = np.arange(self.num_rows)
         self.device = device
         self.is_on_cpu = device is None or device.type == "cpu"
         self.next_keys = [leaf.key for leaf in next_leaves(spec)]
@@ -101,15 +93,17 @@ class GroupBatch:
         }
         #: Root leaf i is the same array as next leaf `root_in_next[i]` when nothing was reset.
         self.root_in_next = [self.next_keys.index(key) for key in self.root_keys]
-        self._done_in_next = self.next_keys.index(("done",))
         self._fields = [f for f in slab.plan.frame if f.name[0] == "next"]
         self._split = splitter(self._fields, slab.plan.next_nbytes)
         self.memory = StepMemory(
             ReusedMemory(slab.plan.next_nbytes, self._split),
             loans,
         )
-        self._root_memory = ReusedMemory(slab.plan.next_nbytes, self._split)
-        self._bytes = slab.buffer.data
+        self._mended_memory = ReusedMemory(slab.plan.next_nbytes, self._split)
+        self._root_memory = memory_by_count(
+            lambda count: fields_of("root", root_leaves(spec), (count,)),
+            self.num_rows,
+        )
         self.next_bytes = [slab.next_bytes(column) for column in range(num_frames)]
         self._mover = mover
         self._sources = [as_tensor(frame) for frame in self.next_bytes]
@@ -122,17 +116,19 @@ class GroupBatch:
         ]
         self.next_arrays = [slab.columns["next", *key] for key in self.next_keys]
         self.root_arrays = [slab.columns["root", *key] for key in self.root_keys]
-        self._nexts = Gatherer(slab.buffer, [self.next_arrays])
-        self._roots = Gatherer(
-            slab.buffer,
-            [[self.next_arrays[i] for i in self.root_in_next], self.root_arrays],
-        )
         self._shells: dict[tuple[str, tuple[int, ...]], Shell] = {}
         #: Section -> key -> index of the leaf.
         self._members = {
             "next": {key: i for i, key in enumerate(self.next_keys)},
             "root": {key: i for i, key in enumerate(self.root_keys)},
             "root over next": dict(zip(self.root_keys, self.root_in_next, strict=True)),
+            "before": {
+                key: i
+                for i, key in enumerate(
+                    [*self.root_keys, *(leaf.key for leaf in input_leaves(spec))]
+                )
+            },
+            "nothing": {},
         }
         if has_interrupted:
             self._members["next"]["interrupted",] = len(self.next_keys)
@@ -141,8 +137,8 @@ class GroupBatch:
         """Return the nesting of a section for leading dimensions `lead`.
 
         Args:
-            section: "next", "root", or "root over next": a root over the leaves of a `next`, for rows that were not
-                reset.
+            section: "next", "root", "before" (the leaves of a root, then inputs), "nothing", or "root over next": a
+                root over the leaves of a `next`, for rows that were not reset.
             lead: `[n]`.
         """
         cached = self._shells.get((section, lead))
@@ -174,41 +170,16 @@ class GroupBatch:
             buffer[:] = self.next_bytes[column]
         return leaves
 
-    def gather_next(self, columns: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
-        """Return the `next` leaves of some rows, each from its own column, as fresh arrays `[k, ...]`."""
-        return self._nexts.gather(self._nexts.places(columns, rows))
+    def next_at(self, columns: np.ndarray, rows: np.ndarray) -> Leaves:
+        """Return the `next` leaves of some rows, each from its own column: copies `[k, ...]`, on the device."""
+        return self.to_tensors([array[columns, rows] for array in self.next_arrays])
 
-    def next_at(
-        self,
-        columns: np.ndarray,
-        rows: np.ndarray,
-    ) -> tuple[TensorDict, Leaves, np.ndarray]:
-        """Return the `next` of some rows, each from its own column; its leaves; and the ended rows."""
-        arrays = self.gather_next(columns, rows)
-        leaves = self.to_tensors(arrays)
-        done = arrays[self._done_in_next]
-        ended = done[:, 0]
-        # Envs with several rows have more flags: such an env has ended once one of its rows has.
-        if done.ndim > 2:
-            ended = np.asarray(done.reshape(len(done), -1).any(1))
-        return self.shell("next", (len(rows),)).build(leaves), leaves, ended
-
-    def gather_roots(
-        self,
-        columns: np.ndarray,
-        in_root: np.ndarray,
-        rows: np.ndarray,
-    ) -> list[np.ndarray]:
-        """Return the current root leaves of some rows, fresh `[k, ...]`: from a reset's root or a step's `next`."""
-        # Most steps have no reset, and then the places need no second section.
-        was_reset = None
-        if 1 in in_root.tobytes():
-            was_reset = in_root
-        return self._roots.gather(self._roots.places(columns, rows, was_reset))
-
-    def roots(self, arrays: Sequence[np.ndarray]) -> TensorDict:
-        """Return a root batch `[k]` over what `gather_roots` returned (cpu: no copy)."""
-        return self.shell("root", (len(arrays[0]),)).build(self.to_tensors(arrays))
+    def present_roots(self, env_ids: np.ndarray) -> Leaves:
+        """Return the present roots of envs, whose rows are in the ring: copies `[k, ...]`, on the CPU; by C."""
+        memory, leaves = self._root_memory(len(env_ids)).take()
+        is_read = self.native.roots(env_ids, memory)
+        assert is_read
+        return leaves
 
     def roots_after(
         self,
@@ -231,33 +202,15 @@ class GroupBatch:
         ]
 
     def mended_roots(self, column: int, reset_rows: np.ndarray) -> Leaves:
-        """Return the root leaves after a step with resets, copies on the CPU: one memcpy, then the reset rows."""
-        buffer, leaves = self._root_memory.take()
+        """Return the root leaves after a step with resets, copies on the CPU."""
+        if self.native is not None:
+            return self.present_roots(self._all_rows)
+        buffer, leaves = self._mended_memory.take()
         buffer[:] = self.next_bytes[column]
-        if len(reset_rows) <= _FEW_ROWS:
-            to = buffer.data
-            for row in reset_rows.tolist():
-                for in_next, in_slab, stride, nbytes in self._root_places:
-                    at = in_next + row * nbytes
-                    of = in_slab + column * stride + row * nbytes
-                    to[at : at + nbytes] = self._bytes[of : of + nbytes]
-        else:
-            arrays = self._split(buffer)
-            for index, array in zip(self.root_in_next, self.root_arrays, strict=True):
-                arrays[index][reset_rows] = array[column][reset_rows]
-        return [leaves[index] for index in self.root_in_next]
-
-    @functools.cached_property
-    def _root_places(self) -> list[_RootPlace]:
-        start = self.slab.buffer.__array_interface__["data"][0]
-        places = []
+        arrays = self._split(buffer)
         for index, array in zip(self.root_in_next, self.root_arrays, strict=True):
-            own = self._fields[index].offset
-            offset = array.__array_interface__["data"][0] - start
-            places.append(
-                _RootPlace(own, offset, array.strides[0], array[0, :1].nbytes)
-            )
-        return places
+            arrays[index][reset_rows] = array[column][reset_rows]
+        return [leaves[index] for index in self.root_in_next]
 
     @outside_inference_mode
     def _mend(
@@ -272,123 +225,16 @@ class GroupBatch:
         ).to(mended.device)
         return mended
 
+    @outside_inference_mode
     def to_tensors(self, arrays: Sequence[np.ndarray]) -> Leaves:
         """Return arrays as tensors on the device (cpu: no copy)."""
-        make: Callable[[np.ndarray], torch.Tensor] = torch.from_numpy
-        # Slower than torch's own function, so only in the mode that needs it.
-        if torch.is_inference_mode_enabled():
-            make = as_tensor
-        tensors = [*map(make, arrays)]
+        return self.to_device([*map(torch.from_numpy, arrays)])
+
+    def to_device(self, tensors: Leaves) -> Leaves:
+        """Return tensors of the CPU on the device (cpu: themselves)."""
         if self.is_on_cpu:
             return tensors
         return [_move(tensor, self.device) for tensor in tensors]
-
-
-class _Gathered(NamedTuple):
-    """A leaf whose rows are gathered.
-
-    Attributes:
-        shape: of a row.
-        dtype: of the leaf.
-        records: a record of one row at every byte from its first row on; None of empty rows, and of rows that are too
-            large for a record.
-        table: place -> record.
-        arrays: one of each section.
-    """
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    records: np.ndarray | None
-    table: np.ndarray
-    arrays: Sequence[np.ndarray]
-
-
-class Gatherer:
-    """Gathers some rows of each leaf of a group, from several frames, by their addresses in memory.
-
-    Indexing an array `[frame, row, ...]` with two index arrays takes numpy 4 us, whatever the size of the rows. This
-    views the slab as overlapping records, one starting at every *byte*, and takes the records at the rows' addresses:
-    0.5 us.
-
-    Args:
-        buffer: uint8 `[nbytes]`; all arrays are views of it.
-        sections: one list of arrays `[num_frames, num_rows, ...]` per section, one array per leaf; a leaf has the same
-            shape and dtype in every section.
-    """
-
-    def __init__(
-        self,
-        buffer: np.ndarray,
-        sections: Sequence[Sequence[np.ndarray]],
-    ) -> None:
-        self._num_rows = sections[0][0].shape[1]
-        self._section = sections[0][0].shape[0] * self._num_rows
-        tables: dict[bytes, np.ndarray] = {}
-        self._leaves: list[_Gathered] = []
-        for arrays in zip(*sections, strict=True):
-            first = arrays[0]
-            nbytes = first[0, 0].nbytes
-            least = min(array.ctypes.data for array in arrays)
-            table = np.concatenate(
-                [_addresses(array, array.ctypes.data - least) for array in arrays]
-            )
-            # One object for equal tables, by which `gather` sees that it has the addresses already.
-            table = tables.setdefault(table.tobytes(), table)
-            offset = least - buffer.ctypes.data
-            records = None
-            if 0 < nbytes <= LARGEST_RECORD:
-                shape = (len(buffer) - offset - nbytes + 1,)
-                records = np.ndarray(shape, f"V{nbytes}", buffer, offset, (1,))
-            self._leaves.append(
-                _Gathered(first.shape[2:], first.dtype, records, table, arrays)
-            )
-
-    def places(
-        self,
-        columns: np.ndarray,
-        rows: np.ndarray,
-        sections: np.ndarray | None = None,
-    ) -> np.ndarray:
-        """Return the places of some rows, int64 `[k]`, for `gather`.
-
-        Args:
-            columns: int64 `[k]`, the frame of each.
-            rows: int64 `[k]`.
-            sections: int64 or bool `[k]`, the section of each; None for the first.
-        """
-        places = columns * self._num_rows
-        places += rows
-        if sections is not None:
-            places += sections * self._section
-        return places
-
-    def gather(self, places: np.ndarray) -> list[np.ndarray]:
-        """Return the rows at some places of every leaf, as fresh arrays `[k, ...]`."""
-        count = len(places)
-        if not count:
-            return [np.empty((0, *leaf.shape), leaf.dtype) for leaf in self._leaves]
-        table = addresses = None
-        gathered: list[np.ndarray] = []
-        for shape, dtype, records, own_table, arrays in self._leaves:
-            if records is None:
-                taken = np.empty((count, *shape), dtype)
-                for position, place in enumerate(places.tolist()):
-                    section, rest = divmod(place, self._section)
-                    taken[position] = arrays[section][divmod(rest, self._num_rows)]
-                gathered.append(taken)
-                continue
-            if own_table is not table:
-                table = own_table
-                addresses = table[places]
-            gathered.append(np.ndarray((count, *shape), dtype, records[addresses]))
-        return gathered
-
-
-def _addresses(array: np.ndarray, start: int) -> np.ndarray:
-    """Return the address of every row of an array `[frame, row, ...]` that begins at `start`, int64 `[frame * row]`."""
-    frames = np.arange(array.shape[0]) * array.strides[0]
-    rows = np.arange(array.shape[1]) * array.strides[1]
-    return (start + frames[:, None] + rows).ravel()
 
 
 def add_side(

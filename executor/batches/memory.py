@@ -15,7 +15,7 @@ this count; without it nothing is reused or lent. Lending also needs private vie
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ import torch
 from envherd.executor.batches.fast_tensordict import as_tensor
 from envherd.shm.platforms import register_at_fork
 from envherd.shm.segment import PrivateView
-from envherd.shm.slab import Field, GroupSlab, Slab
+from envherd.shm.slab import Field, GroupSlab, Slab, lay_out
 
 Leaves = list[torch.Tensor]
 #: Memory that the caller fills, uint8 `[nbytes]`, or None if there is nothing to fill; and the leaves over it.
@@ -37,8 +37,11 @@ _data_ptr = torch.Tensor.data_ptr
 _detach = torch.Tensor.detach
 #: Bytes of a record that numpy can describe.
 LARGEST_RECORD = 2**31 - 1
-#: Largest batch in bytes whose memory is kept.
+#: Largest batch in bytes whose memory is kept; and half of the bytes that are kept for batches of different sizes, as
+#: where a receive takes the envs that are ready.
 _LARGEST_KEPT = 1 << 24
+#: The number of batch sizes for which memory is kept in any case.
+_LEAST_KEPT = 4
 #: Largest storage in bytes that leaves share: neighbours of one dtype. Saving or sending a leaf writes all of its
 #: storage, and torch does not save a storage as two dtypes. One for each leaf would cost a step 0.1 us more a leaf.
 _LARGEST_SHARED = 1024
@@ -168,6 +171,26 @@ class ReusedMemory:
                 return block.buffer, block.leaves()
         buffer = np.empty(self._nbytes, np.uint8)
         return buffer, [*map(as_tensor, self._split(buffer))]
+
+
+def memory_by_count(
+    fields_of_rows: Callable[[int], Sequence[Field]],
+    most_rows: int,
+) -> Callable[[int], ReusedMemory]:
+    """Return a function from a number of rows to memory for batches of that many, with all leaves in one block.
+
+    Args:
+        fields_of_rows: number of rows -> the fields of a batch, without offsets.
+        most_rows: of a batch.
+    """
+
+    def make(count: int) -> ReusedMemory:
+        layout = lay_out(fields_of_rows(count))
+        return ReusedMemory(layout.nbytes, splitter(layout.fields, layout.nbytes))
+
+    # At least a few sizes of large batches, and all sizes of small ones.
+    largest = ReusedMemory.NUM_BLOCKS * lay_out(fields_of_rows(most_rows)).nbytes
+    return lru_cache(max(_LEAST_KEPT, 2 * _LARGEST_KEPT // largest))(make)
 
 
 def _masters_of(

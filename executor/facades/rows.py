@@ -129,8 +129,9 @@ class LatestColumn:
         """Return all rows, copied."""
         positions = self._positions
         rows = self.after.read_each(positions.columns)
-        if positions.in_root.any():
-            is_fresh = np.repeat(positions.in_root, self._repeats)
+        in_root = positions.in_root
+        if in_root.any():
+            is_fresh = np.repeat(in_root, self._repeats)
             rows[is_fresh] = self.fresh.read_each(positions.columns)[is_fresh]
         return rows
 

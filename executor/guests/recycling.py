@@ -39,7 +39,7 @@ def keeping_steps(
     infos = side.infos.read("next")
     flags: list[np.ndarray] = []
     for env_id, column in zip(env_ids.tolist(), columns.tolist(), strict=True):
-        row = positions.row_at(env_id, column)
+        row = positions.where.row(env_id, column)
         flags += [row["next", *leaf.key] for leaf in positions.specs[env_id].done]
     ends = [flag.copy() for flag in flags]
     try:

@@ -34,9 +34,10 @@ typedef struct {
     PyObject_HEAD
     PyObject *owner;                                /* the `Caller` */
     Caller *caller;
-    Py_buffer states, in_root;                      /* a byte of each env: `EnvStates`, `Positions` */
+    Py_buffer states;                               /* a byte of each env: `EnvStates` */
     Py_buffer follows;                              /* `env_states.NEXT`: int8 `[event, state]`; < 0: it cannot happen */
-    Py_buffer ops, at, columns, step_columns;       /* int64 of each env, likewise */
+    Py_buffer ops, at;                              /* int64 of each env, likewise */
+    Py_buffer columns, step_columns, in_root;       /* likewise of `Positions` */
     Group next, root, inputs;
     Rows action;                                    /* which `send` writes; no memory: it refuses */
     i64 check, limit;                               /* what it checks of actions */
@@ -53,9 +54,9 @@ typedef struct {
 } Exchange;
 
 static const Fact FACTS[] = {
-    {"caller", OBJECT, offsetof(Exchange, owner)}, FACT(BYTES, Exchange, states), FACT(BYTES, Exchange, in_root),
+    {"caller", OBJECT, offsetof(Exchange, owner)}, FACT(BYTES, Exchange, states),
     FACT(CONSTANTS, Exchange, follows), FACT(WORDS, Exchange, ops), FACT(WORDS, Exchange, at),
-    FACT(WORDS, Exchange, columns), FACT(WORDS, Exchange, step_columns), FACT(WORDS, Exchange, ended),
+    FACT(WORDS, Exchange, columns), FACT(WORDS, Exchange, step_columns), FACT(WORDS, Exchange, in_root), FACT(WORDS, Exchange, ended),
     FACT(NUMBER, Exchange, check),
     FACT(NUMBER, Exchange, limit), FACT(NUMBER, Exchange, done), FACT(NUMBER, Exchange, root_done),
     FACT(NUMBER, Exchange, blank), FACT(NUMBER, Exchange, answered), FACT(NUMBER, Exchange, ends), FACT(NUMBER, Exchange, num_columns),
@@ -63,7 +64,6 @@ static const Fact FACTS[] = {
 };
 
 static signed char *state_of(const Exchange *exchange, i64 id) { return (signed char *)exchange->states.buf + id; }
-static char *is_in_root(const Exchange *exchange, i64 id) { return (char *)exchange->in_root.buf + id; }
 
 static char *row_at(const Rows *rows, i64 column, i64 id)
 {
@@ -431,7 +431,7 @@ static void gather_roots(const Exchange *exchange, const Numbers *ids, char *to)
         const Rows *root = &exchange->root.rows[leaf], *next = &exchange->next.rows[exchange->root_in_next[leaf]];
         for (Py_ssize_t i = 0; i < ids->count; i++) {
             i64 id = number_at(ids, i);
-            const Rows *rows = *is_in_root(exchange, id) ? root : next;
+            const Rows *rows = *word(&exchange->in_root, id) ? root : next;
             memcpy(to + offset + i * root->num_bytes, row_at(rows, *word(&exchange->columns, id), id),
                    (size_t)root->num_bytes);
         }
@@ -463,7 +463,7 @@ static int deliver(const Exchange *exchange, const Target *target, i64 id)
     int is_over = was_reset ? root < target->num_columns && has_flag(&target->root_done, root, id) : has_ended;
     *word(&exchange->step_columns, id) = column;
     *word(&exchange->columns, id) = was_reset ? root : column;
-    *is_in_root(exchange, id) = (char)was_reset;
+    *word(&exchange->in_root, id) = was_reset;
     *state_of(exchange, id) = after_event(exchange, id, is_over ? exchange->ends : exchange->answered);
     return has_ended;
 }

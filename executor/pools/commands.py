@@ -121,7 +121,6 @@ class CommandWords:
     Attributes:
         number: of the latest command, int64 `[1]`; it only increases. C writes it as well.
         answers_lost: bool `[N]`, whether a loss has taken the answer to the latest command of an env.
-        has_completed: whether `complete` was called.
         command, command_seq, reply_seq, status: of the slab, one of each env (VIEWS).
     """
 
@@ -131,7 +130,6 @@ class CommandWords:
         self.command_seq = words["command_seq"]
         self.reply_seq = words["reply_seq"]
         self.status = words["status"]
-        self.has_completed = False
         # Of each env, the number of its latest command that completes another one.
         self._completing = np.zeros(len(self.command_seq), np.int64)
         # Of each env, the number of the caller's command that this one completes: by it, envs keep their order.
@@ -151,7 +149,6 @@ class CommandWords:
 
     def complete(self, env_ids: np.ndarray) -> None:
         """Note that the next command completes the latest one of some envs, int `[k]`: they keep their place."""
-        self.has_completed = True
         self._completed[env_ids] = self._order_of(env_ids)
         self._completing[env_ids] = self.number[0] + 1
 
@@ -165,8 +162,6 @@ class CommandWords:
     def _order_of(self, env_ids: np.ndarray) -> np.ndarray:
         """Return the numbers of the caller's latest commands to some envs, int64 `[k]`."""
         numbers = self.command_seq[env_ids]
-        if not self.has_completed:
-            return numbers
         is_completing = numbers == self._completing[env_ids]
         return np.where(is_completing, self._completed[env_ids], numbers)
 

@@ -6,7 +6,6 @@ sent only if it is legal for all its envs, and after an interrupt, a fault or a 
 """
 
 import contextlib
-import functools
 import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -91,6 +90,7 @@ class Calls:
         states: the state of every env.
         known: keys of the envs' leaves, without `next`.
         is_rolling: a rollout is in progress; its policy and callback may send requests to envs, but not step them.
+        rolling: the context for these, which sets `is_rolling`.
         is_dirty: a call was broken off.
         is_asking: a facade has asked the envs, and will take their answers in another call.
         received: the batch that was received last, while it holds its envs' present roots; else None.
@@ -112,7 +112,7 @@ class Calls:
         self.memory = MemoryLog()
         self.is_rolling = self.is_dirty = self.is_asking = False
         self.received: Received | None = None
-        self._rolling = Rolling(self)
+        self.rolling = Rolling(self)
         self.ready_at = time.monotonic()
 
     @property
@@ -126,10 +126,6 @@ class Calls:
         """Raise `Busy` if any of the envs has a command whose answer was not taken yet."""
         if not self.states.are_running():
             self.states.check(Event.RESET, env_ids)
-
-    def rolling(self) -> Rolling:
-        """Return the context for a rollout's policy or callback, during which envs must not be stepped."""
-        return self._rolling
 
     # ---- seeds and arguments -----------------------------------------------------------------
 
@@ -314,17 +310,19 @@ class Engine(Calls):
         pool.show_path(str(self.plain))
         if not pool.why_python and len(self.intakes) == 1:
             self.flights.native = pool.compile(self.facts())
+            self.batches.groups[0].native = self.flights.native
 
     def facts(self) -> dict[str, Any]:
         """Return the arguments for C, as `executor/native/exchange.c` names them."""
         batch = self.batches.groups[0]
+        step_columns, columns, in_root = self.positions.table
         facts = {
             "states": self.states.values,
             "ops": self.states.ops,
             "at": self.states.columns,
-            "columns": self.positions.columns,
-            "step_columns": self.positions.step_columns,
-            "in_root": self.positions.in_root,
+            "step_columns": step_columns,
+            "columns": columns,
+            "in_root": in_root,
             "ended": self.flights.ended,
             "num_columns": self.positions.num_frames,
             "num_ring": self.positions.num_ring,
@@ -357,7 +355,7 @@ class Engine(Calls):
         group = self.pool.slab.groups[index]
         present = None
         if group.spec.state:
-            present = functools.partial(self.batches.present, index)
+            present = partial(self.batches.present, index)
         return GroupIntake(group, self.options.check_actions, present)
 
     @property

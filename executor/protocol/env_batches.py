@@ -167,9 +167,7 @@ class EnvBatches:
 
         def make(batch: GroupBatch, members: Members) -> TensorDict:
             ids = env_ids[members]
-            leaves = batch.to_tensors(
-                batch.gather_next(columns[members], self._places.row_of[ids])
-            )
+            leaves = batch.next_at(columns[members], self._places.row_of[ids])
             return self._group_next(batch, leaves, ids)
 
         return self._by_group(env_ids, make)
@@ -177,11 +175,11 @@ class EnvBatches:
     def current(self, env_ids: np.ndarray) -> TensorDictBase:
         """Return the present root batch `[k]` of some envs, in its own memory."""
         if self._places.is_one_group and not self._side.has_values:
-            return self.groups[0].roots(self._roots_of(0, env_ids))
+            return self._roots_of(0, env_ids)
 
         def make(batch: GroupBatch, members: Members) -> TensorDict:
             ids = env_ids[members]
-            td = batch.roots(self._roots_of(self.groups.index(batch), ids))
+            td = self._roots_of(self.groups.index(batch), ids)
             self.add_root_side(td, batch, ids.tolist())
             return td
 
@@ -200,7 +198,7 @@ class EnvBatches:
         env_ids = self._places.env_ids[group]
         if rows is not None:
             env_ids = env_ids[rows]
-        return self._roots_of(group, env_ids)[keys.index(key)]
+        return self._positions.gather_roots(group, env_ids)[keys.index(key)]
 
     def add_root_side(
         self,
@@ -213,17 +211,15 @@ class EnvBatches:
             latest = self._side.latest(self._positions.in_root)
             add_side(td, batch.side_keys, latest, env_ids)
 
-    def _roots_of(self, group: int, env_ids: np.ndarray) -> list[np.ndarray]:
-        """Return present root leaves of envs of one group, as fresh arrays `[k, ...]` or tensors on their device."""
+    def _roots_of(self, group: int, env_ids: np.ndarray) -> TensorDict:
+        """Return the present root batch `[k]` of some envs of one group, without side values, in its own memory."""
         positions = self._positions
-        if positions.where is not positions.ring:
-            return positions.gather_roots(group, env_ids)
-        rows = self._places.rows_of(env_ids)
-        return self.groups[group].gather_roots(
-            positions.columns[env_ids],
-            positions.in_root[env_ids],
-            rows,
-        )
+        batch = self.groups[group]
+        if batch.native is not None and positions.where is positions.ring:
+            leaves = batch.to_device(batch.present_roots(env_ids))
+        else:
+            leaves = batch.to_tensors(positions.gather_roots(group, env_ids))
+        return batch.shell("root", (len(env_ids),)).build(leaves)
 
     def _by_group(
         self,
@@ -287,7 +283,7 @@ class EnvBatches:
             columns.tolist(),
             strict=True,
         ):
-            place = positions.row_at(env_id, column)
+            place = positions.where.row(env_id, column)
             spec = positions.specs[env_id]
             # A state may be restored in several envs, which must not share an object.
             self._side.root[env_id] = copy.deepcopy(

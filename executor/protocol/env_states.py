@@ -163,9 +163,6 @@ class EnvStates:
         self.ops = np.zeros(num_envs, np.int64)
         self.columns = np.zeros(num_envs, np.int64)
         self.running = bytes([_RUNNING]) * num_envs
-        self._memory = self.values.data.cast("B")
-        # By the byte of a state: those of as many envs, all in it.
-        self._alike = {bytes([state]): bytes([state]) * num_envs for state in State}
 
     def are_running(self) -> bool:
         """Return whether all envs are RUNNING."""
@@ -188,11 +185,7 @@ class EnvStates:
             Busy: an env has a command already.
             ResetNeeded: a step of an env that must be reset.
         """
-        values = self.values[env_ids]
-        # The usual case: one comparison of bytes.
-        if event != Event.RESET and values.tobytes() == self.running[: len(values)]:
-            return
-        following = values.tobytes().translate(_NEXT[event])
+        following = self.values[env_ids].tobytes().translate(_NEXT[event])
         if _IMPOSSIBLE_BYTE not in following:
             return
         refused = env_ids[np.frombuffer(following, np.int8) == protocol.IMPOSSIBLE]
@@ -221,11 +214,7 @@ class EnvStates:
         following = self.values[env_ids].tobytes().translate(_NEXT[event])
         if _IMPOSSIBLE_BYTE in following:
             self.check(event, env_ids)
-        # Of all envs: a tenth of the time.
-        if following == self._alike.get(following[:1]):
-            self._memory[:] = following
-        else:
-            self.values[env_ids] = np.frombuffer(following, np.int8)
+        self.values[env_ids] = np.frombuffer(following, np.int8)
 
     def start(self, env_ids: np.ndarray, op: Op, columns: Any) -> None:
         """Note that some envs are given a command.

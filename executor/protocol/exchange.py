@@ -138,8 +138,6 @@ class Exchange:
                 (len(received.env_ids),),
             )
             td = shell.build(received.leaves)
-        elif self.fast is not None:
-            td = self.fast.roots_of(received.env_ids)
         else:
             td = engine.batches.current(received.env_ids)
         set_leaf(td, (ENV_IDS,), received.ids)
@@ -223,29 +221,20 @@ class Exchange:
         if with_root:
             td = engine.batches.current(ready)  # 1
         engine.flights.open_delivery(ready)  # 2
-        # Unless all rows are known: then the flags that were copied also say which envs have ended.
-        leaves = is_over = None
-        next_td: TensorDictBase
-        # 3
-        if not (engine.plain.rows or engine.positions.has_interrupted):
-            next_td, leaves, is_over = engine.batches.groups[0].next_at(columns, ready)
-        else:
-            next_td = engine.batches.next_of(ready, columns)
+        next_td = engine.batches.next_of(ready, columns)  # 3
         if td is None:
             td = maker(next_td.batch_size, next_td.device)({})
         else:
             self._add_inputs(td, ready)
         set_next(td, next_td)
-        # After a reset, `next` is no longer the env's root.
-        if engine.flights.deliver(ready, is_over) is not None:
-            leaves = None
+        engine.flights.deliver(ready)
         set_ids(td, ready)
         if td.ndim == 1:
             engine.received = Received(  # 4
                 get_leaf(td, ENV_IDS),
                 ready,
-                leaves,
-                num_writes(leaves or []),
+                None,
+                0,
                 engine.pool.words.number[0],
                 engine.pool.num_losses,
             )

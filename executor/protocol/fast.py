@@ -1,32 +1,26 @@
 """The calls of the plain case in C, compiled for one executor: a step of all envs, and sends and receives."""
 
-import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from envherd.executor.batches.fast_tensordict import Make, Shell, maker, num_writes
-from envherd.executor.batches.hand_out import GroupBatch, StepBatches, WithRoot
-from envherd.executor.batches.memory import ReusedMemory, splitter
+from envherd.executor.batches.fast_tensordict import num_writes
+from envherd.executor.batches.hand_out import StepBatches, WithRoot
+from envherd.executor.batches.memory import Leaves, memory_by_count
 from envherd.executor.protocol.engine import Engine, Received
 from envherd.executor.protocol.exchange import ENV_IDS
 from envherd.executor.protocol.flight import Flight
 from envherd.shm.slab import (
     Field,
-    Layout,
     fields_of,
     input_leaves,
-    lay_out,
     next_leaves,
     root_leaves,
 )
 from envherd.workers.protocol import Op
-
-if TYPE_CHECKING:
-    from envherd.executor.protocol.engine import Engine
 
 # ---- fast step ---------------------------------------------------------------------------------
 # A step of all envs, compiled for one executor, for the plain case: all envs are running and answer only with rows.
@@ -47,7 +41,7 @@ def never(_: Any) -> None:
 
 
 def compile_step(
-    engine: "Engine",
+    engine: Engine,
     op: Op,
     steps: StepBatches | None = None,
     device: torch.device | None = None,
@@ -104,7 +98,7 @@ def compile_step(
     return engine.guard.held(step)
 
 
-def compile_command(engine: "Engine", op: Op) -> Callable[..., Flight]:
+def compile_command(engine: Engine, op: Op) -> Callable[..., Flight]:
     """Return a function that gives all envs a command.
 
     Returns:
@@ -156,7 +150,7 @@ def compile_command(engine: "Engine", op: Op) -> Callable[..., Flight]:
 
 
 def _compile_give(
-    engine: "Engine",
+    engine: Engine,
     op: Op,
 ) -> tuple[Callable[[np.ndarray | None], bool], Callable[..., Given]]:
     """Return the two functions that begin and land a command of all envs.
@@ -227,92 +221,6 @@ def _compile_give(
 # either received or not; no flight is open. Limits: needs the C extension, and envs of one kind on worker processes of
 # this machine.
 
-#: Bytes of memory that is kept for batches of each layout. Batch sizes vary from one to all envs where a receive takes
-#: the envs that are ready.
-_KEPT_BYTES = 1 << 24
-#: The number of batch sizes for which memory is kept in any case.
-_LEAST_KEPT = 4
-
-
-class _Size(NamedTuple):
-    """The functions that create batches of one number of envs.
-
-    Attributes:
-        make: makes a batch of a dict.
-        next: makes the `next` of a batch.
-        before: makes a batch of the leaves of a root and the inputs.
-        root: makes a root.
-        next_layout: of the leaves of a `next`, and the ids.
-        before_layout: of the leaves of a root, and the inputs.
-        root_layout: of the leaves of a root.
-    """
-
-    make: Make
-    next: Shell
-    before: Shell
-    root: Shell
-    next_layout: Layout
-    before_layout: Layout
-    root_layout: Layout
-
-
-class _Sizes:
-    """The functions that create batches of each number of envs, and memory for the batches.
-
-    Attributes:
-        of: number of envs -> `_Size`.
-        next_memory, before_memory, root_memory: number of envs -> memory of these layouts.
-    """
-
-    def __init__(self, batch: GroupBatch, num_envs: int) -> None:
-        self._batch = batch
-        self._num_envs = num_envs
-        self.of = functools.cache(self._make)
-        self.next_memory = self._kept(lambda size: size.next_layout)
-        self.before_memory = self._kept(lambda size: size.before_layout)
-        self.root_memory = self._kept(lambda size: size.root_layout)
-
-    def _make(self, count: int) -> _Size:
-        batch = self._batch
-        spec = batch.spec
-        lead = (count,)
-        inputs = [leaf.key for leaf in input_leaves(spec)]
-        root_fields = fields_of("root", root_leaves(spec), lead)
-        return _Size(
-            make=maker(torch.Size(lead), batch.device),
-            next=batch.shell("next", lead),
-            before=Shell(
-                {key: i for i, key in enumerate([*batch.root_keys, *inputs])},
-                dict(spec.groups),
-                lead,
-                (),
-                batch.device,
-            ),
-            root=batch.shell("root", lead),
-            next_layout=lay_out(
-                [
-                    *fields_of("next", next_leaves(spec), lead),
-                    Field((ENV_IDS,), lead, "int64"),
-                ]
-            ),
-            before_layout=lay_out(
-                [*root_fields, *fields_of("input", input_leaves(spec), lead)]
-            ),
-            root_layout=lay_out(root_fields),
-        )
-
-    def _kept(
-        self,
-        layout_of: Callable[[_Size], Layout],
-    ) -> Callable[[int], ReusedMemory]:
-        def make(count: int) -> ReusedMemory:
-            layout = layout_of(self.of(count))
-            return ReusedMemory(layout.nbytes, splitter(layout.fields, layout.nbytes))
-
-        # At least a few sizes of large batches, and all sizes of small ones.
-        largest = ReusedMemory.NUM_BLOCKS * layout_of(self.of(self._num_envs)).nbytes
-        return functools.lru_cache(max(_LEAST_KEPT, 2 * _KEPT_BYTES // largest))(make)
-
 
 class FastExchange:
     """Sends and receives in C, only if `Plain.recv` has no reason against them. Its callers hold the call guard."""
@@ -324,7 +232,22 @@ class FastExchange:
         self._guard = engine.guard
         self._absent = engine.pool.absent
         self._has_reports = engine.flights.has_reports
-        self._sizes = _Sizes(engine.batches.groups[0], len(engine.all_ids))
+        self._batch = engine.batches.groups[0]
+        spec = self._batch.spec
+        self._next_memory = memory_by_count(
+            lambda count: [
+                *fields_of("next", next_leaves(spec), (count,)),
+                Field((ENV_IDS,), (count,), "int64"),
+            ],
+            engine.num_envs,
+        )
+        self._before_memory = memory_by_count(
+            lambda count: [
+                *fields_of("root", root_leaves(spec), (count,)),
+                *fields_of("input", input_leaves(spec), (count,)),
+            ],
+            engine.num_envs,
+        )
         self._intake = None
         if not engine.plain.send:
             self._intake = engine.plain_intake
@@ -377,8 +300,7 @@ class FastExchange:
             or ("next" in source and self._engine.stale_roots.looks_left)
         ):
             return False
-        # Before C reads the columns of the envs' latest steps.
-        self._engine.positions.begin_mixed()
+        self._engine.positions.is_mixed = True
         return bool(self._native.send(op, ids, value.numpy()))
 
     # ---- recv --------------------------------------------------------------------------------
@@ -419,11 +341,13 @@ class FastExchange:
 
     def _hand_out(self, count: int, *, with_root: bool) -> TensorDict | None:
         engine = self._engine
-        size = self._sizes.of(count)
-        memory, leaves = self._sizes.next_memory(count).take()
+        batch = self._batch
+        lead = (count,)
+        memory, leaves = self._next_memory(count).take()
         before = None
+        before_leaves: Leaves = []
         if with_root:
-            before, before_leaves = self._sizes.before_memory(count).take()
+            before, before_leaves = self._before_memory(count).take()
         env_ids = np.empty(count, np.int64)
         num_reset = self._native.take(
             count,
@@ -438,14 +362,11 @@ class FastExchange:
             engine.side.infos.take({}, env_ids)
         # C has written the ids behind the last leaf of `next`.
         ids = leaves.pop()
-        next_td = size.next.build(leaves)
-        if with_root:
-            td = size.before.build(before_leaves)
-            source = td._tensordict  # noqa: SLF001
-            source["next"] = next_td
-            source[ENV_IDS] = ids
-        else:
-            td = size.make({"next": next_td, ENV_IDS: ids})
+        section = "before" if with_root else "nothing"
+        td = batch.shell(section, lead).build(before_leaves)
+        source = td._tensordict  # noqa: SLF001
+        source["next"] = batch.shell("next", lead).build(leaves)
+        source[ENV_IDS] = ids
         engine.received = Received(
             ids,
             env_ids,
@@ -456,11 +377,3 @@ class FastExchange:
             engine.pool.num_losses,
         )
         return td
-
-    # ---- current -----------------------------------------------------------------------------
-
-    def roots_of(self, env_ids: np.ndarray) -> TensorDict:
-        """Return the present roots of envs, int64 `[k]`, which are rows of the ring; see `Exchange.current`."""
-        memory, leaves = self._sizes.root_memory(len(env_ids)).take()
-        self._native.roots(env_ids, memory)
-        return self._sizes.of(len(env_ids)).root.build(leaves)

@@ -507,21 +507,19 @@ class Flights:
             self.states.move(flight.ids[self.states.under_way[flight.ids]], event)
         self.current = flight.outer
 
-    def _note_rows(self, flight: Flight, is_over: np.ndarray | None = None) -> None:
-        """Update the positions and the states of the envs of a flight.
+    def _note_rows(self, flight: Flight) -> None:
+        """Update the positions and the states of the envs of a flight, which have answered.
 
         Some of them may be dead, or left out (`Flight.cut`).
-
-        Args:
-            flight: its envs have answered.
-            is_over: bool `[k]`, whether their steps have ended their episodes, if all are steps and that is known.
         """
         positions = self.positions
         ids = flight.ids
         has_all = flight.op != RESET and flight.cut is None and not len(flight.dead)
-        is_whole = has_all and flight.resets is None
-        if flight.is_all and (is_whole or (has_all and self.native is not None)):
-            flight.ended = self._land_all(flight)
+        if self.native is not None and flight.is_all and has_all:
+            num_ended = self.native.land(positions.where.in_c)
+            positions.is_mixed = False  # 4
+            # A copy: the next step overwrites it, and callers keep the flight.
+            flight.ended = some_or_none(self.ended[:num_ended].copy())
             flight.note_resets(flight.resets)
             return
         ahead = positions.where.root_ahead
@@ -531,13 +529,12 @@ class Flights:
             is_over = np.zeros(len(ids), bool)
         else:
             # Envs that are reset instead have a `next` as well.
-            steps = at if is_whole else at - ahead * (ops == RESET)
-            if is_over is None:
-                is_over = positions.where.done_of("next", ids, steps)
+            steps = at - ahead * (ops == RESET)
+            is_over = positions.where.done_of("next", ids, steps)
             positions.stepped(ids, steps)  # 4
             positions.is_mixed = positions.is_mixed and not flight.is_all
             # No env has ended, as in most steps.
-            if is_whole and 1 not in is_over.tobytes():
+            if has_all and flight.resets is None and 1 not in is_over.tobytes():
                 self.states.move(ids, Event.ANSWERED)
                 return
         is_reset = ops == RESET
@@ -554,33 +551,6 @@ class Flights:
         has_answered = is_alive & self.states.under_way[ids]
         self.states.move(ids[has_answered & is_over], Event.ENDS)
         self.states.move(ids[has_answered & ~is_over], Event.ANSWERED)
-
-    def _land_all(self, flight: Flight) -> np.ndarray | None:
-        """Update the positions and the states of all envs, which have answered a STEP or a STEP_RESET; in C if it can.
-
-        Returns:
-            The envs whose steps have ended their episodes, int64 `[k]`, ascending; None for none.
-        """
-        positions = self.positions
-        if self.native is not None:
-            num_ended = self.native.land(positions.where.in_c)
-            positions.is_mixed = False  # 4
-            # A copy: the next step overwrites it, and callers keep the flight.
-            return self.ended[:num_ended].copy() if num_ended else None
-        ended = over = positions.where.ended_at(flight.at)
-        positions.all_stepped(flight.at)  # 4
-        positions.is_mixed = False
-        if ended is not None and flight.op == STEP_RESET:
-            over = ended[
-                positions.were_reset(ended, flight.at + positions.where.root_ahead)
-            ]
-        answered = flight.ids
-        # A reset whose root is done is rare.
-        if over is not None and len(over):
-            self.states.move(over, Event.ENDS)
-            answered = self.states.under_way.nonzero()[0]
-        self.states.move(answered, Event.ANSWERED)
-        return ended
 
     def _land_unusual(self, flight: Flight) -> None:
         """Land a flight for which the pool reports more than rows, or after which workers may be replaced.
@@ -866,25 +836,13 @@ class Flights:
             reported.hand_out(env_ids) if reported.side or reported.infos else None,
         )
 
-    def deliver(
-        self,
-        env_ids: np.ndarray,
-        is_over: np.ndarray | None,
-    ) -> np.ndarray | None:
-        """Update the positions of sent envs that are handed out now, after `open_delivery`.
-
-        Args:
-            env_ids: int64 `[k]`.
-            is_over: bool `[k]`, whether their steps have ended their episodes; None if that is not known yet.
-
-        Returns:
-            The envs that were reset, int64 `[j]`; None for none.
-        """
+    def deliver(self, env_ids: np.ndarray) -> None:
+        """Update the positions of sent envs, int64 `[k]`, that are handed out now, after `open_delivery`."""
         flight = self.current
         assert flight is not None
         if self.positions.has_interrupted:
             self.positions.interrupted[env_ids] = False
-        self._note_rows(flight, None if is_over is None else is_over.copy())
+        self._note_rows(flight)
         self.positions.held = None
         try:
             self._recycle(flight)
@@ -892,7 +850,6 @@ class Flights:
             self._close(flight)
             raise
         self._close(flight)
-        return flight.was_reset
 
     def _fault_to_raise(self, faults: Mapping[int, Frame]) -> EnvherdError | None:
         """Count and log envs' exceptions; return the error to raise, if they end more than these envs' episodes."""

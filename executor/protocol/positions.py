@@ -44,12 +44,6 @@ class Places:
         self.is_one_group = len(plan.groups) == 1
         self.is_flat = self.is_one_group and not plan.groups[0].spec.batch_shape
 
-    def rows_of(self, env_ids: np.ndarray) -> np.ndarray:
-        """Return the rows of some envs in their groups, int64 `[k]`; may return `env_ids` itself."""
-        if self.is_one_group:
-            return env_ids
-        return self.row_of[env_ids]
-
     def by_group(
         self,
         batch: Any,
@@ -119,14 +113,6 @@ class Columns:
             for name, array in arrays
         }
 
-    def ended_at(self, column: int) -> np.ndarray | None:
-        """Return the envs whose `next` at a column is done, int64 `[k]`, ascending; None for none."""
-        for done in self._done["next"]:
-            # A worker computes it from the env's flags: True is always the byte 1.
-            if 1 in done[column].tobytes():
-                return self.done_of("next", self._places.all_ids, column).nonzero()[0]
-        return None
-
     def done_of(
         self,
         section: str,
@@ -169,23 +155,17 @@ def storage_columns(target: int, storage: Storage, places: Places) -> Columns:
     return Columns(target, groups, places, root_ahead=1)
 
 
-class _Update(NamedTuple):
-    """New positions of some envs: one column or each its own, and whether their rows there are roots."""
-
-    env_ids: np.ndarray
-    columns: np.ndarray | int
-    in_root: bool
-
-
 class _Kept(NamedTuple):
     """Copies of all positions and side values, and the columns to which the positions belong."""
 
     where: Columns
-    columns: np.ndarray
-    in_root: np.ndarray
-    step_columns: np.ndarray
+    table: np.ndarray
     next_values: dict[int, list[Any]]
     root_values: dict[int, list[Any]]
+
+
+#: Rows of `Positions.table`. A step sets all three of an env, a reset the last two.
+_STEP_COLUMN, _COLUMN, _IN_ROOT = range(3)
 
 
 class Positions:
@@ -208,14 +188,15 @@ class Positions:
         interrupted: bool `[N, 1]`, rows of the last step that were interrupted.
         ring: the frames of the ring.
         where: the columns with the latest rows: the ring's, or those of a rollout in progress.
+        table: int64 `[3, N]`: `step_columns`, `columns`, and whether rows are in roots (C writes it as well). An event
+            of an env is one store to it, so an interrupt leaves the old position or the new one.
+        step_columns: the ring column of each env's latest step: int64 `[N]` (VIEW).
+        columns: the column of `where` with each env's latest row: int64 `[N]` (VIEW).
         column: of the ring, of the latest command to all envs.
         held: what `hold` keeps, or a move to other columns until it is complete; the caller of `hold` sets None once
             positions and side values are those of the same rows again.
         is_mixed: whether latest rows may be in several columns.
     """
-
-    # One that is not complete.
-    _latest: _Update | None = None
 
     def __init__(
         self,
@@ -245,48 +226,19 @@ class Positions:
         )
         self.held: _Kept | None = None
         self.column = 0
-        self._columns = np.zeros(self.num_envs, np.int64)
-        self._in_root = np.ones(self.num_envs, bool)
-        # Of the ring, of each env's latest step.
-        self._step_columns = np.zeros(self.num_envs, np.int64)
+        self.table = np.zeros((3, self.num_envs), np.int64)
+        self.table[_IN_ROOT] = True
+        self.step_columns = self.table[_STEP_COLUMN]
+        self.columns = self.table[_COLUMN]
         following = np.arange(1, self.num_frames + 1)
         self._following = np.where(following < self.num_ring, following, 0)
         self.is_mixed = False
         self._is_poisoning = options.poison
 
     @property
-    def columns(self) -> np.ndarray:
-        """The column of `where` with each env's latest row: int64 `[N]` (VIEW)."""
-        self._catch_up()
-        return self._columns
-
-    @property
-    def step_columns(self) -> np.ndarray:
-        """The ring column of each env's latest step: int64 `[N]` (VIEW)."""
-        self._catch_up()
-        return self._step_columns
-
-    @property
     def in_root(self) -> np.ndarray:
-        """Whether that row is a reset's root rather than a step's next: bool `[N]` (VIEW)."""
-        self._catch_up()
-        return self._in_root
-
-    def _catch_up(self) -> None:
-        """Complete the latest update."""
-        if self._latest is not None:
-            env_ids, columns, in_root = self._latest
-            self._columns[env_ids] = columns
-            if not in_root:
-                self._step_columns[env_ids] = columns
-            self._in_root[env_ids] = in_root
-            self._latest = None
-
-    def _put(self, update: _Update) -> None:
-        """Update the positions of some envs atomically: after an interrupt `_catch_up` completes the update."""
-        self._catch_up()
-        self._latest = update
-        self._catch_up()
+        """Whether each env's latest row is a reset's root rather than a step's next: bool `[N]`, fresh."""
+        return self.table[_IN_ROOT] != 0
 
     # ---- columns for commands ----------------------------------------------------------------
 
@@ -306,15 +258,10 @@ class Positions:
             self._poison((self.column + 1) % self.num_ring)
         return self.column
 
-    def begin_mixed(self) -> None:
-        """Note that envs will be in different columns, because only some get a command."""
-        self.is_mixed = True
-        self._catch_up()
-
     def next_columns(self, env_ids: np.ndarray) -> np.ndarray:
         """Return the ring columns for a command to some envs, int64 `[k]`: one after that of each env's latest step."""
-        self.begin_mixed()
-        return np.asarray(self._following[self._step_columns[env_ids]])
+        self.is_mixed = True
+        return np.asarray(self._following[self.step_columns[env_ids]])
 
     def reset_columns(self, env_ids: np.ndarray) -> np.ndarray:
         """Return the ring columns for resets, int64 `[k]`: those of the envs' latest steps, so no frame is used up.
@@ -323,9 +270,8 @@ class Positions:
         column uses the previous column, because an interrupted reset may leave a partly written root. The next step of
         an env is at the column after its latest step, so in a ring of three it does not overwrite the row before it.
         """
-        self._catch_up()
-        columns = self._step_columns[env_ids]
-        is_there = self._in_root[env_ids] & (self._columns[env_ids] == columns)
+        columns = self.step_columns[env_ids]
+        is_there = self.in_root[env_ids] & (self.columns[env_ids] == columns)
         if is_there.any():
             # After interrupted steps, a step of all may write to the previous column.
             self.is_mixed = True
@@ -335,7 +281,7 @@ class Positions:
         """Move the latest rows out of a column that will be overwritten: they are needed if the step fails."""
         for env_id in np.flatnonzero(self.columns == column).tolist():
             self._move_latest(env_id, (column - 1) % self.num_frames)
-            self._step_columns[env_id] = column
+            self.step_columns[env_id] = column
 
     def _move_latest(self, env_id: int, column: int) -> None:
         """Copy an env's latest row to the root of a column and note that it is there.
@@ -345,7 +291,7 @@ class Positions:
         self._write_root(env_id, column, self.latest_root(env_id))
         if not self.in_root[env_id]:
             self._side.root[env_id] = self._side.next[env_id]
-        self._put(_Update(np.array([env_id]), column, in_root=True))
+        self._put_root(np.array([env_id]), column)
 
     def _write_root(
         self,
@@ -353,7 +299,7 @@ class Positions:
         column: int,
         row: Mapping[Name, np.ndarray],
     ) -> None:
-        place = self.row_at(env_id, column)
+        place = self.where.row(env_id, column)
         for key, array in row.items():
             if ("root", *key) in place:  # a root has no reward
                 place["root", *key][...] = array
@@ -395,8 +341,8 @@ class Positions:
                 arrays["root", *leaf.key][column] = latest
         if self._side.has_values:
             self._side.root = self._side.latest(self.in_root)
-        self._columns[:] = self._step_columns[:] = column
-        self._in_root[:] = True
+        self.table[:_IN_ROOT] = column
+        self.table[_IN_ROOT] = True
         self.is_mixed = False
         self.where = where
         self.held = None
@@ -404,18 +350,13 @@ class Positions:
     def _kept(self) -> _Kept:
         return _Kept(
             self.where,
-            self.columns.copy(),
-            self._in_root.copy(),
-            self._step_columns.copy(),
+            self.table.copy(),
             dict(self._side.next),
             dict(self._side.root),
         )
 
     def _restore(self, kept: _Kept) -> None:
-        self._latest = None
-        self._columns[:] = kept.columns
-        self._in_root[:] = kept.in_root
-        self._step_columns[:] = kept.step_columns
+        self.table[:] = kept.table
         self._side.next = kept.next_values
         self._side.root = kept.root_values
         self.is_mixed = True
@@ -442,30 +383,28 @@ class Positions:
 
     def stepped(self, env_ids: np.ndarray, columns: np.ndarray | int) -> None:
         """Note that some envs were stepped, to one column or each to its own."""
-        self._put(_Update(env_ids, columns, in_root=False))
-
-    def all_stepped(self, column: int) -> None:
-        """Note that all envs were stepped to one column. Takes the place of an update that is not complete."""
-        # Left to `_catch_up`: loops of steps never read the positions in between.
-        self._latest = _Update(self.places.all_ids, column, in_root=False)
+        places = np.zeros((3, len(env_ids)), np.int64)
+        places[:_IN_ROOT] = columns
+        self.table[:, env_ids] = places
 
     def were_reset(self, env_ids: np.ndarray, columns: np.ndarray | int) -> np.ndarray:
         """Note that some envs were reset, at one column or each at its own; return which roots are done."""
-        self._put(_Update(env_ids, columns, in_root=True))
+        self._put_root(env_ids, columns)
         return self.where.done_of("root", env_ids, columns)
 
-    # ---- rows --------------------------------------------------------------------------------
+    def _put_root(self, env_ids: np.ndarray, columns: np.ndarray | int) -> None:
+        places = np.ones((2, len(env_ids)), np.int64)
+        places[0] = columns
+        self.table[_COLUMN:, env_ids] = places
 
-    def row_at(self, env_id: int, column: int) -> dict[Name, np.ndarray]:
-        """Return the row of an env at a column by name (VIEWS, also of scalars)."""
-        return self.where.row(env_id, column)
+    # ---- rows --------------------------------------------------------------------------------
 
     def latest_root(self, env_id: int) -> dict[Name, np.ndarray]:
         """Return an env's present root row by key (VIEWS)."""
         section = "next"
         if self.in_root[env_id]:
             section = "root"
-        found = self.row_at(env_id, int(self.columns[env_id]))
+        found = self.where.row(env_id, int(self.columns[env_id]))
         return {name[1:]: array for name, array in found.items() if name[0] == section}
 
     def gather_roots(self, group: int, env_ids: np.ndarray) -> list[np.ndarray]:
@@ -503,14 +442,14 @@ class Positions:
         """Write reward 0 and no flag to the `next` of envs that are reset at a column, because no step writes it."""
         places = self.places
         for index, arrays in enumerate(self._blanks):
-            rows = places.rows_of(env_ids[places.group_of[env_ids] == index])
+            rows = places.row_of[env_ids[places.group_of[env_ids] == index]]
             for array in arrays:
                 array[column][rows] = 0
 
     def cut_off(self, env_id: int, column: int) -> None:
         """Write the `next` of an env whose answer was lost: its last true observation, reward 0, truncated."""
         source = {key: array.copy() for key, array in self.latest_root(env_id).items()}
-        dest = self.row_at(env_id, column)
+        dest = self.where.row(env_id, column)
         spec = self.specs[env_id]
         for leaf in spec.observation:
             if not leaf.is_side:

@@ -88,7 +88,7 @@ class StepwiseRun(Run[Engine]):
         engine = self._engine
         # The policy may write into the root itself.
         kept = root.select(*self._root_keys, strict=False)
-        with engine.rolling():
+        with engine.rolling:
             acted = run_policy(self._policy, root)
         try:
             next_td, after = engine.step_all(acted, op, cut)
@@ -110,14 +110,14 @@ class StepwiseRun(Run[Engine]):
             add_side(own, keys, engine.side_inputs, env_ids.tolist())
         self._steps.append(kept.set("next", next_td))
         if self._callback is not None:
-            with engine.rolling():
+            with engine.rolling:
                 self._callback(self._with_next(acted, next_td))
         return after
 
     def _reset_before(self, next_td: TensorDictBase) -> np.ndarray:
         """Return what was reset after a step, bool `[N]` or `[N, *B]`."""
         return self._engine.batches.ended_parts(
-            self._engine.positions.in_root.copy(),
+            self._engine.positions.in_root,
             lambda: next_td,
         )
 
@@ -337,7 +337,7 @@ class _StorageRun(Run[Engine]):
         for step in counted(num_steps, "rollout"):
             if side.has_values:
                 self._side_roots.append(side.latest(positions.in_root))
-            with self._engine.rolling():
+            with self._engine.rolling:
                 acted = self._act(step)
             # An env that ends in the last step stays ended: the next call decides what follows.
             is_last = self._breaks or step == num_steps - 1
@@ -361,7 +361,7 @@ class _StorageRun(Run[Engine]):
             if side.has_values:
                 self._side_nexts.append(dict(side.next))
             if self._callback is not None:
-                with self._engine.rolling():
+                with self._engine.rolling:
                     self._callback(self._with_next(acted, self._next_td(step)))
             if self._carried.is_in_use:
                 self._fresh = self._reset_by(flight, step)

@@ -306,7 +306,7 @@ def test_an_interrupt_while_a_row_is_moved_out_of_the_next_column(
     num_steps, monkeypatch
 ):
     """A step of all overwrites the column in which an env is that was not stepped lately (`flight` 4)."""
-    names = {"_keep_latest", "_move_latest", "_put", "_catch_up"}
+    names = {"_keep_latest", "_move_latest", "_put_root"}
     for interrupt in at_each(lambda line: InterruptIn(line, names), least=1):
         with contextlib.closing(simulated(monkeypatch, [[0], [1]])) as env:
             env.reset()

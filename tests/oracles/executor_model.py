@@ -387,7 +387,7 @@ class Explorer:
                 and not pool.words.status[env_id]
                 and env.stepped is not None
             ):
-                row = engine.positions.row_at(
+                row = engine.positions.where.row(
                     env_id, int(engine.states.columns[env_id])
                 )
                 row_number, is_cut = (

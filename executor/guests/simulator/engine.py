@@ -517,7 +517,7 @@ class SimulatorRun(Run[SimulatorEngine]):
                 self._carried.renew(np.zeros(1, bool))
                 raise
             if self._callback is not None:
-                with self._engine.rolling():
+                with self._engine.rolling:
                     next_td = self._rows.next_td(self._at["next"][step])
                     self._callback(self._with_next(acted, next_td))
             if self._breaks and outcome.has_ended:
@@ -527,7 +527,7 @@ class SimulatorRun(Run[SimulatorEngine]):
     def _act(self, step: int) -> TensorDictBase:
         root = self._rows.shells["root"].build(self._at["root"][step])
         self._carried.hand_over(root, self._fresh)
-        with self._engine.rolling():
+        with self._engine.rolling:
             acted = run_policy(self._policy, root)
         self._inputs = self._engine.intake.tensors(acted)
         self._carried.keep(acted)

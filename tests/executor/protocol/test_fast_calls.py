@@ -204,7 +204,7 @@ def generalised(env: Any) -> Any:
         rows=env._engine.plain.rows
     )
     env.compile()
-    env._engine.flights.native = None
+    env._engine.flights.native = env._engine.batches.groups[0].native = None
     return env
 
 
@@ -898,7 +898,7 @@ def facts(env):
         ("caller", None, TypeError),
         ("caller", {}, TypeError),
         ("states", np.zeros(3, np.int8), ValueError),
-        ("in_root", np.zeros(2, np.int64), ValueError),
+        ("in_root", np.zeros(2, np.int8), ValueError),
         ("ops", np.zeros(1, np.int64), ValueError),
         ("at", np.zeros(2, np.int32), ValueError),
         ("next", None, (TypeError, SystemError)),
