@@ -163,7 +163,10 @@ def parameters() -> list[object]:
 def test_the_blocks_of_a_page_run_as_printed(page, script_host, tmp_path):
     # Ray would join a cluster that another test has on this machine.
     done = script_host.run_text(
-        script_of(page.read_text()), folder=tmp_path, RAY_ADDRESS="local"
+        script_of(page.read_text()),
+        folder=tmp_path,
+        RAY_ADDRESS="local",
+        FORKED_HELPERS="1",
     )
     assert done.returncode == 0, (
         f"{name_of(page)}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
