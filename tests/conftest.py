@@ -74,6 +74,8 @@ _WITHOUT_HELPER = ("tests/cluster/", "tests/benchmarks/", "tests/shm/", "tests/t
 #: Descriptors that libraries open once and keep.
 _KEPT_OPEN = ("/dev/urandom", "/dev/null", "/dev/dri", "/dev/nvidia")
 
+# Until all tests are collected: makes their imports a tenth faster.
+gc.disable()
 settings.register_profile("steady", deadline=None, derandomize=True, database=None)
 settings.load_profile("steady")
 
@@ -138,6 +140,7 @@ def pytest_collection_finish() -> None:
     """Leave what is imported by now to no garbage collection: one over all of it takes most of a second."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -4,6 +4,8 @@ A script runs as with `python SCRIPT ARGUMENTS`: it is `__main__`, its folder is
 process. The same holds for `python FOLDER` and `python -m MODULE`. `tests/test_examples.py` also runs one script in a
 fresh process.
 All test processes of a run share the host. It ends when the last of them does.
+With `FORKED_HELPERS` in its environment, a script's executors fork their helpers from it, as imports of torch take
+seconds. The pages of the docs run so. Examples and the tests of helpers execute theirs.
 
     python script_host.py DESCRIPTOR     listens there; each connection brings a job as JSON, or stays open
 """
@@ -13,6 +15,7 @@ import ctypes
 import fcntl
 import gc
 import importlib
+import itertools
 import json
 import os
 import runpy
@@ -24,6 +27,8 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 #: The first makes the import of SB3 light, as in workers.
 _IMPORTED = (
@@ -37,6 +42,8 @@ _IMPORTED = (
 _PR_SET_CHILD_SUBREAPER = 36
 #: Seconds for what a script has started to end after it.
 _GRACE_S = 8.0
+#: Above the descriptors of any script.
+_MAX_FD = 10_000
 
 
 def adopt_orphans(*, is_on: bool) -> None:
@@ -229,6 +236,12 @@ def _run(
     environment: dict[str, str],
 ) -> None:
     signal.alarm(int(timeout_s))  # ends the process
+    if environment.pop("FORKED_HELPERS", None):
+        from envherd.executor.start import zygote
+
+        vars(zygote)["subprocess"] = SimpleNamespace(
+            **{**vars(subprocess), "Popen": _Forked}
+        )
     os.environ.update(environment)
     for number, file in enumerate(files, 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
@@ -245,6 +258,42 @@ def _run(
         command[0] = os.path.abspath(command[0])
         sys.path[0] = os.path.dirname(command[0])
     runpy.run_path(command[0], run_name="__main__")
+
+
+class _Forked(subprocess.Popen[bytes]):
+    """A fork of this process that does what `python FLAGS -c CODE ARGUMENTS` would do."""
+
+    def _execute_child(self, command: list[str], *others: Any) -> None:
+        """Take the place of the method of this name, whose arguments are nearly those of `fork_exec`."""
+        standard = {0: others[8], 1: others[11], 2: others[13]}
+        passed = standard | {fd: fd for fd in others[3]}
+        # An executor that was forked closes its descriptors.
+        copies = {number: os.dup(fd) for number, fd in passed.items() if fd >= 0}
+        self.pid = os.fork()
+        if not self.pid:
+            _become(command, others[5], copies)
+        self._child_created = True
+        for fd in copies.values():
+            os.close(fd)
+        self._close_pipe_fds(*others[8:14])  # type: ignore[attr-defined]
+
+
+def _become(
+    command: list[str], environ: dict[str, str], descriptors: dict[int, int]
+) -> None:
+    """Be a helper of executors; `descriptors` has copies of its descriptors by their numbers."""
+    os.setpgid(0, 0)
+    for number, fd in descriptors.items():
+        os.dup2(fd, number)
+    for low, high in itertools.pairwise(sorted({0, 1, 2, *descriptors, _MAX_FD})):
+        os.closerange(low + 1, high)
+    os.environ.clear()
+    os.environ.update(environ)
+    code = command.index("-c") + 1
+    sys.argv = ["-c", *command[code + 1 :]]
+    sys.modules["__main__"] = ModuleType("__main__")
+    exec(command[code], vars(sys.modules["__main__"]))
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -95,6 +95,23 @@ def test_branches_do_better_than_the_same_steps_without(
             r"[\s\S]*256 agent steps in 2 updates; episodes of \[60\] steps",
             marks=needs("sb3", "meltingpot"),
         ),
+        pytest.param(
+            "meltingpot_rollout",
+            (),
+            r"\(4, 200, 144, 192, 3\) torch.uint8\n"
+            r".* \(4, 200, 7, 88, 88, 3\) torch.uint8\n"
+            r".* \(4, 200, 7\) torch.int64\n"
+            # Random players do eat apples.
+            r"mean return per agent:(?=.*[1-9])(?: [\d.]+){7}\n",
+            marks=[needs("meltingpot"), pytest.mark.full],
+        ),
+        pytest.param(
+            "torchrl_collectors",
+            (),
+            r"(?:collected 400 frames[\s\S]*){2}"
+            r"800 frames kept; a sample: observation \(32, 4\)",
+            marks=[needs("torchrl"), pytest.mark.full],
+        ),
         (
             "ctypes_env",
             (),
@@ -107,21 +124,6 @@ def test_branches_do_better_than_the_same_steps_without(
 )
 def test_an_example_reports_what_it_has_done(run_example, name, short, expected):
     assert re.search(expected, run_example(name, *short))
-
-
-@needs("meltingpot")
-@pytest.mark.full
-@pytest.mark.slow
-def test_meltingpot_rollout_prints_shapes_and_returns(run_example):
-    printed = run_example("meltingpot_rollout")
-    assert "(4, 200, 144, 192, 3) torch.uint8" in printed
-    assert "(4, 200, 7, 88, 88, 3) torch.uint8" in printed
-    assert "(4, 200, 7) torch.int64" in printed
-    mean_returns = [
-        float(word) for word in printed.split("mean return per agent:")[1].split()
-    ]
-    assert len(mean_returns) == 7
-    assert sum(mean_returns) > 0, "random players do eat apples"
 
 
 @needs("meltingpot")
@@ -195,16 +197,18 @@ def test_torchrls_losses_train_on_melting_pot(run_example, steps):
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-def test_ppo_solves_cartpole(run_example):
-    printed = run_example("ppo_cartpole", "--seed", "1", timeout_s=560)
-    solved = re.search(
-        r"^solved: mean return ([\d.]+) over the last (\d+) episodes",
-        printed,
-        re.MULTILINE,
-    )
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("ppo_cartpole", r" over the last [2-9]\d episodes"),
+        pytest.param("torchrl_ppo", "", marks=needs("torchrl")),
+    ],
+)
+def test_ppo_solves_cartpole(run_example, name, more):
+    printed = run_example(name, "--seed", "1", timeout_s=560)
+    solved = re.search(rf"^solved: mean return ([\d.]+){more}", printed, re.MULTILINE)
     assert solved is not None, printed
     assert float(solved.group(1)) >= 475
-    assert int(solved.group(2)) >= 20
 
 
 @pytest.mark.slow
@@ -226,20 +230,9 @@ def test_vtrace_learns_from_older_data(run_example, frames):
     )
 
 
-@needs("torchrl")
-@pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_torchrls_ppo_solves_cartpole(run_example):
-    printed = run_example("torchrl_ppo", "--seed", "1", timeout_s=380)
-    solved = re.search(r"^solved: mean return ([\d.]+)", printed, re.MULTILINE)
-    assert solved is not None, printed
-    assert float(solved.group(1)) >= 475
-
-
 @pytest.mark.slow
 def test_ppo_says_when_it_fails(tmp_path):
-    command = [sys.executable, str(EXAMPLES / "ppo_cartpole.py"), "--max-steps", "2048"]
+    command = [sys.executable, str(EXAMPLES / "ppo_cartpole.py"), "--max-steps", "1024"]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
     )

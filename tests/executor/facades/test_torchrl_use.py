@@ -1,10 +1,7 @@
-"""The TorchRL facade in real use: collectors, checkpoints, a replay buffer, Melting Pot."""
+"""The TorchRL facade in real use: collectors, checkpoints, Melting Pot."""
 
-import subprocess
-import sys
 import warnings
 from contextlib import closing
-from pathlib import Path
 
 from tests.extras import needs, skip_without
 
@@ -12,7 +9,6 @@ skip_without("torchrl")
 
 import pytest
 import torch
-import torchrl.envs
 from tensordict.nn import TensorDictModule
 from torchrl.envs import (
     EnvBase,
@@ -78,19 +74,6 @@ def test_collector_and_its_checkpoint() -> None:
     # No row is a step behind.
     assert (second["next", "observation"] == second["observation"] + 1).all()
     collector.shutdown()
-
-
-@pytest.mark.full
-def test_collectors_over_processes_and_a_replay_buffer(tmp_path: Path) -> None:
-    """In a separate process, because TorchRL's collectors leave Python's resource tracker running."""
-    script = Path(__file__).parents[3] / "examples" / "torchrl_collectors.py"
-    command = [sys.executable, str(script)]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("collected 400 frames") == 2
-    assert "800 frames kept; a sample: observation (32, 4)" in done.stdout
 
 
 @needs("meltingpot")
