@@ -16,7 +16,6 @@ from envherd.executor.cli.options import (
     Command,
     Evaluate,
     Json,
-    Replay,
     Rollout,
     Size,
     Top,
@@ -264,7 +263,6 @@ def _main(
 
 _add(Rollout)
 _add(Evaluate)
-_add(Replay)
 app.command()(init)
 _add(Check)
 _add(Size)
@@ -273,14 +271,26 @@ _add(Top)
 app.command()(doctor)
 
 
-@app.command(
-    hidden=True,
-    context_settings={
-        "allow_extra_args": True,
-        "ignore_unknown_options": True,
-        "help_option_names": [],
-    },
-)
+#: Of commands that earlier versions had: any options.
+_TAKES_ALL = {
+    "allow_extra_args": True,
+    "ignore_unknown_options": True,
+    "help_option_names": [],
+}
+
+
+@app.command(hidden=True, context_settings=_TAKES_ALL)
+def replay() -> None:
+    """Print what to use instead of this command."""
+    typer.echo(
+        "error: replay failed: it was removed. Step a SerialEnv with the seed and the actions that `rollout --out DIR` "
+        "has stored, or those of your program (docs/errors.md).",
+        err=True,
+    )
+    raise typer.Exit(EXIT_USAGE)
+
+
+@app.command(hidden=True, context_settings=_TAKES_ALL)
 def record(ctx: typer.Context) -> None:
     """Print the options of `rollout` that replace this command."""
     # What `record` did without options.

@@ -20,11 +20,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-# Exit codes; 0 is success. For `replay CAPSULE`, success is that the env fails again.
+# Exit codes; 0 is success.
 EXIT_FAILED = 1
 EXIT_USAGE = 2
-#: Of `replay CAPSULE`: all steps went through.
-EXIT_NO_FAILURE = 3
 EXIT_INTERRUPTED = 130
 #: The largest duration, in seconds.
 _DAY_S = 86_400
@@ -130,11 +128,13 @@ def require_place(path: Path) -> None:
 
 def _json_object(text: str) -> dict[str, Any]:
     """Return the keyword arguments in a text, or in the file that `@PATH` names; the parser of `--env-kwargs`."""
-    # `envherd --help` and the completion of a shell do without what a capsule's writer needs.
-    from envherd.executor.guests.capsules import text_of
-
     try:
-        found = json.loads(text_of(Path(text[1:])) if text.startswith("@") else text)
+        if text.startswith("@"):
+            # It needs torch, which the other texts need not wait for.
+            from envherd.executor.show.records import text_of
+
+            text = text_of(Path(text[1:]))
+        found = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise typer.BadParameter(
             f"expected a JSON object, got {text!r} ({error})."
@@ -407,69 +407,6 @@ class Evaluate(Command):
     ] = 1
     json: Json = None
     quiet: Quiet = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Replay(Command):
-    """Repeat the actions of a stored rollout, or of the episode in a crash capsule, from the same seed.
-
-    The exit code of a rollout is 0 if all observations, rewards and flags are equal, and 1 at the first difference.
-    That of a capsule is 0 if the env fails again in the same step and the same way, 1 if anything else happens, and 3
-    if no step fails. PATH runs no code: if its env is not looked up by name in an installed package, name the env with
-    --env.
-    """
-
-    directory: Annotated[
-        Path,
-        typer.Argument(
-            metavar="PATH",
-            help="A folder that `envherd rollout --out DIR` wrote, or a file of ExecutorOptions(capsules=DIR).",
-            show_default=False,
-        ),
-    ]
-    env: Annotated[
-        str | None,
-        typer.Option(metavar="ENV", help="Run this env, in place of the one in PATH."),
-    ] = None
-    env_kwargs: EnvKwargs = None
-    workers: Workers = None
-    gif: Gif = None
-    png: Sheet = None
-    trust: Annotated[
-        bool,
-        typer.Option(
-            "--trust",
-            help="Run whatever code a capsule names: import its env, load its pickle.",
-        ),
-    ] = False
-    pdb: Annotated[
-        bool,
-        typer.Option(
-            "--pdb",
-            help="Capsule: stop in the debugger before the last step.",
-        ),
-    ] = False
-    record: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH",
-            callback=picture(".mp4"),
-            help="Capsule: write a video (MP4).",
-        ),
-    ] = None
-    quiet: Quiet = False
-
-    def __post_init__(self) -> None:
-        """Refuse options that PATH does not take."""
-        if self.directory.is_file():
-            if self.workers or self.gif or self.png:
-                raise typer.BadParameter(
-                    "expected no --workers, --gif or --png for a capsule, which has one env."
-                )
-        elif self.trust or self.pdb or self.record:
-            raise typer.BadParameter(
-                f"expected a capsule for --trust, --pdb and --record, got {self.directory}."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

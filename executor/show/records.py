@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+import stat
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,12 +21,18 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from envherd.executor.guests.capsules import DamagedFile, is_count, text_of
+from envherd.executor.guests.saving import is_count
 from envherd.executor.processes.error_messages import log
+from envherd.workers.errors import EnvherdError
 
 SCHEMA = "envherd.evaluation-run/1"
 #: Least seconds between two writes while episodes end: a write of 400 episodes takes 5 ms.
 _BETWEEN_WRITES_S = 1.0
+_LARGEST_TEXT = 1 << 28  # bytes; an evaluation of a million episodes has 200 MB
+
+
+class DamagedFile(EnvherdError, ValueError):
+    """A file of text is not what it should be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,6 +254,23 @@ def _records_of(task: dict[str, Any]) -> TaskRecords:
     ):
         raise ValueError("players or episodes of another form")
     return TaskRecords(cast, {record.episode: record for record in records})
+
+
+def text_of(path: Path) -> str:
+    """Return what a file holds; refuses devices and pipes, which may have no end, and large files.
+
+    Reads as much as the file's size, which is 0 for files of the kernel: reading these may wait.
+
+    Raises:
+        OSError, ValueError: there is no such file, or it cannot be read.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_TEXT:
+        raise ValueError(
+            f"a device, a pipe or a folder, or more than {_LARGEST_TEXT >> 20} MiB"
+        )
+    with path.open("rb") as file:
+        return file.read(status.st_size).decode()
 
 
 def _version(path: Path) -> object:
