@@ -34,12 +34,10 @@ from envherd.executor.cli.options import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USA
 from envherd.executor.cluster.shares import ClusterError
 from envherd.executor.machine.machine import TooMany
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.parallel import ParallelEnv
 from envherd.executor.show.camera import MediaError
 from envherd.executor.show.records import DamagedFile
 from envherd.executor.start.zygote import has_frames_of_others
 from envherd.shm import platforms
-from envherd.workers.adapters.env_names import Made
 from envherd.workers.adapters.named import named_callable
 from envherd.workers.errors import EnvherdError, FactoryError
 
@@ -163,27 +161,6 @@ def noting_interrupt() -> Iterator[list[int]]:
         yield pressed
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def started(
-    made: Made,
-    num_envs: int,
-    *,
-    is_drawn: bool = False,
-    **how: Any,
-) -> ParallelEnv:
-    """Return an executor of a named env.
-
-    Args:
-        made: of the env.
-        num_envs: N.
-        is_drawn: the envs will be drawn; see `drawing`.
-        **how: further arguments of the executor.
-    """
-    factory, kwargs = made
-    if is_drawn:
-        how["options"] = drawing(how.get("options") or ExecutorOptions())
-    return ParallelEnv(num_envs, factory, env_kwargs=kwargs or None, **how)
 
 
 def drawing(options: ExecutorOptions) -> ExecutorOptions:

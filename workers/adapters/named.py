@@ -187,7 +187,7 @@ def gymnasium_ids() -> list[str]:
 
 
 #: Packages that register envs with Gymnasium when they are imported.
-GYMNASIUM_PLUG_INS = (
+_GYMNASIUM_PLUG_INS = (
     "ale_py",
     "minigrid",
     "highway_env",
@@ -198,7 +198,7 @@ GYMNASIUM_PLUG_INS = (
 
 def plug_in_ids() -> dict[str, str]:
     """Import the plug-ins of Gymnasium that are installed; return id -> plug-in, for `PLUG_IN:ID`."""
-    for name in GYMNASIUM_PLUG_INS:
+    for name in _GYMNASIUM_PLUG_INS:
         if importlib.util.find_spec(name) is not None:
             # One that is broken has no ids.
             with (
@@ -222,7 +222,7 @@ def registered_by_plug_ins() -> dict[str, str]:
     return {
         env_id: maker
         for env_id, maker in sorted(makers.items())
-        if maker in GYMNASIUM_PLUG_INS
+        if maker in _GYMNASIUM_PLUG_INS
     }
 
 
