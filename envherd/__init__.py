@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from envherd.executor.guests.collectors.policy import swapped_parameters, uncopied
     from envherd.executor.guests.leases import Lease, LeasePool
     from envherd.executor.guests.monitor import Statistics, WorkerStatistics
-    from envherd.executor.options import Capsules, ExecutorOptions
+    from envherd.executor.options import ExecutorOptions
     from envherd.executor.parallel import ParallelEnv
     from envherd.executor.progress import progress
     from envherd.executor.serial import SerialEnv
@@ -99,7 +99,6 @@ _HOMES = {
     "Binary": _SPECS,
     "Box": _SPECS,
     "Busy": _ERRORS,
-    "Capsules": "envherd.executor.options",
     "Closed": _ERRORS,
     "ClusterError": "envherd.executor.cluster.shares",
     "Collector": "envherd.executor.guests.collectors.collector",
@@ -174,6 +173,7 @@ _FACADES = {
 
 #: A name that earlier versions had -> what to use instead.
 _GONE = {
+    "Capsules": "keep the seed and the actions, and run the episode in a SerialEnv (docs/errors.md)",
     "RayParallelEnv": "RayRollouts (docs/cluster.md)",
     "RemoteRollouts": "RayRollouts (docs/cluster.md)",
     "VmasFactory": "return torchrl.envs.VmasEnv(scenario, num_envs=...) from the factory",
@@ -206,7 +206,6 @@ __all__ = [
     "AsyncStatistics",
     "BatchedEnv",
     "Busy",
-    "Capsules",
     "Closed",
     "ClusterError",
     "Collector",

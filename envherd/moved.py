@@ -1,7 +1,7 @@
 """Modules that were at another place, or that are part of another now: an old name is the new module.
 
 The names of modules are no interface, `envherd.NAME` is. This table goes with the next minor version. Modules of
-packages that are one module now (`executor.guests.monitor`, `executor.guests.capsules`) cannot have their old names.
+packages that are one module now (`executor.guests.monitor`) cannot have their old names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ MOVED = {
     "executor.cli.init": "executor.cli.app",
     "executor.cli.listing": "executor.cli.app",
     "executor.cli.option_values": "executor.cli.options",
-    "executor.cli.rerun": "executor.cli.replay",
     "executor.cli.returns": "executor.cli.media",
     "executor.cli.storing": "executor.cli.commands",
     "executor.collector": "executor.guests.collectors.collector",
@@ -45,8 +44,6 @@ MOVED = {
     "executor.monitor": "executor.guests.monitor",
     "executor.policy": "executor.guests.collectors.policy",
     "executor.pools.blueprint": "executor.sending.blueprint",
-    "executor.pools.capsule_file": "executor.guests.capsules",
-    "executor.pools.capsules": "executor.guests.capsules",
     "executor.pools.command_words": "executor.pools.commands",
     "executor.pools.crew": "executor.processes.crew",
     "executor.pools.error_messages": "executor.processes.error_messages",
@@ -117,7 +114,6 @@ MOVED = {
     "workers.block.compiling": "workers.block.slot",
     "workers.block.episode_leaves": "workers.wrappers.leaves",
     "workers.block.info_leaves": "workers.wrappers.leaves",
-    "workers.block.journal": "workers.block.slot",
     "workers.block.pictures": "workers.wrappers.pictures",
     "workers.block.slot_states": "workers.block.slot",
     "workers.block.wrapping": "workers.wrappers.leaves",

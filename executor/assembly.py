@@ -26,7 +26,6 @@ def make_pool(blueprint: Blueprint, options: ExecutorOptions) -> WorkerPool:
     Raises:
         FactoryError: an interpreter cannot run workers.
         ValueError: the options need what the portable pool does not have.
-        OSError: the folder for capsules cannot be made.
     """
     if any(blueprint.interpreters):
         from envherd.executor.guests.interpreters import in_interpreters
@@ -37,28 +36,13 @@ def make_pool(blueprint: Blueprint, options: ExecutorOptions) -> WorkerPool:
         from envherd.executor.guests.portable import PortablePool
 
         kind = PortablePool
-    pool = kind(blueprint, options)
-    watch(pool, options)
-    return pool
+    return kind(blueprint, options)
 
 
 def close_in_owner(pool: Pool, owner: int) -> None:
     """Close a pool, unless this process is a fork of the one that made it."""
     if os.getpid() == owner:
         pool.close()
-
-
-def watch(pool: Pool, options: ExecutorOptions) -> None:
-    """Let a pool that has not started write capsules, if the options ask for it.
-
-    Raises:
-        OSError: the folder cannot be made.
-    """
-    rules = options.capsule_rules
-    if rules is not None:
-        from envherd.executor.guests.capsules import CapsuleWriter
-
-        pool.watcher = CapsuleWriter(rules, pool)
 
 
 def recycle(engine: Engine) -> None:

@@ -2,7 +2,6 @@
 
 import math
 import numbers
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -20,30 +19,6 @@ ActionCheck = Literal["strict", "finite", "off"]
 WorkerOutput = Literal["capture", "inherit"]
 #: Environment variables: a dict, or pairs.
 EnvVars = Mapping[str, str] | tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True)
-class Capsules:
-    """Where the episodes of envs that fail are written; see `ExecutorOptions.capsules`.
-
-    Attributes:
-        directory: of the files; made if it does not exist.
-        max_files: largest number of files in the directory; no further ones are written.
-        journal_bytes: for the actions of each env since its reset. Of a longer episode only the latest actions are
-            kept, and it cannot be run again.
-        pickle: put the pickled factory and its arguments into the files. Then a lambda can also be run again, if you
-            trust the file: unpickling it may run any code.
-    """
-
-    directory: str | os.PathLike[str]
-    max_files: int = 20
-    journal_bytes: int = 1 << 20
-    pickle: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse values that can never work."""
-        for name in ("max_files", "journal_bytes"):
-            _COUNT.check(f"capsules.{name}", getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,9 +97,6 @@ class ExecutorOptions:
             env that computes, or holds Python's GIL while it waits, still blocks the other envs of its worker: leave
             the option off for such envs, and use more workers. The envs of a worker share its global random generators,
             and are closed at the same time. See docs/asynchronous.md.
-        capsules: a directory, or `Capsules(...)`. If an env raises, breaks its spec, crashes or hangs, its episode
-            (seed and actions) is written to a file there. The error names the file, and `envherd replay FILE` runs the
-            episode again. None writes none. Not for the TorchRL facade, nor for a torch simulator in this process.
         first_env_id: id of env 0 for seeds. Executors with the same root seed can each run a share of one large batch
             (on different machines, say). If each sets the id of its first env, their data equal that batch's, bit for
             bit.
@@ -160,7 +132,6 @@ class ExecutorOptions:
     env_type: EnvType = "auto"
     alone: bool = False
     env_threads: bool = False
-    capsules: str | os.PathLike[str] | Capsules | None = None
     first_env_id: int = 0
 
     def for_block(self) -> BlockOptions:
@@ -179,15 +150,6 @@ class ExecutorOptions:
         )
 
     @property
-    def capsule_rules(self) -> Capsules | None:
-        """What `capsules` says, as `Capsules`."""
-        return (
-            self.capsules
-            if isinstance(self.capsules, Capsules | None)
-            else Capsules(self.capsules)
-        )
-
-    @property
     def interrupts(self) -> bool:
         """Whether rows may be marked `interrupted`."""
         return self.on_worker_loss == "restart" or self.on_env_error == "interrupt"
@@ -198,13 +160,6 @@ class ExecutorOptions:
             raise ValueError(
                 f"{where} failed: expected on_env_error='raise', got 'interrupt'. Catch the exception in a wrapper "
                 f"around the env, and return the last observation with truncated=True."
-            )
-
-    def refuse_capsules(self, where: str) -> None:
-        """Raise ValueError if capsules are wanted; `where` is what cannot write them."""
-        if self.capsules is not None:
-            raise ValueError(
-                f"{where} failed: expected capsules=None, got {self.capsules!r}: it cannot write them."
             )
 
     @property
@@ -253,15 +208,6 @@ class ExecutorOptions:
             if not isinstance(getattr(self, name), bool):
                 raise _refusal(name, "True or False", getattr(self, name))
         self._check_lists()
-        if (
-            not isinstance(self.capsules, (str, os.PathLike, Capsules, type(None)))
-            or self.capsules == ""
-        ):
-            raise _refusal(
-                "capsules",
-                "the path of a directory, Capsules(...), or None",
-                self.capsules,
-            )
         if not isinstance(self.infos, Infos) and self.infos not in _INFO_POLICIES:
             check_keys(self.infos)
         if self.env_threads and self.isolate_rng:
@@ -334,6 +280,7 @@ class ExecutorOptions:
 
 #: An option, or value of one, that earlier versions had -> what to do instead.
 _INSTEAD_OF = {
+    "capsules": "Keep the seed and the actions, and run the episode in a SerialEnv (docs/errors.md).",
     "info_keys": 'Use infos={"NAME": int}.',
     "nice": "Call os.setpriority(os.PRIO_PROCESS, 0, N) in the factory.",
     "pickle_replies": 'Use infos="pickle".',

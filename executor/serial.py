@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from envherd.executor.assembly import watch
 from envherd.executor.batched import BatchedEnv, Parts
 from envherd.executor.batches.transfer import as_device
 from envherd.executor.keywords import names_right_keyword
@@ -59,7 +58,6 @@ class SerialEnv(BatchedEnv):
             )
         blueprint = serial_blueprint(factories, env_kwargs, seed)
         pool = SerialPool(blueprint, options)
-        watch(pool, options)
         try:
             pool.start()
             check_agreement(
@@ -76,7 +74,6 @@ class SerialEnv(BatchedEnv):
                 )
 
                 parts = Parts(SimulatorEngine, SimulatorExchange, SimulatorRun)
-                options.refuse_capsules("SerialEnv of a torch simulator")
                 options.refuse_interrupts("SerialEnv of a torch simulator")
             super().__init__(
                 pool,

@@ -5,7 +5,6 @@
     group      envs of equal spec share arrays `[num_rows, ...]`:
                inputs    what a step reads: action, state, reset mask         (parent writes)
                frames    a ring of K: `next/*` of a step, `root/*` of a reset  (workers write)
-               journal   of each env, the inputs of its steps since its reset, if that is wanted  (workers write)
     infos      of each env, a row for the info of its latest step and one for that of its latest reset, if infos leave
                the workers: see `workers.info_rows`  (workers write)
 
@@ -297,24 +296,6 @@ def input_fields(spec: EnvSpec, lead: tuple[int, ...]) -> list[Field]:
     return fields
 
 
-#: What the journal of an env has besides inputs, int64 each; `workers.block.slot` says what they mean.
-JOURNAL_FACTS = ("steps", "episode", "seed", "flags")
-
-
-def journal_fields(spec: EnvSpec, num_rows: int, row_nbytes: int) -> list[Field]:
-    """List the arrays of the envs' journals: the facts, and the inputs of as many steps as fit `row_nbytes` per env."""
-    leaves = input_leaves(spec)
-    nbytes = sum(
-        math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves
-    )
-    # At least one step, whose input a crash leaves even if it is larger than the journal should be.
-    lead = (num_rows, max(1, row_nbytes // max(nbytes, 1)))
-    return [
-        Field(("facts",), (num_rows, len(JOURNAL_FACTS)), "int64"),
-        *fields_of("input", leaves, lead),
-    ]
-
-
 @dataclass(frozen=True)
 class GroupPlan:
     """Where a group of equal envs lives.
@@ -326,7 +307,6 @@ class GroupPlan:
         next_nbytes: bytes from a frame's start to the end of its `next` part.
         base: offset of frame 0 in the segment; frame k is `k * frame.nbytes` further.
         inputs: layout of the inputs, offsets from the segment's start.
-        journal: layout of the journals, offsets from the segment's start; None without them.
     """
 
     env_ids: tuple[int, ...]
@@ -335,7 +315,6 @@ class GroupPlan:
     next_nbytes: int
     base: int
     inputs: Layout
-    journal: Layout | None = None
 
 
 class Place(NamedTuple):
@@ -351,11 +330,10 @@ class SlabPlan:
 
     Attributes:
         num_frames: of each group, lendable ones included.
-        num_lendable: frames after those of the ring, which can be lent to the caller; only the journals and the infos
-            follow them, and each begins at a page.
-        sparse_nbytes: of all journals and infos, the last bytes of the segment; pages that nothing has reached take no
-            memory.
-        infos: layout of `("infos",)`, uint8 `[N, 2, INFO_BYTES]`: rows of step and reset; None without them.
+        num_lendable: frames after those of the ring, which can be lent to the caller; only the infos follow them, and
+            each begins at a page.
+        infos: layout of `("infos",)`, uint8 `[N, 2, INFO_BYTES]`: rows of step and reset; None without them. Of these
+            last bytes of the segment, pages that nothing has reached take no memory.
     """
 
     num_envs: int
@@ -366,17 +344,13 @@ class SlabPlan:
     groups: tuple[GroupPlan, ...]
     nbytes: int
     num_lendable: int = 0
-    sparse_nbytes: int = 0
     infos: Layout | None = None
 
     @property
     def ring_nbytes(self) -> int:
-        """Bytes up to the first lendable frame."""
-        return (
-            self.nbytes
-            - self.sparse_nbytes
-            - self.num_lendable * self.groups[0].frame.nbytes
-        )
+        """Bytes up to the first lendable frame, or to the end of the last frame if none is."""
+        last = self.groups[-1]
+        return last.base + (self.num_frames - self.num_lendable) * last.frame.nbytes
 
     def go_offset(self, worker_id: int) -> int:
         """Return the offset of a worker's `go` doorbell."""
@@ -409,7 +383,6 @@ def plan_slab(
     num_ring: int,
     *,
     lends: bool = False,
-    journal_nbytes: int = 0,
     has_infos: bool = False,
 ) -> SlabPlan:
     """Lay out a slab for envs with the given specs (one per env); equal specs share arrays.
@@ -419,7 +392,6 @@ def plan_slab(
         num_workers: that have words.
         num_ring: frames of the ring.
         lends: add lendable frames, if the envs are equal and their batches large.
-        journal_nbytes: for the inputs in the journal of each env; 0 for no journals.
         has_infos: add rows for infos.
     """
     num_envs = len(specs)
@@ -460,16 +432,9 @@ def plan_slab(
         base = align(inputs.nbytes, alignment)
         groups.append(GroupPlan(tuple(env_ids), spec, frame, first_root, base, inputs))
         offset = base + (num_ring + num_lendable) * frame.nbytes
-    # What follows is sparse, and is therefore last: `Segment.create` does not touch the end of its memory.
-    frames_end = offset
-    if journal_nbytes:
-        for index, group in enumerate(groups):
-            fields = journal_fields(group.spec, len(group.env_ids), journal_nbytes)
-            journal = lay_out(fields, start=offset)
-            groups[index] = replace(group, journal=journal)
-            offset = journal.nbytes
     infos = None
     if has_infos:
+        # Sparse, and therefore last: `Segment.create` does not touch the end of its memory.
         infos = lay_out(
             [Field(("infos",), (num_envs, 2, INFO_BYTES), "uint8")],
             start=align(offset, mmap.PAGESIZE),
@@ -484,7 +449,6 @@ def plan_slab(
         groups=tuple(groups),
         nbytes=offset,
         num_lendable=num_lendable,
-        sparse_nbytes=offset - frames_end,
         infos=infos,
     )
 
@@ -510,7 +474,6 @@ class GroupSlab:
         plan: their layout.
         columns: `("next" | "root", *key)` -> `[num_frames, num_rows, ...]`.
         inputs: `("input", *key)` and `("reset_mask",)` -> `[num_rows, ...]`.
-        journal: `("facts",)` -> int64 `[num_rows, 4]`, `("input", *key)` -> `[num_rows, steps, ...]`; empty without.
         buffer: the whole segment, uint8.
     """
 
@@ -528,7 +491,6 @@ class GroupSlab:
             for field in plan.frame
         }
         self.inputs = {field.name: view(buffer, field) for field in plan.inputs}
-        self.journal = {field.name: view(buffer, field) for field in plan.journal or ()}
         self.buffer = buffer
 
     def next_bytes(self, column: int) -> np.ndarray:

@@ -81,7 +81,7 @@ BOXES = {
     ),
     "executor/guests/": Box(
         ("executor/guests/*",),
-        "what the kernel does not know: capsules, recycling, save, branch, InPython, the portable pool, ...",
+        "what the kernel does not know: recycling, save, branch, InPython, the portable pool, ...",
         7,
         (0, 4),
     ),

@@ -122,7 +122,6 @@ TESTS = {
         "workers/test_slot_states.py",
         "workers/test_native.py",
         "executor/protocol/test_infos.py",
-        "executor/pools/test_capsules.py",
         *_STEPS,
     ),
     "shm/sync.py": (
@@ -179,7 +178,6 @@ BELOW: dict[str, tuple[str, ...]] = {
         "executor/protocol/test_branch.py",
         "executor/protocol/test_branch_families.py",
     ),
-    "executor/guests/capsules.py": ("executor/pools/test_capsules.py",),
     "executor/guests/interpreters.py": ("executor/pools/test_interpreters.py",),
     "executor/guests/leases.py": ("executor/leases",),
     "executor/guests/monitor.py": ("executor/monitor",),

@@ -11,9 +11,8 @@ import argparse
 from pathlib import Path
 
 from envherd.executor.batches.actions import Legal
-from envherd.shm.slab import ALIGNMENT, JOURNAL_FACTS
+from envherd.shm.slab import ALIGNMENT
 from envherd.workers import protocol, seeding
-from envherd.workers.block import slot
 from envherd.workers.info_rows import TEXT_BYTES, Kind
 from envherd.workers.protocol import Flag, Op, Status
 
@@ -31,15 +30,6 @@ CONSTANTS: dict[str, dict[str, int]] = {
         "LEAVE": protocol.LEAVE,
     },
     "shm.slab": {"ALIGNMENT": ALIGNMENT},
-    "shm.slab, workers.block.slot": {
-        "KEPT_STEPS": slot.KEPT_STEPS,
-        "KEPT_EPISODE": slot.KEPT_EPISODE,
-        "KEPT_SEED": slot.KEPT_SEED,
-        "KEPT_FLAGS": slot.KEPT_FLAGS,
-        "KEPT_FACTS": len(JOURNAL_FACTS),
-        "JOURNAL_BEGUN": slot.JournalFlag.BEGUN,
-        "JOURNAL_SEEDED": slot.JournalFlag.SEEDED,
-    },
     "workers.seeding": {
         "SEED_POOL": seeding.POOL_SIZE,
         "SEED_SHIFT": seeding.SHIFT,

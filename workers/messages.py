@@ -116,8 +116,6 @@ class Prepare:
 
 #: The values of `what` for which `args` holds one item per env.
 PER_ENV = frozenset({"set", "each", "check", "restore"})
-#: The values of `what` that may change an env.
-CHANGES = frozenset({"call", "each", "set", "restore"})
 #: The values of `what` after which a worker steps envs even if they need a reset, which the facade then checks.
 UNGUARDS = frozenset({"each", "allow_steps"})
 

@@ -73,7 +73,7 @@ def not_finite(leaf: LeafSpec, values: Any, is_finite: Any) -> SpecError:
     where = f" at {at}" if values.size != 1 else ""
     return SpecError(
         f"writing {'/'.join(leaf.key)} failed: expected finite values (check_finite=True), got {values[at]}{where}. "
-        f"Fix the env: ExecutorOptions(capsules=...) writes the episode to a file."
+        f"Fix the env."
     )
 
 

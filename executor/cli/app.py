@@ -14,7 +14,6 @@ from envherd.executor.cli.options import (
     Command,
     Evaluate,
     Json,
-    Replay,
     Rollout,
     Size,
     Top,
@@ -127,6 +126,8 @@ def doctor(*, json: Json = None) -> None:
 #: Command that is gone -> what to use.
 _INSTEAD_OF = {
     "init": "Copy the example of docs/custom_envs.md.",
+    "replay": "Step a SerialEnv with the seed and the actions that `rollout --out DIR` has stored, or those of your "
+    "program (docs/errors.md).",
     "record": "Run envherd rollout --alone --envs 1 --episodes 1 --steps 1000, with the same options.",
 }
 
@@ -200,7 +201,6 @@ def _main(
 
 _add(Rollout)
 _add(Evaluate)
-_add(Replay)
 _add(Check)
 _add(Size)
 app.command("list")(list_envs)

@@ -5,7 +5,6 @@ Guarantees: `carry_out` prints expected errors (see `carry_out`) and returns an 
 
 import contextlib
 import json
-import math
 import os
 import re
 import shutil
@@ -17,9 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
-from urllib.parse import quote
 
-import torch
 from rich import box
 from rich.console import Console, JustifyMethod, RenderableType
 from rich.table import Table
@@ -34,22 +31,11 @@ from tensordict import (
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.cli.options import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from envherd.executor.cluster.shares import ClusterError
-from envherd.executor.guests.capsules import (
-    CapsuleError,
-    DamagedFile,
-    Form,
-    is_count,
-    is_line,
-    is_root_seed,
-    text_of,
-)
 from envherd.executor.machine.machine import TooMany
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.parallel import ParallelEnv
 from envherd.executor.show.camera import MediaError
 from envherd.executor.start.zygote import has_frames_of_others
 from envherd.shm import platforms
-from envherd.workers.adapters.env_names import Made
 from envherd.workers.adapters.named import named_callable
 from envherd.workers.errors import EnvherdError, FactoryError
 
@@ -63,8 +49,6 @@ _OWN = re.compile(r"[^:\n]+ failed: expected ")
 def carry_out(
     prepare: Callable[[], Prepared],
     work: Callable[[Prepared], int],
-    *,
-    searches_here: bool = True,
 ) -> int:
     """Run a command in two parts; return its exit code.
 
@@ -72,13 +56,12 @@ def carry_out(
     `ValueError` that have a message of envherd.
 
     Args:
-        prepare: checks the options. Its errors are usage errors (exit code 2), as are all `ClusterError`,
-            `CapsuleError`, `DamagedFile` and `TooMany`.
+        prepare: checks the options. Its errors are usage errors (exit code 2), as are all `ClusterError`
+            and `TooMany`.
         work: runs the command with the result of `prepare`; returns the exit code.
-        searches_here: search modules in the current directory first, as `python -m` does. False if the command line
-            names none: the directory may hold modules of others.
     """
-    if searches_here and os.getcwd() not in sys.path:
+    # As `python -m` does.
+    if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     errors = Console(stderr=True)
     code = EXIT_USAGE
@@ -91,11 +74,7 @@ def carry_out(
         raise
     except (EnvherdError, MediaError, StoreError, OSError, MemoryError) as error:
         complain(errors, error)
-        return (
-            EXIT_USAGE
-            if isinstance(error, (ClusterError, CapsuleError, DamagedFile, TooMany))
-            else code
-        )
+        return EXIT_USAGE if isinstance(error, (ClusterError, TooMany)) else code
     except (TypeError, ValueError) as error:
         if _OWN.match(str(error)) is None:  # of a policy or another part of the user's
             raise
@@ -178,27 +157,10 @@ def noting_interrupt() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, before)
 
 
-def started(
-    made: Made,
-    num_envs: int,
-    *,
-    is_drawn: bool = False,
-    **how: Any,
-) -> ParallelEnv:
-    """Return an executor of a named env.
-
-    Args:
-        made: of the env.
-        num_envs: N.
-        is_drawn: the envs will be drawn. Without a display, MuJoCo needs MUJOCO_GL when workers start.
-        **how: further arguments of the executor.
-    """
-    factory, kwargs = made
+def drawing(options: ExecutorOptions) -> ExecutorOptions:
+    """Return options of envs that will be drawn. Without a display, MuJoCo needs MUJOCO_GL when workers start."""
     has_display = platforms.has_display() or "MUJOCO_GL" in os.environ
-    if is_drawn and not has_display:
-        options = how.get("options") or ExecutorOptions()
-        how["options"] = replace(options, env_vars={"MUJOCO_GL": "egl"})
-    return ParallelEnv(num_envs, factory, env_kwargs=kwargs or None, **how)
+    return options if has_display else replace(options, env_vars={"MUJOCO_GL": "egl"})
 
 
 def policy_maker(
@@ -239,7 +201,7 @@ def policy_maker(
 # `tensordict.TensorDict.load_memmap(DIR, allow_pickle=False)` returns it, `[N, T]` with the keys of
 # `ParallelEnv.rollout`.
 #
-# Guarantees: no file is replaced or removed. Loading a rollout runs no code: nothing is unpickled, imported or called.
+# Guarantees: no file is replaced or removed.
 
 STORE_SCHEMA = "envherd.stored/1"
 #: The file in the directory that is not part of the TensorDict.
@@ -247,7 +209,7 @@ _FACTS = "envherd.json"
 
 
 class StoreError(RuntimeError):
-    """The directory has other files or no rollout, or the rollout does not fit on the disk."""
+    """The directory has other files, or the rollout does not fit on the disk."""
 
 
 class RolloutStore:
@@ -304,7 +266,7 @@ class RolloutStore:
         """Complete the files; cut them to the number of stored steps, at least one.
 
         Args:
-            facts: needed to run it again; see `load_rollout`.
+            facts: plain data, which a reader needs to run it again.
         """
         if self._on_disk is None:
             LazyStackedTensorDict.maybe_dense_stack(self._in_memory, 1).memmap(
@@ -322,96 +284,6 @@ class RolloutStore:
         (self.directory / _FACTS).write_text(
             json.dumps({"schema": STORE_SCHEMA, **facts}, indent=2) + "\n"
         )
-
-
-def load_rollout(directory: Path) -> tuple[TensorDictBase, dict[str, Any]]:
-    """Return a stored rollout `[N, T]` and the facts to run it again.
-
-    Returns:
-        The batch (memory-mapped), and a dict with `env` (a name, which may stand for any code), `env_kwargs`,
-        `max_steps` and `seed`. Their types are checked; their meaning is not.
-
-    Raises:
-        StoreError: the directory holds no rollout, one that was not completed, or one that another version wrote.
-    """
-    try:
-        facts = json.loads(text_of(directory / _FACTS))
-    except (OSError, ValueError) as error:
-        got = str(error)
-        if not directory.is_dir():
-            got = "a file" if directory.exists() else "no such folder"
-        elif not (directory / _FACTS).exists():
-            got = f"a folder without {_FACTS}"
-        raise StoreError(
-            f"reading {directory} failed: expected the folder of a stored rollout, got {got}. "
-            f"`envherd rollout ENV --out DIR` writes one."
-        ) from None
-    facts = facts if isinstance(facts, dict) else {}
-    for name, form in _FORMS.items():
-        if not form.is_valid(facts.get(name)):
-            raise StoreError(
-                f"reading {directory / _FACTS} failed: expected {name} as {form.expected}, got {facts.get(name)!r}."
-            )
-    try:
-        _refuse_growth(directory)
-        return TensorDict.load_memmap(directory, allow_pickle=False), facts
-    except Exception as error:  # the files may hold anything
-        raise StoreError(
-            f"reading {directory} failed: expected a memory-mapped TensorDict without pickles, got "
-            f"{type(error).__name__}: {error}"
-        ) from error
-
-
-def _refuse_growth(directory: Path) -> None:
-    """Refuse leaves that are larger than their files, and links: a memory map would write to the file to make it grow.
-
-    Raises:
-        Exception: of any type.
-    """
-    for path in directory.rglob("*"):
-        if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise ValueError(f"{path.name!r}, which is no file or folder")
-    for path in directory.rglob("meta.json"):
-        sizes = {
-            file.name: file.stat().st_size for file in path.parent.glob("*.memmap")
-        }
-        for key, leaf in json.loads(text_of(path)).items():
-            if isinstance(leaf, dict) and leaf.get("dtype") is not None:
-                names = {
-                    f"{key}.memmap",
-                    f"{quote(key, safe=_UNQUOTED)}.memmap",
-                } & sizes.keys()
-                size = (
-                    math.prod(leaf["shape"])
-                    * getattr(torch, leaf["dtype"].removeprefix("torch.")).itemsize
-                )
-                # A leaf without elements may have no file.
-                is_alone = len(names) == 1 or not (names or size)
-                if (
-                    leaf.get("is_nested")
-                    or not is_alone
-                    or not all(0 <= size <= sizes[name] for name in names)
-                ):
-                    raise ValueError(
-                        f"{size} bytes of {key!r}, whose files have {[sizes[name] for name in names]}"
-                    )
-
-
-#: Characters that TensorDict keeps in the names of files.
-_UNQUOTED = "".join(map(chr, range(33, 127))).translate(
-    str.maketrans("", "", '/<>:"|?*\\%')
-)
-#: Fact -> what it must be.
-_FORMS = {
-    "schema": Form(STORE_SCHEMA, lambda value: value == STORE_SCHEMA),
-    "env": Form("a printable text", is_line),
-    "env_kwargs": Form("an object", lambda value: isinstance(value, dict)),
-    "max_steps": Form(
-        "an integer of at least 1 or null",
-        lambda value: value is None or is_count(value, 1),
-    ),
-    "seed": Form("an integer of at least 0", is_root_seed),
-}
 
 
 def has_odd_leaves(td: TensorDictBase) -> bool:

@@ -11,6 +11,7 @@ import gc
 import importlib
 import json
 import os
+import stat
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,14 +21,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-# Exit codes; 0 is success. For `replay CAPSULE`, success is that the env fails again.
+# Exit codes; 0 is success.
 EXIT_FAILED = 1
 EXIT_USAGE = 2
-#: Of `replay CAPSULE`: all steps went through.
-EXIT_NO_FAILURE = 3
 EXIT_INTERRUPTED = 130
 #: The largest duration, in seconds.
 _DAY_S = 86_400
+#: Bytes of a text that an option names, far more than keyword arguments take.
+_LARGEST_TEXT = 1 << 28
 #: Above all root seeds that are drawn.
 _LARGEST = 2**63
 
@@ -128,13 +129,29 @@ def require_place(path: Path) -> None:
             )
 
 
+def _text_of(path: Path) -> str:
+    """Return what a file holds; refuses devices and pipes, which may have no end, and large files.
+
+    Reads as much as the file's size, which is 0 for files of the kernel: reading these may wait.
+
+    Raises:
+        OSError, ValueError: there is no such file, or it cannot be read.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_TEXT:
+        raise ValueError(
+            f"a device, a pipe or a folder, or more than {_LARGEST_TEXT >> 20} MiB"
+        )
+    with path.open("rb") as file:
+        return file.read(status.st_size).decode()
+
+
 def _json_object(text: str) -> dict[str, Any]:
     """Return the keyword arguments in a text, or in the file that `@PATH` names; the parser of `--env-kwargs`."""
-    # `envherd --help` and the completion of a shell do without what a capsule's writer needs.
-    from envherd.executor.guests.capsules import text_of
-
     try:
-        found = json.loads(text_of(Path(text[1:])) if text.startswith("@") else text)
+        if text.startswith("@"):
+            text = _text_of(Path(text[1:]))
+        found = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise typer.BadParameter(
             f"expected a JSON object, got {text!r} ({error})."
@@ -384,69 +401,6 @@ class Evaluate(Command):
     env_kwargs: EnvKwargs = None
     json: Json = None
     quiet: Quiet = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Replay(Command):
-    """Repeat the actions of a stored rollout, or of the episode in a crash capsule, from the same seed.
-
-    The exit code of a rollout is 0 if all observations, rewards and flags are equal, and 1 at the first difference.
-    That of a capsule is 0 if the env fails again in the same step and the same way, 1 if anything else happens, and 3
-    if no step fails. PATH runs no code: if its env is not looked up by name in an installed package, name the env with
-    --env.
-    """
-
-    directory: Annotated[
-        Path,
-        typer.Argument(
-            metavar="PATH",
-            help="A folder that `envherd rollout --out DIR` wrote, or a file of ExecutorOptions(capsules=DIR).",
-            show_default=False,
-        ),
-    ]
-    env: Annotated[
-        str | None,
-        typer.Option(metavar="ENV", help="Run this env, in place of the one in PATH."),
-    ] = None
-    env_kwargs: EnvKwargs = None
-    workers: Workers = None
-    gif: Gif = None
-    png: Sheet = None
-    trust: Annotated[
-        bool,
-        typer.Option(
-            "--trust",
-            help="Run whatever code a capsule names: import its env, load its pickle.",
-        ),
-    ] = False
-    pdb: Annotated[
-        bool,
-        typer.Option(
-            "--pdb",
-            help="Capsule: stop in the debugger before the last step.",
-        ),
-    ] = False
-    record: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH",
-            callback=picture(".mp4"),
-            help="Capsule: write a video (MP4).",
-        ),
-    ] = None
-    quiet: Quiet = False
-
-    def __post_init__(self) -> None:
-        """Refuse options that PATH does not take."""
-        if self.directory.is_file():
-            if self.workers or self.gif or self.png:
-                raise typer.BadParameter(
-                    "expected no --workers, --gif or --png for a capsule, which has one env."
-                )
-        elif self.trust or self.pdb or self.record:
-            raise typer.BadParameter(
-                f"expected a capsule for --trust, --pdb and --record, got {self.directory}."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

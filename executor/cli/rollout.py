@@ -23,9 +23,9 @@ from envherd.executor.cli.commands import (
     RolloutStore,
     carry_out,
     complain,
+    drawing,
     noting_interrupt,
     policy_maker,
-    started,
     table_of_facts,
 )
 from envherd.executor.cli.media import Pictures, Returns
@@ -36,6 +36,7 @@ from envherd.executor.cli.options import (
     write_json,
 )
 from envherd.executor.guests.monitor import Statistics
+from envherd.executor.options import ExecutorOptions
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.rollouts.policy_state import run_policy
 from envherd.executor.show.camera import MediaError
@@ -118,23 +119,26 @@ def _work(
         # storing 440 MB took 7-16 s with two threads on two busy cores, 1 s with one.
         torch.set_num_threads(1)
     with console.status(f"starting {options.envs} envs"):
-        how: dict[str, Any] = {"num_workers": options.workers, "seed": options.seed}
+        factory, kwargs = made
+        how: dict[str, Any] = {
+            "env_kwargs": kwargs or None,
+            "num_workers": options.workers,
+            "seed": options.seed,
+        }
         if options.ray is None:
-            env: ParallelEnv | RayRollouts = started(
-                made,
+            env: ParallelEnv | RayRollouts = ParallelEnv(
                 options.envs,
-                is_drawn=pictures.are_drawn,
+                factory,
+                options=drawing(ExecutorOptions()) if pictures.are_drawn else None,
                 **how,
             )
         else:
             # Imported here: only --ray needs Ray.
             from envherd.executor.cluster.rollouts import RayRollouts
 
-            factory, kwargs = made
             env = RayRollouts(
                 options.envs,
                 factory,
-                env_kwargs=kwargs or None,
                 address=options.ray,
                 **how,
             )

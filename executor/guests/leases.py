@@ -418,7 +418,6 @@ class LeasePool(
                 "a positive int",
                 max_result_bytes,
             ),
-            ("capsules", options.capsules is None, "None", options.capsules),
             (
                 "start_method",
                 options.start_method != "portable",

@@ -8,11 +8,10 @@ be restored need a reset, and all others continue.
 import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from envherd.executor.guests.capsules import Form, is_count
 from envherd.executor.pools.commands import crossed
 from envherd.executor.processes.error_messages import log
 from envherd.executor.protocol.engine import Engine
@@ -268,16 +267,35 @@ def _is_state(read: Callable[[], Any]) -> bool:
     return True
 
 
+def is_count(value: Any, most: int = 2**63 - 1) -> bool:
+    """Return whether a value of a file is an integer from 0 to `most`."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
+
+
 # An int64 of the slab counts on from it, with room for resets.
 _MAX_EPISODE = 2**62
+
+
+class _Form(NamedTuple):
+    """What an entry of an env's state must be.
+
+    Attributes:
+        expected: in words.
+        is_valid: returns whether a value is so.
+    """
+
+    expected: str
+    is_valid: Callable[[Any], bool]
+
+
 #: Entry of an env's state -> what it must be.
 _FORMS = {
-    "ended": Form("True or False", lambda value: isinstance(value, bool)),
-    "episode": Form(
+    "ended": _Form("True or False", lambda value: isinstance(value, bool)),
+    "episode": _Form(
         "an integer from 0 to 2**62",
         lambda value: is_count(value, most=_MAX_EPISODE),
     ),
-    "generators": Form(
+    "generators": _Form(
         "None or the state of the global generators",
         lambda value: value is None or _is_state(lambda: seeding.from_plain(value)),
     ),

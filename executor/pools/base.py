@@ -7,17 +7,16 @@ and the env is counted as answered. Env ids are int64 `[k]` without duplicates, 
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.pools.commands import CommandWords, Outcome
-from envherd.executor.processes.error_messages import Frame
 from envherd.executor.sending.blueprint import Blueprint
 from envherd.shm.segment import PrivateView
 from envherd.shm.slab import Slab, SlabPlan, StoragePlan, plan_slab
-from envherd.shm.specs import EnvSpec, Key
+from envherd.shm.specs import EnvSpec
 from envherd.workers import messages, native
 from envherd.workers.errors import EnvherdError
 from envherd.workers.info_rows import Schema
@@ -64,33 +63,6 @@ def refuse_batches(specs: Sequence[EnvSpec], options: ExecutorOptions) -> None:
         )
 
 
-class PoolWatcher(Protocol):
-    """Is asked about the commands and failures of a pool; nothing that it does raises.
-
-    Attributes:
-        latest_root: returns an env's present root by key; the engine sets it.
-    """
-
-    latest_root: Callable[[int], Mapping[Key, np.ndarray]] | None
-
-    def note(self, message: messages.Prepare) -> None:
-        """Take notice of the extras of an env's next command."""
-
-    def add_to(
-        self,
-        error: EnvherdError,
-        worker_id: int,
-        fault: Frame | None = None,
-    ) -> EnvherdError:
-        """Take notice of a failure in a step or reset; return the error, with what there is to add.
-
-        Args:
-            error: the loss of a worker, or what envs have raised.
-            worker_id: of the pool.
-            fault: of the env; None for a loss.
-        """
-
-
 class Pool(ABC):
     """Gives commands to envs and waits for their answers; one caller at a time.
 
@@ -116,7 +88,6 @@ class Pool(ABC):
         num_losses, num_recycled: workers that were lost, and that were replaced between episodes, ever.
         holds_storages: whether the pool keeps the memory of a rollout storage until that is detached.
         lendable: a private view of the slab's lendable frames; None for none.
-        watcher: of commands and failures; None for none.
         resets_before_start: of a recyclable pool: resets of an env of each worker before its present process was
             started, int64 `[workers]`.
     """
@@ -136,7 +107,6 @@ class Pool(ABC):
     num_losses = num_recycled = 0
     holds_storages = False
     lendable: PrivateView | None = None
-    watcher: PoolWatcher | None = None
     _caller: Any = None  # gives commands and waits in C; None if Python must do it
 
     def __init__(self, blueprint: Blueprint, options: ExecutorOptions) -> None:
@@ -152,13 +122,11 @@ class Pool(ABC):
         return self.outcome.schemas
 
     def _plan_slab(self, num_workers: int, *, lends: bool) -> SlabPlan:
-        rules = self.options.capsule_rules
         return plan_slab(
             self.specs,
             num_workers,
             self.options.num_frames,
             lends=lends,
-            journal_nbytes=0 if rules is None else rules.journal_bytes,
             has_infos=self.options.info_policy != "drop",
         )
 
@@ -237,7 +205,6 @@ class Pool(ABC):
             others: the blueprint; None for the pool's own, by which successors of workers build.
         """
         for env_id in env_ids:
-            self.blueprint.copied.pop(env_id, None)
             if self.is_serving(int(self.worker_of[env_id])):
                 self.prepare(
                     messages.Prepare(

@@ -19,14 +19,14 @@ from envherd.executor.processes.error_messages import (
     log_close_fault,
     raised,
 )
-from envherd.executor.sending.blueprint import Blueprint, EnvCall
+from envherd.executor.sending.blueprint import Blueprint
 from envherd.shm.segment import HAS_MEMFD, Segment
 from envherd.shm.slab import Slab, Storage, StoragePlan
 from envherd.shm.sync import Bells, Doorbell, LocalBell
 from envherd.workers import messages, plain, seeding
 from envherd.workers.adapters import Adapter
 from envherd.workers.block.block import Block
-from envherd.workers.build import Builder, pickle_factory
+from envherd.workers.build import Builder
 from envherd.workers.current import WorkerInfo, building
 from envherd.workers.errors import EnvherdError, FactoryError
 from envherd.workers.options import FactoryCall
@@ -217,8 +217,6 @@ class SerialPool(Pool):
 
     def prepare(self, message: messages.Prepare) -> None:
         """Keep the extras of an env's next command."""
-        if self.watcher is not None:
-            self.watcher.note(message)
         self._block.prepare(message)
         self._note_change()
 
@@ -250,14 +248,6 @@ class SerialPool(Pool):
         """Forget a rollout storage."""
         self._block.detach_storage(target)
         self._note_change()
-
-    def root_seed_of(self, worker_id: int) -> int:
-        """Return the root seed with which the envs were built."""
-        return self.blueprint.root_seed
-
-    def pickled(self, call: EnvCall) -> bytes:
-        """Return an env's factory, pickled as for a worker."""
-        return pickle_factory(call.factory)
 
     def figures(self) -> list[WorkerFigures]:
         """Return the figures of this process."""

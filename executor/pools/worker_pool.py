@@ -36,7 +36,7 @@ from envherd.executor.processes.error_messages import (
 )
 from envherd.executor.processes.mail import await_frame, drain, has_answered, mail
 from envherd.executor.processes.supervisor import Supervisor
-from envherd.executor.sending.blueprint import Blueprint, EnvCall
+from envherd.executor.sending.blueprint import Blueprint
 from envherd.executor.start.waiting import Clock, Deadline, Overdue
 from envherd.shm import segment
 from envherd.shm.interrupts import ignoring_refusals
@@ -477,8 +477,6 @@ class WorkerPool(Pool):
         """Send the extras of an env's next command ahead of it, or a factory call without waiting for the worker."""
         worker_id = int(self.worker_of[message.env_id])
         self.supervisor.await_serving([worker_id])
-        if self.watcher is not None:
-            self.watcher.note(message)
         mail(self.crew.workers[worker_id], message, waits=message.call is None)
 
     def seed(self, root_seed: int, episodes: Sequence[int] | None = None) -> None:
@@ -573,14 +571,6 @@ class WorkerPool(Pool):
 
     def worker_output(self, worker_id: int) -> str:
         return self.crew.workers[worker_id].log()
-
-    def root_seed_of(self, worker_id: int) -> int:
-        """Return the root seed with which a worker has built its envs."""
-        return self.crew.workers[worker_id].root_seed
-
-    def pickled(self, call: EnvCall) -> bytes:
-        """Return the pickled factory of an env."""
-        return call.sent.factory
 
     def pid_of(self, worker_id: int) -> int:
         """Return a worker's process id."""

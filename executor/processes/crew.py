@@ -161,8 +161,6 @@ class Crew:
         worker_id = process.worker_id
         index = worker_id % len(self._variables)
         env_ids = self.blueprint.blocks[worker_id]
-        # A copy is alone in its worker.
-        self.blueprint.copied.pop(env_ids[0], None)
         start = self.blueprint.starts[env_ids[0]] if self.blueprint.starts else None
         config = worker_config(self.options, worker_id)
         config["caller"] = {
@@ -245,8 +243,6 @@ class Crew:
             old.kill()
             old.wait_exit(1.0)
             old.release()
-            if copy is not None and copy.copied is not None:
-                self.blueprint.copied[self.blueprint.blocks[worker_id][0]] = copy.copied
             self.workers[worker_id] = copy or self._launch(
                 worker_id,
                 old.generation + 1,
@@ -283,8 +279,6 @@ class Crew:
             with refusals_as_loss(copy.info):
                 copy.open_log()
         copy.gpu = source.gpu
-        # A worker that is copied has one env.
-        copy.copied = self.blueprint.call_of(self.blueprint.blocks[source_id][0])
         copy.root_seed = self.equipment.seed.root_seed
         self._num_forks += 1
         # Negative, because questions have positive ones.

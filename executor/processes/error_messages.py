@@ -169,16 +169,15 @@ def not_replaced(error: EnvherdError, options: ExecutorOptions) -> EnvherdError:
     )
 
 
-def with_sentence(error: EnvherdError, sentence: str, **context: Any) -> EnvherdError:
-    """Return an error with one more sentence, before its output, and more context; the same if it has the sentence."""
+def with_sentence(error: EnvherdError, sentence: str) -> EnvherdError:
+    """Return an error with one more sentence, before its output; the same if it has the sentence."""
     if sentence in error.message:  # it was raised before
         return error
     head, mark, output = error.message.partition("\nIt")
-    context = {**error.context, **context}
     return type(error)(
         f"{head} {sentence}{mark}{output}",
         remote_traceback=error.remote_traceback,
-        **context,
+        **error.context,
     )
 
 

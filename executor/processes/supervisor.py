@@ -154,8 +154,6 @@ class Supervisor:
         is_raised = self._options.on_worker_loss == "raise"
         if is_raised:
             error = with_sentence(error, RESTART)
-        if self._pool.watcher is not None:
-            error = self._pool.watcher.add_to(error, worker_id)
         self._pool.num_losses += 1
         self._lost_at = time.monotonic()
         self.absent[worker_id] = Absence(Condition.LOST, self._lost_at, error)  # 1

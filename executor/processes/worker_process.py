@@ -17,7 +17,6 @@ import psutil
 
 from envherd.executor.machine.machine import count_oom_kills
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.sending.blueprint import EnvCall
 from envherd.executor.start.zygote import (
     Helper,
     read_log,
@@ -55,7 +54,6 @@ class WorkerProcess:
         channel: the parent's end of its socket.
         gpu: that it was given, as `CUDA_VISIBLE_DEVICES` names it; None if it was given none.
         root_seed: with which it builds its envs; -1 before its start, which is no seed.
-        copied: of a copy of another worker, how its env was built.
         is_attached: whether it has the slab, and reads mail.
         wake: makes it look for mail; does nothing until it has the slab.
         on_row_frame: as given.
@@ -63,7 +61,6 @@ class WorkerProcess:
 
     gpu: str | None = None
     root_seed = -1
-    copied: EnvCall | None = None
     is_attached = False
     wake: Callable[[], None] = staticmethod(lambda: None)
     pid = 0

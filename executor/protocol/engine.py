@@ -265,8 +265,6 @@ class Engine(Calls):
             mover=mover,
             loans=loans,
         )
-        if pool.watcher is not None:
-            pool.watcher.latest_root = self.positions.latest_root
         self.batches = EnvBatches(
             self.positions,
             self.side,

@@ -860,22 +860,13 @@ class Flights:
         if all(frame["type_name"] == InternalError.__name__ for frame in frames):
             return InternalError(frames[0]["message"], env_ids=tuple(sorted(faults)))
         worker_id = int(self.pool.worker_of[first_fault(frames)["env_id"]])
-        error: EnvherdError = env_error(
+        error = env_error(
             frames,
             worker_id,
             self.pool.pid_of(worker_id),
             self.pool.gpu_of(worker_id),
             is_interrupted=is_interrupted,
         )
-        # Also of those that only interrupt: their episodes are written to capsules.
-        watcher = self.pool.watcher
-        if watcher is not None:
-            for frame in frames:
-                error = watcher.add_to(
-                    error,
-                    int(self.pool.worker_of[frame["env_id"]]),
-                    frame,
-                )
         if not is_interrupted:
             return error
         self.losses.log(error, len(faults))

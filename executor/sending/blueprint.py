@@ -8,7 +8,7 @@ import functools
 import importlib.util
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,7 +68,6 @@ class Blueprint:
         starts: of each env, what changes the settings of its worker, or None; empty if nothing does. Those of a worker
             do the same.
         draw: `(factories, env_kwargs, env_ids)`: returns the blueprint of such a pool for others, with these ids.
-        copied: env id -> how the present instance was built, if it is a copy of another env.
     """
 
     calls: dict[int, EnvCall]
@@ -78,11 +77,6 @@ class Blueprint:
     interpreters: tuple[str | None, ...] = ()
     starts: tuple[Callable[[dict[str, Any]], None] | None, ...] = ()
     draw: Any = None
-    copied: dict[int, EnvCall] = field(default_factory=dict)
-
-    def call_of(self, env_id: int) -> EnvCall:
-        """Return how the present instance of an env was built."""
-        return self.copied.get(env_id) or self.calls[env_id]
 
     def envs_of(self, worker_ids: Iterable[int]) -> np.ndarray:
         """Return the ids of all envs of some workers, int64 `[k]`, ascending."""

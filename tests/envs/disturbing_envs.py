@@ -91,15 +91,6 @@ class HungryEnv(CountingEnv):
         return super().step(action)
 
 
-class NanEnv(CountingEnv):
-    """Gives NaN in its second step."""
-
-    def step(self, action: list[Any]) -> Any:
-        """Count."""
-        observation, reward, *ends = super().step(action)
-        return (observation, [float("nan")] if self.num_steps == 2 else reward, *ends)
-
-
 class DeafEnv(FaultyEnv):
     """Hangs, after making its process ignore the signal that requests stacks."""
 

@@ -67,11 +67,6 @@ def as_torchrl(*arguments: Any) -> Any:
 
 def as_pettingzoo(*arguments: Any) -> Any:
     """Return it as a PettingZoo env with one agent."""
-    return alone(Faulty(*arguments))
-
-
-def alone(env: gymnasium.Env[np.ndarray, Any]) -> Any:
-    """Return an env as a PettingZoo env with one agent."""
     from pettingzoo import ParallelEnv
 
     class Alone(ParallelEnv):
@@ -80,7 +75,8 @@ def alone(env: gymnasium.Env[np.ndarray, Any]) -> Any:
         possible_agents: ClassVar[list[str]] = ["agent"]
 
         def __init__(self) -> None:
-            self.env, self.agents = env, ["agent"]
+            self.env = Faulty(*arguments)
+            self.agents = ["agent"]
 
         def observation_space(self, agent: str) -> spaces.Space:
             return self.env.observation_space

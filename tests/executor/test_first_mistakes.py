@@ -326,13 +326,6 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         "AsyncVectorEnv failed: .* at least one function, got an empty list",
     ),
-    "capsules in a folder that cannot be": (
-        lambda _: serial(
-            1, CountingEnv, options=ExecutorOptions(capsules="/proc/nope")
-        ),
-        OSError,
-        r"capsules failed: expected a folder .*, got '/proc/nope' .*ExecutorOptions\(capsules=\.\.\.\)\.",
-    ),
     "the folder of another Python": (
         lambda _: envherd.InPython(sys.prefix, "a:b"),
         FactoryError,

@@ -12,7 +12,6 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from envherd import Capsules
 from envherd.executor import (
     AsyncCollector,
     Collector,
@@ -315,19 +314,6 @@ def test_exceptions_of_render_and_get_are_raised(make):
         with pytest.raises(EnvError, match="get lack failed"):
             env.get("lack")
         assert env.statistics().env_errors == 0
-
-
-@both
-def test_the_episode_is_written_to_a_capsule(make, tmp_path):
-    options = dataclasses.replace(INTERRUPT, capsules=Capsules(tmp_path, max_files=3))
-    with make(2, STEPS, seed=0, options=options) as env:
-        env.reset()
-        for _ in range(9):
-            env.step_and_maybe_reset(act(env))
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {
-        f"env{i}-episode{k}-step3.capsule" for i, k in ((0, 0), (1, 0), (0, 1))
-    }
 
 
 @both

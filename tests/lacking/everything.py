@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,6 @@ from envherd import (
     preloaded,
 )
 from envherd.executor.cli.app import app
-from envherd.executor.guests.capsules import load_capsule
 from envherd.executor.sizing import recommending
 from envherd.gymnasium import AsyncVectorEnv
 from envherd.shm import platforms
@@ -69,31 +67,24 @@ with ParallelEnv(
         interrupted,
     )
 
-with tempfile.TemporaryDirectory() as folder:
-    options, kwargs, path = (
-        ExecutorOptions(capsules=folder),
-        [{}, {"fault": "exit", "step": 3}],
-        None,
-    )
-    with ParallelEnv(
-        2, FaultyEnv, num_workers=2, env_kwargs=kwargs, options=options
-    ) as env:
-        env.reset()
-        _, root = env.step_and_maybe_reset(env.rand_action(env.current()))
-        saved = env.save([0])
-        env.restore(saved, [0])
-        try:
-            env.branch(0, [1])
-        except ValueError as error:
-            check("portable pool" in str(error), error)
-        else:
-            raise RuntimeError("a branch was not refused")
-        try:
-            env.rollout(5)
-        except WorkerLost as error:
-            path = error.context["capsule"]
-    facts = load_capsule(Path(str(path))).facts
-    check(facts["env_id"] == 1 and facts["num_steps"] == 3, facts)
+kwargs = [{}, {"fault": "exit", "step": 3}]
+lost = None
+with ParallelEnv(2, FaultyEnv, num_workers=2, env_kwargs=kwargs) as env:
+    env.reset()
+    _, root = env.step_and_maybe_reset(env.rand_action(env.current()))
+    saved = env.save([0])
+    env.restore(saved, [0])
+    try:
+        env.branch(0, [1])
+    except ValueError as error:
+        check("portable pool" in str(error), error)
+    else:
+        raise RuntimeError("a branch was not refused")
+    try:
+        env.rollout(5)
+    except WorkerLost as error:
+        lost = error.env_ids
+check(lost == (1,), lost)
 
 vector = AsyncVectorEnv([NamedFactory("gymnasium", "CartPole-v1")] * 2, num_workers=1)
 vector.reset(seed=1)

@@ -13,10 +13,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NoReturn
 
-from envherd import Capsules
 from envherd.executor import EnvError
 from tests.oracles.fuzz_session import DEADLY, Session, Setting, Stopped
 from tests.oracles.fuzzing import Watch
@@ -39,7 +37,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "tasks": {"kinds": "mixed", "on_worker_loss": "restart"},
     "text": {"kinds": "text", "on_worker_loss": "restart"},
     "late": LATE,
-    "capsules": {"capsules": True, "on_worker_loss": "restart"},
     "portable": {
         "start_method": "portable",
         "num_workers": "few",
@@ -62,7 +59,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "env_threads": True,
         "num_workers": "few",
         "on_env_error": "interrupt",
-        "capsules": True,
     },
     "mends serial": {"is_serial": True, "on_env_error": "interrupt"},
     "mends gymnasium": {
@@ -165,10 +161,6 @@ def draw_setting(rng: random.Random, variant: str) -> Setting:
         "step_timeout_s",
     )
     options |= {name: asked[name] for name in names if name in asked}
-    if "capsules" in asked:
-        options["capsules"] = Capsules(
-            Path(tempfile.gettempdir(), "envherd-fuzz-capsules"), max_files=3
-        )
     if "step_timeout_s" in asked:
         options |= {"reset_timeout_s": 2 * STEP_TIMEOUT_S, "build_timeout_s": 8.0}
     if not asked.get("copy", True):

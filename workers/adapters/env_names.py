@@ -28,7 +28,6 @@ from typing import Any
 
 from envherd.workers.adapters.named import (
     FAMILIES,
-    GYMNASIUM_PLUG_INS,
     NamedFactory,
     import_named,
     is_pettingzoo_id,
@@ -146,24 +145,6 @@ def full_name(name: str) -> str:
             return f"gymnasium:{found[name]}:{name}"
         known += found
     raise FactoryError(_no_family(name, known, missing))
-
-
-def is_only_looked_up(name: str) -> bool:
-    """Return whether a name, with its family, is only looked up among the envs of installed packages.
-
-    The others name a module that is imported, or a callable that is called. This function imports nothing.
-    """
-    key, _, rest = name.partition(":")
-    if key in ("gymnasium", "gymnasium_vec"):
-        env_id = rest
-        if key == "gymnasium_vec":
-            env_id, _ = _split_rows(rest)
-        return env_id.rpartition(":")[0] in ("", *GYMNASIUM_PLUG_INS)
-    return (
-        is_pettingzoo_id(rest)
-        if key == "pettingzoo"
-        else key in FAMILIES and FAMILIES[key].names is not None
-    )
 
 
 def known_names(family: str) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ are frozen values that pickle by reference. Making one checks nothing: `env_name
 """
 
 import contextlib
-import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -188,7 +187,7 @@ def gymnasium_ids() -> list[str]:
 
 
 #: Packages that register envs with Gymnasium when they are imported.
-GYMNASIUM_PLUG_INS = (
+_GYMNASIUM_PLUG_INS = (
     "ale_py",
     "minigrid",
     "highway_env",
@@ -199,7 +198,7 @@ GYMNASIUM_PLUG_INS = (
 
 def plug_in_ids() -> dict[str, str]:
     """Import the plug-ins of Gymnasium that are installed; return id -> plug-in, for `PLUG_IN:ID`."""
-    for name in GYMNASIUM_PLUG_INS:
+    for name in _GYMNASIUM_PLUG_INS:
         if importlib.util.find_spec(name) is not None:
             # One that is broken has no ids.
             with (
@@ -223,7 +222,7 @@ def registered_by_plug_ins() -> dict[str, str]:
     return {
         env_id: maker
         for env_id, maker in sorted(makers.items())
-        if maker in GYMNASIUM_PLUG_INS
+        if maker in _GYMNASIUM_PLUG_INS
     }
 
 
@@ -246,63 +245,6 @@ def _envpool_tasks() -> list[str]:
     import envpool
 
     return list(envpool.list_all_envs())
-
-
-def reference_of(factory: Any) -> dict[str, Any]:
-    """Return what names a factory: `env`, a name as on the command line, and for some `fields` and `kwargs`.
-
-    Empty if it has no name: a lambda, a function of the script, an object. The factories of facades have those of the
-    user's factories as `reference`.
-    """
-    known = getattr(factory, "reference", None)
-    if isinstance(known, dict):
-        return known
-    if isinstance(factory, functools.partial):
-        # `functools.partial(gymnasium.make, ID)`.
-        if (
-            getattr(factory.func, "__module__", "") == "gymnasium.envs.registration"
-            and len(factory.args) == 1
-        ):
-            return {"env": f"gymnasium:{factory.args[0]}", "kwargs": factory.keywords}
-        inner = {} if factory.args else reference_of(factory.func)
-        return (
-            {**inner, "kwargs": {**inner.get("kwargs", {}), **factory.keywords}}
-            if inner
-            else {}
-        )
-    if isinstance(factory, NamedFactory):
-        rows = f":{factory.num_rows}" if FAMILIES[factory.family].has_rows else ""
-        fields = {"render_mode": factory.render_mode, "max_steps": factory.max_steps}
-        changed = {name: value for name, value in fields.items() if value is not None}
-        return {"env": f"{factory.family}:{factory.name}{rows}", "fields": changed}
-    for key, family in FAMILIES.items():
-        kind: Any = family.factory
-        if type(factory) is kind:
-            first, *others = dataclasses.fields(factory)
-            options = {one.name: getattr(factory, one.name) for one in others}
-            changed = {
-                one.name: options[one.name]
-                for one in others
-                if options[one.name] != one.default
-            }
-            named = getattr(factory, first.name)
-            return (
-                {"env": f"{key}:{named}", "fields": changed}
-                if isinstance(named, str)
-                else {}
-            )
-    module = getattr(factory, "__module__", None)
-    name = getattr(factory, "__qualname__", None)
-    found: Any = (
-        None if module in ("__main__", "__mp_main__") else sys.modules.get(str(module))
-    )
-    for part in str(name).split("."):
-        found = getattr(found, part, None)
-    return (
-        {}
-        if found is None or found is not factory
-        else {"env": f"python:{module}:{name}"}
-    )
 
 
 def import_named(module: str, asked: str) -> Any:

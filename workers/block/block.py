@@ -22,8 +22,6 @@ from envherd.workers.adapters.base import Adapter, StepValues
 from envherd.workers.block.questions import answer
 from envherd.workers.block.slot import (
     Begun,
-    Journal,
-    JournalFlag,
     Sink,
     Slot,
     SlotEvent,
@@ -37,7 +35,7 @@ from envherd.workers.block.slot import (
 from envherd.workers.errors import SpecError
 from envherd.workers.info_rows import InfoWriter
 from envherd.workers.infos import packer
-from envherd.workers.messages import CHANGES, UNGUARDS, Ask, Prepare
+from envherd.workers.messages import UNGUARDS, Ask, Prepare
 from envherd.workers.options import BlockOptions, FactoryCall
 from envherd.workers.protocol import RING, Flag, Op, Status, unpack
 from envherd.workers.reply import Fault, InfosReply, LeftOut, Notice, SideValues
@@ -115,8 +113,6 @@ class Block:
             group = slab.groups[slot.place.group]
             slot.sinks = {RING: Sink(slot, group.of_row(row), root_follows=False)}
             slot.bind_inputs(group.inputs, row)
-            if group.journal:
-                slot.journal = Journal(group.journal, group.inputs, row)
             if slab.infos is not None:
                 slot.info_writer = InfoWriter(
                     slab,
@@ -276,8 +272,6 @@ class Block:
         )
         for position, env_id in enumerate(message.env_ids):
             slot = self.slots[env_id]
-            if message.what in CHANGES and slot.journal is not None:
-                slot.journal.note(JournalFlag.CHANGED)
             if message.what in UNGUARDS:
                 slot.move(SlotEvent.IS_ALLOWED)
             elif message.what == "save" and reply["kind"] == "values":
@@ -487,14 +481,6 @@ class Block:
         options = prepared.options
         # Before the reset, as in C: one that raises has used up its number and its seed.
         episodes[slot.env_id] = episode + 1
-        if slot.journal is not None and mask is not None:
-            slot.journal.note(JournalFlag.IN_PARTS)
-        elif slot.journal is not None:
-            slot.journal.begin(
-                episode,
-                seed,
-                [JournalFlag.WITH_OPTIONS] if options else [],
-            )
         adapter = slot.adapter
         return self._with_own_rng(
             slot, "reset", lambda: adapter.reset(seed, options, mask)

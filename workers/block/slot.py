@@ -1,4 +1,4 @@
-"""A slot: one env with its adapter, its state, its inputs and their journal, and the places where it writes.
+"""A slot: one env with its adapter, its state, its inputs, and the places where it writes.
 
 Guarantees: a `Sink` writes only its env's rows, and checks every value against the spec. A step is compiled for each
 sink, because the attribute look-ups would cost more than a small env's step.
@@ -7,12 +7,12 @@ sink, because the attribute look-ups would cost more than a small env's step.
 import copy
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
-from enum import IntEnum, IntFlag
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
 
-from envherd.shm.slab import JOURNAL_FACTS, Name, Place
+from envherd.shm.slab import Name, Place
 from envherd.shm.specs import Discrete, EnvSpec, LeafSpec
 from envherd.workers import native, protocol
 from envherd.workers.adapters.base import Adapter, EnvCall, StepValues
@@ -144,95 +144,6 @@ def table() -> str:
     return protocol.table_as_text(FOLLOWS, SlotEvent, COMMANDS, REFUSED_WITH)
 
 
-# ---- journal -----------------------------------------------------------------------------------
-# The journal of an env: the inputs of its steps since its latest reset, kept in the slab, where a crash leaves them.
-#
-# Guarantees: an input is in the journal before the env gets it, byte for byte. `native/step.c` writes the same journal.
-# After more steps than fit, it has the latest ones: step `i` is at row `i % num_rows`.
-# Who writes: the worker that runs the env. Who reads: the parent, once the env has raised or its worker has ended.
-
-_LARGEST_SEED = 2**63 - 1
-KEPT_STEPS, KEPT_EPISODE, KEPT_SEED, KEPT_FLAGS = range(len(JOURNAL_FACTS))
-
-
-class JournalFlag(IntFlag):
-    """What else happened in an episode."""
-
-    BEGUN = 1  # the env was reset; without it the journal means nothing
-    SEEDED = 2  # with the seed among the facts
-    WITH_OPTIONS = 4  # with keyword arguments
-    IN_PARTS = 8  # some rows of the env were reset since, and others were not
-    CHANGED = 16  # a caller has called, set or loaded something since
-
-
-class Journal:
-    """The journal of one env.
-
-    Args:
-        arrays: `GroupSlab.journal` of the env's group.
-        inputs: of the group.
-        row: of the env.
-
-    Attributes:
-        facts: int64 `[4]`, one for each of `JOURNAL_FACTS` (VIEW).
-        rows: the journaled inputs, one array `[num_rows, ...]` for each leaf (VIEWS).
-        sources: where each is read, `[1, ...]` (VIEWS).
-    """
-
-    def __init__(
-        self,
-        arrays: Mapping[Name, np.ndarray],
-        inputs: Mapping[Name, np.ndarray],
-        row: int,
-    ) -> None:
-        names = [name for name in arrays if name[0] == "input"]
-        self.facts = arrays["facts",][row]
-        self.rows = [arrays[name][row] for name in names]
-        self.sources = [inputs[name][row : row + 1] for name in names]
-        # All have the same number; an env without inputs needs no rows.
-        self.num_rows = next(map(len, self.rows), 1)
-        self._words = self.facts.data
-        self._kept_bytes = [*map(_bytes_of, self.rows)]
-        self._source_bytes = [*map(_bytes_of, self.sources)]
-
-    def begin(
-        self,
-        episode: int,
-        seed: int | None,
-        flags: Iterable[JournalFlag] = (),
-    ) -> None:
-        """Note that the env is reset as a whole."""
-        words = self._words
-        begun = sum(flags, JournalFlag.BEGUN)
-        words[KEPT_STEPS] = 0
-        words[KEPT_EPISODE] = episode
-        words[KEPT_SEED] = 0
-        if seed is not None:
-            begun |= JournalFlag.SEEDED
-            # A negative one in the journal is one that the word cannot hold, and a capsule reports it.
-            words[KEPT_SEED] = seed if 0 <= seed <= _LARGEST_SEED else -1
-        # Last, as in C: the flags of this episode are never with the seed of another one.
-        words[KEPT_FLAGS] = begun
-
-    def note(self, flag: JournalFlag) -> None:
-        """Note what else has happened."""
-        self._words[KEPT_FLAGS] |= flag
-
-    def keep(self) -> None:
-        """Note the input of the step that is about to be made."""
-        words = self._words
-        steps = words[KEPT_STEPS]
-        row = steps % self.num_rows
-        for kept, source in zip(self._kept_bytes, self._source_bytes, strict=True):
-            nbytes = source.nbytes
-            kept[row * nbytes : (row + 1) * nbytes] = source
-        words[KEPT_STEPS] = steps + 1
-
-
-def _bytes_of(array: np.ndarray) -> memoryview:
-    return array.reshape(-1).view(np.uint8).data
-
-
 # ---- slot --------------------------------------------------------------------------------------
 
 #: Column -> the observation values of one `env.step`, which are written to that column.
@@ -306,7 +217,6 @@ class Slot:
         self.inputs: Mapping[Name, np.ndarray] = {}
         self.action_readers: list[Callable[[], Any]] = []
         self.reset_mask: np.ndarray | None = None
-        self.journal: Journal | None = None
         self.prepared: Prepare | None = None
         self.rename(env_id)
         self.rng_state: GlobalsState | None = None
@@ -491,16 +401,7 @@ def compile_step(
         slot.prepared = None
         return keep(column, step(action))
 
-    journal = slot.journal
-    if journal is None:
-        return run
-
-    def run_and_keep(column: int) -> list[Any]:
-        # Before the step: if that ends the process, the journal has the input that did so.
-        journal.keep()
-        return run(column)
-
-    return run_and_keep
+    return run
 
 
 def compile_keep(slot: Slot, sink: Sink, words: Mapping[str, memoryview]) -> Keep:
@@ -700,7 +601,7 @@ def step_facts(
         call = step
         in_python = None
     read = call.read
-    facts = {
+    return {
         "slot": slot,
         "env_id": slot.env_id,
         "words": words,
@@ -722,10 +623,6 @@ def step_facts(
         "readers": tuple(slot.action_readers),
         "index": _index(slot),
         "seed_pool": slot.seed_pool,
-        "journal": None,
-        "journal_rows": 0,
-        "kept": [],
-        "sources": [],
         "state": slot.state,
         "if_stepped": NEXT[SlotEvent.STEP],
         "if_running": NEXT[SlotEvent.RUNS],
@@ -742,14 +639,6 @@ def step_facts(
         "integer_type": np.int64,
         "number_types": tuple(NUMBERS),
     }
-    if slot.journal is not None:
-        facts |= {
-            "journal": slot.journal.facts,
-            "journal_rows": slot.journal.num_rows,
-            "kept": slot.journal.rows,
-            "sources": slot.journal.sources,
-        }
-    return facts
 
 
 def why_not_stored(slot: Slot) -> list[str]:

@@ -16,15 +16,6 @@
 /* shm.slab */
 #define ALIGNMENT 128
 
-/* shm.slab, workers.block.slot */
-#define KEPT_STEPS 0
-#define KEPT_EPISODE 1
-#define KEPT_SEED 2
-#define KEPT_FLAGS 3
-#define KEPT_FACTS 4
-#define JOURNAL_BEGUN 1
-#define JOURNAL_SEEDED 2
-
 /* workers.seeding */
 #define SEED_POOL 0x4u
 #define SEED_SHIFT 0x10u

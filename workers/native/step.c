@@ -53,16 +53,13 @@ struct Step {
     i64 notes_infos;    /* an info that is not empty goes to its row, or is for Python */
     i64 root_follows;   /* in a storage: the root of the next column is written too, unless the env has ended */
     i64 num_columns, env_id;
-    i64 journal_rows;
     Py_buffer state;                       /* of the slot, a byte; see `block.slot` */
     Py_buffer if_stepped, if_running, if_ended; /* rows of its table: state -> the state that follows; < 0: none can */
     Py_buffer index, seed_pool;            /* the action, where it is one int64; see `seeding`; else no objects */
-    Py_buffer journal;                     /* facts of `block.slot.Journal`; no object without it */
     Py_buffer info_rows;                   /* the env's two rows for infos; no object without them */
     Py_buffer env_steps, ends, episode, resets; /* words of each env */
     Py_buffer info_ids;                    /* two words of each env */
     Leaves observation, root, reward, done, root_done;
-    Leaves kept, sources;                  /* of the journal: its inputs by step, and where each is read */
     Value *values;                         /* one per observation and reward leaf, used within `store` */
 };
 
@@ -75,8 +72,7 @@ static const Fact FACTS[] = {
     FACT(NUMBER, Step, notes_infos), FACT(NUMBER, Step, root_follows), FACT(NUMBER, Step, num_columns),
     FACT(NUMBER, Step, env_id), FACT(WORDS_OR_NONE, Step, index), FACT(CONSTANTS, Step, seed_pool),
     FACT(BYTES, Step, state), FACT(CONSTANTS, Step, if_stepped), FACT(CONSTANTS, Step, if_running),
-    FACT(CONSTANTS, Step, if_ended), FACT(WORDS_OR_NONE, Step, journal),
-    FACT(NUMBER, Step, journal_rows), FACT(OBJECT, Step, schemas), FACT(WORDS_OR_NONE, Step, info_rows), {NULL},
+    FACT(CONSTANTS, Step, if_ended), FACT(OBJECT, Step, schemas), FACT(WORDS_OR_NONE, Step, info_rows), {NULL},
 };
 static const Fact WORDS_OF_ENVS[] = {
     FACT(WORDS, Step, env_steps), FACT(WORDS, Step, ends), FACT(WORDS, Step, episode), FACT(WORDS, Step, resets),
@@ -145,13 +141,9 @@ static int are_own(const Step *step)
     int is_own = step->env_id >= 0 && step->env_id < step->info_ids.shape[0] / 2 && step->root.count == step->observation.count
         && (step->index.obj == NULL || step->index.shape[0] == 1)
         && (step->seed_pool.obj == NULL || step->seed_pool.len == SEED_WORDS * sizeof(uint32_t))
-        && (step->schemas == NULL || (PyList_CheckExact(step->schemas) && step->info_rows.obj != NULL))
-        && (step->journal.obj == NULL || (step->journal.shape[0] == KEPT_FACTS && step->journal_rows > 0))
-        && step->kept.count == step->sources.count;
+        && (step->schemas == NULL || (PyList_CheckExact(step->schemas) && step->info_rows.obj != NULL));
     for (size_t i = 0; i < sizeof words / sizeof *words; i++)
         is_own = is_own && step->env_id < words[i]->shape[0];
-    for (Py_ssize_t i = 0; is_own && i < step->kept.count; i++)
-        is_own = step->kept.leaf[i].num_bytes == step->sources.leaf[i].num_bytes;
     for (Py_ssize_t i = 0; is_own && i < step->root.count; i++)
         is_own = step->root.leaf[i].num_bytes == step->observation.leaf[i].num_bytes;
     if (!is_own)
@@ -181,8 +173,6 @@ static int take_all(PyObject *self, PyObject *facts)
         || leaves_take(facts, "observation", &step->observation, step->num_columns) < 0
         || leaves_take(facts, "root", &step->root, step->num_columns) < 0
         || leaves_take(facts, "reward", &step->reward, step->num_columns) < 0
-        || leaves_take(facts, "kept", &step->kept, step->journal_rows) < 0
-        || leaves_take(facts, "sources", &step->sources, 1) < 0
         || flags_take(facts, "done", &step->done, step->num_columns) < 0
         || flags_take(facts, "root_done", &step->root_done, step->num_columns) < 0 || !are_own(step))
         return -1;
@@ -224,8 +214,7 @@ static void step_dealloc(Step *step)
     release_facts(WORDS_OF_ENVS, step);
     for (Py_ssize_t i = 0; step->values != NULL && i < step->observation.count; i++)
         PyMem_Free(step->values[i].rows);
-    Leaves *groups[] = {&step->observation, &step->root, &step->reward, &step->done, &step->root_done,
-                        &step->kept, &step->sources};
+    Leaves *groups[] = {&step->observation, &step->root, &step->reward, &step->done, &step->root_done};
     for (size_t i = 0; i < sizeof groups / sizeof *groups; i++)
         leaves_release(groups[i]);
     PyMem_Free(step->values);
@@ -269,22 +258,9 @@ static PyObject *read_leaves(const Step *step)
     return values;
 }
 
-/* `block.slot.Journal.keep`. */
-static void keep_action(const Step *step)
-{
-    i64 *facts = step->journal.buf, row = facts[KEPT_STEPS] % step->journal_rows;
-    for (Py_ssize_t i = 0; i < step->kept.count; i++) {
-        const Leaf *leaf = &step->kept.leaf[i];
-        memcpy((char *)leaf->memory.buf + row * leaf->num_bytes, step->sources.leaf[i].memory.buf, (size_t)leaf->num_bytes);
-    }
-    facts[KEPT_STEPS]++;
-}
-
 /* What the env, or `step`, is called with: the objects that Python would hand it. */
 static PyObject *read_action(const Step *step)
 {
-    if (step->journal.obj != NULL)
-        keep_action(step);
     if (step->calls_env && step->build == NULL)
         return read_only_leaf(step);
     PyObject *values, *only;
@@ -650,13 +626,6 @@ Outcome step_reset(Step *step, i64 column, PyObject **given)
     *given = NULL;
     if (seed == NULL)
         return STEP_RAISED;
-    if (step->journal.obj != NULL) {
-        i64 *facts = step->journal.buf;
-        facts[KEPT_STEPS] = 0;
-        facts[KEPT_EPISODE] = LOAD(episode);
-        facts[KEPT_SEED] = seed == Py_None ? 0 : PyLong_AsLongLong(seed);
-        facts[KEPT_FLAGS] = JOURNAL_BEGUN | (seed == Py_None ? 0 : JOURNAL_SEEDED);
-    }
     ADD(episode, 1);
     *given = PyObject_CallMethodObjArgs(step->adapter, step->names[RESET], seed, Py_None, Py_None, NULL);
     Py_DECREF(seed);

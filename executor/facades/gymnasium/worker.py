@@ -24,7 +24,6 @@ from gymnasium.vector.utils import batch_space
 from envherd.workers.adapters.base import EnvCall, Mask, Options, StepValues
 from envherd.workers.adapters.gymnasium.adapter import GymnasiumAdapter
 from envherd.workers.adapters.gymnasium.spaces import Space, native_tree
-from envherd.workers.adapters.named import reference_of
 from envherd.workers.build import describe, interpreter_of, modules_of
 from envherd.workers.sending.pickling import dumps
 
@@ -125,7 +124,6 @@ class NativeFactory:
         self.keeps_final = keeps_final
         self.preload = tuple(modules_of(env_fn))
         self.interpreter = interpreter_of(env_fn)
-        self.reference = reference_of(env_fn)
         self.__qualname__ = describe(env_fn)  # for messages
 
     def __call__(self) -> Any:

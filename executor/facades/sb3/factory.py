@@ -9,7 +9,6 @@ import importlib
 import pickle
 from typing import Any
 
-from envherd.workers.adapters.named import reference_of
 from envherd.workers.adapters.registry import is_one_of
 from envherd.workers.build import (
     Factory,
@@ -39,7 +38,6 @@ class Sb3Factory:
         self._env_id = env_id
         self.preload = (_LIGHT, *modules_of(env_fn))
         self.interpreter = interpreter_of(env_fn)
-        self.reference = reference_of(env_fn)
         self.__qualname__ = describe(env_fn)
 
     def __call__(self) -> Any:

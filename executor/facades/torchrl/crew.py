@@ -66,7 +66,6 @@ class HostedEnvs(ParallelEnv):
         num_processes: int | None,
         options: ExecutorOptions,
     ) -> None:
-        options.refuse_capsules("ParallelEnv of the TorchRL facade")
         num_workers = choose_workers(len(factories), num_processes, "num_processes")
         by_id = {
             # One for each function: envs of one factory are known to be built by equal calls.

@@ -70,7 +70,7 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
 
     Raises:
         FactoryError: an env instead of a factory, or a factory that cannot be pickled, raised or returned no env.
-        ValueError: options with `env_threads`, `infos`, `episode_statistics` or `capsules`.
+        ValueError: options with `env_threads`, `infos` or `episode_statistics`.
     """
 
     def __init__(

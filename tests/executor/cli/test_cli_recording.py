@@ -1,10 +1,7 @@
-"""Films and `envherd replay`; `--max-steps`; `top` in a narrow terminal."""
+"""Films; `--max-steps`; `top` in a narrow terminal."""
 
 import io
 import json
-import subprocess
-import sys
-import textwrap
 from contextlib import closing
 
 from tests.extras import needs, skip_without
@@ -16,13 +13,12 @@ import pytest
 import torch
 from PIL import Image
 from rich.console import Console
-from tensordict import NonTensorData, TensorDict
+from tensordict import TensorDict
 from typer.testing import CliRunner
 
 from envherd import ParallelEnv
 from envherd.executor.cli import media
 from envherd.executor.cli.app import app
-from envherd.executor.cli.commands import RolloutStore, load_rollout
 from envherd.executor.cli.top import looks, screen
 from envherd.workers.testing import CountingEnv
 from tests.gates import wait_for
@@ -41,214 +37,6 @@ def envherd(*arguments):
         torch.set_num_threads(threads)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_stored_rollout_is_replayed_with_any_number_of_workers(tmp_path, workers):
-    done = envherd(
-        "rollout",
-        COUNTING,
-        "--envs",
-        3,
-        "--steps",
-        30,
-        "--seed",
-        4,
-        "--out",
-        tmp_path / "data",
-    )
-    assert done.exit_code == 0, done.output
-    again = envherd(
-        "replay", tmp_path / "data", "--env", COUNTING, "--workers", workers
-    )
-    assert again.exit_code == 0, again.output
-    assert "30 steps of 3 envs are equal" in again.output
-
-
-@pytest.mark.slow
-def test_a_replay_names_the_first_difference_and_draws(tmp_path):
-    envherd(
-        "rollout",
-        COUNTING,
-        "--envs",
-        2,
-        "--steps",
-        12,
-        "--seed",
-        4,
-        "--out",
-        tmp_path / "data",
-    )
-    data, facts = load_rollout(tmp_path / "data")
-    assert (facts["env"], facts["seed"]) == (COUNTING, 4)
-    data["next", "reward"][1, 7] += 1  # memory-mapped, so this changes the file
-    again = envherd(
-        "replay", tmp_path / "data", "--env", COUNTING, "--gif", tmp_path / "again.gif"
-    )
-    assert again.exit_code == 1
-    assert "next/reward of env 1 at step 7" in " ".join(again.output.split())
-    assert (tmp_path / "again.gif").stat().st_size > 100
-
-
-@pytest.mark.parametrize(
-    ("name", "got"),
-    [
-        ("none", "no such folder"),
-        (".", "a folder without envherd.json"),
-        ("broken", "Expecting value"),
-    ],
-)
-def test_a_folder_without_a_rollout_is_refused(tmp_path, name, got):
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken/envherd.json").touch()
-    result = envherd("replay", tmp_path / name)
-    assert result.exit_code == 2
-    assert f"expected the folder of a stored rollout, got {got}" in result.stderr
-    assert "`envherd rollout ENV --out DIR` writes one" in result.stderr
-
-
-@pytest.fixture
-def stored(tmp_path):
-    """Return a function that stores a rollout of CartPole-v1 whose facts it changes."""
-
-    def store(**facts):
-        kept = RolloutStore(tmp_path / "data", 2)
-        for _ in range(2):
-            zeros = {
-                name: torch.zeros(1, 1, dtype=torch.bool)
-                for name in ("done", "terminated", "truncated")
-            }
-            root = TensorDict({"observation": torch.zeros(1, 4), **zeros}, [1])
-            after = TensorDict({**root, "reward": torch.ones(1, 1)}, [1])
-            kept.add(
-                root.set("action", torch.zeros(1, dtype=torch.int64)).set("next", after)
-            )
-        usual = {
-            "env": "gymnasium:CartPole-v1",
-            "env_kwargs": {},
-            "max_steps": None,
-            "seed": 0,
-        }
-        kept.finish({**usual, **facts})
-        return tmp_path / "data"
-
-    return store
-
-
-EVIL = """
-    import pathlib
-    pathlib.Path({mark!r}).touch()
-
-    def make(*args, **kwargs):
-        pathlib.Path({mark!r}).touch()
-"""
-
-
-@pytest.mark.parametrize(
-    ("facts", "named"),
-    [
-        ({"env": "python:evil:make"}, "--env python:evil:make"),
-        ({"env": "evil:make"}, "--env evil:make"),
-        ({"env": "torchrl:evil:make"}, "--env torchrl:evil:make"),
-        ({"env": "gymnasium:evil:CartPole-v1"}, "--env gymnasium:evil:CartPole-v1"),
-        (
-            {"env": "gymnasium_vec:evil:CartPole-v1:4"},
-            "--env gymnasium_vec:evil:CartPole-v1:4",
-        ),
-        ({"env": "pettingzoo:evil"}, "--env pettingzoo:evil"),
-        ({"env": "evil.make"}, "--env evil.make"),
-        ({"env": "CartPole-v1"}, "--env CartPole-v1"),
-        (
-            {"env": "python:evil:make", "env_kwargs": {"command": "it's"}},
-            "--env python:evil:make --env-kwargs '{",
-        ),
-        (
-            {"env_kwargs": {"config": [{"type": "evil.make"}]}},
-            '--env gymnasium:CartPole-v1 --env-kwargs \'{"config": [{"type": "evil.make"}]}\'',
-        ),
-    ],
-)
-def test_names_in_a_stored_rollout_are_not_called(
-    tmp_path, monkeypatch, stored, facts, named
-):
-    (tmp_path / "evil.py").write_text(
-        textwrap.dedent(EVIL.format(mark=str(tmp_path / "ran")))
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    result = envherd("replay", stored(**facts))
-    assert result.exit_code == 2, result.output
-    assert "names an env that may run any code" in result.stderr
-    assert f"envherd replay {tmp_path}/data {named}" in result.stderr
-    assert not (tmp_path / "ran").exists()
-
-
-@needs("gymnasium")
-@pytest.mark.slow
-def test_a_replay_searches_no_modules_in_the_current_folder(tmp_path, stored):
-    stored()
-    for name in ("gymnasium", "json", "numpy", "ale_py", "random"):
-        (tmp_path / f"{name}.py").write_text(
-            textwrap.dedent(EVIL.format(mark=str(tmp_path / "ran")))
-        )
-    command = [
-        sys.executable,
-        "-P",
-        "-c",
-        "import sys; from envherd.executor.cli import main; sys.exit(main())",
-    ]
-    done = subprocess.run(
-        [*command, "replay", "data"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=False,
-    )
-    assert not (tmp_path / "ran").exists()
-    assert "differs" in done.stdout, done.stderr
-
-
-@pytest.mark.parametrize(
-    "facts",
-    [
-        {"env": 3},
-        {"env": "a\x1b[2J"},
-        {"env_kwargs": []},
-        {"seed": "0"},
-        {"max_steps": 0},
-    ],
-)
-def test_facts_of_wrong_types_are_refused(stored, facts):
-    result = envherd("replay", stored(**facts))
-    assert result.exit_code == 2
-    assert f"expected {next(iter(facts))} as " in result.stderr
-    assert "\x1b[2J" not in result.stderr
-
-
-def test_a_stored_rollout_with_pickles_is_refused(tmp_path, stored):
-    facts = (stored() / "envherd.json").read_text()
-    TensorDict({"x": NonTensorData(slice(2))}, []).memmap(tmp_path / "odd")
-    (tmp_path / "odd/envherd.json").write_text(facts)
-    result = envherd("replay", tmp_path / "odd")
-    assert result.exit_code == 2
-    assert "expected a memory-mapped TensorDict without pickles" in result.stderr
-
-
-@needs("gymnasium")
-@pytest.mark.slow
-def test_a_replay_of_another_env_differs(stored):
-    folder = stored()
-    result = envherd("replay", folder, "--env", "gymnasium:Acrobot-v1")
-    assert result.exit_code == 1
-    assert "observation has shape [1, 6], stored was shape [1, 4]" in " ".join(
-        result.output.split()
-    )
-    result = envherd("replay", folder, "--env", TEAM)
-    assert (result.exit_code, "expected ('agents', 'action') in" in result.stderr) == (
-        1,
-        True,
-    )
-
-
 @needs("gymnasium")
 @pytest.mark.slow
 def test_the_steps_of_episodes_can_be_limited(tmp_path):
@@ -265,10 +53,9 @@ def test_the_steps_of_episodes_can_be_limited(tmp_path):
         tmp_path / "data",
     )
     assert done.exit_code == 0, done.output
-    data, _ = load_rollout(tmp_path / "data")
+    data = TensorDict.load_memmap(tmp_path / "data")
     assert data["next", "truncated"][:, [4, 9, 14, 19]].all()
     assert data["next", "done"].sum() == 8
-    assert envherd("replay", tmp_path / "data").exit_code == 0
     for name in (
         "gymnasium.envs.classic_control:CartPoleEnv",
         "gymnasium.envs.classic_control:MountainCarEnv",

@@ -501,7 +501,6 @@ def test_options_of_processes_hold_and_top_shows_the_lessees():
             ValueError,
             "start_method to be",
         ),
-        ({"options": ExecutorOptions(capsules="x")}, ValueError, "capsules to be None"),
         ({"n_envs": 3}, TypeError, "Did you mean num_envs"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
