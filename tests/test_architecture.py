@@ -32,7 +32,7 @@ READERS = {
     "executor/protocol/losses.py",
 }
 #: The size of the project, in statements (`python -m tools.statements FOLDER`): what comes in names what goes out.
-SOURCE, TESTS = 27_590, 28_913
+SOURCE, TESTS = 26_000, 28_500
 #: The head of a function in C, without the semicolon of a declaration.
 C_FUNCTION = re.compile(r"^\w[\w *]*?(\w+)\([^;]*\)$", re.MULTILINE)
 REPORTS = re.compile(r"\.(outcome|wait_all|wait_some)\b")
