@@ -32,7 +32,8 @@ from envherd import (
     WorkerLost,
 )
 from envherd.executor.cluster.rollouts import RayRollouts
-from envherd.workers.testing import CountingEnv, FaultyEnv
+from envherd.workers.testing import CountingEnv
+from tests.envs.breaking_envs import FaultyEnv
 from tests.envs.cluster_envs import Counter, HeldCounter, Sampler
 from tests.envs.counting_envs import AgentsEnv, PairEnv, TextEnv
 from tests.envs.disturbing_envs import HaltingEnv

@@ -21,8 +21,9 @@ from envherd.executor.testing import (
 )
 from envherd.shm.specs import Box, EnvSpec, LeafSpec
 from envherd.workers.errors import EnvError
-from envherd.workers.testing import CountingEnv, FaultyEnv, PlainAdapter
+from envherd.workers.testing import CountingEnv, PlainAdapter
 from tests.contracts.families import nested_spaces
+from tests.envs.breaking_envs import FaultyEnv
 from tests.envs.counting_envs import GlobalRandomEnv
 
 

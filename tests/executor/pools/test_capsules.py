@@ -43,13 +43,13 @@ from envherd.workers.adapters.named import FAMILIES, NamedFactory, reference_of
 from envherd.workers.block.slot import KEPT_FLAGS, Journal, JournalFlag
 from envherd.workers.seeding import episode_seed
 from envherd.workers.testing import CountingEnv
-from envherd.workers.testing.faults import BROKEN, FaultyEnv
+from tests.envs.breaking_envs import BROKEN, FaultyEnv
 from tests.envs.disturbing_envs import NanEnv
 from tests.envs.logged_env import Logged
 from tests.executor.calls import TWO_WORKERS
 from tests.executor.drives import DRIVES, act
 
-FAULTY = "python:envherd.workers.testing.faults:FaultyEnv"
+FAULTY = "python:tests.envs.breaking_envs:FaultyEnv"
 HERE = "tests.executor.pools.test_capsules"
 
 
@@ -844,7 +844,7 @@ def test_it_stops_in_the_debugger_and_films(tmp_path):
     debugged = replay(path, "--trust", "--pdb", text="p step\nc\np self.num_steps\nc\n")
     assert debugged.exit_code == 0, debugged.output
     assert "(Pdb) 3\n" in debugged.stdout
-    assert "faults.py" in debugged.stdout  # it stops again in the env's step
+    assert "breaking_envs.py" in debugged.stdout  # it stops again in the env's step
     assert "(Pdb) 2\n" in debugged.stdout
     assert sys.gettrace() is None
 
