@@ -633,9 +633,8 @@ def explain(
             max(measured.contention, others_share) > DISTURBED,
             (
                 f"{quota}other programs used the machine: they took {others_share:.0%} of the processors' time, and "
-                f"the probe waited for a processor for {measured.contention:.0%} of its time. The speeds are without "
-                f"the time that processes waited for a processor. Another run may advise otherwise: measure when the "
-                f"machine is idle."
+                f"the probe waited for a processor for {measured.contention:.0%} of its time. Another run may advise "
+                f"otherwise: measure when the machine is idle."
             ),
         ),
     )

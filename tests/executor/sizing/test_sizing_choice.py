@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from envherd.executor.machine.gpus import Gpu, parse_apps
-from envherd.executor.machine.machine import Cgroup, Machine, usable_cores
+from envherd.executor.machine.machine import Cgroup, Machine
 from envherd.executor.sizing.confirming import speeds
-from envherd.executor.sizing.probe import Turn, step_figures
+from envherd.executor.sizing.probe import step_figures
 from envherd.executor.sizing.recommending import decide
 from envherd.executor.sizing.rule import (
     DoesNotFit,
@@ -22,7 +22,7 @@ from envherd.executor.sizing.rule import (
 )
 from envherd.shm.slab import NUM_BINS, bin_of
 
-GIB, MIB, CORES = 2**30, 2**20, usable_cores()
+GIB, MIB = 2**30, 2**20
 WORKERS_ONLY = Goal(workers_only=True)
 ONE, TWO = (Setting(num_envs=8, num_workers=count) for count in (1, 2))
 
@@ -341,35 +341,6 @@ def test_steps_and_resets_count_by_their_work():
     assert replace(measured, end_share=0.0, reset_mean_s=0.0).whole_steps(
         100, 0
     ) == pytest.approx(100)
-
-
-@pytest.mark.parametrize(
-    ("batches_s", "times", "even_s", "uneven_s"),
-    [
-        # A `SerialEnv`, three quarters of the time not on a processor.
-        ([1.0] * 4, [(1.0, 3.0, 0.0)], 1.0, 1.0),
-        ([1.0] * 4, [(0.0, 0.0, 0.0)], 4.0, 4.0),  # it waits for something else
-        # A policy takes 0.3 s.
-        ([1.0] * 4, [(0.2, 0.5, 0.3), (2.0, 1.0, 3.0), (1.0, 0.0, 1.0)], 2.5, 2.5),
-        # The worker waits for something else.
-        ([1.0] * 4, [(0.5, 0.5, 0.0), (0.1, 1.0, 3.0)], 2.5, 2.5),
-        # Workers wait for each other.
-        ([1.0] * 4, [(1.0, 0.0, 0.0), (1.0, 0.0, 1.0), (1.0, 0.0, 1.0)], 2.0, 4.0),
-        # They share processors.
-        (
-            [1.0] * 4,
-            [(0.0, 0.0, 0.0), *[(1.0, 3.0, 4.0)] * 8],
-            8 / CORES,
-            max(1.0, 8 / CORES),
-        ),
-        # Most short batches are not disturbed.
-        ([1e-4] * 3 + [1.0], [(0.5, 0.5, 0.0)], 4e-4, 0.5003),
-    ],
-)
-def test_the_time_of_a_turn_without_other_programs(batches_s, times, even_s, uneven_s):
-    turn = Turn(8, 0, batches_s, times)
-    assert turn.undisturbed_s(is_even=True) == pytest.approx(even_s)
-    assert turn.undisturbed_s(is_even=False) == pytest.approx(uneven_s)
 
 
 def figures(steps, sampled_s=(), **seconds):
