@@ -15,7 +15,6 @@ from envherd.executor.testing import (
     Contract,
     ContractViolation,
     ExecutorBatch,
-    PartialResetContract,
     check_env_contract,
     in_this_process,
 )
@@ -285,13 +284,6 @@ class Masked(gymnasium.Env):
             "action_mask": legal.astype(np.int8),
             "place": np.array([self.place], np.float32),
         }
-
-
-class TestMasked(PartialResetContract):
-    num_steps = 20
-
-    def make_env(self) -> Any:
-        return Masked()
 
 
 @pytest.mark.slow
