@@ -20,7 +20,6 @@ from tensordict import TensorDictBase
 from envherd.executor.assembly import is_portable, make_pool
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.guests.monitor import quantile
-from envherd.executor.machine.gpus import memory_used_by
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.sending.blueprint import as_factories, draw
 from envherd.executor.serial import SerialEnv
@@ -30,7 +29,6 @@ from envherd.shm.platforms import require
 from envherd.shm.slab import plan_slab
 from envherd.workers.errors import EnvherdError
 from envherd.workers.processes import (
-    descendants,
     memory_of,
     num_threads,
     parent_of,
@@ -382,7 +380,6 @@ def probe(
         helper = parent_of(one.pid)
         if helper != os.getpid():  # which is the parent in the portable pool
             shared_bytes += memory_of(helper, is_alone=True)["pss"]
-        gpu_bytes = memory_used_by(descendants(one.pid))
         all_of = one.read()
     # A worker counts the step before a reset with the reset.
     resets_s = (
@@ -424,7 +421,6 @@ def probe(
         worker_bytes=late["dirty"],
         further_env_bytes=further_bytes,
         shared_bytes=shared_bytes,
-        gpu_bytes=gpu_bytes,
         why_alone=why_alone,
         **figures,
     )

@@ -151,7 +151,7 @@ def test_size_as_a_table_and_json(tmp_path):
     assert "why: " in done.stdout
     assert "…" not in done.stdout
     report = json.loads(path.read_text())
-    assert report["schema"] == "envherd.size/7"
+    assert report["schema"] == "envherd.size/8"
     assert set(report) == KEYS
     assert {one["num_workers"] for one in report["settings"]} == {0, 1, 2}
     for one in report["settings"]:

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from envherd.executor.machine.gpus import Gpu, parse_apps
 from envherd.executor.machine.machine import Cgroup, Machine
 from envherd.executor.sizing.confirming import speeds
 from envherd.executor.sizing.probe import step_figures
@@ -230,11 +229,6 @@ DECISIONS = {
         {"8 envs on 2 workers": None, "8 envs on 1 worker": 1.0, "SerialEnv of 8 envs": 0.9},
         "8 envs on 1 worker", "processes", "takes 11 processes and threads, 10 are left",
     ),
-    "little GPU memory": (
-        replace(PLAIN, gpu_bytes=3 * GIB), machine_of(2, gpus=(Gpu("x", 4 * GIB, None),)), EIGHT_ENVS,
-        {"8 envs on 2 workers": None, "8 envs on 1 worker": 1.0, "SerialEnv of 8 envs": 0.9},
-        "8 envs on 1 worker", "GPU memory", "takes 6,144 MiB of GPU memory, 4,096 are free",
-    ),
     # ---- what else is reported ----
     "an env that grows": (
         replace(CHEAP, grown_per_1000_steps_bytes=9 * MIB), machine_of(), EIGHT_ENVS,
@@ -401,7 +395,3 @@ def figures(steps, sampled_s=(), **seconds):
 def test_the_figures_of_steps(made, expected):
     assert {key: made[key] for key in expected} == pytest.approx(expected, rel=0.1)
     assert all(np.isfinite(value) and value >= 0 for value in made.values())
-
-
-def test_gpu_memory_of_processes():
-    assert parse_apps("11, 300\n12, 100\n13, [N/A]\n", {11, 13}) == 300 * MIB
