@@ -25,7 +25,6 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from envherd.executor.batches.arguments import (
     as_count,
     check_rollout,
-    need_bools,
     need_callables,
     need_state,
 )
@@ -274,18 +273,17 @@ class RayRollouts(ClosedAtEnd):
         max_steps: int,
         policy: Policy | None = None,
         *,
-        overlap: bool = True,
         primer: TensorDictBase | None = None,
     ) -> Iterator[TensorDictBase]:
         """Iterate rollouts in the order in which nodes finish them: a slow node does not delay the others.
 
+        A node's next rollout begins before its last one is yielded, so it works while the caller learns, with weights
+        that are one or more versions old. `rollout` uses the present ones.
         Episodes continue from batch to batch, with the policy's own state. Another call ends the iteration.
 
         Args:
             max_steps: T.
             policy: see `rollout`; its weights are read whenever a rollout begins.
-            overlap: begin a node's next rollout before yielding its last one, so the node works while the caller
-                learns; its weights are then one or more versions old. False begins it at the next iteration.
             primer: see `rollout`.
 
         Yields:
@@ -293,7 +291,6 @@ class RayRollouts(ClosedAtEnd):
         """
         max_steps = as_count("stream", "max_steps", max_steps)
         need_callables("stream", policy=policy)
-        need_bools("stream", overlap=overlap)
         need_state("stream", "primer", primer, self.num_envs)
         begin = functools.partial(
             self._roll,
@@ -320,8 +317,7 @@ class RayRollouts(ClosedAtEnd):
                     .clone()
                 )
                 data["policy_version"] = torch.full_like(data["env_ids"], share.version)
-                if overlap:
-                    begin(share)
+                begin(share)
             yield data
 
     def _roll(

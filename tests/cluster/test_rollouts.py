@@ -221,15 +221,14 @@ def test_no_node_starves_and_a_slow_one_delays_none(shared):
         assert found[2] != found[3]
 
 
-@pytest.mark.parametrize("overlap", [True, False])
 def test_a_stream_names_the_version_of_its_weights_and_continues_episodes(
-    shared, overlap
+    shared,
 ):
     policy = Counter()
     shared.rollout(1, policy)
     first = shared.version
     stream, last, began_with = (
-        shared.stream(6, policy, overlap=overlap),
+        shared.stream(6, policy),
         {},
         {0: 0, 3: 0},
     )
@@ -243,7 +242,7 @@ def test_a_stream_names_the_version_of_its_weights_and_continues_episodes(
         assert torch.equal(
             batch["action"], (batch["observation"][..., 1] + version) % 5
         )
-        began_with[share] = shared.version - first + (not overlap)
+        began_with[share] = shared.version - first
         root = batch["observation"][:, 0]
         if share in last:
             assert ((root[:, 1] == 0) | (root == last[share]).all(1)).all()
@@ -439,7 +438,7 @@ def test_lost_nodes_share_restarts_on_another_node_during_a_rollout(
             2, make_slow, num_nodes=1, resources_per_node=mine, options=RESTART
         ) as rollouts:
             before = rollouts.rollout(2, Counter())
-            stream = rollouts.stream(100, Counter(), overlap=True)
+            stream = rollouts.stream(100, Counter())
             first = next(stream)
             place = rollouts._shares[0].place
             gone = next(node for node in nodes if node.node_id[:8] in place)
