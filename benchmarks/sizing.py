@@ -36,8 +36,6 @@ RESULTS = Path(__file__).parent / "results" / "sizing.json"
 NUM_ENVS = 8
 #: Seconds that a call of an executor may take, and of a turn.
 _PATIENCE_S, _SPAN_S = 300.0, 0.3
-#: Share of the processors' time that other programs take on a busy machine.
-_BUSY = 0.2
 ENVS: dict[str, Any] = {
     "no-op": SteadyFactory(),
     "CartPole": factory_for("gymnasium:CartPole-v1"),
@@ -70,7 +68,7 @@ def run_one(name: str, num_rounds: int) -> dict[str, Any]:
     sizing = recommend(ENVS[name], goal=Goal(num_envs=NUM_ENVS))
     took_s, chosen = time.monotonic() - began, sizing.chosen.setting
     settings = dict.fromkeys((*SETTINGS, chosen))
-    rates = sweep(ENVS[name], list(settings), sizing.measured, num_rounds, others)
+    rates = sweep(ENVS[name], list(settings), sizing.measured, num_rounds)
     typical = {setting: float(np.median(values)) for setting, values in rates.items()}
     best = max(typical, key=typical.__getitem__)
     return {
@@ -96,7 +94,6 @@ def sweep(
     settings: Sequence[Setting],
     measured: Measurement,
     num_rounds: int,
-    others: Others,
 ) -> dict[Setting, list[float]]:
     """Run settings in rounds, all alive together; return the env-steps per second of each, by round.
 
@@ -105,7 +102,6 @@ def sweep(
         settings: to compare.
         measured: of the env; converts the steps and resets of a turn to an amount of work.
         num_rounds: in each, every setting has one turn.
-        others: measures how much of the machine other programs take.
     """
     subject, order = Subject(factory, {}, ExecutorOptions()), random.Random(0)
     turns: dict[Setting, list[Any]] = {setting: [] for setting in settings}
@@ -121,13 +117,9 @@ def sweep(
         for _ in range(num_rounds):
             for setting in order.sample(settings, len(settings)):
                 turns[setting].append(drivers[setting.num_workers].turn(setting.mode))
-    is_busy, work = others.share() > _BUSY, measured.whole_steps
+    work = measured.whole_steps
     return {
-        setting: [
-            work(one.steps, one.resets)
-            / (one.undisturbed_s(is_even=True) if is_busy else one.seconds)
-            for one in made
-        ]
+        setting: [work(one.steps, one.resets) / one.seconds for one in made]
         for setting, made in turns.items()
     }
 

@@ -16,7 +16,7 @@ from envherd.executor.sizing.recommending import Sizing, recommend
 from envherd.executor.sizing.rule import Goal, counted, size_text, time_text
 from envherd.workers.adapters.env_names import Factory, factory_for
 
-SCHEMA = "envherd.size/7"
+SCHEMA = "envherd.size/8"
 
 
 def run(options: Size) -> int:

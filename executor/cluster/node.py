@@ -1,9 +1,7 @@
 """What runs on a node, in a Ray actor: the envs of a share as a `ParallelEnv`, and a copy of the policy.
 
 Guarantees: errors of envs, workers and arguments are returned, because Ray would wrap them; others are raised. An actor
-that Ray has started in the place of a lost one continues from what the driver knows of that. It ends with its raylet.
-Threads: Ray makes the calls of `do` in one thread, in their order. It answers for a sign of life, and calls `close`, in
-a second one.
+that Ray has started in the place of a lost one begins new episodes. It ends with its raylet.
 """
 
 import dataclasses
@@ -13,10 +11,8 @@ import pickle
 import platform
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import ray
@@ -39,22 +35,6 @@ _PARENT_S = 0.5
 _STREAM = 2**32 - 3
 
 
-def versions() -> dict[str, str]:
-    """Return the versions that must be equal on all nodes, by name."""
-    names = ("envherd", "ray", "numpy", "torch", "tensordict", "cloudpickle")
-    return {
-        "python": platform.python_version().rpartition(".")[0],
-        **{name: metadata.version(name) for name in names},
-    }
-
-
-class Packed(NamedTuple):
-    """A tensor as Ray sends it, without pickling the values."""
-
-    array: np.ndarray
-    dtype: torch.dtype
-
-
 class Node:
     """Runs the envs of a share; see the module.
 
@@ -63,9 +43,8 @@ class Node:
     """
 
     env: Any = None
-    _is_current = False
     #: The latest rows of the envs, `[n]`; None if these are not in the middle of episodes.
-    _rows: TensorDictBase | None = None
+    rows: TensorDictBase | None = None
 
     def __init__(self, *task: Any) -> None:
         threading.Thread(
@@ -74,50 +53,43 @@ class Node:
             name="envherd-parent",
             daemon=True,
         ).start()
-        # Of the data that this actor returns.
+        # Of the data that this actor returns: Ray pickles the values of a tensor, and maps those of an array.
         ray.util.register_serializer(
             torch.Tensor,
             serializer=packed,
             deserializer=unpacked,
         )
         node_id = ray.get_runtime_context().get_node_id()[:8]
-        self._place = f"node {platform.node()}/{node_id}, pid {os.getpid()}"
+        numbering.place = f"node {platform.node()}/{node_id}"
         self._task = task
 
     def do(
         self,
         call: Callable[..., Any],
-        state: bytes | None,
+        rows: TensorDictBase | None,
         *args: Any,
         **how: Any,
     ) -> Any:
-        """Make a call; return its result, where this is, and the state after the call; or the error.
+        """Make a call; return its result, where this is, and the rows after the call; or the error.
 
         Args:
             call: called with this object; a method, for example.
-            state: that the latest answer has returned; None for the first call.
+            rows: that the latest answer has returned; None for the first call.
             *args: further arguments of the call.
             **how: likewise.
         """
         try:
             if self.env is None:
                 self.env = self._build(*self._task)
-            # An actor before this one was lost.
-            if state is not None and not self._is_current and call != Node.load:
-                self.load(pickle.loads(state))
-            self._is_current = True
+                if rows is not None:  # an actor before this one was lost
+                    self._take_over(rows)
             result = call(self, *args, **how)
-            return (
-                result,
-                self._place,
-                pickle.dumps({**self.save(with_envs=False), "rows": self._rows}),
-            )
+            return result, f"{numbering.place}, pid {os.getpid()}", self.rows
         except EnvherdError as error:
             return error
 
     def _build(
         self,
-        expected: Mapping[str, str],
         registered: bytes,
         factories: Sequence[bytes],
         cores: float,
@@ -127,21 +99,13 @@ class Node:
         """Start the workers and build the envs.
 
         Args:
-            expected: the driver's versions.
             registered: names of envs; see `workers.sending.registries`.
             factories: one per env, pickled.
             cores: of the share; infinity for all.
             first: id in the batch of env 0.
             how: further arguments of `ParallelEnv`.
         """
-        for name, version in versions().items():
-            if version != expected[name]:
-                raise ClusterError(
-                    f"RayRollouts failed: expected {name} {expected[name]} on every node, as in the driver, got "
-                    f"{version} on {self._place}. Install the same environment on all nodes."
-                )
         numbering.first_env_id = first
-        numbering.place = self._place.partition(",")[0]
         options = dataclasses.replace(
             how["options"],
             first_env_id=how["options"].first_env_id + first,
@@ -152,21 +116,20 @@ class Node:
             int(min(cores, usable_cores(), len(factories))),
         )
         torch.manual_seed(episode_seed(how["seed"], _STREAM, options.first_env_id))
+        registries.install(registered)
+        # Envs of one factory share it here as well.
+        load = functools.cache(pickle.loads)
         try:
-            registries.install(registered)
-            # Envs of one factory share it here as well.
-            made = functools.cache(pickle.loads)
-            return ParallelEnv(
-                [made(pickled) for pickled in factories],
-                **{**how, "options": options, "num_workers": num_workers},
-            )
-        except EnvherdError:
-            raise
-        except Exception as error:
+            make_env = [load(pickled) for pickled in factories]
+        except Exception as error:  # whatever their modules and classes raise
             raise ClusterError(
-                f"RayRollouts failed: expected {self._place} to build its envs, got {type(error).__name__}: {error}.",
-                remote_traceback=traceback.format_exc(),
+                f"RayRollouts failed: expected {numbering.place} to read the factories, got {type(error).__name__}: "
+                f"{error}. Install there what they import, or pass runtime_env=."
             ) from error
+        return ParallelEnv(
+            make_env,
+            **{**how, "options": options, "num_workers": num_workers},
+        )
 
     def roll(
         self,
@@ -186,36 +149,23 @@ class Node:
         """
         policy = None if acting is None else _weighted(*acting)
         if keeps_state:
-            how["tensordict"] = self._rows
+            how["tensordict"] = self.rows
         data = self.env.rollout(num_steps, policy, break_when_any_done=False, **how)
-        self._rows = data[:, -1]["next"].clone()
+        self.rows = data[:, -1]["next"].clone()
         return data
 
-    def save(self, *, with_envs: bool | None) -> dict[str, Any]:
-        """Return the state: that of `ParallelEnv`, of the policy's generator, and which envs have ended."""
-        return {
-            **self.env.state_dict(with_envs=with_envs),
-            "torch": torch.get_rng_state(),
-            "ended": self.env.engine.states.needs_reset.tolist(),
-        }
-
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore a state.
-
-        After the loss of an actor it has the latest rows of the envs. Those that were in an episode then begin with an
-        interrupted row.
-        """
+        """Restore a state; see `RayRollouts.state_dict`."""
         self.env.load_state_dict(state)
         torch.set_rng_state(state["torch"].clone())
-        self._rows = state.get("rows")
-        if self._rows is not None:
-            roots = [row.to_dict() for row in self._rows.unbind(0)]
-            self.env.engine.take_over(roots, np.array(state["ended"]))
+        self.rows = None
 
-    def close(self) -> None:
-        """Close the envs."""
-        if self.env is not None:
-            self.env.close()
+    def _take_over(self, rows: TensorDictBase) -> None:
+        """Begin with an interrupted row for each env that was in an episode, and new episodes then."""
+        self.rows = rows
+        roots = [row.to_dict() for row in rows.unbind(0)]
+        ended = np.array([bool(root["done"].any()) for root in roots])
+        self.env.engine.take_over(roots, ended)
 
 
 @functools.lru_cache(maxsize=1)
@@ -237,14 +187,14 @@ def _weighted(policy: Any, weights: Any) -> Placed:
     return placed
 
 
-def packed(tensor: torch.Tensor) -> Packed:
+def packed(tensor: torch.Tensor) -> tuple[np.ndarray, torch.dtype]:
     """Return a tensor of any device as what `unpacked` takes."""
-    return Packed(as_array(tensor.detach().cpu()), tensor.dtype)
+    return as_array(tensor.detach().cpu()), tensor.dtype
 
 
-def unpacked(sent: Packed) -> torch.Tensor:
+def unpacked(sent: tuple[np.ndarray, torch.dtype]) -> torch.Tensor:
     """Return a tensor on the CPU, in its own memory: Ray's is read-only."""
-    return torch.tensor(sent.array, device="cpu").view(sent.dtype)
+    return torch.tensor(sent[0], device="cpu").view(sent[1])
 
 
 def _end_with(parent: int) -> None:

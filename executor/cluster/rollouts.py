@@ -3,8 +3,8 @@
 Guarantees:
 - The data are those of one `ParallelEnv` with the same seed, bit for bit, if the policy draws no random numbers.
 - The policy is sent once, and its weights whenever they have changed, once for all nodes.
-- Every wait ends at the latest when a node is found to be lost or silent. Answers are taken in the order in which the
-  calls were made, among those that have arrived: no node starves, however fast another one is.
+- Every wait ends at the latest when Ray finds a node to be lost. Answers are taken in the order in which the calls were
+  made, among those that have arrived: no node starves, however fast another one is.
 - Nothing of a rollout that was lost with its node is in the data: it is made again where Ray starts the share.
 - An interrupt leaves all nodes usable: the answer to the interrupted call is dropped when the next call is made.
 """
@@ -13,9 +13,7 @@ import contextlib
 import functools
 import math
 import os
-import pickle
 import socket
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -27,7 +25,6 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from envherd.executor.batches.arguments import (
     as_count,
     check_rollout,
-    need_bools,
     need_callables,
     need_state,
 )
@@ -42,7 +39,6 @@ from envherd.executor.sending.blueprint import (
     EnvKwargs,
     MakeEnv,
     as_factories,
-    check_agreement,
     checked_options,
     counted,
     draw,
@@ -58,7 +54,7 @@ try:
     from ray.util import placement_group, placement_group_table, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    from envherd.executor.cluster.node import Node, packed, versions
+    from envherd.executor.cluster.node import Node, packed
 except ModuleNotFoundError as missing:
     if missing.name != "ray":  # Ray is installed, and lacks a package
         raise
@@ -66,8 +62,7 @@ except ModuleNotFoundError as missing:
 
 #: Seconds for the head of a cluster to accept a connection; Ray itself would try for minutes.
 _CONNECT_S = 5.0
-#: Seconds between checks of nodes that owe an answer, and between lines of the log about those that are not heard.
-_LOOK_S = 1.0
+#: Seconds between lines of the log about nodes that are still starting.
 _LOG_S = 10.0
 
 
@@ -78,13 +73,11 @@ class _Share(SimpleNamespace):
         env_ids: their ids.
         actor: runs the envs; see `Node`.
         place: where that is.
-        state: that the latest answer has returned; see `Node.do`.
+        rows: that the latest answer has returned; see `Node.do`.
         version: of the policy in its latest call.
-        ping, heard_at: a question for a sign of life, and when one came last (monotonic seconds).
     """
 
-    state: bytes | None = None
-    ping: Any = None
+    rows: TensorDictBase | None = None
     __hash__ = object.__hash__  # type: ignore[assignment]  # a key of dicts
 
     def __str__(self) -> str:
@@ -116,8 +109,6 @@ class RayRollouts(ClosedAtEnd):
             "STRICT_SPREAD" always.
         runtime_env: Ray's runtime environment of the nodes; None for the job's own.
         placement_timeout_s: seconds to wait for room.
-        node_timeout_s: seconds without a sign of life after which a node counts as lost, the start of its process
-            included.
 
     Attributes:
         num_envs: N.
@@ -128,8 +119,7 @@ class RayRollouts(ClosedAtEnd):
         is_resumed: see `BatchedEnv`.
 
     Raises:
-        ClusterError: Ray cannot be reached or has no room, or a node cannot build its envs, or has other versions than
-            this process.
+        ClusterError: Ray cannot be reached or has no room, or a node lacks what a factory imports.
         FactoryError, SpecError, WorkerLost, WorkerTimeout: as `ParallelEnv`; the message names the node.
     """
 
@@ -156,7 +146,6 @@ class RayRollouts(ClosedAtEnd):
         strategy: str = "SPREAD",
         runtime_env: Mapping[str, Any] | None = None,
         placement_timeout_s: float = 60.0,
-        node_timeout_s: float = 180.0,
     ) -> None:
         need_callables("RayRollouts", policy_factory=policy_factory)
         as_count("RayRollouts", "num_workers", num_workers, or_none=True)
@@ -169,8 +158,6 @@ class RayRollouts(ClosedAtEnd):
         self.num_envs = len(calls)
         self.seed = blueprint.root_seed
         self._factory = policy_factory
-        self._node_timeout_s = node_timeout_s
-        self._logged_at = time.monotonic()
         self._pending: dict[Any, _Share] = {}
         self._shares: list[_Share] = []
         # An interrupt leaves nothing to repair: the next call drops the answers.
@@ -196,6 +183,7 @@ class RayRollouts(ClosedAtEnd):
             at_end.callback(remove_placement_group, group)
             if not group.wait(placement_timeout_s):
                 raise no_room(bundles, free, placement_timeout_s)
+            node_ids = placement_group_table(group)["bundles_to_node_id"]
             for index, env_ids in enumerate(
                 spread(self.num_envs, [bundle.get("CPU") or 1.0 for bundle in bundles])
             ):
@@ -206,20 +194,17 @@ class RayRollouts(ClosedAtEnd):
                     runtime_env,
                     self._options,
                 ).remote(
-                    versions(),
                     registries.collect(),
                     [calls[i].factory for i in env_ids],
                     bundles[index].get("CPU") or math.inf,
                     env_ids[0],
                     {**how, "env_kwargs": [calls[i].kwargs for i in env_ids]},
                 )
-                self._shares.append(
-                    _Share(env_ids=env_ids, actor=actor, place=_place_of(group, index))
-                )
+                place = f"node {node_ids[index][:8]}"
+                self._shares.append(_Share(env_ids=env_ids, actor=actor, place=place))
             at_end.callback(_close, self._shares, self._options.close_timeout_s)
             reports = self._ask(lambda node: (node.env.specs, node.env.num_workers))
             self.specs = tuple(spec for specs, _ in reports for spec in specs)
-            check_agreement(self.specs, factories, [call.kwargs for call in calls])
             self._finalizer = weakref.finalize(
                 self,
                 _release,
@@ -288,18 +273,17 @@ class RayRollouts(ClosedAtEnd):
         max_steps: int,
         policy: Policy | None = None,
         *,
-        overlap: bool = True,
         primer: TensorDictBase | None = None,
     ) -> Iterator[TensorDictBase]:
         """Iterate rollouts in the order in which nodes finish them: a slow node does not delay the others.
 
+        A node's next rollout begins before its last one is yielded, so it works while the caller learns, with weights
+        that are one or more versions old. `rollout` uses the present ones.
         Episodes continue from batch to batch, with the policy's own state. Another call ends the iteration.
 
         Args:
             max_steps: T.
             policy: see `rollout`; its weights are read whenever a rollout begins.
-            overlap: begin a node's next rollout before yielding its last one, so the node works while the caller
-                learns; its weights are then one or more versions old. False begins it at the next iteration.
             primer: see `rollout`.
 
         Yields:
@@ -307,7 +291,6 @@ class RayRollouts(ClosedAtEnd):
         """
         max_steps = as_count("stream", "max_steps", max_steps)
         need_callables("stream", policy=policy)
-        need_bools("stream", overlap=overlap)
         need_state("stream", "primer", primer, self.num_envs)
         begin = functools.partial(
             self._roll,
@@ -334,8 +317,7 @@ class RayRollouts(ClosedAtEnd):
                     .clone()
                 )
                 data["policy_version"] = torch.full_like(data["env_ids"], share.version)
-                if overlap:
-                    begin(share)
+                begin(share)
             yield data
 
     def _roll(
@@ -373,9 +355,7 @@ class RayRollouts(ClosedAtEnd):
         )
 
     def _joined(self, parts: list[Any]) -> TensorDictBase:
-        """Return rollouts of all nodes, each in its own memory, as one batch; rows of unlike envs as a lazy stack."""
-        if len(parts) == 1:
-            return parts[0]
+        """Return rollouts of all nodes as one batch, in its own memory; rows of unlike envs as a lazy stack."""
         if all(spec == self.specs[0] for spec in self.specs):
             return torch.cat(parts)
         rows = [row for part in parts for row in part.unbind(0)]
@@ -384,10 +364,7 @@ class RayRollouts(ClosedAtEnd):
     def _take(self, policy: Any) -> None:
         """Use a policy from now on; answers to earlier calls are dropped."""
         self._policy = policy.policy if isinstance(policy, Placed) else policy
-        left = self._pending
         self._pending = {}
-        # A stream that was left still holds it, and would keep the answers in Ray's memory.
-        left.clear()
 
     def _refreshed(self) -> tuple[Any, Any]:
         """Send what has changed of the policy: its weights, or all of another policy, or of one that is no module.
@@ -400,7 +377,7 @@ class RayRollouts(ClosedAtEnd):
         policy = self._policy
         weights = [packed(tensor) for tensor in tensors_of(policy)]
         made = policy if isinstance(policy, torch.nn.Module) else self._pickle()
-        present = (made, [one.array.tobytes() for one in weights])
+        present = (made, [array.tobytes() for array, _dtype in weights])
         if made != self._sent[0]:
             self._made = ray.put(self._pickle())
         if present != self._sent:
@@ -429,8 +406,8 @@ class RayRollouts(ClosedAtEnd):
         *args: Any,
         **how: Any,
     ) -> None:
-        # The state is for an actor that Ray starts in the place of this one.
-        self._pending[share.actor.do.remote(call, share.state, *args, **how)] = share
+        # The rows are for an actor that Ray starts in the place of this one.
+        self._pending[share.actor.do.remote(call, share.rows, *args, **how)] = share
 
     def _answers(self) -> list[Any]:
         """Wait for the answers of all nodes; return them in the order of the shares."""
@@ -439,70 +416,34 @@ class RayRollouts(ClosedAtEnd):
 
     def _next_answer(self) -> tuple[_Share, Any]:
         """Wait for an answer: that to the oldest of the calls whose answers have arrived."""
-        while True:
-            self._look()
-            refs = [*self._pending]
-            # All that have arrived, in this order: a wait for one returns any of them.
-            ready = (
-                ray.wait(refs, num_returns=len(refs), timeout=0)[0]
-                or ray.wait(refs, timeout=_LOOK_S)[0]
-            )
-            for ref in ready:
-                share = self._pending.pop(ref)
-                try:
-                    answer = ray.get(ref)
-                except ray.exceptions.RayTaskError:  # the exception of a policy
-                    raise
-                except ray.exceptions.RayError as error:
-                    text = " ".join(str(getattr(error, "cause", None) or error).split())
-                    raise self._loss(
-                        share,
-                        f"{type(error).__name__}: {text}",
-                    ) from None
-                if isinstance(answer, EnvherdError):
-                    raise answer
-                result, place, share.state = answer
-                if share.place != place:
-                    self.num_losses += "pid" in share.place
-                    share.place = place
-                return share, result
-
-    def _look(self) -> None:
-        """Raise the loss of a node that is silent, and log which nodes have not been heard for some time."""
-        now = time.monotonic()
-        for share in self._pending.values():
-            if share.ping is None or (
-                now - share.heard_at > _LOOK_S and ray.wait([share.ping], timeout=0)[0]
-            ):
-                share.ping = share.actor.__ray_ready__.options(
-                    concurrency_group="watch"
-                ).remote()
-                share.heard_at = now
-            if now - share.heard_at > self._node_timeout_s:
-                share.ping = None  # the next call reports that the actor has died
-                ray.kill(share.actor)
-                raise self._loss(
-                    share,
-                    f"it gave no sign of life for {self._node_timeout_s:g} s",
+        refs = [*self._pending]
+        # All that have arrived, in this order: a wait for one returns any of them.
+        while not (ready := ray.wait(refs, num_returns=len(refs), timeout=0)[0]):
+            starting = [
+                str(one) for one in self._pending.values() if "pid" not in one.place
+            ]
+            if not ray.wait(refs, timeout=_LOG_S)[0] and starting:
+                log.warning(
+                    "RayRollouts waits for nodes that are still starting: %s.",
+                    ", ".join(starting),
                 )
-        late = [
-            str(one)
-            for one in self._pending.values()
-            if one.state is None or now - one.heard_at > _LOG_S
-        ]
-        if late and now - self._logged_at > _LOG_S:
-            self._logged_at = now
-            log.warning(
-                "RayRollouts waits for nodes that are still starting, or are silent: %s.",
-                ", ".join(late),
-            )
-
-    def _loss(self, share: _Share, why: str) -> WorkerLost:
-        return WorkerLost(
-            f"the call failed: {share} is lost: {why}. ExecutorOptions(on_worker_loss='restart', max_restarts=...) "
-            f"starts the envs of lost nodes on others.",
-            env_ids=tuple(share.env_ids),
-        )
+        share = self._pending.pop(ready[0])
+        try:
+            answer = ray.get(ready[0])
+        except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
+            text = " ".join(str(getattr(error, "cause", None) or error).split())
+            raise WorkerLost(
+                f"the call failed: {share} is lost: {type(error).__name__}: {text}. "
+                f"ExecutorOptions(on_worker_loss='restart', max_restarts=...) starts the envs of lost nodes on others.",
+                env_ids=tuple(share.env_ids),
+            ) from None
+        if isinstance(answer, EnvherdError):
+            raise answer
+        result, place, share.rows = answer
+        if share.place != place:
+            self.num_losses += "pid" in share.place
+            share.place = place
+        return share, result
 
     # ---- everything else ---------------------------------------------------------------------
 
@@ -511,7 +452,14 @@ class RayRollouts(ClosedAtEnd):
 
         The policy is not included. See `ParallelEnv.state_dict`.
         """
-        return {"nodes": self._ask(functools.partial(Node.save, with_envs=with_envs))}
+        return {
+            "nodes": self._ask(
+                lambda node: {
+                    **node.env.state_dict(with_envs=with_envs),
+                    "torch": torch.get_rng_state(),
+                }
+            )
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state from `state_dict`, of as many nodes with as many envs: the next rollouts return equal data.
@@ -521,13 +469,11 @@ class RayRollouts(ClosedAtEnd):
         """
         parts = state.get("nodes", ())
         sizes = [len(share.env_ids) for share in self._shares]
-        if [len(part["ended"]) for part in parts] != sizes:
+        if [len(part["executor"]["episodes"]) for part in parts] != sizes:
             raise ValueError(
                 f"load_state_dict failed: expected a state of nodes with {sizes} envs, got another."
             )
         self._ask(Node.load, parts)
-        for share, part in zip(self._shares, parts, strict=True):
-            share.state = pickle.dumps(part)
         self.is_resumed = all("roots" in part["executor"] for part in parts)
 
     def statistics(self) -> list[Statistics]:
@@ -573,13 +519,6 @@ def _connect(address: str | None, at_end: contextlib.ExitStack) -> None:
     at_end.callback(ray.shutdown)
 
 
-def _place_of(group: Any, index: int) -> str:
-    """Return the name of the node where Ray has placed a bundle."""
-    node_id = placement_group_table(group)["bundles_to_node_id"][index]
-    hosts = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}  # type: ignore[no-untyped-call]  # Ray's
-    return f"node {hosts.get(node_id)}/{node_id[:8]}"
-
-
 def _actor(
     group: Any,
     index: int,
@@ -589,8 +528,7 @@ def _actor(
 ) -> Any:
     """Return the class of actors that run in a bundle of a placement group."""
     restarts = options.max_restarts if options.on_worker_loss == "restart" else 0
-    # Ray's types know no concurrency groups.
-    return ray.remote(concurrency_groups={"watch": 1})(Node).options(  # type: ignore[call-overload]
+    return ray.remote(Node).options(
         num_cpus=bundle.get("CPU", 0),
         num_gpus=bundle.get("GPU", 0),
         memory=bundle.get("memory"),
@@ -608,10 +546,11 @@ def _actor(
 
 
 def _close(shares: Sequence[_Share], timeout_s: float) -> None:
-    """Close the envs of all nodes, as far as they do so in time."""
+    """Close the envs of all nodes that have built them, as far as they do so in time."""
     calls = [
-        share.actor.close.options(concurrency_group="watch").remote()
+        share.actor.do.remote(lambda node: node.env.close(), None)
         for share in shares
+        if "pid" in share.place
     ]
     ray.wait(calls, num_returns=len(calls), timeout=timeout_s)
 

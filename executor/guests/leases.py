@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 from envherd.executor.guests.interpreters import in_interpreters
 from envherd.executor.keywords import names_right_keyword
@@ -530,14 +530,6 @@ class LeasePool(
     async def __aexit__(self, *_: object) -> None:
         """Close, without blocking the event loop."""
         await asyncio.to_thread(self.close)
-
-    if not TYPE_CHECKING:  # to a type checker, unknown attributes remain unknown
-
-        def __getattr__(self, name: str) -> Any:
-            """Refuse the methods of a batch of envs."""
-            raise AttributeError(
-                f"a LeasePool has no {name}: it has no batch. Lease an env, or use ParallelEnv."
-            )
 
 
 class Lease:

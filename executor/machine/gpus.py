@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -76,23 +76,6 @@ def parse_smi(text: str, visible: str | None) -> tuple[Gpu, ...]:
             break  # CUDA also stops at the first missing one
         found.append(gpu)
     return tuple(found)
-
-
-def memory_used_by(pids: Collection[int]) -> int:
-    """Return bytes of GPU memory that processes use together; 0 if it is unknown."""
-    return parse_apps(_ask("--query-compute-apps=pid,used_memory"), pids)
-
-
-def parse_apps(text: str, pids: Collection[int]) -> int:
-    """Return the bytes of some processes in `nvidia-smi`'s CSV of GPU processes: pid, MiB."""
-    total = 0
-    for line in text.splitlines():
-        match [field.strip() for field in line.split(",")]:
-            case [pid, *_, used] if (
-                pid.isdigit() and used.isdigit() and int(pid) in pids
-            ):
-                total += int(used) * _MIB
-    return total
 
 
 def _ask(query: str) -> str:

@@ -22,8 +22,6 @@ from envherd.executor.sizing.rule import (
     Mode,
     Run,
     Setting,
-    resets_are_costly,
-    steps_are_uneven,
 )
 from envherd.workers.errors import EnvherdError
 
@@ -104,7 +102,7 @@ def confirm(  # noqa: PLR0913  # what is run, and for how long
     alive = [run for run in runs if run.refusal is None]
     if not alive:
         raise errors[-1]
-    _write(alive, rounds, limits.measured, is_busy=is_busy())
+    _write(alive, rounds, limits.measured)
 
 
 def _executor(run: Run) -> Setting:
@@ -170,15 +168,11 @@ def _write(
     runs: Sequence[Run],
     rounds: Sequence[Mapping[Run, Turn]],
     measured: Measurement,
-    *,
-    is_busy: bool,
 ) -> None:
     """Write what was measured into the runs."""
-    is_even = not (steps_are_uneven(measured) or resets_are_costly(measured))
 
     def rate(turn: Turn) -> float:
-        seconds = turn.undisturbed_s(is_even=is_even) if is_busy else turn.seconds
-        return measured.whole_steps(turn.steps, turn.resets) / seconds
+        return measured.whole_steps(turn.steps, turn.resets) / turn.seconds
 
     rate_of = speeds([{run: rate(turns[run]) for run in runs} for turns in rounds])
     for run, steps_per_s in rate_of.items():

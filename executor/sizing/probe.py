@@ -11,18 +11,15 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 from tensordict import TensorDictBase
 
 from envherd.executor.assembly import is_portable, make_pool
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.guests.monitor import quantile
-from envherd.executor.machine.gpus import memory_used_by
-from envherd.executor.machine.machine import usable_cores
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.sending.blueprint import as_factories, draw
 from envherd.executor.serial import SerialEnv
@@ -32,12 +29,10 @@ from envherd.shm.platforms import require
 from envherd.shm.slab import plan_slab
 from envherd.workers.errors import EnvherdError
 from envherd.workers.processes import (
-    descendants,
     memory_of,
     num_threads,
     parent_of,
     processor_ns,
-    scheduled_ns,
 )
 from envherd.workers.testing import CountingEnv
 
@@ -52,8 +47,6 @@ _WARM_UP = 2
 _LEAST_BATCHES = 4
 #: Seconds after which a turn may have fewer batches.
 _LEAST_S = 1.0
-#: Seconds of a batch that is usually over before the kernel gives the processor to another program.
-_SHORT_S = 1e-3
 
 
 @dataclass(frozen=True)
@@ -171,55 +164,14 @@ class Turn(NamedTuple):
     Attributes:
         steps: env-steps.
         resets: of envs in the turn.
-        batches_s: seconds of each batch.
-        times: of this thread, and then of each worker: seconds on a processor, waiting for one, and on commands (of
-            this thread, in the policy).
+        seconds: of all batches.
+        busy_share: of the workers' time, spent on commands; of a `SerialEnv`, of this thread's time on a processor.
     """
 
     steps: int
     resets: int
-    batches_s: Sequence[float]
-    times: Sequence[Sequence[float]]
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of all batches."""
-        return sum(self.batches_s)
-
-    @property
-    def busy_share(self) -> float:
-        """Share of the workers' time, spent on commands; of a `SerialEnv`, of this thread's time on a processor."""
-        (run_s, _, _), *workers = self.times
-        busy_s = [busy for _, _, busy in workers] or [run_s]
-        return min(1.0, sum(busy_s) / len(busy_s) / self.seconds)
-
-    def undisturbed_s(self, *, is_even: bool) -> float:
-        """Return the seconds that it would take if no other program used the processors.
-
-        This thread and the workers take turns, so the times that they wait for a processor are left out. Workers that
-        share processors take at least their processor time, divided among the processors. Most short batches are over
-        before the kernel stops a process, so all together do not take longer than the median says.
-
-        Args:
-            is_even: whether all steps take about as long. Otherwise the median says nothing, and workers wait for each
-                other, which their times do not show: only the waiting of this thread and the slowest is left out.
-        """
-        (own_s, own_wait_s, policy_s), *workers = self.times
-        run_s, wait_s, busy_s = np.reshape(workers, (-1, 3)).T
-        shared_s = run_s.sum() / usable_cores()
-        waited_s = own_wait_s + wait_s.max(initial=0.0)
-        seconds = max(self.seconds - waited_s, own_s + shared_s)
-        if not is_even:
-            return seconds
-        if workers:
-            slowest_s = np.maximum(run_s, busy_s - wait_s).max()
-            seconds = policy_s + own_s + max(slowest_s, shared_s)
-        median_s = float(np.median(self.batches_s))
-        return (
-            min(seconds, median_s * len(self.batches_s))
-            if median_s < _SHORT_S
-            else seconds
-        )
+    seconds: float
+    busy_share: float
 
 
 class Driver:
@@ -259,37 +211,30 @@ class Driver:
             self.env.send(self._act(self._root))
         for _ in range(_WARM_UP):
             batch()
-        resets, times = self._counters()
+        pool = self.env.engine.pool
+        resets = pool.slab.words["resets"].sum()
+        busy_s = self._busy_s()
         steps = 0
-        ticks = [time.perf_counter()]
-        while (seconds := ticks[-1] - ticks[0]) < self._span_s or (
-            len(ticks) <= _LEAST_BATCHES and seconds < _LEAST_S
+        num_batches = 0
+        began = time.perf_counter()
+        while (seconds := time.perf_counter() - began) < self._span_s or (
+            num_batches < _LEAST_BATCHES and seconds < _LEAST_S
         ):
             steps += batch()
-            ticks.append(time.perf_counter())
-        resets_after, times_after = self._counters()
+            num_batches += 1
+        resets = int(pool.slab.words["resets"].sum() - resets)
+        busy_share = min(1.0, (self._busy_s() - busy_s) / seconds)
         if mode == "first-k":
             self.env.recv(with_root=False)
             self._root = self.env.current()
-        batches_s = np.diff(ticks).tolist()
-        spent = (times_after - times).tolist()
-        spent[0][2] = self._policy_s * len(batches_s)
-        return Turn(steps, resets_after - resets, batches_s, spent)
+        return Turn(steps, resets, seconds, busy_share)
 
-    def _counters(self) -> tuple[int, np.ndarray]:
-        """Return the number of resets, and the figures of `Turn.times` so far."""
+    def _busy_s(self) -> float:
+        """Return the workers' mean seconds on commands; of a `SerialEnv`, those of this thread on a processor."""
         pool = self.env.engine.pool
-        pids = [
-            "thread-self",
-            *(str(pool.pid_of(worker_id)) for worker_id in range(pool.num_workers)),
-        ]
-        # The words of a `SerialEnv` are those of one worker, and are left out.
-        busy_ns = [0, *pool.slab.words["busy_ns"].tolist()]
-        times = [
-            [*(scheduled_ns(pid) or (0, 0)), busy]
-            for pid, busy in zip(pids, busy_ns, strict=False)
-        ]
-        return int(pool.slab.words["resets"].sum()), np.array(times) / 1e9
+        if not pool.num_workers:
+            return time.thread_time()
+        return float(pool.slab.words["busy_ns"].mean()) / 1e9
 
     def _act(self, td: TensorDictBase, env_ids: Any = None) -> TensorDictBase:
         """Set actions of some envs, or of all, after the policy's time.
@@ -435,7 +380,6 @@ def probe(
         helper = parent_of(one.pid)
         if helper != os.getpid():  # which is the parent in the portable pool
             shared_bytes += memory_of(helper, is_alone=True)["pss"]
-        gpu_bytes = memory_used_by(descendants(one.pid))
         all_of = one.read()
     # A worker counts the step before a reset with the reset.
     resets_s = (
@@ -477,7 +421,6 @@ def probe(
         worker_bytes=late["dirty"],
         further_env_bytes=further_bytes,
         shared_bytes=shared_bytes,
-        gpu_bytes=gpu_bytes,
         why_alone=why_alone,
         **figures,
     )

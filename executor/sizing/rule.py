@@ -95,7 +95,6 @@ class Measurement:
         further_env_bytes: added by each further env.
         shared_bytes: what exists once for all workers: the helper, and libraries.
         grown_per_1000_steps_bytes: of one env; small ones are noise.
-        gpu_bytes: memory of GPUs that the probe used; 0 if it is unknown.
         why_alone: why a process can have only one such env: the error of several in one process; empty if it can.
     """
 
@@ -118,7 +117,6 @@ class Measurement:
     further_env_bytes: int
     shared_bytes: int
     grown_per_1000_steps_bytes: int
-    gpu_bytes: int = 0
     why_alone: str = ""
 
     @property
@@ -370,10 +368,6 @@ class Limits:
             memory_bytes=memory_bytes,
             start_s=worker_s * max(1.0, processes / machine.cores),
         )
-        gpus = [
-            gpu.memory_bytes if gpu.free_bytes is None else gpu.free_bytes
-            for gpu in machine.gpus
-        ]
         # A resource, what the setting takes of it, what there is (None without a limit), and the text of a refusal.
         needs = (
             (
@@ -393,12 +387,6 @@ class Limits:
                 1 + processes * (1 + one.num_threads),
                 machine.processes_left,
                 "takes {:,} processes and threads, {:,} are left",
-            ),
-            (
-                "GPU memory",
-                holders * one.gpu_bytes / _MIB,
-                sum(gpus) / _MIB if gpus else None,
-                "takes {:,.0f} MiB of GPU memory, {:,.0f} are free",
             ),
         )
         for resource, taken, left, text in needs:
@@ -633,9 +621,8 @@ def explain(
             max(measured.contention, others_share) > DISTURBED,
             (
                 f"{quota}other programs used the machine: they took {others_share:.0%} of the processors' time, and "
-                f"the probe waited for a processor for {measured.contention:.0%} of its time. The speeds are without "
-                f"the time that processes waited for a processor. Another run may advise otherwise: measure when the "
-                f"machine is idle."
+                f"the probe waited for a processor for {measured.contention:.0%} of its time. Another run may advise "
+                f"otherwise: measure when the machine is idle."
             ),
         ),
     )

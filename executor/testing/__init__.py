@@ -3,7 +3,6 @@
 from envherd.executor.testing.contract import (
     Contract,
     ContractReport,
-    PartialResetContract,
     check_env_contract,
 )
 from envherd.executor.testing.traces import (
@@ -19,7 +18,6 @@ __all__ = [
     "ContractReport",
     "ContractViolation",
     "ExecutorBatch",
-    "PartialResetContract",
     "Row",
     "check_env_contract",
     "in_this_process",

@@ -398,23 +398,15 @@ class Trace:
             yield Shown(event.env_id, f"root, {event}", event.root)
 
 
-def _draw_actions(
+def _draw_action(
     drawn_by: DrawAction | None,
-    specs: Sequence[EnvSpec],
-    rngs: Sequence[np.random.Generator],
-    roots: Sequence[Row],
-) -> list[list[Any]]:
-    """Return an action of each env; None as the function draws values from the specs, which action masks allow."""
+    spec: EnvSpec,
+    rng: np.random.Generator,
+    root: Row,
+) -> list[Any]:
+    """Return one env's action; None as the function draws values from the spec, which action masks allow."""
     if drawn_by is not None:
-        return [drawn_by(spec, rng) for spec, rng in zip(specs, rngs, strict=True)]
-    return [
-        _legal_values(spec, rng, root)
-        for spec, rng, root in zip(specs, rngs, roots, strict=True)
-    ]
-
-
-def _legal_values(spec: EnvSpec, rng: np.random.Generator, root: Row) -> list[Any]:
-    """Return values of one env's actions and states, aligned with `spec.action` and then `spec.state`."""
+        return drawn_by(spec, rng)
     keys = [mask_key(spec, leaf) for leaf in spec.action] + [None] * len(spec.state)
     return [
         draw(leaf, rng) if key is None else draw_masked(rng, root[key], leaf)
@@ -435,7 +427,10 @@ def drive(
     first = batch.env.options.first_env_id
     rngs = [np.random.default_rng([seed, first + i]) for i in range(len(roots))]
     for step in range(num_steps):
-        actions = _draw_actions(drawn_by, batch.specs, rngs, roots)
+        actions = [
+            _draw_action(drawn_by, *of)
+            for of in zip(batch.specs, rngs, roots, strict=True)
+        ]
         nexts, roots = advance(batch, actions, step)
         for env_id, rows in enumerate(zip(nexts, roots, strict=True)):
             yield TraceEvent(step, env_id, *rows)

@@ -105,11 +105,6 @@ WRONG = {
         ValueError,
         "stream failed: expected max_steps",
     ),
-    "overlap": (
-        lambda one: next(one.stream(3, overlap=1)),
-        ValueError,
-        "expected overlap to be True or False",
-    ),
     "a factory": (
         lambda _: any_rollouts(1, CountingEnv, policy_factory=3),
         TypeError,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from envherd.executor.testing import Contract, PartialResetContract, check_env_contract
+from envherd.executor.testing import Contract, check_env_contract
 from envherd.workers.testing import CountingEnv
 from tests.contracts.executor_batch import BATCHES
 from tests.envs.counting_envs import AgentsEnv, FlagsEnv, PairEnv, TextEnv
@@ -49,11 +49,3 @@ def test_every_rule_holds(env: str, batch: str) -> None:
 
 def test_check_env_contract_returns_a_report() -> None:
     assert check_env_contract(CountingEnv, num_steps=20, seed=3).num_steps == 20
-
-
-class TestAsAClassThroughTheExecutor(PartialResetContract):
-    num_steps = 30
-    make_batch = staticmethod(BATCHES["serial"])
-
-    def make_env(self) -> Any:
-        return AgentsEnv()

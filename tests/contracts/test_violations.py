@@ -15,14 +15,14 @@ from envherd.executor.testing import (
     Contract,
     ContractViolation,
     ExecutorBatch,
-    PartialResetContract,
     check_env_contract,
     in_this_process,
 )
 from envherd.shm.specs import Box, EnvSpec, LeafSpec
 from envherd.workers.errors import EnvError
-from envherd.workers.testing import CountingEnv, FaultyEnv, PlainAdapter
+from envherd.workers.testing import CountingEnv, PlainAdapter
 from tests.contracts.families import nested_spaces
+from tests.envs.breaking_envs import FaultyEnv
 from tests.envs.counting_envs import GlobalRandomEnv
 
 
@@ -284,13 +284,6 @@ class Masked(gymnasium.Env):
             "action_mask": legal.astype(np.int8),
             "place": np.array([self.place], np.float32),
         }
-
-
-class TestMasked(PartialResetContract):
-    num_steps = 20
-
-    def make_env(self) -> Any:
-        return Masked()
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import numpy as np
 from envherd.shm.specs import Binary, Discrete, EnvSpec, Key, LeafSpec, done_leaves
 from envherd.workers.adapters.base import Mask, Options, StepValues
 from envherd.workers.testing.envs import NUM_ACTIONS, CountingEnv, PlainEnv
-from envherd.workers.testing.faults import start_child
+from tests.envs.breaking_envs import start_child
 
 
 class AgentsEnv(CountingEnv):

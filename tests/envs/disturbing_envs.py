@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from envherd.workers.testing import CountingEnv, FaultyEnv
+from envherd.workers.testing import CountingEnv
+from tests.envs.breaking_envs import FaultyEnv
 from tests.gates import Gate
 
 

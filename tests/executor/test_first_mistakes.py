@@ -31,7 +31,8 @@ from envherd import (
 from envherd.executor.start.zygote import without_own_frames
 from envherd.executor.testing import ContractViolation, check_env_contract
 from envherd.gymnasium import AsyncVectorEnv
-from envherd.workers.testing import CountingEnv, FaultyEnv
+from envherd.workers.testing import CountingEnv
+from tests.envs.breaking_envs import FaultyEnv
 from tests.extras import needs, skip_without
 
 serial: Any = SerialEnv  # these calls have wrong types
@@ -495,7 +496,7 @@ def test_a_lost_worker_is_printed_once_and_without_own_frames(caplog):
         assert "\n" not in record.message
         printed = "".join(traceback.format_exception(caught.value))
     assert printed.count("Fatal Python error") == 1
-    assert "faults.py" in caught.value.message
+    assert "breaking_envs.py" in caught.value.message
     assert "Extension modules" not in printed
     assert "zygote.py" not in printed
     assert caught.value.remote_traceback in caught.value.message

@@ -28,9 +28,15 @@ from envherd.executor import (
 )
 from envherd.executor.protocol.env_states import FOLLOWS, Event, State
 from envherd.executor.start.zygote import end_idle
-from envherd.workers.testing import CountingEnv, FaultyEnv
-from envherd.workers.testing.faults import BAD_OBSERVATIONS, DEATHS, EXCEPTIONS, HANGS
+from envherd.workers.testing import CountingEnv
 from tests.conftest import command, descendants, shm_names
+from tests.envs.breaking_envs import (
+    BAD_OBSERVATIONS,
+    DEATHS,
+    EXCEPTIONS,
+    HANGS,
+    FaultyEnv,
+)
 from tests.executor.calls import only
 
 NUM_ENVS, VICTIM = 3, 1
@@ -468,10 +474,10 @@ def _demand(cell: Cell, seen: Any) -> None:
         ) in str(seen)
     if cell.kind == "hangs":
         assert "gave no answer within" in str(seen)
-        stack = "did not answer" if cell.fault == "stop" else "faults.py"
+        stack = "did not answer" if cell.fault == "stop" else "breaking_envs.py"
         assert stack in str(seen)
     if cell.fault in EXCEPTIONS or (cell.fault, cell.state) == ("segfault", "step"):
-        assert "faults.py" in f"{seen} {seen.__cause__}"
+        assert "breaking_envs.py" in f"{seen} {seen.__cause__}"
 
 
 def _brief(seen: Any) -> str:

@@ -24,8 +24,8 @@ from envherd.executor import (
 )
 from envherd.executor.rollouts.rollout import RolloutRunner, StepwiseRun
 from envherd.workers.protocol import Op
-from envherd.workers.testing import CountingEnv, FaultyEnv
-from envherd.workers.testing.faults import BAD_OBSERVATIONS, EXCEPTIONS
+from envherd.workers.testing import CountingEnv
+from tests.envs.breaking_envs import BAD_OBSERVATIONS, EXCEPTIONS, FaultyEnv
 from tests.envs.faulty_envs import Faulty
 from tests.executor.calls import ENDLESS, act, both, counters, only
 
@@ -106,7 +106,7 @@ def test_a_factory_that_raises_leaves_no_process(fault):
         FactoryError, match=r"env 2, worker 1, pid \d+, phase build"
     ) as caught:
         ParallelEnv(3, make, num_workers=2)
-    assert "faults.py" in str(caught.value.__cause__)
+    assert "breaking_envs.py" in str(caught.value.__cause__)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_an_env_that_always_raises_is_an_error_at_last(make, at, caplog):
             ) as caught:
                 step_on(env)
             assert caught.value.env_ids == (0,)
-            assert "faults.py" in caught.value.remote_traceback
+            assert "breaking_envs.py" in caught.value.remote_traceback
             others = int(at == "step")
             assert env.statistics().errors_per_env == (
                 INTERRUPT.max_restarts + times,

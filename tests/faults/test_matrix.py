@@ -5,7 +5,7 @@
 
 import pytest
 
-from envherd.workers.testing.faults import BAD_OBSERVATIONS, EXCEPTIONS
+from tests.envs.breaking_envs import BAD_OBSERVATIONS, EXCEPTIONS
 from tests.faults.matrix import CELLS, FAULTS, QUICK, STATES, drive
 from tests.scale import IS_FULL
 from tools.faults_page import record, table

@@ -19,7 +19,8 @@ warnings.simplefilter("always")
 import psutil
 from envherd.executor import ParallelEnv
 from envherd.executor.start import zygote
-from envherd.workers.testing import CountingEnv, FaultyEnv
+from envherd.workers.testing import CountingEnv
+from tests.envs.breaking_envs import FaultyEnv
 from tests.envs.counting_envs import ParentEnv
 
 zygote._KEPT_CPU_S = 0.0  # the helper is kept although its imports were quick

@@ -31,7 +31,8 @@ from envherd.executor import (
 )
 from envherd.executor.guests.leases import LeasePool
 from envherd.executor.show.evaluate import evaluate
-from envherd.workers.testing import CountingEnv, FaultyEnv
+from envherd.workers.testing import CountingEnv
+from tests.envs.breaking_envs import FaultyEnv
 from tests.envs.counting_envs import ChattyEnv
 from tests.envs.disturbing_envs import (
     MEDDLING,

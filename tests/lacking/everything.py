@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from breaking import FaultyEnv  # type: ignore[import-not-found]  # it is in the folder of this script
 from everything_imported import import_all  # type: ignore[import-not-found]  # it is in the folder of this script
 from typer.testing import CliRunner
 
@@ -23,7 +24,7 @@ from envherd.executor.sizing import recommending
 from envherd.gymnasium import AsyncVectorEnv
 from envherd.shm import platforms
 from envherd.workers.adapters.named import NamedFactory
-from envherd.workers.testing import CountingEnv, FaultyEnv
+from envherd.workers.testing import CountingEnv
 
 
 def check(holds, what):

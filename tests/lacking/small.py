@@ -7,7 +7,23 @@ import torch
 
 from envherd import Collector, ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.shm.segment import NAMES
-from envherd.workers.testing import CountingEnv, FaultyEnv
+from envherd.workers.testing import CountingEnv
+
+
+class EndingEnv(CountingEnv):
+    """Ends its process in a step."""
+
+    def __init__(self, at=0):
+        """Keep the step."""
+        super().__init__(1_000)
+        self._at = at
+
+    def step(self, action):
+        """Count one step, or end the process."""
+        values = super().step(action)
+        if self.num_steps == self._at:
+            os._exit(3)
+        return values
 
 
 def rollouts_of(env):
@@ -36,9 +52,9 @@ def main():
         "the data differ"
     )
     options = ExecutorOptions(on_worker_loss="restart", step_timeout_s=30.0)
-    faults = [{}, {"fault": "exit", "step": 2}]
+    faults = [{}, {"at": 2}]
     with ParallelEnv(
-        2, FaultyEnv, num_workers=2, env_kwargs=faults, options=options
+        2, EndingEnv, num_workers=2, env_kwargs=faults, options=options
     ) as env:
         root, interrupted = env.reset(), []
         for _ in range(3):

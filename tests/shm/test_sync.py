@@ -100,7 +100,7 @@ _WAITS = """
 import functools, os
 from envherd import ParallelEnv
 from envherd.workers import native
-from envherd.workers.testing import FaultyEnv
+from tests.envs.breaking_envs import FaultyEnv
 for switch in ("0", "1"):
     if pid := os.fork():
         os.waitpid(pid, 0)

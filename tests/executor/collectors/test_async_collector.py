@@ -24,7 +24,8 @@ from envherd.executor.guests.collectors.async_collector import (
     AsyncCollector,
     _Background,
 )
-from envherd.workers.testing import CountingEnv, FaultyEnv
+from envherd.workers.testing import CountingEnv
+from tests.envs.breaking_envs import FaultyEnv
 from tests.envs.counting_envs import AgentsEnv, TextEnv
 from tests.gates import alarm, wait_for
 

@@ -17,7 +17,8 @@ from envherd.executor.guests.collectors.policy import (
     swapped_parameters,
     uncopied,
 )
-from envherd.workers.testing import CountingEnv, FaultyEnv
+from envherd.workers.testing import CountingEnv
+from tests.envs.breaking_envs import FaultyEnv
 from tests.executor.calls import ones
 
 NUM_ENVS = 3

@@ -8,7 +8,8 @@ import torch
 from tensordict import TensorDict
 
 from envherd import EnvError, ExecutorOptions, ParallelEnv, WorkerTimeout
-from envherd.workers.testing import CountingEnv, FaultyEnv
+from envherd.workers.testing import CountingEnv
+from tests.envs.breaking_envs import FaultyEnv
 from tests.envs.waiting_envs import MeetingEnv, OneThreadEnv, StuckEnv
 from tests.gates import wait_for
 

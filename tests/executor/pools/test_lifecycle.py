@@ -30,7 +30,8 @@ from envherd.workers import messages
 from envherd.workers.current import WorkerInfo
 from envherd.workers.errors import Closed
 from envherd.workers.process import zygote as worker_zygote
-from envherd.workers.testing import CountingEnv, FaultyEnv
+from envherd.workers.testing import CountingEnv
+from tests.envs.breaking_envs import FaultyEnv
 from tests.faults.children import in_child
 from tests.gates import alarm, wait_for
 

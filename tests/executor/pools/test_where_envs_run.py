@@ -12,7 +12,8 @@ from envherd import ExecutorOptions, ParallelEnv, SerialEnv
 from envherd.executor.guests.monitor import Watch, plates
 from envherd.executor.sending.blueprint import draw
 from envherd.executor.sending.variables import visible_gpus
-from envherd.workers.testing import CountingEnv, FaultyEnv
+from envherd.workers.testing import CountingEnv
+from tests.envs.breaking_envs import FaultyEnv
 
 
 class Place(CountingEnv):

@@ -14,7 +14,8 @@ from envherd.executor.batches import memory as batch_memory
 from envherd.executor.rollouts.policy_state import AddedRows
 from envherd.shm.sync import Doorbell
 from envherd.workers import native
-from envherd.workers.testing import CountingEnv, FaultyEnv
+from envherd.workers.testing import CountingEnv
+from tests.envs.breaking_envs import FaultyEnv
 from tests.envs.counting_envs import TextEnv
 from tests.envs.disturbing_envs import HaltingEnv
 from tests.envs.sized_envs import SleepingEnv

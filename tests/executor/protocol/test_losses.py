@@ -44,7 +44,8 @@ from envherd.executor.rollouts.rollout import StepwiseRun
 from envherd.shm.specs import EnvSpec, LeafSpec
 from envherd.workers.protocol import RING, Op
 from envherd.workers.seeding import episode_seed
-from envherd.workers.testing import CountingEnv, FaultyEnv
+from envherd.workers.testing import CountingEnv
+from tests.envs.breaking_envs import FaultyEnv
 from tests.envs.counting_envs import PairEnv, TextEnv
 from tests.envs.disturbing_envs import HaltingEnv
 from tests.executor.calls import (

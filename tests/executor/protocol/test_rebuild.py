@@ -28,7 +28,8 @@ from envherd.executor import (
     WorkerTimeout,
 )
 from envherd.gymnasium import AsyncVectorEnv
-from envherd.workers.testing import CountingEnv, FaultyEnv
+from envherd.workers.testing import CountingEnv
+from tests.envs.breaking_envs import FaultyEnv
 from tests.executor.calls import TWO_WORKERS, begun, both
 from tests.executor.drives import DRIVES, rolled
 from tests.faults.children import files_left

@@ -14,9 +14,9 @@ from envherd.executor import ExecutorOptions, ParallelEnv, WorkerLost, WorkerTim
 from envherd.executor.cli.app import app
 from envherd.executor.sizing import probe as probing
 from envherd.executor.sizing.probe import Subject
-from envherd.workers.testing import CountingEnv, FaultyEnv
-from envherd.workers.testing.faults import BROKEN
+from envherd.workers.testing import CountingEnv
 from tests.envs import sized_envs
+from tests.envs.breaking_envs import BROKEN, FaultyEnv
 
 MIB = 2**20
 
@@ -151,7 +151,7 @@ def test_size_as_a_table_and_json(tmp_path):
     assert "why: " in done.stdout
     assert "…" not in done.stdout
     report = json.loads(path.read_text())
-    assert report["schema"] == "envherd.size/7"
+    assert report["schema"] == "envherd.size/8"
     assert set(report) == KEYS
     assert {one["num_workers"] for one in report["settings"]} == {0, 1, 2}
     for one in report["settings"]:
@@ -209,7 +209,7 @@ def test_an_affinity_is_kept(script_host, tmp_path):
 )
 def test_an_env_that_fails_is_exit_code_1_and_says_where(fault, at, expected_text):
     done = size(
-        "python:envherd.workers.testing:FaultyEnv",
+        "python:tests.envs.breaking_envs:FaultyEnv",
         "--env-kwargs",
         json.dumps({"fault": fault, "at": at}),
         "--budget",

@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from envherd.executor.machine.gpus import Gpu, parse_apps
-from envherd.executor.machine.machine import Cgroup, Machine, usable_cores
+from envherd.executor.machine.machine import Cgroup, Machine
 from envherd.executor.sizing.confirming import speeds
-from envherd.executor.sizing.probe import Turn, step_figures
+from envherd.executor.sizing.probe import step_figures
 from envherd.executor.sizing.recommending import decide
 from envherd.executor.sizing.rule import (
     DoesNotFit,
@@ -22,7 +21,7 @@ from envherd.executor.sizing.rule import (
 )
 from envherd.shm.slab import NUM_BINS, bin_of
 
-GIB, MIB, CORES = 2**30, 2**20, usable_cores()
+GIB, MIB = 2**30, 2**20
 WORKERS_ONLY = Goal(workers_only=True)
 ONE, TWO = (Setting(num_envs=8, num_workers=count) for count in (1, 2))
 
@@ -230,11 +229,6 @@ DECISIONS = {
         {"8 envs on 2 workers": None, "8 envs on 1 worker": 1.0, "SerialEnv of 8 envs": 0.9},
         "8 envs on 1 worker", "processes", "takes 11 processes and threads, 10 are left",
     ),
-    "little GPU memory": (
-        replace(PLAIN, gpu_bytes=3 * GIB), machine_of(2, gpus=(Gpu("x", 4 * GIB, None),)), EIGHT_ENVS,
-        {"8 envs on 2 workers": None, "8 envs on 1 worker": 1.0, "SerialEnv of 8 envs": 0.9},
-        "8 envs on 1 worker", "GPU memory", "takes 6,144 MiB of GPU memory, 4,096 are free",
-    ),
     # ---- what else is reported ----
     "an env that grows": (
         replace(CHEAP, grown_per_1000_steps_bytes=9 * MIB), machine_of(), EIGHT_ENVS,
@@ -343,35 +337,6 @@ def test_steps_and_resets_count_by_their_work():
     ) == pytest.approx(100)
 
 
-@pytest.mark.parametrize(
-    ("batches_s", "times", "even_s", "uneven_s"),
-    [
-        # A `SerialEnv`, three quarters of the time not on a processor.
-        ([1.0] * 4, [(1.0, 3.0, 0.0)], 1.0, 1.0),
-        ([1.0] * 4, [(0.0, 0.0, 0.0)], 4.0, 4.0),  # it waits for something else
-        # A policy takes 0.3 s.
-        ([1.0] * 4, [(0.2, 0.5, 0.3), (2.0, 1.0, 3.0), (1.0, 0.0, 1.0)], 2.5, 2.5),
-        # The worker waits for something else.
-        ([1.0] * 4, [(0.5, 0.5, 0.0), (0.1, 1.0, 3.0)], 2.5, 2.5),
-        # Workers wait for each other.
-        ([1.0] * 4, [(1.0, 0.0, 0.0), (1.0, 0.0, 1.0), (1.0, 0.0, 1.0)], 2.0, 4.0),
-        # They share processors.
-        (
-            [1.0] * 4,
-            [(0.0, 0.0, 0.0), *[(1.0, 3.0, 4.0)] * 8],
-            8 / CORES,
-            max(1.0, 8 / CORES),
-        ),
-        # Most short batches are not disturbed.
-        ([1e-4] * 3 + [1.0], [(0.5, 0.5, 0.0)], 4e-4, 0.5003),
-    ],
-)
-def test_the_time_of_a_turn_without_other_programs(batches_s, times, even_s, uneven_s):
-    turn = Turn(8, 0, batches_s, times)
-    assert turn.undisturbed_s(is_even=True) == pytest.approx(even_s)
-    assert turn.undisturbed_s(is_even=False) == pytest.approx(uneven_s)
-
-
 def figures(steps, sampled_s=(), **seconds):
     """Return what steps took, from their number, the duration of each, and seconds of the worker."""
     bins = np.zeros(NUM_BINS, np.int64)
@@ -430,7 +395,3 @@ def figures(steps, sampled_s=(), **seconds):
 def test_the_figures_of_steps(made, expected):
     assert {key: made[key] for key in expected} == pytest.approx(expected, rel=0.1)
     assert all(np.isfinite(value) and value >= 0 for value in made.values())
-
-
-def test_gpu_memory_of_processes():
-    assert parse_apps("11, 300\n12, 100\n13, [N/A]\n", {11, 13}) == 300 * MIB
