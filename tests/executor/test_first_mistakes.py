@@ -558,23 +558,6 @@ def test_a_command_shows_the_traceback_of_a_factory_that_began(frames, is_shown)
     assert ("in the process" in console.file.getvalue()) == is_shown
 
 
-@needs("cli")
-def test_the_traceback_of_a_command_begins_at_the_users_code(capsys):
-    from envherd.executor import cli
-    from envherd.executor.keywords import names_right_keyword
-
-    def policy():
-        # What the test program may be handling is not printed.
-        raise KeyError("mine") from None
-
-    with pytest.raises(KeyError) as caught:
-        names_right_keyword(policy)()
-    cli._show(caught.value.with_traceback(caught.tb.tb_next))
-    printed = capsys.readouterr().err
-    assert "in policy" in printed
-    assert "keywords.py" not in printed
-
-
 def act_at_random(td: Any) -> Any:
     return td.set("action", torch.randint(0, 2, td.batch_size))
 

@@ -8,6 +8,7 @@ Prints pickling's error in place of the result there.
 # mypy: ignore-errors
 
 import abc
+import collections
 import dataclasses
 import enum
 import functools
@@ -16,6 +17,7 @@ import math
 import pickle
 import subprocess
 import sys
+import threading
 import typing
 
 import gymnasium
@@ -89,6 +91,14 @@ class Cached:
 
     plus_two = functools.partialmethod(double, y=2)
 
+    @functools.singledispatchmethod
+    def kind(self, x):
+        return "object"
+
+    @kind.register
+    def _(self, x: int):
+        return "int"
+
 
 class Inherited(Cached):
     @functools.cached_property
@@ -115,9 +125,58 @@ def methods():
             one.plus_two(3),
             one.doubled(4),
         ],
-        [Cached.goal.attrname, Inherited.name()],
-        [other.goal, other.space(1), INSTANCE.doubled(1)],
+        [one.kind(1), one.kind("x"), Cached.goal.attrname, Inherited.name()],
+        [other.goal, other.space(1), other.kind(2), INSTANCE.doubled(1)],
     )
+
+
+@functools.singledispatch
+def flat(x):
+    """Flatten."""
+    return [x]
+
+
+@flat.register
+def _(x: list):
+    return [leaf for item in x for leaf in flat(item)]
+
+
+@flat.register(collections.abc.Mapping)
+def _(x):
+    return ["mapping", *flat(list(x.values()))]
+
+
+flat.extra = 3
+
+
+@case
+def dispatchers():
+    before = (
+        flat([1, [2, {"a": 3}]]),
+        flat.__doc__,
+        flat.extra,
+        flat.dispatch(dict) is flat.dispatch(collections.abc.Mapping),
+    )
+    flat.register(str, lambda _: ["text"])
+    return before, flat(["a"])
+
+
+class Locked:
+    lock, again = threading.Lock(), threading.RLock()
+
+    def use(self):
+        with self.lock, self.again:
+            return True
+
+
+@case
+def locks():
+    return Locked().use()
+
+
+@case
+def a_locked_lock_is_free_there():
+    return Locked.lock.locked()
 
 
 def made_inside():
@@ -406,7 +465,9 @@ pickle.dump(found, sys.stdout.buffer)
 
 
 def main():
+    Locked.lock.acquire()
     pickled = {name: dumps(function) for name, function in CASES.items()}
+    Locked.lock.release()
     done = subprocess.run(
         [sys.executable, "-c", THERE],
         input=pickle.dumps(pickled),

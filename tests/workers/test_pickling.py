@@ -30,7 +30,7 @@ def test_definitions_of_a_script_are_equal_in_another_process():
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert len(found) > 7
+    assert len(found) > 10
     assert {name: there for name, (_, there) in found.items()} == {
         name: here for name, (here, _) in found.items()
     }
@@ -116,7 +116,7 @@ def test_the_way_to_what_cannot_be_pickled_is_named(by_value, factory, message):
         pickle_factory(factory)
 
 
-def test_a_process_that_an_env_forks_has_by_name_what_cannot_be_pickled():
+def test_a_process_that_an_env_forks_has_by_name_what_cannot_be_pickled(by_value):
     def use():
         return LOCK
 

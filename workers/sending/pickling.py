@@ -4,14 +4,16 @@ A worker never imports the user's script, so its functions and classes are pickl
 those of other modules that no worker can import, as `importing.goes_by_name` decides. In a worker, they are also
 attributes of the module in which they were defined. `Pickler` also handles definitions that cloudpickle pickles by
 their name in the script, or not at all:
-- caches of `functools`: a worker's copy has the parameters, and is empty;
+- caches and dispatchers of `functools`: a worker's copy has the parameters and the implementations, and is empty;
+- locks that are attributes of classes: a worker has its own, unlocked, as a process that imports the script would have;
 - classes whose metaclass or `__init_subclass__` has required arguments or must not run twice;
 - names of the script that class statements inside functions use;
 - attributes of the members of an enum;
 - `NewType` and its kind, and the sentinels of `dataclasses`.
 
-A lock that a factory captures is refused: the copies of a lock in several processes exclude nobody. `find_culprit`
-names the object that cannot be pickled, and the way to it.
+A lock that a factory captures is refused: the copies of a lock in several processes exclude nobody. But what a module
+that workers import holds, such as its logger, goes by its name if it cannot be pickled. `find_culprit` names the object
+that cannot be pickled, and the way to it.
 Assumes: both processes run the same version of Python.
 """
 
@@ -24,6 +26,7 @@ import inspect
 import io
 import pickle
 import sys
+import threading
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -44,6 +47,12 @@ from envherd.workers.sending.sharing import reduce_shared, sharing
 _Reduced = tuple[Any, ...]
 
 _LRU_CACHE = type(functools.lru_cache(len))
+#: The function that `functools.singledispatch` returns has this code, whatever it dispatches.
+_DISPATCHER = functools.singledispatch(len).__code__  # type: ignore[attr-defined]  # it is a function
+_LOCKS: dict[type, Callable[[], Any]] = {
+    type(threading.Lock()): threading.Lock,
+    type(threading.RLock()): threading.RLock,
+}
 _SENTINELS = {type(getattr(dataclasses, name)): name for name in ("MISSING", "KW_ONLY")}
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: classes of C
 _HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: not static in C
@@ -57,14 +66,39 @@ def dumps(value: Any, *, shares: bool = False) -> bytes:
         value: any.
         shares: objects that processes share are not copied; the pickle is for workers of this process.
     """
+    named: _Names = {}
     with sharing() if shares else contextlib.nullcontext():
-        file = io.BytesIO()
-        Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
-        return file.getvalue()
+        while True:
+            try:
+                return _dumps(value, named)
+            except Exception:
+                found = _nameable(value, named)
+                if found is None:
+                    raise
+            named.update(found)
+
+
+def _dumps(value: Any, named: "_Names") -> bytes:
+    file = io.BytesIO()
+    pickler = Pickler(file, protocol=pickle.HIGHEST_PROTOCOL)
+    pickler.named = named
+    pickler.dump(value)
+    return file.getvalue()
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
-    """Pickles values for workers, which never run the script."""
+    """Pickles values for workers, which never run the script.
+
+    Attributes:
+        named: objects that go by their name.
+    """
+
+    named: "_Names" = {}  # noqa: RUF012  # never changed
+
+    def __init__(self, file: Any, protocol: int | None = None) -> None:
+        super().__init__(file, protocol=protocol)
+        # Ids of locks that are attributes of classes, which keep them alive.
+        self._locks: set[int] = set()
 
     def reducer_override(self, obj: Any) -> Any:
         """Return how to rebuild an object, or NotImplemented for pickle's own way."""
@@ -86,12 +120,18 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
     def _reduce_special(self, obj: Any) -> Any:
         """Return how to rebuild an object that cloudpickle would pickle in another way, or None."""
         kind = type(obj)
+        if id(obj) in self.named:
+            return _look_up, self.named[id(obj)]
+        if id(obj) in self._locks:
+            return _LOCKS[kind], ()
         if kind in _SENTINELS:
             return getattr, (dataclasses, _SENTINELS[kind])
         if isinstance(obj, types.ModuleType):
             return self._reduce_module(obj)
         if kind in _REDUCERS and not _is_importable(obj):
             return _REDUCERS[kind](obj)
+        if kind is types.FunctionType and obj.__code__ is _DISPATCHER:
+            return None if _is_importable(obj) else _reduce_dispatcher(obj)
         return reduce_shared(obj)
 
     def _reduce_module(self, module: types.ModuleType) -> Any:
@@ -112,6 +152,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
         )
 
     def _reduce_class(self, cls: type) -> Any:
+        self._locks.update(id(one) for one in vars(cls).values() if type(one) in _LOCKS)
         reduced = super().reducer_override(cls)
         if (
             reduced is NotImplemented
@@ -256,6 +297,44 @@ def _set_module(module: types.ModuleType, value: tuple[dict[str, Any], bool]) ->
         sys.modules[module.__name__] = module
 
 
+# ---- by name, because it cannot be pickled -----------------------------------------------------
+
+#: id of an object -> names of a module and of its attribute.
+_Names = dict[int, tuple[str, str]]
+
+
+def _look_up(module: str, name: str) -> Any:
+    holder = importlib.import_module(module)
+    if not hasattr(holder, name):
+        raise AttributeError(
+            f"expected {module} to have {name!r} after its import, got none: the script has set it, and it cannot be "
+            f"pickled. Make it in {module}, or in the factory"
+        )
+    return getattr(holder, name)
+
+
+def _nameable(value: Any, named: _Names) -> _Names | None:
+    """Return the name of an object that keeps a value from being pickled, if a module that workers import holds it."""
+    for _, obj in _way_to_culprit(value, named):
+        if not isinstance(obj, (type, types.FunctionType)):
+            package = type(obj).__module__.partition(".")[0]
+            own_first = sorted(
+                sys.modules, key=lambda module: module.partition(".")[0] != package
+            )
+            held = (
+                (module, name)
+                for module in own_first
+                for name, one in list(
+                    getattr(sys.modules.get(module), "__dict__", {}).items()
+                )
+                if one is obj and goes_by_name(module)
+            )
+            found = next(held, None)
+            if found is not None:
+                return {id(obj): found}
+    return None
+
+
 def _add_names_of_classes(function: types.FunctionType, reduced: _Reduced) -> None:
     """Add the globals that class statements in a function use to what cloudpickle sends with it."""
     known = reduced[2][1]["__globals__"]
@@ -271,6 +350,31 @@ def _add_names_of_classes(function: types.FunctionType, reduced: _Reduced) -> No
 
 def _make_cache(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(function)
+
+
+def _reduce_dispatcher(dispatcher: Any) -> _Reduced:
+    own = ("register", "dispatch", "registry", "_clear_cache", "__wrapped__")
+    state = {name: value for name, value in vars(dispatcher).items() if name not in own}
+    state |= {
+        name: getattr(dispatcher, name)
+        for name in functools.WRAPPER_ASSIGNMENTS
+        if hasattr(dispatcher, name)
+    }
+    return (
+        _make_dispatcher,
+        (dict(dispatcher.registry),),
+        state,
+        None,
+        None,
+        _set_attributes,
+    )
+
+
+def _make_dispatcher(implementations: dict[type, Callable[..., Any]]) -> Any:
+    dispatcher = functools.singledispatch(implementations[object])
+    for cls, implementation in implementations.items():
+        dispatcher.register(cls, implementation)
+    return dispatcher
 
 
 def _set_attributes(obj: Any, state: dict[str, Any]) -> None:
@@ -435,23 +539,30 @@ def find_culprit(value: Any) -> list[Link]:
     Returns:
         empty if the object holds nothing that fails alone.
     """
+    named: _Names = {}
+    with sharing():
+        while found := _nameable(value, named):
+            named.update(found)
+        return _way_to_culprit(value, named)
+
+
+def _way_to_culprit(value: Any, named: _Names) -> list[Link]:
     way: list[Link] = []
     seen = {id(value)}
-    with sharing():
-        while len(way) < _MAX_DEPTH:
-            found = next(
-                (
-                    Link(name, one)
-                    for name, one in _held_by(value)
-                    if id(one) not in seen and _fails(one)
-                ),
-                None,
-            )
-            if found is None:
-                break
-            way.append(found)
-            value = found.value
-            seen.add(id(value))
+    while len(way) < _MAX_DEPTH:
+        found = next(
+            (
+                Link(name, one)
+                for name, one in _held_by(value)
+                if id(one) not in seen and _fails(one, named)
+            ),
+            None,
+        )
+        if found is None:
+            break
+        way.append(found)
+        value = found.value
+        seen.add(id(value))
     return way
 
 
@@ -473,7 +584,7 @@ def _held_by(value: Any) -> Iterator[tuple[str, Any]]:
             yield from (
                 (name, one)
                 for name, one in vars(value).items()
-                if name not in ("__dict__", "__weakref__")
+                if name not in ("__dict__", "__weakref__") and type(one) not in _LOCKS
             )
             yield from (
                 (base.__qualname__, base) for base in (*value.__bases__, type(value))
@@ -482,9 +593,9 @@ def _held_by(value: Any) -> Iterator[tuple[str, Any]]:
         yield from captures(value)
 
 
-def _fails(value: Any) -> bool:
+def _fails(value: Any, named: _Names) -> bool:
     try:
-        dumps(value)
+        _dumps(value, named)
     except Exception:
         return True
     return False

@@ -345,7 +345,7 @@ class Record(Record):
 show(lambda: Env())
 '''
 MODULES = """
-import importlib.util, os, runpy, sys, types
+import importlib.util, os, runpy, sys, threading, types
 from worlds import World, rewards
 
 SOURCE = '''
@@ -409,6 +409,20 @@ for file, name in (("by-file.py", "by_file"), ("elsewhere.py", "package.plug_in"
 write("run.py", 8)
 source = runpy.run_path("run.py")
 found["run"] = rewards(lambda: World() if source["VALUE"] == 8 and source["make"]() else None, 1)
+
+with open("settings.py", "w") as file:
+    file.write("import threading, types\\nLOCK = threading.Lock()\\n")
+    file.write("SETTINGS = types.SimpleNamespace(lock=threading.Lock(), value=10)\\n")
+from settings import LOCK, SETTINGS
+
+class Locked(World):
+    lock = threading.RLock()
+
+    def value(self):
+        with LOCK, SETTINGS.lock, self.lock:
+            return SETTINGS.value
+
+found["locks"] = rewards(Locked, 1)
 
 import json
 print(json.dumps(found))
@@ -542,6 +556,7 @@ def test_modules_that_no_worker_can_import_go_by_value(tmp_path, script_host):
     ]
     assert found == {name: [i, i] for i, name in enumerate(by_number, 1)} | {
         "run": [0.0],
+        "locks": [10.0],
     }
 
 
