@@ -146,6 +146,12 @@ BATCHED: dict[str, Family] = {
         for kind in ("sync", "async", "custom", "wrapped")
         for mode in _MODES
     },
+    "vector_default": _batched(
+        'Gymnasium `make_vec("CartPole-v1")`',
+        partial(vector_env, "default", "NEXT_STEP"),
+        None,
+        num_steps=60,
+    ),
     "vector_atari_next_step": _atari("NEXT_STEP"),
     "vector_atari_same_step": _atari("SAME_STEP"),
     "envpool_sync": _pool("gymnasium"),

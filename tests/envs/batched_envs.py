@@ -27,6 +27,10 @@ def vector_env(kind: str, mode: str) -> Any:
     autoreset, make_row = AutoresetMode[mode], partial(cartpole, draws=IS_FULL)
     if kind == "async":
         return AsyncVectorEnv([make_row] * NUM_ROWS, autoreset_mode=autoreset)
+    if kind == "default":
+        return gymnasium.make_vec(
+            "CartPole-v1", NUM_ROWS, render_mode="rgb_array" if IS_FULL else None
+        )
     if kind == "custom":
         return LoopVectorEnv(NUM_ROWS, autoreset, make_row=cartpole)
     env = SyncVectorEnv([make_row] * NUM_ROWS, autoreset_mode=autoreset)

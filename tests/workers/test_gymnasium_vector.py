@@ -11,6 +11,7 @@ import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from envherd.executor import ParallelEnv, SerialEnv
+from envherd.workers import seeding
 from envherd.workers.adapters.gymnasium.vector import GymnasiumVectorAdapter
 from envherd.workers.errors import EnvError, ResetNeeded, SpecError
 from tests.contracts.families import FAMILIES
@@ -167,6 +168,41 @@ def test_flags_may_be_numbers(factor, dtype):
             data = env.rollout(50, break_when_any_done=False)
             assert data["next", "terminated"].any()
             assert invalid_transitions(data) == 0
+
+
+def cartpoles(**kwargs):
+    """Make what a new user makes: without a mode it is Gymnasium's CartPole on arrays."""
+    return gym.make_vec("CartPole-v1", 5, **kwargs)
+
+
+@pytest.mark.parametrize("wrapper", [None, gym.wrappers.vector.RecordEpisodeStatistics])
+def test_the_default_cartpole_is_reset_by_row(wrapper):
+    rng = np.random.default_rng(0)
+
+    def make():
+        env = cartpoles(max_episode_steps=15)
+        return env if wrapper is None else wrapper(env)
+
+    with SerialEnv(2, make, seed=3) as env:
+        native = cartpoles()
+        root = env.reset()
+        first, _ = native.reset(seed=seeding.episode_seed(3, 1, 0))
+        assert np.array_equal(root["observation"][1].numpy(), first)
+        lengths = torch.zeros(2, 5, 1, dtype=torch.int64)
+        for _ in range(80):
+            td = env.step(env.rand_action(root))["next"]
+            lengths += 1
+            assert torch.equal(td["truncated"], lengths == 15)
+            mask = td["done"] | torch.from_numpy(rng.random((2, 5, 1)) < 0.1)
+            root = env.reset(td.clone().set("_reset", mask))
+            assert torch.equal(
+                root["observation"][~mask[..., 0]], td["observation"][~mask[..., 0]]
+            )
+            started = root["observation"][mask[..., 0]]
+            assert (started.abs() <= 0.05).all()
+            assert len(started.unique()) == started.numel()
+            assert not root["done"].any()
+            lengths[mask] = 0
 
 
 # ---- spaces --------------------------------------------------------------------------------------

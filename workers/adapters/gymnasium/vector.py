@@ -17,6 +17,7 @@ Guarantees:
   the next step; a reset touches exactly its rows, and a vector env that touches others is refused.
 - `next` holds the last observation of an episode, never the first one of the next episode.
 - the env gets copies of the mask and of the caller's options.
+Gymnasium's `CartPoleVectorEnv` lacks partial resets; `_lend_masks` adds them.
 Refused, with the fix in the message: a vector env that does not declare its mode; one that is known to lose a reset or
 an observation (see `_refuse_unfit`).
 Does not check whether a third-party NEXT_STEP env cancels its own pending reset after a reset by mask.
@@ -31,6 +32,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
+from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+from gymnasium.envs.classic_control.utils import maybe_parse_reset_bounds
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv, VectorEnv
 
 from envherd.shm.specs import EnvSpec, LeafSpec, done_leaves
@@ -88,6 +91,7 @@ class GymnasiumVectorAdapter(Adapter):
         self.info: Mapping[str, Any] = {}
         self.num_rows = n = int(env.num_envs)
         self.mode = _mode_of(env, autoreset_mode)
+        _lend_masks(env.unwrapped)
         _refuse_unfit(env, self.mode)
         if self.mode == "SameStep" and type(env.unwrapped).step is SyncVectorEnv.step:
             self.mode = _disable_autoreset(env.unwrapped)
@@ -520,3 +524,35 @@ def _without_masks(final: Any) -> Any:
             if f"_{key}" in final or key[:1] != "_"
         }
     return final
+
+
+def _lend_masks(native: Any) -> None:
+    """Make an unwrapped env accept `reset_mask` from now on, if it is Gymnasium's `CartPoleVectorEnv`, which does not.
+
+    It computes on arrays of all rows: `state`, `steps` and `prev_done` (the rows that its next step would reset instead
+    of stepping). A partial reset does to a row what that step would do, but earlier: it draws a start state from the
+    env's generator and clears `steps` and `prev_done`. Full resets still use the env's own `reset`.
+
+    Subclasses that override `reset` or `step` are left unchanged, because what they add is unknown.
+    """
+    if all(
+        getattr(type(native), name, None) is getattr(CartPoleVectorEnv, name)
+        for name in ("reset", "step")
+    ):
+        native.reset = _masked(native)
+
+
+def _masked(native: Any) -> Any:
+    reset_all = native.reset
+
+    def reset(*, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        if options is None or "reset_mask" not in options:
+            return reset_all(seed=seed, options=options)
+        rows = np.flatnonzero(options["reset_mask"])
+        low, high = maybe_parse_reset_bounds(options, native.low, native.high)
+        native.state[:, rows] = native.np_random.uniform(low, high, (4, len(rows)))
+        native.steps[rows] = 0
+        native.prev_done[rows] = False
+        return native.state.T.astype(np.float32), {}
+
+    return reset
