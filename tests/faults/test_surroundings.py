@@ -579,7 +579,7 @@ def test_stack_of_hung_worker_is_read_although_env_handles_the_signal():
     options = ExecutorOptions(step_timeout_s=0.5)
     with make(1, DeafEnv, num_workers=1, options=options) as env:
         env.reset()
-        with pytest.raises(Exception, match=r"faults\.py"):
+        with pytest.raises(Exception, match=r"breaking_envs\.py"):
             env.step(actions(count=1))
 
 

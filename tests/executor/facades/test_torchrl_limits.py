@@ -327,7 +327,6 @@ def test_several_executors_share_nothing_and_use_few_descriptors():
     [
         ("env_threads", True, "env_threads=False, got True: .* Use more num_processes"),
         ("infos", "plain", "infos=drop, got plain: .* auto_register_info_dict"),
-        ("infos", "all", "infos=drop, got all: .* auto_register_info_dict"),
         (
             "episode_statistics",
             True,

@@ -127,9 +127,8 @@ def test_receives_of_every_size_use_their_memory_again(monkeypatch):
                 env_ids = env.recv(count)["env_ids"]
                 env.send(act(env)[:count], env_ids)
         env.recv()
-    assert (
-        0 < len(made) <= batch_memory.ReusedMemory.NUM_BLOCKS * (8 * 2 + 1)
-    )  # for each size, of `next` and of what was sent; and of the roots of all
+    # For each size, of `next`, of what was sent, and of roots, where a look at the workers was due; of all roots.
+    assert 0 < len(made) <= batch_memory.ReusedMemory.NUM_BLOCKS * (8 * 3 + 1)
 
 
 @both
@@ -164,6 +163,8 @@ def test_current_is_equal_right_after_recv_and_later_and_after_writes(make):
     """Right after a `recv` by C, `current` shares the received leaves; all other calls gather rows."""
     with make(4, functools.partial(CountingEnv, 5), seed=0) as env:
         root = env.reset()
+        is_in_c = env._exchange.fast is not None
+        shared = []
         for _ in range(12):
             env.send(env.rand_action(root))
             td = env.recv()
@@ -172,18 +173,19 @@ def test_current_is_equal_right_after_recv_and_later_and_after_writes(make):
             later = env.current(ids.tolist())
             assert sorted(at_once.keys()) == sorted(later.keys())
             assert (at_once == later).all()
-            is_shared = (
+            shared.append(
                 at_once["observation"].data_ptr()
                 == td["next", "observation"].data_ptr()
             )
-            is_in_c = env._exchange.fast is not None
-            assert is_shared == (is_in_c and not td["next", "done"].any())
+            # A receive with a look at the workers, on a busy machine, is not one by C.
+            assert not shared[-1] or (is_in_c and not td["next", "done"].any())
             assert (
                 later["observation"].data_ptr() != td["next", "observation"].data_ptr()
             )
             root = at_once.clone()
             td["next", "observation"].zero_()
             assert (env.current(ids) == root).all()
+        assert any(shared) == is_in_c
         env.send(env.rand_action(root))
         assert env.recv()["next", "observation"].count_nonzero() > 0
         assert td["next", "observation"].count_nonzero() == 0
