@@ -275,6 +275,9 @@ class Possessions:
             number: signal.getsignal(number) for number in _SIGNALS
         }
     )
+    blocked: set[int] = field(
+        default_factory=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    )
     folder: str = field(default_factory=os.getcwd)
     has_grad: bool = field(
         default_factory=lambda: (
@@ -310,6 +313,7 @@ class Possessions:
                 for n, handler in now.handlers.items()
                 if handler != self.handlers[n]
             ),
+            *(f"blocked signal {n}" for n in sorted(now.blocked - self.blocked)),
             *(["torch without gradients"] if now.has_grad != self.has_grad else []),
             *([f"current folder {now.folder}"] if now.folder != self.folder else []),
         ]

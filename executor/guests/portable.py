@@ -118,15 +118,13 @@ def _launch(one: Any) -> Any:
     `multiprocessing` itself does not know of it, so the handler that it runs at the exit of a program, or of a fork of
     the program, does not end the process. A daemon of `multiprocessing` may start it.
     """
-    with _start_lock, uninterrupted():
+    with _start_lock, uninterrupted(), contextlib.ExitStack() as stack:
         prepare = spawn.get_preparation_data
-        let_in = platforms.without_signals()
-        try:
-            spawn.get_preparation_data = functools.partial(_prepare, prepare)
-            return one._Popen(one)  # noqa: SLF001
-        finally:
-            spawn.get_preparation_data = prepare
-            let_in()
+        stack.callback(setattr, spawn, "get_preparation_data", prepare)
+        # One line: a failure between the two parts would leave Ctrl-C blocked for good.
+        stack.callback(platforms.without_signals())
+        spawn.get_preparation_data = functools.partial(_prepare, prepare)
+        return one._Popen(one)  # noqa: SLF001
 
 
 class PortableProcess(WorkerProcess):
