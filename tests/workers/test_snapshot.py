@@ -12,6 +12,7 @@ import threading
 import gymnasium
 import numpy as np
 import pytest
+import torch
 
 from envherd.workers import plain
 from envherd.workers.errors import Unsaveable
@@ -176,6 +177,71 @@ class Held(Room):
         self.held = held
 
 
+class Turn(enum.IntEnum):
+    LEFT = 1
+
+
+class Name(enum.StrEnum):
+    KEY = "key"
+
+
+class Doors(enum.Flag):
+    NORTH = 1
+    SOUTH = 2
+
+
+@pytest.mark.parametrize(
+    "held",
+    [Turn.LEFT, Name.KEY, Doors.NORTH, Doors.NORTH | Doors.SOUTH, {Turn.LEFT: 1}],
+)
+def test_members_of_enums_stay_members(held):
+    env = Held(held)
+    state = snapshot.save(env)
+    env.held = None
+    snapshot.read(env, state)()
+    assert type(env.held) is type(held)
+    assert repr(env.held) == repr(held)
+
+
+def tensors():
+    place = torch.arange(6.0).view(2, 3)
+    return {
+        "place": place,
+        "turned": place.t(),
+        "row": place[1],
+        "repeated": torch.ones(1).expand(3),
+        "conjugate": torch.tensor([1 + 2j]).conj(),
+        "half": torch.ones(2, dtype=torch.bfloat16),
+        "none": torch.zeros(0, 3),
+        "start": torch.arange(7, dtype=torch.uint8)[:4].view(torch.int32),
+        "learned": torch.ones(2, requires_grad=True),
+        "of": (place.dtype, place.device, place.shape),
+    }
+
+
+def test_tensors_share_their_memory_again():
+    env, expected = Held(tensors()), tensors()
+    state = plain.decode(plain.encode(snapshot.save(env)))
+    env.held["row"] += 10
+    # The saved `place` and `row` are two parts of one memory, whatever the env holds now.
+    env.held["place"] = env.held["row"]
+    snapshot.read(env, state)()
+    assert env.held.pop("of") == expected.pop("of")
+    for name, tensor in expected.items():
+        assert torch.equal(env.held[name], tensor), name
+        assert env.held[name].dtype == tensor.dtype
+    env.held["row"] += 10
+    assert (env.held["place"][1] == torch.arange(13.0, 16)).all()
+    assert (env.held["turned"][:, 1] == torch.arange(13.0, 16)).all()
+    snapshot.read(env, state)()
+    assert torch.equal(env.held["place"], expected["place"])
+
+
+def array_and_tensor():
+    array = np.zeros(3)
+    return array[1:], torch.from_numpy(array)
+
+
 UNSAVEABLE = {
     "a lock": (threading.Lock, "Held.held is a _thread.lock"),
     "a file that is removed": (
@@ -186,6 +252,14 @@ UNSAVEABLE = {
     "an array of objects": (
         lambda: np.array([{}, None]),
         "Held.held is a numpy.ndarray .an array of dtype object",
+    ),
+    "an array and a tensor of one memory": (
+        array_and_tensor,
+        "Held.held is a tuple .an array that shares its memory with a tensor",
+    ),
+    "a parameter": (
+        lambda: torch.nn.Parameter(torch.zeros(2)),
+        "Held.held is a torch.nn.parameter.Parameter",
     ),
     "a frozenset of objects": (
         lambda: frozenset({Spot(1)}),
@@ -200,6 +274,13 @@ def test_unsaveable_objects_are_named(name):
     make_held, words = UNSAVEABLE[name]
     with pytest.raises(Unsaveable, match=words):
         snapshot.save(Held(make_held()))
+
+
+def test_of_an_array_and_a_tensor_of_one_memory_the_second_is_named():
+    env = Held(torch.zeros(3))
+    env.last = env.held.numpy()
+    with pytest.raises(Unsaveable, match=r"Held\.last is a numpy\.ndarray .an array"):
+        snapshot.save(env)
 
 
 def forged(state, change):
@@ -241,6 +322,26 @@ class Removed:
 
 
 PLACE = ".env.env.env"
+
+
+def with_tensor(shape, strides, dtype="torch.float32"):
+    """Add a tensor in a memory of 8 bytes."""
+
+    def change(nodes, _):
+        first = len(nodes)
+        packed = ["|u1", [8], "C", bytes(8)]
+        nodes.extend(
+            [
+                ["data", None, ["torch:device", ["cpu"]], {}],
+                ["storage", None, [[first], packed], {}],
+                ["torch.dtype", None, dtype, {}],
+                ["tensor", None, [[first + 1], [first + 2], shape, strides, 0], {}],
+            ]
+        )
+
+    return lambda state: forged(state, change)
+
+
 REFUSED = {
     "a call": (with_node("data", None, ["posix:system", ["true"]]), "posix:system"),
     "a call of a package": (
@@ -302,6 +403,9 @@ REFUSED = {
         with_node("array", None, ["|S0", [2**40], "C", b""]),
         "0 bytes for an array",
     ),
+    "a tensor beyond its memory": (with_tensor([2], [2]), "out of bounds"),
+    "a huge tensor": (with_tensor([2**40], [0]), "8 bytes"),
+    "a tensor of no dtype": (with_tensor([1], [1], "torch.load"), "StopIteration"),
     "a space that the env does not have": (
         with_node(
             "owner", None, [f"{PLACE}.new", "gymnasium.spaces.discrete:Discrete"]

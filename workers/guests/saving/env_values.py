@@ -10,7 +10,7 @@ Guarantees:
 - A node's class is compared with those that the living env has (`Graph.find_class`), and never looked up elsewhere.
 - Reading changes no object that lives: `Reader.changes` lists what is to be set.
 - Memory follows the size of the nodes: every array has as many bytes as its shape needs, or is a view of one that has.
-- Arrays that share memory share it again.
+- Arrays that share memory share it again, and so do tensors. An array and a tensor that do are refused.
 """
 
 import collections
@@ -143,6 +143,7 @@ class Writer:
         self._written: list[Any] = []  # ids are unique only among objects that live
         self._unfinished: collections.deque[Any] = collections.deque()
         self._kinds: dict[type, str] = {}
+        self._memories = dict.fromkeys(graph.lent, "array")
 
     def value(self, one: Any) -> Any:
         """Return a value: a scalar, or the number of its node."""
@@ -150,6 +151,15 @@ class Writer:
             return one
         number = self._numbers.get(id(one))
         return [self._add(one) if number is None else number]
+
+    def claim(self, address: int, kind: str) -> None:
+        """Note that the memory at an address is that of arrays, or of tensors.
+
+        Raises:
+            Unsaveable: it is that of the other kind.
+        """
+        if self._memories.setdefault(address, kind) != kind:
+            raise Unsaveable("an array that shares its memory with a tensor")
 
     def finish(self, *, with_owners: bool = True) -> None:
         """Write what the nodes so far refer to; without the attributes of the graph's owners, on request."""
@@ -456,6 +466,7 @@ def _take_array(writer: Writer, one: np.ndarray) -> list[Any]:
     if not 0 < one.nbytes <= end - start or one.dtype != whole.dtype:
         return pack(one)
     first, _ = bounds(whole)
+    writer.claim(first, "array")
     lender: Any = writer.graph.lent.get(first)
     if lender is None and whole is not one and whole.flags.forc:
         lender = writer.value(whole)
@@ -508,7 +519,7 @@ def _make_data(reader: Reader, _: Any, content: Any) -> Any:
         for one in values
     ):
         raise ValueError(f"a {name} of {arguments!r:.80}")
-    return found(*values)
+    return found(values) if name == "torch:Size" else found(*values)
 
 
 def _take_data(writer: Writer, one: Any) -> Any:
@@ -520,6 +531,59 @@ def _make_dtype(_: Reader, __: Any, content: Any) -> Any:
     if not _DTYPE.fullmatch(content):
         raise ValueError(f"the dtype {content!r}")
     return np.dtype(content)
+
+
+def _whole_of(storage: Any, dtype: Any) -> Any:
+    """Return the memory of tensors as one tensor (VIEW)."""
+    empty = sys.modules["torch"].empty(0, dtype=dtype, device=storage.device)
+    return empty.set_(storage)
+
+
+def _take_storage(writer: Writer, one: Any) -> Any:
+    """Return the memory of tensors, and its device."""
+    writer.claim(one.data_ptr(), "tensor")
+    memory = _whole_of(one, sys.modules["torch"].uint8)
+    return [writer.value(one.device), pack(memory.cpu().numpy())]
+
+
+def _make_storage(reader: Reader, _: Any, content: Any) -> Any:
+    device, packed = content
+    memory = sys.modules["torch"].from_numpy(unpack(packed))
+    return memory.to(reader.value(device)).untyped_storage()
+
+
+def _take_tensor(writer: Writer, one: Any) -> Any:
+    """Return where a tensor is in its memory, which others may share."""
+    one = one.detach().resolve_conj().resolve_neg()
+    # One of which bytes repeat is copied.
+    if one.nbytes > one.untyped_storage().nbytes():
+        one = one.contiguous()
+    return [
+        writer.value(one.untyped_storage()),
+        writer.value(one.dtype),
+        list(one.shape),
+        list(one.stride()),
+        one.storage_offset(),
+    ]
+
+
+def _make_tensor(reader: Reader, _: Any, content: Any) -> Any:
+    """Return a tensor; torch refuses one beyond its memory."""
+    storage, dtype, shape, strides, offset = content
+    memory = reader.value(storage)
+    whole = _whole_of(memory, reader.value(dtype))
+    if math.prod(shape) * whole.itemsize > memory.nbytes():
+        raise ValueError(f"a tensor of shape {shape} of {memory.nbytes()} bytes")
+    return whole.as_strided(shape, strides, offset)
+
+
+def _make_torch_dtype(_: Reader, __: Any, content: Any) -> Any:
+    torch = sys.modules["torch"]
+    return next(
+        one
+        for one in vars(torch).values()
+        if type(one) is torch.dtype and str(one) == content
+    )
 
 
 def _take_bits(writer: Writer, one: Any) -> Any:
@@ -598,6 +662,21 @@ _KINDS: dict[str, _Kind] = {
         base=np.ndarray,
     ),
     "dtype": _Kind(take=lambda _, one: one.str, make=_make_dtype, has=_below(np.dtype)),
+    "storage": _Kind(
+        take=_take_storage,
+        make=_make_storage,
+        has=lambda cls: name_of(cls) == "torch.storage:UntypedStorage",
+    ),
+    "tensor": _Kind(
+        take=_take_tensor,
+        make=_make_tensor,
+        has=lambda cls: name_of(cls) == "torch:Tensor",
+    ),
+    "torch.dtype": _Kind(
+        take=lambda _, one: str(one),
+        make=_make_torch_dtype,
+        has=lambda cls: name_of(cls) == "torch:dtype",
+    ),
     "seeds": _Kind(
         take=_take_seeds,
         make=_make_seeds,
@@ -685,6 +764,8 @@ _DATA: Mapping[str, Callable[[Any], Any]] = {
         for module in ("pathlib", "pathlib._local")
         for name in ("PosixPath", "PurePosixPath")
     },
+    "torch:Size": tuple,
+    "torch:device": lambda one: (str(one),),
     **{
         f"pygame.{name}": tuple
         for name in (

@@ -130,13 +130,14 @@ def _digest(held: bytes) -> bytes:
 
 def _first_unsaveable(graph: Graph) -> str | None:
     """Return which attribute cannot be saved, in words."""
+    writer = Writer(graph)
     for owner in graph.owners.values():
         for name, value in vars(owner).items():
-            writer = Writer(graph)
+            num_before = len(writer.nodes)
             try:
                 writer.value(value)
                 writer.finish(with_owners=False)
-                plain.encode(writer.nodes)
+                plain.encode(writer.nodes[num_before:])
             except Exception as error:  # of any object
                 why = (
                     str(error)
