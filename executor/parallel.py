@@ -107,7 +107,10 @@ class ParallelEnv(BatchedEnv):
 
     @functools.partial(
         names_right_keyword,
-        instead_of={"reseed": "Call a method of the env that seeds its generators."},
+        instead_of={
+            "reseed": "After the branch, call a method of the env that seeds its generators, for each copy: "
+            "env.call(METHOD, SEED, env_ids=[TARGET])."
+        },
     )
     def branch(self, source_id: int, target_ids: Any) -> None:
         """Replace envs by copies of another one, with the whole state of its simulator, in the middle of its episode.

@@ -271,6 +271,8 @@ class TestRefusals:
                     ValueError, match=f"branch failed: expected {words}"
                 ):
                     env.branch(*arguments)
+            with pytest.raises(ValueError, match=r"no argument 'reseed'.* env\.call"):
+                env.branch(0, [1], reseed=True)
             env.branch(0, [])
             env.reset()
             assert env.statistics().worker_losses == 0
