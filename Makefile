@@ -19,14 +19,15 @@ ROLLOUT_ENVS ?= 4
 ROLLOUT_STEPS ?= 200
 ROLLOUT_NAME = rollouts/$(subst /,-,$(lastword $(subst :, ,$(ROLLOUT_ENV))))
 
-.PHONY: help venv try rollout test golden test-quick test-small test-portable test-newest test-isaaclab test-full test-python test-oldest compat matrix faults fuzz soak mutants lint format types examples bench bench-quick docs docs-serve dist wheels clean
+.PHONY: help venv try rollout test golden test-long test-quick test-small test-portable test-newest test-isaaclab test-full test-python test-oldest compat matrix faults fuzz soak mutants lint format types examples bench bench-quick docs docs-serve dist wheels clean
 .DELETE_ON_ERROR:
 .SHELLFLAGS := -eu -c
 
 help:
 	@echo "make rollout      run $(ROLLOUT_ENVS) Melting Pot envs in parallel; pictures and data go to rollouts/"
 	@echo "make try          install envherd with Gymnasium only (1.2 GB, in .venv.small/), check the machine, run CartPole"
-	@echo "make test         run the test suite"
+	@echo "make test         run the tests that take less than a few seconds each"
+	@echo "make test-long    run the others: a Ray cluster, the pages, the examples, sizing, random walks"
 	@echo "make test-python  run the tests of stepping again, without the C extension"
 	@echo "make test-oldest  run quick tests of the facades with the oldest supported TorchRL, Gymnasium and SB3"
 	@echo "make test-quick   run only fast tests"
@@ -81,7 +82,7 @@ try: $(SMALL_STAMP)
 	$(SMALL_BIN)/envherd rollout CartPole-v1 --envs 4 --steps 200
 
 test-small: $(SMALL_STAMP)
-	$(SMALL_BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder -m "not slow and not full and not quiet"
+	$(SMALL_BIN)/python -m pytest -n $(JOBS) --no-loadscope-reorder -m "not slow and not long and not full and not quiet"
 
 # On Linux, tests take away from a script what other systems lack. There the same script runs as it is.
 test-portable: $(SMALL_STAMP)
@@ -107,8 +108,12 @@ rollout: $(STAMP)
 
 # The tests marked `quiet` measure time, so they run last and alone.
 test: $(STAMP)
-	$(PYTEST) -m "not quiet"
+	$(PYTEST) -m "not quiet and not long"
 	$(BIN)/python -m pytest -m quiet $$(grep -rl "mark\.quiet" --include="test_*.py" tests)
+
+# Tests that each take seconds: a Ray cluster, the blocks of the pages, the examples, sizing, random walks.
+test-long: $(STAMP)
+	$(PYTEST) -m long
 
 # LONG= leaves out the files that take half of the time.
 LONG ?= tests/executor/protocol/test_property.py tests/faults/test_interrupts.py
@@ -135,7 +140,7 @@ golden: $(STAMP)
 	$(BIN)/python -m tools.golden "$(CASES)" $(WRITE)
 
 test-quick: $(STAMP)
-	$(PYTEST) -m "not slow and not full and not quiet"
+	$(PYTEST) -m "not slow and not long and not full and not quiet"
 
 test-full: $(STAMP)
 	ENVHERD_FULL=1 $(BIN)/python -m pytest

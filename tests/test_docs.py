@@ -160,6 +160,7 @@ def parameters() -> list[object]:
 
 
 @pytest.mark.parametrize("page", parameters())
+@pytest.mark.long
 def test_the_blocks_of_a_page_run_as_printed(page, script_host, tmp_path):
     # Ray would join a cluster that another test has on this machine.
     done = script_host.run_text(

@@ -55,7 +55,7 @@ def test_no_test_process_sees_the_scripts_of_others():
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "short", "number"),
     [
@@ -70,7 +70,7 @@ def test_branches_do_better_than_the_same_steps_without(
     assert with_branches > without
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "short", "expected"),
     [
@@ -127,7 +127,7 @@ def test_an_example_reports_what_it_has_done(run_example, name, short, expected)
 
 
 @needs("meltingpot")
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "how",
     [(), pytest.param(("--separate",), marks=pytest.mark.full)],
@@ -159,7 +159,7 @@ def test_ippo_trains_saves_and_continues(script_host, tmp_path, how):
 
 @needs("meltingpot")
 @pytest.mark.full
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("arguments", "has_learned"),
@@ -179,7 +179,7 @@ def test_ippo_learns(run_example, arguments, has_learned):
 
 
 @needs("meltingpot", "torchrl")
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "steps",
     [800, pytest.param(40_000, marks=[pytest.mark.full, pytest.mark.timeout(1200)])],
@@ -211,7 +211,7 @@ def test_ppo_solves_cartpole(run_example, name, more):
     assert float(solved.group(1)) >= 475
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "frames",
     [2048, pytest.param(1_000_000, marks=[pytest.mark.full, pytest.mark.timeout(600)])],
@@ -230,7 +230,7 @@ def test_vtrace_learns_from_older_data(run_example, frames):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ppo_says_when_it_fails(tmp_path):
     command = [sys.executable, str(EXAMPLES / "ppo_cartpole.py"), "--max-steps", "1024"]
     done = subprocess.run(
@@ -242,7 +242,7 @@ def test_ppo_says_when_it_fails(tmp_path):
 
 @needs("torchrl")
 @pytest.mark.full
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_a_policy_that_cannot_be_copied_is_trained(run_example):
     printed = run_example("uncopyable_policy", timeout_s=380)
@@ -253,7 +253,7 @@ def test_a_policy_that_cannot_be_copied_is_trained(run_example):
     assert returns[-1] > 100
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_custom_env_refuses_instances_and_runs_its_factory(run_example):
     printed = run_example("custom_env")
     refusals = [line for line in printed.splitlines() if line.startswith("refused:")]
@@ -293,7 +293,7 @@ def test_the_page_on_envs_of_ones_own_has_the_example_itself():
 @pytest.mark.skipif(
     importlib.util.find_spec("nbclient") is None, reason="needs nbclient and ipykernel"
 )
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_notebook_runs_in_a_kernel(tmp_path):
     notebook = Path(shutil.copy(EXAMPLES / "first_steps.ipynb", tmp_path))
     homes = {
@@ -340,7 +340,7 @@ def test_the_notebook_runs_in_a_kernel(tmp_path):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_async_rollout_shows_both_ways_to_step(run_example):
     printed = run_example("async_rollout", "--transitions", "1800")
     rates = [float(rate) for rate in re.findall(r"(\d+) transitions/s", printed)]
@@ -354,7 +354,7 @@ def test_async_rollout_shows_both_ways_to_step(run_example):
     assert sum(per_env) >= 1800
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_gymnasium_vector_env_prints_returns(run_example):
     printed = run_example("gymnasium_vector_env")
     num_episodes, mean_return = re.match(

@@ -343,7 +343,7 @@ def test_the_kernel_imports_no_guest():
     assert {module: guests for module, guests in found.items() if guests} == {}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_kernel_works_without_any_guest(tmp_path):
     for folder in ("envherd", "shm", "workers", "executor", "tests"):
         guests = shutil.ignore_patterns("__pycache__", "guests", "golden")

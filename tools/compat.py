@@ -300,7 +300,7 @@ def run_above(folder: Path, jobs: str) -> int:
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((above, str(ROOT)))}
     files = [str(ROOT / "tests" / file) for file in RUN_ABOVE]
-    command = [*_pytest(sys.executable, jobs), "-m", "not slow", *files]
+    command = [*_pytest(sys.executable, jobs), "-m", "not slow and not long", *files]
     return subprocess.run(command, cwd=ROOT, env=env, check=False).returncode
 
 
@@ -385,9 +385,9 @@ headings on the right there (`tools/compat.py` lists the files). *Oldest* has th
 Each minor version of TorchRL needs the TensorDict of the same number, which may not be the newest. RLlib has a separate
 environment, because it pins Gymnasium, and so has dm_control, which needs MuJoCo 3. EnvPool 1.2.6 and later have no
 wheel for Python 3.11. IsaacLab's own classes run over stubs (`make test-isaaclab`). Continuous integration runs the
-versions of `constraints.txt` with `make test`, quick tests of the oldest with `make test-oldest`, and the newest
-releases, also beyond the bounds, with `make test-newest`. Cells are numbers of tests that passed; tests of other
-extras, or of things that a version lacks, are skipped. Tests with deadlines may fail on a busy machine.
+versions of `constraints.txt` with `make test` and `make test-long`, quick tests of the oldest with `make test-oldest`,
+and the newest releases, also beyond the bounds, with `make test-newest`. Cells are numbers of tests that passed; tests
+of other extras, or of things that a version lacks, are skipped. Tests with deadlines may fail on a busy machine.
 
 """
 

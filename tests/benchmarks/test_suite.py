@@ -192,7 +192,7 @@ def run(tmp_path_factory):
 
 
 @needs("bench")
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_tiny_run_measures_everyone(run):
     done, path = run
     workload = json.loads(path.read_text())["workloads"]["spikes"]

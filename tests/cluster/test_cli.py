@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from envherd.executor.cli.app import app
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.timeout(300),
     pytest.mark.usefixtures("one_torch_thread"),
 ]

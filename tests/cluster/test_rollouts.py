@@ -41,7 +41,7 @@ from tests.envs.sized_envs import SleepingEnv
 from tests.gates import Gate, interrupt, wait_for
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.broken_pool,
     pytest.mark.usefixtures("cluster"),
     pytest.mark.timeout(300),

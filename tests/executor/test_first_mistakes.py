@@ -658,6 +658,7 @@ def test_a_loop_that_acts_on_old_roots_is_reported_once(make, step, others, capl
     "step",
     [passes_a_step_again, drops_the_root, takes_next, updates_one_batch, begins_anew],
 )
+@pytest.mark.long
 def test_a_loop_of_torchrl_that_acts_on_old_roots_is_reported_once(step, caplog):
     from torchrl.envs import GymEnv
 

@@ -8,7 +8,7 @@ from tests.oracles.fuzzing import Given, Oracle, Row, Transition
 PLACE = (0, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(290)
 def test_no_row_is_wrong_and_nothing_hangs(script_host, tmp_path):
     """One short case of each option set, as far as six seconds go."""

@@ -519,6 +519,7 @@ def fail(make: Callable[[], Any], when: str, failure: Failure) -> None:
 # Freed between its creation and its owner.
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <socket")
 @pytest.mark.parametrize("when", ["start", "restart", "close"])
+@pytest.mark.long
 def test_a_failure_at_any_line(when, start_method):
     options = ExecutorOptions(
         start_method=start_method, on_worker_loss="restart", close_timeout_s=2.0

@@ -128,6 +128,7 @@ HOWS = (
 
 
 @pytest.mark.parametrize("start_method", ["zygote", "portable"])
+@pytest.mark.long
 def test_a_fork_of_the_owner_that_ends_leaves_the_workers_alone(
     start_method, script_host, tmp_path
 ):

@@ -5,7 +5,7 @@ import pytest
 from tests.scale import scaled
 from tools.soak import Report, Sample, Soak
 
-pytestmark = [pytest.mark.slow, pytest.mark.broken_pool, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.long, pytest.mark.broken_pool, pytest.mark.timeout(280)]
 
 SECONDS = scaled(3.0, full=60.0)
 

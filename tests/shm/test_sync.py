@@ -122,7 +122,7 @@ for switch in ("0", "1"):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.broken_pool
 @pytest.mark.skipif(
     sync._clockwait is None, reason="the C library has no sem_clockwait"

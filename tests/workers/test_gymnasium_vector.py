@@ -301,7 +301,7 @@ def atari(mode, **kwargs):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rows_of_an_atari_env_are_those_of_a_plain_loop():
     skip_without("atari")
     family = FAMILIES["vector_atari_same_step"]

@@ -123,6 +123,7 @@ def _content(value: Any) -> Any:
 @settings(max_examples=scaled(150, 3000), deadline=None)
 @given(st.lists(INFOS, min_size=1, max_size=3))
 @example([{"'}, __import__('os').abort(), {'": 1}])
+@pytest.mark.long
 def test_infos_are_read_as_they_were(infos: list[dict[str, Any]]) -> None:
     for info in infos:
         schema = Schema.of(info)
@@ -143,6 +144,7 @@ def test_infos_are_read_as_they_were(infos: list[dict[str, Any]]) -> None:
 @example(
     {"\U0001f600": 1}, {"\ud83d\ude00": 1}
 )  # its surrogates, which JSON escapes alike
+@pytest.mark.long
 def test_infos_of_other_schemas_are_refused(
     one: dict[str, Any], other: dict[str, Any]
 ) -> None:

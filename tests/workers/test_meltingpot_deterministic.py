@@ -85,6 +85,7 @@ def test_same_seed_same_bytes_for_every_substrate(tmp_path: Path, name: str) -> 
         ),
     ],
 )
+@pytest.mark.long
 def test_edits_of_lua_change_no_byte(name: str, options: dict) -> None:
     """Each read of a cached state is checked against the grid."""
     assert compare(name, (0, 2**32 - 1), 25, proving_root, **options) > 2

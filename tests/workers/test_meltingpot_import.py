@@ -95,7 +95,7 @@ assert 'tensorflow' in sys.modules
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_real_chex_is_there_for_everyone_else() -> None:
     _run(
         _INSTALL

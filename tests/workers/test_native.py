@@ -758,7 +758,7 @@ _OF_NO_SPACE = ("reward", "terminated ", "truncated ", "truth")
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("observation", "infos", "kind"),
     [
@@ -792,7 +792,7 @@ def test_every_result_of_every_space(observation, infos, kind):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("observation", "infos"), OF_SPACES)
 def test_every_reset_of_every_space(observation, infos):
     """An env for each reset: after an end in the ring, after one in a storage, and as a command."""
@@ -1037,7 +1037,7 @@ def test_a_step_holds_the_memory_that_it_writes_to():
     assert array() is None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("observation", "action", "kind"),
     [("dict", "dict", GymnasiumAdapter), ("float32", "index", ListAdapter)],

@@ -75,7 +75,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_thread_of_torch_runs():
     code = f"import torch; torch.set_num_threads(4); from {__name__} import CASES"
     script = code + "; print({name: case() for name, case in CASES.items()})"

@@ -741,7 +741,7 @@ def test_a_timeout_of_the_program_is_raised(deadline_s, monkeypatch):
         assert collector.collect().shape == (4, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("in_background", [0, 1])
 @pytest.mark.parametrize("close_env", [False, True])
 def test_a_close_while_an_env_hangs_returns_in_time(in_background, close_env, caplog):

@@ -350,7 +350,7 @@ def test_start_method_that_there_is_not():
         SubprocVecEnv([make_cartpole], start_method="illegal_method")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("own_helper")
 @pytest.mark.parametrize(
     ("make_env", "is_wrapped", "asked", "expected"),

@@ -73,6 +73,7 @@ def started(
 @pytest.mark.parametrize(
     ("make", "device"), [(cartpole, None), (transformed, "cpu"), (counting, None)]
 )
+@pytest.mark.long
 def test_both_ways_return_the_same(make: Callable[[], EnvBase], device: Any) -> None:
     with (
         started(make, is_fast=True, device=device) as (fast, made),

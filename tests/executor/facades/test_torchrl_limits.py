@@ -274,6 +274,7 @@ class Sleeper(own.CountingEnv):
 
 
 @pytest.mark.broken_pool
+@pytest.mark.long
 def test_warnings_are_shown_and_calls_of_envs_have_a_deadline(capfd):
     calls = (
         lambda env: env.set_seed(7),
@@ -345,6 +346,7 @@ def test_options_without_a_place_in_torchrl_are_refused_before_anything_is_start
 
 
 @needs("meltingpot")
+@pytest.mark.long
 def test_unrequested_pictures_stay_in_the_worker():
     with started(
         2,

@@ -173,7 +173,7 @@ def test_nameplates_that_are_not_of_executors_are_left_out():
     ] == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_executors_of_other_processes_are_found_until_they_end():
     script = (
         "import sys; from envherd.executor import ParallelEnv; from envherd.workers.testing import CountingEnv; "

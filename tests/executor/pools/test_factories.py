@@ -301,7 +301,7 @@ if __name__ == "__main__":
 
 
 @needs("gymnasium")
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_factory_of_the_script_in_a_child_of_multiprocessing(script_host, tmp_path):
     done = script_host.run_text(SCRIPT, folder=tmp_path)
     assert done.stdout == "collected 6\n", done.stderr

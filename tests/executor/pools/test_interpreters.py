@@ -163,6 +163,7 @@ def test_arguments_arrive_as_data(python):
     ],
 )
 @pytest.mark.usefixtures("module")
+@pytest.mark.long
 def test_faults_of_its_envs_are_reported_as_those_of_others(
     python, limit, error, match
 ):
@@ -342,6 +343,7 @@ def _group_of(pid):
 @pytest.mark.broken_pool
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.usefixtures("module")
+@pytest.mark.long
 def test_a_command_in_front_of_an_interpreter(python, name, caplog):
     command = [*COMMANDS[name], python]
     if (

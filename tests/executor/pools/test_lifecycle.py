@@ -67,7 +67,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("output", ["capture", "inherit"])
 def test_an_import_that_hangs_in_the_helper_has_the_deadline_of_building(
     hanging, output

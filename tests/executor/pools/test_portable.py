@@ -297,6 +297,7 @@ env.close()
 """
 
 
+@pytest.mark.long
 def test_script_without_main_guard_ends_with_one_clear_error(script_host, tmp_path):
     """The spawned process runs the script again; it starts no workers, and the script continues."""
     done = script_host.run_text(_UNGUARDED, folder=tmp_path)
@@ -337,6 +338,7 @@ PARTS = (
 )
 
 
+@pytest.mark.long
 def test_program_works_where_parts_of_linux_are_missing():
     command = [
         sys.executable,

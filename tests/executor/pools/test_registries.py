@@ -148,7 +148,7 @@ def run(script_host, tmp_path):
 
 
 @needs("gymnasium")
-@pytest.mark.slow
+@pytest.mark.long
 def test_gymnasium(run):
     known, refused = run(GYMNASIUM)
     assert {name: parallel for name, (_, parallel) in known.items()} == {
@@ -175,7 +175,7 @@ def test_names_of_dm_control_that_a_script_adds_are_refused_with_advice(run):
 
 
 @needs("torchrl", "gymnasium")
-@pytest.mark.slow
+@pytest.mark.long
 def test_torchrl(run):
     assert run(TORCHRL) == [2, 3, 3]
 

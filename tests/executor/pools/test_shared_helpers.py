@@ -126,6 +126,7 @@ def test_a_variable_that_imports_set_themselves_has_the_same_helper(
     ],
     ids=["variables", "threads", "modules", "output", "start method"],
 )
+@pytest.mark.long
 def test_an_executor_whose_helper_would_be_another_has_another(change):
     with ParallelEnv(1, Seeing) as env:
         (helper,) = env.call("helper")
@@ -189,6 +190,7 @@ def test_idle_helper_ends_and_the_next_executor_starts_another(monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.long
 def test_a_helper_that_was_killed_or_stopped_while_it_was_idle_is_replaced(number):
     helper = helper_of()
     os.kill(helper, number)
@@ -298,6 +300,7 @@ def test_a_fork_of_the_owner_starts_from_another_helper():
 
 
 @needs("torchrl")
+@pytest.mark.long
 def test_the_helper_of_torchrls_envs_is_kept_and_has_no_tensorflow(monkeypatch):
     from torchrl.envs import GymEnv
 

@@ -270,7 +270,7 @@ def looks(tmp_path_factory):
     return json.loads(printed)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("start_method", ["zygote", "spawn", "portable"])
 def test_it_is_what_multiprocessing_gives_to_a_spawned_process(looks, start_method):
     expected = {**looks["multiprocessing"], "name": "0"}  # envherd-worker-0
@@ -529,7 +529,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_ways_to_start_a_script(tmp_path, script_host, name):
     files, command, expected = PROGRAMS[name]
@@ -540,7 +540,7 @@ def test_ways_to_start_a_script(tmp_path, script_host, name):
     assert printed == (expected or [[3.0, 3.0]] * 2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_modules_that_no_worker_can_import_go_by_value(tmp_path, script_host):
     (tmp_path / "worlds.py").write_text(WORLDS)
     (tmp_path / "script.py").write_text(MODULES)
@@ -565,7 +565,7 @@ def test_modules_that_no_worker_can_import_go_by_value(tmp_path, script_host):
 ADVICE = "multiprocessing.get_context('spawn')"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_objects_that_processes_share_are_not_copied(tmp_path, script_host):
     script = Path(__file__).with_name("sharing_script.py")
     by_zygote, by_portable = run(script_host, tmp_path, script)

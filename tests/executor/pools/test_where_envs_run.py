@@ -201,6 +201,7 @@ def test_serial_env_has_worker_info_while_it_builds():
     assert envherd.worker() is None
 
 
+@pytest.mark.long
 def test_envs_that_must_be_alone_have_a_process_each():
     options = ExecutorOptions(alone=True, infos="plain")
     for num_workers in (None, 3, "auto"):

@@ -79,6 +79,7 @@ FAMILIES: dict[str, tuple[Callable[[], Any], str]] = {
     "name",
     [pytest.param(name, marks=needs(extra)) for name, (_, extra) in FAMILIES.items()],
 )
+@pytest.mark.long
 def test_copies_return_equal_bytes(name):
     num_equal = 0
     with ParallelEnv(3, FAMILIES[name][0], num_workers=3, seed=3) as env:

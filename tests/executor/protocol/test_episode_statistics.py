@@ -380,7 +380,7 @@ run.finish()
 
 
 @needs("wandb")
-@pytest.mark.slow
+@pytest.mark.long
 def test_weights_and_biases_takes_what_the_logger_writes(script_host, tmp_path):
     done = script_host.run_text(WITH_WANDB, str(tmp_path), folder=tmp_path)
     assert done.returncode == 0, done.stderr

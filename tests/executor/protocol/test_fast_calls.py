@@ -653,7 +653,7 @@ def play_all(pair: Pair) -> None:
 
 
 @needs_c
-@pytest.mark.slow
+@pytest.mark.long
 def test_envs_that_workers_call_in_c_do_what_they_do_in_python():
     options = ExecutorOptions(env_vars={native.SWITCH: "0"})
     with (

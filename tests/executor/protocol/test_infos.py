@@ -498,6 +498,7 @@ def test_info_leaf_that_no_longer_fits_counts_as_missing(caplog):
     "kind", ["serial", pytest.param("parallel", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("infos", ["plain", "pickle"])
+@pytest.mark.long
 def test_no_info_costs_a_step_or_a_worker(kind, infos):
     """All bad infos at once, each in a separate env."""
     names = [*BAD, "mean", "list"]

@@ -473,6 +473,7 @@ class TestDeadlines:
             assert env.engine.pool.num_losses == 1
 
     @pytest.mark.parametrize("call", ["step", "sent"])
+    @pytest.mark.long
     def test_a_time_in_which_all_processes_are_stopped_does_not_count(
         self, tmp_path, call
     ):

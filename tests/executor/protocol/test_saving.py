@@ -131,7 +131,7 @@ def drawn(env, number):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_saved_envs_continue_bit_for_bit(name, tmp_path):
     make = FAMILIES[name]

@@ -31,7 +31,7 @@ def probed(make_env, budget_s=20.0, **options):
         return probing.probe(subject, budget_s, lambda _stage: None)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("own_helper")
 def test_a_probe_measures_memory_and_growth():
     heavy = probed(sized_envs.HeavyMemoryEnv)
@@ -43,7 +43,7 @@ def test_a_probe_measures_memory_and_growth():
     assert 5 * MIB < leaking.grown_per_1000_steps_bytes < 9 * MIB
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("own_helper")
 def test_memory_that_differs_between_episodes_is_taken_in_the_mean():
     # Steps are never enough: 3 s of them.
@@ -53,14 +53,14 @@ def test_memory_that_differs_between_episodes_is_taken_in_the_mean():
     assert 12 * MIB < breathing.further_env_bytes < 38 * MIB
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_probe_has_a_time_though_one_step_takes_all_of_it():
     slow = probed(functools.partial(sized_envs.SleepingEnv, 0.4), budget_s=0.1)
     assert 1 <= slow.steps_measured <= 8
     assert 0.36 <= slow.step_mean_s < 4  # durations are known to 10 %
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_probe_distinguishes_waiting_from_computing():
     sleeping, counting = (
         probed(make) for make in (sized_envs.SleepingEnv, CountingEnv)
@@ -73,7 +73,7 @@ def test_a_probe_distinguishes_waiting_from_computing():
     assert counting.step_p99_s >= counting.step_median_s > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.broken_pool
 def test_probe_has_one_process_with_any_options():
     with pytest.raises(
@@ -84,7 +84,7 @@ def test_probe_has_one_process_with_any_options():
     assert recycled.worker_bytes > recycled.further_env_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_probe_counts_what_threads_of_an_env_compute():
     threaded = probed(sized_envs.ThreadedEnv)
     assert threaded.num_threads == 1
@@ -93,7 +93,7 @@ def test_a_probe_counts_what_threads_of_an_env_compute():
     assert threaded.waits_share < 0.85
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.broken_pool
 def test_a_probe_that_hangs_is_ended_with_its_stack(monkeypatch):
     monkeypatch.setattr(probing, "_PATIENCE_S", 4.0)
@@ -104,7 +104,7 @@ def test_a_probe_that_hangs_is_ended_with_its_stack(monkeypatch):
     assert "in _sleep" in str(raised.value)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.broken_pool
 def test_an_env_that_cannot_be_built_twice_in_a_process_is_alone():
     assert probed(sized_envs.SingleEnv).why_alone
@@ -143,7 +143,7 @@ def size(*arguments, columns=80):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_size_as_a_table_and_json(tmp_path):
     path = tmp_path / "size.json"
     done = size(COUNTING, "--budget", "60", "--envs", "2", "--json", str(path))
@@ -164,7 +164,7 @@ def test_size_as_a_table_and_json(tmp_path):
         )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_json_on_stdout_is_alone_there():
     done = size(
         COUNTING, "--budget", "0.5", "--envs", "2", "--workers", "1", "--json", "-"
@@ -186,7 +186,7 @@ app(["size", "python:envherd.workers.testing:CountingEnv", "--budget", "0.5", "-
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_affinity_is_kept(script_host, tmp_path):
     done = script_host.run_text(AFFINE, folder=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -196,7 +196,7 @@ def test_an_affinity_is_kept(script_host, tmp_path):
     assert [one["num_workers"] for one in report["settings"]] == [0, 1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.broken_pool
 @pytest.mark.parametrize(
     ("fault", "at", "expected_text"),
@@ -236,7 +236,7 @@ app(["size", "python:envherd.workers.testing:CountingEnv", "--budget", "60", "--
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "stage",
     [pytest.param("probe: step", marks=pytest.mark.full), "starting", "round 1"],
@@ -251,7 +251,7 @@ def test_ctrl_c_leaves_nothing_behind(stage, script_host, tmp_path):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_auto_measures_and_decides(monkeypatch):
     monkeypatch.setattr("envherd.executor.sizing.recommending.AUTO_BUDGET_S", 0.5)
     with ParallelEnv(4, CountingEnv, num_workers="auto", seed=0) as env:

@@ -106,6 +106,7 @@ def test_a_worker_that_dies_or_hangs_strikes_out_its_setting_alone(
 
 
 @pytest.mark.usefixtures("own_helper")
+@pytest.mark.long
 def test_a_setting_without_descriptors_is_the_first_reason():
     lowest = os.dup(0)
     os.close(lowest)
