@@ -3,6 +3,7 @@
 The same for errors at lines of a start, a restart and a close: afterwards nothing is left, and the owner continues.
 """
 
+import ast
 import contextlib
 import errno
 import functools
@@ -81,6 +82,23 @@ def is_finalizing(frame: types.FrameType | None) -> bool:
     return False
 
 
+@functools.cache
+def without_signals(file: str) -> set[int]:
+    """Return the lines of a file at which Python handles no signal: `try`, and the items of `with`.
+
+    Such a line is traced again when the block is left. What is raised then, before the item's `__exit__`, keeps a lock
+    locked, or an exception current.
+    """
+    found = set()
+    for node in ast.walk(ast.parse(Path(file).read_text())):
+        if isinstance(node, ast.Try):
+            found.add(node.lineno)
+        if isinstance(node, ast.With):
+            items = [node, *(item.context_expr for item in node.items)]
+            found.update(item.lineno for item in items)
+    return found
+
+
 class Interrupt:
     """A trace function that raises KeyboardInterrupt at the n-th line."""
 
@@ -95,13 +113,7 @@ class Interrupt:
             self.left -= 1
             if self.left <= 0:
                 file, line = frame.f_code.co_filename, frame.f_lineno
-                # where no signal is ever handled
-                is_try = (
-                    linecache.getline(file, line)
-                    .strip()
-                    .startswith(("try:", "with uninterrupted()"))
-                )
-                if not (is_try or is_finalizing(frame)):
+                if line not in without_signals(file) and not is_finalizing(frame):
                     self.where = f"{Path(file).name}:{line}"
                     sys.settrace(None)
                     self.strike()
