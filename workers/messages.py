@@ -430,11 +430,11 @@ class WorkerChannel:
         self.number = 0
         # What was read ahead is for the worker that was forked.
         self._rest.clear()
-        for fd in self._fds:
-            os.close(fd)
-        self._fds.clear()
         self._frames.clear()
 
     def close(self) -> None:
-        """Close the socket. Idempotent."""
+        """Close the socket, and descriptors that nobody has received. Idempotent."""
         self.sock.close()
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()

@@ -29,6 +29,7 @@ Order, because a handler may raise between any two lines. The numbers are at the
    last, which makes it look for what it owes. Workers that are not absent get commands, so the slab must be there.
 """
 
+import copy
 import time
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
@@ -135,9 +136,12 @@ class Supervisor:
 
     @property
     def lost(self) -> dict[int, EnvherdError]:
-        """Worker id -> the error that describes its loss; fresh."""
+        """Worker id -> the error that describes its loss; fresh.
+
+        Copies, to be raised: with a traceback, the pool would keep the frames of each call, and these the executor.
+        """
         return {
-            worker_id: absence.error
+            worker_id: copy.copy(absence.error)
             for worker_id, absence in self.absent.items()
             if absence.error is not None
         }
@@ -157,7 +161,7 @@ class Supervisor:
         self._pool.num_losses += 1
         self._lost_at = time.monotonic()
         self.absent[worker_id] = Absence(Condition.LOST, self._lost_at, error)  # 1
-        self._pool.outcome.losses[worker_id] = error  # 2
+        self._pool.outcome.losses[worker_id] = copy.copy(error)  # 2
         self._crew.workers[worker_id].kill()
         self._pool.lose_answers_of(worker_id)
         if not self._crew.is_closing:  # by another thread, or at the interpreter's exit
@@ -194,8 +198,7 @@ class Supervisor:
             lost = self.lost
             for worker_id in worker_ids:
                 if worker_id in lost:
-                    # With its traceback, it would keep the frames of each call that raised it.
-                    raise lost[worker_id].with_traceback(None)
+                    raise lost[worker_id]
 
     def notice_deaths(self, owing: Iterable[int]) -> bool:
         """Notice deaths, and read workers' messages so that none blocks on a full socket.

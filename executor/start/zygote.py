@@ -11,6 +11,7 @@ Assumes: Linux (pidfd, memfd, /proc).
 
 import atexit
 import contextlib
+import gc
 import json
 import os
 import re
@@ -532,7 +533,7 @@ class Helper:
 
     def _post(self, request: dict[str, Any], fds: list[int]) -> int:
         """Send a request; return its number, for `_answer`."""
-        with self._lock:
+        with self._lock, _undisturbed():
             if self._sock.fileno() < 0:
                 raise InternalError("the zygote was used after it was closed")
             self._channel.queue_message(request, fds)
@@ -565,7 +566,7 @@ class Helper:
 
     def _take(self, number: int) -> dict[str, Any] | None:
         """Return the answer of that number, if it has come; never blocks."""
-        with self._lock:
+        with self._lock, _undisturbed():
             with contextlib.suppress(ConnectionError):
                 self._channel.flush_nowait()
             answers = self._channel.drain_nowait()
@@ -573,6 +574,19 @@ class Helper:
             if found is not None:
                 answers.remove(found)
             return found
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Keep out forks, signal handlers, and finalizers of garbage: one may close an executor, over the same channel."""
+    with _fork_lock, uninterrupted():
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
 def _wait_exit(pid: int, timeout_s: float) -> None:

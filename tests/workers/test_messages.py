@@ -99,6 +99,18 @@ def test_one_byte_at_a_time(ends):
     assert frames == [{"a": [1, "two"]}]
 
 
+def test_descriptors_that_came_with_the_end_of_a_large_message_are_closed(ends):
+    """A worker that the helper forks for one request closes those of the next one, which another thread has made."""
+    parent, worker = ends
+    before = os.listdir("/proc/self/fd")
+    parent.queue_message(Ask(what="call", env_ids=(), args=(bytes(1 << 17),)), [0])
+    parent.queue_message(Close(), [0, 0])
+    assert parent.flush_nowait()
+    os.close(worker.receive_message()[1][0])
+    worker.close()
+    assert len(os.listdir("/proc/self/fd")) == len(before) - 1  # the socket
+
+
 def test_drain_of_an_empty_socket_returns_no_frame(ends):
     assert ends[0].drain_nowait() == []
 

@@ -288,7 +288,7 @@ class Zygote:
             signal.set_wakeup_fd(-1)
             os.close(self._wake_read)
             os.close(self._wake_write)
-            self._channel.sock.close()
+            self._channel.close()
             # The handler of SIGUSR2 writes to that descriptor, which becomes the worker's own log.
             os.dup2(log_fd, self._log_fd, inheritable=False)
             python = config.get("python")

@@ -3,12 +3,14 @@
 import contextlib
 import errno
 import functools
+import gc
 import os
 import select
 import signal
 import socket
 import threading
 import time
+import weakref
 from unittest.mock import Mock
 
 import psutil
@@ -279,6 +281,26 @@ def test_an_interrupted_close_ends_the_workers(start_method):
         env.close()
     assert not any(map(is_running, pids))
     assert env.is_closed
+
+
+@pytest.mark.broken_pool
+def test_an_executor_that_is_dropped_after_a_loss_ends_its_workers():
+    """The error that was raised has the frames of the call, and these the executor."""
+
+    def lose():
+        env = ParallelEnv(2, CountingEnv, num_workers=2)
+        env.reset()
+        lost, other = (worker.pid for worker in env.statistics().workers)
+        os.kill(lost, signal.SIGKILL)
+        for _ in range(2):
+            with contextlib.suppress(WorkerLost):
+                env.rollout(2)
+        return weakref.ref(env), other
+
+    env, pid = lose()
+    gc.collect()
+    assert env() is None
+    assert not is_running(pid)
 
 
 _ENDS_IN_A_CALL = """

@@ -2,9 +2,11 @@
 
 import contextlib
 import functools
+import gc
 import importlib
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -233,6 +235,67 @@ def test_two_threads_that_start_at_once_share_a_helper():
         thread.join()
     assert len(found) == 4
     assert len(set(found)) == 1
+
+
+class Garbage:
+    """In a cycle; its finalizer makes a call, as that of an executor that was not closed."""
+
+    def __init__(self, call):
+        self._cycle = self
+        self._call = call
+
+    def __del__(self):
+        self._call()
+
+
+@pytest.mark.parametrize("by", ["signal handler", "garbage"])
+def test_a_request_within_another_of_the_same_thread(by):
+    """A signal handler, or the finalizer of an executor that was not closed, may close an executor."""
+    answers = []
+    until = 0
+    request = {"op": "status", "pid": 0}
+
+    def disturb(*_):
+        answers.append(helper._request(request, timeout_s=5.0))
+
+    def at_bytecode(frame, event, _):
+        nonlocal until
+        frame.f_trace_opcodes = True
+        if not frame.f_code.co_filename.endswith(
+            ("executor/start/zygote.py", "workers/messages.py")
+        ):
+            return None
+        until -= event == "opcode"
+        if not until:
+            sys.settrace(None)
+            if by == "garbage":
+                Garbage(disturb)
+            else:
+                signal.raise_signal(signal.SIGALRM)
+        return at_bytecode
+
+    handler = signal.signal(signal.SIGALRM, disturb)
+    threshold = gc.get_threshold()
+    with ParallelEnv(1, Seeing) as env:
+        helper = env._pool.crew._zygote
+        gc.collect()
+        gc.set_threshold(1)
+        try:
+            for number in range(1, 1000, 5):
+                until = number
+                sys.settrace(at_bytecode)
+                try:
+                    answers.append(helper._request(request, timeout_s=5.0))
+                finally:
+                    sys.settrace(None)
+                if until > 0:
+                    break
+        finally:
+            gc.set_threshold(*threshold)
+            signal.signal(signal.SIGALRM, handler)
+        assert len(answers) >= 2 * (number // 5) > 100
+        assert len({answer["number"] for answer in answers}) == len(answers)
+        assert env.call("helper") == [helper.pid]
 
 
 def test_interrupted_start_does_not_stop_another_that_shares_its_helper(
