@@ -174,11 +174,17 @@ _FACADES = {
 #: A name that earlier versions had -> what to use instead.
 _GONE = {
     "Capsules": "keep the seed and the actions, and run the episode in a SerialEnv (docs/errors.md)",
+    "MetricsServer": "PrometheusCollector(env), with prometheus_client (docs/logging.md)",
+    "ProbeFailed": "EnvError, WorkerLost or WorkerTimeout",
     "RayParallelEnv": "RayRollouts (docs/cluster.md)",
+    "RemoteBatch": "the entries env_ids and policy_version of a batch of RayRollouts.stream",
     "RemoteRollouts": "RayRollouts (docs/cluster.md)",
     "VmasFactory": "return torchrl.envs.VmasEnv(scenario, num_envs=...) from the factory",
     "benchmarl": "set benchmarl.experiment.experiment.ParallelEnv (docs/torchrl.md)",
     "OldGymFactory": "wrap the env in the factory: shimmy.GymV21CompatibilityV0(env=env)",
+    "plot_evaluations": "draw from Evaluation.to_dict()",
+    "to_prometheus": "PrometheusCollector(env), with prometheus_client (docs/logging.md)",
+    "write_scalars": "EpisodeLogger.write, or a loop over to_scalars (docs/logging.md)",
 }
 
 #: Classes of other libraries, by the names that they have there -> those that take their place.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 import types
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from typing import Any
 
@@ -164,6 +165,24 @@ class _Finder:
         """Give it back its spec, which importing the old name has replaced."""
         assert module.__spec__ is not None
         module.__spec__ = module.__spec__.loader_state
+
+
+def refuser(module: str, gone: dict[str, str]) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a module that lacks names of earlier versions.
+
+    Args:
+        module: its name.
+        gone: name -> what to use instead.
+    """
+
+    def refuse(name: str) -> Any:
+        if name in gone:
+            raise ImportError(
+                f"importing {name} failed: {module} has it no more. Instead: {gone[name]}."
+            )
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return refuse
 
 
 def install() -> None:

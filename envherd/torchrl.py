@@ -1,5 +1,8 @@
 """TorchRL's `ParallelEnv` on the executor: `from envherd.torchrl import ParallelEnv`."""
 
+from typing import TYPE_CHECKING
+
+from envherd import moved
 from envherd.executor.facades import needing
 
 with needing("envherd[torchrl]", "torchrl"):
@@ -12,3 +15,11 @@ with needing("envherd[torchrl]", "torchrl"):
     )
 
 __all__ = ["BuildFailed", "ParallelEnv", "SerialEnv", "installed"]
+
+if not TYPE_CHECKING:  # to a type checker, unknown names remain unknown
+    __getattr__ = moved.refuser(
+        __name__,
+        {
+            "AsyncEnvPool": "envherd.ParallelEnv with send and recv, or envherd.AsyncCollector (docs/torchrl.md)"
+        },
+    )

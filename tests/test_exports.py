@@ -360,3 +360,15 @@ def test_names_that_are_gone_say_what_to_use(name):
     ):
         getattr(envherd, name)
     assert name not in (*envherd._HOMES, *envherd._FACADES, *envherd.__all__)
+
+
+@needs("gymnasium", "sb3", "torchrl")
+@pytest.mark.parametrize(
+    ("module", "name"), [("sb3", "ExecutorVecEnv"), ("torchrl", "AsyncEnvPool")]
+)
+def test_names_of_facades_that_are_gone_say_what_to_use(module, name):
+    module = getattr(envherd, module)
+    with pytest.raises(ImportError, match="has it no more"):
+        getattr(module, name)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = module.nothing

@@ -123,12 +123,28 @@ def doctor(*, json: Json = None) -> None:
 # ---- app ---------------------------------------------------------------------------------------
 
 
-#: Command that is gone -> what to use.
+#: Command that is gone, or one and its option -> what to use.
 _INSTEAD_OF = {
+    **dict.fromkeys(("bench", "compare"), "Run python -m benchmarks in a checkout."),
     "init": "Copy the example of docs/custom_envs.md.",
     "replay": "Step a SerialEnv with the seed and the actions that `rollout --out DIR` has stored, or those of your "
     "program (docs/errors.md).",
     "record": "Run envherd rollout --alone --envs 1 --episodes 1 --steps 1000, with the same options.",
+    "check --seed": "Call check_env_contract(..., seed=).",
+    "doctor --env": "Use repr(env), env.statistics().path or envherd top.",
+    "evaluate --out": "Evaluate task by task, each with --json FILE.",
+    "evaluate --plot": "Draw from what --json FILE writes.",
+    **dict.fromkeys(
+        ("evaluate --videos", "evaluate --filmed"),
+        "Run envherd rollout --mp4 FILE with the same seed.",
+    ),
+    "rollout --cluster": "Use --ray ADDRESS.",
+    "rollout --config": "Pass the options on the command line.",
+    **dict.fromkeys(
+        ("size --cpus", "size --memory", "size --gpu"),
+        "Run envherd size on that machine: all speeds are measured.",
+    ),
+    **dict.fromkeys(("size --plot", "size --yaml"), "Use --json FILE."),
 }
 
 
@@ -136,11 +152,13 @@ class _Commands(TyperGroup):
     """The commands; all take `--json` without a value, which stands for `--json -`."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Refuse a command that is gone with what to use."""
-        if (name := args[0]) in _INSTEAD_OF:
-            ctx.fail(
-                f"{name} failed: there is no such command any more. {_INSTEAD_OF[name]}"
-            )
+        """Refuse a command or option that is gone with what to use."""
+        command, *options = args
+        for name in (command, *(f"{command} {one.split('=')[0]}" for one in options)):
+            if name in _INSTEAD_OF:
+                ctx.fail(
+                    f"{name} failed: there is no such command or option any more. {_INSTEAD_OF[name]}"
+                )
         return super().resolve_command(ctx, args)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -129,7 +129,12 @@ class RayRollouts(ClosedAtEnd):
     _policy: Any = None
     _sent: Any = (None, None)  # the policy and the contents of its weights
 
-    @names_right_keyword
+    @functools.partial(
+        names_right_keyword,
+        instead_of={
+            "node_timeout_s": "Ray itself checks whether nodes live: set RAY_health_check_failure_threshold."
+        },
+    )
     def __init__(  # noqa: PLR0913  # what `ParallelEnv` takes, and where it shall run
         self,
         num_envs: int | Sequence[Factory],
@@ -268,6 +273,10 @@ class RayRollouts(ClosedAtEnd):
                 self._roll(share, max_steps, states, auto_reset=auto_reset)
             return self._joined(self._answers())
 
+    @functools.partial(
+        names_right_keyword,
+        instead_of={"overlap": "Call rollout, which uses the present weights."},
+    )
     def stream(
         self,
         max_steps: int,

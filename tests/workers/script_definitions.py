@@ -255,18 +255,25 @@ class Flags(enum.Flag, boundary=enum.KEEP):
     X, Y, XY = 1, 2, 3
 
 
+class Rule(enum.Enum):
+    double = enum.member(lambda one: 2 * one)
+
+
 @case
 def enums():
     return (
+        [Rule.double.value(4), Rule.double.name],
         [
             Planet.EARTH.gravity(),
             Planet.TERRA is Planet.EARTH,
+            Planet["TERRA"].name,
             Planet(9).name,
         ],
         [
             Labelled.A.label,
             Labelled(1) + 1,
             [flag.name for flag in Flags.XY],
+            [Flags.XY.name, Flags["XY"].value],
             Flags(8).value,
         ],
     )

@@ -56,6 +56,9 @@ class Task:
         self.balls.append(ball)
 
 
+LARGE = np.zeros((4000, 250))
+
+
 class Room(gymnasium.Env):
     """An env with most kinds of attributes."""
 
@@ -72,6 +75,10 @@ class Room(gymnasium.Env):
         self.corner, self.column = self.grid[::-1, :2], self.grid[:, 1:2]  # views of it
         self.turned = np.asfortranarray(np.zeros((2, 3)))
         self.edge = self.turned[:, 1:]
+        self.words = self.grid.view(np.uint64)
+        self.phases = np.zeros(2, complex)
+        self.real = self.phases.real
+        self.episode = LARGE[3]  # a view of what is no state
         self.seen = {Spot(1): "a", (Spot(2), 3): "b"}
         self.walls = frozenset({(0, 1), Colour.RED})
         self.queue = collections.deque([1, 2], maxlen=3)
@@ -149,6 +156,10 @@ def test_a_state_restores_all_that_an_env_holds(where):
     room.column[:] = 6
     assert (room.grid[:, 1] == 6).all()
     assert (room.corner[:, 1] == 6).all()
+    assert (room.words == room.grid.view(np.uint64)).all()
+    room.real[:] = 3
+    assert (room.phases == 3).all()
+    assert len(state["held"]) < LARGE.nbytes // 10
     room.edge[:] = 4
     assert (room.turned == [[0, 4, 4]] * 2).all()
     assert room.seen == {Spot(1): "a", (Spot(2), 3): "b"}
@@ -384,7 +395,7 @@ REFUSED = {
                 ]
             ),
         ),
-        "a view '<f8' of float64",
+        "not contiguous",
     ),
     "a view of objects": (with_view(["|O", [1], [8], 0]), "a view '|O'"),
     "a view of a simulation that is not there": (

@@ -164,7 +164,15 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
             return reduced
         make, arguments, state, *_, setter = reduced
         if issubclass(cls, enum.Enum):
-            # cloudpickle leaves out the attributes of members.
+            # cloudpickle leaves out aliases, functions that are members, and the attributes of members.
+            members = {
+                name: enum.member(one.value) if callable(one.value) else one.value
+                for name, one in cls.__members__.items()
+            }
+            attributes, slots = state
+            attributes = {
+                name: value for name, value in attributes.items() if name not in members
+            }
             own = {
                 member.name: {
                     name: value
@@ -175,8 +183,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # untyped
             }
             reduced = (
                 make,
-                arguments,
-                (setter, state, own),
+                (*arguments[:3], members, *arguments[4:]),
+                (setter, (attributes, slots), own),
                 *(None, None),
                 _set_members,
             )

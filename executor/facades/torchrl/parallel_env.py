@@ -288,6 +288,13 @@ class ParallelEnv(BatchedData, torchrl.envs.ParallelEnv, metaclass=_ParallelMeta
             "support. Use load_state_dict."
         )
 
+    def configure_parallel(self, **_: Any) -> Any:
+        """Refuse: the envs are running."""
+        raise NotImplementedError(
+            "configure_parallel failed: envherd's ParallelEnv does not support it. Pass these arguments to the "
+            "constructor."
+        )
+
     # ---- attributes --------------------------------------------------------------------------
 
     def __getattr__(self, attr: str) -> Any:

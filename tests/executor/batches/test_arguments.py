@@ -20,8 +20,10 @@ from envherd import (
     ExecutorOptions,
     FactoryError,
     ParallelEnv,
+    RayRollouts,
     SerialEnv,
     progress,
+    recommend,
 )
 from envherd.workers.testing import CountingEnv
 from tests.envs.gymnasium_envs import Precise
@@ -571,6 +573,21 @@ def test_a_wrong_keyword_names_the_one_that_is_meant_or_its_type(
     given = [] if module == "envherd" else [[CountingEnv]]
     with pytest.raises(TypeError, match=re.escape(message)):
         getattr(importlib.import_module(module), kind)(*given, **keywords)
+
+
+@needs("ray")
+@pytest.mark.parametrize(
+    ("call", "keyword", "advice"),
+    [
+        (RayRollouts, "node_timeout_s", "Ray itself"),
+        (RayRollouts.stream, "overlap", "Call rollout"),
+        (recommend, "machine", "Call it on that machine"),
+        (recommend, "probe_bytes", "Limit the memory"),
+    ],
+)
+def test_a_keyword_that_is_gone_says_what_to_do(call, keyword, advice):
+    with pytest.raises(ValueError, match=f"it has no argument '{keyword}'. {advice}"):
+        call(None, **{keyword: 1})
 
 
 def test_executors_of_one_large_batch_draw_different_random_actions():

@@ -248,7 +248,7 @@ OUTCOMES: list[Any] = [
     ),
     ("list gymnasim", 2, "stderr", ["got 'gymnasim'. Did you mean gymnasium"]),
     ("size gymnasium:CartPol-v1", 2, "stderr", ["Did you mean CartPole-v1"]),
-    (f"size {COUNTING} --cpus 64", 2, "stderr", ["No such option: --cpus"]),
+    (f"size {COUNTING} --cpus 64", 2, "stderr", ["Run envherd size on that machine"]),
     *(  # what no machine has, or no number is
         (f"{command} {option} {value}", 2, "stderr", [text or option])
         for command, option, value, text in [
@@ -284,7 +284,13 @@ OUTCOMES: list[Any] = [
             ("top", "--interval", "1e300", ""),
         ]
     ),
-    ("init my_env.py", 2, "stderr", ["there is no such command any more. Copy"]),
+    ("init my_env.py", 2, "stderr", ["no such command or option any more. Copy"]),
+    (
+        f"evaluate {COUNTING} --out=kept",
+        2,
+        "stderr",
+        ["evaluate --out failed: there is no such command or option any more."],
+    ),
     (
         f"evaluate {COUNTING} --json none/found.json",
         2,
@@ -301,7 +307,7 @@ OUTCOMES: list[Any] = [
         "replay kept --env CartPole-v1",
         2,
         "stderr",
-        ["replay failed: there is no such command any more. Step a SerialEnv"],
+        ["no such command or option any more. Step a SerialEnv"],
     ),
     pytest.param(
         "rollout python:my_envs:refuses",

@@ -215,6 +215,8 @@ def test_lifecycle_and_pickling() -> None:
                 env[0]
             with pytest.raises(NotImplementedError, match="snapshot writeback"):
                 env[0] = counting()
+            with pytest.raises(NotImplementedError, match="to the constructor"):
+                env.configure_parallel(use_buffers=True)
             env.close()
             assert env.rollout(2).shape == (3, 2)
             assert again.rollout(2).shape == (3, 2)

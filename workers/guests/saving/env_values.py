@@ -15,6 +15,7 @@ Guarantees:
 
 import collections
 import contextlib
+import ctypes
 import enum
 import functools
 import math
@@ -49,8 +50,6 @@ _SCALARS = frozenset({type(None), bool, int, float, str, bytes})
 _DTYPE = re.compile(r"[<>|=][biufcSUmM]\d+(\[\d*[a-zA-Z]+\])?")
 #: Of the pool of a `SeedSequence`; numpy's own have 4, and mixing takes the square of it.
 _MAX_SEED_WORDS = 64
-#: Index of the content in a node.
-_CONTENT = 2
 
 
 def words_for(value: Any) -> str:
@@ -68,12 +67,16 @@ def pack(array: np.ndarray) -> list[Any]:
     Raises:
         Unsaveable: it holds objects or records.
     """
-    if not _DTYPE.fullmatch(array.dtype.str):
-        raise Unsaveable(f"an array of dtype {array.dtype}")
     order: Literal["F", "C"] = (
         "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
     )
-    return [array.dtype.str, list(array.shape), order, array.tobytes(order)]
+    return [_dtype_of(array), list(array.shape), order, array.tobytes(order)]
+
+
+def _dtype_of(array: np.ndarray) -> str:
+    if not _DTYPE.fullmatch(array.dtype.str):
+        raise Unsaveable(f"an array of dtype {array.dtype}")
+    return array.dtype.str
 
 
 def unpack(packed: Any, kind: type = np.ndarray) -> np.ndarray:
@@ -103,14 +106,13 @@ def unpack(packed: Any, kind: type = np.ndarray) -> np.ndarray:
 
 
 def view_of(memory: np.ndarray, packed: Any, kind: type) -> np.ndarray:
-    """Return a view of a contiguous array; numpy refuses one beyond its memory.
+    """Return a view of an array, of bytes or of the view's dtype; numpy refuses one beyond its memory.
 
     Raises:
         Exception: of any type, if these are not the parts of a view.
     """
     name, shape, strides, offset = packed
-    # Of another one, `ravel` would make a copy, which a few bytes of a state can ask for.
-    if memory.dtype.str != name or not memory.flags.forc:
+    if not _DTYPE.fullmatch(name) or memory.dtype.str not in ("|u1", name):
         raise ValueError(f"a view {name!r} of {memory.dtype}")
     if math.prod(shape) * np.dtype(name).itemsize > memory.nbytes:
         raise ValueError(f"a view of shape {shape} of {memory.nbytes} bytes")
@@ -118,12 +120,17 @@ def view_of(memory: np.ndarray, packed: Any, kind: type) -> np.ndarray:
         kind,
         tuple(shape),
         name,
-        # Of an array in Fortran's order, the same memory in the order of its bytes.
-        memory.ravel("K"),
+        memory,
         offset,
         tuple(strides),
     )
     return array
+
+
+def _packed_view(array: np.ndarray, start: int) -> list[Any]:
+    """Return what `view_of` needs to make a view of the memory at an address."""
+    offset = array.__array_interface__["data"][0] - start
+    return [_dtype_of(array), list(array.shape), list(array.strides), offset]
 
 
 # ---- writing -----------------------------------------------------------------------------------
@@ -134,10 +141,12 @@ class Writer:
 
     Attributes:
         nodes: so far; complete after `finish`.
+        arrays: and their nodes' contents, which `finish` fills.
     """
 
     def __init__(self, graph: Graph) -> None:
         self.nodes: list[list[Any]] = []
+        self.arrays: list[tuple[np.ndarray, list[Any]]] = []
         self.graph = graph
         self._numbers: dict[int, int] = {}
         self._written: list[Any] = []  # ids are unique only among objects that live
@@ -169,6 +178,30 @@ class Writer:
             [kind] = self.nodes[number]
             if with_owners or kind != "owner":
                 self.nodes[number] = self._node(kind, one)
+        together: list[tuple[np.ndarray, list[Any]]] = []
+        reached = 0
+        for array, content in sorted(self.arrays, key=lambda one: bounds(one[0])):
+            start, end = bounds(array)
+            if start >= reached:
+                self._write(together, reached)
+                together = []
+            together.append((array, content))
+            reached = max(reached, end)
+        self._write(together, reached)
+        self.arrays = []
+
+    def _write(self, arrays: list[tuple[np.ndarray, list[Any]]], end: int) -> None:
+        """Fill the contents of arrays; those of several are views of the memory that they share, up to an address."""
+        if len(arrays) == 1:
+            [(array, content)] = arrays
+            content.extend(pack(array))
+        elif arrays:
+            start, _ = bounds(arrays[0][0])
+            memory = np.frombuffer(ctypes.string_at(start, end - start), np.uint8)
+            shared = [len(self.nodes)]
+            self.nodes.append(["array", None, pack(memory), {}])
+            for array, content in arrays:
+                content.extend([shared, _packed_view(array, start)])
 
     def _add(self, one: Any) -> int:
         self._written.append(one)
@@ -457,23 +490,22 @@ def _fill_defaultdict(reader: Reader, one: Any, content: Any) -> None:
 
 
 def _take_array(writer: Writer, one: np.ndarray) -> list[Any]:
-    """Return an array, or where it is in the memory of another one or of a simulator's."""
-    whole = one
-    while type(whole.base) is np.ndarray:
-        whole = whole.base
+    """Return where an array is in the memory of a simulator's, or what `Writer.finish` fills."""
     start, end = bounds(one)
-    # One of which bytes repeat is copied, and so is one that reads the memory as another dtype.
-    if not 0 < one.nbytes <= end - start or one.dtype != whole.dtype:
+    # One of which bytes repeat is copied.
+    if not 0 < one.nbytes <= end - start:
         return pack(one)
+    whole = one
+    while isinstance(whole.base, np.ndarray):
+        whole = whole.base
     first, _ = bounds(whole)
     writer.claim(first, "array")
-    lender: Any = writer.graph.lent.get(first)
-    if lender is None and whole is not one and whole.flags.forc:
-        lender = writer.value(whole)
-    if lender is None:
-        return pack(one)
-    offset = one.__array_interface__["data"][0] - first
-    return [lender, [one.dtype.str, list(one.shape), list(one.strides), offset]]
+    lender = writer.graph.lent.get(first)
+    if lender is not None and one.dtype == whole.dtype:
+        return [lender, _packed_view(one, first)]
+    content: list[Any] = []
+    writer.arrays.append((one, content))
+    return content
 
 
 def _make_array(reader: Reader, cls: Any, content: Any) -> np.ndarray:
