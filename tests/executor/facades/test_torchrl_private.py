@@ -149,7 +149,6 @@ class Outside(Transform):
 
 
 @own.since((0, 13), "Transform._check_batched_worker_compat")
-@pytest.mark.long
 def test_transforms_say_whether_they_may_live_in_a_worker() -> None:
     with pytest.raises(RuntimeError, match="put this around"):
         ParallelEnv(2, lambda: TransformedEnv(own.CountingEnv(), Compose(Outside())))
@@ -157,7 +156,7 @@ def test_transforms_say_whether_they_may_live_in_a_worker() -> None:
         assert env.rollout(2).shape == (2, 2)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_attributes_of_torchrls_parallel_env_exist() -> None:
     with own.started(2, own.CountingEnv, num_processes=1) as env:
         assert (env._single_task, env._use_buffers, env._mp_start_method) == (
