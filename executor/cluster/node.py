@@ -1,7 +1,7 @@
 """What runs on a node, in a Ray actor: the envs of a share as a `ParallelEnv`, and a copy of the policy.
 
 Guarantees: errors of envs, workers and arguments are returned, because Ray would wrap them; others are raised. An actor
-that Ray has started in the place of a lost one begins new episodes. It ends with its raylet.
+that Ray has started in the place of a lost one begins new episodes. Ray ends it with its node.
 """
 
 import dataclasses
@@ -9,8 +9,6 @@ import functools
 import os
 import pickle
 import platform
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,8 +27,6 @@ from envherd.workers.errors import EnvherdError
 from envherd.workers.seeding import episode_seed
 from envherd.workers.sending import registries
 
-#: Seconds between checks of the parent.
-_PARENT_S = 0.5
 # In the place of an env's id, for the seed of the policy's generator.
 _STREAM = 2**32 - 3
 
@@ -47,12 +43,6 @@ class Node:
     rows: TensorDictBase | None = None
 
     def __init__(self, *task: Any) -> None:
-        threading.Thread(
-            target=_end_with,
-            args=(os.getppid(),),
-            name="envherd-parent",
-            daemon=True,
-        ).start()
         # Of the data that this actor returns: Ray pickles the values of a tensor, and maps those of an array.
         ray.util.register_serializer(
             torch.Tensor,
@@ -195,14 +185,3 @@ def packed(tensor: torch.Tensor) -> tuple[np.ndarray, torch.dtype]:
 def unpacked(sent: tuple[np.ndarray, torch.dtype]) -> torch.Tensor:
     """Return a tensor on the CPU, in its own memory: Ray's is read-only."""
     return torch.tensor(sent[0], device="cpu").view(sent[1])
-
-
-def _end_with(parent: int) -> None:
-    """End this process without cleanup when its parent has ended, however that ended.
-
-    Ray's own processes check whether their parent has become process 1. Under a session manager, in some containers and
-    with other subreapers it does not, and actors would stay alive with all their workers.
-    """
-    while os.getppid() == parent:
-        time.sleep(_PARENT_S)
-    os._exit(1)
