@@ -6,9 +6,9 @@ worker `block` and `process`). It imports no module of `guests`, and works witho
 """
 
 import os
+from typing import Any
 
 from envherd.executor.options import ExecutorOptions
-from envherd.executor.pools.base import Pool
 from envherd.executor.pools.worker_pool import WorkerPool
 from envherd.executor.protocol.engine import Engine
 from envherd.executor.sending.blueprint import Blueprint
@@ -39,10 +39,10 @@ def make_pool(blueprint: Blueprint, options: ExecutorOptions) -> WorkerPool:
     return kind(blueprint, options)
 
 
-def close_in_owner(pool: Pool, owner: int) -> None:
-    """Close a pool, unless this process is a fork of the one that made it."""
+def close_in_owner(opened: Any, owner: int) -> None:
+    """Close a pool, or what else was opened, unless this process is a fork of the one that did so."""
     if os.getpid() == owner:
-        pool.close()
+        opened.close()
 
 
 def recycle(engine: Engine) -> None:

@@ -122,22 +122,23 @@ def check_rollout(  # noqa: PLR0913  # the arguments of a rollout
     auto_reset: Any,
     break_when_any_done: Any,
     set_truncated: Any = False,
+    call: str = "rollout",
 ) -> int:
     """Refuse wrong arguments of a rollout; return its number of steps."""
     if callable(max_steps):
         raise TypeError(
-            "rollout failed: expected the number of steps first, got a callable. Write (200, policy)."
+            f"{call} failed: expected the number of steps first, got a callable. Write (200, policy)."
         )
-    need_callables("rollout", policy=policy, callback=callback)
-    need_bools("rollout", auto_reset=auto_reset, set_truncated=set_truncated)
+    need_callables(call, policy=policy, callback=callback)
+    need_bools(call, auto_reset=auto_reset, set_truncated=set_truncated)
     if break_when_any_done is not None:
-        need_bools("rollout", break_when_any_done=break_when_any_done)
-    need_state("rollout", "primer", primer, num_envs)
-    need_state("rollout", "tensordict", tensordict, num_envs)
-    num_steps: int = as_count("rollout", "max_steps", max_steps)
+        need_bools(call, break_when_any_done=break_when_any_done)
+    need_state(call, "primer", primer, num_envs)
+    need_state(call, "tensordict", tensordict, num_envs)
+    num_steps: int = as_count(call, "max_steps", max_steps)
     if auto_reset and tensordict is not None:
         raise ValueError(
-            "rollout failed: expected auto_reset=False with tensordict, got True, which begins new episodes. Pass "
+            f"{call} failed: expected auto_reset=False with tensordict, got True, which begins new episodes. Pass "
             "auto_reset=False, or leave tensordict out."
         )
     return num_steps

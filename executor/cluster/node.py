@@ -1,17 +1,13 @@
 """What runs on a node, in a Ray actor: the envs of a share as a `ParallelEnv`, and a copy of the policy.
 
-Guarantees: errors of envs, workers and arguments are returned, because Ray would wrap them; others are raised. An actor
-that Ray has started in the place of a lost one begins new episodes. It ends with its raylet.
+Guarantees: an actor that Ray has started in the place of a lost one begins new episodes. Ray ends it with its node.
 """
 
-import dataclasses
 import functools
 import os
 import pickle
 import platform
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,16 +17,12 @@ from tensordict import TensorDictBase
 
 from envherd.executor.batches.transfer import as_array
 from envherd.executor.cluster.shares import ClusterError
-from envherd.executor.guests.collectors.policy import Placed, tensors_of
-from envherd.executor.machine.machine import usable_cores
+from envherd.executor.guests.collectors.policy import Placed, set_tensors
 from envherd.executor.parallel import ParallelEnv
 from envherd.executor.processes.error_messages import numbering
-from envherd.workers.errors import EnvherdError
 from envherd.workers.seeding import episode_seed
 from envherd.workers.sending import registries
 
-#: Seconds between checks of the parent.
-_PARENT_S = 0.5
 # In the place of an env's id, for the seed of the policy's generator.
 _STREAM = 2**32 - 3
 
@@ -39,118 +31,87 @@ class Node:
     """Runs the envs of a share; see the module.
 
     Args:
-        *task: the arguments of `_build`.
+        registered: names of envs; see `workers.sending.registries`.
+        sent: the keyword arguments of `ParallelEnv`, pickled.
+        first: id in the batch of env 0.
     """
 
     env: Any = None
     #: The latest rows of the envs, `[n]`; None if these are not in the middle of episodes.
     rows: TensorDictBase | None = None
 
-    def __init__(self, *task: Any) -> None:
-        threading.Thread(
-            target=_end_with,
-            args=(os.getppid(),),
-            name="envherd-parent",
-            daemon=True,
-        ).start()
+    def __init__(self, registered: bytes, sent: bytes, first: int) -> None:
         # Of the data that this actor returns: Ray pickles the values of a tensor, and maps those of an array.
         ray.util.register_serializer(
             torch.Tensor,
             serializer=packed,
             deserializer=unpacked,
         )
-        node_id = ray.get_runtime_context().get_node_id()[:8]
-        numbering.place = f"node {platform.node()}/{node_id}"
-        self._task = task
+        numbering.place = (
+            f"node {platform.node()}/{ray.get_runtime_context().get_node_id()[:8]}"
+        )
+        numbering.first_env_id = first
+        registries.install(registered)
+        self._sent = sent
 
     def do(
         self,
         call: Callable[..., Any],
         rows: TensorDictBase | None,
         *args: Any,
-        **how: Any,
     ) -> Any:
-        """Make a call; return its result, where this is, and the rows after the call; or the error.
+        """Make a call; return its result, where this is, and the rows after the call.
+
+        The first call builds the envs: of errors of the constructor, Ray would return only the text.
 
         Args:
             call: called with this object; a method, for example.
             rows: that the latest answer has returned; None for the first call.
             *args: further arguments of the call.
-            **how: likewise.
         """
-        try:
-            if self.env is None:
-                self.env = self._build(*self._task)
-                if rows is not None:  # an actor before this one was lost
-                    self._take_over(rows)
-            result = call(self, *args, **how)
-            return result, f"{numbering.place}, pid {os.getpid()}", self.rows
-        except EnvherdError as error:
-            return error
+        if self.env is None:
+            self._start(rows)
+        result = call(self, *args)
+        return result, f"{numbering.place}, pid {os.getpid()}", self.rows
 
-    def _build(
-        self,
-        registered: bytes,
-        factories: Sequence[bytes],
-        cores: float,
-        first: int,
-        how: Mapping[str, Any],
-    ) -> ParallelEnv:
+    def _start(self, rows: TensorDictBase | None) -> None:
         """Start the workers and build the envs.
 
         Args:
-            registered: names of envs; see `workers.sending.registries`.
-            factories: one per env, pickled.
-            cores: of the share; infinity for all.
-            first: id in the batch of env 0.
-            how: further arguments of `ParallelEnv`.
+            rows: of an actor before this one, which was lost; None if there was none. Each env that was in an episode
+                there begins with an interrupted row, and has new episodes then.
         """
-        numbering.first_env_id = first
-        options = dataclasses.replace(
-            how["options"],
-            first_env_id=how["options"].first_env_id + first,
-        )
-        # At most one for each env: `ParallelEnv` takes no other number of them for envs that are alone.
-        num_workers = how["num_workers"] or max(
-            1,
-            int(min(cores, usable_cores(), len(factories))),
-        )
-        torch.manual_seed(episode_seed(how["seed"], _STREAM, options.first_env_id))
-        registries.install(registered)
-        # Envs of one factory share it here as well.
-        load = functools.cache(pickle.loads)
         try:
-            make_env = [load(pickled) for pickled in factories]
-        except Exception as error:  # whatever their modules and classes raise
+            how = pickle.loads(self._sent)
+        except Exception as error:  # whatever the factories' modules and classes raise
             raise ClusterError(
                 f"RayRollouts failed: expected {numbering.place} to read the factories, got {type(error).__name__}: "
                 f"{error}. Install there what they import, or pass runtime_env=."
             ) from error
-        return ParallelEnv(
-            make_env,
-            **{**how, "options": options, "num_workers": num_workers},
+        self.env = ParallelEnv(**how)
+        torch.manual_seed(
+            episode_seed(self.env.seed, _STREAM, how["options"].first_env_id)
         )
+        if rows is not None:
+            self.rows = rows
+            roots = [row.to_dict() for row in rows.unbind(0)]
+            ended = np.array([bool(root["done"].any()) for root in roots])
+            self.env.engine.take_over(roots, ended)
 
-    def roll(
-        self,
-        num_steps: int,
-        acting: Sequence[Any] | None,
-        how: dict[str, Any],
-        *,
-        keeps_state: bool,
-    ) -> TensorDictBase:
+    def roll(self, how: Mapping[str, Any]) -> TensorDictBase:
         """Make a rollout.
 
         Args:
-            num_steps: T.
-            acting: Ray's references of the policy and of its weights; None for random actions.
-            how: further arguments of `rollout`.
-            keeps_state: continue with the policy's own state after the latest rollout.
+            how: the arguments of `rollout`; `policy` as Ray's references of the policy and of its weights, or None.
+                Without `tensordict`, the policy continues with its own state after the latest rollout.
         """
-        policy = None if acting is None else _weighted(*acting)
-        if keeps_state:
-            how["tensordict"] = self.rows
-        data = self.env.rollout(num_steps, policy, break_when_any_done=False, **how)
+        sent = how["policy"]
+        own = {
+            "tensordict": self.rows,
+            **how,
+            "policy": None if sent is None else _weighted(*sent),
+        }
+        data = self.env.rollout(break_when_any_done=False, **own)
         self.rows = data[:, -1]["next"].clone()
         return data
 
@@ -159,13 +120,6 @@ class Node:
         self.env.load_state_dict(state)
         torch.set_rng_state(state["torch"].clone())
         self.rows = None
-
-    def _take_over(self, rows: TensorDictBase) -> None:
-        """Begin with an interrupted row for each env that was in an episode, and new episodes then."""
-        self.rows = rows
-        roots = [row.to_dict() for row in rows.unbind(0)]
-        ended = np.array([bool(root["done"].any()) for root in roots])
-        self.env.engine.take_over(roots, ended)
 
 
 @functools.lru_cache(maxsize=1)
@@ -178,31 +132,18 @@ def _made(policy: Any) -> Placed:
 def _weighted(policy: Any, weights: Any) -> Placed:
     """Return the policy with the weights of another reference; what this process lacks is fetched."""
     placed = _made(policy)
-    sent = ray.get(weights)
+    sent = pickle.loads(ray.get(weights))
     # A policy that is no module has none.
-    tensors = tensors_of(placed.policy) if sent else []
-    with torch.no_grad():
-        for mine, value in zip(tensors, sent, strict=True):
-            mine.copy_(unpacked(value))
+    if sent:
+        set_tensors(placed.policy, map(unpacked, sent))
     return placed
 
 
 def packed(tensor: torch.Tensor) -> tuple[np.ndarray, torch.dtype]:
     """Return a tensor of any device as what `unpacked` takes."""
-    return as_array(tensor.detach().cpu()), tensor.dtype
+    return as_array(tensor.cpu()), tensor.dtype
 
 
 def unpacked(sent: tuple[np.ndarray, torch.dtype]) -> torch.Tensor:
     """Return a tensor on the CPU, in its own memory: Ray's is read-only."""
     return torch.tensor(sent[0], device="cpu").view(sent[1])
-
-
-def _end_with(parent: int) -> None:
-    """End this process without cleanup when its parent has ended, however that ended.
-
-    Ray's own processes check whether their parent has become process 1. Under a session manager, in some containers and
-    with other subreapers it does not, and actors would stay alive with all their workers.
-    """
-    while os.getppid() == parent:
-        time.sleep(_PARENT_S)
-    os._exit(1)

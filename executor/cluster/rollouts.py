@@ -10,23 +10,23 @@ Guarantees:
 """
 
 import contextlib
-import functools
+import dataclasses
 import math
 import os
 import socket
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
+from envherd.executor.assembly import close_in_owner
 from envherd.executor.batches.arguments import (
     as_count,
     check_rollout,
     need_callables,
-    need_state,
 )
 from envherd.executor.cluster.shares import ClusterError, bundles_for, no_room, spread
 from envherd.executor.guests.collectors.policy import Placed, Policy, tensors_of
@@ -49,15 +49,11 @@ from envherd.workers.errors import Busy, EnvherdError, WorkerLost
 from envherd.workers.sending import registries
 from envherd.workers.sending.pickling import dumps
 
-try:
+# The constructor names what to install.
+with contextlib.suppress(ModuleNotFoundError):
     import ray
-    from ray.util import placement_group, placement_group_table, remove_placement_group
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     from envherd.executor.cluster.node import Node, packed
-except ModuleNotFoundError as missing:
-    if missing.name != "ray":  # Ray is installed, and lacks a package
-        raise
 
 
 #: Seconds for the head of a cluster to accept a connection; Ray itself would try for minutes.
@@ -78,7 +74,6 @@ class _Share(SimpleNamespace):
     """
 
     rows: TensorDictBase | None = None
-    __hash__ = object.__hash__  # type: ignore[assignment]  # a key of dicts
 
     def __str__(self) -> str:
         return f"{self.place} (envs {self.env_ids[0]}-{self.env_ids[-1]})"
@@ -115,7 +110,6 @@ class RayRollouts(ClosedAtEnd):
         specs: one per env.
         seed: the root seed.
         version: of the policy on the nodes, from 0; every change of its weights adds 1. -1 before the first.
-        num_losses: nodes (or their actors) that were lost and replaced.
         is_resumed: see `BatchedEnv`.
 
     Raises:
@@ -124,10 +118,8 @@ class RayRollouts(ClosedAtEnd):
     """
 
     is_resumed = False
-    num_losses = 0
     version = -1
-    _policy: Any = None
-    _sent: Any = (None, None)  # the policy and the contents of its weights
+    _sent: Any = (None, None)  # the policy and its weights, pickled
 
     @functools.partial(
         names_right_keyword,
@@ -156,14 +148,17 @@ class RayRollouts(ClosedAtEnd):
         as_count("RayRollouts", "num_workers", num_workers, or_none=True)
         as_count("RayRollouts", "num_nodes", num_nodes, or_none=True)
         count, make_env = counted(num_envs, make_env)
-        factories = as_factories(count, make_env)
-        self._options = checked_options(options)
-        blueprint = draw(factories, env_kwargs, 0, seed, self._options)
-        calls = [call.sent for call in blueprint.calls.values()]
-        self.num_envs = len(calls)
+        options = checked_options(options)
+        blueprint = draw(
+            as_factories(count, make_env),
+            env_kwargs,
+            0,
+            seed,
+            options,
+        )
+        self.num_envs = len(blueprint.calls)
         self.seed = blueprint.root_seed
         self._factory = policy_factory
-        self._pending: dict[Any, _Share] = {}
         self._shares: list[_Share] = []
         # An interrupt leaves nothing to repair: the next call drops the answers.
         self._guard = CallGuard(
@@ -174,7 +169,6 @@ class RayRollouts(ClosedAtEnd):
                 recover=lambda: None,
             )
         )
-        how = {"num_workers": num_workers, "seed": self.seed, "options": self._options}
         with contextlib.ExitStack() as at_end:
             _connect(address, at_end)
             free = [
@@ -183,36 +177,47 @@ class RayRollouts(ClosedAtEnd):
                 if node["Alive"]
             ]
             bundles = bundles_for(free, self.num_envs, num_nodes, resources_per_node)
-            group = placement_group(bundles, strategy=strategy)
-            # It kills the actors.
-            at_end.callback(remove_placement_group, group)
+            group = ray.util.placement_group(bundles, strategy=strategy)
+            at_end.callback(_close, self._shares, group, options.close_timeout_s)
             if not group.wait(placement_timeout_s):
                 raise no_room(bundles, free, placement_timeout_s)
-            node_ids = placement_group_table(group)["bundles_to_node_id"]
+            node_ids = ray.util.placement_group_table(group)["bundles_to_node_id"]
+            cores = [math.ceil(bundle.get("CPU", 0)) for bundle in bundles]
             for index, env_ids in enumerate(
-                spread(self.num_envs, [bundle.get("CPU") or 1.0 for bundle in bundles])
+                spread(self.num_envs, [count or 1 for count in cores])
             ):
+                how = {
+                    "num_envs": [blueprint.calls[i].factory for i in env_ids],
+                    "env_kwargs": [blueprint.calls[i].sent.kwargs for i in env_ids],
+                    # Without a processor of the share, that of all the node's.
+                    "num_workers": num_workers
+                    or min(len(env_ids), cores[index])
+                    or None,
+                    "seed": self.seed,
+                    "options": dataclasses.replace(
+                        options,
+                        first_env_id=options.first_env_id + env_ids[0],
+                    ),
+                }
                 actor = _actor(
                     group,
                     index,
                     bundles[index],
                     runtime_env,
-                    self._options,
-                ).remote(
-                    registries.collect(),
-                    [calls[i].factory for i in env_ids],
-                    bundles[index].get("CPU") or math.inf,
-                    env_ids[0],
-                    {**how, "env_kwargs": [calls[i].kwargs for i in env_ids]},
+                    options,
+                ).remote(registries.collect(), dumps(how), env_ids[0])
+                self._shares.append(
+                    _Share(
+                        env_ids=env_ids,
+                        actor=actor,
+                        place=f"node {node_ids[index][:8]}",
+                    )
                 )
-                place = f"node {node_ids[index][:8]}"
-                self._shares.append(_Share(env_ids=env_ids, actor=actor, place=place))
-            at_end.callback(_close, self._shares, self._options.close_timeout_s)
             reports = self._ask(lambda node: (node.env.specs, node.env.num_workers))
             self.specs = tuple(spec for specs, _ in reports for spec in specs)
             self._finalizer = weakref.finalize(
                 self,
-                _release,
+                close_in_owner,
                 at_end.pop_all(),
                 os.getpid(),
             )
@@ -266,12 +271,23 @@ class RayRollouts(ClosedAtEnd):
             raise ValueError(
                 "rollout failed: expected break_when_any_done=False and no callback: nodes act separately."
             )
-        states = {"tensordict": tensordict, "primer": primer}
-        with self._guard:
-            self._take(policy)
-            for share in self._shares:
-                self._roll(share, max_steps, states, auto_reset=auto_reset)
-            return self._joined(self._answers())
+        how = {
+            "max_steps": max_steps,
+            "auto_reset": auto_reset,
+            "tensordict": tensordict,
+            "primer": primer,
+        }
+        parts = self._ask(
+            Node.roll,
+            (self._how(share, policy, how) for share in self._shares),
+        )
+        if all(spec == self.specs[0] for spec in self.specs):
+            return torch.cat(parts)
+        # As on one machine, rows of unlike envs are a lazy stack.
+        return LazyStackedTensorDict(
+            *(row for part in parts for row in part.unbind(0)),
+            stack_dim=0,
+        )
 
     @functools.partial(
         names_right_keyword,
@@ -298,27 +314,28 @@ class RayRollouts(ClosedAtEnd):
         Yields:
             One node's rollout `[n, T]`, with `env_ids` and `policy_version` (int64 `[n, T]`). Own memory.
         """
-        max_steps = as_count("stream", "max_steps", max_steps)
-        need_callables("stream", policy=policy)
-        need_state("stream", "primer", primer, self.num_envs)
-        begin = functools.partial(
-            self._roll,
-            max_steps=max_steps,
-            states={"primer": primer},
-            keeps_state=True,
+        max_steps = check_rollout(
+            max_steps,
+            policy,
+            None,
+            None,
+            primer,
+            self.num_envs,
+            auto_reset=False,
+            break_when_any_done=False,
+            call="stream",
         )
+        how = {"max_steps": max_steps, "auto_reset": False, "primer": primer}
         with self._guard:
-            self._take(policy)
-            pending = self._pending
+            pending = self._pending = dict[Any, _Share]()
+            for share in self._shares:
+                self._begin(share, Node.roll, self._how(share, policy, how))
         while True:
             with self._guard:
                 if self._pending is not pending:
                     raise Busy(
                         "stream failed: another call was made since. Iterate over a new stream."
                     )
-                for share in self._shares:
-                    if share not in pending.values():
-                        begin(share)
                 share, data = self._next_answer()
                 data["env_ids"] = (
                     torch.tensor(share.env_ids, device="cpu")[:, None]
@@ -326,56 +343,27 @@ class RayRollouts(ClosedAtEnd):
                     .clone()
                 )
                 data["policy_version"] = torch.full_like(data["env_ids"], share.version)
-                begin(share)
+                self._begin(share, Node.roll, self._how(share, policy, how))
             yield data
 
-    def _roll(
+    def _how(
         self,
         share: _Share,
-        max_steps: int,
-        states: Mapping[str, TensorDictBase | None],
-        *,
-        auto_reset: bool = False,
-        keeps_state: bool = False,
-    ) -> None:
-        """Begin a rollout of a node with the policy's present weights.
-
-        Args:
-            share: of the node.
-            max_steps: T.
-            states: further arguments of `rollout`, batches `[N]`.
-            auto_reset: see `rollout`.
-            keeps_state: see `Node.roll`.
-        """
+        policy: Any,
+        how: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Return the arguments of a node's rollout with the policy's present weights, from those of a whole batch."""
         own = {
-            name: state[share.env_ids].cpu()
-            for name, state in states.items()
-            if state is not None
+            name: value[share.env_ids].cpu()
+            if isinstance(value, TensorDictBase)
+            else value
+            for name, value in how.items()
         }
-        acting = None if self._policy is None else self._refreshed()
+        own["policy"] = None if policy is None else self._refreshed(policy)
         share.version = self.version
-        self._begin(
-            share,
-            Node.roll,
-            max_steps,
-            acting,
-            {"auto_reset": auto_reset, **own},
-            keeps_state=keeps_state,
-        )
+        return own
 
-    def _joined(self, parts: list[Any]) -> TensorDictBase:
-        """Return rollouts of all nodes as one batch, in its own memory; rows of unlike envs as a lazy stack."""
-        if all(spec == self.specs[0] for spec in self.specs):
-            return torch.cat(parts)
-        rows = [row for part in parts for row in part.unbind(0)]
-        return LazyStackedTensorDict(*rows, stack_dim=0)
-
-    def _take(self, policy: Any) -> None:
-        """Use a policy from now on; answers to earlier calls are dropped."""
-        self._policy = policy.policy if isinstance(policy, Placed) else policy
-        self._pending = {}
-
-    def _refreshed(self) -> tuple[Any, Any]:
+    def _refreshed(self, policy: Any) -> tuple[Any, Any]:
         """Send what has changed of the policy: its weights, or all of another policy, or of one that is no module.
 
         Contents are compared, because torch does not count every write to a tensor (by `.data`, by CUDA graphs).
@@ -383,21 +371,19 @@ class RayRollouts(ClosedAtEnd):
         Returns:
             Ray's references of what makes the policy and of its weights.
         """
-        policy = self._policy
-        weights = [packed(tensor) for tensor in tensors_of(policy)]
-        made = policy if isinstance(policy, torch.nn.Module) else self._pickle()
-        present = (made, [array.tobytes() for array, _dtype in weights])
+        policy = policy.policy if isinstance(policy, Placed) else policy
+        weights = dumps([packed(tensor) for tensor in tensors_of(policy)])
+        made = policy if isinstance(policy, torch.nn.Module) else self._pickle(policy)
         if made != self._sent[0]:
-            self._made = ray.put(self._pickle())
-        if present != self._sent:
+            self._made = ray.put(self._pickle(policy))
+        if (made, weights) != self._sent:
             self._weights = ray.put(weights)
             self.version += 1
-            self._sent = present
+            self._sent = (made, weights)
         return self._made, self._weights
 
-    def _pickle(self) -> bytes:
+    def _pickle(self, policy: Any) -> bytes:
         """Return what makes the policy on a node."""
-        policy = self._policy
         try:
             return dumps(self._factory or (lambda: policy))
         except Exception as error:
@@ -413,15 +399,9 @@ class RayRollouts(ClosedAtEnd):
         share: _Share,
         call: Callable[..., Any],
         *args: Any,
-        **how: Any,
     ) -> None:
         # The rows are for an actor that Ray starts in the place of this one.
-        self._pending[share.actor.do.remote(call, share.rows, *args, **how)] = share
-
-    def _answers(self) -> list[Any]:
-        """Wait for the answers of all nodes; return them in the order of the shares."""
-        found = dict(self._next_answer() for _ in self._shares)
-        return [found[share] for share in self._shares]
+        self._pending[share.actor.do.remote(call, share.rows, *args)] = share
 
     def _next_answer(self) -> tuple[_Share, Any]:
         """Wait for an answer: that to the oldest of the calls whose answers have arrived."""
@@ -438,7 +418,11 @@ class RayRollouts(ClosedAtEnd):
                 )
         share = self._pending.pop(ready[0])
         try:
-            answer = ray.get(ready[0])
+            result, share.place, share.rows = ray.get(ready[0])
+        except ray.exceptions.RayTaskError as error:
+            if not isinstance(error.cause, EnvherdError):
+                raise
+            raise error.cause from error.cause.__cause__  # without Ray's text
         except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError) as error:
             text = " ".join(str(getattr(error, "cause", None) or error).split())
             raise WorkerLost(
@@ -446,12 +430,6 @@ class RayRollouts(ClosedAtEnd):
                 f"ExecutorOptions(on_worker_loss='restart', max_restarts=...) starts the envs of lost nodes on others.",
                 env_ids=tuple(share.env_ids),
             ) from None
-        if isinstance(answer, EnvherdError):
-            raise answer
-        result, place, share.rows = answer
-        if share.place != place:
-            self.num_losses += "pid" in share.place
-            share.place = place
         return share, result
 
     # ---- everything else ---------------------------------------------------------------------
@@ -476,26 +454,31 @@ class RayRollouts(ClosedAtEnd):
         Raises:
             ValueError: a state of other shares; nothing was loaded.
         """
-        parts = state.get("nodes", ())
         sizes = [len(share.env_ids) for share in self._shares]
-        if [len(part["executor"]["episodes"]) for part in parts] != sizes:
+        if [
+            len(part["executor"]["episodes"]) for part in state.get("nodes", ())
+        ] != sizes:
             raise ValueError(
                 f"load_state_dict failed: expected a state of nodes with {sizes} envs, got another."
             )
-        self._ask(Node.load, parts)
-        self.is_resumed = all("roots" in part["executor"] for part in parts)
+        self._ask(Node.load, state["nodes"])
+        self.is_resumed = all("roots" in part["executor"] for part in state["nodes"])
 
     def statistics(self) -> list[Statistics]:
         """Return the statistics of each node; those of a node that was replaced begin anew."""
         return self._ask(lambda node: node.env.statistics())
 
-    def _ask(self, call: Callable[..., Any], *parts: Sequence[Any]) -> list[Any]:
-        """Make a call of all nodes, each with its part of each argument, and wait for the answers."""
+    def _ask(self, call: Callable[..., Any], *parts: Iterable[Any]) -> list[Any]:
+        """Make a call of all nodes, each with its part of each argument; return the answers, ordered as the shares."""
         with self._guard:
-            self._take(self._policy)
+            self._pending = {}
             for share, *own in zip(self._shares, *parts, strict=True):
                 self._begin(share, call, *own)
-            return self._answers()
+            answers = sorted(
+                (self._next_answer() for _ in self._shares),
+                key=lambda answer: answer[0].env_ids,
+            )
+            return [result for _share, result in answers]
 
     def close(self) -> None:
         """Close the envs and release the nodes, within seconds. Idempotent."""
@@ -507,8 +490,8 @@ def _connect(address: str | None, at_end: contextlib.ExitStack) -> None:
     """Connect to a cluster until the end, unless this process has done so."""
     if "ray" not in globals():
         raise ClusterError(
-            "RayRollouts failed: expected Ray, which is not installed. Install it, here and on every node: pip install "
-            "'envherd[ray]'."
+            "RayRollouts failed: expected Ray, which is not installed, or lacks a package. Install it, here and on "
+            "every node: pip install 'envherd[ray]'."
         )
     if ray.is_initialized():
         return
@@ -546,7 +529,9 @@ def _actor(
             for name, amount in bundle.items()
             if name not in ("CPU", "GPU", "memory")
         },
-        scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
+        scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+            group, index
+        ),
         runtime_env=runtime_env,
         max_restarts=restarts,
         # A call is made again where the actor was started again.
@@ -554,17 +539,17 @@ def _actor(
     )
 
 
-def _close(shares: Sequence[_Share], timeout_s: float) -> None:
-    """Close the envs of all nodes that have built them, as far as they do so in time."""
-    calls = [
-        share.actor.do.remote(lambda node: node.env.close(), None)
-        for share in shares
-        if "pid" in share.place
-    ]
-    ray.wait(calls, num_returns=len(calls), timeout=timeout_s)
+def _close(shares: Sequence[_Share], group: Any, timeout_s: float) -> None:
+    """Close the envs of all nodes that have built them, as far as they do so in time; release the nodes.
 
-
-def _release(at_end: contextlib.ExitStack, owner: int) -> None:
-    """Release all, unless Ray has done so or this process is a fork of the owner."""
-    if ray.is_initialized() and os.getpid() == owner:
-        at_end.close()
+    Ray has released them if it was shut down.
+    """
+    if ray.is_initialized():
+        calls = [
+            share.actor.do.remote(lambda node: node.env.close(), None)
+            for share in shares
+            if "pid" in share.place
+        ]
+        ray.wait(calls, num_returns=len(calls), timeout=timeout_s)
+        # It kills the actors.
+        ray.util.remove_placement_group(group)

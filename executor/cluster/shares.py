@@ -6,8 +6,6 @@ import numpy as np
 
 from envherd.workers.errors import EnvherdError
 
-Resources = Mapping[str, float]
-
 
 class ClusterError(EnvherdError, RuntimeError):
     """Ray is missing, cannot be reached, lacks the requested resources, or its nodes have different versions."""
@@ -25,10 +23,10 @@ def spread(num_envs: int, weights: Sequence[float]) -> list[list[int]]:
 
 
 def bundles_for(
-    free: Sequence[Resources],
+    free: Sequence[Mapping[str, float]],
     num_envs: int,
     num_nodes: int | None,
-    per_node: Resources | None,
+    per_node: Mapping[str, float] | None,
 ) -> list[dict[str, float]]:
     """Return the resources to request from each node.
 
@@ -42,23 +40,26 @@ def bundles_for(
         ClusterError: no node has the requested resources.
     """
     asked = {"CPU": 1.0} if per_node is None else per_node
-    fitting = [
-        node
-        for node in free
-        if all(node.get(name, 0) >= amount for name, amount in asked.items())
-    ]
+    fitting = sorted(
+        (
+            node
+            for node in free
+            if all(node.get(name, 0) >= amount for name, amount in asked.items())
+        ),
+        key=lambda node: node.get("CPU", 0),
+        reverse=True,
+    )
     count = min(num_nodes or len(fitting), num_envs)
     if not fitting or (per_node is None and count > len(fitting)):
         raise no_room([asked] * max(1, count), free)
     if per_node is not None:
         return [dict(per_node) for _ in range(count)]
-    cpus = sorted((float(int(node["CPU"])) for node in fitting), reverse=True)
-    return [{"CPU": number} for number in cpus[:count]]
+    return [{"CPU": float(int(node["CPU"]))} for node in fitting[:count]]
 
 
 def no_room(
-    asked: Sequence[Resources],
-    free: Sequence[Resources],
+    asked: Sequence[Mapping[str, float]],
+    free: Sequence[Mapping[str, float]],
     waited_s: float = 0.0,
 ) -> ClusterError:
     """Return the error for bundles that cannot be placed, or were not placed in time."""
@@ -69,12 +70,10 @@ def no_room(
     )
 
 
-def _in_words(resources: Resources) -> str:
-    named = {
-        name: n
-        for name, n in sorted(resources.items())
+def _in_words(resources: Mapping[str, float]) -> str:
+    named = [
+        f"{amount:g} {name}"
+        for name, amount in sorted(resources.items())
         if not name.startswith(("node:", "memory", "object_"))
-    }
-    return (
-        ", ".join(f"{amount:g} {name}" for name, amount in named.items()) or "nothing"
-    )
+    ]
+    return ", ".join(named) or "nothing"

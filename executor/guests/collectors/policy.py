@@ -11,7 +11,7 @@ Does not know: what the policy does.
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -99,17 +99,10 @@ class Placed:
         # It waits for the copy, because the caller may read the batch at once.
         return root.update(acted.select(*written).to(home, non_blocking=False))
 
-    @without_grad
     def follow(self) -> None:
         """Copy the original's present weights and buffers to the copy, if there is one."""
-        if not self.is_copy:
-            return
-        for mine, other in zip(
-            tensors_of(self.policy),
-            tensors_of(self._original),
-            strict=True,
-        ):
-            mine.copy_(other)
+        if self.is_copy:
+            set_tensors(self.policy, tensors_of(self._original))
 
 
 def _version(value: Any) -> Any:
@@ -136,6 +129,13 @@ def tensors_of(policy: Any) -> list[torch.Tensor]:
     if not isinstance(policy, nn.Module):
         return []
     return [*policy.parameters(), *policy.buffers()]
+
+
+@without_grad
+def set_tensors(policy: Any, values: Iterable[torch.Tensor]) -> None:
+    """Write the parameters and buffers of a module; the values are those of a module of the same form."""
+    for mine, value in zip(tensors_of(policy), values, strict=True):
+        mine.copy_(value)
 
 
 def try_copy(policy: Any) -> tuple[Any, str]:
