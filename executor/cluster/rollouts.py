@@ -11,6 +11,7 @@ Guarantees:
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import socket
@@ -488,7 +489,7 @@ class RayRollouts(ClosedAtEnd):
 
 def _connect(address: str | None, at_end: contextlib.ExitStack) -> None:
     """Connect to a cluster until the end, unless this process has done so."""
-    if "ray" not in globals():
+    if "packed" not in globals():
         raise ClusterError(
             "RayRollouts failed: expected Ray, which is not installed, or lacks a package. Install it, here and on "
             "every node: pip install 'envherd[ray]'."
