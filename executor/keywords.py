@@ -119,6 +119,13 @@ def names_right_keyword(
     return checked
 
 
+def refuses_keywords(
+    **instead_of: str,
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Return `names_right_keyword` for a call that had these keywords in earlier versions; the values are advice."""
+    return functools.partial(names_right_keyword, instead_of=instead_of)
+
+
 def _advice(name: str, names: list[str], options: Container[str]) -> str:
     """Return what to write instead of a keyword that a call with these names and options does not have."""
     if name in options:

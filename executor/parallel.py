@@ -1,6 +1,5 @@
 """`ParallelEnv`: the executor over worker processes."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -8,7 +7,7 @@ from envherd.executor.assembly import make_pool
 from envherd.executor.batched import BatchedEnv
 from envherd.executor.batches.arguments import as_count
 from envherd.executor.batches.transfer import as_device
-from envherd.executor.keywords import names_right_keyword
+from envherd.executor.keywords import names_right_keyword, refuses_keywords
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.sending.blueprint import (
     EnvKwargs,
@@ -105,12 +104,9 @@ class ParallelEnv(BatchedEnv):
             pool.close(timeout_s=0)
             raise
 
-    @functools.partial(
-        names_right_keyword,
-        instead_of={
-            "reseed": "After the branch, call a method of the env that seeds its generators, for each copy: "
-            "env.call(METHOD, SEED, env_ids=[TARGET])."
-        },
+    @refuses_keywords(
+        reseed="After the branch, call a method of the env that seeds its generators, for each copy: "
+        "env.call(METHOD, SEED, env_ids=[TARGET])."
     )
     def branch(self, source_id: int, target_ids: Any) -> None:
         """Replace envs by copies of another one, with the whole state of its simulator, in the middle of its episode.

@@ -11,7 +11,6 @@ Guarantees:
 
 import contextlib
 import dataclasses
-import functools
 import math
 import os
 import socket
@@ -32,7 +31,7 @@ from envherd.executor.batches.arguments import (
 from envherd.executor.cluster.shares import ClusterError, bundles_for, no_room, spread
 from envherd.executor.guests.collectors.policy import Placed, Policy, tensors_of
 from envherd.executor.guests.monitor import Statistics
-from envherd.executor.keywords import names_right_keyword
+from envherd.executor.keywords import names_right_keyword, refuses_keywords
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.processes.error_messages import log
 from envherd.executor.protocol.call_guard import CallGuard
@@ -122,11 +121,8 @@ class RayRollouts(ClosedAtEnd):
     version = -1
     _sent: Any = (None, None)  # the policy and its weights, pickled
 
-    @functools.partial(
-        names_right_keyword,
-        instead_of={
-            "node_timeout_s": "Ray itself checks whether nodes live: set RAY_health_check_failure_threshold."
-        },
+    @refuses_keywords(
+        node_timeout_s="Ray itself checks whether nodes live: set RAY_health_check_failure_threshold."
     )
     def __init__(  # noqa: PLR0913  # what `ParallelEnv` takes, and where it shall run
         self,
@@ -290,10 +286,7 @@ class RayRollouts(ClosedAtEnd):
             stack_dim=0,
         )
 
-    @functools.partial(
-        names_right_keyword,
-        instead_of={"overlap": "Call rollout, which uses the present weights."},
-    )
+    @refuses_keywords(overlap="Call rollout, which uses the present weights.")
     def stream(
         self,
         max_steps: int,

@@ -1,13 +1,12 @@
 """`recommend`: measure an env and decide in one call; also behind `num_envs="auto"` and `num_workers="auto"`."""
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from envherd.executor.batches.arguments import as_count
-from envherd.executor.keywords import names_right_keyword
+from envherd.executor.keywords import refuses_keywords
 from envherd.executor.machine.machine import Machine, Others, read_machine, require_room
 from envherd.executor.options import ExecutorOptions
 from envherd.executor.processes.error_messages import log
@@ -53,12 +52,9 @@ class Sizing:
     why: tuple[str, ...]
 
 
-@functools.partial(
-    names_right_keyword,
-    instead_of={
-        "machine": "Call it on that machine: all speeds are measured.",
-        "probe_bytes": "Limit the memory of the process with a control group.",
-    },
+@refuses_keywords(
+    machine="Call it on that machine: all speeds are measured.",
+    probe_bytes="Limit the memory of the process with a control group.",
 )
 def recommend(  # the env, the goal and the limits
     make_env: Callable[..., Any],
