@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from envherd.executor.sizing.probe import Subject, Turn
+from envherd.executor.sizing.probe import PATIENCE_S, Subject, Turn
 from envherd.executor.sizing.rule import (
     Limits,
     Measurement,
@@ -38,10 +38,8 @@ _IMPORT_S = 10.0
 _START_SHARE = 0.5
 #: Share of the whole budget below which a start is quick: it is made even if no time remains.
 _QUICK_SHARE = 0.1
-#: Expected times that a call may take, in addition to `_PATIENCE_S`, before it counts as hanging.
+#: Expected times that a call may take, in addition to `PATIENCE_S`, before it counts as hanging.
 _PATIENCE_FACTOR = 10.0
-#: Seconds that any call may take.
-_PATIENCE_S = 20.0
 
 
 def confirm(  # noqa: PLR0913  # what is run, and for how long
@@ -85,8 +83,7 @@ def confirm(  # noqa: PLR0913  # what is run, and for how long
             if run.refusal is None and executor not in turns:
                 show(f"starting {run.setting}, about {run.start_s:,.0f} s")
                 with _excluding(executor, runs, errors):
-                    turn = _turns(subject, run, limits)
-                    turns[executor] = stack.enter_context(turn)
+                    turns[executor] = stack.enter_context(_turns(subject, run, limits))
                     room_bytes -= run.memory_bytes
         while any(run.refusal is None for run in runs):
             rounds.append({})
@@ -155,7 +152,7 @@ def _turns(
     """Return the context in which a setting's executor runs; its value runs turns."""
     batch_s = run.setting.most_per_worker * limits.measured.whole_step_s
     import_s = 0.0 if run.setting.num_workers else _IMPORT_S
-    patience_s = _PATIENCE_S + _PATIENCE_FACTOR * (run.start_s + batch_s + import_s)
+    patience_s = PATIENCE_S + _PATIENCE_FACTOR * (run.start_s + batch_s + import_s)
     return subject.turns(
         run.setting,
         _THROTTLED_SPAN_S if limits.machine.is_throttled else _SPAN_S,
@@ -170,11 +167,16 @@ def _write(
     measured: Measurement,
 ) -> None:
     """Write what was measured into the runs."""
-
-    def rate(turn: Turn) -> float:
-        return measured.whole_steps(turn.steps, turn.resets) / turn.seconds
-
-    rate_of = speeds([{run: rate(turns[run]) for run in runs} for turns in rounds])
+    rate_of = speeds(
+        [
+            {
+                run: measured.whole_steps(turn.steps, turn.resets) / turn.seconds
+                for run, turn in turns.items()
+                if run in runs
+            }
+            for turns in rounds
+        ]
+    )
     for run, steps_per_s in rate_of.items():
         run.steps_per_s = steps_per_s
         run.busy_share = sum(turns[run].busy_share for turns in rounds) / len(rounds)

@@ -313,10 +313,10 @@ _SHORT_STEP_S = 0.2e-3
 _SHORT_ENVS = 8
 #: Most memory of an env that is measured again: several that take more might be too many for the machine.
 _LIGHT_BYTES = 128 * 2**20
-#: Budgets that a call may take, in addition to `_PATIENCE_S`, before it counts as hanging.
+#: Budgets that a call may take, in addition to `PATIENCE_S`, before it counts as hanging.
 _PATIENCE_FACTOR = 4.0
 #: Seconds that any call may take.
-_PATIENCE_S = 30.0
+PATIENCE_S = 30.0
 #: Bytes by which a process may grow because of Python itself.
 _NOISE_BYTES = 64 * 1024
 #: Most seconds until a worker has counted its last command.
@@ -353,7 +353,7 @@ def probe(
         WorkerLost, WorkerTimeout: the worker died, or a call took too long.
     """
     began = time.monotonic()
-    patience_s = _PATIENCE_S + _PATIENCE_FACTOR * budget_s
+    patience_s = PATIENCE_S + _PATIENCE_FACTOR * budget_s
     # One process for all of the time: its figures are read.
     subject = replace(
         subject,

@@ -195,7 +195,6 @@ def size_text(size: float) -> str:
 
 # ---- rule --------------------------------------------------------------------------------------
 
-_MIB = 2**20
 #: An env waits if the processor is free for more than this share of its steps.
 WAITS = 0.2
 #: Least growth of one env in 1,000 steps that is not noise, in bytes.
@@ -372,8 +371,8 @@ class Limits:
         needs = (
             (
                 "memory",
-                run.memory_bytes / _MIB,
-                self.usable / _MIB,
+                run.memory_bytes / 2**20,
+                self.usable / 2**20,
                 "takes {:,.0f} MiB of memory, {:,.0f} may be used",
             ),
             (
@@ -473,8 +472,7 @@ def explain(
     target = goal.target_steps_per_s
     machine = limits.machine
     measured = limits.measured
-    setting = chosen.setting
-    num_workers = setting.num_workers
+    num_workers = chosen.setting.num_workers
     cores = machine.cores
     is_idle = num_workers > 0 and chosen.busy_share < _BUSY
     busy = f"workers are busy for {chosen.busy_share:.0%} of the time"
@@ -562,7 +560,7 @@ def explain(
     left = (
         max(0, machine.memory_available - chosen.memory_bytes)
         * 1000
-        / max(1, grown * setting.num_envs)
+        / max(1, grown * chosen.setting.num_envs)
     )
     quota = "the CPU quota was used up, or " if machine.is_throttled else ""
     facts = (
@@ -574,14 +572,14 @@ def explain(
             ),
         ),
         (
-            not setting.num_workers,
+            not num_workers,
             (
                 f"SerialEnv, in the caller's process, makes {chosen.steps_per_s:,.0f} env-steps/s{others}. An env that "
                 f"crashes takes the program with it; --workers 1 keeps it apart."
             ),
         ),
         (
-            setting.mode == "first-k",
+            chosen.setting.mode == "first-k",
             (
                 "stepping first-K pays: use send() and recv(min_envs=num_envs // 2), so that quick envs do not wait "
                 "for slow ones."
