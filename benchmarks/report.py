@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from benchmarks.bounds import IDEAL
-from benchmarks.targets import Verdict, judge
+from benchmarks.targets import judge
 
 #: Headers of columns with words; numbers are at the right.
 _TEXTS = ("", "8 envs", "compared with", "env", "envs", "chosen", "best")
@@ -93,8 +93,6 @@ def sheet_of_workload(workload: Mapping[str, Any]) -> Sheet:
             + ", ".join(f"{name} {count}" for name, count in ends.items())
             + "."
         )
-    if "measured_on" in workload:
-        note += f" Measured on another machine: {workload['measured_on']}."
     note += f" Measured {workload['date']}." if "date" in workload else ""
     return Sheet(workload["title"], columns, rows, note.strip())
 
@@ -139,9 +137,13 @@ def sheet_of_targets(results: Mapping[str, Any], *, has_all: bool = True) -> She
     verdicts = [
         one for one in judge(results) if has_all or not one.measured.endswith("not run")
     ]
-    rows = [[one.text, one.measured, one.basis, _status(one)] for one in verdicts]
+    rows = [
+        [
+            one.text,
+            one.measured,
+            one.basis,
+            "**not met**" if one.status == "not met" else one.status,
+        ]
+        for one in verdicts
+    ]
     return Sheet("Targets", ("target", "measured", "by", ""), rows)
-
-
-def _status(verdict: Verdict) -> str:
-    return "**not met**" if verdict.status == "not met" else verdict.status

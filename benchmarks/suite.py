@@ -22,14 +22,14 @@ from benchmarks.accounting import pressure_line, pressure_while_idle
 from benchmarks.report import sheet_of_targets, sheet_of_workload, to_rich
 from benchmarks.rounds import measure
 from benchmarks.summary import summarise
+from benchmarks.work import iterations_per_us
 from benchmarks.workloads import (
     PEERS,
     QUICK,
     WORKLOADS,
     Workload,
-    calibrate,
-    usable_cores,
 )
+from envherd.executor.machine.machine import usable_cores
 
 SCHEMA = "envherd.bench/1"
 NAMES = tuple(one.name for one in WORKLOADS)
@@ -160,7 +160,8 @@ class Suite:
                         if not request.peers or peer in request.peers
                     ]
                 )
-                self.results["calibration"], is_prepared = calibrate(), True
+                self.results["calibration"] = iterations_per_us()
+                is_prepared = True
             self._measure(name)
             if request.path is not None:
                 save(self.results, request.path)
@@ -247,12 +248,10 @@ class Suite:
 def prepare(peers: list[str]) -> None:
     """Import the pools' modules, which their processes, forked from this one, inherit.
 
-    Torch and numpy get one thread, here and in forked processes.
+    Torch gets one thread, here and in forked processes.
     """
     warnings.simplefilter("ignore")  # warnings of the peers
     torch.set_num_threads(1)
-    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        os.environ.setdefault(variable, "1")
     kept = sys.modules.get("torch.utils.tensorboard")
     sys.modules["torch.utils.tensorboard"] = None  # type: ignore[assignment]  # SB3 would import it, and TensorFlow by it
     try:

@@ -9,7 +9,6 @@ from typing import Any, Literal
 from benchmarks import bounds, ours, peers
 
 Results = Mapping[str, Any]
-_MB = 1e6
 
 
 @dataclass(frozen=True)
@@ -152,11 +151,10 @@ def _figure(
     get: Callable[[], float],
     *,
     basis: str,
-    scale: float = 1.0,
 ) -> Verdict:
     """Return the verdict on a figure with an upper limit."""
     try:
-        value = get() / scale
+        value = get()
     except (KeyError, TypeError, IndexError):
         return Verdict(text, "not run", basis, "not measured")
     return _verdict(text, value, is_met=value <= limit, unit=unit, basis=basis)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -10,7 +9,7 @@ from typing import Any, Literal
 from benchmarks import bounds, ours, peers
 from benchmarks.pools import Contender, Job
 from benchmarks.rounds import Plan
-from benchmarks.work import NamedFactory, SteadyFactory, iterations_per_us
+from benchmarks.work import NamedFactory, SteadyFactory
 
 ALL = {
     one.name: one for one in (*bounds.CONTENDERS, *ours.CONTENDERS, *peers.CONTENDERS)
@@ -321,13 +320,3 @@ WORKLOADS = (
     ),
 )
 QUICK, QUICK_PEERS = ("tiny", "spikes", "cartpole"), ("gymnasium", "sb3", "torchrl")
-
-
-def calibrate() -> float:
-    """Return iterations of `compute` per microsecond."""
-    return iterations_per_us()
-
-
-def usable_cores() -> int:
-    """Return how many processors this process may use."""
-    return len(os.sched_getaffinity(0))
