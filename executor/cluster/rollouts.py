@@ -73,8 +73,6 @@ class _Share(SimpleNamespace):
         version: of the policy in its latest call.
     """
 
-    rows: TensorDictBase | None = None
-
     def __str__(self) -> str:
         return f"{self.place} (envs {self.env_ids[0]}-{self.env_ids[-1]})"
 
@@ -183,13 +181,14 @@ class RayRollouts(ClosedAtEnd):
             for index, env_ids in enumerate(
                 spread(self.num_envs, [count or 1 for count in cores])
             ):
+                # A share without reserved processors uses all of the node's.
+                workers = (
+                    None if options.alone else min(len(env_ids), cores[index]) or None
+                )
                 how = {
                     "num_envs": [blueprint.calls[i].factory for i in env_ids],
                     "env_kwargs": [blueprint.calls[i].sent.kwargs for i in env_ids],
-                    # Without a processor of the share, that of all the node's.
-                    "num_workers": num_workers
-                    or min(len(env_ids), cores[index])
-                    or None,
+                    "num_workers": num_workers or workers,
                     "seed": self.seed,
                     "options": dataclasses.replace(
                         options,
@@ -208,6 +207,7 @@ class RayRollouts(ClosedAtEnd):
                         env_ids=env_ids,
                         actor=actor,
                         place=f"node {node_ids[index][:8]}",
+                        rows=None,
                     )
                 )
             reports = self._ask(lambda node: (node.env.specs, node.env.num_workers))

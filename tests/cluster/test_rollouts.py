@@ -101,6 +101,8 @@ def test_rollouts_are_those_of_one_machine_on_three_nodes():
     """`fresh` has two nodes."""
     policy = Counter()
     where = {"num_nodes": 3, "resources_per_node": ONE, "strategy": "STRICT_SPREAD"}
+    # A worker for each env, also of those that share a processor.
+    where["options"] = ExecutorOptions(alone=True)
     with (
         RayRollouts(N, make_env, seed=7, **where) as rollouts,
         on_machine(seed=7) as local,
@@ -115,6 +117,7 @@ def test_rollouts_are_those_of_one_machine_on_three_nodes():
             assert data["next", "done"].sum() > 5
             data.zero_()  # it is the caller's
             change_in_place(policy)
+        assert rollouts.num_workers == N
         places = {share.place.partition(",")[0] for share in rollouts._shares}
         assert len(places) == 3
         assert sum(one.env_steps for one in rollouts.statistics()) == 27 * N

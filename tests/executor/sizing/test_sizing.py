@@ -96,7 +96,7 @@ def test_a_probe_counts_what_threads_of_an_env_compute():
 @pytest.mark.long
 @pytest.mark.broken_pool
 def test_a_probe_that_hangs_is_ended_with_its_stack(monkeypatch):
-    monkeypatch.setattr(probing, "_PATIENCE_S", 4.0)
+    monkeypatch.setattr(probing, "PATIENCE_S", 4.0)
     with pytest.raises(
         WorkerTimeout, match=r"step failed: worker 0 gave no answer within 5.2 s"
     ) as raised:

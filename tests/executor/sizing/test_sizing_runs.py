@@ -91,7 +91,7 @@ def test_an_alarm_of_the_program_ends_the_search(monkeypatch):
 def test_a_worker_that_dies_or_hangs_strikes_out_its_setting_alone(
     make_env, expected_text, monkeypatch
 ):
-    monkeypatch.setattr(confirming, "_PATIENCE_S", 5.0)
+    monkeypatch.setattr(confirming, "PATIENCE_S", 5.0)
     # A serial setting imports: with the usual factor its patience would be 100 s longer.
     monkeypatch.setattr(confirming, "_PATIENCE_FACTOR", 1.0)
     done = sized(make_env, budget_s=300.0, num_envs=4)
