@@ -356,7 +356,6 @@ def _refusal(name: str, expected: str, got: Any, advice: str = "") -> ValueError
 _FEWEST_FRAMES = 3
 _SECONDS = _Number(0, is_above=True)
 _SECONDS_OR_NONE = _Number(0, is_above=True, is_optional=True)
-_COUNT = _Number(1, is_whole=True)
 _COUNT_OR_NONE = _Number(1, is_whole=True, is_optional=True)
 _NUMBERS = {
     "worker_threads": _COUNT_OR_NONE,

@@ -49,8 +49,6 @@ _SCALARS = frozenset({type(None), bool, int, float, str, bytes})
 _DTYPE = re.compile(r"[<>|=][biufcSUmM]\d+(\[\d*[a-zA-Z]+\])?")
 #: Of the pool of a `SeedSequence`; numpy's own have 4, and mixing takes the square of it.
 _MAX_SEED_WORDS = 64
-#: Index of the content in a node.
-_CONTENT = 2
 
 
 def words_for(value: Any) -> str:
