@@ -140,6 +140,7 @@ main(fd, log_fd)
 _zygotes: "weakref.WeakSet[Helper]" = weakref.WeakSet()
 _idle: "list[Helper]" = []
 _is_exiting = False
+_pauses_gc = False  # in a thread that a fork does not have
 #: Held by every fork of this process, while descriptors are created and registered that a fork must close, and while
 #: users of helpers are counted. Its holder takes no other lock.
 _fork_lock = threading.RLock()
@@ -147,6 +148,8 @@ _fork_lock = threading.RLock()
 
 def _let_go_in_fork() -> None:
     _fork_lock.release()
+    if _pauses_gc:
+        gc.enable()
     for zygote in list(_zygotes):
         zygote.let_go()
     _idle.clear()
@@ -578,15 +581,19 @@ class Helper:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Keep out forks, signal handlers, and finalizers of garbage: one may close an executor, over the same channel."""
-    with _fork_lock, uninterrupted():
+    """Keep out signal handlers, and finalizers of garbage: one may close an executor, over the same channel."""
+    global _pauses_gc  # noqa: PLW0603
+    with uninterrupted():
         was_enabled = gc.isenabled()
-        gc.disable()
         try:
+            if was_enabled:
+                _pauses_gc = True
+                gc.disable()
             yield
         finally:
             if was_enabled:
                 gc.enable()
+                _pauses_gc = False
 
 
 def _wait_exit(pid: int, timeout_s: float) -> None:

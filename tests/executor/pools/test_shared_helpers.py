@@ -362,6 +362,13 @@ def test_a_fork_of_the_owner_starts_from_another_helper():
     wait_for(lambda: not is_running(in_fork))
 
 
+def test_a_fork_in_the_midst_of_a_request_collects_garbage():
+    with zygote._undisturbed():
+        assert not gc.isenabled()
+        assert in_child(gc.isenabled)
+    assert gc.isenabled()
+
+
 @needs("torchrl")
 @pytest.mark.long
 def test_the_helper_of_torchrls_envs_is_kept_and_has_no_tensorflow(monkeypatch):
