@@ -327,6 +327,7 @@ def dataclass():
 Uid = typing.NewType("Uid", int)
 P = typing.ParamSpec("P")
 T = typing.TypeVar("T")
+Ts = typing.TypeVarTuple("Ts")
 
 
 class Box(typing.Generic[T]):
@@ -337,6 +338,11 @@ class Box(typing.Generic[T]):
 class Call(typing.Generic[P, T]):
     def __init__(self, function: typing.Callable[P, T]) -> None:
         self.function = function
+
+
+class Row(typing.Generic[*Ts]):
+    def __init__(self, *parts: *Ts) -> None:
+        self.parts = parts
 
 
 class Point(typing.NamedTuple):
@@ -357,6 +363,7 @@ def typed():
     aliases = (
         Box[int](3).x,
         Call[[int], str].__args__[1] is str,
+        Row[int, str](1, "a").parts,
         Uid(3),
         Uid.__name__,
         Uid.__module__,

@@ -390,6 +390,10 @@ def _set_attributes(obj: Any, state: dict[str, Any]) -> None:
         setattr(obj, name, value)
 
 
+def _reduce_parts(names: list[str], one: Any) -> _Reduced:
+    return type(one), tuple(getattr(one, name) for name in names)
+
+
 #: Types whose objects pickle stores by their name, or not at all -> how to rebuild them.
 _REDUCERS: dict[type, Callable[[Any], _Reduced]] = {
     _LRU_CACHE: lambda cache: (
@@ -417,7 +421,16 @@ _REDUCERS: dict[type, Callable[[Any], _Reduced]] = {
         None,
         _set_attributes,
     ),
-    typing.ParamSpec: lambda variable: (typing.ParamSpec, (variable.__name__,)),
+    # A worker's Python may be older than the caller's.
+    **{
+        getattr(typing, kind): functools.partial(_reduce_parts, names)
+        for kind, names in {
+            "ParamSpec": ["__name__"],
+            "TypeVarTuple": ["__name__"],
+            "TypeAliasType": ["__name__", "__value__"],
+        }.items()
+        if hasattr(typing, kind)
+    },
     typing.TypeVar: lambda variable: (
         private._make_typevar,  # noqa: SLF001
         private._decompose_typevar(variable),  # noqa: SLF001
