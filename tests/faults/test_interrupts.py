@@ -91,11 +91,10 @@ def without_signals(file: str) -> set[int]:
     """
     found = set()
     for node in ast.walk(ast.parse(Path(file).read_text())):
-        if isinstance(node, ast.Try):
+        if isinstance(node, ast.Try | ast.With):
             found.add(node.lineno)
         if isinstance(node, ast.With):
-            items = [node, *(item.context_expr for item in node.items)]
-            found.update(item.lineno for item in items)
+            found.update(item.context_expr.lineno for item in node.items)
     return found
 
 
