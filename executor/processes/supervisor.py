@@ -160,7 +160,9 @@ class Supervisor:
             error = with_sentence(error, RESTART)
         self._pool.num_losses += 1
         self._lost_at = time.monotonic()
-        self.absent[worker_id] = Absence(Condition.LOST, self._lost_at, error)  # 1
+        # Copies, as `lost` returns.
+        lost = Absence(Condition.LOST, self._lost_at, copy.copy(error))
+        self.absent[worker_id] = lost  # 1
         self._pool.outcome.losses[worker_id] = copy.copy(error)  # 2
         self._crew.workers[worker_id].kill()
         self._pool.lose_answers_of(worker_id)

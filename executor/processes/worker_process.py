@@ -219,6 +219,8 @@ class WorkerProcess:
 
     def release(self) -> None:
         """Close this process's descriptors of it. Idempotent."""
+        # It keeps its place if no successor can be started, and must get no mail then.
+        self.is_attached = False
         self.channel.close()
         self._theirs.close()
         close_descriptors(self, "pidfd", "log_fd")

@@ -284,13 +284,18 @@ def test_an_interrupted_close_ends_the_workers(start_method):
 
 
 @pytest.mark.broken_pool
-def test_an_executor_that_is_dropped_after_a_loss_ends_its_workers():
+@pytest.mark.usefixtures("own_helper")
+@pytest.mark.parametrize("policy", ["raise", "restart"])
+def test_an_executor_that_is_dropped_after_a_loss_ends_its_workers(policy):
     """The error that was raised has the frames of the call, and these the executor."""
 
     def lose():
-        env = ParallelEnv(2, CountingEnv, num_workers=2)
+        options = ExecutorOptions(on_worker_loss=policy)
+        env = ParallelEnv(2, CountingEnv, num_workers=2, options=options)
         env.reset()
         lost, other = (worker.pid for worker in env.statistics().workers)
+        if policy == "restart":  # which fails
+            os.kill(psutil.Process(lost).ppid(), signal.SIGKILL)
         os.kill(lost, signal.SIGKILL)
         for _ in range(2):
             with contextlib.suppress(WorkerLost):
