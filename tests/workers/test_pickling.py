@@ -1,7 +1,9 @@
 """What a script defines is the same in a process that never imports the script; what cannot be sent is named."""
 
 import functools
+import importlib.machinery
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -12,7 +14,7 @@ import pytest
 
 from envherd.workers.build import pickle_factory
 from envherd.workers.errors import FactoryError
-from envherd.workers.sending import pickling
+from envherd.workers.sending import importing, pickling
 from tests.extras import needs
 
 SCRIPT = Path(__file__).with_name("script_definitions.py")
@@ -122,3 +124,28 @@ def test_a_process_that_an_env_forks_has_by_name_what_cannot_be_pickled(by_value
 
     use.__module__ = "__main__"
     assert pickling._reduce_for_children(None, use) is NotImplemented
+
+
+def test_what_a_signal_handler_raises_is_not_taken_for_the_failure_of_a_finder(
+    monkeypatch,
+):
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(*_):
+        raise Interrupted
+
+    class Finder:
+        def find_spec(self, name, path):
+            signal.raise_signal(signal.SIGALRM)
+            return importlib.machinery.PathFinder.find_spec(name, path)
+
+    monkeypatch.setattr(sys, "meta_path", [Finder()])
+    monkeypatch.setattr(importing, "places", {})
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with pytest.raises(Interrupted):
+            importing.can_import("json")
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert set(importing.places.values()) == {True}

@@ -19,6 +19,8 @@ from typing import Any
 
 import cloudpickle
 
+from envherd.shm.interrupts import uninterrupted
+
 #: Names of the script in `sys.modules`; the second one in a child of `multiprocessing`.
 SCRIPT = ("__main__", "__mp_main__")
 #: Folders of installed packages, whose files nobody edits.
@@ -63,7 +65,9 @@ def can_import(name: str) -> bool:
     module = sys.modules.get(name)
     key = (name, id(module), *sys.path)
     if key not in places:
-        places[key] = _can_import(name, module)
+        # What a signal handler raises would be taken for the failure of a finder.
+        with uninterrupted():
+            places[key] = _can_import(name, module)
     return places[key]
 
 
