@@ -17,6 +17,7 @@ from tools import golden
 @pytest.mark.parametrize(
     "pattern", ["^(counting|agents)/", "^cartpole/gymnasium SameStep"]
 )
+@pytest.mark.long
 def test_data_are_those_of_the_golden_traces(pattern):
     """A difference is listed by `python -m tools.golden`; a wanted one is recorded with `--write`."""
     kept = json.loads(golden.golden_file().read_text())

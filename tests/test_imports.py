@@ -430,7 +430,7 @@ for line in sys.argv[2:]:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_worker_imports_only_its_family():
     assert len(LIGHT) > 20
     lacking = set() if has_extra("dm-control") else {"dm_env"}

@@ -553,8 +553,15 @@ def sample(where: str, size: int, seed: int) -> list[Mutant]:
     return sorted(chosen, key=mutants.index)
 
 
-def sample_of_all(size: int, seed: int) -> dict[str, list[Mutant]]:
-    """Return a fixed number of changes of the whole source, by file; files with more places have more of them."""
+def sample_of_all(size: int, seed: int, part: str) -> dict[str, list[Mutant]]:
+    """Return a fixed number of changes of the whole source, by file; files with more places have more of them.
+
+    Args:
+        size: of the whole sample.
+        seed: of the sample.
+        part: "K/N" for each N-th change of it, from the K-th on.
+    """
+    first, _, step = part.partition("/")
     mutants = [
         mutant
         for path in all_files()
@@ -562,7 +569,7 @@ def sample_of_all(size: int, seed: int) -> dict[str, list[Mutant]]:
     ]
     chosen = random.Random(seed).sample(range(len(mutants)), min(size, len(mutants)))
     found: dict[str, list[Mutant]] = {}
-    for number in sorted(chosen):
+    for number in sorted(chosen)[int(first) - 1 :: int(step)]:
         found.setdefault(mutants[number].path, []).append(mutants[number])
     return found
 
@@ -579,6 +586,18 @@ def main() -> int:
         type=int,
         help="instead: mutants of the whole source, satellites included",
     )
+    parser.add_argument(
+        "--part",
+        default="1/1",
+        metavar="K/N",
+        help="of --total: each N-th change, from the K-th on",
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        metavar="SECONDS",
+        help="end the tests of a change after this time, and do not run those of the original first",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time")
     options = parser.parse_args()
@@ -587,33 +606,36 @@ def main() -> int:
         for where in options.files or TESTS
     }
     if options.total:
-        chosen = sample_of_all(options.total, options.seed)
+        chosen = sample_of_all(options.total, options.seed, options.part)
     with (
         tempfile.TemporaryDirectory(prefix="envherd-mutants-") as parent,
         ProcessPoolExecutor(
             options.jobs, initializer=_make_ready, initargs=(parent,)
         ) as pool,
     ):
-        return _try_all(pool, chosen)
+        return _try_all(pool, chosen, options.limit)
 
 
-def _try_all(pool: ProcessPoolExecutor, chosen: dict[str, list[Mutant]]) -> int:
+def _try_all(
+    pool: ProcessPoolExecutor,
+    chosen: dict[str, list[Mutant]],
+    limit_s: float | None,
+) -> int:
     paths = {where: where.partition(":")[0] for where in chosen}
     # They may be edited later.
     sources = {path: (ROOT / path).read_bytes() for path in paths.values()}
-    originals = {}
-    for where, (outcome, took) in zip(
-        chosen, pool.map(_try_original, paths.values()), strict=True
-    ):
-        originals[where] = outcome, took
+    limits = dict.fromkeys(chosen, limit_s or 0.0)
+    originals = pool.map(_try_original, [] if limit_s else paths.values())
+    for where, (outcome, took) in zip(chosen, originals, strict=False):
         print(
             f"{where}: {len(chosen[where])} mutants; tests of the original: {outcome} in {took:.0f} s",
             flush=True,
         )
         if outcome != "passed":
             return 1
+        limits[where] = 30 + 1.5 * took
     tried = [
-        (mutant, pool.submit(_try_mutant, mutant, 30 + 1.5 * originals[where][1]))
+        (mutant, pool.submit(_try_mutant, mutant, limits[where]))
         for where in chosen
         for mutant in chosen[where]
     ]

@@ -243,7 +243,7 @@ def test_the_readmes_picture_has_a_bar_for_each_ratio_that_was_measured():
 
 
 @needs("bench")
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_page_says_what_was_measured_and_what_was_not(run):
     results = load(run[1])
     text = render(results)

@@ -157,6 +157,7 @@ def test_an_interrupt_while_the_second_of_two_lost_workers_is_replaced(monkeypat
 
 
 @pytest.mark.parametrize("in_c", [True, False])
+@pytest.mark.long
 def test_two_interrupts_while_envs_are_sent(monkeypatch, in_c):
     """Without C, nobody knows for a moment whether an env was given its step: it needs a reset, and its row says so.
 
@@ -189,6 +190,7 @@ def test_two_interrupts_while_envs_are_sent(monkeypatch, in_c):
     assert bool(num_in_doubt) is (native.load() is None)
 
 
+@pytest.mark.long
 def test_two_interrupts_while_the_answers_of_a_lost_worker_are_lost(monkeypatch):
     """Its successor does not carry out what was given to it (`supervisor` 1 to 3, `commands` 3)."""
     names = {"declare_lost", "lose_answers_of", "lose_answers"}

@@ -291,7 +291,7 @@ def test_files_that_are_damaged_run_nothing_and_are_refused_in_one_way():
 
 
 @needs("gymnasium")
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(2))
 def test_damaged_checkpoints_change_nothing_and_lose_no_worker(seed):
     rng, refusals = random.Random(seed), []

@@ -323,6 +323,7 @@ def test_few_processes(num_allowed, start, request):
     [few_files_at_a_restart, deleted_folder, closed_descriptors],
     ids=lambda b: b.__name__,
 )
+@pytest.mark.long
 def test_a_start_in_odd_surroundings(body, start_method, tmp_path):
     record(
         f"{body.__name__} {start_method}",
@@ -345,6 +346,7 @@ def _reap_all(*_: object) -> None:
 @pytest.mark.parametrize(
     "handler", [signal.SIG_IGN, _reap_all], ids=["ignored", "reaped"]
 )
+@pytest.mark.long
 def test_death_is_noticed_where_the_program_ignores_or_reaps_children(
     handler, start_method
 ):
@@ -392,6 +394,7 @@ def test_little_memory(body, limit):
     )
 
 
+@pytest.mark.long
 def test_killed_for_the_memory_limit_of_a_control_group(tmp_path):
     """The kernel kills the worker, whose score is raised by a third of the limit: see `process.entry`, `_OOM_SCORE`."""
     if not can_limit_memory():

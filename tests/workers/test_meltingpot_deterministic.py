@@ -61,6 +61,7 @@ def _compare(tmp_path: Path, *names: str, steps: int) -> None:
         assert low != high, f"{name}: another seed is another episode"
 
 
+@pytest.mark.long
 def test_same_seed_same_bytes_in_fresh_processes(tmp_path: Path) -> None:
     _compare(tmp_path, *_CHEAP, steps=25)
 

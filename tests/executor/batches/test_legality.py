@@ -3,6 +3,7 @@
 from typing import Any, get_args
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -135,6 +136,7 @@ def batch_of(leaf: LeafSpec, seed: int) -> np.ndarray:
     seed=st.integers(0, 2**32),
 )
 @settings(max_examples=500, deadline=None)
+@pytest.mark.long
 def test_torch_decides_as_numpy_does_or_leaves_it_to_numpy(leaf, level, seed):
     batch = batch_of(leaf, seed)
     check = check_for(leaf, level)
@@ -149,6 +151,7 @@ def test_torch_decides_as_numpy_does_or_leaves_it_to_numpy(leaf, level, seed):
 
 @given(leaf=leaves(), seed=st.integers(0, 2**32))
 @settings(max_examples=500, deadline=None)
+@pytest.mark.long
 def test_drawn_actions_are_legal(leaf, seed):
     # Bounds of another dtype may lie between two values.
     assume(not isinstance(leaf.domain, Box) or leaf.domain.low.dtype == leaf.dtype)

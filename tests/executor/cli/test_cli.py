@@ -815,7 +815,7 @@ def test_melting_pot_is_reported_per_player_and_drawn_from_its_world_view():
     } <= drawn
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("folder")
 def test_ctrl_c_ends_it_with_what_was_collected(tmp_path):
     mark = tmp_path / "mark"

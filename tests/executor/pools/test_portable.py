@@ -86,6 +86,7 @@ MORE_FAMILIES = [
         *MORE_FAMILIES,
     ],
 )
+@pytest.mark.long
 def test_data_are_those_of_a_serial_executor_bit_for_bit(factory):
     torch.manual_seed(0)
     expected = data_of(SerialEnv(3, factory, seed=5))

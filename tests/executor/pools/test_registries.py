@@ -165,7 +165,7 @@ def test_gymnasium(run):
 
 
 @needs("dm-control")
-@pytest.mark.slow
+@pytest.mark.long
 def test_names_of_dm_control_that_a_script_adds_are_refused_with_advice(run):
     task, domain = run(DM_CONTROL)
     assert "Level 'added' does not exist" in task

@@ -466,6 +466,7 @@ class Strike(Interrupt):
 # Freed at the end of a `with`.
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <_io.FileIO")
 @pytest.mark.timeout(280)
+@pytest.mark.long
 def test_an_interrupt_leaves_targets_unchanged_copied_or_to_be_reset():
     with walks(3, isolate_rng=True) as env:
         for interrupt in at_each(Strike, scaled(47, full=7), least=3):
@@ -529,6 +530,7 @@ def test_copies_end_with_their_owner(end, after_s, script_host, tmp_path):
 
 @pytest.mark.broken_pool
 @pytest.mark.timeout(280)
+@pytest.mark.long
 def test_random_branches_while_workers_die():
     rng, most = random.Random(0), scaled(30, full=200)
     num_envs, num_branches = 4, 0

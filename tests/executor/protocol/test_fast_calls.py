@@ -590,7 +590,7 @@ def of_both(make_env: Any, setting: dict[str, Any], **options: Any) -> Any:
 
 @pytest.mark.sampled(3)
 @needs_c
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "setting"),
     [
