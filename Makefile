@@ -27,7 +27,7 @@ help:
 	@echo "make rollout      run $(ROLLOUT_ENVS) Melting Pot envs in parallel; pictures and data go to rollouts/"
 	@echo "make try          install envherd with Gymnasium only (1.2 GB, in .venv.small/), check the machine, run CartPole"
 	@echo "make test         run the tests that take less than a few seconds each"
-	@echo "make test-long    run the others: a Ray cluster, the pages, the examples, sizing, random walks"
+	@echo "make test-long    run the others: a Ray cluster, the pages, the examples, sizing, sweeps"
 	@echo "make test-python  run the tests of stepping again, without the C extension"
 	@echo "make test-oldest  run quick tests of the facades with the oldest supported TorchRL, Gymnasium and SB3"
 	@echo "make test-quick   run only fast tests"
@@ -109,11 +109,12 @@ rollout: $(STAMP)
 # The tests marked `quiet` measure time, so they run last and alone.
 test: $(STAMP)
 	$(PYTEST) -m "not quiet and not long"
-	$(BIN)/python -m pytest -m quiet $$(grep -rl "mark\.quiet" --include="test_*.py" tests)
+	$(BIN)/python -m pytest -m "quiet and not long" $$(grep -rl "mark\.quiet" --include="test_*.py" tests)
 
-# Tests that each take seconds: a Ray cluster, the blocks of the pages, the examples, sizing, random walks.
+# Tests that each take seconds: a Ray cluster, the blocks of the pages, the examples, sizing, sweeps.
 test-long: $(STAMP)
-	$(PYTEST) -m long
+	$(PYTEST) -m "long and not quiet"
+	$(BIN)/python -m pytest -m "long and quiet" $$(grep -rl "mark\.quiet" --include="test_*.py" tests)
 
 # LONG= leaves out the files that take half of the time.
 LONG ?= tests/executor/protocol/test_property.py tests/faults/test_interrupts.py

@@ -206,7 +206,7 @@ def columns_for(family: Family) -> list[str]:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(6000)
 # Warnings of the envs.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")

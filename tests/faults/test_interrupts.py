@@ -47,7 +47,7 @@ from tests.executor.calls import ones
 from tests.gates import wait_for
 from tests.scale import offset, scaled
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(120)]
 
 NUM_ENVS = 3
 EXECUTOR = str(Path(envherd.executor.__file__).parent)
@@ -530,7 +530,6 @@ def fail(make: Callable[[], Any], when: str, failure: Failure) -> None:
 # Freed between its creation and its owner.
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <socket")
 @pytest.mark.parametrize("when", ["start", "restart", "close"])
-@pytest.mark.long
 def test_a_failure_at_any_line(when, start_method):
     options = ExecutorOptions(
         start_method=start_method, on_worker_loss="restart", close_timeout_s=2.0

@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.broken_pool, pytest.mark.timeout(120
     [cell for cell in CELLS if IS_FULL or cell in QUICK],
     ids=lambda cell: cell.name,
 )
+@pytest.mark.long
 def test_cell(cell, tmp_path, caplog):
     found = drive(cell, tmp_path / "broken")
     assert found.left == "nothing"

@@ -85,7 +85,11 @@ def test_an_alarm_of_the_program_ends_the_search(monkeypatch):
     [
         (sized_envs.CrowdedEnv, "exit code 7"),
         # 5 s and a call's usual time.
-        (sized_envs.CrowdedHangingEnv, "gave no answer within "),
+        pytest.param(
+            sized_envs.CrowdedHangingEnv,
+            "gave no answer within ",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_worker_that_dies_or_hangs_strikes_out_its_setting_alone(
