@@ -173,7 +173,7 @@ SAMPLE ?= 10
 SEED ?= 0
 FILES ?=
 mutants: $(STAMP)
-	$(BIN)/python -m tools.mutants --sample $(SAMPLE) --seed $(SEED) --jobs $(JOBS) $(if $(TOTAL),--total $(TOTAL)) $(FILES)
+	$(BIN)/python -m tools.mutants --sample $(SAMPLE) --seed $(SEED) --jobs $(JOBS) $(if $(TOTAL),--total $(TOTAL)) $(if $(PART),--part $(PART) --limit 300) $(FILES)
 
 fuzz: MINUTES = 10
 fuzz: $(STAMP)
