@@ -264,6 +264,10 @@ UNSAVEABLE = {
         lambda: np.array([{}, None]),
         "Held.held is a numpy.ndarray .an array of dtype object",
     ),
+    "a tensor of a part of an array": (
+        lambda: [array := np.zeros(9), torch.from_numpy(array[4:])],
+        "Held.held is a list .an array that shares its memory with a tensor",
+    ),
     "an array and a tensor of one memory": (
         array_and_tensor,
         "Held.held is a tuple .an array that shares its memory with a tensor",

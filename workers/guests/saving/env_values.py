@@ -152,7 +152,9 @@ class Writer:
         self._written: list[Any] = []  # ids are unique only among objects that live
         self._unfinished: collections.deque[Any] = collections.deque()
         self._kinds: dict[type, str] = {}
-        self._memories = dict.fromkeys(graph.lent, "array")
+        # Of a simulator's array, the address is known.
+        lent = [(address, address + 1) for address in graph.lent]
+        self._memories: dict[str, list[tuple[int, int]]] = {"array": lent, "tensor": []}
 
     def value(self, one: Any) -> Any:
         """Return a value: a scalar, or the number of its node."""
@@ -161,14 +163,16 @@ class Writer:
         number = self._numbers.get(id(one))
         return [self._add(one) if number is None else number]
 
-    def claim(self, address: int, kind: str) -> None:
-        """Note that the memory at an address is that of arrays, or of tensors.
+    def claim(self, start: int, end: int, kind: str) -> None:
+        """Note that the memory between two addresses is that of an array, or of tensors.
 
         Raises:
-            Unsaveable: it is that of the other kind.
+            Unsaveable: a part of it is that of the other kind.
         """
-        if self._memories.setdefault(address, kind) != kind:
+        other = "tensor" if kind == "array" else "array"
+        if any(first < end and start < last for first, last in self._memories[other]):
             raise Unsaveable("an array that shares its memory with a tensor")
+        self._memories[kind].append((start, end))
 
     def finish(self, *, with_owners: bool = True) -> None:
         """Write what the nodes so far refer to; without the attributes of the graph's owners, on request."""
@@ -499,7 +503,7 @@ def _take_array(writer: Writer, one: np.ndarray) -> list[Any]:
     while isinstance(whole.base, np.ndarray):
         whole = whole.base
     first, _ = bounds(whole)
-    writer.claim(first, "array")
+    writer.claim(start, end, "array")
     lender = writer.graph.lent.get(first)
     if lender is not None and one.dtype == whole.dtype:
         return [lender, _packed_view(one, first)]
@@ -573,7 +577,7 @@ def _whole_of(storage: Any, dtype: Any) -> Any:
 
 def _take_storage(writer: Writer, one: Any) -> Any:
     """Return the memory of tensors, and its device."""
-    writer.claim(one.data_ptr(), "tensor")
+    writer.claim(one.data_ptr(), one.data_ptr() + one.nbytes(), "tensor")
     memory = _whole_of(one, sys.modules["torch"].uint8)
     return [writer.value(one.device), pack(memory.cpu().numpy())]
 
