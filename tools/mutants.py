@@ -151,6 +151,31 @@ BELOW: dict[str, tuple[str, ...]] = {
         "executor/collectors/test_collector.py",
     ),
     "executor/doctor.py": ("executor/test_doctor.py",),
+    "executor/__init__.py": ("test_exports.py", "test_imports.py"),
+    "executor/guests/collectors/": ("executor/collectors",),
+    "executor/keywords.py": (
+        "executor/batches/test_arguments.py",
+        "executor/test_first_mistakes.py",
+        "test_exports.py",
+    ),
+    "executor/processes/": (
+        "executor/pools/test_lifecycle.py",
+        "executor/pools/test_shared_helpers.py",
+        "executor/pools/test_placement.py",
+        *_LOSSES,
+    ),
+    "executor/progress.py": ("executor/cli",),
+    "executor/sending/": (
+        "executor/pools/test_factories.py",
+        "executor/pools/test_what_workers_have.py",
+        *_STEPS,
+    ),
+    "executor/start/": (
+        "executor/pools/test_shared_helpers.py",
+        "executor/pools/test_lifecycle.py",
+        "executor/pools/test_preloading.py",
+        "executor/pools/test_where_envs_run.py",
+    ),
     f"{_FACADES}/": (f"{_FACADES}/test_faults.py", _FACADES),
     f"{_FACADES}/cleanrl/": (f"{_FACADES}/test_cleanrl.py",),
     f"{_FACADES}/gymnasium/": (
