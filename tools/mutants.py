@@ -216,10 +216,7 @@ BELOW: dict[str, tuple[str, ...]] = {
     "executor/machine/": ("executor/machine",),
     "executor/pools/": ("executor/pools", *_STEPS, *_LOSSES),
     "executor/protocol/": ("executor/protocol", *_LOSSES),
-    "executor/rollouts/": (
-        "executor/rollouts",
-        "executor/collectors/test_collector.py",
-    ),
+    "executor/rollouts/": ("executor/rollouts", "executor/collectors"),
     "executor/rollouts/policy_state.py": (
         "executor/rollouts",
         "executor/protocol/test_exchange.py",

@@ -222,6 +222,12 @@ def test_lifecycle_and_pickling() -> None:
             assert again.rollout(2).shape == (3, 2)
 
 
+def test_an_env_with_a_lambda_can_be_pickled() -> None:
+    env = ParallelEnv(2, lambda: own.CountingEnv(max_steps=3))
+    with closing(pickle.loads(pickle.dumps(env))) as again:
+        assert again.rollout(2).shape == (2, 2)
+
+
 def test_different_tasks_and_kwargs() -> None:
     with started(
         2,
