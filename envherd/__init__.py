@@ -276,9 +276,7 @@ if not TYPE_CHECKING:  # to a type checker, unknown names remain unknown
             value = importlib.import_module(f"{__name__}.{name}")
         # `from envherd import NAME` would replace the text of an AttributeError.
         elif name in _GONE:
-            raise ImportError(
-                f"importing {name} failed: envherd has it no more. Instead: {_GONE[name]}."
-            )
+            value = moved.refuser(__name__, _GONE)(name)
         elif name in _ELSEWHERE:
             facade, _, there = _ELSEWHERE[name].partition(".")
             raise ImportError(
